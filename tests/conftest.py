@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def sigint() -> Iterator[None]:
-    """Python's own handler: a process that a shell starts in the background inherits one that ignores SIGINT."""
+    """Sets Python's default handler: background processes of a shell inherit one that ignores SIGINT."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     assert signal.signal(signal.SIGINT, before) is signal.default_int_handler, "the handler was not put back"
@@ -75,7 +75,7 @@ def full_precision() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def seeded() -> Iterator[None]:
-    """Every test starts from the same random state and leaves grad mode and default dtype as they were."""
+    """Every test starts from the same random state and must restore grad mode and default dtype."""
     random.seed(SEED)
     np.random.seed(SEED)
     torch.manual_seed(SEED)

@@ -41,7 +41,7 @@ def model_of(name: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:
-    """Some begin alike, as far as a block, a tile of 64 tokens or more."""
+    """Rows, some with a common prefix of a block, a tile of 64 tokens or more."""
     draw = random.Random(seed)
     own = [[draw.randrange(3, models.VOCAB_SIZE) for _ in range(200)] for _ in range(4)]
     found = []
@@ -194,8 +194,8 @@ PATH_NAMES = list(PATHS)[: best_path() + 1] if cpp.is_available() else []
 def test_attention(
     path: str, dtype: torch.dtype, heads: tuple[int, int, int], window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Queries of long rows alone, in chunks, in a batch with rows that begin with the same blocks, on any number of
-    threads, and behind tokens that were given back."""
+    """Queries of long rows alone, in chunks, in a batch with rows that share their first blocks, on any number of
+    threads, and after freed tokens."""
     monkeypatch.setenv(VARIABLE, path)
     best_path.cache_clear()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
@@ -213,7 +213,7 @@ def test_attention(
     queries = [torch.randn(length, num_heads, dim, generator=generator).to(dtype) for length in lengths]
 
     def attend(parts: list[tuple[int, int, int]], dropped: int = 0) -> list[torch.Tensor]:
-        """Of queries [start, end) of rows, whose first `dropped` blocks are gone."""
+        """Output for queries [start, end) of rows, whose first `dropped` blocks are freed."""
         table = torch.zeros(len(parts), 100, dtype=torch.int32)
         for at, (row, _, end) in enumerate(parts):
             needed = tables[row][dropped : -(-end // size)]
@@ -349,7 +349,7 @@ def test_products_of_slices() -> None:
 
 
 def test_what_a_thread_computes_is_not_frozen_in_a_recording() -> None:
-    """Its numbers were replayed as they were when they were recorded."""
+    """Recordings once replayed the numbers of the thread unchanged."""
     model = models.build("llama")
     for layer in model.model.layers:
         layer.mlp = _InAThread(layer.mlp)

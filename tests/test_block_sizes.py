@@ -29,7 +29,7 @@ TIMES = {"4": 1.4, "8": 1.2, "16": 1.1, "32": 1.05, "64": 1.02, "128": 1.0}
 
 @pytest.fixture(autouse=True)
 def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Made up: the larger the faster."""
+    """A made-up table: larger blocks are faster."""
     folder = tmp_path / "tables"
     folder.mkdir()
     found = {costs.key(kernel, "float32"): TIMES for kernel in ("cpp", "gather", "triton", "reference")}
@@ -69,7 +69,7 @@ def test_tokens_are_those_of_plain_generate(name: str, options: dict[str, Any]) 
 
 @pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
 def test_groups_have_sizes_of_their_own(name: str) -> None:
-    """The window of 8 tokens wastes what full attention does not."""
+    """The window of 8 tokens wastes slots that full attention does not."""
     model = models.get(name)
     hf_paged.free(model)
     inputs = models.padded_prompt(name, (150, 90))

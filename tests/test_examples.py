@@ -70,7 +70,7 @@ ELSEWHERE = {"chat.py", "structured_output.py"}  # whose packages are not everyw
 
 
 def environment(tmp_path: Path) -> dict[str, str]:
-    """This process's, with its modules, one thread, and nothing left in the user's folders."""
+    """This process's environment, with its modules, one thread, and no files left in the user's folders."""
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
@@ -135,7 +135,7 @@ def test_two_processes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_notebook_runs(tmp_path: Path) -> None:
-    """From a folder with nothing but the module that it imports; a cell that fails raises."""
+    """Runs in a folder with only the imported module; a failing cell raises."""
     shutil.copy(EXAMPLES / "tiny_model.py", tmp_path)
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     [parameters] = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]

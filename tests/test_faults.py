@@ -43,7 +43,7 @@ class OnPurpose(Exception):
 
 
 class Countdown:
-    """Raises at its `count`-th call while it is armed, the first call being 1."""
+    """Raises at its `count`-th call while armed, counting from 1."""
 
     def __init__(self, count: int, error: type[BaseException]) -> None:
         self.left, self.error, self.is_armed = count, error, True
@@ -110,7 +110,7 @@ def replaced_forward(module: torch.nn.Module, countdown: Countdown) -> Iterator[
 
 
 def last_block(model: PreTrainedModel) -> torch.nn.Module:
-    """The feed-forward part of the last layer: when it runs, every layer has stored its keys and values."""
+    """The MLP of the last layer: when it runs, every layer has stored its K/V."""
     decoder = model.get_decoder()
     if hasattr(decoder, "h"):
         return decoder.h[-1].mlp
@@ -169,7 +169,7 @@ def assert_next_call_is_right(model: PreTrainedModel, inputs: dict[str, torch.Te
 def failing_call(
     model: PreTrainedModel, place: str, step: int, error: type[BaseException], mode: str, backend: dict[str, Any]
 ) -> tuple[BaseException, torch.Tensor]:
-    """The exception that the call raised, with its traceback and so its frames alive, and the RNG state it left."""
+    """The call's exception, whose traceback keeps its frames alive, and the final RNG state."""
     inputs = models.padded_prompt("llama" if not model.config.is_encoder_decoder else "t5")
     countdown = Countdown(step, error)
     arguments, context = PLACES[place](model, countdown)
@@ -236,7 +236,7 @@ def test_an_exception_in_every_model(name: str, place: str) -> None:
 
 
 def test_train_mode_survives() -> None:
-    """Also a call that is served leaves each module in the mode it had."""
+    """A successful call, too, restores the mode of each module."""
     model = models.build("llama").train()
     model.model.layers[0].eval()
     before = model_state(model)
@@ -401,7 +401,7 @@ def test_out_of_blocks_is_a_runtime_error() -> None:
 @pytest.mark.parametrize("mode", BUDGET_MODES)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "t5"])
 def test_a_budget_of_exactly_the_peak_is_enough(name: str, mode: str) -> None:
-    """The error is never raised for want of blocks that the call does not use."""
+    """The error is never raised for blocks that the call does not use."""
     model, inputs, options = models.build(name), models.prompt(name, 3, 21), BUDGET_MODES[mode]
     torch.manual_seed(1)
     expected = model.generate(**inputs, **options, cache_implementation="paged", cache_config={"block_size": 8})
@@ -425,7 +425,7 @@ def test_a_budget_of_exactly_the_peak_is_enough(name: str, mode: str) -> None:
 @pytest.mark.parametrize("preemption", ["recompute", "swap", "auto"])
 @pytest.mark.parametrize("mode", ["greedy", "beams"])
 def test_a_budget_for_one_row_is_enough(name: str, preemption: str, mode: str) -> None:
-    """A pool with room for little more than a prompt at a time gives the same tokens, one after the other."""
+    """A pool with room for little more than one prompt gives the same tokens, one prompt after the other."""
     model, inputs, options = models.build(name), models.padded_prompt(name, (21, 30, 9, 25)), BUDGET_MODES[mode]
     expected = model.generate(**inputs, **options)
     single = {"cache_implementation": "paged", "cache_config": {"block_size": 8, "preemption": preemption}}

@@ -50,7 +50,7 @@ def test_every_option_is_drawn_among_500_cases() -> None:
 
 
 def test_ends_make_rows_stop_at_different_steps() -> None:
-    """In most cases of several rows whose ends are taken from the greedy text, it ends after several lengths."""
+    """In most cases of several rows with ends from the greedy text, rows end at several lengths."""
     found = []
     for case in (fuzz_cases.draw(SEED, number, "llama") for number in range(100)):
         if len(case.lengths) == 1 or case.prompts == "equal" or not isinstance(case.late.get("ends"), list):

@@ -46,7 +46,7 @@ def room(module: str) -> str:
 
 
 def imports(module: str) -> set[str]:
-    """The modules of ours that the module imports when it runs, at its top or inside a function."""
+    """Our modules that the module imports when it runs, at its top or inside a function."""
     path = MODULES[module]
     parts = module.split(".") if module else []
     package = parts if path.name == "__init__.py" else parts[:-1]

@@ -57,7 +57,7 @@ class Refusal:
 
 @dataclasses.dataclass
 class Run:
-    """One side of a cell: a model, and whether its keys and values live in the paged pool."""
+    """One side of a cell: a model, and whether its K/V are in the paged pool."""
 
     name: str
     paged: bool
@@ -408,7 +408,7 @@ def prefix_allowed_tokens_beams(run: Run) -> Any:
 
 
 class RowBias(LogitsProcessor):
-    """Adds a bias that depends on the row and the step; checks and records the batch that it is shown."""
+    """Adds a bias that depends on the row and the step; checks and records the batch."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -427,7 +427,7 @@ class RowBias(LogitsProcessor):
 
 @option()
 def custom_processor(run: Run) -> Any:
-    """Also rows that ended stay in the batch that a processor sees, in their place."""
+    """Rows that ended also stay in the batch that a processor sees, in their place."""
     processor = RowBias()
     inputs = models.padded_prompt(run.name)
     options = {"eos_token_id": FREQUENT_ENDS, "do_sample": False}
@@ -453,7 +453,7 @@ def custom_processor_return_sequences(run: Run) -> Any:
 
 
 class Recorder(BaseStreamer):
-    """Every call that a streamer gets, in order."""
+    """Records every call of a streamer, in order."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -635,7 +635,7 @@ def custom_generate(run: Run) -> Any:
 
 @option()
 def returned_cache_continues(run: Run) -> Any:
-    """The cache of a returned dict is a cache: it has contents, and a second call goes on from it."""
+    """The cache in a returned dict has contents, and a second call continues from it."""
     inputs = run.prompt()
     first = run.generate(inputs, do_sample=False, return_dict_in_generate=True)
     cache = first.past_key_values
@@ -654,7 +654,7 @@ def returned_cache_continues(run: Run) -> Any:
 
 @option(pool=False)
 def passed_cache_continues(run: Run) -> Any:
-    """Three turns of a conversation of ragged rows over one cache that the user owns."""
+    """Three turns of a conversation of ragged rows over one cache of the user."""
     inputs = models.padded_prompt(run.name)
     cache = run.new_cache()
     turns = []
@@ -709,7 +709,7 @@ def token_by_token(run: Run) -> Any:
 @option(models.NAMES, pool=False)  # plain's states cannot be repeated
 @torch.no_grad()
 def cache_operations(run: Run) -> Any:
-    """What beam search, assisted decoding and users do to a cache between two steps."""
+    """Operations of beam search, assisted decoding and users on a cache between two steps."""
     cache = run.new_cache()
     encoded = run.model.get_encoder()(**run.prompt()) if run.encoder_decoder else None
     logits = []
@@ -826,7 +826,7 @@ REFUSED = {
 
 
 def fails_in_older_versions(name: str, cell: str, refusal: Refusal) -> bool:
-    """Before 5.23, plain breaks on its own sliding-window cache when that is rolled back (seen on 5.17)."""
+    """Before 5.23, plain fails when it rolls back its sliding-window cache (seen on 5.17)."""
     old = version.parse(transformers.__version__) < version.parse("5.23")
     rolled_back = "assistant" in cell or cell == "cache_operations"
     return old and name in models.SLIDING and rolled_back and "must match the size of tensor" in refusal.message
@@ -848,7 +848,8 @@ def outcome(function: Option, run: Run) -> Any:
 
 
 def assert_same(expected: Any, actual: Any, where: str) -> None:
-    """Integers, strings and structure exactly; floating point closely. `where` names the place in the message."""
+    """Compares integers, strings and structure exactly, floating point closely. `where` names the place in the
+    message."""
     if isinstance(expected, Refusal) or isinstance(actual, Refusal):
         assert isinstance(actual, Refusal), f"{where}: plain raises {expected}, paged returned a result"
         assert isinstance(expected, Refusal), f"{where}: plain is served, paged raises {actual}"

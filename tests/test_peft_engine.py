@@ -41,7 +41,7 @@ def lora_model(name: Any = "llama", second: dict[str, Any] | None = None, **opti
 
 @contextlib.contextmanager
 def active(model: Any, adapter: str) -> Iterator[None]:
-    """PEFT's own way to run with one adapter."""
+    """PEFT's way to run with one adapter."""
     if adapter == "__base__":
         with model.disable_adapter():
             yield
@@ -138,7 +138,7 @@ def test_prompt_tuning_is_refused_too() -> None:
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_every_request_with_its_own_adapter(name: str) -> None:
-    """The same prompts with each adapter in one batch: nothing of one adapter is served to another."""
+    """The same prompts with each adapter in one batch: adapters share no cached blocks."""
     model = lora_model(name)
     before = peft_state(model)
     texts, modes = prompts(20, 9), ("greedy", "samples", "beams_eos")
@@ -219,7 +219,7 @@ def test_adapters_that_come_and_go_later() -> None:
 
 
 def test_a_model_with_the_adapters_of_transformers_own() -> None:
-    """`model.add_adapter` without a PeftModel around it."""
+    """`model.add_adapter` without a surrounding PeftModel."""
     model, prompt = models.build("llama"), prompts(12)[0]
     bare = lone_run(model, prompt, GREEDY)
     torch.manual_seed(0)

@@ -32,7 +32,7 @@ def found(*cases: str, name: str = "llama") -> list[dict[str, Any]]:
 
 @functools.cache
 def expected() -> list[dict[str, Any]]:
-    """Of one process, by adapter and options."""
+    """Results of one process, by adapter and options."""
     rows = []
     for adapter in [f"a{number}" for number in range(NUM_ADAPTERS)] + ["__base__"]:
         with active(adapted(), adapter):

@@ -76,7 +76,7 @@ def expected() -> list[list[int]]:
 
 
 def test_a_script_as_it_is(folder: Path, tmp_path: Path) -> None:
-    """Its arguments, its exit status; all its calls of `generate` are paged, with the block size that was set."""
+    """Its arguments, its exit status; all its calls of `generate` are paged, with the configured block size."""
     ended = run("--paged", "--set", "block_size=32", folder / "script.py", tmp_path, folder / "model", "7", "--set")
     assert ended.returncode == 7, ended.stderr
     told = json.loads((tmp_path / "0.json").read_text())
@@ -156,7 +156,7 @@ print("torch" in sys.modules, "hf_paged" in sys.modules, getattr(sitecustomize, 
 
 
 def test_a_child_without_models_imports_nothing(tmp_path: Path) -> None:
-    """... and a `sitecustomize` that was there before runs as well."""
+    """... and an existing `sitecustomize` runs, too."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text("theirs = 'here'\n")
     env = environment({}, [])
@@ -201,7 +201,7 @@ def test_refused_before_anything_starts(arguments: list[str], error: str, capsys
 
 
 def test_what_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A console script before a file of that name, a path, then a module."""
+    """A console script takes precedence over a file of that name, then a path, then a module."""
     monkeypatch.chdir(tmp_path)
     for name in ("accelerate", "mine.py"):
         (tmp_path / name).touch()

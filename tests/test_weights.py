@@ -26,7 +26,7 @@ HITS = 24 + 16 + 16  # tokens in full blocks of 8, short of each prompt's last t
 
 @contextlib.contextmanager
 def counted_tokens(model: Any) -> Iterator[list[int]]:
-    """Tokens of every forward, counted in the first layer without a hook."""
+    """Counts tokens of every forward, in the first layer without a hook."""
     norm = next(module for name, module in model.named_modules() if name.endswith("layers.0.input_layernorm"))
     original, counts = type(norm).forward, []
 
@@ -43,7 +43,7 @@ def counted_tokens(model: Any) -> Iterator[list[int]]:
 
 
 class Generate:
-    """Through `generate`: hits are prompt tokens that no forward got."""
+    """Through `generate`: hits are prompt tokens that no forward computed."""
 
     def __init__(self, model: Any, inputs: dict[str, torch.Tensor]) -> None:
         self.model, self.inputs = model, inputs
@@ -91,7 +91,7 @@ class Watch:
         return self.model.generate(**self.inputs, **GREEDY)[:, max(LENGTHS) :]
 
     def expect(self, hits: int, what: str) -> torch.Tensor:
-        """Plain's tokens, `hits` of them from the cache."""
+        """Asserts that tokens are plain's, `hits` of them from the cache."""
         expected = self.plain()
         tokens, found = self.call()
         assert torch.equal(tokens, expected), f"{what}\nplain\n{expected}\npaged\n{tokens}"
@@ -274,7 +274,7 @@ def another_module(model: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("change", [replaced, moved, another_module])
 def test_a_change_within_a_call(change: Callable[[PreTrainedModel], None]) -> None:
-    """By code of the caller's that the call runs."""
+    """By user code that the call runs."""
     found = []
     for options in ({}, models.PAGED):
         model, inputs = models.build("llama"), models.padded_prompt("llama", LENGTHS)
@@ -326,7 +326,7 @@ def lora_model() -> Any:
 
 @pytest.mark.parametrize("door", DOORS)
 def test_adapters(door: str) -> None:
-    """Switching, disabling, merging, unmerging and training an adapter: each is another model."""
+    """Switching, disabling, merging, unmerging and training an adapter each make another model."""
     model = lora_model()
     watch = Watch(door, model)
     first = watch.expect(0, "first")

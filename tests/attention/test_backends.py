@@ -231,7 +231,7 @@ def test_matches_dense_attention(case: Case, backend: str) -> None:
 
 @st.composite
 def any_cases(draw: st.DrawFn, max_queries: int = 33) -> Case:
-    """Calls of small sizes with any of the features together."""
+    """Small calls with any combination of features."""
     batch = draw(st.integers(1, 4))
     seq_lens = draw(st.tuples(*[st.integers(0, 90)] * batch).filter(any))
     kv_heads = draw(st.sampled_from((1, 2, 3)))

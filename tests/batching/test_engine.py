@@ -446,7 +446,7 @@ def test_readers_share_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_option_each() -> None:
-    """Seeds and priorities of a call, one for each prompt."""
+    """Seeds and priorities of a call, one per prompt."""
     texts, options = prompts(9, 9, 9, 4), MODES["samples"]
     with engine_of(max_num_seqs=3) as engine:
         outputs = [o for o in engine.stream(texts, options, seed=[5, None, 6, 5], priority=(3, 2, 1, 0)) if o.finished]
@@ -509,7 +509,7 @@ def test_streamer() -> None:
 @pytest.mark.parametrize("mode", ["greedy", "samples", "beams"])
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 7])
 def test_cancel_at_any_point(mode: str, steps: int) -> None:
-    """Before the first step, in the middle of a chunked prompt, while it decodes: the others notice nothing."""
+    """Before the first step, within a chunked prompt, while decoding: other requests are unaffected."""
     texts = prompts(20, 21, 9)
     with engine_of(max_num_batched_tokens=16) as engine:
         for i, prompt in enumerate(texts):
@@ -588,7 +588,7 @@ def test_stop_strings() -> None:
 
 
 class Bytes:
-    """A tokenizer whose every token is one byte of UTF-8."""
+    """A tokenizer whose tokens are single bytes of UTF-8."""
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
         return bytes(token_ids).decode("utf-8", errors="replace")
@@ -637,6 +637,6 @@ def test_made_up_ids_avoid_those_in_use() -> None:
 
 
 def test_eos_ids_are_those_of_the_test() -> None:
-    """The shared options do end texts early, or much of the above would show nothing."""
+    """The shared options do end texts early; otherwise the tests above would show little."""
     rows = [lone_run(models.get("llama"), prompt, MODES["greedy_eos"])[0] for prompt in prompts(1, 9, 17, 26)]
     assert any(len(row) < 30 and row[-1] in MANY_ENDS for row in rows)

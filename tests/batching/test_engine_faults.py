@@ -282,7 +282,7 @@ def test_scores_that_nothing_can_be_drawn_from_fail_that_request_alone(change: A
 
 
 def test_a_processor_that_writes_to_what_it_is_given_changes_no_other_request() -> None:
-    """Logits of the others, and the ids of the request itself, are not the tensors it gets."""
+    """Its tensors are copies: of the other rows' logits, and of the request's ids."""
 
     class Spoil(LogitsProcessor):
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -401,7 +401,7 @@ def test_after_an_interrupt_the_engine_goes_on(place: str, step: int, kind: str)
 @pytest.mark.parametrize("step", [1, 2, 3, 9])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_an_interrupt_between_scheduling_and_the_forward(name: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks are named for the prefix cache when they are scheduled: none may keep its name without its content."""
+    """Blocks enter the prefix index when they are scheduled: none may stay there without its content."""
     with PagedEngine(models.get(name), CONFIG) as engine:
         beside, results = Beside(engine), {}
         countdown, note_peak = Countdown(step, KeyboardInterrupt), engine.memory.note_peak
@@ -425,7 +425,7 @@ def test_an_interrupt_between_scheduling_and_the_forward(name: str, step: int, m
 @pytest.mark.parametrize("place", FAULTS)
 @pytest.mark.parametrize("mode", ["greedy", "samples", "beams"])
 def test_an_interrupt_while_tokens_are_chosen(place: str, mode: str) -> None:
-    """Nothing hangs: each request goes on rightly or ends with an error, and the engine works."""
+    """Nothing hangs: each request continues correctly or ends with an error, and the engine works."""
     if place == "streamer" and mode == "beams":
         pytest.skip("beams take no streamer")
     with PagedEngine(models.get("llama"), CONFIG) as engine:
@@ -541,7 +541,7 @@ def test_inference_mode_and_grad_mode_may_change_between_calls() -> None:
 
 @pytest.mark.parametrize("growth", [1, 3])
 def test_a_machine_without_memory_for_more_blocks_preempts(growth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that runs out while the pool grows is a shortage of blocks like any other."""
+    """Memory that runs out while the pool grows is treated like any shortage of blocks."""
     countdown, grown = Countdown(growth, torch.OutOfMemoryError), KVBlocks.grown
     monkeypatch.setattr(engine_core, "MANY_BLOCKS", 1)  # else storage is set aside at once, and never grows
 

@@ -26,7 +26,7 @@ LONG = {"do_sample": False, "max_new_tokens": 400}
 
 
 class Force(LogitsProcessor):
-    """Leaves one token to choose."""
+    """Leaves only one token to choose."""
 
     def __init__(self, token: int) -> None:
         self.token = token
@@ -38,7 +38,7 @@ class Force(LogitsProcessor):
 
 
 class Fussy:
-    """A tokenizer that cannot decode the token 77, piece by piece or at the end of a text of `length` tokens."""
+    """A tokenizer that cannot decode token 77, streamed or at the end of a text of `length` tokens."""
 
     def __init__(self, length: int | None = None, error: type[BaseException] | None = OnPurpose) -> None:
         self.length, self.error = length, error
@@ -211,7 +211,7 @@ def test_a_reader_that_is_cancelled_in_the_middle_of_a_step(how: str, monkeypatc
 
 
 class EndsWith(StoppingCriteria):
-    """Rows end at this token; it is no EOS token to transformers, so the row goes on while others do."""
+    """Rows end at this token; transformers does not treat it as EOS, so the row goes on while others do."""
 
     def __init__(self, token: int) -> None:
         self.token = token
@@ -234,7 +234,7 @@ class ForceRows(LogitsProcessor):
 
 
 class Halves:
-    """A tokenizer whose token 77 is half a character."""
+    """A tokenizer whose token 77 is half of a character."""
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
         return "".join("\N{REPLACEMENT CHARACTER}" if token == 77 else f" {token}" for token in token_ids)
@@ -377,7 +377,7 @@ def test_a_request_that_is_refused_puts_nothing_to_its_streamer() -> None:
 
 
 class Clock(LogitsProcessor):
-    """A second passes with every token."""
+    """The clock advances a second per token."""
 
     def __init__(self) -> None:
         self.now = 1000.0

@@ -78,7 +78,7 @@ def test_buckets() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_engine_gives_plain_tokens(name: str, graphs: FakeGraphs) -> None:
-    """Rows of several lengths finish and join, so that sizes change both ways; blocks leave windows."""
+    """Rows of several lengths end and join, so that sizes change both ways; blocks leave windows."""
     model = models.get(name)
     lengths = [(5, 40), (19, 12), (9, 26), (1, 31), (12, 20), (30, 9), (3, 17)]
     jobs: list[Any] = []
@@ -141,7 +141,7 @@ def test_triton_kernels_read_the_buffers(name: str, graphs: FakeGraphs, monkeypa
 
 
 def test_autocast(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights are converted in every replay: what autocast caches does not outlive it."""
+    """Every replay converts the weights: autocast's cached casts do not outlive it."""
     was_cached: list[bool] = []
     graphs.fail = lambda: was_cached.append(torch.is_autocast_cache_enabled())
     bench = CapturedBench(models.build("llama"), graphs)
@@ -428,7 +428,7 @@ def test_attention_that_needs_lengths_on_the_host(
 def test_a_capture_that_fails(
     graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The step is run eagerly, and no capture is tried before the model changed."""
+    """The step runs eagerly, and no capture is tried before the model changes."""
     attempts = []
 
     def fail() -> None:
@@ -735,7 +735,7 @@ def test_memory_of_a_device_is_taken_once(
 
 
 def test_a_call_takes_what_it_can_need(graphs: FakeGraphs, grown: list[int]) -> None:
-    """Of layers with windows no more than rows see; a longer call grows once, as the first left cached blocks."""
+    """Layers with windows need no more than rows see; a longer call grows once, as the first left cached blocks."""
     model = models.build("gemma3")
     for rows, new in ((2, 60), (3, 160)):
         inputs = models.padded_prompt("gemma3", (26, 14, 20)[:rows])

@@ -47,7 +47,7 @@ def texts(model: Any, later: int = 0, **config: Any) -> tuple[list[list[int]], h
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_graphs_give_the_tokens_of_eager_steps(name: str) -> None:
-    """Rows finish and join; tables outgrow their graphs; blocks leave windows."""
+    """Rows end and join; tables outgrow their graphs; blocks leave windows."""
     model = models.build(name).to("cuda")
     expected, eager = texts(model, later=3, capture=False)
     found, stats = texts(model, later=3)

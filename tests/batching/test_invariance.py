@@ -65,7 +65,7 @@ class Schedule:
                 self.goes[str(number)] = step + draw.randrange(12)
 
     def run(self, seen: collections.Counter[str]) -> None:
-        """Runs it, checks every survivor, and notes what happened."""
+        """Runs the schedule, checks every surviving request, and records the events."""
         what = f"schedule {self.seed} of {self.name}, {self.config}"
         results: dict[str, RequestResult] = {}
         waiting = dict(self.comes)
@@ -133,7 +133,7 @@ class Schedule:
 
 
 def count_chunks(engine: PagedEngine, seen: collections.Counter[str]) -> None:
-    """Counts the parts of prompts that are computed without reaching the prompt's end."""
+    """Counts chunks of prompts that do not reach the prompt's end."""
     runner = engine._core.loop.executor.runner if engine._core.loop is not None else None
     if runner is None:
         return

@@ -50,13 +50,13 @@ def many(count: int, name: str = "llama", **options: Any) -> Any:
 
 
 def saved(model: Any, folder: Path) -> list[str]:
-    """Its adapters as folders, in the order of their names."""
+    """The model's adapters as folders, sorted by name."""
     model.save_pretrained(folder, save_embedding_layers=False)
     return [str(folder / name) for name in sorted(model.peft_config, key=lambda name: int(name[1:]))]
 
 
 def counted(engine: PagedEngine) -> list[int]:
-    """Rows of each forward from now on."""
+    """Records the rows of each forward from now on."""
     runner, found = engine._core.get_loop().executor.runner, list[int]()
     run = runner.run
 
@@ -89,7 +89,7 @@ def test_eight_adapters_in_sixteen_forwards(from_folders: bool, tmp_path: Path) 
 
 @pytest.mark.parametrize("mode", ["greedy", "samples", "beams_eos"])
 def test_rows_of_all_kinds_beside_one_another(mode: str, tmp_path: Path) -> None:
-    """Own adapters, folders, the base model and the active adapter in one step; prompts that begin alike."""
+    """Loaded adapters, folders, the base model and the active adapter in one step; prompts with a common prefix."""
     model, texts = many(3, lora_bias=False), prompts(20, 9)
     folders = saved(model, tmp_path)
     model.delete_adapter("a2")
@@ -175,7 +175,7 @@ def test_an_adapter_that_never_fits_fails_alone(tmp_path: Path) -> None:
 
 
 def test_adapter_names_with_several_sequences() -> None:
-    """PEFT itself raises there: it gives the names of prompts to rows."""
+    """PEFT raises there: it applies the prompts' adapter names to rows."""
     model, inputs = many(2), models.padded_prompt("llama", (26, 4, 17))
     names, options = ["a0", "__base__", "a1"], dict(MODES["sample"])
     with pytest.raises(ValueError, match="adapter_names"):
@@ -281,7 +281,7 @@ def test_other_families(name: str) -> None:
 
 
 def test_modules_that_get_other_rows_are_found_out() -> None:
-    """A layer that computes some of the tokens, in another order, as experts do."""
+    """A layer that computes some of the tokens, reordered, like experts."""
     model, texts = many(2, target_modules=["down_proj"]), prompts(14, 9)
     block = model.get_base_model().model.layers[0].mlp
     plain = type(block).forward
@@ -349,7 +349,7 @@ def test_a_folder_that_changes(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_written_to_while_a_request_runs(tmp_path: Path) -> None:
-    """What safetensors gives is mapped from the file."""
+    """safetensors returns tensors mapped from the file."""
     model, prompt = many(2, target_modules=["q_proj", "v_proj"], r=4), prompts(20)[0]
     first, second = (Path(folder) / "adapter_model.safetensors" for folder in saved(model, tmp_path))
     expected = lone_with(model, "a0", prompt, GREEDY)
@@ -437,7 +437,7 @@ def test_a_fault_in_a_mixed_forward(error: type[BaseException], tmp_path: Path) 
 
 
 def test_a_row_does_not_depend_on_the_adapters_beside_it() -> None:
-    """Bit for bit, where the base's products do not either."""
+    """Bit for bit, if the base's products are invariant, too."""
     model, texts = many(3), prompts(9, 9, 9)
     config = PagedConfig(block_size=8, batch_invariant=True, prefix_caching=False)
     logprobs = []

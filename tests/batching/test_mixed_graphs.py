@@ -43,7 +43,7 @@ def sizes_of(bench: Any) -> list[Sizes]:
 
 
 def share(parent: Row, rows: list[Row]) -> None:
-    """Rows hold what `parent` has computed."""
+    """Makes rows share the computed blocks of `parent`."""
     for row in rows:
         row.num_computed_tokens = parent.num_computed_tokens
         row.blocks.tables = [table.fork() for table in parent.blocks.tables]
@@ -113,7 +113,7 @@ def test_random_schedules_give_plain_logits(
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
 def test_an_engine_gives_plain_tokens(name: str, graphs: FakeGraphs) -> None:
-    """Almost every step is a replay, those with prompts in chunks too."""
+    """Almost every step is a replay, including those with prompt chunks."""
     model = models.build(name)
     lengths = [(5, 40), (19, 12), (39, 26), (1, 31), (12, 20), (30, 9), (3, 17)]
     jobs: list[Any] = []
@@ -267,7 +267,7 @@ def test_steps_that_are_eager(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_model_whose_chunks_cannot_be_recorded(graphs: FakeGraphs, caplog: pytest.LogCaptureFixture) -> None:
-    """Latents of many queries are expanded, as many as there are: decodes and few queries are recorded all the same."""
+    """Steps with many queries expand all latents and are not recorded; decodes and steps of few queries still are."""
     caplog.set_level(logging.INFO, "hf_paged")
     model = test_latent.build()
     jobs: list[Any] = [

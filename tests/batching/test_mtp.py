@@ -79,7 +79,7 @@ def name_in_checkpoint(kind: str, name: str) -> str:
 
 
 def checkpoint(folder: Path, kind: str, num_heads: int) -> Path:
-    """A model whose next token depends mostly on the last one, and heads that know how: they are right now and then."""
+    """A model whose next token depends mostly on the last one, and heads that know how: some drafts are right."""
     path = folder / f"{kind}-{num_heads}"
     name, sizes = KINDS[kind]
     config, cls = getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")

@@ -71,7 +71,7 @@ def skip_where_plain_is_broken(name: str) -> None:
 
 
 def check(name: str, texts: list[list[int]], modes: list[dict[str, Any]], config: PagedConfig) -> Any:
-    """All at once in an engine, each compared with its lone run; the engine's figures."""
+    """Runs all prompts at once in an engine, compares each with its lone run, and returns the engine's stats."""
     model = build(name)
     with PagedEngine(model, config) as engine:
         for seed, (prompt, options) in enumerate(zip(texts, modes)):
@@ -138,7 +138,7 @@ def test_ragged_rows_of_a_generate_call(name: str, mode: str) -> None:
 @pytest.mark.parametrize("mode", ["greedy", "beams_eos"])
 @pytest.mark.parametrize("name", sorted(LENGTHS))
 def test_rows_whose_longest_decides_the_rotary_factors(name: str, mode: str) -> None:
-    """Plain `generate` gives all rows the factors of the longest: such calls are the model's own loop's."""
+    """Plain `generate` applies the longest row's factors to all rows: such calls run in the model's own loop."""
     model, options = build(name), {**MODES[mode], "pad_token_id": 0}
     for lengths, num_new, road in (
         ((5, 19), 13, "engine"),

@@ -46,14 +46,14 @@ def blocks_on_disk(path: Path) -> list[Path]:
 
 
 def run(engine: PagedEngine, prompt: list[int], **options: Any) -> tuple[list[int], int]:
-    """New tokens, and how many of the prompt were found."""
+    """New tokens, and the number of prompt tokens found."""
     (result,) = engine.generate([prompt], GREEDY, **options)
     assert result.error is None, result.error
     return result.token_ids, result.num_prefix_hit_tokens
 
 
 def save_all(engine: PagedEngine) -> None:
-    """All that is cached goes to the disk, and the pool is empty."""
+    """Writes all cached blocks to disk and empties the pool."""
     store = engine._core.loop.blocks.tier  # type: ignore[union-attr]
     engine.free()
     store.wait()  # type: ignore[union-attr]
@@ -133,7 +133,7 @@ def test_an_emptied_pool_finds_what_it_gave_up(name: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8_e4m3"])
 @pytest.mark.parametrize("name", ["llama", "mla"])
 def test_quantized_blocks_come_back_as_they_were(name: str, kv_dtype: str, tmp_path: Path) -> None:
-    """Codes and scales; blocks of another `kv_dtype` are not found, and a saved prefix is refused."""
+    """Codes and scales are saved; blocks of another `kv_dtype` are not found, and a saved prefix is refused."""
     model, (prompt,) = build(name), prompts(75)
     with PagedEngine(model, config(tmp_path / "tier", kv_dtype=kv_dtype)) as engine:
         expected, _ = run(engine, prompt)
@@ -406,7 +406,7 @@ def test_calls_of_threads_on_two_models_under_a_budget(tmp_path: Path) -> None:
 
 
 class Faults:
-    """What goes wrong with a folder of blocks, one thing at a time."""
+    """Faults of a folder of blocks, one at a time."""
 
     def __init__(self, path: Path, seed: int, monkeypatch: Any) -> None:
         self.path, self.draw, self._monkeypatch = path, random.Random(seed), monkeypatch
@@ -467,7 +467,7 @@ class Faults:
         os.waitpid(child, 0)
 
     def fill(self) -> None:
-        """The next files do not fit on the disk."""
+        """The disk has no room for the next files."""
         left, write = [self.draw.randrange(1, 4)], Path.write_bytes
 
         def half(path: Path, content: bytes) -> int:
@@ -480,7 +480,7 @@ class Faults:
         self._monkeypatch.setattr(Path, "write_bytes", half)
 
     def forbid(self) -> None:
-        """Something else is where a file was."""
+        """Another kind of object is in the place of a file."""
         if path := self.one():
             path.unlink()
             path.mkdir()
@@ -640,7 +640,7 @@ def test_a_prefix_is_saved_and_loaded_while_requests_run(tmp_path: Path) -> None
 
 
 def host_tier(engine: PagedEngine, num_bytes: int, path: str | None = None) -> tiers.PrefixStore:
-    """The tier that a pool on another device would have, below a pool that is here."""
+    """The tier of a pool on another device, below a pool on this one."""
     loop = engine._core.loop
     assert loop is not None
     wanted = hf_paged.PrefixTiers(path, host_bytes=num_bytes)

@@ -87,7 +87,7 @@ def check(model: Any, jobs: list[Any], found: list[Any]) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_nearly_every_step_is(name: str, seen: collections.Counter[str]) -> None:
-    """Rows enter new blocks at different steps, and end one after the other, which is known beforehand."""
+    """Rows enter new blocks at different steps, and end one after the other, as known in advance."""
     model, jobs = models.get(name), [job(5, 60, 0), job(9, 48, 1), job(14, 36, 2)]
     with PagedEngine(model, CONFIG) as engine:
         found = results(engine, jobs)
@@ -138,7 +138,7 @@ def test_random_schedules(
 
 
 class Rewrites(StoppingCriteria):
-    """Puts another token in the place of the newest, now and then."""
+    """Replaces the newest token by another, at random."""
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         if input_ids.shape[1] % 5 == 0:
@@ -180,7 +180,7 @@ def test_a_returned_cache_holds_what_it_says(seen: collections.Counter[str]) -> 
 
 
 def test_short_of_blocks(seen: collections.Counter[str]) -> None:
-    """No request is preempted for a guess."""
+    """No request is preempted for a speculative launch."""
     model, jobs = models.get("llama"), [job(7, 33, 0), job(7, 33, 1)]
     most = 2 * -(-40 // SIZE)
     with PagedEngine(model, PagedConfig(block_size=SIZE, num_blocks=most)) as engine:
@@ -264,8 +264,8 @@ KINDS: dict[str, list[dict[str, Any]]] = {
 def test_steps_of_every_kind_are_launched_ahead(
     kind: str, seen: collections.Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also while requests wait for a seat. What is left are the first steps of a size, and those behind an admission
-    that no one foresaw: of a request that came meanwhile."""
+    """Also while requests wait for a seat. Exceptions: the first steps of a size, and those after an unforeseen
+    admission, of a request that arrived meanwhile."""
     schedule, model, jobs = Scheduler.schedule, models.get("llama"), []
 
     def counted(self: Scheduler) -> Any:
@@ -291,7 +291,7 @@ def test_steps_of_every_kind_are_launched_ahead(
 
 
 def test_only_what_was_launched_is_taken() -> None:
-    """In scheduled order, up to the first item that is another: token, length, block, or more than one token."""
+    """Items match in scheduled order up to the first that differs: token, length, block, or more than one token."""
     pool = BlockPool(32)
     manager = BlockManager([BlockGroup(pool)], SIZE)
     scheduler = Scheduler(Preemption(manager), max_num_batched_tokens=100, max_num_seqs=8)
@@ -331,7 +331,8 @@ def test_only_what_was_launched_is_taken() -> None:
 
 
 def test_what_is_reserved() -> None:
-    """A block for the next token where one is needed, named blocks before it; never by a copy, never the last one."""
+    """Allocates a block for the next token if needed and indexes full blocks before it; no copy, never the last
+    block."""
     pool = BlockPool(6)
     manager = BlockManager([BlockGroup(pool)], SIZE)
     scheduler = Scheduler(Preemption(manager), max_num_batched_tokens=100, max_num_seqs=8)

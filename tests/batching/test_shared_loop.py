@@ -33,7 +33,7 @@ PAGED: dict[str, Any] = {"cache_implementation": "paged", "cache_config": {"bloc
 
 
 class AtToken(LogitsProcessor):
-    """Runs `action` when it chooses the new token of this number."""
+    """Runs `action` when it chooses new token `number`, counted from 0."""
 
     def __init__(self, number: int, action: Callable[[], Any]) -> None:
         self.number, self.action = number, action
@@ -74,7 +74,7 @@ def paged(model: PreTrainedModel, number: int, *processors: LogitsProcessor, **o
 
 
 def together(model: PreTrainedModel, *others: LogitsProcessor) -> list[Callable[[], torch.Tensor]]:
-    """Jobs of `NUM` calls, which wait at their first token until all are in the loop; the second has `others`."""
+    """Jobs of `NUM` calls, which wait at their first token until all are in the loop; the second uses `others`."""
     are_in = threading.Event()
 
     def is_ready() -> bool:
@@ -394,7 +394,7 @@ def test_a_step_that_ends_between_two_looks_of_a_call(monkeypatch: pytest.Monkey
 
 
 def test_a_call_that_joined_during_a_step_takes_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not to wait for the one that took the step and samples."""
+    """It must not wait for the thread that runs the step and samples."""
     model, ended = models.build("llama"), threading.Event()
     expected = [generate(model, number) for number in (0, 1)]
     paged(model, 0)
@@ -440,7 +440,7 @@ def test_a_call_runs_by_its_own_config(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_call_waits_for_one_that_stopped() -> None:
-    """A processor that waits until another call, which began later, has ended."""
+    """A processor that waits until another, later call has ended."""
     model = models.build("llama")
     expected, ended = [generate(model, number) for number in (0, 1)], threading.Event()
 

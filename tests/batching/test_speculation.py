@@ -95,7 +95,7 @@ def _with(**config: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("number_of_tokens", [1, 3, 9])
 def test_sixteen_rows_with_assistants(number_of_tokens: int) -> None:
-    """One that is mostly right, one that is not, the model itself without its last layer, and the prompt."""
+    """Assistants: one mostly right, one mostly wrong, and early exit of the model itself."""
     model, inputs = models.get("llama"), models.padded_prompt("llama", tuple(range(3, 19)))
     expected = model.generate(**inputs, **GREEDY)
     for assistant in (models.get_assistant("llama"), models.build("llama", seed=5)):
@@ -136,7 +136,7 @@ def test_a_cache_that_is_returned_holds_what_plain_holds() -> None:
 
 
 def test_one_sampled_row_draws_as_transformers_does() -> None:
-    """Its loop serves it: prompt lookup draws all positions at once there."""
+    """The model's own loop serves it: prompt lookup draws all positions at once there."""
     model, inputs = models.get("llama"), models.prompt("llama", 1, 30)
     options = {"do_sample": True, "max_new_tokens": 20, "prompt_lookup_num_tokens": 3}
     torch.manual_seed(0)
@@ -201,7 +201,7 @@ def test_requests_of_all_kinds_in_one_batch(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", models.DECODER_ONLY)
 def test_random_accept_lengths(name: str) -> None:
-    """Also past a window, and where requests have to give their blocks up in mid-draft."""
+    """Also past a window, and with requests that lose their blocks in mid-draft."""
     check_accept_lengths(name, num_rounds=2, num_blocks=None)
     check_accept_lengths(name, num_rounds=1, num_blocks=26)
 
@@ -212,7 +212,7 @@ def test_ten_thousand_random_accept_lengths() -> None:
 
 
 def check_accept_lengths(name: str, num_rounds: int, num_blocks: int | None, seed: int = 0) -> int:
-    """Returns how many drafts there were."""
+    """Returns the number of drafts."""
     model, count = models.get(name), 0
     texts = prompts(3, 12, 7, 20, seed=seed)
     full = [text + lone_run(model, text, GREEDY)[0] for text in texts]
@@ -232,7 +232,7 @@ def check_accept_lengths(name: str, num_rounds: int, num_blocks: int | None, see
 
 
 def test_rejected_tokens_are_never_served_from_the_prefix_cache() -> None:
-    """The second request begins with the first one's text: K and V of wrong candidates would give other tokens."""
+    """The second request begins with the first one's text: K/V of wrong drafts would give other tokens."""
     model, (text,) = models.get("llama"), prompts(9)
     whole = text + lone_run(model, text, GREEDY)[0]
     with PagedEngine(model, PagedConfig(**NGRAM)) as engine:
@@ -483,7 +483,7 @@ def test_weights_that_change_under_an_assistant() -> None:
 
 
 def test_two_models_that_assist_each_other() -> None:
-    """In threads: none waits for the other's model with its own in hand."""
+    """In threads: no thread holds its own model while it waits for another's."""
     first, second = models.build("llama"), models.build("llama", seed=5)
     texts = prompts(9, 14, 6, 20)
     pairs = [(first, second), (second, first)]
@@ -518,7 +518,7 @@ def test_an_assistant_with_a_window_whose_long_drafts_are_refused() -> None:
 
 
 def test_a_seed_gives_the_same_samples_behind_a_cached_prefix() -> None:
-    """All but the last token of the prompt are cached then."""
+    """All but the last token of the prompt are cached at that point."""
     model, (text,) = models.get("llama"), prompts(17)
     config = {"do_sample": True, "max_new_tokens": 20, "suppress_tokens": [models.PAD]}
     with PagedEngine(model, PagedConfig(block_size=8)) as engine:
@@ -652,7 +652,7 @@ def test_ngrams_propose_what_came_behind() -> None:
 
 @pytest.mark.slow
 def test_speculative_sampling_keeps_the_distribution() -> None:
-    """Chi-square over 10^5 first tokens of a vocabulary of 16, candidates drawn from another distribution."""
+    """Chi-square over 10^5 first tokens of a vocabulary of 16, with drafts from another distribution."""
     generator = torch.Generator().manual_seed(0)
     target, proposal = (torch.randn(1, 16, generator=generator).mul(1.5) for _ in range(2))
     probs, count = target.softmax(-1), 100_000

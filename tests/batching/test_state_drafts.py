@@ -72,7 +72,7 @@ def test_requests_of_all_kinds_in_one_batch(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Lfm2ForCausalLM", *slow("Qwen3NextForCausalLM")])
 def test_generate_speculates_by_ngrams(name: str) -> None:
-    """One row and several; a refused draft's tokens are in no cached prefix."""
+    """One row and several; a rejected draft's tokens are in no cached prefix."""
     model: Any = build(name)
     paged = {"cache_implementation": "paged", "cache_config": {"block_size": 8, "speculation": "ngram"}}
     for rows in ([list(range(4, 150))], repeating(9, 5, 7)):  # what the first one has behind any token

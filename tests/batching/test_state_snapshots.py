@@ -32,7 +32,7 @@ GREEDY = {"do_sample": False, "max_new_tokens": 12}
 
 @pytest.fixture(autouse=True)
 def short_prompts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Prompts of tests are worth a snapshot."""
+    """Makes the short prompts of tests worth a snapshot."""
     monkeypatch.setattr(preemption, "SNAPSHOT_TOKENS", 32)
     monkeypatch.setattr(preemption, "FORWARD_TOKENS", 8)
     yield
@@ -44,7 +44,7 @@ def text(length: int, seed: int) -> list[int]:
 
 
 def run(engine: PagedEngine, prompt: list[int], options: dict[str, Any], **arguments: Any) -> tuple[Any, int]:
-    """The result of one request, and the tokens that it did not compute."""
+    """The result of one request, and the number of tokens that it did not compute."""
     before = engine.stats().num_prefix_hit_tokens
     name = engine.add_request(prompt, options, **arguments)
     (result,) = run_all(engine).values()
@@ -291,7 +291,7 @@ def test_a_processor_that_fails_leaves_snapshots_whole() -> None:
 
 
 def test_a_snapshot_is_one_row_of_states() -> None:
-    """Memory: no step of other rows lives on for its sake, and it is counted."""
+    """Memory: its state is counted, and keeps no step of other rows alive."""
     model = build(CLASSES[0])
     with PagedEngine(model, PagedConfig(block_size=SIZE)) as engine:
         for seed in range(4):

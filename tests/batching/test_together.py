@@ -53,7 +53,7 @@ def build(name: str) -> Any:
 
 
 def inputs_of(name: str) -> dict[str, Any]:
-    """Four rows, of which some begin with padding or end with it in front of the encoder."""
+    """Four rows, some of which have padding at the beginning or end of the encoder input."""
     found = next(iter(make_inputs(build(name)).values()))  # with images or sound, if the model takes them
     return {
         key: torch.cat([value, value.flip(-1) if value.is_floating_point() else value.roll(1, 0)])
@@ -78,7 +78,7 @@ def assert_whole(name: str) -> None:
 
 @pytest.fixture
 def preempted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Ids of the requests that lost their blocks."""
+    """Ids of the preempted requests."""
     found: list[str] = []
     original = Scheduler._preempt
 
@@ -133,7 +133,7 @@ def test_rows_leave_when_they_end(name: str) -> None:
 @pytest.mark.parametrize("mode", ["greedy", "beams"])
 @pytest.mark.parametrize("name", [T5, "BartForConditionalGeneration", "BartForCausalLM"])
 def test_rows_that_lost_their_blocks_are_computed_again(name: str, mode: str, preempted: list[str]) -> None:
-    """Prompts that do not fit together begin one after another, in the forward that plain gives them."""
+    """Prompts that do not fit together start one after another, in the same forwards as in plain `generate`."""
     options = {**MODES[mode], "eos_token_id": None, "max_new_tokens": 24}
     expected = tokens(name, options)
     needed = {"greedy": 7, "beams": 12}[mode]  # a request's, at least
@@ -223,7 +223,7 @@ def alone(name: str, seed: int, options: dict[str, Any], **inputs: torch.Tensor)
 
 @pytest.mark.parametrize("name", ENCODERS[:2])
 def test_requests_of_an_encoder_decoder_model(name: str) -> None:
-    """All modes in one batch; one more joins in each step."""
+    """All modes in one batch; one more request joins in each step."""
     with PagedEngine(build(name), SMALL) as engine:
         results = {}
         for seed, (mode, prompt) in enumerate(zip(MODES, prompts())):
@@ -239,7 +239,7 @@ def test_requests_of_an_encoder_decoder_model(name: str) -> None:
 
 @pytest.fixture
 def rows_of_forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows each forward of rectangles had."""
+    """Records the rows of each rectangular forward."""
     found: list[int] = []
     original = RectangleRunner._forward
 
@@ -335,7 +335,7 @@ def test_timestamps_are_for_generate_alone() -> None:
 
 @pytest.mark.parametrize("name", [T5, "BartForCausalLM"])
 def test_inputs_that_have_a_graph(name: str) -> None:
-    """Embeddings and encoders' outputs that a caller computed without `no_grad`."""
+    """Embeddings and encoder outputs that a caller computed without `no_grad`."""
     model, found = build(name), inputs_of(name)
     ids, mask = found["input_ids"], found["attention_mask"]
     options = {"max_new_tokens": 6, "do_sample": False}

@@ -22,7 +22,7 @@ TINY = SHAPES["llama-tiny"]
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
-    """What one quick run printed, and its files."""
+    """Output of a quick run, and its files."""
     directory = tmp_path_factory.mktemp("results")
     with pytest.MonkeyPatch.context() as patch:
         lines: list[str] = []

@@ -108,7 +108,7 @@ def test_one_request_alone_takes_what_its_steps_cost(name):
 
 @pytest.mark.parametrize("rate", [0.02, 0.2, math.inf])
 def test_with_room_for_all_reservation_and_ours_take_the_same_steps(rate):
-    """Two independent simulations, one of which skips from event to event, the other our scheduler step by step."""
+    """Two independent simulations: one skips from event to event, the other runs our scheduler step by step."""
     trace = make_trace(ALPACA, 40, rate)
     theirs = serve_reserved(trace, COST, 200 * LONGEST, POLICIES["Oracle"], "Oracle")
     ours = serve_paged(trace, COST, 200 * LONGEST)

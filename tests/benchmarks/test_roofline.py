@@ -62,7 +62,7 @@ def test_cost_of_a_model_leaves_out_what_is_only_looked_up(tied):
 
 
 def test_parameters_of_the_named_shapes():
-    """In billions, as the models' cards give them."""
+    """In billions, as in the models' cards."""
     sizes = {"llama-3.2-1b": 1.24, "llama-3.1-8b": 8.03, "qwen2.5-0.5b": 0.49, "qwen3-0.6b": 0.60, "gemma3-1b": 1.0}
     for name, expected in sizes.items():
         with torch.device("meta"):

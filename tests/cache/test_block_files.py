@@ -203,7 +203,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, caplog: Any) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_a_process_that_is_killed_while_it_writes(tmp_path: Path) -> None:
-    """Files are whole or not there, and the part that is left goes in time."""
+    """Files are whole or absent, and partial ones are deleted in time."""
     draw = random.Random(0)
     for turn in range(5):
         child = os.fork()

@@ -24,7 +24,7 @@ def manager(*windows: int | None, num_blocks: int = 16, **options: object) -> Bl
 
 
 def stored(blocks: BlockManager, tokens: Sequence[int], namespace: str | None = None) -> SequenceBlocks:
-    """A sequence that holds `tokens`, named as far as blocks are full."""
+    """A sequence that holds `tokens`, with full blocks in the prefix index."""
     sequence = blocks.new()
     assert blocks.append(sequence, len(tokens))
     blocks.register(sequence, tokens, len(tokens), namespace)
@@ -32,7 +32,7 @@ def stored(blocks: BlockManager, tokens: Sequence[int], namespace: str | None = 
 
 
 def hit(blocks: BlockManager, tokens: Sequence[int], namespace: str | None = None) -> int:
-    """Tokens that a new sequence begins with; it is freed again."""
+    """Tokens of a new sequence found in the prefix cache; frees the sequence."""
     sequence = blocks.new()
     found = blocks.match(sequence, tokens, namespace)
     assert all(table.num_tokens == found for table in sequence.tables)
@@ -292,7 +292,7 @@ def test_a_layer_made_anew_serves_nothing_from_before() -> None:
 
 
 def test_a_sequence_may_be_freed_while_tables_are_looked_at() -> None:
-    """As the garbage collector does with the rows of a cache in a cycle."""
+    """Like the garbage collector with the rows of a cache in a cycle."""
     blocks = manager(None)
     first, second = stored(blocks, range(3)), stored(blocks, range(5))
     tables = blocks.tables(0)

@@ -36,7 +36,7 @@ def paged(**config: Any) -> dict[str, Any]:
 
 
 def held(*owners: Any) -> int:
-    """Bytes of models' pools and of engines'."""
+    """Bytes of the pools of models and engines."""
     return sum(
         (each.memory.stats() if isinstance(each, hf_paged.PagedEngine) else hf_paged.memory_stats(each)).held_bytes
         for each in owners
@@ -44,7 +44,7 @@ def held(*owners: Any) -> int:
 
 
 class Watch:
-    """The most bytes that these held together whenever a pool had grown, or a layer had been made."""
+    """Peak of their joint bytes after each growth of a pool and creation of a layer."""
 
     def __init__(self, owners: list[Any], monkeypatch: Any) -> None:
         self.owners, self.most = owners, 0
@@ -165,7 +165,7 @@ def test_a_pool_in_use_keeps_what_it_has(monkeypatch: Any) -> None:
 
 
 def test_the_check_of_a_new_model_does_not_count() -> None:
-    """Else it would be taken for one that cannot be packed."""
+    """Otherwise it would be taken for a model that cannot be packed."""
     model, other = models.build("llama"), models.build("llama", seed=1)
     (prompt,) = prompts(60)
     hf_paged.budget(10 * BLOCK)

@@ -15,7 +15,7 @@ from tests.support.kernels.device import DEVICE, available
 
 @pytest.fixture(params=["portable", pytest.param("triton", marks=available)])
 def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Any] | None:
-    """The tables of the kernel's launches; `None` where PyTorch makes the copies."""
+    """The tables of the kernel's launches; `None` if PyTorch makes the copies."""
     if request.param == "portable":
         monkeypatch.setattr("hf_paged.cache.copies.uses_triton", lambda tensor: False)
         return None

@@ -55,7 +55,7 @@ def callers(tree: ast.AST, outer: str = "", owner: str = "") -> Any:
 
 
 def test_nothing_else_writes_to_blocks() -> None:
-    """A new caller here either is `mirrored`, or is of a memory that no other process has a part of."""
+    """A new caller here is either `mirrored`, or uses a memory that is not shared with other processes."""
     found = defaultdict[str, set[str]](set)
     for path in PACKAGE.rglob("*.py"):
         for called, function in callers(ast.parse(path.read_text())):

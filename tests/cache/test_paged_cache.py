@@ -459,7 +459,7 @@ def test_a_call_too_large_for_the_memory_does_not_end_smaller_ones(monkeypatch: 
 
 
 def limit_blocks(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    """There is no memory for more blocks of a layer."""
+    """A layer finds no memory for more blocks."""
     right = storage._empty
 
     def empty(shape: tuple[int, ...], *args: Any) -> torch.Tensor:

@@ -28,7 +28,7 @@ class Entry:
 
 
 class PrefixIndexMachine(RuleBasedStateMachine):
-    """A namespace's path of blocks is known as long as the full-attention group, which is the first, has all of it."""
+    """A namespace's path of blocks is known while the first group, with full attention, has all of it."""
 
     @initialize(window=st.sampled_from([None, 1, 2, 3, 4]), num_blocks=st.integers(MAX_BLOCKS, 12))
     def start(self, window: int | None, num_blocks: int) -> None:
@@ -65,7 +65,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         is_new_epoch=st.booleans(),
     )
     def fill(self, namespace: str, path: tuple[tuple[int, int], ...], num_dropped: int, is_new_epoch: bool) -> None:
-        """A sequence whose window group, if it slides, has given its first blocks back."""
+        """A sequence whose window group, if it slides, has freed its first blocks."""
         self.epoch += is_new_epoch
         dropped = [0 if window is None else min(num_dropped, len(path)) for window in self.windows]
         if any(pool.num_available < len(path) - gone for pool, gone in zip(self.pools, dropped)):
@@ -160,7 +160,7 @@ TestPrefixIndex.settings = settings(max_examples=100, stateful_step_count=30)
 @pytest.mark.parametrize("ratio", [1, 2, 4])
 @pytest.mark.parametrize("window", [None, *range(1, 12)])
 def test_needed_is_what_the_next_token_sees(window: int | None, ratio: int) -> None:
-    """A block of the group ends with each `ratio`-th node."""
+    """A block of the group ends at each `ratio`-th node."""
     index = PrefixIndex([BlockPool()], [window], 4, [ratio])
     for num_nodes in range(0, 17, ratio):
         seen = {p // (4 * ratio) for p in range(4 * num_nodes) if window is None or 4 * num_nodes - p < window}

@@ -31,7 +31,7 @@ def manager(*, num_blocks: int = 40, num_slots: int = 16, is_empty: bool = False
 
 
 def grown(blocks: BlockManager, tokens: Sequence[int], *stops: int) -> SequenceBlocks:
-    """A sequence that holds `tokens`, computed up to each of the stops, then on."""
+    """A sequence that holds `tokens`, computed up to each stop and then to the end."""
     sequence = blocks.new()
     sequence.stops = stops
     for first, end in zip((0, *stops), (*stops, len(tokens))):
@@ -141,7 +141,7 @@ def test_without_states_a_sequence_begins_behind_any_block() -> None:
 
 
 def test_with_states_alone_only_snapshots_are_known() -> None:
-    """No block would keep the place of the others in the index, nor ever give it up."""
+    """Prefixes without a snapshot have no block to keep their place in the index, or to give it up."""
     blocks = BlockManager([BlockGroup(BlockPool(9), StateSpec())], SIZE)
     blocks.free(grown(blocks, TOKENS[:30]))
     assert hit(blocks, TOKENS) == (0, 0) and not blocks.index._roots
@@ -153,7 +153,7 @@ def test_with_states_alone_only_snapshots_are_known() -> None:
 
 
 class Holder:
-    """Rows with a state of two layers, `value` plus the row."""
+    """Rows with a state of two layers: `value` plus the row's number."""
 
     def __init__(self, num_rows: int, value: float) -> None:
         self.state_layers: list[Any] = [

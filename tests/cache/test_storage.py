@@ -26,7 +26,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows(most: int, live: int, device: torch.device = MPS) -> tuple[int, int]:
-    """Blocks of 100 bytes of two layers with full attention, and of six with a window; of half of 200,000 bytes."""
+    """Blocks of 100 bytes for two layers with full attention and six with a window, given half of 200,000 bytes."""
     counts = {FULL_ATTENTION: 2, WINDOW: 6}
     reservation = Reservation(dict.fromkeys(counts, most), {FULL_ATTENTION: 1 << 30, WINDOW: live}, counts, 0.5)
     full, window = (reservation.num_rows(spec, 100, device) for spec in counts)

@@ -41,7 +41,7 @@ def host_bytes() -> int:
 
 @dataclass
 class House:
-    """A memory of two groups, the sequences alive in it, and a swapper."""
+    """A memory of two groups, its live sequences, and a swapper."""
 
     num_blocks: int | None = None
     device: str = "cpu"
@@ -61,7 +61,7 @@ class House:
         return 0
 
     def sequence(self, num_tokens: int, num_dropped: int = 0) -> Any:
-        """A sequence with random bytes in its blocks, `num_dropped` window blocks of which were given back."""
+        """A sequence with random bytes in its blocks, `num_dropped` window blocks of which were freed."""
         blocks = self.manager.new()
         for group, table in zip(self.groups, blocks.tables):
             group.make_room(-(-num_tokens // SIZE))
@@ -82,7 +82,7 @@ def request(*sequences: Any) -> Any:
 
 
 def fill(storage: Storage, block_ids: list[int]) -> None:
-    """Random bytes, many of them NaN or infinite as numbers."""
+    """Random bytes, many of which are NaN or infinite as numbers."""
     for layer in storage.layers.values():
         for tensor in layer.data:
             content = torch.randint(0, 256, (len(block_ids), *tensor[0].view(torch.uint8).shape), dtype=torch.uint8)
@@ -91,7 +91,7 @@ def fill(storage: Storage, block_ids: list[int]) -> None:
 
 
 def content(house: House, sequence: Any) -> list[torch.Tensor]:
-    """The bytes of K and V in a sequence's blocks, over groups and layers."""
+    """Bytes of K/V in a sequence's blocks, over groups and layers."""
     return [
         tensor[table.block_ids].contiguous().view(torch.uint8).cpu()
         for group, table in zip(house.groups, sequence.blocks.tables)
@@ -186,7 +186,7 @@ def test_blocks_that_others_hold_stay_theirs() -> None:
 
 @pytest.mark.parametrize("left", [0, 2, 5])
 def test_out_of_blocks_changes_nothing(left: int) -> None:
-    """With room for nothing, for less than the first group needs, and for the first group but not the second."""
+    """With host memory for nothing, for less than the first group needs, and for the first group only."""
     house = House(num_blocks=12)
     row = house.sequence(3 * SIZE)
     before = content(house, row)

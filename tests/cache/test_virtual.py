@@ -126,7 +126,7 @@ class Model:
             assert torch.equal(values[slot, :, first : first + len(expected)], -found)
 
     def lend(self) -> None:
-        """Rows of the same length as one tensor, as a model's own code gets them."""
+        """Rows of equal length as one tensor, as custom attention code gets them."""
         count = min(len(tokens) for _, tokens in self.rows)
         rows = [row for row in self.rows if row[0].first_token <= count]
         first = max((table.first_token for table, _ in rows), default=0)
@@ -203,7 +203,7 @@ def walks(driver: str, options: dict[str, Any], count: int, monkeypatch: pytest.
 
 
 def mapped(address: int, size: int) -> int:
-    """Stretches of pages of memory files there, as Linux counts them."""
+    """Number of mapped regions of memory files there, as Linux counts them."""
     with open("/proc/self/maps") as file:
         lines = [line for line in file if "memfd:hf_paged" in line]
     begins = [int(line.split("-")[0], 16) for line in lines]

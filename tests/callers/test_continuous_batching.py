@@ -468,7 +468,7 @@ def test_no_step_in_a_pause_and_no_prefix_of_other_weights_after_it() -> None:
 
 
 def test_a_training_step_in_a_pause() -> None:
-    """Steps go on in evaluation mode. The mode that a caller set stays at the end, else it is that of the start."""
+    """Steps run in eval mode. At the end the mode is the one that a caller set, else that of the start."""
     model: Any = models.build("gpt2", attn_pdrop=0.5, embd_pdrop=0.5, resid_pdrop=0.5)
     expected = plain(model, PROMPTS[0], GREEDY)
     with model.continuous_batching_context_manager(GREEDY) as manager:

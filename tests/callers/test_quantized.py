@@ -52,7 +52,7 @@ def quantized(name: str, scheme: str) -> PreTrainedModel:
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_item_03_torchao(name: str, scheme: str, mode: str) -> None:
-    """Every call twice: the second one finds cached blocks, where there are any."""
+    """Every call twice: the second one finds cached blocks, if any."""
     model, inputs = quantized(name, scheme), models.padded_prompt(name, LENGTHS)
     for _ in range(2):
         torch.manual_seed(0)

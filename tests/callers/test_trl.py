@@ -121,7 +121,7 @@ def test_rollouts_by_transformers_continuous_batching(name: str, setup: str, tmp
 
 @pytest.mark.slow
 def test_rollouts_in_mixed_precision(tmp_path: Path) -> None:
-    """The first, before one token that fell the other way changes all that follow."""
+    """Compares the first rollouts only: a single token that differs changes all later ones."""
     (plain, _), (paged, _) = (
         roll_out(GRPOTrainer, GRPOConfig, tmp_path, is_paged, bf16=True, temperature=0.3) for is_paged in (False, True)
     )
@@ -130,7 +130,7 @@ def test_rollouts_in_mixed_precision(tmp_path: Path) -> None:
 
 
 class Generates(TrainerCallback):
-    """Samples after every step, in training mode as it finds the model."""
+    """Samples after every step, with the model in training mode."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options

@@ -60,7 +60,7 @@ def reason_against(node_id: str) -> str | None:
 
 
 class _Models:
-    """`from_pretrained` of any name gives a tiny model, the same for the same name, with the shape of its family."""
+    """Makes `from_pretrained` return a tiny model of the right family, the same one for the same name."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -84,7 +84,7 @@ class _Models:
 
 
 class Plugin:
-    """For pytest: skips what does not apply, with its reason."""
+    """Pytest hook: skips tests that do not apply, with the reason."""
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for item in items:

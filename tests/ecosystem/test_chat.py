@@ -45,7 +45,7 @@ def wait_for(get: Callable[[], Any], seconds: float = TIME_LIMIT) -> Any:
 
 
 class Page:
-    """A server process of the example, and a browser that looks at it."""
+    """A server process of the example, and a browser on its page."""
 
     def __init__(self, folder: Path, *options: str) -> None:
         with socket.socket() as taken:
@@ -90,7 +90,7 @@ class Page:
         return list(self.browser.find_elements(By.CSS_SELECTOR, selector))
 
     def answer(self) -> str:
-        """The last one's text so far."""
+        """The latest answer's text so far."""
         return str(
             self.browser.execute_script(
                 "const all = document.querySelectorAll('[data-testid=bot]');"
@@ -99,7 +99,7 @@ class Page:
         )
 
     def requests(self) -> tuple[int, int, int]:
-        """Running, waiting, ended: as the page shows them."""
+        """Running, waiting and ended requests, as the page shows them."""
         text = self.browser.execute_script("return document.getElementById('engine').innerText")
         found = re.search(r"requests running, waiting, ended\s+(\d+), (\d+), (\d+)", text)
         assert found is not None, text

@@ -15,7 +15,7 @@ from ..support import models  # noqa: E402
 
 
 def read(registry: prometheus_client.CollectorRegistry) -> dict[str, float]:
-    """By name, and labels but for the model's, as a server would read them."""
+    """Values by name and labels, except the model's, as a server would read them."""
     text = prometheus_client.generate_latest(registry).decode()
     samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
     return {

@@ -177,7 +177,7 @@ def test_what_cannot_be_a_model(folder: str, tmp_path: Path) -> None:
 
 
 def test_a_device_that_is_lost_is_no_row_s_fault(folder: str) -> None:
-    """The job ends, and a replica is replaced: every other row would fail like the first."""
+    """The job ends, and a replica is replaced, since every other row would fail like the first."""
 
     def lose(*_: Any) -> None:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")

@@ -42,7 +42,7 @@ NUM_BLOCKS = 512
 
 
 class Server:
-    """A server process with one model, and clients of it."""
+    """A server process with one model, and clients for it."""
 
     def __init__(self, folder: Path, *options: str) -> None:
         with socket.socket() as taken:
@@ -73,7 +73,7 @@ class Server:
         return False
 
     def metrics(self) -> dict[str, float]:
-        """By name, and by use where they are of blocks."""
+        """Values by name, and by use for metrics of blocks."""
         text = httpx.get(f"{self.url}/metrics", timeout=TIME_LIMIT).text
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
         return {sample.name + sample.labels.get("use", ""): sample.value for sample in samples}
@@ -92,7 +92,7 @@ class Server:
         return str(self.chat(prompt, **options).choices[0].message.content)
 
     def close(self) -> None:
-        """As Ctrl-C does."""
+        """Interrupts the server like Ctrl-C."""
         self.process.send_signal(signal.SIGINT)
         try:
             self.process.wait(TIME_LIMIT)
@@ -286,7 +286,7 @@ def test_throughput(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_thousand_requests_of_which_some_are_dropped(server: Server) -> None:
-    """Nothing is left of them: blocks, requests, threads, open files, memory of the process beyond the pool."""
+    """No blocks, requests, threads, open files or process memory beyond the pool are left of them."""
     psutil = pytest.importorskip("psutil")
     process = psutil.Process(server.process.pid)
     expected = [server.answer(prompt, max_tokens=8) for prompt in PROMPTS]

@@ -49,7 +49,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _plain(model: Any, prompt: torch.Tensor, options: dict[str, Any], **asked: str) -> list[list[int]]:
-    """The rows of plain `generate`, with our processor, which is one of transformers' kind."""
+    """Rows of plain `generate` with our processor, which is a transformers `LogitsProcessor`."""
     processor = Grammars().processor(RequestOptions(**asked), tokenizer(), model)
     assert processor is not None
     processor.set_stop_tokens(torch.tensor([EOS]))

@@ -27,7 +27,7 @@ def blocks_like(keys: Tensor, values: Tensor, block_size: int, kv_dtype: str, nu
 
 
 def states(shape: tuple[int, int, int, int], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values of five tokens in three rows, whose magnitudes differ from token to token, and their slots."""
+    """K/V of five tokens in three rows, whose magnitudes differ by token, and their slots."""
     heads, key_dim, value_dim, block_size = shape
     generator = torch.Generator().manual_seed(0)
     sizes = torch.randn(3, heads, 5, 1, generator=generator).mul(2).exp()
@@ -42,7 +42,7 @@ def states(shape: tuple[int, int, int, int], dtype: torch.dtype = torch.float32)
 
 
 def stored(blocks: KVBlocks, slots: Tensor) -> list[Tensor]:
-    """Keys and values at these slots, float32."""
+    """K/V at these slots, float32."""
     size = blocks.keys.shape[2]
     index = slots // size, slice(None), slots % size
     return [quantized.read(x, index, torch.float32) for x in (blocks.keys, blocks.values)]

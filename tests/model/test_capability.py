@@ -28,7 +28,7 @@ from tests.support.architecture_inputs import decoder_text
 
 
 def cache_for(model: Any, **config: Any) -> PagedCache:
-    """As the door makes it: the model's own cache, layer by layer."""
+    """The model's own cache, layer by layer, as in a call."""
     kwargs: dict[str, Any] = {}
     model._prepare_cache_for_generation(model.generation_config, kwargs, None, 1, 64)
     return PagedCache.from_empty(kwargs["past_key_values"], PagedMemory(PagedConfig(**config)))
@@ -225,7 +225,7 @@ def test_own_inputs_of_the_first_forward_alone_are_found_out(dtype: torch.dtype)
 
 
 class TokenShift(nn.Module):
-    """Adds a little of the token before, as convolutions do: causal, and wrong across sequences."""
+    """Adds a little of the previous token, like convolutions: causal, and wrong across sequences."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -237,14 +237,14 @@ class TokenShift(nn.Module):
 
 
 class BatchScale(TokenShift):
-    """Divides by the largest state of the batch."""
+    """Divides by the largest state in the batch."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.inner(hidden) / hidden.abs().max()
 
 
 class OddPositions(nn.Module):
-    """A rotary embedding that counts by itself."""
+    """A rotary embedding that counts positions itself."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -405,7 +405,7 @@ def test_the_check_leaves_no_trace() -> None:
 
 
 class Noting(nn.Module):
-    """Leaves a note on itself and replaces a buffer at every forward, and draws a random number."""
+    """Sets an attribute, replaces a buffer and draws a random number in every forward."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

@@ -36,7 +36,7 @@ BACKENDS = [
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Runs a test with the C++ hash, with the one in PyTorch and with the Triton kernel of GPUs."""
+    """Runs a test with the C++ hash, the PyTorch one and the Triton kernel of GPUs."""
     if request.param != "cpp":
         monkeypatch.setattr(cpp, "is_available", lambda: False)
     if request.param == "triton":

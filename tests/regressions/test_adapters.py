@@ -26,7 +26,7 @@ def test_item_01_a_step_of_two_adapters_that_computes_no_sequence_to_the_end() -
 
 
 def test_item_01_a_request_whose_adapter_is_deleted_fails_alone() -> None:
-    """PEFT's layers pass over names that they do not know: its tokens would be the base model's."""
+    """PEFT's layers ignore unknown adapter names: the request would get the base model's tokens."""
     model, texts = lora_model(), prompts(20, 25, 18)
     expected = lone_with(model, "second", texts[1], GREEDY)
     with PagedEngine(model, PagedConfig(block_size=8, max_num_seqs=2)) as engine:

@@ -326,7 +326,7 @@ def test_item_11_outputs_that_wait_are_bounded_and_no_result_is_lost() -> None:
 
 @pytest.mark.parametrize("use_cache", [0, None, []])
 def test_use_cache_that_is_false_in_another_way(use_cache: Any) -> None:
-    """transformers builds a cache then, and sends all tokens in every step: the tokens are that loop's."""
+    """transformers then builds a cache and passes all tokens in every step: the tokens are that loop's."""
     model, inputs = models.build("llama"), models.padded_prompt("llama")
     options = {"do_sample": False, "max_new_tokens": 12, "use_cache": use_cache}
     assert torch.equal(model.generate(**inputs, **options), model.generate(**inputs, **options, **models.PAGED))

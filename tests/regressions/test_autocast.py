@@ -55,7 +55,7 @@ def test_item_02_every_backend(name: str, backend: str, monkeypatch: pytest.Monk
 
 @pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler")
 def test_the_kernel_is_checked_without_autocast() -> None:
-    """A first call under autocast made the process do without the kernel: PyTorch's products were bfloat16's."""
+    """A first call under autocast disabled the kernel for the process: PyTorch's products were in bfloat16."""
     backend._agrees.cache_clear()
     with torch.autocast("cpu", torch.bfloat16):
         assert backend.is_available()

@@ -33,7 +33,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
 
 
 def captured_steps(model: Any) -> int:
-    """Of a call of `generate` whose tokens are plain's."""
+    """Number of captured steps of a `generate` call; asserts that its tokens are plain's."""
     inputs = models.padded_prompt("mixtral")
     expected = model.generate(**inputs, **OPTIONS)
     assert torch.equal(model.generate(**inputs, **OPTIONS, **models.PAGED), expected)
@@ -98,8 +98,8 @@ engine of text alone, has attention code that is shown the longest row's keys.""
 
 
 def reason_against_capture(name: str, graphs: FakeGraphs, caplog: pytest.LogCaptureFixture) -> str | None:
-    """Why decode steps are not recorded, with weights, inputs and blocks on a device; `None` if they are, or are not
-    packed. Tokens are plain's."""
+    """Why decode steps are not recorded, with weights, inputs and blocks on a device; `None` if they are, or if the
+    model is not packed. Asserts that tokens are plain's."""
     try:
         model: Any = tiny_model(getattr(transformers, name))
         inputs = make_inputs(model)["text"]
@@ -121,7 +121,7 @@ def reason_against_capture(name: str, graphs: FakeGraphs, caplog: pytest.LogCapt
 def test_item_16_what_is_made_of_numbers_may_be_read_and_copied(
     name: str, graphs: FakeGraphs, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """BioGPT's mask, which we read; frequencies of PhiMoE; a constant and its check of Gemma3n."""
+    """BioGPT's mask, which we read; frequencies of PhiMoE; a constant and its check in Gemma3n."""
     reason = reason_against_capture(name, graphs, caplog)
     assert (reason or "").startswith(NOT_CAPTURED.get(name, "")) and bool(reason) == (name in NOT_CAPTURED)
     assert bool(graphs.graphs) == (name not in NOT_CAPTURED)

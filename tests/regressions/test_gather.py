@@ -15,7 +15,7 @@ from hf_paged import PagedCache
 
 
 def num_allocations(least: int, work: Callable[[], Any]) -> int:
-    """How many times `work` allocates `least` bytes or more at once."""
+    """Number of allocations of at least `least` bytes made by `work`."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         result = work()
     del result
@@ -99,7 +99,7 @@ READERS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", READERS)
 def test_item_20_keys_whose_memory_is_asked_for_are_gathered(name: str) -> None:
-    """Some of these ended the process, or read memory at address 0."""
+    """Some of these crashed the process, or read memory at address 0."""
     cache = PagedCache(paged_config={"block_size": 8})
     states = torch.randn(2, 2, 11, 4)
     cache.update(states, states, 0)
@@ -122,7 +122,7 @@ def test_item_20_none_are_gathered_of_none(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("empty", ["batch_repeat_interleave", "batch_select_indices"])
 def test_item_20_a_cache_without_rows_takes_none(empty: str) -> None:
-    """It showed memory of others as the past of the new rows."""
+    """It presented foreign memory as the past of the new rows."""
     cache = PagedCache(paged_config={"block_size": 8})
     states = torch.randn(2, 2, 5, 4)
     cache.update(states, states, 0)

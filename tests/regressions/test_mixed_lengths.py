@@ -137,7 +137,7 @@ def test_item_16_random_operations_on_layers_of_different_lengths(seed: int) -> 
 
 
 def windowed(lengths: tuple[int, int]) -> tuple[DynamicCache, PagedCache]:
-    """Two layers with a window of 8 that were given these tokens at once."""
+    """Two layers with a window of 8 that got these tokens at once."""
     config = Gemma3TextConfig(num_hidden_layers=2, sliding_window=8, layer_types=["sliding_attention"] * 2)
     plain, paged, generator = DynamicCache(config=config), PagedCache(config, {"block_size": 8}), torch.Generator()
     for index, length in enumerate(lengths):
@@ -159,7 +159,7 @@ def test_item_16_a_layer_behind_another_sees_its_window(lengths: tuple[int, int]
 
 
 def test_item_16_a_layer_whose_window_was_given_back_is_refused() -> None:
-    """Its keys were not stored, and zeros shown in their place."""
+    """Its keys were not stored, and zeros were used in their place."""
     with pytest.raises(ValueError, match=r"8 tokens back from token 5, .* first 32 .* another layer .* holds 40"):
         windowed((40, 5))
     _, paged = windowed((8, 8))
@@ -282,7 +282,7 @@ def test_item_16_mllama_gives_plain_tokens(length: int, padding: int) -> None:
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}])
 @pytest.mark.parametrize("name", ["t5", "bart"])
 def test_a_row_whose_text_is_all_padding(name: str, options: dict[str, Any]) -> None:
-    """As where a batch is filled up with empty texts: T5 then attends to all alike."""
+    """Like a batch filled up with empty texts: T5 then attends to all positions equally."""
     model, inputs = models.build(name), models.prompt(name, length=20)
     inputs["attention_mask"][0] = 0
     options = {**options, "do_sample": False, "max_new_tokens": 12, "min_new_tokens": 12}

@@ -43,7 +43,7 @@ def eager(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> Any:
-    """Written as transformers writes it, but for the factor."""
+    """transformers' implementation, except for the factor."""
     key, value = (modeling_llama.repeat_kv(x, module.num_key_value_groups) for x in (key, value))
     scores = torch.matmul(query, key.transpose(2, 3)) * scaling * 2
     if attention_mask is not None:

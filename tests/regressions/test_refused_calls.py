@@ -99,7 +99,7 @@ def test_item_04_a_refused_call_takes_nothing_from_a_cache_that_the_caller_holds
 
 
 def test_item_04_a_model_whose_heads_change_is_served() -> None:
-    """Not only what failed may have left states of another shape: the model may be another than it was."""
+    """States of another shape need not come from the failed call: the model may have changed."""
     model, other = models.build("llama"), models.build("llama", seed=5, num_key_value_heads=4)
     inputs = models.padded_prompt("llama", (5, 3))
     assert_served(model, inputs, "engine")

@@ -28,7 +28,7 @@ resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def run(code: str, megabytes: int, **sizes: int) -> str:
-    """What `code` prints in a child process that may map `megabytes` MiB more than it does when the code begins."""
+    """Output of `code` in a child process that may map `megabytes` MiB more than at the start of `code`."""
     command = [sys.executable, "-c", CHILD.format(megabytes=megabytes, sizes=sizes) + code]
     environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}  # an arena of glibc, per thread, takes 64 MiB
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)

@@ -29,7 +29,7 @@ class _Single(nn.Module):
 
 
 class _CountsCached(transformers.LlamaForCausalLM):
-    """Moves its logits on by how much is cached."""
+    """Shifts its logits by the cached length."""
 
     def forward(
         self,

@@ -42,7 +42,8 @@ def test_item_10_no_keys_are_stored_twice(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class Far:
-    """Tensors of 3 rows of 16 elements that are 2^30 elements apart, in memory whose untouched pages are not there."""
+    """Tensors of 3 rows of 16 elements that are 2^30 elements apart, in memory whose untouched pages are not
+    allocated."""
 
     def __init__(self) -> None:
         count = 4 * FAR + 4096

@@ -36,7 +36,7 @@ def plain(model: Any, prompt: list[int], new: int = NEW) -> list[int]:
 
 
 def finish(engine: PagedEngine) -> dict[str, Any]:
-    """Steps until nothing is unfinished; results by id."""
+    """Steps until no request is unfinished; results by id."""
     results = {}
     while engine.has_unfinished:
         for output in engine.step():
@@ -84,7 +84,7 @@ def other_weights(model: PreTrainedModel) -> None:
 
 
 def attention_of_another_model(model: PreTrainedModel) -> None:
-    """Its config is another object, which names the attention that this layer uses."""
+    """Its config is another object, which names this layer's attention."""
     model.get_decoder().layers[1] = models.build("llama", seed=5).get_decoder().layers[1]
 
 
@@ -108,7 +108,7 @@ def test_item_06_a_change_while_a_request_is_unfinished(change: Callable[[PreTra
 
 @pytest.mark.parametrize("change", [data_add, one_element])
 def test_item_06_a_change_between_two_calls_of_generate(change: Callable[[PreTrainedModel], None]) -> None:
-    """Fill, change, the same prompt, with nothing between; then with a call between that hits nothing."""
+    """Fill, change, the same prompt, directly; then with a call in between that hits nothing."""
     model, inputs = models.build("llama"), {"input_ids": torch.tensor([PROMPT] * 4)}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     before = model.generate(**inputs, **greedy())
@@ -186,7 +186,7 @@ def test_item_06_a_change_that_is_undone(how: str) -> None:
 
 
 def mixed(before: PreTrainedModel, after: PreTrainedModel, prompt: list[int], steps: int, new: int) -> list[int]:
-    """Greedy tokens, the first `steps` by `before`, the others by `after` on its keys and values."""
+    """Greedy tokens: the first `steps` by `before`, the others by `after` on the former's K/V."""
     cache, ids, found = DynamicCache(config=before.config), torch.tensor([prompt]), []
     for step in range(new):
         model = before if step < steps else after
@@ -314,7 +314,7 @@ TOLD: list[int] = []
 
 
 class Told:
-    """A streamer that counts."""
+    """A streamer that counts tokens."""
 
     def put(self, value: torch.Tensor) -> None:
         if value.dim() == 1 and len(value) == 1:

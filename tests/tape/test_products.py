@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler"
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """Shapes of the products that are ours."""
+    """Records the shapes of the products that ours computes."""
     found: list[torch.Size] = []
 
     def linear(x: torch.Tensor, *others: Any) -> torch.Tensor:

@@ -26,7 +26,7 @@ CLOSE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
 
 def check(function: Callable[..., Any], *inputs: Tensor, exact: bool = False, calls: int | None = None) -> Tape:
-    """Records it on these inputs and compares it on others of the same memory."""
+    """Records the function on these inputs and compares it on others in the same memory."""
     found: list[Tensor] = []
 
     def run() -> None:

@@ -22,7 +22,7 @@ NEW = 12
 
 
 def both(inputs: dict[str, Any], model_name: str = "llama", **options: Any) -> tuple[Any, Any, Any]:
-    """What `generate` returns, the same by a decoding, and that decoding."""
+    """Output of `generate`, the output of a decoding, and that decoding."""
     model = models.get(model_name)
     ours = {name: options.pop(name) for name in ("check", "record_logprobs") if name in options}
     options.setdefault("max_new_tokens", NEW)

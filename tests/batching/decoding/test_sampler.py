@@ -65,7 +65,7 @@ NOT_ROW_WISE: dict[str, dict[str, Any]] = {
 
 
 def plain_and_decoding(inputs: dict[str, Any], model_name: str = "llama", **options: Any) -> tuple[Any, Any, Any]:
-    """What `generate` returns, the same by a decoding, and that decoding."""
+    """Output of `generate`, the output of a decoding, and that decoding."""
     model = models.get(model_name)
     ours = {name: options.pop(name) for name in ("check", "record_logprobs") if name in options}
     again = copy.deepcopy(options)
@@ -132,7 +132,7 @@ class BiasFromBatch(LogitsProcessor):
 
 
 class StopAtTotal(StoppingCriteria):
-    """A caller's own: counts its calls, and ends rows whose last tokens sum to a multiple."""
+    """A custom criterion: counts its calls, and ends rows whose last tokens sum to a multiple."""
 
     def __init__(self, number: int) -> None:
         self.number, self.calls = number, 0
@@ -468,7 +468,7 @@ def test_stop_strings_of_many_requests() -> None:
 
 
 class Failing:
-    """A processor, criterion or streamer that raises at its third call."""
+    """A processor, criterion or streamer that raises at the third call."""
 
     def __init__(self) -> None:
         self.calls = 0

@@ -26,7 +26,7 @@ def make(num_blocks: int = 64, tokens: int = 64, seqs: int = 8, window: Any = No
 
 
 def add(scheduler: Scheduler, name: str, length: int, new_tokens: int = 8, **options: Any) -> Request:
-    """Queues a request whose tokens no other has."""
+    """Queues a request with unique tokens."""
     start = sum(map(ord, name)) * 1000
     request = Request(name, [Sequence(list(range(start, start + length)))], length + new_tokens, **options)
     scheduler.add(request)

@@ -69,7 +69,7 @@ class Group(BlockGroup):
 
 
 class AnyCost(CostModel):
-    """Chooses by chance."""
+    """Chooses at random."""
 
     def __init__(self, generator: random.Random) -> None:
         super().__init__(1.0)
@@ -80,7 +80,7 @@ class AnyCost(CostModel):
 
 
 class FakeSwapper:
-    """Keeps contents, each distinct block once; now and then it refuses."""
+    """Keeps contents, each distinct block once; refuses at random."""
 
     def __init__(self, groups: list[BlockGroup], memories: list[Memory], generator: random.Random) -> None:
         self.groups, self.memories, self.random = groups, memories, generator
@@ -145,8 +145,8 @@ class FakeSwapper:
 
 class Engine(RuleBasedStateMachine):
     """
-    Rules are what callers do. A decoding owns one request, or several that advance together; it gives tokens when all
-    of its open rows have their logits.
+    Rules are the callers' actions. A decoding owns one request, or several that advance together; it gives tokens once
+    all of its open rows have their logits.
     """
 
     @initialize(
@@ -339,7 +339,7 @@ class Engine(RuleBasedStateMachine):
                         assert version >= self.least_version[request]
 
     def look_ahead(self) -> None:
-        """The next step is launched for all rows, with tokens that turn out to be others."""
+        """The next step is launched for all rows, with tokens that turn out to be wrong."""
         rows = [sequence for request in self.scheduler._running for sequence in request.open_sequences]
         ending = [sequence for sequence in rows if sequence.num_tokens + 1 >= sequence.request.max_num_tokens]
         going = [sequence for sequence in rows if sequence not in ending]

@@ -35,7 +35,7 @@ def test_fits_its_chip(compiled: list[Compiled]) -> None:
 
 @pytest.mark.slow
 def test_decode_loads_tiles_ahead(compiled: list[Compiled]) -> None:
-    """Keys and values go to shared memory asynchronously (LDGSTS), and half-precision products to the tensor cores."""
+    """K/V are copied to shared memory asynchronously (LDGSTS), and half-precision products use the tensor cores."""
     rows = [
         row
         for row in compiled
@@ -50,7 +50,7 @@ def test_decode_loads_tiles_ahead(compiled: list[Compiled]) -> None:
 
 @pytest.mark.slow
 def test_decode_fits_smaller_chips(compiled: list[Compiled]) -> None:
-    """Chips of 8.6, 8.9 and 12.0 have 99 KiB for a block."""
+    """Chips of 8.6, 8.9 and 12.0 have 99 KiB per block."""
     assert not [
         row
         for row in compiled
@@ -82,7 +82,7 @@ def test_the_main_loop_of_decodes_is_short(compiled: list[Compiled]) -> None:
 
 @pytest.mark.parametrize("chip", ["sm_90", "gfx942"])
 def test_mixed_steps_compile_few_variants(chip: str) -> None:
-    """200 steps of decodes of any number of rows and of chunks, with metadata at any address."""
+    """200 steps of decodes with any row count, and of chunks, with metadata at any address."""
     found = run_apart("tests.support.kernels.variants", "--chip", chip)
     most = {"_store_kernel": 1, "merge_kernel": 3, "attention_kernel of one query": 3}
     # few queries fill 16, 32 or 64 rows of a tile, chunks half of one or more; both are split or not

@@ -34,7 +34,7 @@ WIDE = [
 
 
 def run(call: Call, split_tokens: int, tile: int = 16, block_m: int = 16, **options: Any) -> Any:
-    """The kernel with splits of at least this number of tokens, on a chip that always has room for another program."""
+    """The kernel with splits of at least `split_tokens` tokens, on a chip that always has room for another program."""
     from hf_paged.kernels.triton import attention, configs
 
     call = on_device(call)
@@ -213,7 +213,7 @@ def test_says_what_it_does_not_take(change: dict[str, Any], reason: str) -> None
 
 
 def _row_keys(call: Call, row: int, length: int) -> torch.Tensor:
-    """`(length, heads, dim)` float64, K/V heads repeated for their groups."""
+    """`(length, heads, dim)` float64, K/V heads repeated over their groups."""
     t = torch.arange(length)
     size = call.step.block_size
     keys = call.key_blocks[call.step.block_tables[row].long()[t // size], :, t % size].double()

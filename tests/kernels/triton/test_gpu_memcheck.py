@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent
 
 
 def find_sanitizer() -> str | None:
-    """From the path, the CUDA toolkit, or the wheel `nvidia-cuda-sanitizer-api`."""
+    """Finds it in the path, the CUDA toolkit, or the wheel `nvidia-cuda-sanitizer-api`."""
     places = [shutil.which("compute-sanitizer") or "", f"{CUDA_HOME}/bin/compute-sanitizer"]
     for folder in site.getsitepackages():
         places += glob.glob(f"{folder}/nvidia/**/compute-sanitizer", recursive=True)

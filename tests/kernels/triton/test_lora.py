@@ -67,7 +67,7 @@ def test_a_row_does_not_depend_on_other_parts() -> None:
 
 
 def test_ranges_that_change() -> None:
-    """One table serves whichever rows have which weights, or none."""
+    """One table serves any assignment of weights, or none, to rows."""
     from hf_paged.kernels.triton import lora
 
     weights = [each for *_, each in parts([(0, 1, 4), (1, 2, 17), (2, 3, 2)], torch.float32)]

@@ -201,7 +201,7 @@ def run(built: Built, config: tuple[int, int] | None = None, **options: Any) -> 
 
 
 def compare(built: Built, dtype: torch.dtype, config: tuple[int, int] | None = None, **options: Any) -> None:
-    """The output, and the parts that it is merged from."""
+    """The output, and the partial results that are merged into it."""
     output = run(built, config, **options)
     parts, lse = run(built, config, is_merged=False, **options)
     want, want_lse = expected(built)

@@ -38,7 +38,7 @@ def synchronize(device: str | torch.device) -> None:
 
 def _best_seconds(function: Callable[[], object], device: str, repeats: int) -> float:
     seconds = []
-    for _ in range(repeats + 1):  # the first warms up
+    for _ in range(repeats + 1):  # the first is a warm-up
         synchronize(device)
         start = time.perf_counter()
         function()

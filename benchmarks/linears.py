@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     found = facts()
     names, counts, turns = (["llama-tiny"], (1, 5), 1) if args.quick else (args.models, ROWS, TURNS)
-    reading = bandwidth("cpu", 1 << 26 if args.quick else CPU_BYTES)  # bytes a second
+    reading = bandwidth("cpu", 1 << 26 if args.quick else CPU_BYTES)  # bytes per second
     rows = []
     for name in names:
         layers = weights(SHAPES[name])

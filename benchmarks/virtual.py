@@ -135,7 +135,7 @@ def decode(turns: int, quick: bool, only: str) -> list[dict[str, Any]]:
     return found
 
 
-SHAPES = {"qwen2.5-0.5b": (14, 2, 64), "llama-3.1-8b": (32, 8, 128)}  # query heads, heads of keys, dim
+SHAPES = {"qwen2.5-0.5b": (14, 2, 64), "llama-3.1-8b": (32, 8, 128)}  # query heads, K/V heads, head dim
 
 
 def over_layers(function: Callable[[int], torch.Tensor], layers: int) -> float:

@@ -20,7 +20,7 @@ import torch
 
 import hf_paged
 
-REPEATS = 3  # timed runs of each call, plain and paged in turn
+REPEATS = 3  # timed runs of each call, plain and paged taking turns
 
 RAGGED_PROMPTS = [
     "The with statement",

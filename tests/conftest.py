@@ -28,9 +28,9 @@ ROOT = str(Path(__file__).resolve().parents[1])
 if ROOT not in sys.path:
     sys.path.append(ROOT)
 
-hypothesis.settings.register_profile("tests", deadline=None)  # a machine that does other things as well is no failure
+hypothesis.settings.register_profile("tests", deadline=None)  # tests do not fail on a busy machine
 hypothesis.settings.load_profile("tests")
-pytest.register_assert_rewrite("tests.support")  # its assertions show both sides too
+pytest.register_assert_rewrite("tests.support")  # its assertions show both sides, too
 
 from tests.support import slowest  # noqa: E402  once its folder is found and its assertions are rewritten
 
@@ -38,7 +38,7 @@ SEED = 0
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Two cores and many tiny models: threads cost more than they give, and one thread makes sums reproducible.
+    # Two cores and many tiny models: threads cost more than they save, and one thread makes sums reproducible.
     torch.set_num_threads(1)
 
 

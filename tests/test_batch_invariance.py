@@ -70,7 +70,7 @@ def config(draw: random.Random, **options: Any) -> PagedConfig:
     block_size = draw.choice([8, 16])
     return PagedConfig(
         block_size=block_size,
-        num_blocks=draw.choice([None, 400 // block_size, 400 // block_size]),  # two rows, which grow, or three
+        num_blocks=draw.choice([None, 400 // block_size, 400 // block_size]),  # room for two growing rows, or three
         max_num_batched_tokens=draw.choice([13, 64, 2048]),
         max_num_seqs=draw.choice([3, 16, 256]),
         preemption=draw.choice(["recompute", "swap"]),

@@ -17,7 +17,7 @@ from nbclient import NotebookClient
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 NOTEBOOK = EXAMPLES / "notebook.ipynb"
-TIME_LIMIT = 300  # seconds, for machines that do other things as well
+TIME_LIMIT = 300  # seconds, for busy machines
 PNG = "image/png"
 
 # Expected output of a run, beside exit status 0, which means that all tokens equal plain `generate`'s.
@@ -66,7 +66,7 @@ EXPECTED = {
     ],
 }
 
-ELSEWHERE = {"chat.py", "structured_output.py"}  # whose packages are not everywhere: tests/ecosystem runs them
+ELSEWHERE = {"chat.py", "structured_output.py"}  # need packages that may be missing: tests/ecosystem runs them
 
 
 def environment(tmp_path: Path) -> dict[str, str]:

@@ -173,10 +173,10 @@ def failing_call(
     inputs = models.padded_prompt("llama" if not model.config.is_encoder_decoder else "t5")
     countdown = Countdown(step, error)
     arguments, context = PLACES[place](model, countdown)
-    if backend and place.endswith("layer"):  # which a replay does not run
+    if backend and place.endswith("layer"):  # a replay does not run it
         backend = models.UNRECORDED
     with context:
-        if backend and place.endswith("layer"):  # a changed class is checked by short forwards first: these pass
+        if backend and place.endswith("layer"):  # short forwards check a changed class first: these pass
             countdown.is_armed = False
             model.generate(**inputs, max_new_tokens=1, do_sample=False, **backend)
             countdown.is_armed = True
@@ -204,7 +204,7 @@ def test_an_exception_leaves_the_model_and_the_pool_whole(place: str, step: int,
     before = model_state(model)
     _, plain_rng = failing_call(model, place, step, OnPurpose, mode, {})
     error, paged_rng = failing_call(model, place, step, OnPurpose, mode, models.PAGED)
-    assert error.__traceback__ is not None  # a notebook keeps it too: the blocks must not wait for it
+    assert error.__traceback__ is not None  # a notebook keeps it, too: the blocks must be freed before
     assert_whole(model)
     assert model_state(model) == before
     assert torch.equal(plain_rng, paged_rng), "the failed call drew other random numbers than plain"

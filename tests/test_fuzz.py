@@ -125,7 +125,7 @@ def missing_step(output: Any, processor: Any) -> None:
 
 
 def missing_field(output: Any, processor: Any) -> None:
-    collections.OrderedDict.__delitem__(output, "logits")  # which `ModelOutput` itself does not allow
+    collections.OrderedDict.__delitem__(output, "logits")  # `ModelOutput` itself does not allow this
 
 
 def random_number_drawn(output: Any, processor: Any) -> None:

@@ -162,7 +162,7 @@ def test_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ("bert_japanese", "no path here"),
         ("ViTConfig", "no class for it that generates"),
         ("", "is no path here"),
-        ("DeepseekV2Config", "its forward fails"),  # its default leaves a number out
+        ("DeepseekV2Config", "its forward fails"),  # a number is missing in its default config
     ],
 )
 def test_what_names_no_model(name: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

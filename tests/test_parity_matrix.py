@@ -126,7 +126,7 @@ def end_tokens(name: str) -> tuple[int, int]:
     return best
 
 
-# Each token is one of these with about one chance in eight, so that most samples and beams end before the limit.
+# Each token is one of these with a probability of about one in eight, so most samples and beams end before the limit.
 FREQUENT_ENDS = list(range(20, 36))
 
 # ----------------------------------------------------------------------------------------------------- options
@@ -135,7 +135,7 @@ ALL = (*models.NAMES, *models.HYBRID)
 Option = Callable[[Run], Any]
 OPTIONS: dict[str, Option] = {}
 MODELS_OF: dict[str, Sequence[str]] = {}
-# Options whose keys and values are not in the pool of the model: no cache at all, or a cache of the user's own.
+# Options whose K/V are not in the model's pool: no cache at all, or a cache of the user.
 NO_POOL: set[str] = set()
 # Options that run on the model loaded with eager attention.
 EAGER: set[str] = set()
@@ -706,7 +706,7 @@ def token_by_token(run: Run) -> Any:
     return logits, cache.get_seq_length()
 
 
-@option(models.NAMES, pool=False)  # plain's states cannot be repeated
+@option(models.NAMES, pool=False)  # plain cannot repeat states
 @torch.no_grad()
 def cache_operations(run: Run) -> Any:
     """Operations of beam search, assisted decoding and users on a cache between two steps."""
@@ -840,7 +840,7 @@ def outcome(function: Option, run: Run) -> Any:
     torch.manual_seed(SEED)
     try:
         result = function(run)
-    except AssertionError:  # an option's own check: never a refusal
+    except AssertionError:  # an option's own check, not a refusal
         raise
     except Exception as error:
         return Refusal(type(error), str(error))
@@ -913,7 +913,7 @@ def assert_same_scores(
 def assert_pool_empty(model: PreTrainedModel) -> None:
     hf_paged.check_integrity(model)
     if hf_paged.memory_stats(model).used_blocks:
-        gc.collect()  # a returned cache may sit in a reference cycle
+        gc.collect()  # a returned cache may be in a reference cycle
     used = hf_paged.memory_stats(model).used_blocks
     assert used == 0, f"{used} blocks are still in use after the call"
 

@@ -99,7 +99,7 @@ def test_adapter_names_in_a_batch(mode: str) -> None:
         torch.manual_seed(1)
         actual = model.generate(**inputs, adapter_names=list(names), **options, **models.PAGED)
         assert torch.equal(expected, actual)
-        names = names[::-1]  # rows keep their prompts and change adapters: nothing cached may be served
+        names = names[::-1]  # rows keep their prompts and swap adapters: no cached block may be reused
     # afterwards the model is as before, and its cache clean
     torch.manual_seed(1)
     expected = model.generate(**inputs, **options)
@@ -158,7 +158,7 @@ def test_every_request_with_its_own_adapter(name: str) -> None:
         expected = lone_with(model, adapter or "first", texts[i], MODES[mode], i)
         assert_same_as_lone(expected, results[f"{adapter} {mode} {i}"], MODES[mode], f"{adapter}, {mode}, {i}")
     for adapter, result in again.items():
-        if name == "llama":  # blocks that left a window may be gone
+        if name == "llama":  # blocks outside a window may be freed
             assert result.num_prefix_hit_tokens == 16, "kept by adapter"
         assert_same_as_lone(lone_with(model, adapter, texts[0], GREEDY), result, GREEDY, f"{adapter} again")
 
@@ -235,7 +235,7 @@ def test_a_model_with_the_adapters_of_transformers_own() -> None:
 
 
 @pytest.mark.parametrize("error", [OnPurpose, KeyboardInterrupt])
-@pytest.mark.parametrize("forward", [11, 13])  # nine check, with this layer, that there may be one
+@pytest.mark.parametrize("forward", [11, 13])  # nine forwards check, with this layer, whether packing works
 def test_a_forward_of_one_adapter_that_raises(error: type[BaseException], forward: int) -> None:
     """A step with three adapters is one forward; if it fails, the step of all requests is undone."""
     model, texts = lora_model(), prompts(20, 11)
@@ -243,7 +243,7 @@ def test_a_forward_of_one_adapter_that_raises(error: type[BaseException], forwar
     with PagedEngine(model, PagedConfig(block_size=8)) as engine:
         engine.generate(
             [texts[0]] * 3, {**GREEDY, "max_new_tokens": 2}, adapter=list(ADAPTERS)
-        )  # that is checked first
+        )  # the check of that runs first
         results: dict[str, Any] = {}
         for attempt in range(2):
             for i, prompt in enumerate(texts):

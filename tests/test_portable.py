@@ -81,4 +81,4 @@ def test_the_portable_path_on_other_hosts(host: str, tmp_path: Path) -> None:
         timeout=240,
     )
     assert done.returncode == 0 and "portable" in done.stdout, done.stderr[-3000:]
-    assert "portable path" in done.stderr  # the log says why it is slower
+    assert "portable path" in done.stderr  # the log says why it is slow

@@ -27,7 +27,7 @@ def test_tokens_are_those_of_plain_generate_on_one_and_on_two_processes(options:
     assert first["paged_calls"][options] == second["paged_calls"][options] == expected
     assert first["engine_calls"][options] == expected
     one_process = [ranks.plain(models.get("llama"), prompt, ranks.OPTIONS[options]) for prompt in ranks.PROMPTS]
-    assert expected == one_process  # an all-reduce of two adds two numbers
+    assert expected == one_process  # an all-reduce of two processes only adds two numbers
 
 
 def test_forwards_are_packed_and_blocks_go_back() -> None:
@@ -51,7 +51,7 @@ def test_cached_prefixes_serve_as_long_as_the_weights_of_all_shards_stay() -> No
     assert first["engine"]["tokens"] == first["plain"]
     assert first["engine"]["hits"] == 3 * len(ranks.SHARED)
     assert first["generate"] == second["generate"] == first["plain"]
-    assert first["plain after"] != first["plain"]  # a weight of the second process alone is another
+    assert first["plain after"] != first["plain"]  # only the second process's weight changed
     assert first["generate after"] == second["generate after"] == first["plain after"]
 
 

@@ -19,7 +19,7 @@ from hf_paged.__main__ import command_of, environment, main
 from .support import models
 
 ROOT = Path(hf_paged.__file__).parents[1]
-TIME_LIMIT = 300  # seconds, for machines that do other things as well
+TIME_LIMIT = 300  # seconds, for busy machines
 
 # A user's script that does not import hf_paged. It reports its environment and the outcome of a call.
 SCRIPT = """
@@ -89,7 +89,7 @@ def test_a_script_as_it_is(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_accelerate_launch(folder: Path, tmp_path: Path) -> None:
     """A console script that starts Python again, twice: both get `run`'s settings."""
-    # its road to several processes on one machine; without a GPU they compute on the CPU
+    # accelerate's way to run several processes on one machine; without a GPU they compute on the CPU
     launch = "accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"
     launch = *launch, "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"
     ended = run("--paged", "--set=block_size=64", *launch, folder / "script.py", tmp_path, folder / "model", "0")
@@ -228,7 +228,7 @@ def test_a_file_that_names_its_interpreter(folder: Path, tmp_path: Path) -> None
     ("content", "is_executable", "is_python"),
     [
         ("#!/usr/bin/env python3\nnot Python", False, True),
-        ("print(1)", True, True),  # the system could not run it either
+        ("print(1)", True, True),  # the system could not run it, either
         ("#!/opt/python/bin/sh\n", True, False),
         ("a b", True, None),
         ("#!/bin/sh\nls", False, None),

@@ -64,7 +64,7 @@ def test_rows_of_one_prompt_share_its_blocks(mode: dict[str, Any], rows: int, sh
     assert torch.equal(expected, actual)
     stats = hf_paged.memory_stats(model)
     whole = contiguous_bytes(model, rows, PROMPT + NEW)
-    # Not less than the tokens need: the prompt once and, for samples, every row's own tokens.
+    # At least what the tokens need: the prompt once and, for samples, every row's own tokens.
     least = contiguous_bytes(model, 1, PROMPT + (rows if mode is SAMPLES else 1) * (NEW - 1))
     assert least <= stats.peak_bytes <= share * whole, f"{stats.peak_bytes / whole:.1%} of {whole} bytes, {stats}"
     hf_paged.check_integrity(model)
@@ -126,7 +126,7 @@ def test_waste_on_ragged_prompts(rows: int) -> None:
     assert torch.equal(expected, actual)
     stats = hf_paged.memory_stats(model)
     assert 0 <= stats.waste < 0.04, stats
-    # The same from outside: slots allocated at the peak against tokens that have keys and values there.
+    # The same measured from outside: slots allocated at the peak against tokens that have K/V there.
     stored = sum(length + new - 1 for length in lengths)
     allocated = stats.peak_blocks * BLOCK_SIZE
     assert stored <= allocated, stats

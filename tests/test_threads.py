@@ -29,7 +29,7 @@ def play(count: int) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     counts = {name: int(found) for name, found in re.findall(r"(\w[a-z ]+): (\d+)", done.stdout.splitlines()[-2])}
     assert counts["equal"] > count and counts["shared steps"] > count, counts
-    # of a few signals, none may meet its call
+    # of the few signals, possibly none hits its call
     signals = ("interrupted",) if count > 100 else ()
     for name in (*signals, "raised", "calls with preemptions", "late callers", "autocast"):
         assert counts.get(name), f"{name}: none of {counts}"

@@ -19,7 +19,7 @@ from hf_paged.kernels import cpp
 from hf_paged.model.weights import WeightsGuard
 from tests.support import models
 
-GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 17}  # with the prompts enough to be kept
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 17}  # with the prompts, enough tokens to be kept
 LENGTHS = (26, 20, 17)
 HITS = 24 + 16 + 16  # tokens in full blocks of 8, short of each prompt's last token
 
@@ -51,7 +51,7 @@ class Generate:
     def __call__(self) -> tuple[torch.Tensor, int]:
         inner = self.model if isinstance(self.model, PreTrainedModel) else self.model.get_base_model()
         with counted_tokens(self.model) as counts:
-            # the forwards by which a model shows that it can run packed are none of the call's
+            # forwards of the check whether a model can run packed do not belong to the call
             empty = empty_cache(inner, PagedMemory(PagedConfig(**models.PAGED["cache_config"])))
             assert choose_layout(inner, empty).unsupported_reason is None
             counts.clear()

@@ -204,14 +204,14 @@ CASES = [
     Case(seq_lens=(70, 3), queries=2, dtype=torch.float64, heads=4),
     Case(seq_lens=(1500, 300), heads=8, kv_heads=1, block=64, dtype=torch.float16),
 ]
-# Queries on either side of where the portable path changes its ways: 32, 64 and slices of at most 256.
+# Query counts on either side of the portable path's thresholds: 32, 64 and slices of at most 256.
 MANY = dict(heads=6, kv_heads=2, key_dim=16, value_dim=16)
 CASES += [
     Case(seq_lens=(63, 130, 131), queries=63, dtype=torch.bfloat16),
     Case(seq_lens=(64, 130, 131), queries=64, dtype=torch.bfloat16),
     Case(seq_lens=(64, 130, 131), queries=64, dtype=torch.float16),
     Case(seq_lens=(70, 113), queries=70, heads=3, kv_heads=3, key_dim=40, value_dim=40),
-    Case(seq_lens=(77, 3, 0, 200, 50), queries=77, starts=(5, 0, 0, 9, 50), **MANY),  # pads in front of queries
+    Case(seq_lens=(77, 3, 0, 200, 50), queries=77, starts=(5, 0, 0, 9, 50), **MANY),  # padding before queries
     Case(seq_lens=(75, 160), queries=75, causal=False, **MANY),
     Case(seq_lens=(75, 160), queries=75, heads=6, kv_heads=2, key_dim=24, value_dim=16),
     Case(seq_lens=(260, 300, 7, 301), queries=260, **MANY),

@@ -81,7 +81,7 @@ def test_positions_that_saw_later_ones() -> None:
     looks = LooksAhead([0, 2], 6)
     looks(sizes, None, True)
     looks(sizes, PagedMask(arguments, "sdpa"), False)
-    looks((2, 9, 9), None, False)  # a vision tower's
+    looks((2, 9, 9), None, False)  # as from a vision tower
     found = looks.positions()
     assert looks.num_calls == 2 and found is not None and not found.any()
     mask = causal.expand(2, 1, 6, 6).clone()

@@ -39,7 +39,7 @@ class Case:
     value_dim: int = 16
     window: int | None = None  # of the mask
     chunk: int | None = None  # of the mask
-    num_dropped: int = 0  # tokens that each table has given back, and the context does not count
+    num_dropped: int = 0  # tokens freed from each table, not counted in the context
     softcap: float | None = None
     sinks: bool = False
     dtype: torch.dtype = torch.float32
@@ -117,7 +117,7 @@ class Built:
             fresh.append([x[:, :, context:] for x in states])
         keys, values = (torch.cat(parts, dim=2) for parts in zip(*fresh))
         num_tokens = keys.shape[2]
-        # as a model makes them: heads behind tokens in memory
+        # a model's memory layout: heads after tokens
         self.query = random(1, num_tokens, case.heads, case.key_dim).transpose(1, 2)
         self.sinks = random(case.heads) if case.sinks else None
         num_decodes = next((i for i, (_, query) in enumerate(case.rows) if query > 1), len(case.rows))

@@ -238,7 +238,7 @@ def test_fields_of_a_result() -> None:
         timings = result.timings
         assert None not in (timings.queued, timings.first_token, timings.total)
         assert 0 <= timings.queued <= timings.first_token <= timings.total
-        # the second and third were computed with the first's blocks
+        # the second and third used the first one's blocks
         assert results["matrix"].num_prefix_hit_tokens == 16
         again = engine.generate([prompt], GREEDY)[0]
         assert again.num_prefix_hit_tokens == 16 and again.token_ids == results["tensor"].token_ids
@@ -340,7 +340,7 @@ def test_stream() -> None:
         found = collect(list(engine.stream(texts, MODES["greedy_eos"])))
         assert_drained(engine)
         assert len(found) == 3
-        for prompt, (tokens, result) in zip(texts, found.values()):  # ids in the order of the prompts
+        for prompt, (tokens, result) in zip(texts, found.values()):  # ids in prompt order
             assert result.prompt_ids == prompt and result.token_ids == tokens
             expected = lone_run(models.get("llama"), prompt, MODES["greedy_eos"])
             assert_same_as_lone(expected, result, MODES["greedy_eos"], "stream")

@@ -414,7 +414,7 @@ def test_an_interrupt_between_scheduling_and_the_forward(name: str, step: int, m
         with pytest.raises(KeyboardInterrupt):
             run_all(engine, results)
         engine.check_integrity()
-        for seed, (mode, prompt) in enumerate(beside.texts.items()):  # the same prompts, which hit what is named
+        for seed, (mode, prompt) in enumerate(beside.texts.items()):  # the same prompts, which hit the cached blocks
             engine.add_request(prompt, OTHERS[mode], request_id=f"{mode} again", seed=seed)
         run_all(engine, results)
         assert_drained(engine)
@@ -543,7 +543,7 @@ def test_inference_mode_and_grad_mode_may_change_between_calls() -> None:
 def test_a_machine_without_memory_for_more_blocks_preempts(growth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that runs out while the pool grows is treated like any shortage of blocks."""
     countdown, grown = Countdown(growth, torch.OutOfMemoryError), KVBlocks.grown
-    monkeypatch.setattr(engine_core, "MANY_BLOCKS", 1)  # else storage is set aside at once, and never grows
+    monkeypatch.setattr(engine_core, "MANY_BLOCKS", 1)  # otherwise storage is reserved at once, and never grows
 
     def failing(self: KVBlocks, num_blocks: int) -> KVBlocks:
         countdown()

@@ -133,7 +133,7 @@ def test_a_reader_whose_request_is_gone_does_not_wait_for_ever(monkeypatch: pyte
 
     monkeypatch.setattr(PagedEngine, "step", counted)
     with engine_of() as engine:
-        for other in (None, "mine"):  # the id may be another request's by then
+        for other in (None, "mine"):  # by then another request may use the id
             stream = engine.stream([[5, 6, 7]], LONG, request_id="mine")
             next(stream)
             engine._core.remove(engine._core.requests["mine"])
@@ -305,7 +305,7 @@ def test_what_is_cancelled_in_a_forward_changes_no_other_request(how: str) -> No
                 assert results[str(i)].token_ids == expected
 
 
-@pytest.mark.parametrize("at", [3, 6])  # in the middle, and at its last token
+@pytest.mark.parametrize("at", [3, 6])  # in the middle, and at the last token
 def test_a_request_that_its_own_streamer_cancels_is_told_of_all_its_tokens(at: int) -> None:
     class Leaves(Recorder):
         def put(self, value: torch.Tensor) -> None:

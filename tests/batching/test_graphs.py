@@ -132,7 +132,7 @@ def test_triton_kernels_read_the_buffers(name: str, graphs: FakeGraphs, monkeypa
     layers = {"layer_types": ["sliding_attention", "full_attention"]} if name == "gemma3" else {}
     bench = CapturedBench(models.build(name, num_hidden_layers=1 + len(layers), **layers), graphs)
     rows = [Row(tokens(60, seed), bench) for seed in range(3)]
-    bench.run([row.take(SIZE - 3 + 4 * n) for n, row in enumerate(rows)])  # around the window's end and a block's
+    bench.run([row.take(SIZE - 3 + 4 * n) for n, row in enumerate(rows)])  # around the end of the window and of a block
     _need_triton(monkeypatch)
     bench.begin()
     for _ in range(4):
@@ -243,12 +243,12 @@ def test_a_pool_that_grows(graphs: FakeGraphs) -> None:
     assert held() is None, "nothing holds the blocks before the growth"
     for _ in range(3):
         assert_close(bench.decode(row), [bench.plain(row)])
-    assert len(graphs.graphs) == 2 and graphs.graphs[1].num_replays == 3  # no waiting the second time
+    assert len(graphs.graphs) == 2 and graphs.graphs[1].num_replays == 3  # no wait the second time
 
 
 def test_weights_changed_in_place_need_no_other_graph(graphs: FakeGraphs) -> None:
     model, inputs = models.build("llama"), models.prompt("llama")
-    for _ in range(2):  # the pool has its size then
+    for _ in range(2):  # by now the pool has its final size
         generate(model, inputs, do_sample=False, max_new_tokens=50)
     count = len(graphs.graphs)
     before = model.generate(**inputs, do_sample=False, max_new_tokens=50)
@@ -402,7 +402,7 @@ def test_a_forward_that_cannot_be_recorded(
             assert torch.equal(generate(model, inputs, **options, cache_config={"prefix_caching": False}), expected)
             assert torch.equal(torch.get_rng_state(), state)
     assert not graphs.graphs
-    # one that draws is not the engine's
+    # a forward that draws random numbers does not run on the engine
     told = [record.getMessage().split("its forward ")[1].split()[0] for record in caplog.records]
     assert told == ([] if forward is _draws else ["waits"])
     assert hf_paged.last_route(model).num_captured_steps == 0  # type: ignore[union-attr]

@@ -21,7 +21,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"do_sample": False, "max_new_tokens": 14, "num_beams": 2, "eos_token_id": MANY_ENDS, "early_stopping": True},
     {"do_sample": True, "max_new_tokens": 9, "num_return_sequences": 3, "eos_token_id": MANY_ENDS},
 ]
-# most of them just enough for the largest request; a window keeps few blocks
+# most budgets just fit the largest request; a window keeps few blocks
 BUDGETS = {
     "llama": [None, 9, 10, 12, 14, 16, 20],
     "gemma3": [None, 16, 18, 20, 23, 26, 34],
@@ -56,7 +56,7 @@ class Schedule:
         # request id -> step of arrival, prompt, options, priority; step of cancellation
         self.comes: dict[str, tuple[int, int, int, int]] = {}
         self.goes: dict[str, int] = {}
-        rush = draw.choice([1, 6, 25])  # all at once, or over a while
+        rush = draw.choice([1, 6, 25])  # all at once, or spread over time
         for number in range(draw.randint(3, 9)):
             prompt = draw.choice(few if draw.random() < 0.6 else range(len(PROMPTS)))
             step, priority = draw.randrange(rush), draw.choice([0, 0, 0, -1, 1])
@@ -172,7 +172,7 @@ def test_random_schedules(name: str, count: int) -> None:
         "preempted beams",
         "preempted samples",
     )
-    if name == "mistral":  # its window needs so few blocks that large requests are seldom in the way
+    if name == "mistral":  # its window needs so few blocks that large requests rarely conflict
         wanted = tuple(what for what in wanted if what not in ("preempted beams", "preempted samples"))
     missing = [what for what in wanted if not seen[what]]
     assert not missing, f"the schedules never had {missing}: {seen}"

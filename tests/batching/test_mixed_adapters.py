@@ -76,7 +76,7 @@ def test_eight_adapters_in_sixteen_forwards(from_folders: bool, tmp_path: Path) 
     if from_folders:
         names, model = saved(model, tmp_path), models.build("llama")
     with PagedEngine(model, PagedConfig(block_size=8)) as engine:
-        engine.generate(texts[:1], {"do_sample": False, "max_new_tokens": 1}, adapter=names[0])  # the pool is made
+        engine.generate(texts[:1], {"do_sample": False, "max_new_tokens": 1}, adapter=names[0])  # creates the pool
         before, forwards = engine.stats().num_steps, counted(engine)
         for result, lone, name in zip(engine.generate(texts, GREEDY, adapter=names), expected, names):
             assert_same_as_lone(lone, result, GREEDY, name)
@@ -207,7 +207,7 @@ def test_rows_that_draft(source: str, mode: str) -> None:
     options = {"do_sample": mode == "sample", "max_new_tokens": 30}
     names = ["a0", "a1", "a2", "__base__"]
     more: dict[str, Any] = {"assistant_model": models.get_assistant("llama")} if source == "assistant" else {}
-    # where there is no room for a draft of an assistant's, its row draws otherwise
+    # without room for an assistant's draft, its row draws differently
     budget: dict[str, Any] = {} if more else {"max_num_batched_tokens": 40}
     config = PagedConfig(block_size=8, speculation=None if more else "ngram", **budget)
     with PagedEngine(model, config) as engine:
@@ -215,7 +215,7 @@ def test_rows_that_draft(source: str, mode: str) -> None:
         for _ in range(2):  # the second time with cached prefixes, and recorded steps
             results = engine.generate(texts, options, adapter=names, seed=1, **more)
             for name, prompt, result in zip(names, texts, results):
-                if mode == "greedy" or not more:  # an assistant draws in the place of the model
+                if mode == "greedy" or not more:  # an assistant draws in place of the model
                     assert_same_as_lone(lone_with(model, name, prompt, options, 1), result, options, name)
             engine.check_integrity()
         stats = engine.stats()

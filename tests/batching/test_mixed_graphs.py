@@ -151,7 +151,7 @@ def test_padding_writes_nothing(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPa
 def test_a_forward_that_does_not_pick_logits(graphs: FakeGraphs) -> None:
     bench = CapturedBench(models.get("llama"), graphs)
     bench.runner._picks_logits = False
-    # as many rows of chunks as the least number of tokens that chunks have room for
+    # as many chunk rows as the smallest token capacity for chunks
     many = [Row(tokens(12, seed), bench) for seed in range(14)]
     for _ in range(4):
         items = [row.take(2 if number == 0 else 1, known=12 if number % 2 else None) for number, row in enumerate(many)]
@@ -190,7 +190,7 @@ def test_shared_prefixes_are_read_once(
         share(parent, own)
     rows.append(Row(tokens(40, 30), bench))
     bench.run([rows[-1].take(11)])
-    bench.run([row.take(2) for row in rows])  # in the window's layers nothing is shared any more
+    bench.run([row.take(2) for row in rows])  # in window layers nothing is shared any more
     _use_triton(monkeypatch)
     calls = []
     cascaded = attention.cascade_attention

@@ -24,14 +24,14 @@ LONGROPE = {
 }
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "chunks": ("Llama4ForCausalLM", CHUNKED),
-    # attention code of a model's own: alibi before the mask, after it, in it, and none
+    # custom attention code: alibi before the mask, after it, in it, and none
     "bloom": ("BloomForCausalLM", {}),
     "mpt": ("MptForCausalLM", {}),
     "falcon alibi": ("FalconForCausalLM", {"alibi": True}),
     "gptj": ("GPTJForCausalLM", {}),
     "latents": ("DeepseekV3ForCausalLM", {}),
     "narrow latents": ("DeepseekV3ForCausalLM", {"kv_lora_rank": 8, "qk_rope_head_dim": 8}),  # apart from rotary keys
-    # queries are scaled by their positions, of which plain rows count padding, too
+    # queries are scaled by position; in plain rows positions count padding, too
     "scales": ("Llama4ForCausalLM", {**CHUNKED, "floor_scale": 8, "attn_scale": 0.5}),
 }
 # rotary factors of a sequence's own length, from 33 tokens on: one set of them, one that plain goes back with, one each

@@ -125,7 +125,7 @@ def test_an_emptied_pool_finds_what_it_gave_up(name: str, tmp_path: Path) -> Non
             tokens, num_hits = run(engine, text)
             engine.check_integrity()
             assert tokens == expected
-            # a window keeps what is in front of the end alone
+            # a window keeps only the blocks before the end
             assert num_hits >= (72 if text[:72] == prompt[:72] else 40 if name in ("llama", "mla") else 0)
         assert engine.stats().used_blocks == 0
 
@@ -261,7 +261,7 @@ def test_a_change_that_only_a_fingerprint_sees_is_not_written(tmp_path: Path) ->
         run_all(engine)  # there is a fingerprint
         engine.add_request(prompt, {**GREEDY, "max_new_tokens": 30})
         engine.step()
-        weight.detach().numpy()[7, 9] += 2.0  # neither a version nor an address moves
+        weight.detach().numpy()[7, 9] += 2.0  # changes neither a version nor an address
         run_all(engine)
         save_all(engine)
         weight.data.copy_(before)
@@ -536,7 +536,7 @@ def test_a_saved_prefix_is_loaded(name: str, tmp_path: Path) -> None:
         assert_drained(engine)
     with PagedEngine(build(name), PagedConfig(block_size=SIZE)) as engine:
         assert engine.load_prefix(path) == 48
-        assert engine.load_prefix(str(path)) == 48  # it is there already
+        assert engine.load_prefix(str(path)) == 48  # already loaded
         assert_drained(engine)
         assert run(engine, text) == (expected, 48)
         assert run(engine, text, cache_salt="tenant") == (expected, 0)

@@ -217,7 +217,7 @@ def test_tokens_that_see_later_ones_are_not_served_to_other_prompts(name: str, h
     same(model, with_question(pictures(name), seed=2), options)
     same(model, other_pictures(inputs), options)
     same(model, text(model), options)
-    assert any(hits) == (name == GEMMA)  # there the question sees nothing behind
+    assert any(hits) == (name == GEMMA)  # there the question does not see later tokens
 
 
 def test_no_block_gets_a_name_that_hides_what_its_tokens_saw(hits: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,7 +443,7 @@ def test_generated_tokens_are_known_by_their_positions(hits: list[int]) -> None:
     positions = torch.arange(20)[None] * 3 + 1
     found = model.generate(ids, position_ids=positions, max_new_tokens=120, do_sample=False, **models.PAGED)[:, :100]
     mask, options = torch.ones_like(found), {"max_new_tokens": 60}
-    for first, expected in ((positions[0, -1] + 1, 96), (20, 16)):  # those with which it went on, and others
+    for first, expected in ((positions[0, -1] + 1, 96), (20, 16)):  # positions with which it continued, and others
         behind = torch.arange(first, first + 80)[None]
         hits.clear()
         given = {"input_ids": found, "attention_mask": mask, "position_ids": torch.cat([positions, behind], 1)}

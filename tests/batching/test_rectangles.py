@@ -76,7 +76,7 @@ def test_requests_that_come_and_go_share_forwards(name: str) -> None:
     with forwards(model) as shapes, PagedEngine(model, SMALL) as engine:
         engine.add_request(texts[0], options[0], request_id="0")
         engine.step()
-        shapes.clear()  # of the checks that are made once for a model
+        shapes.clear()  # from the one-time checks of a model
         results = {}
         for i in range(1, 4):  # one more joins in each step
             engine.add_request(texts[i], options[i], request_id=str(i))

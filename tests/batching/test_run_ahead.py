@@ -94,7 +94,7 @@ def test_nearly_every_step_is(name: str, seen: collections.Counter[str]) -> None
         num_steps = engine.stats().num_steps
         assert_drained(engine)
     check(model, jobs, found)
-    # in a new size the first two steps are for its graph
+    # in a new size the first two steps serve its graph
     assert seen["used"] == seen["launched"] >= num_steps - 9 and set(seen) == {"launched", "used"}
 
 
@@ -339,7 +339,7 @@ def test_what_is_reserved() -> None:
     sequence = Sequence(list(range(SIZE - 1)))
     scheduler.add(Request("a", [sequence], 3 * SIZE))
     scheduler.schedule()
-    sequence.token_ids.append(SIZE - 1)  # the block gets full by a decode, which names nothing
+    sequence.token_ids.append(SIZE - 1)  # a decode fills the block, which does not index it
     scheduler.schedule()
     table = sequence.blocks.tables[0]
     for _ in range(2):

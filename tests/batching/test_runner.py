@@ -137,7 +137,7 @@ def test_blocks_written_in_the_same_step_are_read(name: str) -> None:
         mine.num_tokens = 2 * SIZE
     two.num_computed_tokens = 2 * SIZE
     items.append(two.take(len(second)))
-    assert two.blocks.tables[0].num_dropped == (name == "gemma3")  # a window gave one back, which the other keeps
+    assert two.blocks.tables[0].num_dropped == (name == "gemma3")  # the window freed a block, which the other row keeps
     assert_close(bench.run(items), [bench.plain(one), bench.plain(two)])
 
 

@@ -79,7 +79,7 @@ def together(model: PreTrainedModel, *others: LogitsProcessor) -> list[Callable[
 
     def is_ready() -> bool:
         if num_callers() == NUM:
-            are_in.set()  # from then on some may leave
+            are_in.set()  # from now on some may leave
         return are_in.is_set()
 
     processors = {number: [AtToken(0, lambda: wait_for(is_ready))] for number in range(NUM)}
@@ -210,7 +210,7 @@ def test_calls_go_on_where_a_forward_failed_and_blocks_are_few(monkeypatch: pyte
         return compute(*args, **kwargs)
 
     def first() -> torch.Tensor:
-        # 5 of its blocks are taken, and the other call, which has 2 or more, cannot get all that it needs
+        # 5 of the blocks are taken, so the other call, which has 2 or more, cannot get all that it needs
         return paged(model, 0, AtToken(30, lambda: wait_for(others.is_set)), **long, **few)
 
     def failing() -> None:
@@ -269,7 +269,7 @@ def test_an_error_where_no_call_will_give_blocks_back() -> None:
 
     in_threads(*(functools.partial(refused, number) for number in (3, 4, 5)))
     del kept
-    # within a forward, which a call of its own makes wait
+    # within a forward, delayed by a separate call
     held, cls, original = [True], type(model), type(model).forward
 
     @functools.wraps(original)
@@ -520,7 +520,7 @@ def test_calls_under_other_contexts_take_turns() -> None:
             return function(model, 4)
 
     full = generate(model, 3, return_dict_in_generate=True, output_logits=True)
-    rounding = rms(cast(generate), full)  # of plain's own products and kernels
+    rounding = rms(cast(generate), full)  # from plain's own products and kernels
     jobs = [lambda: paged(model, 0), lambda: cast(paged), lambda: inference(paged), lambda: paged(model, 1)]
     found = in_threads(*jobs)
     assert 0.5 * rounding < rms(found[1], full) < 1.3 * rounding  # it was cast, and no worse

@@ -19,7 +19,7 @@ def test_auto_does_not_swap_what_others_hold(is_shared: bool, monkeypatch: pytes
     model, (prefix,), ends = models.get("llama"), prompts(64, seed=3), prompts(*range(5, 13), seed=4)
     texts = [[*prefix, *end] if is_shared else [*end, *prefix[:16]] for end in ends]
     with PagedEngine(model, PagedConfig(block_size=8, num_blocks=30)) as engine:
-        engine.generate(texts[:1], {"do_sample": False, "max_new_tokens": 1})  # its blocks have names
+        engine.generate(texts[:1], {"do_sample": False, "max_new_tokens": 1})  # its blocks are indexed
         ids = [engine.add_request(text, GREEDY) for text in texts]
         results = run_all(engine)
         stats = engine.stats()

@@ -375,7 +375,7 @@ def test_sampled_requests_are_those_of_transformers_for_one_row() -> None:
     for assistant in (models.get_assistant("llama"), models.build("llama", seed=5)):
         ends = {"eos_token_id": list(range(60, 90)), "min_new_tokens": 9}
         for options in ({"temperature": 0.7}, {"top_p": 0.9, "top_k": 40}, ends):
-            # to transformers' assistant, which makes its masks by tokens, padding in the text is hidden
+            # transformers' assistant builds its masks from tokens, so padding inside the text is hidden
             config = {"do_sample": True, "max_new_tokens": 25, "suppress_tokens": [models.PAD], **options}
             expected = [lone_run(model, x, config, n, assistant_model=assistant)[0] for n, x in enumerate(texts)]
             with PagedEngine(model, PagedConfig(block_size=8)) as engine:
@@ -614,7 +614,7 @@ def test_costs_are_a_line_through_steps() -> None:
         costs.observe(tokens, 0.02 + 0.001 * tokens)
     assert costs.price(num_rows=10) == pytest.approx(0.001 / (0.002 + 0.001), rel=0.05)
     before = costs.price(num_rows=10)
-    costs.observe(5, 10.0)  # something was recorded
+    costs.observe(5, 10.0)  # a step was recorded
     assert costs.price(num_rows=10) == before
 
 
@@ -623,7 +623,7 @@ def test_texts_of_others_are_bounded() -> None:
     for number in range(INDEX_SIZE + 100):
         index.add([number, 0, 0, 1], 3, 4)
     assert len(index) == INDEX_SIZE and not index.find([0, 0, 0]) and index.find([INDEX_SIZE, 0, 0]) == [1]
-    assert not index.find([INDEX_SIZE, 0, 0], namespace=1)  # of another, within the same bound
+    assert not index.find([INDEX_SIZE, 0, 0], namespace=1)  # of another namespace, within the same bound
 
 
 def test_ngrams_propose_what_came_behind() -> None:
@@ -634,7 +634,7 @@ def test_ngrams_propose_what_came_behind() -> None:
     assert repeated is not None and repeated.tokens == [11, 12, 11, 12, 11]
     copied, text = Ngrams(NgramIndex(), 8), [3, 4, 5, 6, 7, 8, 9, 10, 3, 4, 5]
     copied.propose(text, 3)
-    text += [6, 99]  # another word in the place of 7
+    text += [6, 99]  # another word instead of 7
     copied.observe(text, 1)
     draft = copied.propose(text, 3)
     assert draft is not None and draft.tokens == [8, 9, 10]
@@ -666,4 +666,4 @@ def test_speculative_sampling_keeps_the_distribution() -> None:
     statistic = float(((torch.tensor(seen) - expected) ** 2 / expected).sum())
     assert statistic < 37.7  # 15 degrees of freedom, one test in a thousand
     plain = torch.tensor([drawn.count(token) for token in range(16)])
-    assert float(((plain - expected) ** 2 / expected).sum()) > 1000  # of the candidates alone
+    assert float(((plain - expected) ** 2 / expected).sum()) > 1000  # of the drafts alone

@@ -20,10 +20,10 @@ CLASSES = [
     "Qwen3NextForCausalLM",  # linear attention
     "BambaForCausalLM",  # Mamba states
     "Lfm2ForCausalLM",  # convolutions
-    "FalconH1ForCausalLM",  # a state and keys and values in one layer
+    "FalconH1ForCausalLM",  # a state and K/V in one layer
     "Mamba2ForCausalLM",  # states alone
 ]
-STATELESS = "GPTNeoForCausalLM"  # rows side by side for another reason: hits need no snapshot
+STATELESS = "GPTNeoForCausalLM"  # rectangular rows for another reason: hits need no snapshot
 NEVER = "JambaForCausalLM"  # its layers reset their state in each forward of more than a token
 SIZE = 8
 LONG_MODES = {mode: options for mode, options in MODES.items() if mode != "max_length"}
@@ -132,7 +132,7 @@ def test_short_prompts_are_one_forward(name: str) -> None:
     model, options = build(name), {"do_sample": False, "max_new_tokens": 3}
     for prompt, config in (
         (text(7, 1), {}),  # less than a block
-        (text(31, 1), {}),  # too few in front of the last block
+        (text(31, 1), {}),  # too few tokens before the last block
         (text(60, 1), {"prefix_caching": False}),
     ):
         with forwards(model) as shapes, PagedEngine(model, PagedConfig(block_size=SIZE, **config)) as engine:

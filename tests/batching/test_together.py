@@ -23,8 +23,8 @@ from tests.support.engine_helpers import assert_drained, run_all
 
 T5 = "T5ForConditionalGeneration"
 ENCODERS = [T5, "BartForConditionalGeneration", "WhisperForConditionalGeneration"]
-# positions from the cache's length; indexer keys; padding that is attended to; conv states beside sliding windows;
-# a forward that prepares its own inputs
+# positions from the cache's length; indexer keys; padding that is attended to; conv states and sliding windows;
+# a forward that prepares its inputs itself
 DECODERS = [
     "BartForCausalLM",
     "DeepseekV32ForCausalLM",
@@ -152,7 +152,7 @@ def test_beams_share_the_keys_and_values_of_their_encoder() -> None:
     model.generate(ids, **options, **PAGED)
     memory_stats(model, reset=True)
     assert torch.equal(model.generate(ids, **options, **PAGED), expected)
-    # of the encoder's 80 tokens, 8 a block; of each beam's, which are less
+    # blocks for the encoder's 80 tokens, 8 per block; and for each beam, fewer
     assert memory_stats(model).peak_blocks <= 10 + 4 + 1
     assert_whole(T5)
 
@@ -214,7 +214,7 @@ def options_of(mode: str) -> dict[str, Any]:
 def alone(name: str, seed: int, options: dict[str, Any], **inputs: torch.Tensor) -> list[list[int]]:
     """The new tokens of each sequence, the last of which is one that ends it or the longest."""
     torch.manual_seed(seed)
-    start = 1 if name != "WhisperForConditionalGeneration" else 0  # whose own `generate` leaves that out
+    start = 1 if name != "WhisperForConditionalGeneration" else 0  # Whisper's `generate` leaves that out
     rows = build(name).generate(**inputs, **options)[:, start:].tolist()
     last = set(options.get("eos_token_id", ()))
     ends = [next((i for i, token in enumerate(row) if token in last), len(row)) for row in rows]
@@ -259,7 +259,7 @@ def test_requests_share_forwards(name: str, joins_any: bool, rows_of_forwards: l
         for i, prompt in enumerate(prompts()[:4]):
             engine.add_request(prompt, options, request_id=str(i))
             if i % 2:
-                engine.step()  # two and two begin together
+                engine.step()  # two requests start together each time
             if i == 1:
                 rows_of_forwards.clear()
         results = run_all(engine)

@@ -72,7 +72,7 @@ def test_buddy_chunks_never_overlap_and_all_slots_come_back():
 
 
 def test_reservations_are_the_paper_s():
-    assert reserve_pow2(10, 25) == 10 + 32  # its own example, section 6.1
+    assert reserve_pow2(10, 25) == 10 + 32  # the paper's example, section 6.1
     assert POLICIES["Max"](10, 25) == LONGEST == POLICIES["Pow2"](1500, 600)
     assert POLICIES["Oracle"](10, 25) == 35
 

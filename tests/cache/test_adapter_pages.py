@@ -76,7 +76,7 @@ def test_prefixes_and_adapters_have_one_order() -> None:
 def test_hits_are_admissions_with_a_place() -> None:
     pages, *_ = make(4)
     assert pages.pin("a", BYTES, "r")
-    pages.unpin("a", "r")  # was not admitted after all
+    pages.unpin("a", "r")  # its request was not admitted
     assert pages.pin("a", BYTES, "r")
     pages.use("a")
     assert pages.num_hits == 0

@@ -182,7 +182,7 @@ def test_a_copy_whose_target_went_back_is_not_made() -> None:
     assert blocks.append(second, 1)
     blocks.free(second)
     third = blocks.new()
-    assert blocks.append(third, 1)  # gets the block that was to be copied to
+    assert blocks.append(third, 1)  # gets the former target block of the copy
     blocks.flush_copies()
     assert made == []
 

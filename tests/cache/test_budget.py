@@ -123,7 +123,7 @@ def test_an_idle_pool_gives_way_and_the_one_used_last_goes_last() -> None:
     assert held(first) == held(second) == blocks * BLOCK
     third.generate(ids, **GREEDY, **paged())
     assert held(first) == 0 and held(second) and held(third)
-    hf_paged.budget(blocks * BLOCK)  # less than there is
+    hf_paged.budget(blocks * BLOCK)  # less than in use
     assert held(second) == 0 and held(third) == blocks * BLOCK
     hf_paged.budget(BLOCK)
     assert held(first, second, third) == 0
@@ -137,7 +137,7 @@ def test_what_does_not_fit_alone_says_so() -> None:
     words = (
         r"needs 2. blocks of 8 tokens, at most 10 can be had: .*`hf_paged.budget`|nothing can be .*`hf_paged.budget`"
     )
-    for _ in range(2):  # before anything is known of its blocks, and after
+    for _ in range(2):  # before its blocks' size is known, and after
         with pytest.raises(hf_paged.OutOfBlocksError, match=words):
             model.generate(ids, **GREEDY, **paged())
         hf_paged.check_integrity(model)

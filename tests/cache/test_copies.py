@@ -87,7 +87,7 @@ def test_the_table_is_kept_until_tensors_are_others(launches: list[Any] | None) 
     storage.copy_blocks([(8, 0)])
     assert content(storage) == [[8, 1, 2, 3, 4, 5, 6, 7, 8]] * 3
     narrow = torch.zeros(1, 2, 0, 3, device=DEVICE)
-    storage.promote(0, narrow.double(), narrow.double())  # the layer's tensor is another
+    storage.promote(0, narrow.double(), narrow.double())  # replaces the layer's tensor
     fill(storage)
     storage.copy_blocks([(7, 1)])
     assert content(storage) == [[0, 7, 2, 3, 4, 5, 6, 7, 8]] * 3

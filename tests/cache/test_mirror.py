@@ -17,16 +17,16 @@ from hf_paged.cache.swap import HostBlocks, copy_out, put_back
 from hf_paged.config import PagedConfig
 
 PACKAGE = Path(hf_paged.__file__).parent
-# What writes to blocks, but for the forwards' own `KVBlocks.store`, and who calls it.
+# Functions that write to blocks, except the forwards' `KVBlocks.store`, and their callers.
 WRITERS: dict[str, set[str]] = {
     "put_blocks": {
         "HostLayer.put_back",
         "CacheRows.__setstate__",  # a separate memory
-        "MappedStorage.after_in_child",  # the process is another
+        "MappedStorage.after_in_child",  # a different process
     },
     "copy_blocks": {
         "GroupMemory.copy_blocks",  # mirrored
-        "BlockManager.flush_copies",  # these two by the one before
+        "BlockManager.flush_copies",  # both are called by the one before
         "BlockManager.extend",
         "BlockCopies._launch",  # of tensors
     },

@@ -38,7 +38,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         self.index.begin_step()
         self.entries: dict[Key, Entry] = {}
         self.step: list[tuple[Key, int, int]] = []
-        self.held: list[list[list[int]]] = []  # of each sequence, the block ids in each group
+        self.held: list[list[list[int]]] = []  # block ids of each sequence, by group
         self.epoch = 0
 
     def forget(self, namespace: str, path: tuple[tuple[int, int], ...]) -> None:
@@ -201,7 +201,7 @@ def test_a_node_is_as_old_as_its_oldest_block() -> None:
     pools = [BlockPool(9), BlockPool(9)]
     index = PrefixIndex(pools, [None, 3], SIZE)
     fill(index, pools, ((5, 5),), num_dropped=1, epoch=1)
-    fill(index, pools, ((5, 5),), num_dropped=0, epoch=2)  # names the block that the window group lacked
+    fill(index, pools, ((5, 5),), num_dropped=0, epoch=2)  # indexes the block that the window group lacked
     assert len(index.find([5, 5], None, 1)) == 1
     index.forget_before(2)
     assert index.find([5, 5], None, 1) == []

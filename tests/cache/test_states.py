@@ -57,7 +57,7 @@ def test_a_sequence_begins_where_a_snapshot_is() -> None:
     blocks.free(grown(blocks, TOKENS[:30], 8, 20))
     blocks.check_integrity()
     assert blocks.groups[2].pool.num_cached == 2
-    assert hit(blocks, TOKENS) == (20, 20)  # what follows was not named
+    assert hit(blocks, TOKENS) == (20, 20)  # the following blocks were not indexed
     assert hit(blocks, TOKENS[:20]) == (8, 16)  # short of the last token
     assert hit(blocks, [*TOKENS[:14], 99, *TOKENS[15:]]) == (8, 12)
     assert hit(blocks, TOKENS[:8]) == (0, 4)
@@ -236,7 +236,7 @@ def test_a_few_snapshots_are_kept_without_a_budget() -> None:
     memory = PagedMemory(PagedConfig(block_size=8))
     blocks = memory.manager([GroupSpec(), StateSpec()])
     keys, group = memory.group(GroupSpec()), memory.group(StateSpec())
-    keys.pool.release(keys.take(4 * KEPT_STATES))  # there is place for blocks that stay
+    keys.pool.release(keys.take(4 * KEPT_STATES))  # memory for blocks that are kept
     for number in range(KEPT_STATES + 4):
         sequence, tokens = blocks.new(), list(range(100 * number, 100 * number + 10))
         sequence.stops = (8,)

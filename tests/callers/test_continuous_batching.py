@@ -162,7 +162,7 @@ def test_stop_strings_with_a_tokenizer(do_sample: bool) -> None:
         assert output.generated_tokens == plain(model, prompt, config, **given)
     assert len(outputs["req_0"].generated_tokens) < 12
     torch.manual_seed(7)
-    outputs = model.generate_batch(PROMPTS[:1] * 2, config, **given)  # no rows of one call, which would be padded
+    outputs = model.generate_batch(PROMPTS[:1] * 2, config, **given)  # requests, not rows of one padded call
     assert [stop in tokenizer.decode(each.generated_tokens[:-1]) for each in outputs.values()] == [False] * 2
     assert all(each.error is None for each in outputs.values())
 
@@ -230,7 +230,7 @@ def test_handlers_get_their_requests_outputs() -> None:
                 done.set_result(None)
 
         name = manager.add_request(PROMPTS[0], max_new_tokens=3, streaming=True)
-        while len(manager._thread.outputs.get(name, ())) < 3:  # outputs that came before are not lost
+        while len(manager._thread.outputs.get(name, ())) < 3:  # earlier outputs are not lost
             await asyncio.sleep(0.01)
         manager.register_result_handler(name, told)
         await asyncio.wait_for(done, WAIT)
@@ -519,7 +519,7 @@ def test_a_manager_does_not_end_in_a_pause(is_hard: bool) -> None:
         stopping.start()
         stopping.join(0.2)
         assert stopping.is_alive() and manager.is_running()
-        assert model.config._attn_implementation == "eager"  # still the one that a caller's forward can use
+        assert model.config._attn_implementation == "eager"  # still one that a caller's forward can use
         with manager.pause():
             pass
         for block in (False, True):
@@ -576,7 +576,7 @@ def test_a_pause_that_cannot_be_raises(monkeypatch: pytest.MonkeyPatch) -> None:
         while not manager._thread.pausing:  # it waits for the step in progress
             time.sleep(0.01)
         if then is step:
-            with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:  # as this one does, until Ctrl-C
+            with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:  # as this call does, until Ctrl-C
                 patch.setattr(manager._thread.changed, "wait_for", interrupt)
                 pause()
             assert manager._thread.pausing == [pausing.ident]

@@ -24,7 +24,7 @@ from tests.support import models
 from tests.support.architecture_configs import tiny_model
 from tests.support.checks import assert_same_tokens
 
-# int4 is what runs on a CPU: torchao's `Int4WeightOnlyConfig` packs for CUDA and XPU only
+# int4 variant that runs on a CPU: torchao's `Int4WeightOnlyConfig` packs for CUDA and XPU only
 SCHEMES: dict[str, Callable[[], Any]] = {
     "int8": Int8WeightOnlyConfig,
     "int4": lambda: IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)),

@@ -173,7 +173,7 @@ def test_liger_kernels(patches: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.build("llama")
     expected = generate(model)
     if patches == "instance":
-        assert_same_tokens(expected, generate(model, **models.PAGED))  # which the check is not to rely on afterwards
+        assert_same_tokens(expected, generate(model, **models.PAGED))  # the check must not rely on this afterwards
     apply_liger_kernel_to_llama(rope=False, model=model if patches == "instance" else None)
     if patches == "classes":
         model = models.build("llama")

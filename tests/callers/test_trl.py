@@ -61,7 +61,7 @@ def roll_out(
     own = {"num_generations": NUM_ROWS, "max_completion_length": 16, "beta": 0.0, "bf16": False, **COMMON}
     adapter = arguments.pop("peft_config", None)
     config = config_class(output_dir=str(folder), **{**own, **arguments, **(road if is_paged else {})})
-    data = Dataset.from_dict({"prompt": [models.corpus()[0] * 3] * 8})  # whose blocks a later rollout would find
+    data = Dataset.from_dict({"prompt": [models.corpus()[0] * 3] * 8})  # a later rollout would find its blocks
     trainer = trainer_class(
         model=model,
         reward_funcs=reward,
@@ -139,7 +139,7 @@ class Generates(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: PreTrainedModel, **kwargs: Any) -> None:  # type: ignore[override]
         assert model.training
-        inputs = models.padded_prompt("llama", (40, 33, 37, 40))  # whose blocks are kept for later calls
+        inputs = models.padded_prompt("llama", (40, 33, 37, 40))  # their blocks are kept for later calls
         tokens = model.generate(**inputs, do_sample=True, max_new_tokens=8, **self.options)
         self.tokens.append(tokens.tolist())
         route = hf_paged.last_route(model)

@@ -76,7 +76,7 @@ class _Models:
             model.get_output_embeddings().weight.data[models.PAD] = 0  # the tests strip padding by its token
             model.generation_config.pad_token_id = models.PAD
             tokenizer: Any = models.tokenizer()
-            # as many tokens as those models' own tokenizers make of a prompt, which few blocks have room for
+            # about as many tokens as the original tokenizers give, so that few blocks hold a prompt
             tokenizer.chat_template = "{% for message in messages %}{{ message['content'][:100] }}{% endfor %}"
             for part in (model, tokenizer):
                 part.save_pretrained(folder)
@@ -114,9 +114,9 @@ def _prepare(folder: Path) -> None:
     if not torch.cuda.is_available():
         for decorator in ("require_torch_accelerator", "require_deterministic_for_xpu"):
             setattr(testing_utils, decorator, lambda test: test)
-    # what tests read of transformers' own loop, said of ours
+    # attributes of transformers' loop that tests read, with values for ours
     manager: Any = PagedBatchingManager
-    manager.logit_processor = SimpleNamespace(clear=lambda: None)  # processors that it could not run; ours runs all
+    manager.logit_processor = SimpleNamespace(clear=lambda: None)  # processors that its loop cannot run; ours runs all
     manager.current_batch = property(lambda self: self.engine.stats().num_steps)
     manager.batch_processor = property(
         lambda self: SimpleNamespace(has_pending_requests=lambda: self.engine.has_unfinished)

@@ -32,7 +32,7 @@ FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync --window-size=1280,700"
 ).split()
-TIME_LIMIT = 200  # seconds, for machines that do other things as well
+TIME_LIMIT = 200  # seconds, for busy machines
 QUESTION = "The with statement"
 
 
@@ -73,7 +73,7 @@ class Page:
         assert self.process.poll() is None
         flags = webdriver.ChromeOptions()
         flags.binary_location = CHROMIUM
-        # fonts of elsewhere are not waited for
+        # do not wait for remote fonts
         nowhere = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
         flags.page_load_strategy = "eager"
         for flag in (*FLAGS, nowhere, f"--user-data-dir={folder}"):
@@ -124,7 +124,7 @@ def test_a_chat_in_a_browser(tmp_path: Path) -> None:
         first = wait_for(page.answer)
         wait_for(lambda: page.answer().startswith(first) and len(page.answer()) > len(first) + 20)  # while it streams
         wait_for(lambda: page.requests() == (0, 0, 1))
-        page.ask("And once more")  # a page that is closed in the middle of an answer ends its request
+        page.ask("And once more")  # closing a page in the middle of an answer ends its request
         wait_for(lambda: page.requests()[0] == 1)
         page.browser.refresh()
         wait_for(lambda: page.all("#engine") and page.requests() == (0, 0, 2))

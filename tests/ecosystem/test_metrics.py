@@ -49,7 +49,7 @@ def test_what_an_engine_did() -> None:
         assert uses == {"shared": 2, "one_sequence": 3, "cached": stats.cached_blocks} and uses["cached"] > 0
         assert now["hf_paged_time_to_first_token_seconds_count"] == 3
         assert now["hf_paged_time_to_first_token_seconds_bucket.+Inf"] == 3
-        assert now["hf_paged_time_per_output_token_seconds_count"] == 2  # one had a single token
+        assert now["hf_paged_time_per_output_token_seconds_count"] == 2  # one request had a single token
         assert 0 < now["hf_paged_time_per_output_token_seconds_sum"] < now["hf_paged_step_seconds_total"]
         rising = [value for name, value in now.items() if name.startswith("hf_paged_time_to_first_token_seconds_b")]
         assert len(rising) == 16 and rising == sorted(rising)

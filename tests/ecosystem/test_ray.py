@@ -59,7 +59,7 @@ def cluster() -> Iterator[None]:
         try:
             ray.init(num_cpus=2, include_dashboard=False, object_store_memory=150 * 2**20, log_to_driver=False)
             break
-        except Exception:  # it waits for 30 seconds, which a machine that does other things as well may need
+        except Exception:  # it waits for 30 seconds, which a busy machine may exceed
             if is_last:
                 raise
             ray.shutdown()
@@ -89,7 +89,7 @@ def as_numpy(columns: dict[str, list[Any]]) -> dict[str, np.ndarray]:
 
 def as_pandas(columns: dict[str, list[Any]]) -> pd.DataFrame:
     frame = pd.DataFrame(columns)
-    return frame.astype({"seed": "Int64"}) if "seed" in columns else frame  # else a missing one makes floats of all
+    return frame.astype({"seed": "Int64"}) if "seed" in columns else frame  # else a missing value makes all floats
 
 
 @pytest.mark.parametrize("form", [as_numpy, as_pandas, pa.table])
@@ -343,7 +343,7 @@ def test_serve_ends_what_is_not_read(replica: Any) -> None:
         return replica.stats.remote().result()
 
     with httpx.stream("POST", URL, json=LONG, timeout=60) as response:
-        lines = response.iter_lines()  # which closes the response when it goes
+        lines = response.iter_lines()  # closing the iterator closes the response
         assert next(lines).startswith("data: ")
         assert stats().num_running == 1
     wait_for(lambda: stats().num_running == stats().used_blocks == 0, "a dropped client's request goes on")

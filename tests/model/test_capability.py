@@ -99,7 +99,7 @@ def test_rope_of_the_longest_position_is_packable_but_not_side_by_side(kind: str
         rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 64}
     model = models.build("llama", rope_parameters=rope)
     assert reason(model) is None
-    shift(model)  # no longer packed, then
+    shift(model)  # then no longer packed
     layout = choose_layout(model, cache_for(model))
     assert "standard deviations" in str(layout.unsupported_reason) and not layout.side_by_side
 
@@ -274,14 +274,14 @@ FOUND = [*((c, torch.float32) for c in (shift, scale, count)), *((c, torch.float
 def test_a_model_that_mixes_tokens_is_found_out(change: Any, dtype: torch.dtype) -> None:
     model = models.build("llama").to(dtype)
     assert reason(model) is None
-    change(model)  # the model object is the same: its modules are not
+    change(model)  # the model object is the same, its modules are not
     assert "standard deviations" in str(reason(model))
 
 
 def test_a_replaced_forward_is_judged_by_what_it_computes() -> None:
     model = models.build("llama")
     layer: Any = model.model.layers[0]
-    layer.forward = layer.forward  # the class's own, as accelerate puts it back
+    layer.forward = layer.forward  # the class's forward, as accelerate restores it
     layer.mlp.forward = types.MethodType(type(layer.mlp).forward, layer.mlp)
     assert reason(model) is None
     own = layer.mlp.forward
@@ -333,7 +333,7 @@ def test_a_forward_that_is_replaced_is_checked_again_and_once(monkeypatch: pytes
     norm.forward = scaled(True)
     check(3)
     del norm.forward
-    check(3)  # known from the beginning
+    check(3)  # known from the start
     model.enable_input_require_grads()
     check(4)
     model.train()

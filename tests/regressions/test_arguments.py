@@ -306,7 +306,7 @@ def test_item_11_beams_without_finite_scores_end_in_an_error(value: float) -> No
 
 def test_item_11_outputs_that_wait_are_bounded_and_no_result_is_lost() -> None:
     """Requests of `add_request` continue in the steps that `generate` runs."""
-    length, count = 70, 250  # together more outputs than are kept
+    length, count = 70, 250  # together more outputs than the engine keeps
     with PagedEngine(models.get("llama"), {"block_size": 128, "prefix_caching": False}) as engine:
         options = {"max_new_tokens": length, "do_sample": False}
         names = [engine.add_request([5, 6, 7 + i % 100], options) for i in range(count)]

@@ -13,7 +13,7 @@ from hf_paged.kernels import cpp
 from tests.support import models
 
 STEPS = 10
-LENGTHS = (13, 4, 13, 9)  # rows of one length that are no neighbours
+LENGTHS = (13, 4, 13, 9)  # rows of equal length that are not adjacent
 CLOSE = {torch.bfloat16: 0.25, torch.float16: 0.05}  # logits have a standard deviation of 3
 
 
@@ -24,7 +24,7 @@ def outputs(model: Any, inputs: dict[str, Any], dtype: torch.dtype, **options: A
         )
 
 
-# Eager attention rounds its scores and weights, which ours does not: beams may then choose between near ties otherwise.
+# Eager attention rounds its scores and weights, ours does not: beams may resolve near ties differently.
 CASES = [("llama", 1), ("llama", 2), ("t5", 1), ("t5", 2), ("bart", 2), ("gpt_oss", 1), ("gemma2", 1)]
 
 

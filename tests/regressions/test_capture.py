@@ -78,7 +78,7 @@ def test_item_21_a_model_that_indexes_with_a_mask_is_not(
 
 STEPS = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False, "num_beams": 1}
 OWN_CODE = "its own attention code is shown as many keys as the longest row has"
-EXPERTS = "its forward waits for the device"  # a loop over the experts that are chosen: `nonzero`, in `forward`
+EXPERTS = "its forward waits for the device"  # a loop over the selected experts: `nonzero`, in `forward`
 NOT_CAPTURED = {
     "BloomForCausalLM": OWN_CODE,
     "CodeGenForCausalLM": OWN_CODE,

@@ -105,7 +105,7 @@ def test_item_20_keys_whose_memory_is_asked_for_are_gathered(name: str) -> None:
     cache.update(states, states, 0)
     keys = cache.layers[0].keys
     assert keys is not None
-    assert keys.data_ptr()  # first: a test must not end the process
+    assert keys.data_ptr()  # checked first: a test must not crash the process
     assert torch.equal(READERS[name](keys), states)
 
 

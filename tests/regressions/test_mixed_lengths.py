@@ -244,7 +244,7 @@ def image_model() -> Any:
     model = MllamaForConditionalGeneration(config).eval()
     for name, parameter in model.named_parameters():
         if "gate" in name:
-            parameter.data.fill_(1.0)  # closed at first: the image would not count
+            parameter.data.fill_(1.0)  # gates are closed at first: the image would have no effect
         elif parameter.dim() > 1:
             parameter.data.mul_(8)
     return model

@@ -25,7 +25,7 @@ class Narrows(LogitsProcessor):
         return scores[:, :0]
 
 
-# What `generate` is called with, over `OPTIONS`; plain refuses every one of them.
+# Arguments of `generate`, added to `OPTIONS`; plain refuses each of them.
 REFUSED: dict[str, dict[str, Any]] = {
     "ids of three dimensions": {"input_ids": LONG[None]},
     "ids of three dimensions, several rows": {"input_ids": LONG.view(1, 4, 15)},

@@ -25,7 +25,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     found = [record for record in caplog.records if record.name.startswith("hf_paged")]
     messages = [record.getMessage() for record in found if record.levelno >= logging.WARNING]
     caplog.clear()
-    return [message for message in messages if "C++ kernels" not in message]  # said once a process
+    return [message for message in messages if "C++ kernels" not in message]  # logged once per process
 
 
 def test_item_15_a_packed_engine(caplog: pytest.LogCaptureFixture) -> None:

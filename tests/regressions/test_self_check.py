@@ -66,7 +66,7 @@ def test_item_18_code_that_acts_on_decode_steps_is_found_out(build: Any, road: s
     expected = model.generate(**inputs, **OPTIONS)
     assert torch.equal(model.generate(**inputs, **OPTIONS, **models.PAGED), expected)
     route = last_route(model)
-    assert route is not None and route.road == road  # rows side by side, or together
+    assert route is not None and route.road == road  # rectangular rows, or packed
     assert "packed, its logits of decode steps are" in route.reason
     with PagedEngine(model) as engine:
         results = engine.generate(PROMPTS, OPTIONS)

@@ -138,7 +138,7 @@ def _sequences(outcome: Any) -> torch.Tensor | None:
 def assert_pool_whole(model: PreTrainedModel, where: str) -> None:
     hf_paged.check_integrity(model)
     if hf_paged.memory_stats(model).used_blocks:
-        gc.collect()  # a returned cache may sit in a reference cycle
+        gc.collect()  # a returned cache may be in a reference cycle
     used = hf_paged.memory_stats(model).used_blocks
     assert used == 0, f"{where}: {used} blocks are still in use after the call"
 

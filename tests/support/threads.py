@@ -248,7 +248,7 @@ def after_mix(model: PreTrainedModel, observer: Observer) -> list[str]:
     if torch.is_autocast_enabled("cpu") or torch.is_inference_mode_enabled():
         wrong.append("this thread is left in half precision or inference mode")
     if hf_paged.memory_stats(model).used_blocks:
-        gc.collect()  # a returned cache may sit in a reference cycle
+        gc.collect()  # a returned cache may be in a reference cycle
     if used := hf_paged.memory_stats(model).used_blocks:
         wrong.append(f"{used} blocks are in use after all calls")
     try:

@@ -44,7 +44,7 @@ def check(function: Callable[..., Any], *inputs: Tensor, exact: bool = False, la
             found[place].copy_(its)
 
     with torch.no_grad():
-        run()  # makes the memory of the results
+        run()  # allocates the results
         tape = DeviceTape.record(run, CPU)
         generator = torch.Generator().manual_seed(5)
         for turn in range(2):

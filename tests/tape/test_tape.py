@@ -39,7 +39,7 @@ def check(function: Callable[..., Any], *inputs: Tensor, exact: bool = False, ca
 
     with torch.no_grad():
         before = [x.clone() for x in inputs]
-        run()  # makes the memory of the results
+        run()  # allocates the results
         tape = Tape.record(run, lambda tensor: False)
         generator = torch.Generator().manual_seed(5)
         for turn in range(3):

@@ -59,7 +59,7 @@ def test_steps() -> None:
     figure = plot_intervals(INTERVALS)
     assert bars(figure, DECODE) == [(4, 9, 0), (11, 15, 0)]
     assert bars(figure, SWAPPED) == [(9, 11, 0)]
-    assert bars(figure, "#BBBBBB") == [(3, 7, 1)]  # nothing of no length
+    assert bars(figure, "#BBBBBB") == [(3, 7, 1)]  # no bars of zero length
     assert bars(figure, "#E69F00") == [(2, 4, 0), (9, 10, 1)]
     assert marks(figure) == [(15, 0)]
     assert labels(figure) == ["request 0", "request 1"]

@@ -127,7 +127,7 @@ class BiasFromBatch(LogitsProcessor):
         self.copies.append(input_ids.clone())
         bias = torch.zeros_like(scores)
         bias[:, int(input_ids[:, -1].sum()) % scores.shape[1]] = 3.0 + len(self.seen)
-        scores += bias  # in place, as some do
+        scores += bias  # in place, as some processors do
         return scores
 
 
@@ -163,7 +163,7 @@ def test_processors_and_criteria_of_the_callers_own(eos: list[int] | None, do_sa
     for theirs, shown, kept in zip(plain_processor.copies, processor.seen, processor.copies):
         assert torch.equal(theirs, shown) and torch.equal(shown, kept) and shown.is_contiguous()
     assert "criteria" in made[0].finish_reasons and not made[0].can_split
-    if eos is None:  # transformers goes on with rows that ended, and their lengths tell where
+    if eos is None:  # transformers continues rows that ended; their lengths show where
         assert len(set(made[0].lengths)) > 1 and max(made[0].lengths) == outputs[1].shape[1]
 
 
@@ -358,7 +358,7 @@ def test_the_streamer_of_a_request_gets_the_new_tokens() -> None:
     model, prompt = models.get("llama"), models.token_ids(1, 5)
     model.generate(prompt, streamer=theirs, max_new_tokens=4)
     drive(request(prompt[0].tolist(), streamer=ours, max_new_tokens=4), model)
-    assert ours.values == theirs.values[1:] and ours.ends == 1  # the prompt is the engine's to put
+    assert ours.values == theirs.values[1:] and ours.ends == 1  # the engine passes the prompt itself
 
 
 @pytest.mark.parametrize(
@@ -444,7 +444,7 @@ def test_decodings_that_share_steps_stay_what_they_are_alone(name: str, monkeypa
     decodings = made()
     while running := [decoding for decoding in decodings if not decoding.is_done]:
         assert all(isinstance(advance, SampledTokens) for advance in step_together(running, model))
-    assert name == "modes" or max(batches) > 1  # some did share
+    assert name == "modes" or max(batches) > 1  # some forwards were shared
     for one, other in zip(alone, decodings):
         assert torch.equal(one.result(), other.result())
         assert one.finish_reasons == other.finish_reasons and one.lengths == other.lengths

@@ -139,7 +139,7 @@ def test_admission_leaves_the_watermark_to_those_who_run() -> None:
     add(scheduler, "a", 16)
     add(scheduler, "b", 20)
     add(scheduler, "c", 4)
-    assert counts(scheduler.schedule()) == [("a", 16)]  # 6 blocks are free: 5 for b, 2 to be left
+    assert counts(scheduler.schedule()) == [("a", 16)]  # 6 blocks are free: 5 for b, 2 must stay free
     alone = make(num_blocks=10, watermark=1.0)
     add(alone, "a", 32)
     assert counts(alone.schedule()) == [("a", 32)]
@@ -197,7 +197,7 @@ def test_a_preempted_request_finds_its_blocks_in_the_prefix_cache() -> None:
         request.sequences[0].token_ids.append(1)
     assert names(scheduler.schedule().preempted) == ["c"]
     scheduler.finish(requests[0])
-    assert counts(scheduler.schedule()) == [("c", 5)]  # of its two blocks, b took the later one
+    assert counts(scheduler.schedule()) == [("c", 5)]  # b took the later one of its two blocks
     assert requests[2].num_hit_tokens == 0, "what counts is what its prompt found when it was first admitted"
 
 
@@ -322,7 +322,7 @@ def test_a_failed_step_never_happened() -> None:
     scheduler.fail_step()
     assert a.sequences[0].num_to_compute == 1 and b.status is Status.WAITING
     scheduler.finish(b)
-    assert counts(scheduler.schedule()) == [("a", 1), ("c", 10)]  # nothing of b is served
+    assert counts(scheduler.schedule()) == [("a", 1), ("c", 10)]  # none of b's blocks are reused
 
 
 def test_cancellation_anywhere_gives_every_block_back() -> None:

@@ -24,7 +24,7 @@ def test_draws_are_those_of_torch(size: int) -> None:
     for case in range(30):
         generator = torch.Generator()
         generator.manual_seed(case)
-        if case % 3:  # anywhere within a block of words, an odd number of them drawn, a normal variate kept
+        if case % 3:  # anywhere within a block of words, an odd number already drawn, a normal variate pending
             torch.rand(draw.randrange(1300), generator=generator)
             torch.randn(1, generator=generator)
         other = generator.clone_state()

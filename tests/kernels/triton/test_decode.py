@@ -18,7 +18,7 @@ from tests.attention import test_backends
 from tests.attention.test_backends import TOLERANCE, Call, Case, any_cases, build
 from tests.support.kernels.device import available, on_device
 
-# the interpreter's numpy notes that the dtype's minimum in a mask becomes -inf on its way into an exponential
+# the interpreter's numpy warns that the dtype's minimum in a mask becomes -inf before an exponential
 pytestmark = [available, pytest.mark.filterwarnings("ignore:overflow encountered in multiply:RuntimeWarning")]
 
 ONE_SPLIT = 256

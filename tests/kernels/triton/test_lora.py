@@ -10,7 +10,7 @@ from tests.support.kernels.device import DEVICE, available
 
 pytestmark = available
 
-DEPTH, WIDTH = 70, 97  # of no whole number of tiles
+DEPTH, WIDTH = 70, 97  # no multiples of the tile
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 

@@ -157,7 +157,7 @@ def build(case: Case, seed: int = 0) -> Built:
         bias=random(1, case.heads, 1, max(lens)) if case.bias else None,
         num_splits=case.splits,
     )
-    # as a model makes them: heads behind tokens in memory
+    # a model's memory layout: heads after tokens
     return Built(random(num_tokens, case.heads, case.key_dim).to(case.dtype), *blocks, step, rows, options)
 
 
@@ -190,7 +190,7 @@ def run(built: Built, config: tuple[int, int] | None = None, **options: Any) -> 
     def move(value: Any) -> Any:
         return value.to(DEVICE) if isinstance(value, torch.Tensor) else value
 
-    # a view of the pool stays one: `.to` keeps strides only of tensors that are dense
+    # keeps a view of the pool a view: `.to` keeps strides only of dense tensors
     pools = [torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=DEVICE).copy_(x)
              for x in (built.key_blocks, built.value_blocks)]  # fmt: skip
     options = {name: move(value) for name, value in {**built.options, **options}.items()}

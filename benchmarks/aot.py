@@ -1,8 +1,8 @@
-"""Kernels compiled ahead of time for chips that need not be here.
+"""Compiles kernels ahead of time for chips that this machine lacks.
 
-A launcher is called with tensors of the meta device, or of the CPU, while Triton's driver is a stand-in and launches
-only compile. So what is compiled is what a call of that launcher would run: signature, specialisation, constants and
-options. Needs a process without `TRITON_INTERPRET`.
+Calls a launcher with tensors on the meta device or the CPU, while Triton's driver is a stand-in and each launch only
+compiles. The result is what a real call of that launcher would run: signature, specialisation, constants and options.
+Needs a process without `TRITON_INTERPRET`.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ OPERATIONS = {
     **{f"{name}.128": rf"\b{name}\.E\S*\.128\b" for name in ("LDG", "LDGSTS", "STG")},
     "MFMA": r"\bv_mfma",
 }
-"""Instructions that are counted: patterns by name."""
+"""Instructions to count: patterns by name."""
 
 
 class Launch(NamedTuple):
     kernel: str
-    options: dict[str, Any]  # arguments that were given by name
+    options: dict[str, Any]  # arguments passed by keyword
     compiled: Any  # Triton's `CompiledKernel`; `None` where nothing was compiled
-    key: str  # under which Triton keeps what it compiled; "" where it had it already
+    key: str  # Triton's key in its compile cache; "" on a cache hit
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What one kernel takes on one chip: registers of a thread; bytes of stack and of spilled registers of a thread,
-    both 0 unless registers were spilled; bytes of shared memory of a block; tokens whose keys and values are loaded at
-    a time, 0 where no such tile is; instructions of the main loop, a warp; what was asked for and is not there."""
+    """Resources of one kernel on one chip: registers per thread; bytes of stack and of spilled registers per thread,
+    both 0 unless registers were spilled; bytes of shared memory per block; K/V tokens loaded per iteration, 0 without
+    such a tile; main-loop instructions per warp; wanted instructions that are missing."""
 
     case: str
     kernel: str
@@ -67,17 +67,17 @@ class Compiled:
 
     @property
     def residency(self) -> tuple[int, str]:
-        """Blocks that a multiprocessor holds, and what keeps it from holding more."""
+        """Blocks that fit on a multiprocessor, and the resource that limits them."""
         return CHIPS[self.chip].residency(self.registers, self.shared, self.num_warps)
 
     @property
     def per_token(self) -> float | None:
-        """Instructions of all warps a token of the main loop."""
+        """Main-loop instructions of all warps per token."""
         return round(self.loop * self.num_warps / self.tile, 1) if self.tile and self.loop else None
 
 
 class _Driver:
-    """Stands for a GPU driver: enough of one for Triton to choose a target."""
+    """Stands in for a GPU driver, just enough for Triton to choose a target."""
 
     def __init__(self, chip: Chip) -> None:
         self._chip = chip
@@ -86,7 +86,7 @@ class _Driver:
         return self._chip.target()
 
     def get_current_device(self) -> str:
-        return self._chip.name  # the key under which Triton keeps what it compiled
+        return self._chip.name  # the chip part of Triton's cache key
 
     def get_current_stream(self, device: str) -> int:
         return 0
@@ -94,8 +94,8 @@ class _Driver:
 
 @contextlib.contextmanager
 def only_compile(chip: Chip, is_compiling: bool = True) -> Iterator[list[Launch]]:
-    """Within it, launches compile for that chip and run nothing; yields the list of them. Without `is_compiling` not
-    even that: they only find the key of what they would run."""
+    """Within it, launches compile for that chip and run nothing; yields the list of launches. Without `is_compiling`
+    they only compute the cache key of the kernel."""
     from triton import knobs
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -113,7 +113,7 @@ def only_compile(chip: Chip, is_compiling: bool = True) -> Iterator[list[Launch]
 
     def remember(*args: Any, key: str, **kwargs: Any) -> bool:
         keys.append(key)
-        return not is_compiling  # true: Triton leaves the compilation to the hook
+        return not is_compiling  # True: the hook replaces Triton's compilation
 
     driver.set_active(_Driver(chip))
     JITFunction.run = record
@@ -133,7 +133,8 @@ def require_compiler() -> None:
 
 
 def measure(name: str, call: Callable[[], Any], chip: Chip, wanted: Sequence[str] = ()) -> list[Compiled]:
-    """Compiles what `call` launches and reads what it takes; the first kernel shall have the instructions `wanted`."""
+    """Compiles what `call` launches and reads the resources; the first kernel must contain the instructions
+    `wanted`."""
     with only_compile(chip) as launches:
         call()
     found = []
@@ -162,6 +163,6 @@ def measure(name: str, call: Callable[[], Any], chip: Chip, wanted: Sequence[str
 
 
 def in_processes(work: Callable[[Job], Result], jobs: Sequence[Job], processes: int) -> Iterator[Result]:
-    """`map`, in processes, since Triton compiles under the interpreter's lock."""
+    """`map` in processes, since Triton holds the GIL while it compiles."""
     with multiprocessing.get_context("spawn").Pool(max(1, min(processes, len(jobs)))) as pool:
         yield from pool.imap(work, jobs)

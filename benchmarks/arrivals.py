@@ -1,10 +1,11 @@
 """
-Requests that arrive at random moments: a log-normal ShareGPT-like trace, Poisson arrivals (Orca, OSDI 2022, section 6;
-PagedAttention, arXiv 2309.06180, section 6.1), at shares of the rate that `PagedEngine` serves when all wait at once.
+Requests that arrive at random moments: a log-normal ShareGPT-like trace with Poisson arrivals (Orca, OSDI 2022,
+section 6; PagedAttention, arXiv 2309.06180, section 6.1), at fractions of the rate that `PagedEngine` reaches when all
+requests wait at the start.
 
-Plain `generate` takes whatever has arrived, at most `MAX_BATCH` prompts, and gives it back when the last row ended; its
-times per token are those that a streamer would see. Normalized latency is a request's time from arrival to end over its
-new tokens.
+Plain `generate` takes the requests that have arrived, at most `MAX_BATCH`, and returns when the last row has ended; its
+times per token are those that a streamer would see. Normalized latency is a request's time from arrival to end, divided
+by its new tokens.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ COLUMNS = {
 
 @dataclass
 class Record:
-    """Moments of one request, seconds since the first arrived."""
+    """Timestamps of one request, in seconds since the first arrival."""
 
     arrived: float
     tokens: list[float] = field(default_factory=list)
@@ -53,14 +54,14 @@ class Record:
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests with the seconds at which they arrive, in order."""
+    """Requests with their arrival times in seconds, in order."""
 
     batch: Batch
     arrivals: list[float]
 
     @classmethod
     def make(cls, device: str, quick: bool, vocab: int, rate: float, repeat: int) -> Trace:
-        """A CPU gets an eighth of the lengths and fewer requests, so that it ends."""
+        """On a CPU lengths are an eighth and requests fewer, to bound the run time."""
         count, scale = (8, 0.05) if quick else (40, 0.125) if device == "cpu" else (256, 1.0)
         times = poisson_times(count, rate) if rate != float("inf") else [0.0] * count
         return cls(sharegpt_like(count, scale, vocab, repeat), times)
@@ -73,9 +74,9 @@ Serve = Callable[[Any, Shape, Trace], list[Record]]
 
 
 def by_engine(model: Any, shape: Shape, trace: Trace) -> list[Record]:
-    """`PagedEngine.step` with requests added as they arrive."""
+    """Runs `PagedEngine.step` and adds requests as they arrive."""
     engine, records, batch = Engine(), trace.records(), trace.batch
-    engine(model, shape, WORKLOAD, Batch([[shape.never - 1] * 8], [2]))  # as a server that is up
+    engine(model, shape, WORKLOAD, Batch([[shape.never - 1] * 8], [2]))  # as in a running server
     running: dict[str, Record] = {}
     start, next_one = time.perf_counter(), 0
     try:
@@ -102,7 +103,7 @@ def by_engine(model: Any, shape: Shape, trace: Trace) -> list[Record]:
 
 
 def by_generate(model: Any, shape: Shape, trace: Trace) -> list[Record]:
-    """Plain `generate` on what has arrived, batch after batch."""
+    """Runs plain `generate` on the requests that have arrived, batch after batch."""
     records, batch, done = trace.records(), trace.batch, 0
     start = time.perf_counter()
     while done < len(records):
@@ -120,7 +121,7 @@ def by_generate(model: Any, shape: Shape, trace: Trace) -> list[Record]:
 
 
 def by_generate_batch(peer: GenerateBatch) -> Serve:
-    """transformers' manager, requests added as they arrive."""
+    """Runs transformers' continuous batching manager and adds requests as they arrive."""
 
     def serve(model: Any, shape: Shape, trace: Trace) -> list[Record]:
         records, batch, finished = trace.records(), trace.batch, 0
@@ -148,7 +149,7 @@ def by_generate_batch(peer: GenerateBatch) -> Serve:
 
 
 def figures(records: Sequence[Record], asked: Sequence[int]) -> dict[str, float]:
-    """A row of the table. Raises if a request got another number of tokens than asked for."""
+    """A row of the table. Raises if a request got a number of tokens other than asked for."""
     given = [len(record.tokens) for record in records]
     if given != list(asked):
         raise RuntimeError(f"gave {sum(given)} tokens, not {sum(asked)}")
@@ -166,7 +167,7 @@ def figures(records: Sequence[Record], asked: Sequence[int]) -> dict[str, float]
 
 
 def run(model: Any, shape: Shape, peers: dict[str, GenerateBatch], quick: bool) -> Iterator[list[dict[str, Any]]]:
-    """Rows of the table, those of one rate at a time, printed as they come; the order of the systems alternates."""
+    """Yields and prints the rows of one rate at a time; the order of the systems alternates."""
     systems: dict[str, Serve] = {"engine": by_engine, "plain, static batches": by_generate}
     systems |= {name: by_generate_batch(peer) for name, peer in peers.items()}
     device = model.device.type
@@ -184,7 +185,7 @@ def run(model: Any, shape: Shape, peers: dict[str, GenerateBatch], quick: bool) 
                 row |= figures(systems[name](model, shape, trace), trace.batch.new_tokens)
             except NotAvailable as error:
                 row["problem"] = str(error)
-            except Exception as error:  # a peer that fails is a result
+            except Exception as error:  # a failing peer is a result
                 row["problem"] = f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             found.append(row)
         found.sort(key=lambda row: list(systems).index(row["system"]))

@@ -1,13 +1,13 @@
 """
-Attention alone: the paged backends against contiguous keys and values, and against the other kernels at hand.
+Attention alone: the paged backends against contiguous K/V and against other installed kernels.
 
     python -m benchmarks.attention --device cpu [--phase decode] [--only REGEX] [--quick] [--results DIRECTORY]
 
-Decode, chunks (queries over a cached context) and prefill. As in a model, every call reads the keys and values of the
-next layer, so that no cache of the processor holds them. Each contender's output is compared with the reference before
-it is timed; the contenders take turns. "ours: int8" attends to the same keys and values in one byte a number; "int8 /
-ours" is its time over that of the setting's own dtype. On a GPU each is a graph of its calls, timed by events, where it
-can be recorded. A peer that is missing, does not apply or fails is listed with its reason.
+Decode, chunks (queries over a cached context) and prefill. As in a model, each call reads the K/V of the next layer, so
+no processor cache holds them. Each contender's output is compared with the reference before timing; contenders take
+turns. "ours: int8" attends to the same K/V stored as int8; "int8 / ours" is its time over that of the setting's dtype.
+On a GPU each contender's calls are captured in a graph where possible and timed by events. A peer that is missing, does
+not apply or fails is listed with the reason.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ COLUMNS = {
 
 
 def check(function: Attention, expected: torch.Tensor, dtype: str) -> None:
-    """Raises `ArithmeticError` unless layer 0 is the reference's within the tolerance of the dtype."""
+    """Raises `ArithmeticError` unless the output of layer 0 matches the reference within the tolerance of the dtype."""
     actual = function(0)
     if actual.shape != expected.shape:
         raise ArithmeticError(f"shape {tuple(actual.shape)}, not {tuple(expected.shape)}")
@@ -59,7 +59,7 @@ def check(function: Attention, expected: torch.Tensor, dtype: str) -> None:
 
 
 def admit(contenders: Sequence[Peer], data: Data) -> tuple[dict[str, Attention], dict[str, str]]:
-    """Functions that gave the reference's numbers, and why the others did not."""
+    """Functions that match the reference, and by name the reasons why the others were left out."""
     setting = data.setting
     expected = data.attend(reference, 0)
     functions, problems = {}, {}
@@ -74,26 +74,26 @@ def admit(contenders: Sequence[Peer], data: Data) -> tuple[dict[str, Attention],
                 continue
             except Skipped as error:
                 problem = f"skipped: {error}"
-            except Exception as error:  # a peer that fails is a result
+            except Exception as error:  # a failing peer is a result
                 problem = f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
         problems[peer.name] = problem
     return functions, problems
 
 
 def record(work: Callable[[], None], device: str) -> Callable[[], None] | None:
-    """On a GPU a replay of `work`, so that kernels are timed and not Python; `None` if it cannot be recorded."""
+    """On a GPU, returns the replay of a graph of `work`, to time kernels and not Python; `None` if capture fails."""
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
             work()
-    except Exception:  # it waits for the device, for instance
+    except Exception:  # for instance, `work` waits for the device
         ceilings.synchronize(device)
         return None
     return graph.replay
 
 
 def elapsed(work: Callable[[], None], device: str) -> float:
-    """Seconds, by the device's own events where it has them."""
+    """Seconds that `work` takes, by device events where available."""
     if torch.device(device).type == "cuda":
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         first.record()
@@ -109,8 +109,8 @@ def elapsed(work: Callable[[], None], device: str) -> float:
 def measure(
     functions: dict[str, Attention], layers: int, device: str, repeats: int, seconds: float
 ) -> tuple[dict[str, list[float]], set[str]]:
-    """Seconds per call, in turns whose order rotates; each turn walks over the layers until `seconds` are over, as far
-    as the warm-up told. Also which contenders were recorded for that, on a GPU."""
+    """Seconds per call, in turns of rotating order; each turn loops over the layers for about `seconds`, estimated from
+    the warm-up. Also the names of the contenders captured in a graph, on a GPU."""
     names = list(functions)
     calls: dict[str, int] = {}
     works: dict[str, Callable[[], None]] = {}
@@ -143,7 +143,7 @@ def measure(
 def rows_of(
     setting: Setting, times: dict[str, list[float]], problems: dict[str, str], limits: Ceilings
 ) -> list[dict[str, Any]]:
-    """Rows of the table, in the order of the contenders; shares are of the rates measured in this run."""
+    """Rows of the table, in the order of the contenders; shares relate to the ceilings measured in this run."""
     common = {
         "heads": setting.shape.name,
         "phase": setting.case.phase,
@@ -178,7 +178,7 @@ def rows_of(
 def run(
     settings: Sequence[Setting], contenders: Sequence[Peer], limits: Ceilings, args: Any, facts: dict[str, Any]
 ) -> None:
-    """Prints and writes each setting's rows as soon as they are there."""
+    """Prints and writes each setting's rows when they are ready."""
     rows: list[dict[str, Any]] = []
     part = args.phase or (["part"] if args.only else [])
     name = "-".join(["attention", args.device, *part])
@@ -204,7 +204,7 @@ def run(
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> Path | None:
-    """Time over contiguous SDPA's, a line for each case in bfloat16, a mark for each contender."""
+    """Time relative to contiguous SDPA: a line for each case in bfloat16, a mark for each contender."""
     chosen = [row for row in rows if row["dtype"] == "bf16" and "over_contiguous" in row]
     cases: dict[str, list[str]] = {}
     for row in chosen:
@@ -219,7 +219,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> Path | None:
     heights = [len(titles) + 1 for titles in cases.values()]
     options = dict(nrows=len(cases), squeeze=False, sharex=True, height_ratios=heights)
     figure, axes = report.figure(110 + 21 * sum(heights), **options)
-    left_out = (CONTIGUOUS, "ours: reference")  # the line at 1, and one that is not meant to be fast
+    left_out = (CONTIGUOUS, "ours: reference")  # the baseline at 1, and the reference, which is not meant to be fast
     names = [name for name in dict.fromkeys(row["contender"] for row in chosen) if name not in left_out]
     for axis, (phase, titles) in zip(axes[:, 0], cases.items()):
         for name, color, marker in zip(names, report.PALETTE, report.MARKERS):

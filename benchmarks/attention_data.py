@@ -1,4 +1,4 @@
-"""Cases of `benchmarks.attention`, and the same keys and values for every contender: in blocks and padded."""
+"""Cases of `benchmarks.attention`, with the same K/V for every contender, in blocks and padded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_paged.kernels import quantized
 from hf_paged.step import StepMetadata
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-CPU_BYTES, CUDA_BYTES = 1 << 28, 1 << 32  # of all layers' keys and values: more than any cache holds
+CPU_BYTES, CUDA_BYTES = 1 << 28, 1 << 32  # K/V of all layers, larger than any processor cache
 MAX_LAYERS = 256
 
 
@@ -26,8 +26,8 @@ class Case:
     One batch.
 
     Args:
-        phase (`str`): "decode" (one query a row), "chunk" (queries over a cached context) or "prefill" (no context).
-        seq_lens (`tuple[int, ...]`): Tokens of each row, the queries included.
+        phase (`str`): "decode" (one query per row), "chunk" (queries over a cached context) or "prefill" (no context).
+        seq_lens (`tuple[int, ...]`): Tokens of each row, including the queries.
         query_len (`int`): Queries of each row.
     """
 
@@ -46,7 +46,7 @@ class Case:
 
     @property
     def pairs(self) -> int:
-        """Query and key pairs of one head that are seen."""
+        """Visible (query, key) pairs per head."""
         return sum(self.query_len * seq_len - self.query_len * (self.query_len - 1) // 2 for seq_len in self.seq_lens)
 
 
@@ -62,21 +62,21 @@ class Setting:
 
     @property
     def flops(self) -> int:
-        """Operations of one layer: two products of two operations for each pair."""
+        """FLOPs of one layer: two matrix products, two operations per pair and element."""
         return 4 * self.shape.heads * self.shape.head_dim * self.case.pairs
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one layer that must move: keys and values of every row, queries, output."""
+        """Bytes that one layer must move: K/V of every row, queries, output."""
         return self.bytes_with(self.shape.head_dim * DTYPES[self.dtype].itemsize)
 
     @property
     def quantized_bytes(self) -> int:
-        """`num_bytes` with keys and values of one byte a number."""
+        """`num_bytes` with K/V of one byte per number."""
         return self.bytes_with(self.shape.head_dim + quantized.SCALE_BYTES)
 
     def bytes_with(self, token_bytes: int) -> int:
-        """`num_bytes` with keys or values of so many bytes a token and head."""
+        """`num_bytes` with `token_bytes` bytes of keys or values per token and head."""
         states = 2 * len(self.case.seq_lens) * self.case.query_len * self.shape.heads * self.shape.head_dim
         stored = 2 * sum(self.case.seq_lens) * self.shape.kv_heads * token_bytes
         return stored + states * DTYPES[self.dtype].itemsize
@@ -88,7 +88,7 @@ def _ragged(low: int, high: int, rows: int) -> tuple[int, ...]:
 
 
 def settings(device: str, quick: bool) -> list[Setting]:
-    """What a run measures: heads x cases, then block sizes and float32 on one of them."""
+    """The settings of a run: heads x cases, then block sizes and float32 on one of them."""
     if quick:
         shape = SHAPES["llama-tiny"]
         few = [Case("4 x 20..90", "decode", _ragged(20, 90, 4)), Case("2 x 24 of 70", "chunk", (70, 70), 24)]
@@ -150,13 +150,13 @@ class Data:
 
     @cached_property
     def calls(self) -> list[AttentionCall]:
-        """What a backend takes for each layer."""
+        """The `AttentionCall` of each layer."""
         query = self.query.transpose(1, 2).flatten(0, 1)
         blocks = [KVBlocks((pool,), *views) for pool, views in zip(self.pools, self.blocks)]
         return [AttentionCall(query, each, self.step, self.scale) for each in blocks]
 
     def attend(self, backend: Any, layer: int) -> Tensor:
-        """A layer's attention by a backend: `[batch, query_len, heads, head_dim]`."""
+        """Attention of one layer by `backend`: `[batch, query_len, heads, head_dim]`."""
         output: Tensor = backend.attend(self.calls[layer])
         return output.unflatten(0, (-1, self.setting.case.query_len))
 
@@ -166,7 +166,7 @@ class Data:
         return [(both[0], both[1]) for both in self.padded]
 
     def visible(self) -> Tensor:
-        """`[batch, 1, query_len, longest]` bool: what each query sees of the padded keys."""
+        """`[batch, 1, query_len, longest]` bool: the padded keys that each query sees."""
         case, device = self.setting.case, self.query.device
         lengths = self.step.on_device.seq_lens.long()[:, None, None]
         queries = torch.arange(case.query_len, device=device)[None, :, None]
@@ -174,7 +174,7 @@ class Data:
 
 
 def make(setting: Setting, quick: bool = False) -> Data:
-    """Random keys and values in randomly placed blocks, as in a pool that has been in use for a while."""
+    """Random K/V in randomly placed blocks, as in a pool after some use."""
     shape, case, device = setting.shape, setting.case, setting.device
     dtype, block_size, batch = DTYPES[setting.dtype], setting.block_size, len(case.seq_lens)
     generator = torch.Generator().manual_seed(0)
@@ -193,6 +193,6 @@ def make(setting: Setting, quick: bool = False) -> Data:
         rows = pool[index].transpose(1, 2).flatten(2, 3)[:, :, : case.longest]  # [batch, 2 * kv_heads, longest, dim]
         both.copy_(rows.unflatten(1, (2, -1)).transpose(0, 1))
     step = StepMetadata.rectangle(tables.to(device), case.seq_lens, block_size, query_len=case.query_len)
-    # token-major memory, as a projection leaves it
+    # token-major memory layout, as a projection writes it
     query = torch.randn(batch, case.query_len, shape.heads, shape.head_dim, generator=generator).to(device, dtype)
     return Data(setting, query.transpose(1, 2), pools, padded, step)

@@ -1,8 +1,8 @@
 """
-What `benchmarks.attention` times beside the paged backends.
+Peers that `benchmarks.attention` times beside the paged backends.
 
-A peer says with `missing` why it cannot run here, and with `prepare` gives a function of the layer that returns
-`(batch, query_len, heads, head_dim)`; what it needs once for all layers is made in `prepare`, outside the time.
+`missing` says why a peer cannot run here; `prepare` returns a function of the layer with output
+`(batch, query_len, heads, head_dim)`. Work needed once for all layers is done in `prepare`, outside the timing.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Skipped(Exception):
 class Peer(ABC):
     """
     Args:
-        name (`str`): In the table.
-        module (`str`): Must be importable.
-        cuda (`bool`): Needs a CUDA device and half precision.
+        name (`str`): Name in the table.
+        module (`str`): Module that must be importable.
+        cuda (`bool`): Whether the peer needs a CUDA device and half precision.
     """
 
     name = ""
@@ -49,8 +49,8 @@ class Peer(ABC):
     cuda = False
 
     def missing(self, setting: Setting) -> str:
-        """Why it cannot run, or nothing."""
-        with contextlib.suppress(ModuleNotFoundError):  # of a parent package
+        """Why the peer cannot run; empty if it can."""
+        with contextlib.suppress(ModuleNotFoundError):  # the parent package is missing
             if not self.module or importlib.util.find_spec(self.module) is not None:
                 if self.cuda and setting.device != "cuda":
                     return "skipped: needs a CUDA device"
@@ -59,15 +59,15 @@ class Peer(ABC):
 
     @abstractmethod
     def prepare(self, data: Data) -> Attention:
-        """What computes one layer's attention. Raises `Skipped`."""
+        """Returns the attention function of a layer. Raises `Skipped`."""
 
     def expected(self, data: Data) -> Tensor | None:
-        """What layer 0 is to give, if that is not attention to the data's own keys and values."""
+        """Expected output of layer 0, if it is not attention to the K/V of `data`."""
         return None
 
 
 class Ours(Peer):
-    """One of the paged backends, or the one that a model's call would get."""
+    """One of the paged backends, or the one chosen for a model's call."""
 
     def __init__(self, name: str) -> None:
         self.name = f"ours: {name}" if name else "ours"
@@ -92,7 +92,7 @@ class Ours(Peer):
 
 
 class Quantized(Peer):
-    """What a model's call would get with `PagedConfig(kv_dtype="int8")`: the same keys and values, quantized."""
+    """The backend chosen with `PagedConfig(kv_dtype="int8")`, over the same K/V, quantized."""
 
     name = INT8
 
@@ -117,8 +117,8 @@ class Quantized(Peer):
 
 class Contiguous(Peer):
     """
-    The ideal without paging: SDPA over padded `[batch, kv_heads, longest, head_dim]`, the fastest of packing the query
-    heads of a group beside the queries, one head of each group after the other, `enable_gqa`, and repeated keys.
+    The ideal without paging: SDPA over padded `[batch, kv_heads, longest, head_dim]`, the fastest of four variants:
+    query heads of a group packed along the queries, one head per group at a time, `enable_gqa`, and repeated keys.
     """
 
     name = CONTIGUOUS
@@ -172,7 +172,7 @@ def _seconds(function: Attention, data: Data) -> float:
 
 
 class Transformers(Peer):
-    """The attention that a Llama calls with a contiguous cache, "sdpa" or "eager", with the mask that it gets."""
+    """The attention function of a Llama with a contiguous cache, "sdpa" or "eager", with the mask that it gets."""
 
     def __init__(self, implementation: str) -> None:
         self.name, self.implementation = f"HF {implementation}", implementation
@@ -197,7 +197,7 @@ class Transformers(Peer):
 
 
 class Flex(Peer):
-    """`flex_attention` compiled, over the padded keys; given up for the run once compiling took too long."""
+    """Compiled `flex_attention` over the padded keys; dropped for the rest of the run once compiling takes too long."""
 
     name = "flex_attention"
 
@@ -233,7 +233,7 @@ class Flex(Peer):
 
 
 class FlashAttention(Peer):
-    """flash-attn's decode over the contiguous cache; its own paging wants blocks of 256 tokens."""
+    """flash-attn's decode over the contiguous cache; its paged variant needs blocks of 256 tokens."""
 
     name, module, cuda = "flash-attn", "flash_attn", True
 
@@ -304,7 +304,7 @@ class Varlen(Peer):
 
 
 class AtenFlash(Peer):
-    """torch's FlashAttention over one contiguous slot for each row, with the lengths on the device."""
+    """torch's FlashAttention over one contiguous slot per row, with the lengths on the device."""
 
     name, cuda = "aten flash, contiguous", True
 
@@ -330,7 +330,7 @@ def _starts(counts: list[int], device: torch.device) -> Tensor:
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises `TimeoutError` in the main thread after `seconds`; without a limit where there are no alarms."""
+    """Raises `TimeoutError` in the main thread after `seconds`; no limit on platforms without alarms."""
     if not hasattr(signal, "setitimer"):
         yield
         return
@@ -348,7 +348,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def peers(quick: bool, flex_seconds: float) -> list[Peer]:
-    """All, the contiguous ideal first, then ours."""
+    """All peers: the contiguous ideal, ours, then the others."""
     ours = [Ours(""), *(Ours(name) for name in backends.BACKENDS), Quantized()]
     rest = [Flex(0 if quick else flex_seconds), FlashAttention(), FlashInfer(), Varlen(), AtenFlash()]
     return [Contiguous(), *ours, Transformers("sdpa"), Transformers("eager"), *rest]

@@ -1,5 +1,5 @@
-"""What compiled kernels take, read from their code: NVIDIA's with the `cuobjdump` that Triton ships, AMD's from the
-assembler's text."""
+"""Reads the resource use of compiled kernels from their code: NVIDIA's with the `cuobjdump` that Triton ships, AMD's
+from the assembler text."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 class Instruction(NamedTuple):
     text: str
-    label: str = ""  # what a branch to it names
-    branch: str = ""  # the label that it branches to
-    ends: bool = False  # whether the program ends here, unless it branched before
+    label: str = ""  # label of this instruction
+    branch: str = ""  # label of the branch target
+    ends: bool = False  # whether the program ends here unconditionally
 
 
 class Usage(NamedTuple):
-    """Registers of a thread; bytes of stack and of spilled registers of a thread; bytes of shared memory of a block, as
-    far as the binary knows them."""
+    """Registers per thread; bytes of stack and of spilled registers per thread; bytes of shared memory per block, as
+    far as the binary states them."""
 
     registers: int
     stack: int
@@ -29,13 +29,13 @@ class Usage(NamedTuple):
 
 
 def read(asm: dict[str, Any]) -> tuple[Usage, list[Instruction]]:
-    """Of a kernel that Triton compiled: `asm` holds its code by name of the stage."""
+    """Reads a kernel compiled by Triton; `asm` holds its code by stage name."""
     return _read_nvidia(asm["cubin"]) if "cubin" in asm else _read_amd(asm["amdgcn"])
 
 
 def main_loop(code: list[Instruction]) -> int:
-    """Instructions of the longest loop, that is from the target of a branch that goes back up to that branch; 0 without
-    loops. What lies behind the program's end jumps back into it, which is no loop."""
+    """Instructions of the longest loop, from a backward branch's target to the branch; 0 without loops. Branches behind
+    the program's end jump back into it and are not loops."""
     at = {instruction.label: i for i, instruction in enumerate(code) if instruction.label}
     longest = 0
     for end, instruction in enumerate(code):
@@ -46,7 +46,7 @@ def main_loop(code: list[Instruction]) -> int:
 
 
 def count(code: Iterable[Instruction], patterns: dict[str, str]) -> dict[str, int]:
-    """How many instructions match each pattern, by its name; those that none does are left out."""
+    """Number of instructions that match each pattern, by pattern name; zero counts are left out."""
     texts = [instruction.text for instruction in code]
     found = {name: sum(bool(re.search(pattern, text)) for text in texts) for name, pattern in patterns.items()}
     return {name: number for name, number in sorted(found.items()) if number}
@@ -69,7 +69,7 @@ def _read_nvidia(cubin: bytes) -> tuple[Usage, list[Instruction]]:
 
 
 def parse_sass(sass: str) -> list[Instruction]:
-    """`cuobjdump --dump-sass`: a line of an instruction begins with its address in a comment."""
+    """Parses `cuobjdump --dump-sass`: an instruction's line begins with its address in a comment."""
     code = []
     for address, text in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(\S[^;]*);", sass, re.MULTILINE):
         branch = re.search(r"\bBRA\b.*?\b0x([0-9a-f]+)", text)
@@ -90,7 +90,7 @@ def _read_amd(assembler: str) -> tuple[Usage, list[Instruction]]:
 
 
 def parse_amdgcn(assembler: str) -> list[Instruction]:
-    """LLVM's text for AMD's chips: labels in lines of their own, one instruction a line behind a tab."""
+    """Parses LLVM's text for AMD chips: labels on separate lines, one tab-indented instruction per line."""
     code: list[Instruction] = []
     label = ""
     for line in assembler.splitlines():

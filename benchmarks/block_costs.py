@@ -1,7 +1,7 @@
-"""What attention takes for a token by the size of blocks: `python -m benchmarks.tune --block-sizes`.
+"""Attention time per context token, by block size: `python -m benchmarks.tune --block-sizes`.
 
-Every size is first compared with `attention/backends/reference.py`. Then all take turns, each on steps of its own,
-whose preparation counts, too, over layers that share the step as a model's do, on keys and values that no cache holds.
+Compares every size with `attention/backends/reference.py` first. Then all sizes take turns, each on its own steps, over
+layers that share the step as a model's do, on K/V that no processor cache holds; preparing a step is part of the time.
 The medians go to `hf_paged/kernels/tables/<machine>.json`, which `block_size="auto"` reads; commit it.
 """
 
@@ -33,7 +33,7 @@ from hf_paged.step import StepMetadata
 SIZES = [size for size in (1 << power for power in range(12)) if MIN_BLOCK_SIZE <= size <= MAX_BLOCK_SIZE]
 HEADS = {64: (32, 8), 128: (32, 8)}  # by head dim: query heads and K/V heads
 SMALL = (3, 5, 300)
-LOADS = {  # rows, queries and tokens of each, layers
+LOADS = {  # rows, queries per row, tokens per row, layers
     "cpu": [(8, 1, 512, 2), (1, 64, 1024, 1)],
     "cuda": [(64, 1, 4096, 4), (4, 512, 4096, 4)],
 }
@@ -53,7 +53,7 @@ class Problem:
 
     @classmethod
     def make(cls, stored: str, dim: int, block_size: int, load: tuple[int, int, int, int], device: str) -> Problem:
-        """`stored`: a dtype of torch, or of `PagedConfig.kv_dtype`, of blocks for float32."""
+        """`stored`: a torch dtype, or a `PagedConfig.kv_dtype` for blocks of float32 states."""
         rows, query_len, seq_len, num_layers = load
         heads, kv_heads = HEADS[dim]
         dtype = torch.float32 if stored in KV_DTYPES else getattr(torch, stored)
@@ -70,19 +70,19 @@ class Problem:
         return cls(tables, (seq_len,) * rows, query_len, block_size, query, layers)
 
     def run(self, backend: Any) -> list[torch.Tensor]:
-        """A step: of each layer `(rows * query_len, heads, dim)`."""
+        """Runs a step; returns the output of each layer, `(rows * query_len, heads, dim)`."""
         step = StepMetadata.rectangle(self.tables, self.seq_lens, self.block_size, query_len=self.query_len)
         scale = self.query.shape[-1] ** -0.5
         return [backend.attend(AttentionCall(self.query, blocks, step, scale)) for blocks in self.layers]
 
     def check(self, backend: Any, stored: str) -> None:
-        """Raises `RuntimeError` if the backend gives other numbers than the reference."""
+        """Raises `RuntimeError` if the backend's output differs from the reference."""
         (output,), (expected,) = self.run(backend), self.run(reference)
         if not torch.allclose(output.float(), expected.float(), atol=TOLERANCE[stored], rtol=TOLERANCE[stored]):
             raise RuntimeError(f"{stored} in blocks of {self.block_size} tokens gives other numbers than the reference")
 
     def time(self, backend: Any) -> float:
-        """Nanoseconds for a token of the context and a layer."""
+        """Nanoseconds per context token and layer."""
         is_cuda = self.query.is_cuda
         if is_cuda:
             torch.cuda.synchronize()
@@ -94,7 +94,7 @@ class Problem:
 
 
 def cells(device: str, quick: bool) -> Iterator[tuple[str, str]]:
-    """Kernels, and what blocks hold keys and values in."""
+    """Pairs of kernel and storage dtype to measure."""
     kernels = ["gather"] if device == "cpu" else []
     if (preferred := costs.preferred_kernel(torch.device(device))) not in kernels:
         kernels.insert(0, preferred)
@@ -103,8 +103,8 @@ def cells(device: str, quick: bool) -> Iterator[tuple[str, str]]:
 
 
 def measure(device: str, seconds: float, quick: bool = False) -> dict[str, dict[str, float]]:
-    """By kernel and dtype, then size: nanoseconds for a token, the geometric mean of loads of the medians of turns,
-    of which there are as many as the seconds allow, and one at least."""
+    """Nanoseconds per token, by kernel and dtype, then block size: the geometric mean over loads of the median over
+    turns. Runs as many turns as fit into `seconds`, at least one."""
     begin = time.monotonic()
     loads = [(2, 1, 64, 1)] if quick else LOADS[device]
     dims = [64] if quick else list(HEADS)
@@ -113,7 +113,7 @@ def measure(device: str, seconds: float, quick: bool = False) -> dict[str, dict[
     for kernel, stored in chosen:
         for dim, size in itertools.product(dims, SIZES):
             Problem.make(stored, dim, size, (*SMALL, 1), device).check(backends.BACKENDS[kernel], stored)
-    # problems are made again in every round, or all together would take gigabytes: other places in memory, too
+    # rebuild the problems in every round: all at once would take gigabytes, and each round gets other memory addresses
     kernels, dtypes = (list(dict.fromkeys(names)) for names in zip(*chosen))
     every = list(itertools.product(dtypes, dims, enumerate(loads)))
     for number, (stored, dim, (place, load)) in enumerate(itertools.cycle(every)):
@@ -121,7 +121,7 @@ def measure(device: str, seconds: float, quick: bool = False) -> dict[str, dict[
             break
         problems = {size: Problem.make(stored, dim, size, load, device) for size in SIZES}
         for kernel, size in itertools.product(kernels, random.sample(SIZES, len(SIZES))):
-            problems[size].run(backends.BACKENDS[kernel])  # what is the first to touch memory, or compiles
+            problems[size].run(backends.BACKENDS[kernel])  # warm-up: first touch of memory, compilation
             found = min(problems[size].time(backends.BACKENDS[kernel]) for _ in range(2))
             times.setdefault((kernel, stored, size, dim, place), []).append(found)
     medians: dict[tuple[str, str, int], list[float]] = {}
@@ -135,14 +135,14 @@ def measure(device: str, seconds: float, quick: bool = False) -> dict[str, dict[
 
 
 def write(path: Path, table: dict[str, dict[str, float]], seconds: float, where: dict[str, Any]) -> None:
-    """The table of a machine, with where its figures come from."""
+    """Writes the table of a machine, with the origin of its figures."""
     measured = {**where, "command": " ".join(sys.argv[1:]), "seconds": round(seconds)}
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({"costs": table, "measured": measured}, indent=2) + "\n")
 
 
 def run(device: str, seconds: float, quick: bool, folder: Path) -> None:
-    """Measures, writes the table and prints it as times over those of 16 tokens."""
+    """Measures, writes the table and prints times relative to blocks of 16 tokens."""
     start = time.monotonic()
     table = measure(device, seconds, quick)
     path = folder / f"{costs.machine(torch.device(device))}.json"

@@ -1,4 +1,4 @@
-"""What this machine can do at most, measured in the same run as the figures that are set against it."""
+"""Peak bandwidth and compute of this machine, measured in the same run as the figures compared with them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from hf_paged.kernels import cpp
 
-CPU_BYTES, CUDA_BYTES = 1 << 29, 1 << 32  # of the array that is read: many times any cache
+CPU_BYTES, CUDA_BYTES = 1 << 29, 1 << 32  # of the array that is read, much larger than any cache
 CPU_MATRIX, CUDA_MATRIX = 2048, 8192  # rows and columns
 
 
@@ -18,7 +18,7 @@ CPU_MATRIX, CUDA_MATRIX = 2048, 8192  # rows and columns
 class Ceilings:
     """
     Args:
-        bandwidth (`float`): Bytes per second: the better of reading (a sum) and copying (read and written bytes).
+        bandwidth (`float`): Bytes per second: the better of reading (a sum) and copying (bytes read plus written).
         flops (`dict[str, float]`): Operations per second of a square matrix product, by dtype ("bfloat16", "float32").
     """
 
@@ -38,7 +38,7 @@ def synchronize(device: str | torch.device) -> None:
 
 def _best_seconds(function: Callable[[], object], device: str, repeats: int) -> float:
     seconds = []
-    for _ in range(repeats + 1):  # the first warms up
+    for _ in range(repeats + 1):  # the first is a warm-up
         synchronize(device)
         start = time.perf_counter()
         function()
@@ -48,7 +48,7 @@ def _best_seconds(function: Callable[[], object], device: str, repeats: int) -> 
 
 
 def bandwidth(device: str, num_bytes: int, repeats: int = 5) -> float:
-    """Bytes per second over an array of `num_bytes`, by what reads it fastest: a sum, a copy or, on the CPU, a hash."""
+    """Bytes per second over an array of `num_bytes`, by the fastest reader: a sum, a copy or, on the CPU, a hash."""
     source = torch.ones(num_bytes // 4, device=device)
     reading = num_bytes / _best_seconds(lambda: source.sum(), device, repeats)
     half = source[: len(source) // 2]
@@ -60,8 +60,8 @@ def bandwidth(device: str, num_bytes: int, repeats: int = 5) -> float:
 
 
 def matmul(device: str, dtype: torch.dtype, size: int, repeats: int = 5) -> float:
-    """Operations per second of a square product, the right matrix transposed as `nn.Linear` has it: where PyTorch has
-    no instructions for bfloat16 the other layout takes fifty times as long."""
+    """Operations per second of a square product. The right matrix is transposed, as in `nn.Linear`: where PyTorch has
+    no bfloat16 instructions, the other layout takes fifty times as long."""
     left = torch.randn(size, size, device=device).to(dtype)
     right = torch.randn(size, size, device=device).to(dtype)
     out = torch.empty_like(left)
@@ -69,10 +69,10 @@ def matmul(device: str, dtype: torch.dtype, size: int, repeats: int = 5) -> floa
 
 
 def measure(device: str, quick: bool = False) -> Ceilings:
-    """Both, in a second or two; with `quick` on arrays too small to be exact."""
+    """Measures both in a second or two; `quick` uses arrays too small to be exact."""
     cuda = torch.device(device).type == "cuda"
     num_bytes = 1 << 26 if quick else CUDA_BYTES if cuda else CPU_BYTES
     size = 512 if quick else CUDA_MATRIX if cuda else CPU_MATRIX
     rates = {str(dtype)[6:]: matmul(device, dtype, size) for dtype in (torch.bfloat16, torch.float32)}
-    rates["bfloat16"] = max(rates.values())  # whose products can be computed in float32
+    rates["bfloat16"] = max(rates.values())  # bfloat16 products can also be computed in float32
     return Ceilings(bandwidth(device, num_bytes), rates)

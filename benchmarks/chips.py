@@ -1,4 +1,4 @@
-"""What a multiprocessor of a GPU has, and how many blocks of a kernel it holds at a time. Needs no GPU."""
+"""Resources of a GPU multiprocessor, and how many blocks of a kernel fit on it at a time. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 LANE_REGISTERS, REGISTER_UNIT, SCHEDULERS = 512, 8, 4
-"""32-bit registers that a scheduler has for each lane of its warps, given out in units; schedulers of a multiprocessor.
+"""32-bit registers of a scheduler per lane, the allocation unit, and schedulers per multiprocessor.
 CUDA programming guide, table of limits; AMD's guide to CDNA 3, sec. 3.6 and 4.2: the same figures."""
 
 
@@ -16,12 +16,12 @@ class Chip:
     Args:
         name (`str`): Such as `sm_90` or `gfx942`.
         arch (`int` or `str`): As in Triton's `GPUTarget`.
-        warp_size (`int`): Lanes of a warp.
-        block_shared (`int`): Bytes of shared memory that one block may use.
-        shared (`int`): Bytes that all blocks of a multiprocessor have together.
-        reserved (`int`): Bytes that each block takes beside those that it uses.
-        scheduler_warps (`int`): Most warps of a scheduler.
-        blocks (`int`): Most blocks of a multiprocessor.
+        warp_size (`int`): Lanes per warp.
+        block_shared (`int`): Most bytes of shared memory per block.
+        shared (`int`): Bytes of shared memory per multiprocessor.
+        reserved (`int`): Bytes that each block takes on top of its use.
+        scheduler_warps (`int`): Most warps per scheduler.
+        blocks (`int`): Most blocks per multiprocessor.
     """
 
     name: str
@@ -45,12 +45,12 @@ class Chip:
 
     def residency(self, registers: int, shared: int, num_warps: int) -> tuple[int, str]:
         """
-        How many blocks one multiprocessor holds, and what keeps it from holding more.
+        How many blocks fit on one multiprocessor, and the resource that limits them.
 
         Args:
-            registers (`int`): Of a thread, 1 at least.
-            shared (`int`): Bytes of shared memory of a block.
-            num_warps (`int`): Of a block.
+            registers (`int`): Per thread, at least 1.
+            shared (`int`): Bytes of shared memory per block.
+            num_warps (`int`): Warps per block.
         """
         taken = -(-registers // REGISTER_UNIT) * REGISTER_UNIT
         most = {

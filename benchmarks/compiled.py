@@ -1,11 +1,11 @@
 """
-The Triton kernels compiled for chips that need not be here: what they take of each, how long their main loops are, how
-many blocks a multiprocessor holds.
+Compiles the Triton kernels for chips that this machine lacks: resources, length of the main loops, blocks per
+multiprocessor.
 
     python -m benchmarks.compiled [--chips sm_90 gfx942] [--only "decode d128"] [--quick] [--results DIR]
 
-Says nothing about time. Loops are counted in SASS (NVIDIA) or LLVM's text (AMD): instructions of one warp for a tile of
-keys, and of all warps of a block a token.
+Measures no time. Loops are counted in SASS (NVIDIA) or LLVM's text (AMD): instructions of one warp per tile of keys,
+and of all warps of a block per token.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HALF, FULL = torch.bfloat16, torch.float32
 META = torch.device("meta")
 QUICK_CHIP, QUICK = "sm_90", ("decode d128 64x8192", "store d128")
 TARGET_CASE, TARGET = "decode d128 64x8192", 490
-"""Most instructions of the decode kernel's loop for a tile of 64 tokens, on NVIDIA's chips."""
+"""Most instructions of the decode kernel's loop per tile of 64 tokens, on NVIDIA chips."""
 
 COLUMNS = {
     "chip": "chip",
@@ -75,7 +75,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "prefill d128 float32": functools.partial(_prefill, 128, 8, 512, 4096, FULL),
     "store d128": functools.partial(_store, 8, 128),
 }
-"""By name: what the launchers are called with, at the heads of `tune.SHAPES`. The merges of split rows come along."""
+"""Calls of launchers by name, at the heads of `tune.SHAPES`. They include the merges of split rows."""
 
 
 def _measure(job: tuple[str, str]) -> list[Compiled]:
@@ -84,14 +84,14 @@ def _measure(job: tuple[str, str]) -> list[Compiled]:
 
 
 def row(found: Compiled) -> dict[str, Any]:
-    """As JSON and as a line of the table."""
+    """The row for JSON and for the table."""
     blocks, limit = found.residency
     extra = {"spills": found.stack + found.spilled, "per_token": found.per_token, "blocks": blocks, "limit": limit}
     return dataclasses.asdict(found) | extra | {"tile": found.tile or None, "loop": found.loop or None}
 
 
 def verdicts(found: Sequence[Compiled]) -> list[str]:
-    """What holds of the targets, a line each."""
+    """One line per target: whether it is met."""
     lines = []
     for one in found:
         if (one.case, one.kernel) == (TARGET_CASE, "attention_kernel") and not CHIPS[one.chip].is_amd:

@@ -1,4 +1,4 @@
-"""transformers' own continuous batching as a system of `benchmarks.generate`, and the search for its best settings."""
+"""transformers' continuous batching as a system of `benchmarks.generate`, and the search for its best settings."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from benchmarks.models import PAD, Shape
 from benchmarks.systems import Answer, NotAvailable, System, attention
 from benchmarks.workloads import Batch, Workload
 
-PATIENCE = 600.0  # seconds after which a manager that gives nothing back has failed
-# tokens of a page: older transformers call it a block
+PATIENCE = 600.0  # seconds without output after which a manager counts as failed
+# tokens per page; older transformers call a page a block
 PAGE_SIZE = "page_size" if "page_size" in inspect.signature(ContinuousBatchingConfig).parameters else "block_size"
 
 
 @dataclass(frozen=True)
 class GenerateBatch(System):
     """
-    `generate_batch` for prompts that get as many tokens each, the manager that it makes for others, since only that
-    takes a length for each request.
+    `generate_batch` for prompts that all get the same number of tokens; otherwise the manager that it creates, since
+    only the manager takes a length for each request.
 
     Args:
         attention (`str`): "sdpa" or "eager" (which it makes "paged|eager").
-        settings (`tuple`): Pairs of `ContinuousBatchingConfig`; none: its defaults.
-        sized (`bool`): `num_blocks` as the batch needs, and a fifth more; else as much memory as it finds.
-        fills_memory (`bool`): Whether that may be.
+        settings (`tuple`): Pairs of option and value of `ContinuousBatchingConfig`; empty: its defaults.
+        sized (`bool`): Whether `num_blocks` is what the batch needs plus a fifth; else it takes the memory that it
+            finds.
+        fills_memory (`bool`): Whether it may take all free memory.
     """
 
     attention: str = "sdpa"
@@ -76,7 +77,7 @@ class GenerateBatch(System):
 
     @contextlib.contextmanager
     def manager(self, model: Any, workload: Workload, batch: Batch) -> Iterator[Any]:
-        """A running `ContinuousBatchingManager` with room for the batch."""
+        """A running `ContinuousBatchingManager` with enough blocks for the batch."""
         hints = WorkloadHints(
             max_prompt_length=max(map(len, batch.prompts)),
             max_generated_length=max(batch.new_tokens),
@@ -110,8 +111,8 @@ def add(manager: Any, prompt: list[int], name: str, new_tokens: int) -> None:
 
 def tuned(model: Any, shape: Shape, workload: Workload, quick: bool) -> tuple[GenerateBatch, list[tuple[str, float]]]:
     """
-    The settings of `generate_batch` that are fastest on `workload`, one knob after the other, and the seconds of
-    every candidate (infinite where it failed).
+    The fastest settings of `generate_batch` on `workload`, searched one option at a time, and the seconds of every
+    candidate (infinite where it failed).
     """
     batch = workload.batch(-1, shape.vocab)
     seconds: dict[GenerateBatch, float] = {}

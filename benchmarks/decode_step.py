@@ -3,8 +3,8 @@ One decode step of `generate` on random weights: plain against `cache_implementa
 
     python -m benchmarks.decode_step [--device cuda --model llama-3.1-8b --case 64x8192] [--json PATH]
 
-Both run in one process, in turns. A step is timed between two calls of a stopping criterion, so that it covers all that
-`generate` does for a token; the prefill is not in it.
+Both run in one process, in turns. A step is timed between two calls of a stopping criterion, so it covers all that
+`generate` does per token; the prefill is excluded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.models import SHAPES, Shape, build
 
 @dataclass(frozen=True)
 class Case:
-    """Rows and their prompt lengths in tokens; shorter rows are left-padded. `turns`: of plain and paged."""
+    """Rows and their prompt lengths in tokens; shorter rows are left-padded. `turns`: turns of plain and paged."""
 
     name: str
     lengths: tuple[int, ...]
@@ -36,7 +36,7 @@ class Case:
 
 
 def cases(quick: bool, asked: str = "") -> list[Case]:
-    """Three, smaller with `quick`, or that which is asked for as `ROWSxTOKENS`."""
+    """Three cases, smaller with `quick`, or the one asked for as `ROWSxTOKENS`."""
     if asked:
         rows, length = map(int, asked.split("x"))
         return [Case(asked, (length,) * rows, 5)]
@@ -47,7 +47,7 @@ def cases(quick: bool, asked: str = "") -> list[Case]:
 
 
 class Clock(StoppingCriteria):
-    """Notes when each step ends; stops nothing."""
+    """Records when each step ends; never stops."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -57,14 +57,14 @@ class Clock(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
     def steps(self) -> list[float]:
-        """Seconds of each step after the first, which holds the prefill."""
+        """Seconds of each step after the first, which includes the prefill."""
         return [b - a for a, b in zip(self.times, self.times[1:])]
 
 
 def step_seconds(
     model: Any, inputs: dict[str, torch.Tensor], new_tokens: int, **kwargs: Any
 ) -> tuple[list[float], Any]:
-    """Seconds of each decode step, and the tokens."""
+    """Seconds of each decode step, and the tokens of the output."""
     clock = Clock()
     tokens = model.generate(
         **inputs,

@@ -3,10 +3,10 @@ Whole calls: plain `generate`, `cache_implementation="paged"`, `PagedEngine` and
 
     python -m benchmarks.generate --device cpu [--model llama-100m] [--only W1,arrivals] [--quick] [--results DIRECTORY]
 
-Random weights in bfloat16. Every system runs in this process, in turns whose order alternates, on fresh prompts in
-every turn; W6 has as many turns in a second process. Targets are printed beside the ratios and never asserted. What is
-missing or fails is listed with its reason. The results are written after each workload. On a CPU workloads get as many
-turns as fit into `--minutes`.
+Random weights in bfloat16. All systems run in this process, in turns of alternating order, on new prompts in each turn;
+W6 has as many turns in a second process. Targets are printed beside the ratios and never asserted. Systems that are
+missing or fail are listed with the reason. Results are written after each workload. On a CPU the number of turns
+depends on `--minutes`.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ from benchmarks.roofline import Cost, call_seconds
 from benchmarks.systems import Answer, Engine, Generate, NotAvailable, SmallPool, System, quiet
 from benchmarks.workloads import WORKLOADS, Workload, equal_share
 
-PEERED = ("W1", "W2", "W3")  # with generate_batch
+PEERED = ("W1", "W2", "W3")  # compared with `generate_batch`
 SMALL_POOL = "engine, a third of its peak"
 MINUTES = 33.0
 SHARES = {"W1": 12, "W2": 32, "W3": 17, "W4": 6, "W5": 5, "W6": 10, "arrivals": 15, "memory": 3}
-"""Of a run's time, in its order; what a part leaves goes to those after it."""
+"""Shares of a run's time, in the run's order; time that a part leaves goes to the later parts."""
 
 
 class Kinds(NamedTuple):
     """
     Args:
-        int8 (`bool`): Weights of linears as 8-bit integers, one scale a row: torchao's, and the peers' own.
-        invariant (`bool`): The engine once more, with `PagedConfig(batch_invariant=True)`.
+        int8 (`bool`): Linear weights as 8-bit integers, one scale per row, by torchao; peers use their own 8-bit
+            weights.
+        invariant (`bool`): Also run the engine with `PagedConfig(batch_invariant=True)`.
     """
 
     int8: bool = False
@@ -58,7 +59,7 @@ DEFAULT = Kinds()
 
 
 def model_of(shape: Shape, device: str, int8: bool) -> Any:
-    """Random weights in bfloat16, or those as 8-bit integers."""
+    """A model with random weights, in bfloat16 or as 8-bit integers."""
     model = build(shape, device, torch.bfloat16)
     if int8:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
@@ -70,7 +71,8 @@ def model_of(shape: Shape, device: str, int8: bool) -> Any:
 def systems_for(
     workload: Workload, tuned_peer: GenerateBatch | None, quick: bool, peers: Sequence[str] = (), kinds: Kinds = DEFAULT
 ) -> dict[str, System]:
-    """By name; plain comes first, once for each batch size. Without `tuned_peer` none of transformers' other ways."""
+    """Systems by name; plain comes first, once per batch size. Without `tuned_peer` transformers' other ways are left
+    out."""
     sizes = workload.batch_sizes or (0,)
     found: dict[str, System] = {f"plain, batch {size}" if size else "plain": Generate(size) for size in sizes}
     engine = Engine()
@@ -91,7 +93,8 @@ def systems_for(
 def timed(
     system: System, model: Any, shape: Shape, workload: Workload, repeat: int
 ) -> tuple[tuple[float, float], Answer, dict[str, float]]:
-    """Seconds and CPU seconds of a call, its answer, its latencies. Raises if rows are not as long as asked for."""
+    """Seconds and CPU seconds of a call, its answer, its latencies. Raises if rows do not have the lengths asked
+    for."""
     batch = workload.batch(repeat, shape.vocab)
     torch.manual_seed(repeat)
     gc.collect()
@@ -110,9 +113,9 @@ def timed(
 def turn(
     system: System, result: Result, model: Any, shape: Shape, workload: Workload, repeat: int
 ) -> list[list[int]] | None:
-    """One turn of a system, written to `result`, or the reason why there is none; its tokens. -1 warms up."""
+    """Runs one turn of a system, writes figures or the failure to `result`, and returns the tokens. -1: warm-up."""
     cuda = model.device.type == "cuda"
-    whole = repeat >= 0 or (isinstance(system, Generate) and system.cache == "static")  # compiles for these lengths
+    whole = repeat >= 0 or (isinstance(system, Generate) and system.cache == "static")  # compiles for exact lengths
     try:
         if cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -121,7 +124,7 @@ def turn(
     except NotAvailable as error:
         result.problem = str(error)
         return None
-    except Exception as error:  # a peer that fails is a result
+    except Exception as error:  # a failing peer is a result
         result.problem = f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         return None
     bytes_now = system.kv_bytes(model, shape, workload, workload.batch(repeat, shape.vocab))
@@ -149,14 +152,14 @@ def run(
     first: int = 0,
 ) -> list[Result]:
     """
-    Turns of every system after a short warm-up of each (`tuned` has warmed `generate_batch` up), in one order and in
-    its reverse by turns; on a CPU one turn of the slow peers. Batch sizes of plain that are not the fastest in the
-    first turn have no other.
+    Runs turns of every system after a short warm-up of each (`tuned` has warmed `generate_batch` up), in alternating
+    order; on a CPU the slow peers run one turn. Batch sizes of plain that are not the fastest in the first turn run
+    no further turn.
 
     Args:
-        repeats, fewest (`int`): Turns at most, and at least (all without it).
+        repeats, fewest (`int`): Most and fewest turns (all turns without `fewest`).
         until (`float`): No further turn begins that may end after this moment of `time.perf_counter`.
-        first (`int`): The number of the first turn; each has prompts of its own.
+        first (`int`): Number of the first turn; each turn has new prompts.
     """
     results = {name: Result(workload.name, name, workload.target, floor=floor) for name in systems}
     names, longest = list(systems), 0.0
@@ -180,7 +183,7 @@ def run(
             longest = max(longest, time.perf_counter() - start)
         plain = next((tokens[name] for name in reversed(names) if name.startswith("plain") and name in tokens), None)
         for name, rows in tokens.items():
-            if plain is not None and (not workload.sampled or name == "ours"):  # other draws are other samples
+            if plain is not None and (not workload.sampled or name == "ours"):  # other random draws give other samples
                 results[name].equal.append(equal_share(plain, rows))
     for system in systems.values():
         system.free()
@@ -191,7 +194,7 @@ def run(
 def apart(
     device: str, shape: Shape, workload: Workload, floor: float, repeats: int, first: int, kinds: Kinds
 ) -> list[Result]:
-    """The turns of plain and ours in a process of their own: another layout of memory, another build of the model."""
+    """Runs the turns of plain and ours in a separate process: another memory layout, another build of the model."""
     arguments = device, shape, workload, floor, repeats, first, kinds, torch.get_num_threads()
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_apart, *arguments).result()
@@ -210,7 +213,7 @@ def _apart(
 
 
 def floor_of(cost: Cost, limits: ceilings.Ceilings, workload: Workload) -> float:
-    """Seconds that the roofline gives one call."""
+    """Seconds of one call by the roofline."""
     batch = workload.batch(0, cost.shape.vocab)
     rows = max(workload.rows_per_prompt, workload.options.get("num_beams", 1))
     lengths = [len(prompt) for prompt in batch.prompts]
@@ -218,14 +221,14 @@ def floor_of(cost: Cost, limits: ceilings.Ceilings, workload: Workload) -> float
 
 
 def check(device: str, workloads: Sequence[Workload]) -> list[tuple[str, str, str]]:
-    """Tokens in float32, where they must be plain's: workload, system, and "equal" or what is wrong. Small."""
+    """Compares tokens with plain's in float32 on small inputs: workload, system, and "equal" or the difference."""
     tiny = SHAPES["llama-tiny"]
     model = build(tiny, device, torch.float32)
     found = []
     for workload in workloads:
         small = workload.scaled(prompts=0.25, tokens=0.125)
         systems: dict[str, System] = {"ours": Generate(cache="paged")}
-        if not workload.sampled:  # each request of an engine has a random state of its own
+        if not workload.sampled:  # each request of an engine has its own random state
             systems["engine"] = Engine()
         for name, system in systems.items():
             try:
@@ -268,7 +271,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 class Run:
-    """What a run has found so far, and its files."""
+    """Results of a run so far, and its files."""
 
     def __init__(self, args: argparse.Namespace, facts: dict[str, Any], limits: ceilings.Ceilings) -> None:
         self.args, self.facts, self.limits = args, facts, limits
@@ -283,18 +286,18 @@ class Run:
         self.extra |= {"seconds": {}, "problems": []}
 
     def asks_for(self, part: str) -> bool:
-        """Whether the arguments do."""
+        """Whether the arguments ask for this part."""
         return part in self.args.only or not self.args.only
 
     def until(self, part: str) -> float:
-        """The moment at which a part that begins now should end, by its share of the time that is left."""
+        """Deadline of a part that begins now, by its share of the remaining time."""
         later = [name for name in list(SHARES)[list(SHARES).index(part) :] if self.asks_for(name)]
         now, end = time.perf_counter(), self.start + 60 * self.args.minutes
         return now + (end - now) * SHARES[part] / sum(SHARES[name] for name in later)
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Notes how long a part takes, and what ends it early, which the others outlive; then writes all files."""
+        """Records how long a part takes, and an error that ends it without ending the run; then writes all files."""
         start = time.perf_counter()
         try:
             yield
@@ -305,7 +308,7 @@ class Run:
         self.write()
 
     def write(self) -> None:
-        """Writes all files. A checkout that is no longer what it was at the start is not called clean."""
+        """Writes all files. The checkout counts as clean only if it has not changed since the start."""
         directory, notes = self.args.results, [str(self.limits), *self.extra["problems"]]
         if machine.revision() != self.facts["revision"]:
             self.facts["tree"] = "changed during the run"
@@ -318,7 +321,7 @@ class Run:
         report.write(self.name, self.facts, self.rows, **options)
 
     def draw(self) -> None:
-        """The pictures."""
+        """Draws the plots."""
         if self.args.results is not None:
             stem, found = self.args.results / self.name, self.extra.get("arrivals", [])
             report.plot(lambda: generate_tables.draw(self.rows, stem.with_name(f"{stem.name}.png")))
@@ -326,7 +329,7 @@ class Run:
 
 
 def tune(run: Run, model: Any, shape: Shape, quick: bool) -> GenerateBatch:
-    """The settings of `generate_batch` that run as "tuned"."""
+    """Finds the settings of `generate_batch` that run as "tuned"."""
     trial = WORKLOADS["W1"].scaled(*((0.1, 0.05) if quick else (0.5, 0.5)))
     peer, tried = tuned(model, shape, replace(trial, new_tokens=(4, 4) if quick else (16, 16)), quick)
     run.extra["generate_batch"] = {"runs": str(peer), "tried": tried}
@@ -338,7 +341,7 @@ def tune(run: Run, model: Any, shape: Shape, quick: bool) -> GenerateBatch:
 
 
 def measure(state: Run, model: Any, workload: Workload, peer: GenerateBatch | None) -> list[Result]:
-    """All turns of one workload, and their rows."""
+    """Runs all turns of one workload; returns the results."""
     args, shape = state.args, SHAPES[state.args.model]
     kinds = Kinds(args.int8, args.batch_invariant)
     systems = systems_for(workload, peer, args.quick, args.peers, kinds)
@@ -349,7 +352,7 @@ def measure(state: Run, model: Any, workload: Workload, peer: GenerateBatch | No
         try:
             found_apart = apart(args.device, shape, workload, floor, repeats, process * repeats, kinds)
             others = {one.system: one for one in found_apart}
-        except Exception as error:  # the turns of this process stay
+        except Exception as error:  # the turns of this process are kept
             state.extra["problems"].append(f"{workload.name}, process {process + 1}: {type(error).__name__}: {error}")
             continue
         for result in found:
@@ -366,7 +369,7 @@ def measure(state: Run, model: Any, workload: Workload, peer: GenerateBatch | No
 
 
 def benchmark(args: argparse.Namespace) -> None:
-    """Everything that the arguments ask for."""
+    """Runs everything that the arguments ask for."""
     shape = SHAPES[args.model]
     workloads = [workload for name, workload in WORKLOADS.items() if name in args.only or not args.only]
     if args.quick:
@@ -428,7 +431,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     gc.collect()
-    gc.freeze()  # what is there now need not be looked through before every turn
+    gc.freeze()  # exempt existing objects from garbage collection before every turn
     try:
         with quiet():
             benchmark(args)

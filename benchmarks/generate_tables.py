@@ -1,4 +1,4 @@
-"""Results of `benchmarks.generate`, and what is printed and drawn of them."""
+"""Results of `benchmarks.generate`, with their tables and plots."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ COLUMNS = {
 @dataclass
 class Result:
     """
-    Seconds of each repeat and what the tokens were like.
+    Seconds of each repeat, and how its tokens compare with plain's.
 
     Args:
         problem (`str`): Why there are no figures, such as "not installed" or "failed: ..."; empty if there are.
-        tokens (`int`): New tokens of one repeat, checked against what was asked for.
-        floor (`float`): Seconds that the roofline gives one repeat.
-        seconds, cpu_seconds (`list[float]`): Of each repeat; the second of all threads: well below `seconds` times
-            threads, the cores were shared.
-        equal (`list[float]`): Share of tokens equal to plain's, of each repeat.
+        tokens (`int`): New tokens per repeat, checked against the number asked for.
+        floor (`float`): Seconds per repeat by the roofline.
+        seconds, cpu_seconds (`list[float]`): Wall time and CPU time of all threads per repeat; CPU time well below
+            `seconds` times threads means that the cores were shared.
+        equal (`list[float]`): Share of tokens equal to plain's, per repeat.
         latencies (`list[dict[str, float]]`): `latency.summary` of each repeat.
-        kv_bytes, device_bytes (`int`, *optional*): Most bytes of keys and values, and that PyTorch held on the device.
-        processes (`int`): In which the turns ran, one after the other.
+        kv_bytes, device_bytes (`int`, *optional*): Peak bytes of K/V, and of PyTorch's memory on the device.
+        processes (`int`): Number of processes, one after the other, that ran the turns.
     """
 
     workload: str
@@ -69,7 +69,7 @@ class Result:
         return statistics.median(self.seconds)
 
     def add(self, other: Result) -> None:
-        """The turns of another process."""
+        """Adds the turns of another process."""
         self.seconds += other.seconds
         self.cpu_seconds += other.cpu_seconds
         self.equal += other.equal
@@ -117,7 +117,7 @@ def rows_of(results: Sequence[Result]) -> list[dict[str, Any]]:
 
 
 def peer_rows(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """How much longer transformers' continuous batching takes than each of ours."""
+    """Time of transformers' continuous batching over that of each of ours."""
     found = {(result.workload, result.system): result for result in results if result.seconds}
     rows = []
     for (workload, system), peer in found.items():
@@ -131,7 +131,7 @@ def peer_rows(results: Sequence[Result]) -> list[dict[str, Any]]:
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> Path | None:
-    """How many times faster than the best plain `generate` each system is, by workload."""
+    """Speedup of each system over the best plain `generate`, by workload."""
     told = [row for row in rows if row.get("plain_over") and not row["system"].startswith("plain")]
     if not told:
         return None

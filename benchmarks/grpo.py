@@ -1,6 +1,6 @@
 """
-Reinforcement learning with TRL's `GRPOTrainer`: the rollouts of 4 steps, plain, paged and by transformers' name
-`generate_batch` on our engine in turns, from the same weights. A step has one prompt or 4, with 8 generations of 48
+Reinforcement learning with TRL's `GRPOTrainer`: rollouts of 4 steps, plain, paged and by transformers' name
+`generate_batch` on our engine, in turns, from the same weights. A step has 1 or 4 prompts, with 8 generations of 48
 tokens each.
 
     python -m benchmarks.grpo [--turns 8] [--quick] [--json PATH]
@@ -33,8 +33,8 @@ from benchmarks.models import FIRST_WORD, PAD, SHAPES, Shape, build
 from benchmarks.paired import interval, ratios
 
 STEPS, GENERATIONS, NEW_TOKENS, LENGTH, TURNS = 4, 8, 48, 64, 8
-PROMPTS = (1, 4)  # a step
-TARGET = 2.2  # times the speed of plain rollouts
+PROMPTS = (1, 4)  # prompts per step
+TARGET = 2.2  # speedup over plain rollouts
 SYSTEMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "paged": {"generation_kwargs": {"cache_implementation": "paged"}},
@@ -43,7 +43,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 
 
 class Timed(LlamaForCausalLM):
-    """Notes the seconds of each rollout."""
+    """Records the seconds of each rollout."""
 
     seconds: list[float]
     _is_timed = False
@@ -55,7 +55,7 @@ class Timed(LlamaForCausalLM):
         return self._timed(super().generate_batch, *args, **kwargs)
 
     def _timed(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._is_timed:  # within the other
+        if self._is_timed:  # nested call: the outer one is timed
             return method(*args, **kwargs)
         start, self._is_timed = time.perf_counter(), True
         output = method(*args, **kwargs)
@@ -65,14 +65,14 @@ class Timed(LlamaForCausalLM):
 
 
 def tokenizer(shape: Shape) -> PreTrainedTokenizerFast:
-    """A word for each id; the end of a text is the id that no row says."""
+    """One word per id; the end-of-text id is the one that no row generates."""
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(shape.vocab)}, unk_token="w1"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token=f"w{PAD}", eos_token=f"w{shape.never}")
 
 
 def texts(shape: Shape, count: int, length: int) -> list[str]:
-    """Prompts of `length` tokens down to half of that."""
+    """Prompts from `length` tokens down to half of that."""
     generator = torch.Generator().manual_seed(0)
     lengths = [length - length * number // (2 * count) for number in range(count)]
     rows = [torch.randint(FIRST_WORD, shape.never, (size,), generator=generator) for size in lengths]
@@ -122,7 +122,7 @@ def train(
 
 
 def run(name: str, turns: int, prompts: int, new_tokens: int, length: int) -> dict[str, Any]:
-    """Of each system the median seconds, of the rollouts how much faster paged ones are, and whether all is equal."""
+    """Median seconds of each system, speedup of the paged rollouts, and whether tokens and losses are equal."""
     shape = SHAPES[name]
     model = build(shape, "cpu", torch.float32)
     model.__class__ = Timed
@@ -130,7 +130,7 @@ def run(name: str, turns: int, prompts: int, new_tokens: int, length: int) -> di
     seconds: dict[str, list[float]] = {system: [] for system in SYSTEMS}
     whole: dict[str, list[float]] = {system: [] for system in SYSTEMS}
     expected, are_equal = None, True
-    for turn in tqdm(range(turns + 1), desc=name, disable=None):  # the first is to warm up
+    for turn in tqdm(range(turns + 1), desc=name, disable=None):  # the first is a warm-up
         for system in list(SYSTEMS) if turn % 2 else reversed(list(SYSTEMS)):
             model.load_state_dict(weights)
             rollouts, training, found = train(model, shape, system, prompts, new_tokens, length)
@@ -161,7 +161,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             cell, equal = row[title], "equal" if row["equal"] else "NOT equal"
             what = f"{title}: {STEPS} steps of {row['prompts']} x {GENERATIONS} x {row['new_tokens']} tokens"
             for system, suffix in (("paged", ""), ("generate_batch", "_by_batches")):
-                if system not in cell:  # results of before
+                if system not in cell:  # older results lack this system
                     continue
                 low, high = cell[f"interval{suffix}"]
                 faster = f"{cell[f'faster{suffix}']} ({low} to {high})"

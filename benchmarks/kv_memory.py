@@ -1,4 +1,4 @@
-"""Bytes of keys and values: what `benchmarks.generate` measures besides time."""
+"""Bytes of K/V: the memory figures of `benchmarks.generate`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ ITEMSIZE = 2  # of bfloat16
 
 @dataclass(frozen=True)
 class Measurement:
-    """`value` is in `unit`; `target` is the issue's and whether it is met; `problem` says why there is no value."""
+    """`value` is in `unit`; `target` says the issue's target and whether it is met; `problem` says why a value is
+    missing."""
 
     what: str
     system: str
@@ -35,7 +36,7 @@ class Measurement:
 
 
 def guarded(what: str, system: str, measure: Callable[[], Measurement]) -> Measurement:
-    """What fails is a result."""
+    """Runs `measure`; returns a failure as a result."""
     try:
         return measure()
     except NotAvailable as error:
@@ -46,7 +47,7 @@ def guarded(what: str, system: str, measure: Callable[[], Measurement]) -> Measu
 
 @dataclass(frozen=True)
 class Peak:
-    """Most blocks and bytes in use at once; `waste` is the percentage of slots allocated and unused then."""
+    """Most blocks and bytes in use at once; `waste` is the percentage of allocated slots unused at that moment."""
 
     num_blocks: int
     num_bytes: int
@@ -54,7 +55,7 @@ class Peak:
 
 
 def peak(system: Any, model: Any, shape: Shape, workload: Workload, batch: Batch) -> Peak:
-    """Of one run in a fresh pool; an engine has one of its own."""
+    """The peak of one run in a fresh pool; an engine uses its own pool."""
     hf_paged.free(model)
     try:
         system(model, shape, workload, batch)
@@ -70,17 +71,17 @@ def peak(system: Any, model: Any, shape: Shape, workload: Workload, batch: Batch
 
 
 LIMITS = {"W2": 40.0, "W4": 18.0}
-"""Peak bytes in percent of plain's, at most."""
+"""Most peak bytes, in percent of plain's."""
 
 
 def of_results(
     results: Sequence[Result], shape: Shape, workload: Workload, small: str, num_blocks: int | None
 ) -> list[Measurement]:
     """
-    What the turns of a workload say of memory.
+    Memory figures from the turns of a workload.
 
     Args:
-        small (`str`): The system that is the engine in a smaller pool, of `num_blocks` blocks.
+        small (`str`): Name of the engine with the smaller pool of `num_blocks` blocks.
     """
     found = []
     by_name = {result.system: result for result in results if result.seconds}
@@ -104,8 +105,8 @@ def of_results(
 
 def waste(device: str, quick: bool) -> Measurement:
     """
-    Slots allocated and unused at the peak, with ShareGPT-like lengths through the engine. The blocks depend on lengths
-    alone, so the model is a small one.
+    Allocated, unused slots at the peak, with ShareGPT-like lengths through the engine. Block counts depend only on
+    lengths, so a small model is enough.
     """
     shape = SHAPES["llama-tiny"]
     batch = sharegpt_like(16 if quick else 64, 0.25 if quick else 1.0, shape.vocab)
@@ -115,7 +116,7 @@ def waste(device: str, quick: bool) -> Measurement:
 
 
 def a_third(device: str, workload: Workload, quick: bool) -> Measurement:
-    """The tokens of a tiny model in float32, in a third of the blocks that were in use at most."""
+    """Compares the tokens of a tiny float32 model in a third of its peak blocks with plain's."""
     tiny = SHAPES["llama-tiny"]
     small = replace(workload if quick else workload.scaled(prompts=0.25, tokens=0.25), batch_sizes=())
     model = build(tiny, device, torch.float32)
@@ -134,7 +135,7 @@ WASTE, THIRD = "waste, ShareGPT-like lengths", "W2 in a third of its peak, float
 
 
 def measure(device: str, workloads: Sequence[Workload], quick: bool) -> list[Measurement]:
-    """What takes runs of its own, for the chosen workloads."""
+    """Measurements that need separate runs, for the chosen workloads."""
     found = []
     for workload in workloads:
         if workload.name == "W2":

@@ -1,4 +1,4 @@
-"""Latency figures from the moments at which tokens were there."""
+"""Latency figures from token timestamps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear between the two nearest; NaN of nothing."""
+    """Percentile by linear interpolation; NaN without values."""
     if len(values) < 2:
         return values[0] if values else float("nan")
     return statistics.quantiles(values, n=1000, method="inclusive")[max(0, min(998, round(10 * percent) - 1))]
@@ -20,12 +20,12 @@ def first_tokens(times: Sequence[Sequence[float]], starts: Sequence[float]) -> l
 
 
 def between_tokens(times: Sequence[Sequence[float]]) -> list[float]:
-    """Seconds between neighbouring tokens of all rows (TPOT)."""
+    """Seconds between consecutive tokens of all rows (TPOT)."""
     return [after - before for row in times for before, after in itertools.pairwise(row)]
 
 
 def summary(times: Sequence[Sequence[float]], starts: Sequence[float]) -> dict[str, float]:
-    """Milliseconds: p50 and p99 of both; nothing without times."""
+    """p50 and p99 of both in milliseconds; empty without times."""
     found = {}
     for name, values in (("ttft", first_tokens(times, starts)), ("tpot", between_tokens(times))):
         if values:

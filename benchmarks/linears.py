@@ -4,7 +4,7 @@ reads the weights in place, in turns, for 1 to 512 rows.
 
     python -m benchmarks.linears [--models llama-100m ...] [--quick] [--json PATH]
 
-The floor is the bytes of the weights over the best streaming read of the same run.
+The floor is the bytes of the weights over the best streaming-read bandwidth of the same run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TARGET = 1.4  # PyTorch's time over ours with AMX, up to 64 rows
 
 
 def weights(shape: Shape) -> list[Tensor]:
-    """All of one pass, each `(width, depth)`, in the order of the model, the head last."""
+    """Linear weights of one forward, each `(width, depth)`, in model order, the LM head last."""
     config: Any = shape.config()
     hidden, inner = config.hidden_size, config.intermediate_size
     head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
@@ -46,7 +46,7 @@ def weights(shape: Shape) -> list[Tensor]:
 
 
 def compare(layers: list[Tensor], rows: int, turns: int) -> dict[str, Any]:
-    """Seconds of a pass by each, and PyTorch's over ours."""
+    """Seconds of one forward's products by each, and the ratio of PyTorch's to ours."""
     inputs = {depth: torch.randn(rows, depth).to(torch.bfloat16) for depth in {layer.shape[1] for layer in layers}}
     systems = {"torch": F.linear, "ours": kernel.linear}
     seconds: dict[str, list[float]] = {name: [] for name in systems}
@@ -55,7 +55,7 @@ def compare(layers: list[Tensor], rows: int, turns: int) -> dict[str, Any]:
             start = time.perf_counter()
             for layer in layers:
                 systems[name](inputs[layer.shape[1]], layer)
-            if turn:  # the first is to warm up
+            if turn:  # the first is a warm-up
                 seconds[name].append(time.perf_counter() - start)
     ratios = [theirs / ours for theirs, ours in zip(seconds["torch"], seconds["ours"])]
     low, high = interval(ratios) or (min(ratios), max(ratios))
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     found = facts()
     names, counts, turns = (["llama-tiny"], (1, 5), 1) if args.quick else (args.models, ROWS, TURNS)
-    reading = bandwidth("cpu", 1 << 26 if args.quick else CPU_BYTES)  # bytes a second
+    reading = bandwidth("cpu", 1 << 26 if args.quick else CPU_BYTES)  # bytes per second
     rows = []
     for name in names:
         layers = weights(SHAPES[name])

@@ -43,7 +43,7 @@ def build(num_tokens: int) -> LlamaForCausalLM:
 
 
 def run(num_tokens: int, turns: int, new_tokens: int = NEW_TOKENS) -> list[dict[str, Any]]:
-    """A row for each system; without turns nothing is timed."""
+    """One row per system; without turns nothing is timed."""
     model = build(num_tokens)
     ids = torch.randint(3, 512, (1, num_tokens), generator=torch.Generator().manual_seed(1))
     engine = hf_paged.PagedEngine(model, {"prefix_caching": False})
@@ -59,7 +59,7 @@ def run(num_tokens: int, turns: int, new_tokens: int = NEW_TOKENS) -> list[dict[
     }
     cache = DynamicCache(config=model.config)
     expected = model.generate(ids, **options(new_tokens), past_key_values=cache)[0, num_tokens:].tolist()
-    equal = {name: name == "plain" or call(new_tokens) == expected for name, call in systems.items()}  # and warm
+    equal = {name: name == "plain" or call(new_tokens) == expected for name, call in systems.items()}  # also a warm-up
     held = {"plain": sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)}
     held["generate"], held["engine"] = hf_paged.memory_stats(model).peak_bytes, engine.stats().peak_bytes
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in systems}
@@ -83,7 +83,7 @@ def run(num_tokens: int, turns: int, new_tokens: int = NEW_TOKENS) -> list[dict[
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; 1 if tokens differ."""
+    """The command line; returns 1 if tokens differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=32768, help="of the prompt")
     parser.add_argument("--turns", type=int, default=5)

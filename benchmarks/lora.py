@@ -1,11 +1,12 @@
 """
-LoRA adapters: rows with different ones in one forward, against one adapter a forward, and against all rows with one.
+LoRA adapters: rows with different adapters in one forward, against one forward per adapter, and against all rows with
+one adapter.
 
     python -m benchmarks.lora [--model llama-100m] [--rows 32] [--adapters 8] [--turns 9] [--quick] [--json PATH]
 
 Greedy rows of random text over adapters of random weights, on all linear layers of the decoder, in float32 on the CPU:
-as the engine runs them; with one forward for each adapter of a step, as it ran before; from folders, of which the pool
-has room for half; all rows with one adapter; all without. All in the same turns, after turns to warm up.
+as the engine runs them; with one forward per adapter and step, as older versions did; from folders, where the pool has
+room for half of the adapters; all rows with one adapter; all without. All take the same turns, after warm-up turns.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from benchmarks.systems import quiet
 QUICK = "llama-tiny"
 TURNS, WARM_UPS = 9, 2
 FASTER, OF_ONE = 3.0, 0.7
-"""Targets: throughput over one adapter a forward, and over that of a single adapter."""
+"""Targets: throughput over that of one forward per adapter, and over that of a single adapter."""
 RANK = 16
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 MIXED, APART, FOLDERS, ONE, BASE = "together", "one adapter a forward", "folders, room for half", "one adapter", "base"
@@ -56,7 +57,7 @@ class System:
     An engine and the adapters of its rows.
 
     Args:
-        forwards (`list[int]`): Of each turn; `loads`: adapters that were read from files.
+        forwards, loads (`list[int]`): Forwards, and adapters read from files, of each turn.
         rows (`list[list[list[int]]]`): New tokens of each turn.
     """
 
@@ -91,7 +92,7 @@ class System:
 
 
 def adapted(model: Any, count: int) -> Any:
-    """The model with that many adapters, whose two products have random weights."""
+    """The model with `count` adapters, both of whose matrices are random."""
     import peft
 
     torch.manual_seed(0)
@@ -109,7 +110,7 @@ def texts(rows: int, vocab: int, turn: int, longest: int) -> list[list[int]]:
 
 
 def room(engine: hf_paged.PagedEngine, folder: str, prompt: list[int]) -> int:
-    """Blocks that an adapter counts as."""
+    """Blocks that one adapter takes of the budget."""
     engine.generate([prompt], {"max_new_tokens": 2, "do_sample": False}, adapter=folder)
     pages = engine._core.get_loop().scheduler.adapters
     assert pages is not None
@@ -120,7 +121,8 @@ def room(engine: hf_paged.PagedEngine, folder: str, prompt: list[int]) -> int:
 def measure(
     name: str, rows: int, count: int, turns: int, warm_ups: int, new_tokens: int, longest: int
 ) -> dict[str, Any]:
-    """Turns of all systems, one after the other and in the reverse order; and tokens of one turn, of each row alone."""
+    """Runs turns of all systems in alternating order; compares tokens between systems, and one turn with plain
+    `generate`."""
     shape = SHAPES[name]
     model, bare = adapted(build(shape, "cpu", torch.float32), count), build(shape, "cpu", torch.float32)
     names = [f"a{row % count}" for row in range(rows)]
@@ -180,7 +182,7 @@ def row_of(name: str, found: dict[str, System], equal: dict[str, bool], num_toke
 
 
 def targets(found: dict[str, System]) -> list[str]:
-    """Lines below the table."""
+    """Lines below the table: whether each target is met."""
     lines = []
     for other, target, what in ((APART, FASTER, "one adapter a forward"), (ONE, OF_ONE, "a single adapter")):
         ratios = paired.ratios(found[other].seconds, found[MIXED].seconds)
@@ -192,8 +194,8 @@ def targets(found: dict[str, System]) -> list[str]:
 
 
 def pooled(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of several runs of one revision, a process each, with the turns of all; a target is met where the interval
-    of the ratio reaches it."""
+    """Rows that combine the turns of several runs of one revision, a process each; a target is met if the interval of
+    the ratio reaches it."""
     parts: dict[str, list[dict[str, Any]]] = {}
     for row in (row for run in runs for row in run["rows"]):
         parts.setdefault(row["system"], []).append(row)
@@ -221,7 +223,7 @@ def pooled(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def draw(rows: Sequence[dict[str, Any]], title: str, path: Path) -> Path:
-    """Tokens a second of every system, with the bars that the targets ask for."""
+    """Plots tokens per second of every system, with lines at the targets."""
     drawing, axis = report.figure(300)
     by_name = {row["system"]: row["tokens_per_second"] for row in rows}
     bars = axis.bar(range(len(rows)), list(by_name.values()), 0.6)
@@ -236,7 +238,7 @@ def draw(rows: Sequence[dict[str, Any]], title: str, path: Path) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; 1 if tokens differ."""
+    """The command line; returns 1 if tokens differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(SHAPES), default="llama-100m", help="the shape")
     parser.add_argument("--rows", type=int, default=32)

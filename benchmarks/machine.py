@@ -1,4 +1,4 @@
-"""Facts of the machine and the software that a benchmark's figures belong to."""
+"""Facts about the machine and the software that produced a benchmark's figures."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ BF16_FLAGS = ("amx_bf16", "avx512_bf16")
 
 
 def devices() -> list[str]:
-    """The devices that this machine has, for `--device`."""
+    """The devices of this machine, for `--device`."""
     return ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 def facts(device: str = "cpu") -> dict[str, str | int | float]:
-    """What a reader needs in order to compare two tables; RAM in GiB, the date in UTC."""
+    """Facts needed to compare two tables; RAM in GiB, the date in UTC."""
     cpu = next(
         (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
         platform.processor() or platform.machine(),
@@ -55,7 +55,7 @@ def _lines(path: str) -> list[str]:
 
 
 def _flags() -> list[str]:
-    """Of the first processor in /proc/cpuinfo."""
+    """Flags of the first processor in /proc/cpuinfo."""
     return next((line.split(":", 1)[1].split() for line in _lines("/proc/cpuinfo") if line.startswith("flags")), [])
 
 
@@ -67,7 +67,7 @@ def _ram_gib() -> float:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says about this checkout; `None` without git or outside of a checkout."""
+    """Output of a git command in this checkout; `None` without git or outside of a checkout."""
     root = Path(__file__).resolve().parent.parent
     try:
         found = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, timeout=10)
@@ -85,7 +85,7 @@ def revision() -> str:
 
 
 def tree() -> str:
-    """`CLEAN`, or what differs from the commit; results, which a run writes itself, do not count."""
+    """`CLEAN`, or the files that differ from the commit, except results, which a run writes itself."""
     changed = _git("status", "--porcelain", "--", ".", ":(exclude)benchmarks/results")
     if changed is None:
         return "unknown"

@@ -20,8 +20,8 @@ class Shape:
     Args:
         family (`str`): Its `model_type` in transformers.
         head_dim (`int`): Of queries, keys and values.
-        tied (`bool`): Whether the head is the embedding.
-        window (`int`, *optional*): Tokens that five of six layers see; `None`: all layers see all.
+        tied (`bool`): Whether the LM head is the embedding.
+        window (`int`, *optional*): Sliding window of five of six layers, in tokens; `None`: full attention only.
     """
 
     name: str
@@ -38,23 +38,23 @@ class Shape:
 
     @property
     def never(self) -> int:
-        """An id that no row says: an end-of-sequence set of it alone makes `generate` pad rows that are done."""
+        """An id that no row generates: with it as the only end-of-sequence id, `generate` pads finished rows."""
         return self.vocab - 1
 
     @property
     def full_layers(self) -> int:
-        """Layers that see all tokens."""
+        """Number of layers with full attention."""
         return self.layers if self.window is None else self.layers // 6
 
     def kv_bytes(self, length: int, itemsize: int) -> int:
-        """Bytes of the keys and values that one row of `length` tokens needs over all layers."""
+        """Bytes of K/V that one row of `length` tokens needs over all layers."""
         seen = self.full_layers * length
         if self.window is not None:
             seen += (self.layers - self.full_layers) * min(length, self.window)
         return 2 * seen * self.kv_heads * self.head_dim * itemsize
 
     def config(self) -> Any:
-        """transformers' configuration of it."""
+        """The transformers config of this shape."""
         windows = (
             {} if self.window is None else {"sliding_window": self.window, "layer_types": _five_to_one(self.layers)}
         )
@@ -98,9 +98,9 @@ SHAPES = {
 @torch.no_grad()
 def build(shape: Shape, device: str, dtype: torch.dtype) -> Any:
     """
-    Random weights, made on `device` in `dtype` and drawn so that activations keep their size, attention is peaked and
-    logits have a standard deviation of about 3: greedy text does not fall into a loop. The embedding is small beside
-    what the layers add, since a tied model would repeat its last token otherwise.
+    A model with random weights, made on `device` in `dtype`. Weights are drawn so that activations keep their scale,
+    attention is peaked and logits have a standard deviation of about 3: greedy text does not fall into a loop. The
+    embedding is small beside the layers' outputs; otherwise a tied model would repeat its last token.
     """
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(shape.config(), dtype=dtype)

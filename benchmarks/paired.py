@@ -1,4 +1,4 @@
-"""Statistics of turns: ratios of two systems' times in the same turns, and what may be said of them."""
+"""Statistics of turns: ratios of two systems' times within a turn, their intervals and verdicts."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from collections.abc import Sequence
 FEWEST = 5
 """Turns below which there is no interval."""
 ENOUGH = 15
-"""Turns from which on the interval decides whether one is as fast as the other."""
+"""Least number of turns for the interval to decide whether one system is as fast as the other."""
 NOT_SLOWER = 1.03
-"""Two are as fast as each other unless the interval of the times' ratio lies wholly above this."""
+"""Two systems count as equally fast unless the interval of the time ratio lies wholly above this."""
 RESAMPLES = 2000
 
 
 def ratios(slower: Sequence[float], faster: Sequence[float]) -> list[float]:
-    """One's seconds over the other's, of each turn that both ran."""
+    """Seconds of `slower` over those of `faster`, for each turn that both ran."""
     return [a / b for a, b in zip(slower, faster)]
 
 
 def interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """The 95% bootstrap interval of the median (percentiles; the draws are always the same); `None` of few values."""
+    """95% bootstrap interval of the median (percentiles, fixed seed); `None` with too few values."""
     if len(values) < FEWEST:
         return None
     draw = random.Random(0)
@@ -31,8 +31,8 @@ def interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 def verdict(values: Sequence[float], target: float | None) -> str:
     """
-    Whether ratios of speed reach `target`: by their median. A target of 1 asks for "not slower", which the interval of
-    enough turns answers; empty without a target.
+    Whether speed ratios reach `target`, by their median. A target of 1 means "not slower", decided by the interval if
+    there are enough turns; empty without a target.
     """
     if target is None:
         return ""
@@ -51,5 +51,5 @@ def said(met: bool) -> str:
 
 
 def span(values: Sequence[float] | None) -> str:
-    """Of an interval, or of the smallest and the largest of some values."""
+    """Formats an interval, or the range of some values."""
     return f"{min(values):.3g}..{max(values):.3g}" if values else ""

@@ -3,11 +3,11 @@ One model over several processes.
 
     python -m benchmarks.parallel [--model llama-100m] [--processes 2] [--turns 3] [--quick] [--json PATH]
 
-First table, measured: `PagedEngine` on a model in one process, with all cores, and in shards over several processes on
-the CPU (torchrun, gloo), which share the cores: seconds for the same prompts, bytes of keys and values in each process.
-Second table, computed: LLaMA models of 7B to 65B on 1 to 8 GPUs. A decode step reads a GPU's part of the weights and of
-the keys and values once, and sums the hidden states of each row twice a layer over the links (a ring all-reduce); all
-that is left of the memory holds blocks. No GPU has run it.
+First table, measured: `PagedEngine` on a model in one process with all cores, and sharded over several CPU processes
+(torchrun, gloo) that share the cores: seconds for the same prompts, bytes of K/V per process. Second table, computed:
+LLaMA models of 7B to 65B on 1 to 8 GPUs. A decode step reads a GPU's share of the weights and of K/V once, and sums the
+hidden states of each row twice per layer over the links (a ring all-reduce); all memory beside the weights holds
+blocks. No GPU has run it.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ QUICK = "llama-tiny"
 MEASURED = ("processes", "equal", "seconds", "tokens_s", "kv_bytes", "turns")
 COMPUTED = ("model", "gpus", "weights_gib", "kv_tokens", "rows", "step_ms", "tokens_s", "ratio")
 
-# A100 80 GB SXM, its data sheet: bytes and operations (bfloat16) a second; NVLink in one direction.
+# A100 80 GB SXM, data sheet: bytes and operations (bfloat16) per second; NVLink in one direction.
 A100 = Ceilings(2.039e12, {"bfloat16": 312e12})
 A100_BYTES, A100_LINK = 80e9, 300e9
-USED = 0.9  # of its memory, for weights and blocks
+USED = 0.9  # share of its memory used for weights and blocks
 LENGTH = 2048  # tokens of each row
 MAX_ROWS = 256
 LLAMAS = tuple(
@@ -58,7 +58,7 @@ LLAMAS = tuple(
 
 
 def cost(shape: Shape, gpus: int = 1) -> Cost:
-    """Of one GPU's part, in bfloat16; norms are left out."""
+    """Cost of one GPU's share, in bfloat16, without norms."""
     attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
     body = shape.layers * (attention + 3 * shape.hidden * shape.intermediate)
     part = dataclasses.replace(shape, kv_heads=shape.kv_heads // gpus)
@@ -66,7 +66,7 @@ def cost(shape: Shape, gpus: int = 1) -> Cost:
 
 
 def all_reduce_seconds(shape: Shape, gpus: int, rows: int) -> float:
-    """Of the sums of one step: two a layer, each of which sends `2 (n - 1) / n` of the rows' hidden states."""
+    """Seconds of a step's all-reduces: two per layer, each sends `2 (n - 1) / n` of the rows' hidden states."""
     return 2 * shape.layers * rows * shape.hidden * 2 * 2 * (gpus - 1) / gpus / A100_LINK
 
 
@@ -78,7 +78,7 @@ def scaling() -> list[dict[str, Any]]:
             if shape.kv_heads % gpus:
                 continue
             part = cost(shape, gpus)
-            weights = part.weight_bytes + shape.hidden * shape.vocab * 2 // gpus  # and the embedding
+            weights = part.weight_bytes + shape.hidden * shape.vocab * 2 // gpus  # plus the embedding
             left = USED * A100_BYTES - weights
             num_tokens = int(left / part.shape.kv_bytes(1, 2))
             count = min(MAX_ROWS, num_tokens // LENGTH)
@@ -102,7 +102,7 @@ def prompts(shape: Shape, count: int, turn: int) -> list[list[int]]:
 
 
 def serve(model: Any, shape: Shape, count: int, new: int, turns: int) -> dict[str, Any]:
-    """Seconds of each turn behind a first one, its tokens, and the bytes of this process's blocks at the peak."""
+    """Seconds of each turn after a warm-up, tokens, and peak bytes of this process's blocks."""
     seconds, tokens = [], []
     with hf_paged.PagedEngine(model, hf_paged.PagedConfig(prefix_caching=False)) as engine:
         for turn in range(turns + 1):
@@ -114,7 +114,7 @@ def serve(model: Any, shape: Shape, count: int, new: int, turns: int) -> dict[st
 
 
 def child(folder: str, name: str, count: int, new: int, turns: int) -> None:
-    """One of the processes; the first writes what `serve` found."""
+    """Runs one of the processes; the first writes the result of `serve`."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
     if world == 1:
@@ -161,8 +161,8 @@ def measured(name: str, processes: int, count: int, new: int, turns: int) -> lis
 
 
 def pooled(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of several runs of one revision with the turns of all. Each kind's turns were in a process, or several, of
-    their own, so that no ratio is one of a turn."""
+    """Rows that combine the turns of several runs of one revision. Each kind ran its turns in separate processes, so
+    ratios are not taken within a turn."""
     parts: dict[int, list[dict[str, Any]]] = {}
     for row in (row for run in runs for row in run["rows"]):
         parts.setdefault(row["processes"], []).append(row)
@@ -198,7 +198,7 @@ def draw(rows: list[dict[str, Any]], path: str | Path) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; 1 if tokens differ."""
+    """The command line; returns 1 if tokens differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(SHAPES), default="llama-100m", help="the shape")
     parser.add_argument("--processes", type=int, default=2)

@@ -1,6 +1,7 @@
-"""The candidates of `benchmarks.tune` compiled into Triton's cache without a GPU: one that has it only measures.
+"""Compiles the candidates of `benchmarks.tune` into Triton's cache without a GPU; a machine with the GPU then only
+measures.
 
-Triton finds what it compiled by source, types, constants, options and its own version.
+Triton looks up compiled kernels by source, types, constants, options and its version.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from hf_paged.kernels.triton.configs import LaunchConfig
 
 class Job(NamedTuple):
     chip: str
-    kernel: str  # a name of `tune.TASKS`
+    kernel: str  # a key of `tune.TASKS`
     dim: int
     dtype: str
-    task: int  # which of the tasks of these
-    option: int  # which of its candidates
+    task: int  # index among the tasks of this kernel, head dim and dtype
+    option: int  # index among the candidates of the task
 
 
 def _tasks(chip: str, kernel: str, dim: int, dtype: str) -> list[tune.Task]:
@@ -33,8 +34,8 @@ def _tasks(chip: str, kernel: str, dim: int, dtype: str) -> list[tune.Task]:
 
 
 def jobs(chip: str, shapes: Sequence[tuple[str, int, str]], most: int | None = None) -> list[Job]:
-    """One for each of at most that many candidates of a task; those that differ only in how many programs a
-    multiprocessor gets, which is not compiled in, count as one."""
+    """One job per candidate of a task, at most `most`. Candidates that differ only in programs per multiprocessor,
+    which is not compiled in, share a job."""
     found = []
     for kernel, dim, dtype in shapes:
         for number, task in enumerate(_tasks(chip, kernel, dim, dtype)):
@@ -46,7 +47,7 @@ def jobs(chip: str, shapes: Sequence[tuple[str, int, str]], most: int | None = N
 
 
 def _compile(job: Job) -> str:
-    """Compiles all that measuring a candidate runs; says what went wrong, or nothing."""
+    """Compiles all that measuring a candidate runs; returns the error, or an empty string."""
     device = torch.device("meta")
     task = _tasks(job.chip, job.kernel, job.dim, job.dtype)[job.task]
     config = task.options[job.option]
@@ -54,20 +55,20 @@ def _compile(job: Job) -> str:
         with only_compile(CHIPS[job.chip]):
             for problem in (task.problem(device), *task.problems(device)):
                 task.run(problem, config)
-    except Exception as error:  # a compiler that gives up: on a GPU, too, the candidate is left out
+    except Exception as error:  # a compiler error: the candidate is left out on a GPU, too
         return f"{task.key} {config}: {type(error).__name__}"
     return ""
 
 
 def precompile(chip: str, shapes: Sequence[tuple[str, int, str]], processes: int, most: int | None = None) -> str:
     """
-    Compiles the candidates, and says how many.
+    Compiles the candidates; returns a line with their number.
 
     Args:
         chip (`str`): One of `CHIPS`.
         shapes (`Sequence[tuple[str, int, str]]`): Kernel, head dimension and dtype of each table entry.
-        processes (`int`): That compile at the same time.
-        most (`int`, *optional*): Candidates of an entry; all without it.
+        processes (`int`): Number of parallel compilers.
+        most (`int`, *optional*): Most candidates per entry; `None`: all.
     """
     require_compiler()
     work, failed, start = jobs(chip, shapes, most), 0, time.perf_counter()

@@ -1,5 +1,5 @@
 """
-The figures of README.md, docs and benchmarks/README.md, rendered from the committed JSON files between their marks.
+Renders the figures of README.md, docs and benchmarks/README.md from the committed JSON files, between their marks.
 
     python -m benchmarks.readme [--check]
 
@@ -23,7 +23,7 @@ STEPS = ("decode_step-cpu", "decode_step-cpu-1x512")
 
 
 def headline_section() -> str:
-    """Of README.md: speed and memory in one table."""
+    """Section of README.md: speed and memory in one table."""
     data = read(calls.WHOLE_CALLS)
     facts, titles = data["facts"], data["workloads"]
     peaks = {
@@ -48,7 +48,7 @@ def headline_section() -> str:
 
 
 def benchmarks_section() -> str:
-    """Of docs/benchmarks.md."""
+    """Section of docs/benchmarks.md."""
     parts = [
         flow(
             """Every figure from here to the end of this section is rendered by `python -m benchmarks.readme` from the
@@ -78,14 +78,14 @@ def benchmarks_section() -> str:
 
 
 def architectures_section() -> str:
-    """Of docs/guide/compatibility.md."""
+    """Section of docs/guide/compatibility.md."""
     from tests.support.architectures import section
 
     return section(read(ARCHITECTURES))
 
 
 def results_section() -> str:
-    """Of benchmarks/README.md."""
+    """Section of benchmarks/README.md."""
     names = {
         calls.WHOLE_CALLS: "whole calls, arrivals, memory",
         papers.ATTENTION: "attention alone",
@@ -111,7 +111,7 @@ def results_section() -> str:
 
 
 def workloads_section() -> str:
-    """Of benchmarks/README.md, from the code that runs them."""
+    """Section of benchmarks/README.md, from the code of the workloads."""
     lines = [f"- {name}: {workload.title}" for name, workload in WORKLOADS.items()]
     shares = ", ".join(f"{share:g}" for share in arrivals.SHARES)
     lines.append(
@@ -130,13 +130,13 @@ SECTIONS: dict[Path, dict[str, Callable[[], str]]] = {
 
 
 def between(text: str, mark: str) -> tuple[int, int]:
-    """Where the text between two marks begins and ends. Raises `ValueError` without them."""
+    """Start and end of the text between two marks. Raises `ValueError` without them."""
     begin, end = f"<!-- {mark}:begin -->\n", f"<!-- {mark}:end -->"
     return text.index(begin) + len(begin), text.index(end)
 
 
 def render(path: Path) -> str:
-    """The file as it should be."""
+    """The file with its sections rendered."""
     text = path.read_text()
     for mark, make in SECTIONS[path].items():
         start, end = between(text, mark)

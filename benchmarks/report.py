@@ -1,4 +1,4 @@
-"""Results as files: JSON with the machine's facts, the same as a dated Markdown table, and plots."""
+"""Results as files: JSON with the machine's facts, a dated Markdown table, and plots."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Columns = Sequence[str] | Mapping[str, str]
 RESULTS = Path(__file__).resolve().parent / "results"
 WIDTH_PIXELS = 800
 PIXELS_PER_INCH = 100
-# Okabe and Ito's colours, which stay apart for colour-blind readers; hatches and markers say the same once more
+# Okabe and Ito's colours, distinct for colour-blind readers; hatches and markers repeat the distinction
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
 HATCHES = ("", "//", "..", "\\\\", "xx", "--", "++", "oo")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
@@ -28,8 +28,8 @@ def command_line(argv: Sequence[str] | None = None, module: str = "") -> str:
     The command that repeats this run.
 
     Args:
-        argv (`Sequence[str]`, *optional*): Arguments of `python -m module`; without them, those of this process.
-        module (`str`): Only with `argv`.
+        argv (`Sequence[str]`, *optional*): Arguments of `python -m module`; `None`: those of this process.
+        module (`str`): Used only with `argv`.
     """
     if argv is not None:
         return shlex.join(["python", "-m", module, *argv])
@@ -37,7 +37,7 @@ def command_line(argv: Sequence[str] | None = None, module: str = "") -> str:
 
 
 def text(value: Any) -> str:
-    """A cell: four significant digits of a float, nothing for None."""
+    """Formats a cell: four significant digits of a float, empty for None."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -59,12 +59,12 @@ def _titles(rows: Sequence[Row], columns: Columns | None) -> dict[str, str]:
 
 def markdown(rows: Iterable[Row], columns: Columns | None = None) -> str:
     """
-    A Markdown table, columns of numbers to the right.
+    A Markdown table; columns of numbers are right-aligned.
 
     Args:
         rows (`Iterable[Mapping]`): A missing key is an empty cell.
-        columns (`Sequence[str]` or `Mapping[str, str]`, *optional*): Keys, or keys with their titles; without them
-            every key of the rows in the order of its first appearance.
+        columns (`Sequence[str]` or `Mapping[str, str]`, *optional*): Keys, or keys with their titles; `None`: all keys
+            of the rows in order of first appearance.
     """
     rows = list(rows)
     titles = _titles(rows, columns)
@@ -91,16 +91,16 @@ def write(
     extra: Row | None = None,
 ) -> tuple[Path, Path]:
     """
-    Writes `<name>.json` and `<name>.md` to `directory` and returns the two paths. Each replaces the former one in one
-    go, so that a run that is killed leaves whole files.
+    Writes `<name>.json` and `<name>.md` to `directory` and returns the two paths. Replaces each file atomically, so
+    that a killed run leaves whole files.
 
     Args:
-        facts (`Mapping`): Of the machine and the software, see `machine.facts`; its `date` dates the table.
+        facts (`Mapping`): Machine and software, see `machine.facts`; its `date` dates the table.
         rows (`Iterable[Mapping]`): The table; all keys go into the JSON.
-        columns (`Sequence[str]` or `Mapping[str, str]`, *optional*): Those of the Markdown, see `markdown`.
-        command (`str`): Repeats the run; that of this process without it.
+        columns (`Sequence[str]` or `Mapping[str, str]`, *optional*): Columns of the Markdown, see `markdown`.
+        command (`str`): Command that repeats the run; empty: that of this process.
         notes (`str`): Markdown below the table.
-        extra (`Mapping`, *optional*): More for the JSON.
+        extra (`Mapping`, *optional*): Further entries of the JSON.
     """
     rows = [dict(row) for row in rows]
     command = command or command_line()
@@ -117,7 +117,7 @@ def write(
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What `write` put into the JSON: `command`, `facts`, `rows` and the rest."""
+    """Reads the JSON of `write`: `command`, `facts`, `rows` and the rest."""
     return json.loads(Path(path).read_text())
 
 
@@ -128,19 +128,19 @@ def _replace(path: Path, content: str | bytes) -> None:
 
 
 class NoMatplotlib(ImportError):
-    """Plots need matplotlib; tables do not."""
+    """Plots need matplotlib, which is not installed; tables do not need it."""
 
 
 def figure(height_pixels: int = 400, **subplots: Any) -> tuple[Any, Any]:
     """
-    A figure of 800 pixels in width, and its axes, without drawing to a screen.
+    A figure 800 pixels wide, and its axes, without a display.
 
     Args:
-        height_pixels (`int`): Of the picture.
-        subplots: For `Figure.subplots`, such as `nrows`, `ncols`, `sharey`.
+        height_pixels (`int`): Height of the picture.
+        subplots: Arguments of `Figure.subplots`, such as `nrows`, `ncols`, `sharey`.
 
     Raises:
-        NoMatplotlib: If it is not installed.
+        NoMatplotlib: If matplotlib is not installed.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -160,7 +160,7 @@ def figure(height_pixels: int = 400, **subplots: Any) -> tuple[Any, Any]:
 
 
 def save(drawing: Any, path: str | os.PathLike[str]) -> Path:
-    """Writes a PNG of 64 colours, a few tens of kilobytes, and returns its path."""
+    """Writes a PNG of 64 colours, a few tens of kilobytes; returns its path."""
     from PIL import Image  # comes with matplotlib
 
     path = Path(path)
@@ -173,7 +173,7 @@ def save(drawing: Any, path: str | os.PathLike[str]) -> Path:
 
 
 def plot(draw: Callable[[], Path | None]) -> Path | None:
-    """Runs `draw`, which saves a picture, and says where, or why there is none."""
+    """Runs `draw`, which saves a picture; prints the path, or why there is none."""
     try:
         path = draw()
     except NoMatplotlib as error:
@@ -185,7 +185,7 @@ def plot(draw: Callable[[], Path | None]) -> Path | None:
 
 
 def log_ticks(axis: Any) -> None:
-    """Ticks at 1, 2 and 5 times the powers of ten, as plain numbers, on an `XAxis` or `YAxis` that is logarithmic."""
+    """Sets plain-number ticks at 1, 2 and 5 times the powers of ten on a logarithmic `XAxis` or `YAxis`."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))

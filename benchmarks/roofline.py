@@ -1,10 +1,10 @@
 """
-The least time a step or a whole call can take on ceilings that were measured.
+Lower bound for the time of a step or a whole call, from measured ceilings.
 
-A step of `B` rows reads the weights (`W` bytes) once or computes `2 P B` operations, whichever is longer, then reads
-each row's keys and values: `max(W / BW, 2 P B / FLOPS) + sum(L) kv / BW`. Attention's operations and all that is not a
-matrix product are left out, so a real step takes longer. Keys and values are counted once for each row that reads
-them: rows that share blocks may beat this floor by reading them once.
+A step of `B` rows reads the weights (`W` bytes) once or computes `2 P B` operations, whichever takes longer, then reads
+each row's K/V: `max(W / BW, 2 P B / FLOPS) + sum(L) kv / BW`. Attention FLOPs and everything that is not a matrix
+product are left out, so a real step takes longer. K/V count once per row that reads them: rows that share blocks may
+beat this bound by reading them once.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from benchmarks.models import Shape
 class Cost:
     """
     Args:
-        shape ([`Shape`]): Whose keys and values.
+        shape ([`Shape`]): Shape whose K/V are counted.
         body (`int`): Parameters that every token is multiplied with.
-        head (`int`): Parameters that a token is multiplied with to get its logits.
-        itemsize (`int`): Bytes of a parameter, and of an element of keys and values.
+        head (`int`): Parameters that a token is multiplied with for its logits.
+        itemsize (`int`): Bytes of a parameter and of an element of K/V.
     """
 
     shape: Shape
@@ -34,7 +34,7 @@ class Cost:
 
     @classmethod
     def of(cls, model: Any, shape: Shape) -> Cost:
-        """A model's; the input embedding is looked up, not multiplied with, unless it is also the head."""
+        """Cost of a model. The input embedding is a lookup and counts only if it is also the LM head."""
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         total = sum(parameter.numel() for parameter in model.parameters())  # tied weights count once
         apart = head.numel() if embedding is head else head.numel() + embedding.numel()
@@ -42,7 +42,7 @@ class Cost:
 
     @property
     def weight_bytes(self) -> int:
-        """Read in every step."""
+        """Bytes of weights read in every step."""
         return (self.body + self.head) * self.itemsize
 
 
@@ -52,9 +52,9 @@ def step_seconds(
     """
     Args:
         flops (`float`): Operations per second in the model's dtype.
-        tokens (`int`): Computed in this step.
-        rows (`int`): That get logits.
-        lengths (`Sequence[int]`): Tokens in the cache of each row that reads it.
+        tokens (`int`): Tokens computed in this step.
+        rows (`int`): Rows that get logits.
+        lengths (`Sequence[int]`): Cached tokens of each row that reads its K/V.
     """
     weights = cost.weight_bytes / ceilings.bandwidth
     compute = 2 * (cost.body * tokens + cost.head * rows) / flops
@@ -72,12 +72,12 @@ def call_seconds(
     shared: int = 0,
 ) -> float:
     """
-    Of a whole call that computes every prompt once, all in one step, then decodes all open rows together.
+    Seconds of a whole call: computes all prompts in one step, then decodes all open rows together.
 
     Args:
         prompts, new_tokens (`Sequence[int]`): Of each prompt.
         rows_per_prompt (`int`): Samples or beams.
-        shared (`int`): Tokens that all prompts begin with; computed once.
+        shared (`int`): Length of the common prefix of all prompts, computed once.
     """
     rows = len(prompts) * rows_per_prompt
     computed = sum(prompts) - shared * (len(prompts) - 1)

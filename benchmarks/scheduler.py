@@ -1,9 +1,9 @@
 """
 The scheduler alone, without a model: ShareGPT-like requests through schedule, append and finish on one core.
 
-Lengths are log-normal with the means of the ShareGPT data set as the PagedAttention paper gives them (161 tokens in,
-338 out; arXiv 2309.06180, section 6.1). Time is CPU time of everything but adding the requests, over all tokens
-scheduled, each of a prompt's counted. Waste is the share of slots that are allocated but hold no token, over all steps.
+Lengths are log-normal with ShareGPT's means from the PagedAttention paper (161 tokens in, 338 out; arXiv 2309.06180,
+section 6.1). Time is CPU time of everything except adding the requests, over all scheduled tokens, prompt tokens
+included. Waste is the share of allocated slots that hold no token, over all steps.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def make_requests(count: int, generator: random.Random) -> list[Request]:
 
 def simulate(num_waiting: int, num_blocks: int, num_tokens: int, measure_waste: bool = False) -> dict[str, Any]:
     """
-    Schedules at least `num_tokens` tokens, or all there are, with `num_waiting` requests in the queue at the start.
+    Schedules at least `num_tokens` tokens, or all, with `num_waiting` requests in the queue at the start.
 
     Args:
         num_blocks (`int`): Blocks of the pool.
-        measure_waste (`bool`): Count slots and tokens after each step, outside the time.
+        measure_waste (`bool`): Whether to count slots and tokens after each step, outside the timing.
     """
     generator = random.Random(0)
     blocks = BlockManager([BlockGroup(BlockPool(num_blocks))], BLOCK_SIZE)
@@ -91,7 +91,7 @@ def simulate(num_waiting: int, num_blocks: int, num_tokens: int, measure_waste: 
 
 
 def run(quick: bool, turns: int) -> dict[str, Any]:
-    """Best of `turns` for every queue length, in turns; then waste, and preemptions in a pool that is too small."""
+    """Best of `turns` for every queue length, in turns; then waste, and preemptions in an undersized pool."""
     lengths = [1_000, 10_000] if quick else [1_000, 10_000, 100_000, 1_000_000]
     num_tokens = 30_000 if quick else 400_000
     plenty = MAX_SEQS * 2 * LONGEST // BLOCK_SIZE

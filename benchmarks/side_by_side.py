@@ -1,10 +1,10 @@
 """
-16 rows of models that are more than a plain decoder: plain `generate` on the padded batch,
-`cache_implementation="paged"` and `PagedEngine` on the same prompts, in turns, in two processes, one after the other.
+16 rows of models beyond plain decoders: plain `generate` on the padded batch, `cache_implementation="paged"` and
+`PagedEngine` on the same prompts, in turns, in two processes, one after the other.
 
     python -m benchmarks.side_by_side [--only REGEX] [--quick] [--json PATH]
 
-Two workloads: all rows get 16 new tokens, or row by row 8 to 256 ("stragglers").
+Two workloads: all rows get 16 new tokens, or between 8 and 256 by row ("stragglers").
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SHARED = dict(
     pad_token_id=0, bos_token_id=1, eos_token_id=None, tie_word_embeddings=True, max_position_embeddings=2048
 )
 _MROPE = dict(rope_type="default", rope_theta=10000.0)
-# name: model class, arguments of its config that are no sizes, and the sizes tiny and of about 100 million parameters
+# name: model class, config arguments other than sizes, and the sizes: tiny and about 100 million parameters
 SHAPES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "DeepSeek-V3": (
         "DeepseekV3ForCausalLM",
@@ -134,14 +134,14 @@ SHAPES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
         | dict(num_attention_heads=12, num_key_value_heads=4, head_dim=64),
     ),
 }
-ROWS, TURNS = 16, 8  # turns of each process
-IMAGE_TOKENS = 4  # of the picture in front of each prompt, where the model takes one
+ROWS, TURNS = 16, 8  # turns per process
+IMAGE_TOKENS = 4  # of the picture before each prompt, for models that take one
 WORKLOADS = {"16 new": [16] * ROWS, "8..256 new": [8 + round(row * 248 / (ROWS - 1)) for row in range(ROWS)]}
 SYSTEMS = ("plain", "generate", "engine")
 
 
 def build(name: str, is_tiny: bool) -> Any:
-    """A model of random weights in float32."""
+    """A float32 model with random weights."""
     cls, fixed, tiny, large = SHAPES[name]
     model_class = getattr(transformers, cls)
     config_class = model_class.config_class
@@ -150,8 +150,8 @@ def build(name: str, is_tiny: bool) -> Any:
 
 
 def prompts(model: Any, turn: int = 0) -> list[dict[str, torch.Tensor]]:
-    """16 prompts as a processor returns them, a row each: of 16 different lengths up to 64 tokens, behind a picture
-    where the model takes one; or of sound. Others in each turn, so that no prefix cache has them."""
+    """16 prompts as a processor returns them, a row each: 16 different lengths up to 64 tokens, after a picture if the
+    model takes one; or sound. Each turn has new prompts, so that prefix caches miss."""
     config, generator = model.config, torch.Generator().manual_seed(turn)
     if model.main_input_name == "input_features":
         shape = (1, config.num_mel_bins, 2 * config.max_source_positions)
@@ -176,7 +176,7 @@ def prompts(model: Any, turn: int = 0) -> list[dict[str, torch.Tensor]]:
 
 
 def batch(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The prompts as one call, padded on the left."""
+    """The prompts as one left-padded batch."""
     width = max(row["input_ids"].shape[1] for row in rows) if "input_ids" in rows[0] else 0
 
     def wide(name: str, value: torch.Tensor) -> torch.Tensor:
@@ -187,13 +187,13 @@ def batch(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def measure(name: str, is_tiny: bool, workload: str, turns: int, scale: float) -> dict[str, Any]:
-    """In this process: seconds of each system in each turn, whether its tokens are plain's, and the route."""
+    """Measures in this process: seconds of each system per turn, whether its tokens are plain's, and the route."""
     model = build(name, is_tiny)
     rows = prompts(model)
-    inputs = batch(rows)  # these two are others in each turn
+    inputs = batch(rows)  # both change in each turn
     lengths = [max(2, round(scale * length)) for length in WORKLOADS[workload]]
     width = inputs["input_ids"].shape[1] if "input_ids" in inputs else 1
-    never = model.config.get_text_config().vocab_size - 1  # ends no row, but makes `generate` pad those that are done
+    never = model.config.get_text_config().vocab_size - 1  # ends no row, but makes `generate` pad finished rows
     options: dict[str, Any] = dict(
         max_new_tokens=max(lengths), do_sample=False, eos_token_id=never, suppress_tokens=[never]
     )
@@ -223,7 +223,7 @@ def measure(name: str, is_tiny: bool, workload: str, turns: int, scale: float) -
     expected = generate()
     equal = {"plain": True}
     for system in SYSTEMS[1:]:
-        equal[system] = systems[system]() == expected  # and warm
+        equal[system] = systems[system]() == expected  # also a warm-up
         route = hf_paged.last_route(model)
         equal[f"{system}_road"] = f"{route.road}: {route.reason}" if route else ""
     seconds: dict[str, list[float]] = {system: [] for system in systems}
@@ -260,7 +260,7 @@ def run(name: str, is_tiny: bool, workload: str, is_quick: bool) -> dict[str, An
 
 
 def target(row: dict[str, Any]) -> float:
-    """The most of plain's time that ours should take; an interval that reaches it meets it."""
+    """Largest acceptable share of plain's time; met if the interval reaches it."""
     if len(set(WORKLOADS[row["workload"]])) > 1:
         return 0.77  # 1.3 times faster
     return 1.1 if row["size"] == "tiny" else 1.0
@@ -287,7 +287,7 @@ _OURS = ("generate", "engine")
 
 
 def added(runs: list[dict[str, Any]], run: dict[str, Any]) -> list[dict[str, Any]]:
-    """The runs with another, whose rows take the place of older ones: all of them take hours."""
+    """The runs plus `run`, whose rows replace older ones; running all of them takes hours."""
     new = {_case(row) for row in run["rows"]}
     kept = [{**old, "rows": [row for row in old["rows"] if _case(row) not in new]} for old in runs]
     return [old for old in kept if old["rows"]] + [run]

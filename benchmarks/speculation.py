@@ -1,12 +1,12 @@
 """
-Speculation: `PagedEngine` with it over the same engine without, in turns, on models that the benchmark trains first.
+Speculation: `PagedEngine` with it against the same engine without, in turns, on models that the benchmark trains first.
 
     python -m benchmarks.speculation [--only W7,W8,random,assistants,stages] [--turns 15] [--quick] [--json PATH]
 
-W7 and W8: 32 rows and one that copy the text of their prompt and replace some words (n-grams). random: the same numbers
-of rows whose text never repeats. assistants: 8 rows of a model of 25 million parameters, with assistants of several
-sizes that were trained on the same text. stages: where the time of a turn with the assistant of a tenth
-goes. All in float32 on the CPU, greedy; prompts are new in every turn.
+W7 and W8: 32 rows and 1 row that copy the text of their prompt and replace some words (n-grams). random: the same row
+counts, with text that never repeats. assistants: 8 rows of a model of 25 million parameters, with assistants of several
+sizes trained on the same text. stages: time by stage of a turn with the assistant of a tenth of the size. All in
+float32 on the CPU, greedy, with new prompts in every turn.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ from hf_paged.batching.execution.executor import Executor
 PARTS = ("W7", "W8", "random", "assistants", "stages")
 TURNS, WARM_UPS = 15, 10
 ACCEPTED, NO_COST, FASTER = 2.0, 1.02, 1.2
-"""Targets: tokens accepted a row and step; the ratio where nothing repeats; how much faster a tenth of the size is."""
+"""Targets: accepted tokens per row and step; ratio without repeats; speedup with an assistant of a tenth of the
+size."""
 TENTH = "language-2.5m"
-LONGEST_DRAFT = 40  # tokens of a row; prompts have more
+LONGEST_DRAFT = 40  # tokens per row; prompts are longer
 OFF = "off"
 UNLIKE = replace(SHAPES["llama-tiny"], name="llama-tiny-8k", layers=4, vocab=8192)
-"""With random weights and that many words next to no pair of them comes twice."""
+"""Random weights over a vocabulary so large that practically no pair of words repeats."""
 COLUMNS = {
     "case": "case",
     "speculation": "speculation",
@@ -69,7 +70,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Edits(Workload):
-    """Prompts and answers of `trained.edit`, of texts that the training did not have."""
+    """Prompts and answers of `trained.edit`, from texts outside the training set."""
 
     def batch(self, repeat: int, vocab: int) -> Batch:
         words = random.Random(f"{self.name} {repeat}")
@@ -79,7 +80,7 @@ class Edits(Workload):
 
 @dataclass(frozen=True)
 class Speech(Workload):
-    """The beginnings of texts of `trained.language`, of orders of its sentences that the training did not have."""
+    """Prefixes of texts of `trained.language`, whose sentence orders the training did not contain."""
 
     def batch(self, repeat: int, vocab: int) -> Batch:
         words = random.Random(f"{self.name} {repeat}")
@@ -107,7 +108,7 @@ class Assisted(Engine):
     An engine whose requests have an assistant.
 
     Args:
-        assistant ([`PreTrainedModel`]): With the same tokens.
+        assistant ([`PreTrainedModel`]): Assistant with the same vocabulary.
     """
 
     assistant: Any = None
@@ -120,12 +121,12 @@ class Assisted(Engine):
 @dataclass
 class Turns:
     """
-    What one system did in each turn.
+    Results of one system in each turn.
 
     Args:
-        proposed, accepted (`list[int]`): Candidates that were computed, and that became tokens.
-        per_step (`list[list[float]]`): Accepted tokens a step, of each row; steps without candidates count.
-        equal (`bool`): All tokens are those without speculation.
+        proposed, accepted (`list[int]`): Draft tokens computed, and accepted.
+        per_step (`list[list[float]]`): Accepted tokens per step of each row; steps without drafts count.
+        equal (`bool`): Whether all tokens equal those without speculation.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -136,7 +137,7 @@ class Turns:
 
 
 def accepted_a_step(answer: Answer) -> list[float]:
-    """Of each row the tokens a step beyond the one that every step brings, after the step of the prompt."""
+    """Tokens per step of each row beyond the one that every step yields, after the prompt's step."""
     found = []
     for times in answer.times:
         later = [time for time in times if time > times[0]]
@@ -147,8 +148,8 @@ def accepted_a_step(answer: Answer) -> list[float]:
 def run(
     model: Any, shape: Shape, workload: Workload, systems: Mapping[str, Engine], turns: int
 ) -> tuple[dict[str, Turns], bool]:
-    """Turns of every system, in one order and in its reverse, after turns to warm up, in which steps of many sizes are
-    recorded; whether the tokens without speculation are plain `generate`'s."""
+    """Runs turns of every system, in alternating order, after warm-up turns in which steps of many sizes are recorded;
+    also returns whether the tokens without speculation are plain `generate`'s."""
     found = {name: Turns() for name in systems}
     names = list(systems)
     plain = Generate()(model, shape, workload, workload.batch(-1, shape.vocab)).rows
@@ -170,7 +171,7 @@ def run(
         if turn == -1:
             is_plain = rows[OFF] == plain
     for name, engine in systems.items():
-        mine = found[name]  # so far are the engine's numbers
+        mine = found[name]  # the engine's counters up to here
         mine.proposed = [b - a for a, b in zip(mine.proposed, mine.proposed[1:])]
         mine.accepted = [b - a for a, b in zip(mine.accepted, mine.accepted[1:])]
         engine.free()
@@ -180,7 +181,7 @@ def run(
 
 
 def row_of(workload: Workload, name: str, off: Turns, on: Turns, is_plain: bool) -> dict[str, Any]:
-    """A line of the table; its targets are the caller's."""
+    """A row of the table; the caller adds targets."""
     slower = paired.ratios(on.seconds, off.seconds)
     by_row = [value for values in on.per_step for value in values]
     proposed, accepted = sum(on.proposed), sum(on.accepted)
@@ -205,7 +206,7 @@ def row_of(workload: Workload, name: str, off: Turns, on: Turns, is_plain: bool)
 
 
 def ngrams(model: Any, shape: Shape, workload: Workload, turns: int) -> dict[str, Any]:
-    """A row of the table, with the targets of the issue."""
+    """A row of the table, with the issue's targets."""
     systems = {OFF: Engine(), "n-grams": Engine(hf_paged.PagedConfig(speculation="ngram"))}
     found, is_plain = run(model, shape, workload, systems, turns)
     row = row_of(workload, "n-grams", found[OFF], found["n-grams"], is_plain)
@@ -221,8 +222,8 @@ def ngrams(model: Any, shape: Shape, workload: Workload, turns: int) -> dict[str
 
 
 def break_even(sizes: Sequence[int], ratios: Sequence[float]) -> tuple[float | None, str]:
-    """Parameters at which an assistant saves as much time as it takes, and how that is known: between two measured
-    sizes by a line over the logarithm of the size. Both from the smallest to the largest."""
+    """Size in parameters at which an assistant breaks even, and how it is known: interpolated between two measured
+    sizes over the logarithm of the size. Both inputs go from the smallest to the largest."""
     for size, larger, ratio, next_ratio in zip(sizes, sizes[1:], ratios, ratios[1:]):
         if (ratio <= 1) != (next_ratio <= 1):
             share = (1 - ratio) / (next_ratio - ratio)
@@ -235,7 +236,7 @@ def break_even(sizes: Sequence[int], ratios: Sequence[float]) -> tuple[float | N
 def assistants(
     target: Any, shape: Shape, helpers: Mapping[str, Any], workload: Workload, turns: int
 ) -> list[dict[str, Any]]:
-    """A row of the table for each assistant, from the smallest to the largest; the break-even size is in the last."""
+    """A row of the table per assistant, from the smallest to the largest; the last row has the break-even size."""
     systems: dict[str, Engine] = {OFF: Engine()}
     systems |= {name: Assisted(assistant=helper) for name, helper in helpers.items()}
     found, is_plain = run(target, shape, workload, systems, turns)
@@ -265,7 +266,7 @@ STAGES = {
 
 
 def stages(target: Any, shape: Shape, helper: Any, workload: Workload, turns: int) -> list[dict[str, Any]]:
-    """Where the time goes, medians of turns: forwards of both models by the number of their tokens, and all else."""
+    """Time by stage, medians of turns: forwards of both models by number of tokens, and the rest."""
     spans: dict[str, list[tuple[int, float]]] = {}
     run = Executor.run
 
@@ -314,12 +315,12 @@ def stages(target: Any, shape: Shape, helper: Any, workload: Workload, turns: in
 
 
 def few(workload: Workload, quick: bool) -> Workload:
-    """Of few rows, if it is to be quick."""
+    """The workload, with few rows if `quick`."""
     return replace(workload, num_prompts=min(3, workload.num_prompts)) if quick else workload
 
 
 def edited(name: str, folder: Path, turns: int, quick: bool) -> list[dict[str, Any]]:
-    """W7 or W8, by the editor in `folder`, where the first of them trains it."""
+    """W7 or W8 with the editor in `folder`; the first call trains it."""
     shape, workload = trained.EDITOR, few(EDITS[name], quick)
     path = folder / shape.name
     model = trained.load(path) if path.exists() else trained.editor(shape, folder, 2 if quick else trained.EDITOR_STEPS)
@@ -327,13 +328,13 @@ def edited(name: str, folder: Path, turns: int, quick: bool) -> list[dict[str, A
 
 
 def unlike(turns: int, quick: bool) -> list[dict[str, Any]]:
-    """Text that never repeats."""
+    """Rows for text that never repeats."""
     model = build(UNLIKE, "cpu", torch.float32)
     return [ngrams(model, UNLIKE, few(workload, quick), turns) for workload in RANDOM]
 
 
 def assisted(part: str, folder: Path, turns: int, quick: bool) -> list[dict[str, Any]]:
-    """With all assistants, or the stages of one; quick: two small models."""
+    """Rows for all assistants, or the stages of one; `quick`: two small models."""
     shape, others, steps = trained.TARGET, trained.ASSISTANTS, trained.SPEAKER_STEPS
     if part == "stages":
         others = tuple(other for other in others if other.name == TENTH)
@@ -351,8 +352,8 @@ def assisted(part: str, folder: Path, turns: int, quick: bool) -> list[dict[str,
 
 
 def pooled(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of several runs of one revision, a process each, with the turns of all; a target is met where the interval
-    of the ratio reaches it."""
+    """Rows that combine the turns of several runs of one revision, a process each; a target is met if the interval of
+    the ratio reaches it."""
     found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in (row for each in runs for row in each["rows"]):
         found.setdefault((row["case"], row["speculation"]), []).append(row)
@@ -408,7 +409,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: list[dict[str, Any]] = []
     transformers.logging.disable_progress_bar()
     gc.collect()
-    gc.freeze()  # what is there now need not be looked through before every turn
+    gc.freeze()  # exempt existing objects from garbage collection before every turn
     try:
         with quiet(), tempfile.TemporaryDirectory() as name:
             folder = Path(name)

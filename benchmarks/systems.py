@@ -1,4 +1,4 @@
-"""What `benchmarks.generate` compares: a system takes a model, a workload and a batch, and returns the new tokens."""
+"""Systems of `benchmarks.generate`: each takes a model, a workload and a batch, and returns the new tokens."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from benchmarks.workloads import Batch, Workload, contiguous_bytes, left_padded
 
 
 class NotAvailable(Exception):
-    """The system does not run here; the message is what the table says."""
+    """The system does not run here; the message goes into the table."""
 
 
 class Answer(NamedTuple):
     """
     Args:
         rows (`list[list[int]]`): New tokens of every row.
-        times (`list[list[float]]`): When each of them was there, by `time.perf_counter`; empty where it is unknown.
+        times (`list[list[float]]`): `time.perf_counter` of each token; empty where unknown.
     """
 
     rows: list[list[int]]
@@ -35,7 +35,7 @@ class Answer(NamedTuple):
 
 
 class StopsAt(StoppingCriteria):
-    """Row `i` is done after `new_tokens[i]` tokens; notes when each step's tokens are there."""
+    """Ends row `i` after `new_tokens[i]` tokens; records when each step's tokens are available."""
 
     def __init__(self, width: int, new_tokens: Sequence[int], device: Any) -> None:
         self.lengths = width + torch.tensor(new_tokens, device=device)
@@ -53,21 +53,21 @@ class System(ABC):
     One way to generate.
 
     Args:
-        is_peer (`bool`): Several times slower than the others: gets fewer turns.
+        is_peer (`bool`): Whether it is several times slower than the others and gets fewer turns.
     """
 
     is_peer = False
 
     @abstractmethod
     def __call__(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> Answer:
-        """The new tokens of every row of `batch`, and when they came."""
+        """The new tokens of every row of `batch`, and their timestamps."""
 
     def kv_bytes(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> int | None:
-        """Most bytes of keys and values at once, in the call before; `None`: not told."""
+        """Peak bytes of K/V in the last call; `None`: unknown."""
         return None
 
-    def free(self) -> None:  # noqa: B027  most have nothing to give
-        """Gives memory back."""
+    def free(self) -> None:  # noqa: B027  most have nothing to free
+        """Frees memory."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Generate(System):
     `model.generate`.
 
     Args:
-        batch_size (`int`): Prompts at a time; 0: all.
+        batch_size (`int`): Prompts per call; 0: all.
         cache (`str`, *optional*): `cache_implementation`.
     """
 
@@ -111,7 +111,7 @@ class Generate(System):
         lengths = [length for length in batch.new_tokens for _ in range(workload.rows_per_prompt)]
         stops = StopsAt(width, lengths, model.device)
         options: dict[str, Any] = {**workload.options, "max_new_tokens": max(batch.new_tokens)}
-        if not has_beams:  # whose tokens are settled at the end only
+        if not has_beams:  # beams settle their tokens only at the end
             options["stopping_criteria"] = StoppingCriteriaList([stops])
         if batch.ragged:
             options["eos_token_id"] = shape.never
@@ -134,7 +134,7 @@ class Generate(System):
 
 @dataclass
 class Engine(System):
-    """`hf_paged.PagedEngine`, one for all repeats, as a user would keep it."""
+    """`hf_paged.PagedEngine`, one for all repeats, as users keep it."""
 
     cache_config: hf_paged.PagedConfig | None = None
     engine: Any = None
@@ -178,9 +178,10 @@ class Engine(System):
 @dataclass
 class SmallPool(Engine):
     """
-    An engine with a third of the blocks that another had in use at most in its turn before.
+    An engine with a third of the peak blocks of another engine's last turn.
 
     Args:
+        of ([`Engine`]): The other engine.
         of ([`Engine`]): That other.
     """
 
@@ -196,7 +197,7 @@ class SmallPool(Engine):
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without the warnings and logs that the libraries would put between the lines of a table."""
+    """Silences warnings and logs that libraries would print into a table."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -209,7 +210,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def attention(model: Any, name: str) -> Iterator[None]:
-    """The model with another attention implementation."""
+    """Sets another attention implementation within the context."""
     before = model.config._attn_implementation
     model.set_attn_implementation(name)
     try:

@@ -1,6 +1,6 @@
 """
-A web app: 8 threads that call `generate` with one prompt each, against the same calls one after another, in turns, in
-two processes, one after the other.
+A web app: 8 threads that call `generate` with one prompt each, against the same calls in sequence, in turns, in two
+processes, one after the other.
 
     python -m benchmarks.threads [--model llama-100m] [--dtype bfloat16] [--quick] [--json PATH]
 """
@@ -24,7 +24,7 @@ from benchmarks.machine import facts
 from benchmarks.models import SHAPES, build
 from benchmarks.paired import interval, ratios
 
-THREADS, TURNS, NEW_TOKENS = 8, 8, 16  # turns of each process
+THREADS, TURNS, NEW_TOKENS = 8, 8, 16  # turns per process
 SYSTEMS = {
     "plain": "plain `generate`, one call after another",
     "plain_threads": "plain `generate` in 8 threads",
@@ -35,13 +35,13 @@ SYSTEMS = {
 
 
 def prompts(vocab: int) -> list[torch.Tensor]:
-    """Of 8 different lengths up to 64 tokens, `(1, length)`."""
+    """Prompts `(1, length)` of 8 different lengths up to 64 tokens."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(3, vocab - 1, (1, 8 * (i + 1)), generator=generator) for i in range(THREADS)]
 
 
 def measure(name: str, dtype: str, turns: int, new_tokens: int) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """In this process: seconds of each system in each turn, and which share of its tokens are plain's."""
+    """Measures in this process: seconds of each system per turn, and the share of its tokens equal to plain's."""
     shape = SHAPES[name]
     model = build(shape, "cpu", getattr(torch, dtype)).eval()
     texts = prompts(shape.vocab)
@@ -67,7 +67,7 @@ def measure(name: str, dtype: str, turns: int, new_tokens: int) -> tuple[dict[st
         }
         expected = systems["plain"]()
         equal = {}
-        for system, work in systems.items():  # and warm
+        for system, work in systems.items():  # also a warm-up
             pairs = [pair for ours, plain in zip(work(), expected) for pair in zip(ours, plain)]
             equal[system] = sum(a == b for a, b in pairs) / len(pairs)
         seconds: dict[str, list[float]] = {system: [] for system in systems}
@@ -81,8 +81,8 @@ def measure(name: str, dtype: str, turns: int, new_tokens: int) -> tuple[dict[st
 
 
 def run(name: str, dtype: str, turns: int, new_tokens: int, num_processes: int) -> dict[str, Any]:
-    """Of each system the median seconds, how much faster it is than `paged`, and the share of plain's tokens; in this
-    process without others."""
+    """Median seconds of each system, its speedup over `paged`, and the share of tokens equal to plain's; with one
+    process, runs in this one."""
     seconds: dict[str, list[float]] = {system: [] for system in SYSTEMS}
     results = [] if num_processes else [measure(name, dtype, turns, new_tokens)]
     for _ in range(num_processes):

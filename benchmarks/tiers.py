@@ -1,11 +1,11 @@
 """
-Prefixes that come back from the disk, against computing them again.
+Prefixes loaded from disk, against computing them again.
 
     python -m benchmarks.tiers [--model qwen2.5-0.5b] [--tokens 2001] [--turns 5] [--only prefix|W3] [--json PATH]
 
-First row: a new process gets its first token behind a prompt whose blocks another process has left in the folder, and
-behind a new one of the same length, in turns. Second row: workload W3 a second time, in a pool of a
-quarter of the blocks that it needs: what the pool gave up comes from the disk, or is computed.
+First row: time to first token in a new process, in turns for a prompt whose blocks another process has left in the
+folder and for a new prompt of the same length. Second row: workload W3 a second time, in a pool of a quarter of the
+blocks that it needs: evicted blocks are loaded from disk, or computed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def engine_of(model: Any, path: str | None, **others: Any) -> hf_paged.PagedEngi
 
 
 def first_token(engine: hf_paged.PagedEngine, prompt: list[int]) -> tuple[float, list[int], int]:
-    """Seconds to the first token, the tokens, and how many of the prompt's were found."""
+    """Seconds to the first token, the tokens, and the number of prompt tokens found."""
     (result,) = engine.generate([prompt], {**GREEDY, "max_new_tokens": 4})
     if result.error is not None:
         raise result.error
@@ -58,14 +58,14 @@ def first_token(engine: hf_paged.PagedEngine, prompt: list[int]) -> tuple[float,
 
 
 def give_up(engine: hf_paged.PagedEngine) -> None:
-    """What is cached leaves the pool, and is on the disk before this returns."""
+    """Evicts all cached blocks; returns when they are on disk."""
     engine.memory.give_up_cached()
     for store in stores_of(engine.memory):
         store.wait()
 
 
 def leave(name: str, path: str, length: int, turns: int) -> list[list[int]]:
-    """Computes the prompts of all turns and leaves their blocks in the folder; returns their first tokens."""
+    """Computes the prompts of all turns, leaves their blocks in the folder and returns their first tokens."""
     model = build(SHAPES[name], "cpu", torch.float32)
     found = []
     with engine_of(model, path) as engine:
@@ -76,12 +76,12 @@ def leave(name: str, path: str, length: int, turns: int) -> list[list[int]]:
 
 
 def measure_first_tokens(name: str, path: str, length: int, turns: int) -> dict[str, Any]:
-    """In a process that has computed none of these prompts: seconds of those on the disk, and of others."""
+    """In a process that has computed none of these prompts: seconds for those on disk and for new ones."""
     shape = SHAPES[name]
     model = build(shape, "cpu", torch.float32)
     rows: dict[str, Any] = {"disk": [], "computed": [], "tokens": [], "found": []}
     with engine_of(model, path) as engine:
-        first_token(engine, text(length, shape.vocab, -1))  # checks, code that is compiled, the weights' pages
+        first_token(engine, text(length, shape.vocab, -1))  # warm-up: checks, compilation, page faults of the weights
         for turn in range(turns + 1):
             order = ["disk", "computed"] if turn % 2 else ["computed", "disk"]
             for kind in order:
@@ -105,7 +105,7 @@ def first_row(name: str, length: int, turns: int) -> dict[str, Any]:
         rows = json.loads(done.stdout.splitlines()[-1])
     size = int(hf_paged.PagedConfig.block_size)
     equal = rows["tokens"] == expected and rows["found"] == [(length - 1) // size * size] * (turns + 1)
-    disk, computed = rows["disk"][1:], rows["computed"][1:]  # the first turn warms
+    disk, computed = rows["disk"][1:], rows["computed"][1:]  # the first turn is a warm-up
     return row("first token, new process", equal, rows["found"][0], disk, computed)
 
 
@@ -125,7 +125,7 @@ def row(what: str, equal: bool, found: int, disk: list[float], computed: list[fl
 
 
 def num_blocks(workload: Workload, batch: Batch) -> int:
-    """Blocks of all rows at once, the common prefix held once."""
+    """Blocks of all rows at once; the common prefix counts once."""
     size = int(hf_paged.PagedConfig.block_size)
     shared = workload.prefix // size
     rows = zip(batch.prompts, batch.new_tokens)
@@ -164,7 +164,7 @@ def second_row(name: str, workload: Workload, turns: int) -> dict[str, Any]:
                     store.wait()
                 seconds, answers[kind], num_found = serve(engine, batch)
                 equal &= before == answers[kind]
-                if turn:  # the first one warms
+                if turn:  # the first is a warm-up
                     times[kind].append(seconds)
                     found = num_found if kind == "disk" else found
             equal &= answers["disk"] == answers["computed"]
@@ -175,7 +175,7 @@ def second_row(name: str, workload: Workload, turns: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; 1 if tokens differ, or blocks were not found."""
+    """The command line; returns 1 if tokens differ, or blocks were not found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(SHAPES), default="qwen2.5-0.5b", help="the shape")
     parser.add_argument("--tokens", type=int, default=2001, help="of the prompt of the first row")

@@ -1,6 +1,6 @@
 """
-Models that a benchmark trains itself, within a few minutes, on texts that it makes: an editor, which copies the text of
-its prompt and replaces some words, and models of one language in several sizes.
+Models that a benchmark trains within a few minutes, on synthetic texts: an editor, which copies the text of its prompt
+and replaces some words, and language models of several sizes for one language.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from benchmarks.models import FIRST_WORD, PAD, Shape
 
-BEGIN, EDIT = 1, 2  # the first token of a prompt, and the last one of an editor's
-TEXT_LENGTH = 96  # words of a text that is edited
-OLD_WORDS = 32  # one word in that many is replaced
+BEGIN, EDIT = 1, 2  # first token of a prompt, and last token of an editor's prompt
+TEXT_LENGTH = 96  # words in a text to edit
+OLD_WORDS = 32  # one word in 32 is replaced
 EDITOR_STEPS, SPEAKER_STEPS = 250, 120
 NUM_SENTENCES, SENTENCE_LENGTH, LANGUAGE_LENGTH = 64, (6, 14), 64
 
@@ -33,14 +33,14 @@ ASSISTANTS = (
 
 
 def edit(draw: random.Random, vocab: int, length: int = TEXT_LENGTH) -> tuple[list[int], list[int]]:
-    """A prompt, whose text has random words, and its answer: the same text with the new word for each old one."""
+    """A prompt with a text of random words, and its answer: the text with each old word replaced by the new one."""
     text = [draw.randrange(FIRST_WORD, vocab - 1) for _ in range(length)]
     answer = [word + 1 if word % OLD_WORDS == FIRST_WORD else word for word in text]
     return [BEGIN, *text, EDIT], answer
 
 
 def sentences(vocab: int) -> list[list[int]]:
-    """All of a language; several have words in common."""
+    """All sentences of a language; several share words."""
     draw = random.Random("sentences")
     return [
         [draw.randrange(FIRST_WORD, vocab - 1) for _ in range(draw.randint(*SENTENCE_LENGTH))]
@@ -49,7 +49,7 @@ def sentences(vocab: int) -> list[list[int]]:
 
 
 def language(draw: random.Random, vocab: int, length: int = LANGUAGE_LENGTH) -> list[int]:
-    """Its sentences in random order."""
+    """A text of the language: its sentences in random order."""
     known, text = sentences(vocab), [BEGIN]
     while len(text) < length:
         text += draw.choice(known)
@@ -60,13 +60,13 @@ def train(
     shape: Shape, text: Callable[[random.Random], list[int]], *, first: int, rows: int, steps: int, rate: float
 ) -> Any:
     """
-    A model in float32 from random weights, by AdamW.
+    Trains a float32 model from random weights with AdamW.
 
     Args:
-        text: Draws one of the texts, which are all of the same length.
-        first (`int`): Tokens before this one are not learned.
-        rows, steps (`int`): Texts in a step, and steps.
-        rate (`float`): Of learning, at its highest.
+        text: Draws a text; all texts have one length.
+        first (`int`): Tokens before this one are excluded from the loss.
+        rows, steps (`int`): Texts per step, and steps.
+        rate (`float`): Peak learning rate.
     """
     torch.manual_seed(0)
     draw = random.Random(f"{shape.name} learns")
@@ -90,12 +90,12 @@ def train(
 
 
 def load(folder: Path) -> Any:
-    """What was trained, in float32 and eval mode."""
+    """Loads the trained model, in float32 and eval mode."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def editor(shape: Shape, folder: Path, steps: int) -> Any:
-    """Learns to edit texts of random words."""
+    """Trains a model to edit texts of random words."""
 
     def text(draw: random.Random) -> list[int]:
         prompt, answer = edit(draw, shape.vocab)
@@ -107,7 +107,7 @@ def editor(shape: Shape, folder: Path, steps: int) -> Any:
 
 
 def speaker(shape: Shape, folder: Path, steps: int) -> Any:
-    """Learns the language of its vocabulary; those of all sizes are given the same number of texts."""
+    """Trains a model on the language of its vocabulary; all sizes see the same number of texts."""
     model = train(
         shape, lambda draw: language(draw, shape.vocab), first=1, rows=8, steps=steps, rate=0.5 / shape.hidden
     )

@@ -1,11 +1,11 @@
-"""Launch parameters of the Triton kernels for the GPU at hand: `python -m benchmarks.tune`.
+"""Launch parameters of the Triton kernels for this machine's GPU: `python -m benchmarks.tune`.
 
-Every candidate is first compared with `attention/backends/reference.py`, then timed in a CUDA graph on K and V that no
-cache holds. The winners go to `hf_paged/kernels/triton/configs/<chip>.json`, which the kernels read; commit it.
-`--block-sizes` measures what blocks of each size cost instead, on the CPU, too (`benchmarks.block_costs`).
+Compares every candidate with `attention/backends/reference.py`, then times it in a CUDA graph on K/V that no cache
+holds. The winners go to `hf_paged/kernels/triton/configs/<chip>.json`, which the kernels read; commit it.
+`--block-sizes` measures the cost of each block size instead, on the CPU, too (`benchmarks.block_costs`).
 
-Compiling takes longer than measuring, and needs no GPU: `--compile-only --target sm_90 --cache DIR` does so on any
-machine with the same version of Triton, `--cache DIR` then uses it.
+Compilation takes longer than measuring and needs no GPU: `--compile-only --target sm_90 --cache DIR` compiles on any
+machine with the same version of Triton, and `--cache DIR` uses the result.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ SHAPES = {  # query heads, K/V heads, key dim, value dim
     256: (16, 8, 256, 256),
     576: (16, 1, 576, 512),
 }
-"""By key dim, the heads of a model that has it."""
+"""Heads of a model with this key dim, by key dim."""
 
 LOADS = {
     "decode": {"batch": (64, 1, 4096), "long": (1, 1, 32768)},
     "prefill": {"prompt": (1, 8192, 8192), "chunks": (4, 512, 4096)},
     "short": {"speculated": (32, 8, 2048), "tails": (8, 16, 8192)},
 }
-"""Rows, queries and tokens of each that a choice is timed on; the geometric mean decides."""
+"""Rows, queries and tokens per row of the timed problems; the geometric mean of the times decides."""
 
 BLOCK_SIZE = 16
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
@@ -72,7 +72,7 @@ class Problem:
     def make(
         cls, dim: int, dtype: torch.dtype, rows: int, query_len: int, seq_len: int, device: torch.device
     ) -> Problem:
-        """Random states in blocks that lie in random order."""
+        """Random states in blocks in random order."""
         heads, kv_heads, key_dim, value_dim = SHAPES[dim]
         per_row = -(-seq_len // BLOCK_SIZE)
 
@@ -92,12 +92,12 @@ class Problem:
         return cls(random(rows * query_len, heads, key_dim), keys, values, step)
 
     def run(self, backend: backends.Backend) -> torch.Tensor:
-        """By a backend: `(rows * query_len, heads, value_dim)`."""
+        """Output of a backend: `(rows * query_len, heads, value_dim)`."""
         blocks = KVBlocks((self.key_blocks, self.value_blocks), self.key_blocks, self.value_blocks)
         return backend.attend(AttentionCall(self.query, blocks, self.step, self.scale))
 
     def decode(self, config: LaunchConfig | None) -> torch.Tensor:
-        """The same by the decode kernel; without a configuration in that of its choice."""
+        """Output of the decode kernel; without `config` the kernel chooses."""
         from hf_paged.kernels.triton.attention import decode_attention
 
         inputs = (self.query, self.key_blocks, self.value_blocks, self.step)
@@ -105,7 +105,7 @@ class Problem:
         return output
 
     def prefill(self, config: LaunchConfig | None) -> torch.Tensor:
-        """The same by the prefill kernel."""
+        """Output of the prefill kernel; without `config` the kernel chooses."""
         from hf_paged.kernels.triton.attention import prefill_attention
 
         inputs = (self.query, self.key_blocks, self.value_blocks, self.step)
@@ -114,12 +114,12 @@ class Problem:
 
     @property
     def scale(self) -> float:
-        """Of the scores."""
+        """Scale of the scores."""
         return float(self.query.shape[-1] ** -0.5)
 
 
 def decode_candidates(default: LaunchConfig) -> Iterator[LaunchConfig]:
-    """The default first, then what may be better."""
+    """The default first, then the alternatives."""
     yield default
     for tile, warps, stages, programs in itertools.product((16, 32, 64, 128), (2, 4, 8), (2, 3, 4, 5), (1, 2, 3, 4, 6)):
         config = LaunchConfig(tile, default.block_m, warps, stages, programs)
@@ -128,7 +128,7 @@ def decode_candidates(default: LaunchConfig) -> Iterator[LaunchConfig]:
 
 
 def prefill_candidates(default: LaunchConfig) -> Iterator[LaunchConfig]:
-    """The default first, then what may be better."""
+    """The default first, then the alternatives."""
     yield default
     for block_m, tile, warps, stages in itertools.product((16, 32, 64, 128), (16, 32, 64, 128), (4, 8), (1, 2, 3, 4)):
         config = LaunchConfig(tile, block_m, warps, stages)
@@ -139,7 +139,7 @@ def prefill_candidates(default: LaunchConfig) -> Iterator[LaunchConfig]:
 def choose(
     options: Iterator[Config], is_right: Callable[[Config], bool], time_us: Callable[[Config], float]
 ) -> tuple[Config, dict[Config, float]]:
-    """The fastest of those that are right, and the time of each. What does not fit the chip is left out."""
+    """The fastest correct candidate, and the time of each. Candidates that do not fit the chip are left out."""
     times: dict[Config, float] = {}
     for config in options:
         try:
@@ -147,7 +147,7 @@ def choose(
                 print(f"  {config} gives other numbers than the reference: left out", file=sys.stderr)
                 continue
             times[config] = time_us(config)
-        except Exception as error:  # OutOfResources, or a compiler that gives up: the reason is Triton's
+        except Exception as error:  # OutOfResources or a compiler error: the reason is Triton's
             print(f"  {config}: {type(error).__name__}", file=sys.stderr)
     if not times:
         raise RuntimeError("no candidate ran and gave the reference's numbers")
@@ -155,7 +155,7 @@ def choose(
 
 
 class Task(NamedTuple):
-    """One entry of a table, to be found."""
+    """One table entry to determine."""
 
     key: str
     dim: int
@@ -165,17 +165,17 @@ class Task(NamedTuple):
     run: Callable[[Problem, LaunchConfig], torch.Tensor]
 
     def problem(self, device: torch.device) -> Problem:
-        """A small one of odd lengths, on which candidates are compared with the reference."""
+        """A small problem of odd lengths, to compare candidates with the reference."""
         most = max(queries for _, queries, _ in self.loads.values())
         return Problem.make(self.dim, self.dtype, 3, min(70, most), 700, device)
 
     def problems(self, device: torch.device) -> list[Problem]:
-        """Those that candidates are timed on."""
+        """The timed problems."""
         return [Problem.make(self.dim, self.dtype, *load, device) for load in self.loads.values()]
 
 
 def decode_tasks(dim: int, dtype: torch.dtype, chip: str) -> list[Task]:
-    """What decodes of these heads look up."""
+    """Entries that decodes of these heads look up."""
     heads, kv_heads, key_dim, value_dim = SHAPES[dim]
     group = heads // kv_heads
     options = decode_candidates(configs.default_decode_config(key_dim, value_dim, dtype, group))
@@ -184,14 +184,14 @@ def decode_tasks(dim: int, dtype: torch.dtype, chip: str) -> list[Task]:
 
 
 def prefill_tasks(dim: int, dtype: torch.dtype, chip: str) -> list[Task]:
-    """What long chunks look up, and such as fill less than a tile."""
+    """Entries that long chunks look up, and chunks that fill less than a tile."""
     heads, kv_heads, key_dim, value_dim = SHAPES[dim]
     tasks: dict[str, Task] = {}
     for name in ("prefill", "short"):
         loads = LOADS[name]
         rows = heads // kv_heads * max(queries for _, queries, _ in loads.values())
         key = configs.key("prefill", key_dim, value_dim, dtype, min(rows, 128))
-        if key not in tasks:  # else enough heads share keys for short chunks to fill tiles too
+        if key not in tasks:  # else enough query heads share a K/V head for short chunks to fill tiles, too
             options = prefill_candidates(configs.default_prefill_config(key_dim, value_dim, dtype, rows, chip))
             tasks[key] = Task(key, dim, dtype, loads, list(options), Problem.prefill)
     return list(tasks.values())
@@ -201,7 +201,7 @@ TASKS = {"decode": decode_tasks, "prefill": prefill_tasks}
 
 
 def tune(task: Task, device: torch.device) -> tuple[LaunchConfig, dict[str, Any]]:
-    """The best configuration, and its and the default's microseconds."""
+    """The best configuration, and the microseconds of the best and of the default."""
     from triton.testing import do_bench_cudagraph
 
     small, problems, tolerance = task.problem(device), task.problems(device), TOLERANCE[task.dtype]
@@ -220,7 +220,7 @@ def tune(task: Task, device: torch.device) -> tuple[LaunchConfig, dict[str, Any]
 
 
 def write(path: Path, chip: dict[str, Any], key: str, config: Any, figures: dict[str, Any]) -> None:
-    """Adds an entry to the table of a chip, with where its figures come from."""
+    """Adds an entry to the table of a chip, with the origin of its figures."""
     table = json.loads(path.read_text()) if path.exists() else {"configs": {}, "measured": {}}
     table["configs"][key] = dataclasses.asdict(config)
     table["measured"][key] = {**figures, "command": " ".join(sys.argv[1:]), **chip}
@@ -229,7 +229,7 @@ def write(path: Path, chip: dict[str, Any], key: str, config: Any, figures: dict
 
 
 def main() -> None:
-    """Tunes and writes the table, or compiles what this would run."""
+    """Tunes and writes the table, or compiles the candidates."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dims", type=int, nargs="+", choices=sorted(SHAPES), default=[64, 128, 256])
     parser.add_argument("--dtypes", nargs="+", choices=["bfloat16", "float16", "float32"], default=["bfloat16"])

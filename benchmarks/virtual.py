@@ -1,13 +1,13 @@
 """
-Rows side by side (`storage="virtual"`) against contiguous keys and values, and against blocks.
+Contiguous rows in virtual memory (`storage="virtual"`) against contiguous K/V, and against blocks.
 
     python -m benchmarks.virtual [--only REGEX] [--turns 15] [--quick] [--json PATH]
 
-Decode steps of whole models with attention code of their own, on the same states, over a `PagedCache` with blocks, one
-with rows side by side and transformers' `DynamicCache`; attention alone of chunks and decodes on a host without a C++
-compiler, over SDPA on contiguous tensors; bytes of pages that rows, samples and beams hold; and what each of
-vAttention's mechanisms costs and saves in the same decode steps. Contenders take turns; each ratio is the median over
-turns, with its 95% interval.
+Decode steps of whole models with custom attention code, on the same states, over a `PagedCache` with blocks, one with
+contiguous rows, and transformers' `DynamicCache`; attention alone of chunks and decodes on a host without a C++
+compiler, relative to SDPA on contiguous tensors; bytes of pages that rows, samples and beams hold; and cost and gain of
+each of vAttention's mechanisms in the same decode steps. Contenders take turns; each ratio is the median over turns,
+with its 95% interval.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TARGETS = {"gpt_neo": 0.95, "gptj": 0.95, "bloom": 1.15}
 
 
 def own_models(quick: bool, layers: int = 12) -> dict[str, PreTrainedModel]:
-    """With attention code of their own, at the width of models of 100 million parameters and more."""
+    """Models with custom attention code, at the width of models of 100 million parameters and more."""
     layers, width, heads = (2, 64, 4) if quick else (layers, 768, 12)
     common = {"vocab_size": 1000, "eos_token_id": None, "bos_token_id": 1, "pad_token_id": 0}
     neo = {"attention_types": [[["global", "local"], layers // 2]], "num_layers": layers, "num_heads": heads}
@@ -66,7 +66,7 @@ def own_models(quick: bool, layers: int = 12) -> dict[str, PreTrainedModel]:
 
 
 def in_turns(works: dict[str, Callable[[], float]], turns: int) -> dict[str, list[float]]:
-    """Seconds of each, in turns whose order rotates."""
+    """Seconds of each, in turns of rotating order."""
     names = list(works)
     times: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(turns):
@@ -98,7 +98,7 @@ def compare(what: str, times: dict[str, list[float]], base: str, targets: dict[s
 
 
 def stepper(model: PreTrainedModel, cache: Any, ids: torch.Tensor, steps: int) -> Callable[[], float]:
-    """Seconds a decode step, over some steps behind the same prompt; the cache is cropped after them."""
+    """Seconds per decode step, over some steps after the same prompt; then crops the cache."""
     length = ids.shape[1]
     model(ids, past_key_values=cache, use_cache=True)
     token = ids[:, -1:]
@@ -135,11 +135,11 @@ def decode(turns: int, quick: bool, only: str) -> list[dict[str, Any]]:
     return found
 
 
-SHAPES = {"qwen2.5-0.5b": (14, 2, 64), "llama-3.1-8b": (32, 8, 128)}  # query heads, heads of keys, dim
+SHAPES = {"qwen2.5-0.5b": (14, 2, 64), "llama-3.1-8b": (32, 8, 128)}  # query heads, K/V heads, head dim
 
 
 def over_layers(function: Callable[[int], torch.Tensor], layers: int) -> float:
-    """Seconds a layer."""
+    """Seconds per layer."""
     begin = time.perf_counter()
     for layer in range(layers):
         function(layer)
@@ -170,7 +170,7 @@ class Paged:
 
 
 def stages(paged: Paged, functions: dict[str, Callable[[int], torch.Tensor]]) -> None:
-    """Contenders that do a part of a decode's work: without the step's plan, and the product alone."""
+    """Adds contenders for parts of a decode: attention with the step planned before, and the product alone."""
     planned = Paged(paged.cache, paged.view, paged.storage, paged.query, 1, keeps_step=True)
     planned(0)
     assert planned.step is not None
@@ -184,7 +184,8 @@ def stages(paged: Paged, functions: dict[str, Callable[[int], torch.Tensor]]) ->
 
 
 def attention(turns: int, quick: bool, only: str) -> list[dict[str, Any]]:
-    """The portable path, as on a host without a C++ compiler: over blocks, over rows, and SDPA on contiguous ones."""
+    """The portable path, as on a host without a C++ compiler: over blocks, over contiguous rows, and SDPA on
+    tensors."""
     cases = [("decode 8x512", 8, 512, 1, 1.0), ("chunks 4x64 of 576", 4, 576, 64, 1.02)]
     cases.append(("chunk 1x256 of 2048", 1, 2048, 256, 1.02))
     found = []
@@ -202,7 +203,7 @@ def attention(turns: int, quick: bool, only: str) -> list[dict[str, Any]]:
 
             def contiguous(layer: int, query: Any = query, states: Any = states, mask: Any = mask) -> torch.Tensor:
                 keys, values = states[layer]
-                if query.shape[2] == 1:  # faster by far than with `enable_gqa`, in half precision
+                if query.shape[2] == 1:  # much faster in half precision than with `enable_gqa`
                     grouped = query.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
                     return F.scaled_dot_product_attention(grouped, keys, values).reshape(query.shape)
                 return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
@@ -231,8 +232,8 @@ def attention(turns: int, quick: bool, only: str) -> list[dict[str, Any]]:
 
 
 def mechanisms(turns: int, quick: bool, only: str) -> list[dict[str, Any]]:
-    """Of a GPT-Neo of which all contenders can be mapped at once (`pages.Extents`): a call's decode steps, and calls of
-    `mmap` in them, where 4 rows begin behind others that ended."""
+    """Decode steps of a small GPT-Neo, for which all contenders can be mapped at once (`pages.Extents`), and calls of
+    `mmap` per step, where rows begin after others that ended."""
     what = "mechanisms, decode steps of gpt_neo of 4 layers, over 'on demand'"
     if not re.search(only, what):
         return []
@@ -271,7 +272,7 @@ def mechanisms(turns: int, quick: bool, only: str) -> list[dict[str, Any]]:
 
 
 def physical(only: str) -> list[dict[str, Any]]:
-    """Bytes of pages in memory when all rows are there, over contiguous ones, and after they are gone."""
+    """Bytes of pages in memory with all rows present, relative to contiguous rows, and after their release."""
     found = []
     for name, rows, new, limit in (("8 beams", 8, 32, 0.25), ("16 samples", 16, 32, 0.20)):
         what = f"bytes of pages, {name} over 500 + {new}, qwen2.5-0.5b heads"
@@ -307,8 +308,8 @@ BASES = ("DynamicCache", "contiguous", "on demand")
 
 
 def pooled(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of several runs of one revision, a process each, with the turns of all; a target is met where the interval
-    of the ratio reaches it."""
+    """Rows that combine the turns of several runs of one revision, a process each; a target is met if the interval of
+    the ratio reaches it."""
     parts: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for row in (row for run in runs for row in run["rows"]):
         parts.setdefault(row["what"], {}).setdefault(row["case"], []).append(row)

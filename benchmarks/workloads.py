@@ -1,4 +1,4 @@
-"""What `benchmarks.generate` runs: the workloads W1 to W6, the trace of arrivals, and the prompts of each repeat."""
+"""Inputs of `benchmarks.generate`: the workloads W1 to W6, the trace of arrivals, and the prompts of each repeat."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from benchmarks.models import FIRST_WORD, PAD, Shape
 
 @dataclass(frozen=True)
 class Batch:
-    """The prompts of one repeat, and how many tokens each is to get."""
+    """The prompts of one repeat, and the number of new tokens for each."""
 
     prompts: list[list[int]]
     new_tokens: list[int]
 
     @property
     def ragged(self) -> bool:
-        """Whether rows stop at different steps."""
+        """Whether rows end at different steps."""
         return len(set(self.new_tokens)) > 1
 
 
@@ -28,12 +28,12 @@ class Batch:
 class Workload:
     """
     Args:
-        prompt_lengths, new_tokens: Of each prompt, drawn with the given generator; the same in every repeat.
-        prefix (`int`): Tokens that all prompts begin with.
-        options (`dict`): Of `generate`.
-        target (`float`, *optional*): Plain's time over ours, at least; from the issue.
-        batch_sizes (`tuple[int, ...]`): Of plain `generate`; the best counts.
-        repeats, fewest (`int`): Turns of each system: as many as the run has time for, never fewer than `fewest`.
+        prompt_lengths, new_tokens: Drawn for each prompt with the given generator; the same in every repeat.
+        prefix (`int`): Length of the common prefix of all prompts.
+        options (`dict`): Options of `generate`.
+        target (`float`, *optional*): Least ratio of plain's time to ours; from the issue.
+        batch_sizes (`tuple[int, ...]`): Batch sizes of plain `generate`; the best counts.
+        repeats, fewest (`int`): Most and fewest turns of each system, as the run's time allows.
         processes (`int`): Number of processes; each takes this number of turns.
     """
 
@@ -52,7 +52,7 @@ class Workload:
 
     @property
     def rows_per_prompt(self) -> int:
-        """Rows that come back for each prompt."""
+        """Returned rows per prompt."""
         return self.options.get("num_return_sequences", 1)
 
     @property
@@ -60,7 +60,7 @@ class Workload:
         return bool(self.options.get("do_sample"))
 
     def batch(self, repeat: int, vocab: int) -> Batch:
-        """Fresh words in every repeat, so that a prefix cache holds none of them; lengths stay."""
+        """New words in every repeat, so that prefix caches miss; the lengths stay."""
         lengths, words = random.Random(self.name), random.Random(f"{self.name} {repeat}")
 
         def text(length: int) -> list[int]:
@@ -71,7 +71,7 @@ class Workload:
         return Batch(prompts, [lengths.randint(*self.new_tokens) for _ in prompts])
 
     def scaled(self, prompts: float, tokens: float) -> Workload:
-        """A smaller one, for `--quick` and for checks in float32."""
+        """A smaller workload, for `--quick` and for checks in float32."""
 
         def shrink(span: tuple[int, int]) -> tuple[int, int]:
             return max(1, round(span[0] * tokens)), max(2, round(span[1] * tokens))
@@ -122,13 +122,13 @@ WORKLOADS = {
 
 def sharegpt_like(num_requests: int, scale: float, vocab: int, repeat: int = 0) -> Batch:
     """
-    Lengths as ShareGPT's in the PagedAttention paper (arXiv 2309.06180, section 6.1): log-normal with means of 161 in
-    and 338 out, at most 2048 each, times `scale`. Another `repeat` has other words of the same lengths.
+    Lengths like ShareGPT's in the PagedAttention paper (arXiv 2309.06180, section 6.1): log-normal with means of 161 in
+    and 338 out, at most 2048 each, times `scale`. Another `repeat` has other words and the same lengths.
     """
     draw, words = random.Random("sharegpt"), random.Random(f"sharegpt words {repeat or ''}".rstrip())
 
     def length(mean: float, sigma: float) -> int:
-        # exp(mu + sigma^2 / 2) is a log-normal's mean
+        # exp(mu + sigma^2 / 2) is the mean of a log-normal
         drawn = mean * draw.lognormvariate(-(sigma**2) / 2, sigma)
         return max(4, round(min(2048.0, drawn) * scale))
 
@@ -138,7 +138,7 @@ def sharegpt_like(num_requests: int, scale: float, vocab: int, repeat: int = 0) 
 
 
 def poisson_times(num_requests: int, rate: float) -> list[float]:
-    """Seconds after the start at which each request arrives, `rate` a second on average; the first at 0."""
+    """Arrival times in seconds after the start, `rate` per second on average; the first at 0."""
     draw = random.Random("arrivals")
     times = [0.0]
     while len(times) < num_requests:
@@ -148,8 +148,8 @@ def poisson_times(num_requests: int, rate: float) -> list[float]:
 
 def contiguous_bytes(shape: Shape, workload: Workload, batch: Batch, itemsize: int) -> int:
     """
-    Of the `DynamicCache` of plain `generate` with all prompts in one batch: every row as wide as the widest prompt and
-    the longest answer. The last token's keys and values are never computed.
+    Bytes of plain `generate`'s `DynamicCache` with all prompts in one batch: every row as wide as the widest prompt
+    plus the longest answer. The last token's K/V are never computed.
     """
     rows = len(batch.prompts) * max(workload.rows_per_prompt, workload.options.get("num_beams", 1))
     width = max(map(len, batch.prompts)) + max(batch.new_tokens) - 1
@@ -165,6 +165,6 @@ def left_padded(prompts: list[list[int]], device: Any) -> dict[str, torch.Tensor
 
 
 def equal_share(expected: list[list[int]], actual: list[list[int]]) -> float:
-    """Share of tokens that are the same at the same place."""
+    """Share of positions with equal tokens."""
     pairs = [(a, b) for left, right in zip(expected, actual) for a, b in zip(left, right)]
     return sum(a == b for a, b in pairs) / max(1, len(pairs))

@@ -1,9 +1,9 @@
-"""Generate for many prompts in several processes, an engine in each, and compare with one process.
+"""Generate for many prompts in several processes, one engine each, and compare with a single process.
 
-accelerate starts the processes, parts the prompts among them and gathers the results in the prompts' order. Each
-process has a GPU of its own; where there are none, all run on the CPU (`--cpu` of accelerate would start one process,
-or ask for MPI). The script exits with status 1 if one token differs from what one engine gives for all prompts, or a
-sample of them from plain `generate`.
+accelerate starts the processes, splits the prompts among them and gathers the results in prompt order. Each process
+uses its own GPU; without GPUs, all run on the CPU (accelerate's `--cpu` would start a single process, or require MPI).
+The script exits with status 1 if a token differs from a single engine's for all prompts, or from plain `generate`'s for
+a sample of them.
 
     accelerate launch --multi_gpu --num_processes 2 examples/accelerate_batch.py [--prompts 64] [--quick]
 """
@@ -28,11 +28,11 @@ SAMPLE_SIZE = 8  # results compared with plain `generate`
 
 
 def generate(state: PartialState, folder: str, prompts: list[list[int]], config: GenerationConfig) -> list[Any]:
-    """The results of all prompts in their order, in every process."""
+    """Results of all prompts in prompt order, in every process."""
     model = AutoModelForCausalLM.from_pretrained(folder).to(state.device)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with (
-        state.split_between_processes(prompts) as mine,  # neighbours stay together, in the order of the processes
+        state.split_between_processes(prompts) as mine,  # contiguous parts, in process order
         hf_paged.PagedEngine(model, tokenizer=tokenizer) as engine,
     ):
         results = engine.generate(mine, config)
@@ -62,7 +62,7 @@ def main() -> int:
     state = PartialState(cpu=not torch.accelerator.is_available())
     with tempfile.TemporaryDirectory() as own:
         [folder] = broadcast_object_list([own])
-        if state.is_main_process:  # the others read what it saves, as they would any checkpoint
+        if state.is_main_process:  # the other processes load the saved checkpoint
             for each in tiny_model.from_arguments(arguments):
                 each.save_pretrained(folder)
         state.wait_for_everyone()
@@ -76,7 +76,7 @@ def main() -> int:
         )
         results = generate(state, folder, prompts, config)
         status = check(folder, prompts, config, results) if state.is_main_process else 0
-        state.wait_for_everyone()  # the folder goes with its process
+        state.wait_for_everyone()  # the process that made the folder deletes it
     state.destroy_process_group()
     return status
 

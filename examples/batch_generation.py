@@ -1,8 +1,8 @@
 """Generate for 500 prompts of different lengths with the batching engine, and compare a sample with plain `generate`.
 
-Every prompt begins with one of a few passages of Python's manual; each has a limit of its own. The
-engine batches them as they fit, computes a shared beginning once, and gives the tokens that plain `generate` gives for
-the prompt alone. The script exits with status 1 if one token of the sample differs.
+Every prompt begins with one of a few passages of Python's manual and has a separate limit. The engine batches requests
+as memory allows, computes a common prefix once, and returns the tokens of plain `generate` on each prompt alone. The
+script exits with status 1 if a token of the sample differs.
 
     python examples/batch_generation.py [--prompts 500] [--train-seconds 15] [--quick]
 """
@@ -22,14 +22,14 @@ from transformers import GenerationConfig
 import hf_paged
 
 PASSAGES = ("assignment", "class", "exceptions", "function", "import", "objects", "try", "with")
-PASSAGE_TOKENS = 96  # at the beginning of each prompt, and the same for all prompts about one passage
-QUESTION_TOKENS = (4, 160)  # the rest of a prompt, at least and at most
+PASSAGE_TOKENS = 96  # common prefix of all prompts about one passage
+QUESTION_TOKENS = (4, 160)  # least and most tokens of the rest of a prompt
 NEW_TOKENS = (8, 96)
 SAMPLE_SIZE = 16  # results compared with plain `generate`
 
 
 def make_prompts(tokenizer: Any, count: int) -> list[list[int]]:
-    """Token ids of `count` prompts: the beginning of a passage, then some other place of the manual."""
+    """Token ids of `count` prompts: the beginning of a passage, then text from elsewhere in the manual."""
     draw = random.Random(0)
     passages = [tokenizer(tiny_model.MANUAL[name])["input_ids"][:PASSAGE_TOKENS] for name in PASSAGES]
     manual = tokenizer(" ".join(tiny_model.MANUAL.values()))["input_ids"]
@@ -63,7 +63,7 @@ def print_stats(stats: hf_paged.EngineStats) -> None:
 
 
 def print_results(results: list[hf_paged.RequestResult]) -> None:
-    """Where the prefix hits are, how requests ended, and a few texts."""
+    """Prints the prefix hits, the finish reasons, and a few texts."""
     hits = [result.num_prefix_hit_tokens for result in results]
     first_token = sorted(result.timings.first_token or 0.0 for result in results)
     reasons = [result.finish_reason for result in results]
@@ -76,7 +76,7 @@ def print_results(results: list[hf_paged.RequestResult]) -> None:
 
 
 def num_equal(model: Any, results: list[hf_paged.RequestResult], configs: list[GenerationConfig]) -> int:
-    """How many of the results have the tokens that plain `generate` gives for the prompt alone."""
+    """Number of results whose tokens equal plain `generate`'s on the prompt alone."""
     equal = 0
     for result, config in zip(results, configs):
         prompt = torch.tensor([result.prompt_ids])

@@ -1,8 +1,8 @@
-"""Beam search on shared blocks: 8 beams with `generate` and in the engine, beside requests of other kinds.
+"""Beam search on shared blocks: 8 beams with `generate` and in the engine, beside other requests.
 
-The beams of a prompt hold the same blocks as far as they have the same tokens; where two of them part, the one block in
-which they differ is copied. The script prints the block map in the middle of a run, and exits with status 1 if a token
-differs from plain `generate`.
+Beams of a prompt share blocks as far as their tokens agree; where two beams part, the block in which they differ is
+copied. The script prints the block map in the middle of a run, and exits with status 1 if a token differs from plain
+`generate`.
 
     python examples/beam_search.py [--train-seconds 15] [--quick]
 """
@@ -21,11 +21,11 @@ import hf_paged
 
 NUM_BEAMS = 8
 NUM_RETURNED = 4
-MAP_WIDTH = 64  # blocks in a line of the map
+MAP_WIDTH = 64  # blocks per line of the map
 
 
 def compare_generate(model: Any, inputs: Any, options: dict[str, Any]) -> tuple[bool, Any]:
-    """`model.generate` with the plain and with the paged cache; returns whether they agree, and plain's output."""
+    """Calls `model.generate` with the plain and the paged cache; returns whether they agree, and plain's output."""
     plain = model.generate(**inputs, **options, output_scores=True, return_dict_in_generate=True)
     hf_paged.memory_stats(model, reset=True)
     paged = model.generate(**inputs, **options, cache_implementation="paged")
@@ -39,7 +39,8 @@ def compare_generate(model: Any, inputs: Any, options: dict[str, Any]) -> tuple[
 
 
 def print_block_map(engine: hf_paged.PagedEngine) -> None:
-    """A character for each block: `.` free, `c` cached, else how many sequences hold it, `+` for ten or more."""
+    """Prints one character per block: `.` free, `c` cached, else the number of sequences that hold it, `+` for 10 or
+    more."""
     states = engine.block_map()[None]  # all layers have full attention
     marks = ["c" if state < 0 else ".123456789+"[min(state, 10)] for state in states]
     for start in range(0, len(marks), MAP_WIDTH):
@@ -52,7 +53,7 @@ def print_block_map(engine: hf_paged.PagedEngine) -> None:
 def run_engine(
     model: Any, tokenizer: Any, prompts: list[list[int]], options: list[dict[str, Any]]
 ) -> list[hf_paged.RequestResult]:
-    """All requests in one engine; prints its block map in the middle of the run."""
+    """Runs all requests in one engine; prints its block map in the middle of the run."""
     with hf_paged.PagedEngine(model, tokenizer=tokenizer) as engine:
         ids = [engine.add_request(prompt, kind, seed=0) for prompt, kind in zip(prompts, options)]
         results, num_steps = {}, 0
@@ -70,11 +71,11 @@ def run_engine(
 
 
 def equals_plain(model: Any, result: hf_paged.RequestResult, options: dict[str, Any]) -> bool:
-    """Whether every sequence of the result is the one that plain `generate` returns for the prompt alone."""
+    """Whether every sequence of the result equals plain `generate`'s on the prompt alone."""
     torch.manual_seed(0)
     prompt = torch.tensor([result.prompt_ids])
     plain = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[:, prompt.shape[1] :].tolist()
-    # plain pads what ended early
+    # plain pads rows that ended early
     return len(plain) == len(result.sequences) and all(
         row[: len(sequence.token_ids)] == sequence.token_ids
         and set(row[len(sequence.token_ids) :]) <= {model.config.pad_token_id}

@@ -1,8 +1,8 @@
-"""A chat in the browser: answers stream from one `PagedEngine`, whose figures and blocks are shown beside them.
+"""A chat in the browser: answers stream from one `PagedEngine`, with its stats and blocks beside them.
 
-Answers of all visitors run in the same batch; one that is stopped, or whose page is closed, gives its blocks back.
-The next turn of a conversation finds the ones before it in the prefix cache. MODEL is a folder or a name that
-transformers loads, with a chat template; without one a small model is trained, which can only rave about Python.
+Answers of all visitors run in the same batch; a stopped answer, or a closed page, frees its blocks. The next turn of a
+conversation finds the earlier turns in the prefix cache. MODEL is a folder or name of a model with a chat template;
+without MODEL, a small model is trained, which can only rave about Python.
 
     pip install gradio
     python examples/chat.py [MODEL] [--port 7860] [--train-seconds 60] [--quick]
@@ -19,11 +19,11 @@ import tiny_model  # before transformers: it sets the environment
 import hf_paged
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{{ '\n' }}{% endfor %}"
-MAX_PROMPT_TOKENS = 600  # of a conversation; the oldest turns are left out
+MAX_PROMPT_TOKENS = 600  # per conversation; the oldest turns are left out
 
 
 def build_page(engine: hf_paged.PagedEngine, generation: dict[str, Any]) -> Any:
-    """The page, a `gradio.Blocks`: a chat, and the engine's figures, twice a second."""
+    """The page, a `gradio.Blocks`: a chat, and the engine's stats, updated twice a second."""
     import gradio
 
     async def answer(message: str, history: list[dict[str, Any]]) -> AsyncIterator[str]:
@@ -31,7 +31,7 @@ def build_page(engine: hf_paged.PagedEngine, generation: dict[str, Any]) -> Any:
         turns.append({"role": "user", "content": message})
         ids = prompt_of(engine.tokenizer, turns)
         text = ""
-        async for output in engine.astream([ids], generation):  # closed with this generator: that cancels the request
+        async for output in engine.astream([ids], generation):  # closing this generator cancels the request
             text += output.text or ""
             yield text
             if output.result is not None and output.result.error is not None:
@@ -49,13 +49,13 @@ def build_page(engine: hf_paged.PagedEngine, generation: dict[str, Any]) -> Any:
 
 
 def text_of(turn: dict[str, Any]) -> str:
-    """What was said in a turn, which gradio keeps as text or as a list of parts."""
+    """Text of a turn, which gradio stores as text or as a list of parts."""
     content = turn["content"]
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def prompt_of(tokenizer: Any, turns: list[dict[str, str]]) -> list[int]:
-    """The ids of a conversation up to its next answer."""
+    """Token ids of a conversation, ready for the next answer."""
     while True:
         inputs = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)
         if len(inputs["input_ids"]) <= MAX_PROMPT_TOKENS or len(turns) == 1:

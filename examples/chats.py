@@ -1,7 +1,7 @@
-"""Chats on a loaded engine: messages in, answers of several samples out, and how sure the model was of each token.
+"""Chats on a loaded engine: messages in, several sampled answers out, with the log-probability of each token.
 
-The model and its tokenizer, with a chat template, are saved to a folder, and `PagedEngine.from_pretrained` loads both.
-The script exits with status 1 if one token differs from plain `generate` on the template's text.
+The model and its tokenizer, with a chat template, are saved to a folder; `PagedEngine.from_pretrained` loads both. The
+script exits with status 1 if a token differs from plain `generate` on the template's text.
 
     python examples/chats.py [--train-seconds 15] [--quick]
 """
@@ -25,11 +25,11 @@ TEMPLATE = (
 )
 SYSTEM = {"role": "system", "content": "You are Python's manual. Say what is asked, in one sentence."}
 QUESTIONS = ("What does the with statement do?", "When is an exception raised?", "What is a class?")
-TOP = 3  # alternatives that are shown of each token
+TOP = 3  # alternatives shown per token
 
 
 def is_plain(engine: hf_paged.PagedEngine, chat: list[dict[str, str]], result: Any, options: dict[str, Any]) -> bool:
-    """Whether the answers are those of plain `generate` with the text of the template."""
+    """Whether the answers equal plain `generate`'s on the template's text."""
     ids = engine.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=False)
     torch.manual_seed(0)
     plain = engine.model.generate(ids, attention_mask=torch.ones_like(ids), **options)[:, ids.shape[1] :]

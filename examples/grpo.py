@@ -1,9 +1,9 @@
-"""GRPO with TRL, whose rollouts come from paged memory: the same training as with plain `generate`.
+"""GRPO with TRL and rollouts from paged memory: the same training as with plain `generate`.
 
-One line of the config turns it on, `generation_kwargs`. Eight samples of a prompt share its blocks. With
-`idle_release_seconds=0` the pool goes back to the system after each rollout, so that the optimizer's step has all of
-the memory. The model is a small one that writes nonsense; it is rewarded for commas. The script exits with status 1 if
-one token of a rollout, or a loss, differs from the run on plain `generate`.
+One option of the config, `generation_kwargs`, turns it on. Eight samples of a prompt share its blocks. With
+`idle_release_seconds=0` the pool is released after each rollout, so that the optimizer step has all memory. The model
+is a small one that writes nonsense; the reward counts commas. The script exits with status 1 if a token of a rollout,
+or a loss, differs from the run on plain `generate`.
 
     pip install trl && python examples/grpo.py [--train-seconds 10] [--quick]
 """
@@ -24,12 +24,12 @@ from trl import GRPOConfig, GRPOTrainer
 
 import hf_paged
 
-NUM_SAMPLES = 8  # of each prompt
+NUM_SAMPLES = 8  # per prompt
 PAGED = {"cache_implementation": "paged", "cache_config": {"idle_release_seconds": 0}}
 
 
 class Rollouts:
-    """What was sampled, and the seconds until then."""
+    """Sampled tokens and mean reward of each rollout."""
 
     def __init__(self) -> None:
         self.tokens: list[list[list[int]]] = []
@@ -43,7 +43,7 @@ class Rollouts:
 
 
 class Memory(TrainerCallback):
-    """Looks at the pool when the optimizer is about to step."""
+    """Records the pool's bytes before each optimizer step."""
 
     def __init__(self) -> None:
         self.held_bytes: list[int] = []
@@ -53,7 +53,7 @@ class Memory(TrainerCallback):
 
 
 def train(model: Any, tokenizer: Any, steps: int, new_tokens: int, generation: dict[str, Any]) -> tuple[Any, ...]:
-    """The rollouts, the losses, the pool's bytes at each optimizer step, and the seconds that it took."""
+    """The rollouts, the losses, the pool's bytes at each optimizer step, and the seconds of the training."""
     rollouts, memory = Rollouts(), Memory()
     prompts = [text[:160] for _, text in zip(range(steps), tiny_model.MANUAL.values())]
     with tempfile.TemporaryDirectory() as folder:

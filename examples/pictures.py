@@ -1,10 +1,10 @@
-"""The pictures of the README: what is in the blocks, and who was in the batch when.
+"""The pictures of the README: the contents of the blocks, and the timeline of the batch.
 
     python examples/pictures.py [--out FOLDER] [--quick]
 
-A small Llama, trained on the CPU, serves beams, samples, prompts that begin alike and prompts that do not. Half-way
-its blocks are drawn. Then the same requests come to two engines with too few blocks for all of them: one computes again
-what it had to give up, the other swaps it to host memory and back.
+A small Llama, trained on the CPU, serves beams, samples, prompts with a common prefix and prompts without. Its blocks
+are drawn half-way. Then two engines with too few blocks for all of them serve the same requests: one recomputes
+preempted requests, the other swaps their blocks to host memory and back.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PREEMPTION = ("recompute", "swap")
 
 
 def make_requests(tokenizer: Any, new_tokens: int) -> list[tuple[str, list[int], dict[str, Any]]]:
-    """Names, prompts and options: beams, samples, prompts that begin alike, prompts that have nothing in common."""
+    """Names, prompts and options: beams, samples, prompts with a common prefix, unrelated prompts."""
 
     def ids(topic: str, length: int) -> list[int]:
         return tokenizer(tiny_model.MANUAL[topic])["input_ids"][:length]
@@ -46,7 +46,7 @@ def make_requests(tokenizer: Any, new_tokens: int) -> list[tuple[str, list[int],
 
 
 def draw_memory(model: Any, tokenizer: Any) -> Figure:
-    """The blocks in the middle of a run, with those that an earlier request left in the prefix cache."""
+    """Draws the blocks in the middle of a run, with those that an earlier request left in the prefix cache."""
     with hf_paged.PagedEngine(model, {"num_blocks": NUM_BLOCKS["memory"]}) as engine:
         document = tokenizer(tiny_model.MANUAL["objects"])["input_ids"][:400]
         engine.generate([document], {"max_new_tokens": 4, "do_sample": False})
@@ -58,7 +58,7 @@ def draw_memory(model: Any, tokenizer: Any) -> Figure:
 
 
 def draw_timeline(model: Any, tokenizer: Any) -> Figure:
-    """The same requests, a few at a time, under both ways to preempt."""
+    """Draws the timeline of the same requests with each preemption method."""
     figure = Figure(figsize=(WIDTH, 6.4), dpi=DPI, layout="constrained")
     panels = figure.subplots(len(PREEMPTION), sharex=True)
     for preemption, ax in zip(PREEMPTION, panels):
@@ -74,7 +74,7 @@ def draw_timeline(model: Any, tokenizer: Any) -> Figure:
 
 
 def serve(engine: hf_paged.PagedEngine, requests: list[tuple[str, list[int], dict[str, Any]]]) -> None:
-    """The small requests come first, and another one every fifth step."""
+    """Adds a request every fifth step, the small ones first, and steps until all have ended."""
     for step in range(10_000):
         if step % 5 == 0 and requests:
             name, prompt, options = requests.pop()

@@ -1,7 +1,7 @@
 """Train a small Llama on Python's own manual, then generate with the plain and with the paged cache and compare.
 
 Everything runs on the CPU and nothing is downloaded: the text is `pydoc_data.topics`, the reference manual that
-`help()` prints. The script exits with status 1 if one token of the paged runs differs from plain `generate`.
+`help()` prints. The script exits with status 1 if a token of the paged runs differs from plain `generate`.
 
     python examples/quickstart.py [--train-seconds 40] [--quick]
 """
@@ -20,7 +20,7 @@ import torch
 
 import hf_paged
 
-REPEATS = 3  # timed runs of each call, plain and paged in turn
+REPEATS = 3  # timed runs of each call, plain and paged taking turns
 
 RAGGED_PROMPTS = [
     "The with statement",
@@ -40,14 +40,14 @@ class Comparison:
     name: str
     plain_seconds: float
     paged_seconds: float
-    paged_bytes: int  # most bytes of K/V blocks in use at one time
-    contiguous_bytes: int  # bytes of K/V in plain's own cache when the call ended
+    paged_bytes: int  # peak bytes of K/V blocks in use
+    contiguous_bytes: int  # bytes of K/V in plain's cache at the end of the call
     equal: bool
 
 
 def compare(name: str, model: Any, inputs: Any, repeats: int, **options: Any) -> tuple[Comparison, torch.Tensor]:
     """
-    Makes one `generate` call both ways: a warm-up of each, then `repeats` timed runs of each in turn.
+    Makes a `generate` call both ways: a warm-up of each, then `repeats` timed runs of each, in turns.
 
     Returns:
         `tuple[Comparison, torch.Tensor]`: The figures, and the paged call's tokens of shape `(rows, length)`, int64.

@@ -1,7 +1,7 @@
-"""Text as it comes: several prompts on one engine, `async for`, a request cancelled half-way, a streamer for each row.
+"""Streaming: several prompts on one engine, `async for`, a request cancelled half-way, a streamer for each row.
 
-Each line of the tables below is printed when its text is there: a column for each request, so that one sees the engine
-serve them side by side. The script exits with status 1 if anything differs from plain `generate`.
+The tables below have a column per request and are printed line by line as text arrives, which shows that the engine
+serves the requests together. The script exits with status 1 if anything differs from plain `generate`.
 
     python examples/streaming.py [--train-seconds 15] [--quick]
 """
@@ -24,11 +24,11 @@ PROMPTS = [
     "A class definition is an executable statement. The inheritance list usually gives",
     "When a name is used in a code block,",
 ]
-WIDTH = 26  # characters of a column
+WIDTH = 26  # characters per column
 
 
 class Columns:
-    """Prints pieces of text side by side, a column for each of `titles`, and keeps what came in each column."""
+    """Prints pieces of text side by side, a column for each of `titles`, and keeps the text of each column."""
 
     def __init__(self, titles: list[str]) -> None:
         self.texts = ["" for _ in titles]
@@ -37,7 +37,7 @@ class Columns:
         self._print(["-" * (WIDTH - 2) for _ in titles])
 
     def add(self, column: int, text: str | None) -> None:
-        """`text` came for `column`; the line is printed before the first piece that would run out of its column."""
+        """Adds `text` to `column`; prints the line first if a piece would exceed its column."""
         if not text:
             return
         self.texts[column] += text
@@ -47,13 +47,13 @@ class Columns:
         self._line[column] += piece
 
     def note(self, column: int, text: str) -> None:
-        """Something to say about `column` on a line of its own."""
+        """Prints a remark about `column` on a separate line."""
         self.flush()
         self._line[column] = text
         self.flush()
 
     def flush(self) -> None:
-        """Prints what has not been printed."""
+        """Prints the pending line."""
         if any(cell.strip() for cell in self._line):
             self._print(self._line)
         self._line = ["" for _ in self._line]
@@ -63,11 +63,11 @@ class Columns:
 
 
 def stream(engine: hf_paged.PagedEngine, limits: list[int]) -> list[str]:
-    """Four prompts, each with a limit of its own: a short one does not wait for the others."""
+    """Streams four prompts with different limits: a short one does not wait for the others."""
     columns, places = Columns(PROMPTS), {}
     configs = [{"max_new_tokens": limit, **tiny_model.GREEDY} for limit in limits]
     for output in engine.stream(PROMPTS, configs):
-        column = places.setdefault(output.request_id, len(places))  # in the order of the prompts
+        column = places.setdefault(output.request_id, len(places))  # in prompt order
         columns.add(column, output.text)
         if output.result is not None:
             columns.note(column, f"({output.result.finish_reason})")
@@ -75,7 +75,7 @@ def stream(engine: hf_paged.PagedEngine, limits: list[int]) -> list[str]:
 
 
 async def stream_to_clients(engine: hf_paged.PagedEngine, limit: int) -> list[str]:
-    """A coroutine for each prompt, as in a server: they do not know each other, yet share the engine's steps."""
+    """Runs a coroutine per prompt, as in a server: independent clients that share the engine's steps."""
     columns = Columns([f"client {column}" for column in range(len(PROMPTS))])
 
     async def serve(column: int, prompt: str) -> None:
@@ -110,7 +110,7 @@ def stream_and_cancel(engine: hf_paged.PagedEngine, limit: int) -> list[list[int
 
 
 class ColumnStreamer(TextStreamer):
-    """transformers' own `TextStreamer`, which gives out whole words, into a column instead of on stdout."""
+    """transformers' `TextStreamer`, which emits whole words, into a column instead of on stdout."""
 
     def __init__(self, tokenizer: Any, columns: Columns, column: int) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -121,7 +121,7 @@ class ColumnStreamer(TextStreamer):
 
 
 def stream_generate(model: Any, tokenizer: Any, limit: int) -> list[str]:
-    """A `generate` call for a padded batch, with a streamer for each row."""
+    """Calls `generate` on a padded batch, with a streamer for each row."""
     columns = Columns([f"row {row}" for row in range(len(PROMPTS))])
     model.generate(
         **tokenizer(PROMPTS, return_tensors="pt", padding=True),
@@ -135,7 +135,7 @@ def stream_generate(model: Any, tokenizer: Any, limit: int) -> list[str]:
 
 
 def plain_tokens(model: Any, tokenizer: Any, limit: int) -> list[list[int]]:
-    """What plain `generate` gives for each prompt alone."""
+    """Tokens of plain `generate` for each prompt alone."""
     rows = []
     for prompt in PROMPTS:
         inputs = tokenizer([prompt], return_tensors="pt")

@@ -1,6 +1,6 @@
-"""Answers that follow a JSON schema, a regular expression or a grammar, beside a request that is free.
+"""Answers that follow a JSON schema, a regular expression or a grammar, beside an unconstrained request.
 
-The model is a small one that knows nothing: its answers are nonsense of the right form. It needs xgrammar:
+The model is small and knows nothing: its answers are nonsense in the right form. Needs xgrammar:
 
     pip install -e ".[structured]" && python examples/structured_output.py [--train-seconds 15] [--quick]
 """
@@ -52,7 +52,7 @@ def main() -> int:
     for request_id, name in ids.items():
         for sequence in results[request_id].sequences:
             print(f"{name}: {tiny_model.shown(sequence.text, 90)} ({sequence.finish_reason})")
-            if sequence.finish_reason == "eos":  # else it is cut off
+            if sequence.finish_reason == "eos":  # otherwise it is cut off
                 whole[name] += bool(follows(name, sequence.text))
     print(f"\ncomplete, and of the form that was asked for: {whole}")
     ended = sum(s.finish_reason == "eos" for request_id in ids for s in results[request_id].sequences)
@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def follows(name: str, text: str) -> bool:
-    """Whether a text is what was asked for, found out by other means."""
+    """Checks independently whether a text has the requested form."""
     if name == "schema":
         found = json.loads(text)
         return set(found) == set(SCHEMA["properties"]) and 1 <= found["line"] <= 999

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Threads that spin while they wait make a step many times slower where other programs want the same cores.
+# Threads that spin while waiting slow a step down many times when other programs need the same cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import argparse
@@ -33,8 +33,8 @@ TRAIN_BATCH = 2  # rows of one training step
 LLAMA = dict(
     hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4
 )  # 3.7 million parameters with grouped-query attention
-# Hardly trained, a small model would repeat one token, whatever its keys and values are. With wide random weights and
-# embeddings of their own for the output, each token of its nonsense depends on all before it.
+# A barely trained small model would repeat one token whatever its K/V are. With wide random weights and untied output
+# embeddings, each token depends on all earlier ones.
 QUICK_LLAMA = dict(
     hidden_size=128,
     intermediate_size=256,
@@ -45,7 +45,7 @@ QUICK_LLAMA = dict(
     tie_word_embeddings=False,
 )
 QUICK_STEPS = 2
-GREEDY = dict(do_sample=False, no_repeat_ngram_size=2)  # so small a model would repeat itself
+GREEDY = dict(do_sample=False, no_repeat_ngram_size=2)  # otherwise so small a model repeats itself
 
 
 def add_arguments(parser: argparse.ArgumentParser, seconds: float) -> None:
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser, seconds: float) -> None:
 
 
 def from_arguments(arguments: argparse.Namespace) -> tuple[Any, Any]:
-    """The model and the tokenizer that the command line asks for; says on stdout what they are."""
+    """The model and the tokenizer that the command line asks for; prints a description."""
     return trained_model(arguments.train_seconds, quick=arguments.quick, verbose=True)
 
 
@@ -67,13 +67,13 @@ def trained_model(
     seconds: float = 15.0, steps: int | None = None, *, quick: bool = False, verbose: bool = False
 ) -> tuple[Any, Any]:
     """
-    A model and its tokenizer, trained here and loaded from disk like any other checkpoint.
+    Trains a model and its tokenizer, then loads them from disk like any other checkpoint.
 
     Args:
         seconds (`float`): Wall time of the training.
-        steps (`int`, *optional*): Train for that many steps instead, however long they take.
-        quick (`bool`): A smaller model after `QUICK_STEPS` steps.
-        verbose (`bool`): Say what is going on, and show a progress bar.
+        steps (`int`, *optional*): Train for this many steps instead.
+        quick (`bool`): Train a smaller model for `QUICK_STEPS` steps.
+        verbose (`bool`): Print progress and show a progress bar.
     """
     disable_progress_bar()  # of saving and loading
     tokenizer = train_tokenizer()
@@ -83,7 +83,7 @@ def trained_model(
 
 
 def train_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer, trained on the manual; it pads on the left, as generation needs."""
+    """A byte-level BPE tokenizer trained on the manual; pads on the left, as generation needs."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -118,7 +118,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, **options: Any) -> LlamaForC
 
 
 def build_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices between the embeddings, AdamW for the rest: faster than AdamW alone at so few steps."""
+    """Muon for the matrices between the embeddings, AdamW for the rest: faster than AdamW alone for so few steps."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     known = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in known]
@@ -137,7 +137,7 @@ def train(
 ) -> None:
     """
     Next-token training on random windows of the manual for `seconds`, or for `max_steps` steps; the learning rate
-    follows the share that is done.
+    follows the completed share.
     """
     tokens = torch.tensor(
         [token for topic in MANUAL.values() for token in [*tokenizer(topic)["input_ids"], tokenizer.eos_token_id]]
@@ -178,7 +178,7 @@ def train(
 def save_and_reload(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, verbose: bool = True
 ) -> tuple[Any, Any]:
-    """Through safetensors on disk and back, so that what generates is a checkpoint like any other."""
+    """Saves with safetensors and loads again, so that the model is a checkpoint like any other."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -189,12 +189,12 @@ def save_and_reload(
 
 
 def cache_bytes(past_key_values: Any) -> int:
-    """Bytes of the keys and values that a plain cache holds."""
+    """Bytes of K/V in a plain cache."""
     return sum(tensor.nbytes for layer in past_key_values.layers for tensor in (layer.keys, layer.values))
 
 
 def print_table(rows: list[tuple[str, ...]]) -> None:
-    """Prints rows of cells below the first one, the header; every column but the first is aligned on the right."""
+    """Prints rows of cells below the first row, the header; all columns but the first are right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in [rows[0], tuple("-" * width for width in widths), *rows[1:]]:
         numbers = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:])]
@@ -202,6 +202,6 @@ def print_table(rows: list[tuple[str, ...]]) -> None:
 
 
 def shown(text: str, width: int) -> str:
-    """Text on one line of at most `width` characters."""
+    """The text on one line of at most `width` characters."""
     text = " ".join(text.split())
     return text if len(text) <= width else text[: width - 3] + "..."

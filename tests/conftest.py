@@ -1,4 +1,4 @@
-"""Settings every test shares: no network, one torch thread, fixed seeds, and no model left changed by a test."""
+"""Settings shared by all tests: no network, one torch thread, fixed seeds, and no test leaves a model changed."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ ROOT = str(Path(__file__).resolve().parents[1])
 if ROOT not in sys.path:
     sys.path.append(ROOT)
 
-hypothesis.settings.register_profile("tests", deadline=None)  # a machine that does other things as well is no failure
+hypothesis.settings.register_profile("tests", deadline=None)  # tests do not fail on a busy machine
 hypothesis.settings.load_profile("tests")
-pytest.register_assert_rewrite("tests.support")  # its assertions show both sides too
+pytest.register_assert_rewrite("tests.support")  # its assertions show both sides, too
 
 from tests.support import slowest  # noqa: E402  once its folder is found and its assertions are rewritten
 
@@ -38,11 +38,11 @@ SEED = 0
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Two cores and many tiny models: threads cost more than they give, and one thread makes sums reproducible.
+    # Two cores and many tiny models: threads cost more than they save, and one thread makes sums reproducible.
     torch.set_num_threads(1)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects marked tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     listed = slowest.read()
     for item in items:
@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def sigint() -> Iterator[None]:
-    """Python's own handler: a process that a shell starts in the background inherits one that ignores SIGINT."""
+    """Sets Python's default handler: background processes of a shell inherit one that ignores SIGINT."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     assert signal.signal(signal.SIGINT, before) is signal.default_int_handler, "the handler was not put back"
@@ -66,7 +66,7 @@ def sigint() -> Iterator[None]:
 
 @pytest.fixture
 def full_precision() -> Iterator[None]:
-    """Products of float32 matrices on a GPU are those of float32."""
+    """Products of float32 matrices on a GPU use float32, not TF32."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     yield
@@ -75,7 +75,7 @@ def full_precision() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def seeded() -> Iterator[None]:
-    """Every test starts from the same random state and leaves grad mode and default dtype as they were."""
+    """Every test starts from the same random state and must restore grad mode and default dtype."""
     random.seed(SEED)
     np.random.seed(SEED)
     torch.manual_seed(SEED)

@@ -101,7 +101,7 @@ def test_every_class_that_takes_media_gets_them() -> None:
         if takes_media(model_class):
             try:
                 model = tiny_model(model_class)
-            except ImportError:  # a package that is not installed
+            except ImportError:  # a package is not installed
                 continue
             if not any(set(tensors) - {*TEXT} for tensors in make_inputs(model).values()):
                 missing.append(name)

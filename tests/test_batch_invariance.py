@@ -1,4 +1,4 @@
-"""With `batch_invariant` a row gets the same bits alone, in any batch, in chunks, preempted, behind cached prefixes."""
+"""With `batch_invariant` a row gets the same bits alone, in any batch, in chunks, preempted, after cached prefixes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NEW_TOKENS = 9
 
 
 class Recorder:
-    """A logits processor that keeps what it is given."""
+    """A logits processor that records its inputs."""
 
     def __init__(self) -> None:
         self.logits: list[torch.Tensor] = []
@@ -41,7 +41,7 @@ def model_of(name: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:
-    """Some begin alike, as far as a block, a tile of 64 tokens or more."""
+    """Rows, some with a common prefix of a block, a tile of 64 tokens or more."""
     draw = random.Random(seed)
     own = [[draw.randrange(3, models.VOCAB_SIZE) for _ in range(200)] for _ in range(4)]
     found = []
@@ -52,7 +52,7 @@ def prompts(count: int, seed: int) -> list[list[int]]:
 
 
 def run(engine: PagedEngine, rows: dict[int, list[int]], draw: random.Random) -> dict[int, torch.Tensor]:
-    """Logits `(NEW_TOKENS, vocab_size)` of each row, sampled with a seed of its own or greedy; rows come one by one."""
+    """Logits `(NEW_TOKENS, vocab_size)` of each row, greedy or sampled with its seed; rows join one by one."""
     recorders, waiting = {number: Recorder() for number in rows}, list(rows.items())
     while waiting or engine.has_unfinished:
         for _ in range(draw.choice([1, 2, 40])):
@@ -70,7 +70,7 @@ def config(draw: random.Random, **options: Any) -> PagedConfig:
     block_size = draw.choice([8, 16])
     return PagedConfig(
         block_size=block_size,
-        num_blocks=draw.choice([None, 400 // block_size, 400 // block_size]),  # two rows, which grow, or three
+        num_blocks=draw.choice([None, 400 // block_size, 400 // block_size]),  # room for two growing rows, or three
         max_num_batched_tokens=draw.choice([13, 64, 2048]),
         max_num_seqs=draw.choice([3, 16, 256]),
         preemption=draw.choice(["recompute", "swap"]),
@@ -194,8 +194,8 @@ PATH_NAMES = list(PATHS)[: best_path() + 1] if cpp.is_available() else []
 def test_attention(
     path: str, dtype: torch.dtype, heads: tuple[int, int, int], window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Queries of long rows alone, in chunks, in a batch with rows that begin with the same blocks, on any number of
-    threads, and behind tokens that were given back."""
+    """Queries of long rows alone, in chunks, in a batch with rows that share their first blocks, on any number of
+    threads, and after freed tokens."""
     monkeypatch.setenv(VARIABLE, path)
     best_path.cache_clear()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
@@ -213,7 +213,7 @@ def test_attention(
     queries = [torch.randn(length, num_heads, dim, generator=generator).to(dtype) for length in lengths]
 
     def attend(parts: list[tuple[int, int, int]], dropped: int = 0) -> list[torch.Tensor]:
-        """Of queries [start, end) of rows, whose first `dropped` blocks are gone."""
+        """Output for queries [start, end) of rows, whose first `dropped` blocks are freed."""
         table = torch.zeros(len(parts), 100, dtype=torch.int32)
         for at, (row, _, end) in enumerate(parts):
             needed = tables[row][dropped : -(-end // size)]
@@ -323,7 +323,7 @@ def test_forwards_that_mix_rows_are_refused(kind: type[_Part]) -> None:
 
 
 class _HalfOfOne(torch.nn.Module):
-    """A product of a slice, which has other strides in a step of one token."""
+    """A product of a slice whose strides differ in a step of one token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -349,7 +349,7 @@ def test_products_of_slices() -> None:
 
 
 def test_what_a_thread_computes_is_not_frozen_in_a_recording() -> None:
-    """Its numbers were replayed as they were when they were recorded."""
+    """Recordings once replayed the numbers of the thread unchanged."""
     model = models.build("llama")
     for layer in model.model.layers:
         layer.mlp = _InAThread(layer.mlp)

@@ -1,4 +1,5 @@
-"""`block_size="auto"` from the outside: plain `generate`'s tokens, sizes by layer group that follow the lengths."""
+"""`block_size="auto"` from the outside: plain `generate`'s tokens, and sizes per layer group that follow the
+lengths."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ TIMES = {"4": 1.4, "8": 1.2, "16": 1.1, "32": 1.05, "64": 1.02, "128": 1.0}
 
 @pytest.fixture(autouse=True)
 def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Made up: the larger the faster."""
+    """A made-up table: larger blocks are faster."""
     folder = tmp_path / "tables"
     folder.mkdir()
     found = {costs.key(kernel, "float32"): TIMES for kernel in ("cpp", "gather", "triton", "reference")}
@@ -68,12 +69,12 @@ def test_tokens_are_those_of_plain_generate(name: str, options: dict[str, Any]) 
 
 @pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
 def test_groups_have_sizes_of_their_own(name: str) -> None:
-    """The window of 8 tokens wastes what full attention does not."""
+    """The window of 8 tokens wastes slots that full attention does not."""
     model = models.get(name)
     hf_paged.free(model)
     inputs = models.padded_prompt(name, (150, 90))
     expected = model.generate(**inputs, **GREEDY)
-    for _ in range(2):  # the second begins with what the first left
+    for _ in range(2):  # the second run begins with the first run's prefixes
         assert_same_tokens(expected, model.generate(**inputs, **GREEDY, **PAGED), name)
         stats = hf_paged.memory_stats(model)
         assert sizes(stats) == {"full attention": 32, f"window of {models.WINDOW} tokens": 4}
@@ -209,7 +210,7 @@ def test_a_prefix_is_saved_over_groups_of_other_sizes(tmp_path: Path) -> None:
     assert engines[0].save_prefix(prompt, tmp_path / "prefix") == 96
     assert engines[1].load_prefix(tmp_path / "prefix") == 96
     for _ in range(MIN_UNSERVED):
-        engines[1]._core.memory.sizes.note(9)  # smaller blocks would suit these, but what was loaded is to serve
+        engines[1]._core.memory.sizes.note(9)  # smaller blocks would suit these, but the loaded ones must serve
     results.append(engines[1].generate([prompt], GREEDY)[0].token_ids)
     assert engines[1].stats().num_prefix_hit_tokens == 96 and results[0] == results[1]
     other = hf_paged.PagedEngine(model, AUTO)

@@ -1,4 +1,4 @@
-"""`hf_paged.install(by_default=True)`: calls that name no cache are paged, all others stay what they are."""
+"""`hf_paged.install(by_default=True)`: calls that name no cache are paged, all others are unchanged."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_tokens_are_plain(family: str, name: str) -> None:
     if options.pop("assistant", False):
         options["assistant_model"] = models.get_assistant(family)
     takes_loop = name in ("assisted", "lookup") and models.is_encoder_decoder(family)
-    inputs = models.prompt(family, batch_size=1 if name in ("assisted", "lookup") else 3)  # plain takes no more
+    inputs = models.prompt(family, batch_size=1 if name in ("assisted", "lookup") else 3)  # plain allows no more
     if "generation_config" in options:
         del options["max_new_tokens"]
     model = models.get(family)

@@ -1,4 +1,4 @@
-"""Private names of transformers are reached through `hf_paged.compat`, which misses one by name."""
+"""Private names of transformers are accessed through `hf_paged.compat`; a missing one is named."""
 
 from __future__ import annotations
 

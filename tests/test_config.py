@@ -1,4 +1,4 @@
-"""`PagedConfig`: what it takes is kept through a dict, what it refuses is named."""
+"""`PagedConfig`: accepted values survive a round trip through a dict, errors name refused ones."""
 
 from __future__ import annotations
 

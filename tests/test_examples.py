@@ -1,4 +1,4 @@
-"""The examples run as their users run them: the scripts as programs, the notebook in a kernel of its own."""
+"""The examples as users run them: scripts as programs, the notebook in a separate kernel."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from nbclient import NotebookClient
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 NOTEBOOK = EXAMPLES / "notebook.ipynb"
-TIME_LIMIT = 300  # seconds, for machines that do other things as well
+TIME_LIMIT = 300  # seconds, for busy machines
 PNG = "image/png"
 
-# What a run must print, beside ending with status 0, which says that all tokens equal plain `generate`'s.
+# Expected output of a run, beside exit status 0, which means that all tokens equal plain `generate`'s.
 EXPECTED = {
     "accelerate_batch.py": [
         r"process 0: 13 prompts, \d+ tokens",
@@ -66,11 +66,11 @@ EXPECTED = {
     ],
 }
 
-ELSEWHERE = {"chat.py", "structured_output.py"}  # whose packages are not everywhere: tests/ecosystem runs them
+ELSEWHERE = {"chat.py", "structured_output.py"}  # need packages that may be missing: tests/ecosystem runs them
 
 
 def environment(tmp_path: Path) -> dict[str, str]:
-    """This process's, with its modules, one thread, and nothing left in the user's folders."""
+    """This process's environment, with its modules, one thread, and no files left in the user's folders."""
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
@@ -118,7 +118,7 @@ def test_script(script: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
-    """accelerate's launcher, without GPUs: each process serves a part, and the results come in the prompts' order."""
+    """accelerate's launcher, without GPUs: each process serves a part, and the results are in prompt order."""
     run = subprocess.run(
         [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
         + [str(Path("examples") / "accelerate_batch.py"), "--quick"],
@@ -135,7 +135,7 @@ def test_two_processes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_notebook_runs(tmp_path: Path) -> None:
-    """From a folder with nothing but the module that it imports; a cell that fails raises."""
+    """Runs in a folder with only the imported module; a failing cell raises."""
     shutil.copy(EXAMPLES / "tiny_model.py", tmp_path)
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     [parameters] = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]

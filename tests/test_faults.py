@@ -1,4 +1,4 @@
-"""What fails must fail cleanly: the pool whole, the model as it came, the next call right; bad input named."""
+"""Clean failures: the pool is intact, the model unchanged, the next call correct; errors name bad input."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class OnPurpose(Exception):
 
 
 class Countdown:
-    """Raises at its `count`-th call while it is armed, the first call being 1."""
+    """Raises at its `count`-th call while armed, counting from 1."""
 
     def __init__(self, count: int, error: type[BaseException]) -> None:
         self.left, self.error, self.is_armed = count, error, True
@@ -94,7 +94,7 @@ def hooked(module: torch.nn.Module, countdown: Countdown) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced_forward(module: torch.nn.Module, countdown: Countdown) -> Iterator[None]:
-    """Fails inside the forward without a hook, which could change the road of the call."""
+    """Fails inside the forward without a hook, since a hook could change the road of the call."""
     original = type(module).forward
 
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -110,7 +110,7 @@ def replaced_forward(module: torch.nn.Module, countdown: Countdown) -> Iterator[
 
 
 def last_block(model: PreTrainedModel) -> torch.nn.Module:
-    """The feed-forward part of the last layer: when it runs, every layer has stored its keys and values."""
+    """The MLP of the last layer: when it runs, every layer has stored its K/V."""
     decoder = model.get_decoder()
     if hasattr(decoder, "h"):
         return decoder.h[-1].mlp
@@ -169,14 +169,14 @@ def assert_next_call_is_right(model: PreTrainedModel, inputs: dict[str, torch.Te
 def failing_call(
     model: PreTrainedModel, place: str, step: int, error: type[BaseException], mode: str, backend: dict[str, Any]
 ) -> tuple[BaseException, torch.Tensor]:
-    """The exception that the call raised, with its traceback and so its frames alive, and the RNG state it left."""
+    """The call's exception, whose traceback keeps its frames alive, and the final RNG state."""
     inputs = models.padded_prompt("llama" if not model.config.is_encoder_decoder else "t5")
     countdown = Countdown(step, error)
     arguments, context = PLACES[place](model, countdown)
-    if backend and place.endswith("layer"):  # which a replay does not run
+    if backend and place.endswith("layer"):  # a replay does not run it
         backend = models.UNRECORDED
     with context:
-        if backend and place.endswith("layer"):  # a changed class is checked by short forwards first: these pass
+        if backend and place.endswith("layer"):  # short forwards check a changed class first: these pass
             countdown.is_armed = False
             model.generate(**inputs, max_new_tokens=1, do_sample=False, **backend)
             countdown.is_armed = True
@@ -204,7 +204,7 @@ def test_an_exception_leaves_the_model_and_the_pool_whole(place: str, step: int,
     before = model_state(model)
     _, plain_rng = failing_call(model, place, step, OnPurpose, mode, {})
     error, paged_rng = failing_call(model, place, step, OnPurpose, mode, models.PAGED)
-    assert error.__traceback__ is not None  # a notebook keeps it too: the blocks must not wait for it
+    assert error.__traceback__ is not None  # a notebook keeps it, too: the blocks must be freed before
     assert_whole(model)
     assert model_state(model) == before
     assert torch.equal(plain_rng, paged_rng), "the failed call drew other random numbers than plain"
@@ -236,7 +236,7 @@ def test_an_exception_in_every_model(name: str, place: str) -> None:
 
 
 def test_train_mode_survives() -> None:
-    """Also a call that is served leaves each module in the mode it had."""
+    """A successful call, too, restores the mode of each module."""
     model = models.build("llama").train()
     model.model.layers[0].eval()
     before = model_state(model)
@@ -258,7 +258,7 @@ def test_grad_mode_survives() -> None:
 def test_a_failure_with_an_assistant() -> None:
     model, assistant = models.get("llama"), copy.deepcopy(models.get_assistant("llama"))
     inputs = models.prompt("llama", batch_size=1)
-    for failing, count in ((model, 16), (assistant, 12)):  # behind those that check whether rows can be packed
+    for failing, count in ((model, 16), (assistant, 12)):  # after the forwards that check whether rows can be packed
         with replaced_forward(last_block(failing), Countdown(count, OnPurpose)), pytest.raises(OnPurpose) as caught:
             model.generate(**inputs, **GREEDY, assistant_model=assistant, **models.UNRECORDED)
         assert caught.value.__traceback__ is not None
@@ -290,7 +290,7 @@ def test_a_cache_of_the_user_survives_a_failure() -> None:
 
 # ----------------------------------------------------------------------------------------------------- bad input
 
-# option, value, what of the message says what is allowed
+# option, value, the part of the message that says what is allowed
 BAD_VALUES: list[tuple[str, Any, str]] = [
     *[
         ("block_size", value, r"'auto'.*power of two.*\b4\b.*\b256\b")
@@ -401,7 +401,7 @@ def test_out_of_blocks_is_a_runtime_error() -> None:
 @pytest.mark.parametrize("mode", BUDGET_MODES)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "t5"])
 def test_a_budget_of_exactly_the_peak_is_enough(name: str, mode: str) -> None:
-    """The error is never raised for want of blocks that the call does not use."""
+    """The error is never raised for blocks that the call does not use."""
     model, inputs, options = models.build(name), models.prompt(name, 3, 21), BUDGET_MODES[mode]
     torch.manual_seed(1)
     expected = model.generate(**inputs, **options, cache_implementation="paged", cache_config={"block_size": 8})
@@ -413,7 +413,7 @@ def test_a_budget_of_exactly_the_peak_is_enough(name: str, mode: str) -> None:
         assert hf_paged.memory_stats(model).peak_blocks <= peak
     tight["cache_config"] = {"block_size": 8, "num_blocks": peak - 1}
     torch.manual_seed(1)
-    actual = model.generate(**inputs, **options, **tight)  # rows wait; draws then come in another order
+    actual = model.generate(**inputs, **options, **tight)  # rows wait, so the order of draws differs
     assert actual.shape == expected.shape
     if mode != "samples":
         assert_same_tokens(expected, actual, "one block less than the peak")
@@ -425,7 +425,7 @@ def test_a_budget_of_exactly_the_peak_is_enough(name: str, mode: str) -> None:
 @pytest.mark.parametrize("preemption", ["recompute", "swap", "auto"])
 @pytest.mark.parametrize("mode", ["greedy", "beams"])
 def test_a_budget_for_one_row_is_enough(name: str, preemption: str, mode: str) -> None:
-    """A pool with room for little more than a prompt at a time gives the same tokens, one after the other."""
+    """A pool with room for little more than one prompt gives the same tokens, one prompt after the other."""
     model, inputs, options = models.build(name), models.padded_prompt(name, (21, 30, 9, 25)), BUDGET_MODES[mode]
     expected = model.generate(**inputs, **options)
     single = {"cache_implementation": "paged", "cache_config": {"block_size": 8, "preemption": preemption}}
@@ -460,7 +460,7 @@ def test_block_size_and_budget_may_change_between_calls() -> None:
 
 # ----------------------------------------------------------------------------------------------------- refusals
 
-# What plain refuses, paged refuses with the same type.
+# Plain refuses these; paged must refuse with the same type.
 PLAIN_REFUSES: dict[str, dict[str, Any]] = {
     "no beams": {"num_beams": 0},
     "negative beams": {"num_beams": -2},

@@ -1,4 +1,4 @@
-"""Locks that other threads hold are free in a child process, and survivors are told which."""
+"""Locks held by other threads are free in a child process, and survivors are told which."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 
 
 def holds_in_child(claim: Callable[[], bool]) -> bool:
-    """What `claim` says in a child process."""
+    """Result of `claim` in a child process."""
     child = os.fork()
     if child == 0:
         code = 2
@@ -32,7 +32,7 @@ def holds_in_child(claim: Callable[[], bool]) -> bool:
 
 @pytest.fixture
 def elsewhere() -> Iterator[Callable[[Any], None]]:
-    """Has a lock acquired by another thread, until the test ends."""
+    """Another thread holds a lock until the test ends."""
     end = threading.Event()
     threads = []
 
@@ -103,7 +103,7 @@ def test_what_is_gone_is_not_told() -> None:
 
 
 def test_no_cached_property() -> None:
-    """Up to Python 3.11 it holds a lock while it computes, one for all instances, which `forks` does not know."""
+    """Up to Python 3.11 it computes under a lock, shared by all instances, which `forks` does not know."""
     for path in Path(forks.__file__).parent.rglob("*.py"):
         nodes = list(ast.walk(ast.parse(path.read_text())))
         names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}

@@ -1,4 +1,4 @@
-"""`.ci/full` goes on after a part that fails, and says so in what it writes."""
+"""`.ci/full` continues after a failed part and reports the failure in its result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fixed part of `python -m tests.support.fuzz`, and that its comparison sees what it is there to see."""
+"""A fixed part of `python -m tests.support.fuzz`, and a check that its comparison detects differences."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_every_option_is_drawn_among_500_cases() -> None:
 
 
 def test_ends_make_rows_stop_at_different_steps() -> None:
-    """In most cases of several rows whose ends are taken from the greedy text, it ends after several lengths."""
+    """In most cases of several rows with ends from the greedy text, rows end at several lengths."""
     found = []
     for case in (fuzz_cases.draw(SEED, number, "llama") for number in range(100)):
         if len(case.lengths) == 1 or case.prompts == "equal" or not isinstance(case.late.get("ends"), list):
@@ -68,7 +68,7 @@ def test_ends_make_rows_stop_at_different_steps() -> None:
     assert sum(found) > len(found) / 2
 
 
-# A call with everything that is compared: scores, logits, states, a processor that records what it is shown.
+# A call with everything that is compared: scores, logits, states, a processor that records its inputs.
 PLAIN = Case(
     seed=SEED,
     number=0,
@@ -125,7 +125,7 @@ def missing_step(output: Any, processor: Any) -> None:
 
 
 def missing_field(output: Any, processor: Any) -> None:
-    collections.OrderedDict.__delitem__(output, "logits")  # which `ModelOutput` itself does not allow
+    collections.OrderedDict.__delitem__(output, "logits")  # `ModelOutput` itself does not allow this
 
 
 def random_number_drawn(output: Any, processor: Any) -> None:

@@ -1,4 +1,4 @@
-"""Imports run downward between the rooms of the package, and no modules import each other in a circle."""
+"""Imports between the packages of hf_paged point downward, and modules have no import cycles."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def room(module: str) -> str:
 
 
 def imports(module: str) -> set[str]:
-    """The modules of ours that the module imports when it runs, at its top or inside a function."""
+    """Our modules that the module imports when it runs, at its top or inside a function."""
     path = MODULES[module]
     parts = module.split(".") if module else []
     package = parts if path.name == "__init__.py" else parts[:-1]
@@ -69,7 +69,7 @@ def imports(module: str) -> set[str]:
 
 
 def _running_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those that only a type checker reads."""
+    """All nodes except those that only a type checker reads."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue

@@ -1,4 +1,4 @@
-"""What the inspector says of a model without weights, against what the model then does."""
+"""The inspector's predictions for a model without weights, against the model's actual behaviour."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def saved_test_model(tmp_path: Path, name: str) -> str:
 
 
 def generated(name: str) -> tuple[hf_paged.MemoryStats, hf_paged.Route]:
-    """What a call of 13 + 8 tokens leaves behind."""
+    """Memory and route after a call of 13 + 8 tokens."""
     model = models.build(name)
     model.generate(**models.prompt(name, batch_size=1), max_new_tokens=8, do_sample=False, **models.PAGED)
     route = hf_paged.last_route(model)
@@ -62,7 +62,7 @@ def test_against_a_call_of_generate(name: str, tmp_path: Path) -> None:
     stats, route = generated(name)
     assert report.route.road == route.road
     assert report.route.in_place == route.in_place
-    if not models.is_encoder_decoder(name):  # whose encoders' outputs have lengths of their own
+    if not models.is_encoder_decoder(name):  # encoder outputs have different lengths
         blocks = sum(group.num_blocks(13 + 7) for group in report.groups)
         assert blocks == stats.peak_blocks
         assert report.fits[0]["sequence_bytes"] == stats.peak_bytes
@@ -162,7 +162,7 @@ def test_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ("bert_japanese", "no path here"),
         ("ViTConfig", "no class for it that generates"),
         ("", "is no path here"),
-        ("DeepseekV2Config", "its forward fails"),  # its default leaves a number out
+        ("DeepseekV2Config", "its forward fails"),  # a number is missing in its default config
     ],
 )
 def test_what_names_no_model(name: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""A small part of `python -m tests.support.load`, and that it sees what it is there to see."""
+"""A small part of `python -m tests.support.load`, and a check that it detects errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def played(run: Run, num_steps: int) -> collections.Counter[str]:
 
 @pytest.mark.parametrize(("number", "preemption"), [(5, "recompute"), (3, "swap")])
 def test_item_01_adapters_beams_and_preemption(number: int, preemption: str) -> None:
-    """The first of these has a step with two adapters that computes no sequence to its end."""
+    """The first of these has a step with two adapters in which no sequence ends."""
     seen = played(small_run(number, preemption), 150)
     assert seen["finished"] > 10 and seen["beams"] and seen["samples"] and seen["cancelled"]
     assert seen["swaps" if preemption == "swap" else "recomputes"] > 5, seen

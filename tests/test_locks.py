@@ -1,4 +1,4 @@
-"""Locks within which signals wait."""
+"""Locks that defer signals."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_threads_that_wait_for_a_condition_each_hold_their_own_signals() -> None
             assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
             for thread in threads:
                 thread.start()
-            while len(inside) < 3:  # they take the lock while this thread waits, and are in it when this one leaves
+            while len(inside) < 3:  # they take the lock while this thread waits, and hold it when this thread leaves
                 lock.wait_for(condition)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         with pytest.raises(KeyboardInterrupt), lock:

@@ -1,9 +1,8 @@
 """`generate(cache_implementation="paged")` gives plain `generate`'s result: every model, every option.
 
-A cell runs the same option function twice, on plain `generate` and on the paged cache, each from the same seed, and
-compares everything that comes back: tokens, RNG state and recorded calls exactly, scores closely. A cell that plain
-refuses must be refused by paged with the same exception type; `REFUSED` names those cells, so that a mistake in a
-test cannot pass for a refusal.
+A cell runs the same option function twice, on plain `generate` and on the paged cache, from the same seed, and compares
+all results: tokens, RNG state and recorded calls exactly, scores closely. A cell that plain refuses must be refused by
+paged with the same exception type; `REFUSED` names those cells, so that a mistake in a test cannot pass for a refusal.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ TOLERANCE = 2e-4  # float32 logits have a standard deviation of about 3; reorder
 
 @dataclasses.dataclass
 class Refusal:
-    """What a call raised instead of returning."""
+    """The exception that a call raised."""
 
     error: type[BaseException]
     message: str
@@ -58,7 +57,7 @@ class Refusal:
 
 @dataclasses.dataclass
 class Run:
-    """One side of a cell: a model, and whether its keys and values live in the paged pool."""
+    """One side of a cell: a model, and whether its K/V are in the paged pool."""
 
     name: str
     paged: bool
@@ -74,7 +73,7 @@ class Run:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        # Whisper derives do_sample from the temperature, and takes none for greedy.
+        # Whisper derives do_sample from the temperature, and accepts none for greedy.
         return {"do_sample": True, **({"temperature": 1.0} if self.name == "whisper" else {})}
 
     def prompt(self, batch_size: int = 3, length: int = 13) -> dict[str, torch.Tensor]:
@@ -95,7 +94,7 @@ class Run:
         return EncoderDecoderCache(single(), single()) if self.encoder_decoder else single()
 
     def assistant(self) -> PreTrainedModel:
-        """The assistant as it was before any call: assisted decoding tunes numbers on its generation config."""
+        """A fresh assistant: assisted decoding changes numbers in its generation config."""
         assistant = models.get_assistant(self.name)
         assistant.generation_config = copy.deepcopy(self.model.generation_config)
         return assistant
@@ -103,7 +102,7 @@ class Run:
 
 @functools.cache
 def greedy_tokens(name: str) -> torch.Tensor:
-    """What plain greedy generates for the standard prompt without the prompt, `[3, NEW_TOKENS]`."""
+    """Plain greedy output for the standard prompt, without the prompt, `[3, NEW_TOKENS]`."""
     output = models.get(name).generate(**models.prompt(name), do_sample=False, max_new_tokens=NEW_TOKENS)
     return output[:, -NEW_TOKENS:]
 
@@ -127,7 +126,7 @@ def end_tokens(name: str) -> tuple[int, int]:
     return best
 
 
-# Each token is one of these with about one chance in eight, so that most samples and beams end before the limit.
+# Each token is one of these with a probability of about one in eight, so most samples and beams end before the limit.
 FREQUENT_ENDS = list(range(20, 36))
 
 # ----------------------------------------------------------------------------------------------------- options
@@ -136,7 +135,7 @@ ALL = (*models.NAMES, *models.HYBRID)
 Option = Callable[[Run], Any]
 OPTIONS: dict[str, Option] = {}
 MODELS_OF: dict[str, Sequence[str]] = {}
-# Options whose keys and values are not in the pool of the model: no cache at all, or a cache of the user's own.
+# Options whose K/V are not in the model's pool: no cache at all, or a cache of the user.
 NO_POOL: set[str] = set()
 # Options that run on the model loaded with eager attention.
 EAGER: set[str] = set()
@@ -236,7 +235,7 @@ def return_sequences_beams(run: Run) -> Any:
     return run.generate(run.prompt(), num_beams=4, num_return_sequences=3, do_sample=False)
 
 
-# Prompts and text of few words, so that n-grams come back and some of the guesses are right.
+# Prompts and text of few words, so that n-grams repeat and some drafts are accepted.
 FEW_WORDS = {"suppress_tokens": [0, *range(8, models.VOCAB_SIZE)], "max_new_tokens": 20}
 
 
@@ -307,7 +306,7 @@ def left_padding_return_sequences(run: Run) -> Any:
 
 @option(models.ENCODER_DECODER)
 def decoder_prompt(run: Run) -> Any:
-    """A ragged decoder prompt beside an encoder input without padding."""
+    """A ragged decoder prompt with an encoder input without padding."""
     ids = models.token_ids(3, 11, seed=5)
     mask = torch.ones_like(ids)
     mask[1, :6] = 0
@@ -325,7 +324,7 @@ def encoder_outputs(run: Run) -> Any:
 
 
 class RowBudgets(StoppingCriteria):
-    """Stops row `i` after `3 + i % 5` tokens, or once it said a token of a set; remembers who is done."""
+    """Stops row `i` after `3 + i % 5` tokens, or after a token of a set; records which rows are done."""
 
     def __init__(self) -> None:
         self.done: torch.Tensor | None = None
@@ -409,7 +408,7 @@ def prefix_allowed_tokens_beams(run: Run) -> Any:
 
 
 class RowBias(LogitsProcessor):
-    """Adds a bias that depends on the row and the step; checks and records the batch that it is shown."""
+    """Adds a bias that depends on the row and the step; checks and records the batch."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -428,7 +427,7 @@ class RowBias(LogitsProcessor):
 
 @option()
 def custom_processor(run: Run) -> Any:
-    """Also rows that ended stay in the batch that a processor sees, in their place."""
+    """Rows that ended also stay in the batch that a processor sees, in their place."""
     processor = RowBias()
     inputs = models.padded_prompt(run.name)
     options = {"eos_token_id": FREQUENT_ENDS, "do_sample": False}
@@ -454,7 +453,7 @@ def custom_processor_return_sequences(run: Run) -> Any:
 
 
 class Recorder(BaseStreamer):
-    """Every call that a streamer gets, in order."""
+    """Records every call of a streamer, in order."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -636,7 +635,7 @@ def custom_generate(run: Run) -> Any:
 
 @option()
 def returned_cache_continues(run: Run) -> Any:
-    """The cache of a returned dict is a cache: it has contents, and a second call goes on from it."""
+    """The cache in a returned dict has contents, and a second call continues from it."""
     inputs = run.prompt()
     first = run.generate(inputs, do_sample=False, return_dict_in_generate=True)
     cache = first.past_key_values
@@ -655,7 +654,7 @@ def returned_cache_continues(run: Run) -> Any:
 
 @option(pool=False)
 def passed_cache_continues(run: Run) -> Any:
-    """Three turns of a conversation of ragged rows over one cache that the user owns."""
+    """Three turns of a conversation of ragged rows over one cache of the user."""
     inputs = models.padded_prompt(run.name)
     cache = run.new_cache()
     turns = []
@@ -707,10 +706,10 @@ def token_by_token(run: Run) -> Any:
     return logits, cache.get_seq_length()
 
 
-@option(models.NAMES, pool=False)  # plain's states cannot be repeated
+@option(models.NAMES, pool=False)  # plain cannot repeat states
 @torch.no_grad()
 def cache_operations(run: Run) -> Any:
-    """What beam search, assisted decoding and users do to a cache between two steps."""
+    """Operations of beam search, assisted decoding and users on a cache between two steps."""
     cache = run.new_cache()
     encoded = run.model.get_encoder()(**run.prompt()) if run.encoder_decoder else None
     logits = []
@@ -738,7 +737,7 @@ def cache_operations(run: Run) -> Any:
         cache.reset()
         assert cache.get_seq_length() == 0
     else:
-        cache = run.new_cache()  # what a reset one is (before 5.23, plain zeroes the states and keeps their length)
+        cache = run.new_cache()  # the expected reset state (before 5.23, plain zeroes states and keeps their length)
     step(models.token_ids(2, 4, seed=6))
     return logits
 
@@ -803,9 +802,9 @@ for _name, _arguments in PROCESSORS.items():
     OPTIONS[_name] = processor_option(_arguments)
     MODELS_OF[_name] = ALL
 
-# What plain `generate` refuses, seen by running it.
+# Options that plain `generate` refuses, determined by running it.
 REFUSED = {
-    ("whisper", "assistant_model_padded"),  # ValueError: a decoder prompt beside an assistant
+    ("whisper", "assistant_model_padded"),  # ValueError: a decoder prompt with an assistant
     ("whisper", "left_padding_return_sequences"),  # AttributeError: Whisper loses rows when it splits its segments
     ("t5", "guidance_scale"),  # ValueError: the unconditional forward gets no encoder input
     ("t5", "guidance_scale_negative_prompt"),
@@ -813,7 +812,7 @@ REFUSED = {
     ("whisper", "guidance_scale_negative_prompt"),
     ("t5", "inputs_embeds_and_ids"),  # ValueError: one of the two
     ("bart", "inputs_embeds_and_ids"),
-    ("whisper", "prefill_chunk_size"),  # TypeError: Whisper's encoder comes twice
+    ("whisper", "prefill_chunk_size"),  # TypeError: Whisper's encoder input is passed twice
     ("whisper", "prefill_chunk_size_beams"),
     ("whisper", "passed_cache_continues"),  # RuntimeError: Whisper counts a prompt shorter than its cache
     ("qwen3_next", "prompt_lookup"),  # ValueError: no assisted generation with states
@@ -827,7 +826,7 @@ REFUSED = {
 
 
 def fails_in_older_versions(name: str, cell: str, refusal: Refusal) -> bool:
-    """Before 5.23, plain breaks on its own sliding-window cache when that is rolled back (seen on 5.17)."""
+    """Before 5.23, plain fails when it rolls back its sliding-window cache (seen on 5.17)."""
     old = version.parse(transformers.__version__) < version.parse("5.23")
     rolled_back = "assistant" in cell or cell == "cache_operations"
     return old and name in models.SLIDING and rolled_back and "must match the size of tensor" in refusal.message
@@ -837,11 +836,11 @@ def fails_in_older_versions(name: str, cell: str, refusal: Refusal) -> bool:
 
 
 def outcome(function: Option, run: Run) -> Any:
-    """What the option returns together with the RNG state it leaves, or the exception it raises."""
+    """The option's result with the final RNG state, or its exception."""
     torch.manual_seed(SEED)
     try:
         result = function(run)
-    except AssertionError:  # an option's own check: never a refusal
+    except AssertionError:  # an option's own check, not a refusal
         raise
     except Exception as error:
         return Refusal(type(error), str(error))
@@ -849,7 +848,8 @@ def outcome(function: Option, run: Run) -> Any:
 
 
 def assert_same(expected: Any, actual: Any, where: str) -> None:
-    """Integers, strings and structure exactly; floating point closely. `where` names the place in the message."""
+    """Compares integers, strings and structure exactly, floating point closely. `where` names the place in the
+    message."""
     if isinstance(expected, Refusal) or isinstance(actual, Refusal):
         assert isinstance(actual, Refusal), f"{where}: plain raises {expected}, paged returned a result"
         assert isinstance(expected, Refusal), f"{where}: plain is served, paged raises {actual}"
@@ -900,10 +900,10 @@ def assert_same_output(expected: ModelOutput, actual: ModelOutput, where: str) -
 def assert_same_scores(
     expected: tuple[torch.Tensor, ...], actual: tuple[torch.Tensor, ...], sequences: torch.Tensor, where: str
 ) -> None:
-    """Step by step over the rows that have not ended; what comes after a row's end continues padding."""
+    """Compares step by step the rows that have not ended; later values continue padding."""
     assert len(expected) == len(actual), f"{where}: {len(expected)} steps became {len(actual)}"
     width = sequences.shape[1] - len(expected)
-    ends = [int((row != models.PAD).nonzero()[-1]) + 1 for row in sequences]  # trailing padding is behind the end
+    ends = [int((row != models.PAD).nonzero()[-1]) + 1 for row in sequences]  # trailing padding follows the end
     for step, (left, right) in enumerate(zip(expected, actual, strict=True)):
         open_rows = [row for row, end in enumerate(ends) if width + step < end]
         assert left.shape == right.shape, f"{where}[{step}]: {tuple(left.shape)} became {tuple(right.shape)}"
@@ -913,7 +913,7 @@ def assert_same_scores(
 def assert_pool_empty(model: PreTrainedModel) -> None:
     hf_paged.check_integrity(model)
     if hf_paged.memory_stats(model).used_blocks:
-        gc.collect()  # a returned cache may sit in a reference cycle
+        gc.collect()  # a returned cache may be in a reference cycle
     used = hf_paged.memory_stats(model).used_blocks
     assert used == 0, f"{used} blocks are still in use after the call"
 
@@ -954,7 +954,7 @@ def test_parity(name: str, cell: str) -> None:
     before = model_state(model)
     hf_paged.memory_stats(model, reset=True)
     actual = outcome(function, Run(name, paged=True, model=model))
-    if not broken:  # paged may serve what an older plain breaks on
+    if not broken:  # paged may serve calls on which an older plain breaks
         assert_same(expected, actual, cell)
     assert model_state(model) == before
     if not refused and cell not in NO_POOL:
@@ -965,7 +965,7 @@ def test_parity(name: str, cell: str) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_attention_reads_the_blocks_in_place(name: str) -> None:
-    # Before 5.23, Gemma 2 comes with an sdpa that drops its softcap; that one is called, not imitated.
+    # Before 5.23, Gemma 2's sdpa drops its softcap; that sdpa is called, not imitated.
     model = models.get_eager(name) if name == "gemma2" else models.get(name)
     Run(name, paged=True, model=model).generate(models.padded_prompt(name), do_sample=False)
     route = hf_paged.last_route(model)

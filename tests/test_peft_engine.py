@@ -1,4 +1,4 @@
-"""PEFT models in `generate` and in the engine: every request runs with its own adapter, and no other notices."""
+"""PEFT models in `generate` and in the engine: every request runs with its adapter and does not affect the others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def lora(**options: Any) -> Any:
 
 
 def lora_model(name: Any = "llama", second: dict[str, Any] | None = None, **options: Any) -> Any:
-    """Two adapters that differ in rank and in what they target; the first is active. `name`: or a new model."""
+    """A model with two adapters of different rank and target modules; the first is active. `name` may be a model."""
     torch.manual_seed(0)
     base = models.build(name) if isinstance(name, str) else name
     model = peft.get_peft_model(base, lora(**options), adapter_name="first")
@@ -41,7 +41,7 @@ def lora_model(name: Any = "llama", second: dict[str, Any] | None = None, **opti
 
 @contextlib.contextmanager
 def active(model: Any, adapter: str) -> Iterator[None]:
-    """PEFT's own way to run with one adapter."""
+    """PEFT's way to run with one adapter."""
     if adapter == "__base__":
         with model.disable_adapter():
             yield
@@ -77,7 +77,7 @@ def test_the_adapters_differ() -> None:
 def test_generate(mode: str, adapter: str) -> None:
     model, inputs = lora_model(), models.padded_prompt("llama", (26, 4, 17))
     with active(model, adapter):
-        for _ in range(2):  # again with what the cache has
+        for _ in range(2):  # again with cached blocks
             torch.manual_seed(1)
             expected = model.generate(**inputs, **MODES[mode])
             torch.manual_seed(1)
@@ -99,7 +99,7 @@ def test_adapter_names_in_a_batch(mode: str) -> None:
         torch.manual_seed(1)
         actual = model.generate(**inputs, adapter_names=list(names), **options, **models.PAGED)
         assert torch.equal(expected, actual)
-        names = names[::-1]  # rows keep their prompts and change adapters: nothing cached may be served
+        names = names[::-1]  # rows keep their prompts and swap adapters: no cached block may be reused
     # afterwards the model is as before, and its cache clean
     torch.manual_seed(1)
     expected = model.generate(**inputs, **options)
@@ -138,12 +138,12 @@ def test_prompt_tuning_is_refused_too() -> None:
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_every_request_with_its_own_adapter(name: str) -> None:
-    """The same prompts with each adapter in one batch: nothing of one adapter is served to another."""
+    """The same prompts with each adapter in one batch: adapters share no cached blocks."""
     model = lora_model(name)
     before = peft_state(model)
     texts, modes = prompts(20, 9), ("greedy", "samples", "beams_eos")
     cases = [(a, m, i) for i in range(2) for m in modes for a in (*ADAPTERS, None)]
-    for _ in range(2):  # once more with what the cache has
+    for _ in range(2):  # again with cached blocks
         with PagedEngine(model, CONFIG) as engine:
             for adapter, mode, i in cases:
                 engine.add_request(texts[i], MODES[mode], request_id=f"{adapter} {mode} {i}", adapter=adapter, seed=i)
@@ -158,7 +158,7 @@ def test_every_request_with_its_own_adapter(name: str) -> None:
         expected = lone_with(model, adapter or "first", texts[i], MODES[mode], i)
         assert_same_as_lone(expected, results[f"{adapter} {mode} {i}"], MODES[mode], f"{adapter}, {mode}, {i}")
     for adapter, result in again.items():
-        if name == "llama":  # blocks that left a window may be gone
+        if name == "llama":  # blocks outside a window may be freed
             assert result.num_prefix_hit_tokens == 16, "kept by adapter"
         assert_same_as_lone(lone_with(model, adapter, texts[0], GREEDY), result, GREEDY, f"{adapter} again")
 
@@ -181,7 +181,7 @@ def test_adapters_in_a_small_pool() -> None:
 
 
 def test_modules_to_save_go_with_their_adapter() -> None:
-    """An adapter may bring whole modules of its own."""
+    """An adapter may contain whole modules."""
     own = {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
     model, prompt = lora_model(second=own, **own), prompts(12)[0]
     with torch.no_grad():
@@ -219,7 +219,7 @@ def test_adapters_that_come_and_go_later() -> None:
 
 
 def test_a_model_with_the_adapters_of_transformers_own() -> None:
-    """`model.add_adapter` without a PeftModel around it."""
+    """`model.add_adapter` without a surrounding PeftModel."""
     model, prompt = models.build("llama"), prompts(12)[0]
     bare = lone_run(model, prompt, GREEDY)
     torch.manual_seed(0)
@@ -235,15 +235,15 @@ def test_a_model_with_the_adapters_of_transformers_own() -> None:
 
 
 @pytest.mark.parametrize("error", [OnPurpose, KeyboardInterrupt])
-@pytest.mark.parametrize("forward", [11, 13])  # nine check, with this layer, that there may be one
+@pytest.mark.parametrize("forward", [11, 13])  # nine forwards check, with this layer, whether packing works
 def test_a_forward_of_one_adapter_that_raises(error: type[BaseException], forward: int) -> None:
-    """A step with three adapters is one forward; where it fails, the step of all is undone."""
+    """A step with three adapters is one forward; if it fails, the step of all requests is undone."""
     model, texts = lora_model(), prompts(20, 11)
     before = peft_state(model)
     with PagedEngine(model, PagedConfig(block_size=8)) as engine:
         engine.generate(
             [texts[0]] * 3, {**GREEDY, "max_new_tokens": 2}, adapter=list(ADAPTERS)
-        )  # that is checked first
+        )  # the check of that runs first
         results: dict[str, Any] = {}
         for attempt in range(2):
             for i, prompt in enumerate(texts):

@@ -1,4 +1,4 @@
-"""Hosts without a compiler, Triton, fork and POSIX's users and limits: the import and the portable path."""
+"""Hosts without a compiler, Triton, fork or POSIX users and limits: the import and the portable path."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def restricted(name, globals=None, *rest):
 builtins.__import__ = restricted
 """,
 }
-"""What is changed once torch and transformers are there, before hf_paged is imported."""
+"""Restrictions applied after importing torch and transformers, before hf_paged."""
 
 SCRIPT = """
 import importlib.abc, os, sys
@@ -81,4 +81,4 @@ def test_the_portable_path_on_other_hosts(host: str, tmp_path: Path) -> None:
         timeout=240,
     )
     assert done.returncode == 0 and "portable" in done.stdout, done.stderr[-3000:]
-    assert "portable path" in done.stderr  # the log says why it is slower
+    assert "portable path" in done.stderr  # the log says why it is slow

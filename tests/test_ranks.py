@@ -1,4 +1,4 @@
-"""A model in shards over two processes (tensor parallelism under torchrun, gloo): tokens, memory, faults."""
+"""A model sharded over two processes (tensor parallelism under torchrun, gloo): tokens, memory, faults."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_tokens_are_those_of_plain_generate_on_one_and_on_two_processes(options:
     assert first["paged_calls"][options] == second["paged_calls"][options] == expected
     assert first["engine_calls"][options] == expected
     one_process = [ranks.plain(models.get("llama"), prompt, ranks.OPTIONS[options]) for prompt in ranks.PROMPTS]
-    assert expected == one_process  # an all-reduce of two adds two numbers
+    assert expected == one_process  # an all-reduce of two processes only adds two numbers
 
 
 def test_forwards_are_packed_and_blocks_go_back() -> None:
@@ -51,7 +51,7 @@ def test_cached_prefixes_serve_as_long_as_the_weights_of_all_shards_stay() -> No
     assert first["engine"]["tokens"] == first["plain"]
     assert first["engine"]["hits"] == 3 * len(ranks.SHARED)
     assert first["generate"] == second["generate"] == first["plain"]
-    assert first["plain after"] != first["plain"]  # a weight of the second process alone is another
+    assert first["plain after"] != first["plain"]  # only the second process's weight changed
     assert first["generate after"] == second["generate after"] == first["plain after"]
 
 
@@ -140,7 +140,7 @@ def test_four_processes() -> None:
     model = models.build("llama", num_key_value_heads=4)
     first, *others = ranks.run(model, "plain_calls", "paged_calls", "engine_calls", "preempted", world_size=4)
     for options in ranks.OPTIONS:
-        expected = first["plain_calls"][options]  # of these processes: their sums are in an order of their own
+        expected = first["plain_calls"][options]  # of these processes: they sum in another order
         assert all(each["paged_calls"][options] == expected for each in (first, *others))
         assert first["engine_calls"][options] == expected
     assert first["preempted"]["swap"]["tokens"] == first["preempted"]["plain"]

@@ -1,4 +1,4 @@
-"""Adapters and drafts on a model in shards over two processes (gloo, on the CPU)."""
+"""Adapters and drafts on a model sharded over two processes (gloo, on the CPU)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.test_peft_engine import active, lora
 pytest.importorskip("peft")
 pytestmark = pytest.mark.slow
 
-NUM_ADAPTERS = 4  # of which three differ in their targets, and one has a bias
+NUM_ADAPTERS = 4  # three differ in their targets, and one has a bias
 
 
 @functools.cache
@@ -32,7 +32,7 @@ def found(*cases: str, name: str = "llama") -> list[dict[str, Any]]:
 
 @functools.cache
 def expected() -> list[dict[str, Any]]:
-    """Of one process, by adapter and options."""
+    """Results of one process, by adapter and options."""
     rows = []
     for adapter in [f"a{number}" for number in range(NUM_ADAPTERS)] + ["__base__"]:
         with active(adapted(), adapter):
@@ -70,7 +70,7 @@ def test_own_adapters_by_name_give_the_tokens_of_one_process() -> None:
     alone = [rows for number, rows in enumerate(expected()) if number != ranks.HEADED]
     assert first["plain"] == second["plain"] == alone
     assert first["engine"]["tokens"] == alone and first["engine"]["forwards a step"] == 1.0
-    # PEFT itself (0.21) computes the adapters of a batch in another order in each process, which sums different ones
+    # PEFT (0.21) computes the adapters of a batch in another order in each process, so it sums different ones
     names = [f"a{number}" for number in range(NUM_ADAPTERS) if number != ranks.HEADED] + ["__base__"]
     rows = ranks.rows_by_names(adapted(), names)
     for each in (first, second):
@@ -96,7 +96,7 @@ def test_drafts_over_two_processes_give_plain_tokens() -> None:
 @pytest.mark.parametrize(
     ("name", "targets"),
     [
-        ("phi3", ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]),  # whose outputs are gathered, inputs split
+        ("phi3", ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]),  # layers with gathered outputs and split inputs
         ("mixtral", ["q_proj", "v_proj", "o_proj", "lm_head"]),
     ],
 )

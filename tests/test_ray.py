@@ -1,4 +1,4 @@
-"""`hf_paged.ray` where Ray is not installed; `tests/ecosystem/test_ray.py` has the rest."""
+"""`hf_paged.ray` without Ray installed; `tests/ecosystem/test_ray.py` has the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m hf_paged run`: programs that know nothing of hf_paged, their children, what is refused before a start."""
+"""`python -m hf_paged run`: programs unaware of hf_paged, their children, and errors before the start."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from hf_paged.__main__ import command_of, environment, main
 from .support import models
 
 ROOT = Path(hf_paged.__file__).parents[1]
-TIME_LIMIT = 300  # seconds, for machines that do other things as well
+TIME_LIMIT = 300  # seconds, for busy machines
 
-# What a user's script may be: it does not import hf_paged. It tells what it is, and what became of a call.
+# A user's script that does not import hf_paged. It reports its environment and the outcome of a call.
 SCRIPT = """
 import json, os, subprocess, sys
 import torch
@@ -76,7 +76,7 @@ def expected() -> list[list[int]]:
 
 
 def test_a_script_as_it_is(folder: Path, tmp_path: Path) -> None:
-    """Its arguments, its exit status; all its calls of `generate` are paged, with the block size that was set."""
+    """Its arguments, its exit status; all its calls of `generate` are paged, with the configured block size."""
     ended = run("--paged", "--set", "block_size=32", folder / "script.py", tmp_path, folder / "model", "7", "--set")
     assert ended.returncode == 7, ended.stderr
     told = json.loads((tmp_path / "0.json").read_text())
@@ -88,8 +88,8 @@ def test_a_script_as_it_is(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_accelerate_launch(folder: Path, tmp_path: Path) -> None:
-    """A console script that starts Python again, twice: both have what `run` was told."""
-    # its road to several processes on one machine; without a GPU they compute on the CPU
+    """A console script that starts Python again, twice: both get `run`'s settings."""
+    # accelerate's way to run several processes on one machine; without a GPU they compute on the CPU
     launch = "accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"
     launch = *launch, "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"
     ended = run("--paged", "--set=block_size=64", *launch, folder / "script.py", tmp_path, folder / "model", "0")
@@ -116,7 +116,7 @@ def reward(completions, **others):
 
 @pytest.mark.slow
 def test_trl(folder: Path, tmp_path: Path) -> None:
-    """`trl grpo` starts its training in a child: the rollouts of paged calls are those of plain ones."""
+    """`trl grpo` trains in a child process: rollouts of paged calls equal plain ones."""
     pytest.importorskip("trl")
     models.tokenizer().save_pretrained(folder / "model")
     (folder / "rewards.py").write_text(REWARDS)
@@ -156,7 +156,7 @@ print("torch" in sys.modules, "hf_paged" in sys.modules, getattr(sitecustomize, 
 
 
 def test_a_child_without_models_imports_nothing(tmp_path: Path) -> None:
-    """... and a `sitecustomize` that was there before runs as well."""
+    """... and an existing `sitecustomize` runs, too."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text("theirs = 'here'\n")
     env = environment({}, [])
@@ -201,7 +201,7 @@ def test_refused_before_anything_starts(arguments: list[str], error: str, capsys
 
 
 def test_what_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A console script before a file of that name, a path, then a module."""
+    """A console script takes precedence over a file of that name, then a path, then a module."""
     monkeypatch.chdir(tmp_path)
     for name in ("accelerate", "mine.py"):
         (tmp_path / name).touch()
@@ -212,7 +212,7 @@ def test_what_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_file_that_names_its_interpreter(folder: Path, tmp_path: Path) -> None:
-    """... runs as it is: Python in it has what `run` was told."""
+    """... runs unchanged: its Python gets `run`'s settings."""
     script = tmp_path / "job.sh"
     script.write_text(f'#!/bin/sh\nshift\nexec "{sys.executable}" "{folder / "script.py"}" "$@"\n')
     ended = run("--paged", "--set=block_size=32", script, "x", tmp_path, folder / "model", "7")
@@ -228,7 +228,7 @@ def test_a_file_that_names_its_interpreter(folder: Path, tmp_path: Path) -> None
     ("content", "is_executable", "is_python"),
     [
         ("#!/usr/bin/env python3\nnot Python", False, True),
-        ("print(1)", True, True),  # the system could not run it either
+        ("print(1)", True, True),  # the system could not run it, either
         ("#!/opt/python/bin/sh\n", True, False),
         ("a b", True, None),
         ("#!/bin/sh\nls", False, None),

@@ -1,4 +1,4 @@
-"""What paging saves: rows expanded from one prompt share its blocks and its prefill; little of a block is wasted."""
+"""Savings of paging: rows expanded from one prompt share its blocks and its prefill; blocks have little waste."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAMPLES: dict[str, Any] = {"num_return_sequences": 16, "do_sample": True, "tempe
 
 
 def contiguous_bytes(model: PreTrainedModel, rows: int, length: int) -> int:
-    """Bytes of keys and values in a cache of one padded row for each sequence."""
+    """Bytes of K/V in a cache of one padded row per sequence."""
     config = model.config
     per_token = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
     return rows * length * per_token
@@ -31,7 +31,7 @@ def contiguous_bytes(model: PreTrainedModel, rows: int, length: int) -> int:
 
 @contextlib.contextmanager
 def counted_tokens() -> Iterator[list[int]]:
-    """The tokens of each call of a layer's MLP. Counted in the class: a hook could change the road of the call."""
+    """Tokens of each call of a layer's MLP. Counted in the class: a hook could change the road of the call."""
     counts: list[int] = []
     original = LlamaMLP.forward
 
@@ -64,7 +64,7 @@ def test_rows_of_one_prompt_share_its_blocks(mode: dict[str, Any], rows: int, sh
     assert torch.equal(expected, actual)
     stats = hf_paged.memory_stats(model)
     whole = contiguous_bytes(model, rows, PROMPT + NEW)
-    # Not less than the tokens need: the prompt once and, for samples, every row's own tokens.
+    # At least what the tokens need: the prompt once and, for samples, every row's own tokens.
     least = contiguous_bytes(model, 1, PROMPT + (rows if mode is SAMPLES else 1) * (NEW - 1))
     assert least <= stats.peak_bytes <= share * whole, f"{stats.peak_bytes / whole:.1%} of {whole} bytes, {stats}"
     hf_paged.check_integrity(model)
@@ -73,7 +73,7 @@ def test_rows_of_one_prompt_share_its_blocks(mode: dict[str, Any], rows: int, sh
 
 def checked_once(model: Any, counts: list[int]) -> None:
     """
-    The first call of a model, and of one whose class was changed, checks, with a few short forwards, that it can run
+    The first call of a model, and of one whose class was changed, checks with a few short forwards whether it can run
     packed: these do not count.
     """
     generate(model, models.prompt("llama", 1, 3, seed=9), do_sample=False, max_new_tokens=1, **PAGED)
@@ -97,7 +97,7 @@ def test_the_prompt_is_computed_once(mode: dict[str, Any], rows: int) -> None:
 
 @pytest.mark.parametrize("mode", [BEAMS, SAMPLES], ids=["beams", "samples"])
 def test_several_ragged_prompts_are_each_computed_once(mode: dict[str, Any]) -> None:
-    """Prompts are not multiples of the block: the shared tail block is copied, once for each row that writes to it."""
+    """Prompts are no multiples of the block size: each row that writes to the shared tail block copies it once."""
     model = models.build("llama")
     inputs = models.padded_prompt("llama", (75, 20, 49))
     rows = mode["num_return_sequences"]
@@ -115,7 +115,7 @@ def test_several_ragged_prompts_are_each_computed_once(mode: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("rows", [1, 4, 12])
 def test_waste_on_ragged_prompts(rows: int) -> None:
-    """Left padding takes no blocks; only the last block of a row has unused slots."""
+    """Left padding uses no blocks; only the last block of a row has unused slots."""
     model = models.build("llama")
     generator = torch.Generator().manual_seed(3)
     lengths = tuple(torch.randint(256, 1025, (rows,), generator=generator).tolist())
@@ -126,7 +126,7 @@ def test_waste_on_ragged_prompts(rows: int) -> None:
     assert torch.equal(expected, actual)
     stats = hf_paged.memory_stats(model)
     assert 0 <= stats.waste < 0.04, stats
-    # The same from outside: slots allocated at the peak against tokens that have keys and values there.
+    # The same measured from outside: slots allocated at the peak against tokens that have K/V there.
     stored = sum(length + new - 1 for length in lengths)
     allocated = stats.peak_blocks * BLOCK_SIZE
     assert stored <= allocated, stats
@@ -134,7 +134,7 @@ def test_waste_on_ragged_prompts(rows: int) -> None:
 
 
 def test_stats_count_what_is_held() -> None:
-    """A returned cache holds its blocks until it is collected; `reset` starts counting the peaks again."""
+    """A returned cache holds its blocks until it is collected; `reset` restarts the peak counters."""
     model, inputs = models.build("llama"), models.prompt("llama", 2, 40)
     empty = hf_paged.memory_stats(model)
     assert (empty.used_blocks, empty.peak_blocks, empty.peak_bytes) == (0, 0, 0)
@@ -154,7 +154,7 @@ def test_stats_count_what_is_held() -> None:
 
 @pytest.mark.parametrize("name", models.SLIDING)
 def test_sliding_layers_give_blocks_back(name: str) -> None:
-    """A row of 200 tokens through a window of 8 holds a few blocks of the sliding layers, not 25."""
+    """A row of 200 tokens with a window of 8 holds a few blocks of the sliding layers, not 25."""
     model = models.build(name)
     config = model.config
     inputs = models.prompt(name, 2, 150)

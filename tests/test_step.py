@@ -1,4 +1,4 @@
-"""A step's tensors where a layer computes."""
+"""A step's tensors on the device of each layer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from hf_paged import PagedCache
 from hf_paged.step import StepMetadata
 
-META = torch.device("meta")  # a device beside the CPU that every machine has
+META = torch.device("meta")  # a device other than the CPU that every machine has
 
 
 def test_a_step_is_moved_to_a_device_once() -> None:

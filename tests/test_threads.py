@@ -1,4 +1,4 @@
-"""A fixed part of `python -m tests.support.threads`, and that it sees what it is there to see."""
+"""A fixed part of `python -m tests.support.threads`, and a check that it detects errors."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ SEED = 5
 
 
 def play(count: int) -> None:
-    """In a process of its own, which a hang ends: it prints all stacks."""
+    """Plays mixes in a separate process, which a hang ends: it prints all stacks."""
     command = [sys.executable, "-m", "tests.support.threads", "--seed", str(SEED), "--mixes", str(count)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     counts = {name: int(found) for name, found in re.findall(r"(\w[a-z ]+): (\d+)", done.stdout.splitlines()[-2])}
     assert counts["equal"] > count and counts["shared steps"] > count, counts
-    # of a few signals, none may meet its call
+    # of the few signals, possibly none hits its call
     signals = ("interrupted",) if count > 100 else ()
     for name in (*signals, "raised", "calls with preemptions", "late callers", "autocast"):
         assert counts.get(name), f"{name}: none of {counts}"
@@ -65,7 +65,7 @@ def test_all_kinds_are_drawn_among_200_mixes() -> None:
         assert sum(call.options["do_sample"] for own in mix.calls for call in own) <= 1
 
 
-# ------------------------------------------------------------------------------------------- what must be caught
+# ------------------------------------------------------------------------------------------- errors to detect
 
 GREEDY = Call(
     owner="0/0",
@@ -95,7 +95,7 @@ MIX = mix_of(*(dataclasses.replace(GREEDY, owner=f"{thread}/0") for thread in ra
 
 
 def played(mix: Mix, change: Callable[..., Any] | None, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What is said of a mix; `change` gets the outcome of every paged call, and its call."""
+    """Errors reported for a mix; `change` gets the outcome of every paged call, and its call."""
     right = thread_mixes.play
 
     def play(model: Any, call: Call, is_paged: bool, around: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Parity on trained models, whose every row says many different tokens."""
+"""Parity on trained models, whose rows have varied text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMPTS = [" ".join(sentence.split()[:count]) for sentence, count in zip(models.
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One for all processes of a run."""
+    """One folder for all processes of a run."""
     own = tmp_path_factory.getbasetemp()
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
@@ -54,8 +54,8 @@ def test_generate(name: str, mode: str, folder: Path) -> None:
     ("kv_dtype", "error", "agreement"), [("int8", 0.01, 1.0), ("fp8_e4m3", 0.03, 0.9), ("fp8_e5m2", 0.06, 0.8)]
 )
 def test_quantized_keys_and_values(kv_dtype: str, error: float, agreement: float, folder: Path) -> None:
-    """How far rounded keys and values move logits, token by token, in standard deviations, and how many greedy tokens
-    stay. (That of the same model in bfloat16, without rounded blocks, is 0.005.)"""
+    """Effect of rounded K/V on logits, token by token, in standard deviations, and the number of unchanged greedy
+    tokens. (In bfloat16 without rounded blocks, the same model's is 0.005.)"""
     model = trained.load("llama", folder)
     ids = models.tokenizer()(" ".join(models.corpus()[:3]), return_tensors="pt").input_ids
     found = []

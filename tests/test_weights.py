@@ -1,4 +1,4 @@
-"""Weights that change between calls never meet keys and values of before; those that stay are served from the cache."""
+"""Weights that change between calls are never combined with older cached K/V; unchanged weights use the cache."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from hf_paged.kernels import cpp
 from hf_paged.model.weights import WeightsGuard
 from tests.support import models
 
-GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 17}  # with the prompts enough to be kept
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 17}  # with the prompts, enough tokens to be kept
 LENGTHS = (26, 20, 17)
 HITS = 24 + 16 + 16  # tokens in full blocks of 8, short of each prompt's last token
 
 
 @contextlib.contextmanager
 def counted_tokens(model: Any) -> Iterator[list[int]]:
-    """Tokens of every forward, counted in the first layer without a hook."""
+    """Counts tokens of every forward, in the first layer without a hook."""
     norm = next(module for name, module in model.named_modules() if name.endswith("layers.0.input_layernorm"))
     original, counts = type(norm).forward, []
 
@@ -43,7 +43,7 @@ def counted_tokens(model: Any) -> Iterator[list[int]]:
 
 
 class Generate:
-    """Through `generate`: hits are prompt tokens that no forward got."""
+    """Through `generate`: hits are prompt tokens that no forward computed."""
 
     def __init__(self, model: Any, inputs: dict[str, torch.Tensor]) -> None:
         self.model, self.inputs = model, inputs
@@ -51,7 +51,7 @@ class Generate:
     def __call__(self) -> tuple[torch.Tensor, int]:
         inner = self.model if isinstance(self.model, PreTrainedModel) else self.model.get_base_model()
         with counted_tokens(self.model) as counts:
-            # the forwards by which a model shows that it can run packed are none of the call's
+            # forwards of the check whether a model can run packed do not belong to the call
             empty = empty_cache(inner, PagedMemory(PagedConfig(**models.PAGED["cache_config"])))
             assert choose_layout(inner, empty).unsupported_reason is None
             counts.clear()
@@ -81,7 +81,7 @@ DOORS = {"generate": Generate, "engine": Engine}
 
 
 class Watch:
-    """One model behind one door: what a call gives, and what it took from the cache."""
+    """One model behind a uniform interface: results of a call, and its use of the cache."""
 
     def __init__(self, door: str, model: Any) -> None:
         self.model, self.inputs = model, models.padded_prompt("llama", LENGTHS)
@@ -91,7 +91,7 @@ class Watch:
         return self.model.generate(**self.inputs, **GREEDY)[:, max(LENGTHS) :]
 
     def expect(self, hits: int, what: str) -> torch.Tensor:
-        """Plain's tokens, `hits` of them from the cache."""
+        """Asserts that tokens are plain's, `hits` of them from the cache."""
         expected = self.plain()
         tokens, found = self.call()
         assert torch.equal(tokens, expected), f"{what}\nplain\n{expected}\npaged\n{tokens}"
@@ -150,7 +150,7 @@ def test_train_and_eval_keep_the_cache(door: str) -> None:
 
 
 def test_dropout_in_train_mode_leaves_nothing_to_serve() -> None:
-    """What was computed with dropout is not what eval mode computes."""
+    """Blocks computed with dropout differ from those of eval mode."""
     model = models.build("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.0)
     prompt = models.token_ids(1, 30)[0].tolist()
     with PagedEngine(model, {"block_size": 8}) as engine:
@@ -274,7 +274,7 @@ def another_module(model: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("change", [replaced, moved, another_module])
 def test_a_change_within_a_call(change: Callable[[PreTrainedModel], None]) -> None:
-    """By code of the caller's that the call runs."""
+    """By user code that the call runs."""
     found = []
     for options in ({}, models.PAGED):
         model, inputs = models.build("llama"), models.padded_prompt("llama", LENGTHS)
@@ -326,7 +326,7 @@ def lora_model() -> Any:
 
 @pytest.mark.parametrize("door", DOORS)
 def test_adapters(door: str) -> None:
-    """Switching, disabling, merging, unmerging and training an adapter: each is another model."""
+    """Switching, disabling, merging, unmerging and training an adapter each make another model."""
     model = lora_model()
     watch = Watch(door, model)
     first = watch.expect(0, "first")
@@ -369,7 +369,7 @@ def test_training_an_adapter(door: str) -> None:
 
 
 def test_a_change_that_one_layout_finds_is_one_for_the_others() -> None:
-    """Calls packed and as rectangles have managers of their own on one memory, whose fingerprint is one."""
+    """Packed and rectangular calls have separate managers on one memory, with a single fingerprint."""
     model, memory = models.build("llama"), PagedMemory(PagedConfig(block_size=8))
     packed, rectangles = memory.manager([FULL_ATTENTION]), memory.manager([FULL_ATTENTION, StateSpec(is_empty=True)])
     guards = [WeightsGuard(model, memory, blocks) for blocks in (packed, rectangles)]

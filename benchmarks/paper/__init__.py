@@ -1,1 +1,1 @@
-"""The tables of the papers that this package builds on, on our own system, each row beside the published figure."""
+"""Reproduces the tables of the papers behind this package on our system, each row beside the published figure."""

@@ -1,8 +1,8 @@
-"""The tables of the seed papers on our own system, each row beside the published figure.
+"""Reproduces the tables of the seed papers on our system, each row beside the published figure.
 
 python -m benchmarks.paper [--quick] [--only NAME ...] [--json PATH]
 
-What claims a ratio of times takes turns, half of them in a second process.
+Measurements behind a ratio of times take turns, half of them in a second process.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def run(names: list[str], size: Size) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Prints the tables as they come; returns their rows, and how and when each was made."""
+    """Prints each table when it is ready; returns their rows, and each table's command, seconds and machine facts."""
     rows: list[dict[str, Any]] = []
     runs: dict[str, Any] = {}
     for name in names:
@@ -99,7 +99,7 @@ def run(names: list[str], size: Size) -> tuple[list[dict[str, Any]], dict[str, A
 
 
 def write(path: Path, facts: dict[str, Any], rows: list[dict[str, Any]], runs: dict[str, Any]) -> None:
-    """Replaces these tables in `path`, keeps the others there, and draws the plots of all."""
+    """Replaces these tables in `path`, keeps the others there, and draws the plots of all tables."""
     kept = report.read(path) if path.exists() else {"rows": [], "runs": {}}
     runs = {**kept["runs"], **runs}
     both = [row for row in kept["rows"] if row["table"] not in {row["table"] for row in rows}] + rows

@@ -1,4 +1,4 @@
-"""The tables of the document S4, an article on the PagedAttention paper, and the one figure of S2."""
+"""Tables of the document S4, an article on the PagedAttention paper, and the figure of S2."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from benchmarks.workloads import WORKLOADS, Workload, contiguous_bytes
 SWEEP = tuple(block for block in SUPPORTED if block <= 64)
 REQUESTS_A_SECOND = {4: 3.12, 8: 3.38, 16: 3.56, 32: 3.48, 64: 3.21}
 OVERHEAD = {4: 11, 8: 6, 16: 3, 32: 8, 64: 18}
-"""Percent, by block size; S4."""
+"""S4's overhead in percent, by block size."""
 SWAPPED_BLOCKS = tuple(block for block in (8, 16, 64) if block in SUPPORTED)
 METHODS = ("swap", "recompute")
 SCALED = {"LLaMA-7B": (1.24, 4.21), "LLaMA-13B": (0.89, 3.56), "LLaMA-33B": (0.34, 1.52), "LLaMA-65B": (0.18, 0.89)}
-"""Requests a second of FasterTransformer and of vLLM; S4."""
+"""S4's requests per second of FasterTransformer and of vLLM."""
 
 
 def sharegpt_pairs(size: Size) -> list[tuple[int, int]]:
-    """Prompts and outputs of ShareGPT-like lengths, cut so that a run takes about a second."""
+    """Prompt and output lengths like ShareGPT's, cut so that a run takes about a second."""
     trace = make_trace(SHAREGPT, size.engine_requests, seed=2)
     return [(min(256, prompt), max(2, min(48, output // 16))) for prompt, output in zip(trace.prompts, trace.outputs)]
 
@@ -45,7 +45,7 @@ def sharegpt_pairs(size: Size) -> list[tuple[int, int]]:
 
 
 def block_times(size: Size) -> dict[str, Times]:
-    """Seconds of whole runs by block size, and of a layer's attention."""
+    """Seconds of whole runs, and of a layer's attention, by block size."""
     shape, pairs = small_shape(size, 8), sharegpt_pairs(size)
     model = build(shape, "cpu", torch.float32)
 
@@ -61,10 +61,10 @@ def sweep(size: Size) -> list[Row]:
     """
     S4's block sizes: throughput, and an "overhead" that is least at 16, for ShareGPT, LLaMA-13B and an A100.
 
-    The same: mean lengths, one memory for all sizes. Different: S4 does not say what its overhead is of; it names the
-    management of block tables and what is left of a request's last block. Ours are two figures: what our kernel takes
-    beyond its time over contiguous rows (each row one block), and slots that are allocated and empty, simulated in
-    OPT-13B's 15.7K slots. Throughput is of the engine on a small random model in float32 on this CPU.
+    The same: mean lengths, one memory size for all block sizes. Different: S4 does not define its overhead; it names
+    the management of block tables and the unused slots of a request's last block. We report two figures: our kernel's
+    time beyond that over contiguous rows (one block per row), and allocated but empty slots, simulated in OPT-13B's
+    15.7K slots. Throughput is the engine's on a small random model in float32 on this CPU.
     """
     times, rows = measured(block_times, size), []
     trace = make_trace(SHAREGPT, max(60, size.short // 8))
@@ -108,13 +108,13 @@ _WHY_SWEEP = "another model, a CPU, and memory that holds few requests, so that 
 
 
 def preempting_pairs(size: Size) -> list[tuple[int, int]]:
-    """Prompts and outputs of requests that grow out of a memory in which several begin."""
+    """Prompt and output lengths of requests that outgrow the memory while several run."""
     draw, count = random.Random(3), max(6, size.engine_requests)
     return [(draw.randrange(16, 49), 128 if size.turns > 1 else 32) for _ in range(count)]
 
 
 def preempted_times(size: Size) -> dict[str, Times]:
-    """By block size: seconds of whole runs with each method, in a memory that is too small."""
+    """Seconds of whole runs with each preemption method in a memory that is too small, by block size."""
     shape, pairs = small_shape(size, 2), preempting_pairs(size)
     model, found = build(shape, "cpu", torch.float32), {}
     slots = 384 if size.turns > 1 else 128
@@ -140,9 +140,9 @@ def preempted(size: Size) -> list[Row]:
     PagedAttention (arXiv 2309.06180), section 7.3 and figure 19b: whole runs with swap against whole runs with
     recompute, by block size.
 
-    The same: one trace, one memory that is too small for it, all preemptions by one method. Different: host memory on
-    both sides of a swap; 2 layers of a small random model in float32 on a CPU; few requests, of short contexts. Both
-    without the rest of a run are in `preemption`.
+    The same: one trace, one undersized memory, one method for all preemptions. Different: host memory on both sides of
+    a swap; 2 layers of a small random model in float32 on a CPU; few requests with short contexts. `preemption` has
+    both methods without the rest of a run.
     """
     said_there = {8: "swap slower", 16: "comparable", 64: "comparable"}
     rows = []
@@ -169,7 +169,7 @@ def preempted(size: Size) -> list[Row]:
 
 
 def step_cost(shape: Shape, gpus: int) -> StepCost:
-    """Of a model over GPUs, as `benchmarks.parallel` computes it."""
+    """Step cost of a model over `gpus` GPUs, from `benchmarks.parallel`."""
     part, bandwidth, flops = parallel.cost(shape, gpus), parallel.A100.bandwidth, parallel.A100.flops["bfloat16"]
     return StepCost(
         f"{shape.name} on {gpus} GPUs, roofline",
@@ -186,10 +186,10 @@ def scaling(size: Size) -> list[Row]:
     S4's scaling over model sizes, **computed, not measured**: LLaMA of 7B to 65B on 1 to 8 A100 of 80 GB.
 
     The same: ShareGPT's mean lengths, all requests waiting. Different: no GPU has run it. A step costs what the
-    roofline of `benchmarks.parallel` says (its part of the weights or of the products, the keys and values that it
-    reads, the all-reduces of each layer); ours is the engine's scheduler and block manager, the other reserves the
-    longest sequence for each row of a static batch, as FasterTransformer does. S4 does not say how many GPUs a model
-    has. Where less than one longest sequence fits beside the weights, there is no row.
+    roofline of `benchmarks.parallel` gives (a GPU's share of the weights or of the products, the K/V that it reads, the
+    all-reduces of each layer). Ours is the engine's scheduler and block manager; the other reserves the longest
+    sequence for each row of a static batch, as FasterTransformer does. S4 does not say how many GPUs a model has. A
+    case has no row if less than one longest sequence fits beside the weights.
     """
     trace, rows = make_trace(SHAREGPT, max(60, size.short // 20)), []
     shapes = {shape.name: shape for shape in parallel.LLAMAS}
@@ -234,7 +234,7 @@ def beam_workload(size: Size) -> Workload:
 
 
 def beam_times(size: Size) -> dict[str, Times]:
-    """Seconds of whole calls, bytes of keys and values, and the share of equal tokens."""
+    """Seconds of whole calls, bytes of K/V, and the share of equal tokens."""
     shape, workload = SHAPES[size.small], beam_workload(size)
     model = build(shape, "cpu", torch.float32)
     systems: dict[str, System] = {PLAIN: Generate(), OURS: Generate(cache="paged")}
@@ -244,7 +244,7 @@ def beam_times(size: Size) -> dict[str, Times]:
 
     def work(name: str) -> float:
         nonlocal calls
-        batch = workload.batch(calls // 2, shape.vocab)  # the same for both in a turn
+        batch = workload.batch(calls // 2, shape.vocab)  # the same for both within a turn
         calls += 1
         start = time.perf_counter()
         answers[name] = systems[name](model, shape, workload, batch).rows
@@ -266,11 +266,11 @@ def beam_times(size: Size) -> dict[str, Times]:
 
 def beam_speed(size: Size) -> list[Row]:
     """
-    S2's "up to 55% of the memory, which gives up to 2.2 times the throughput" of beams and samples, beside W5.
+    S2's "up to 55% of the memory, which gives up to 2.2 times the throughput" for beams and samples, beside W5.
 
     The same: beam search. Different: W5 is one prompt of 512 with 8 beams of 64 new tokens, plain `generate` against
-    `generate(cache_implementation="paged")`, so that memory makes room for nothing: what is gained is what moves and
-    reads fewer bytes. The announcement's figure is of a server whose batch grows into what is saved.
+    `generate(cache_implementation="paged")`. Saved memory does not enlarge the batch; the gain comes from moving and
+    reading fewer bytes. The announcement's figure is of a server whose batch grows into the saved memory.
     """
     times, workload = measured(beam_times, size)["W5"], beam_workload(size)
     ratios = paired.ratios(times[PLAIN], times[OURS])

@@ -1,4 +1,4 @@
-"""What the size of a block does: to throughput, and to recompute against swap."""
+"""Effect of the block size on throughput, and on recompute against swap."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def block_sizes(size: Size) -> list[Row]:
     """
     PagedAttention (arXiv 2309.06180), section 7.2 and figure 18b: performance over block sizes.
 
-    The same: OPT-13B's slots and the data sets' mean lengths in the simulated rows. Different: the paper plots the
-    latency at one request rate, ours is requests (or tokens) a second over those at block size 16, memory always short.
-    Simulated rows know what large blocks waste, not what small ones cost a kernel; the measured rows know both: the
-    engine on a real model in a fixed memory, with the sizes that `PagedConfig` takes.
+    The same: OPT-13B's slots and the data sets' mean lengths in the simulated rows. Different: the paper plots latency
+    at one request rate; ours is requests (or tokens) per second relative to block size 16, with memory always short.
+    Simulated rows include the waste of large blocks but not the kernel cost of small ones; measured rows include both:
+    the engine on a real model in a fixed memory, with the sizes that `PagedConfig` accepts.
     """
     rows = []
     for lengths, said in (
@@ -70,7 +70,7 @@ def _relative(rates: dict[int, float], name: str, said: str, why: str) -> list[R
 
 
 def engine_rates(size: Size) -> dict[int, float]:
-    """Tokens a second of the engine by block size, all in a memory of as many slots: medians of turns."""
+    """Tokens per second of the engine by block size, with equally many slots: medians of turns."""
     shape, model = SHAPES[size.engine_shape], model_of(size.engine_shape)
     trace = make_trace(SHAREGPT, size.engine_requests, seed=2)
     pairs = [(min(256, prompt), max(2, min(48, output // 16))) for prompt, output in zip(trace.prompts, trace.outputs)]
@@ -85,12 +85,13 @@ def engine_rates(size: Size) -> dict[int, float]:
 
 def preemption(size: Size) -> list[Row]:
     """
-    PagedAttention (arXiv 2309.06180), section 7.3 and figure 19a: computing a preempted request's tokens again against
-    copying its blocks out and back, over block sizes.
+    PagedAttention (arXiv 2309.06180), section 7.3 and figure 19a: recomputing a preempted request's tokens against
+    swapping its blocks out and in, over block sizes.
 
-    The same: both in one unit, recompute without regard to blocks. Different: the paper copies over PCIe between GPU
-    and host; on a CPU both sides are host memory. Recompute is what `CostModel` says after prefill steps of several
-    sizes; the copies are `BlockSwapper`'s, timed, of every layer; `CostModel.choose` says what the engine would do.
+    The same: both in one unit; recompute does not depend on the block size. Different: the paper copies over PCIe
+    between GPU and host; on a CPU both sides are host memory. Recompute is `CostModel`'s estimate after prefill steps
+    of several sizes; swap is the measured time of `BlockSwapper` over all layers; `CostModel.choose` gives the engine's
+    choice.
     """
     shape, model = SHAPES[size.shape], model_of(size.shape)
     cost = CostModel(1e9)
@@ -126,14 +127,14 @@ def preemption(size: Size) -> list[Row]:
 
 
 def swap_seconds(shape: Shape, size: Size) -> dict[int, tuple[float, float, int]]:
-    """Seconds out and back (medians), and bytes, of a request of `size.context` tokens by block size."""
+    """Median seconds to swap a request of `size.context` tokens out and in, and its bytes, by block size."""
     found: dict[int, tuple[float, float, int]] = {}
     state = torch.zeros(1, shape.kv_heads, 0, shape.head_dim, dtype=torch.bfloat16)
     for block in SUPPORTED:
         count = -(-size.context // block)
         memory = PagedMemory(hf_paged.PagedConfig(block_size=block))
         group = memory.group(GroupSpec())
-        group.make_room(4 * count)  # so that what comes back lies elsewhere
+        group.make_room(4 * count)  # so that blocks return to other places
         for layer in range(shape.layers):
             for tensor in group.storage.make(layer, state, state).data:
                 tensor.zero_()
@@ -152,6 +153,6 @@ def swap_seconds(shape: Shape, size: Size) -> dict[int, tuple[float, float, int]
             outs.append(times[1] - times[0])
             backs.append(times[2] - times[1])
         num_bytes = count * group.storage.block_bytes
-        found[block] = statistics.median(outs[1:]), statistics.median(backs[1:]), num_bytes  # the first warms up
+        found[block] = statistics.median(outs[1:]), statistics.median(backs[1:]), num_bytes  # the first is a warm-up
         table.free()
     return found

@@ -1,4 +1,4 @@
-"""What reading keys and values through a block table costs a kernel."""
+"""Kernel cost of reading K/V through a block table."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def _step(tables: Tensor, context: int, block: int) -> StepMetadata:
 
 
 def _call(query: Tensor, pool: Tensor, step: StepMetadata, kv_heads: int, scale: float) -> AttentionCall:
-    """For queries `[rows, heads, 1, head_dim]`."""
+    """Attention call for queries `[rows, heads, 1, head_dim]`."""
     return AttentionCall(query[:, :, 0], KVBlocks((pool,), pool[:, :kv_heads], pool[:, kv_heads:]), step, scale)
 
 
 def contenders(shape: Shape, context: int) -> dict[str, Callable[[int], Tensor]]:
     """
-    Decode attention of `ROWS` rows over the same keys and values in several layouts: functions of the layer, each of
-    which returns `[rows, 1, heads, head_dim]`.
+    Decode attention of `ROWS` rows over the same K/V in several layouts: functions of the layer that return
+    `[rows, 1, heads, head_dim]`.
     """
     draw = torch.Generator().manual_seed(0)
     head_dim = shape.head_dim
@@ -82,7 +82,7 @@ def contenders(shape: Shape, context: int) -> dict[str, Callable[[int], Tensor]]
 def _check(
     found: dict[str, Callable[[int], Tensor]], both: Tensor, query: Tensor, shape: Shape, scale: float, context: int
 ) -> None:
-    """Every contender gives the reference's numbers."""
+    """Raises unless every contender matches the reference."""
     whole = _step(torch.arange(ROWS, dtype=torch.int32)[:, None], context, context)
     expected = reference.attend(_call(query, both, whole, shape.kv_heads, scale)).unsqueeze(1)
     for name, function in found.items():
@@ -94,7 +94,7 @@ def _check(
 
 @torch.no_grad()
 def seconds_of(size: Size, turns: int) -> dict[str, list[float]]:
-    """Of a layer, by contender, in turns of which each has the order of the one before reversed."""
+    """Seconds per layer by contender; each turn reverses the order of the turn before."""
     functions = contenders(SHAPES[size.shape], size.context)
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(turns + 1):
@@ -102,7 +102,7 @@ def seconds_of(size: Size, turns: int) -> dict[str, list[float]]:
             start = time.perf_counter()
             for layer in range(LAYERS):
                 function(layer)
-            if turn:  # the first pass warms up
+            if turn:  # the first pass is a warm-up
                 seconds[name].append((time.perf_counter() - start) / LAYERS)
     return seconds
 
@@ -110,14 +110,13 @@ def seconds_of(size: Size, turns: int) -> dict[str, list[float]]:
 def overhead(size: Size) -> list[Row]:
     """
     PagedAttention (arXiv 2309.06180), section 7.1 and figure 18a: a decode kernel that reads blocks against one that
-    reads contiguous keys and values. "Under 3 %" is S4's.
+    reads contiguous K/V. "Under 3 %" is S4's.
 
     The same: one decode step's attention, rows of one length. Different: the paper's baseline is another kernel
-    (FasterTransformer's) on an A100; ours is our own kernel on this CPU over the same bytes with one block a row, and
-    PyTorch's SDPA over contiguous tensors. Contenders take turns, each over several layers of its own copy, so that
-    caches of the processor hold little of what is read; their order is reversed in every other turn. Each figure is the
-    median over the turns of the ratio within a turn, with the least and the greatest. Blocks lie in random order but
-    where it says otherwise.
+    (FasterTransformer's) on an A100; ours is our kernel on this CPU over the same bytes with one block per row, and
+    PyTorch's SDPA over contiguous tensors. Contenders take turns, each over several layers of a separate copy, so that
+    processor caches hold little of the data; every other turn reverses the order. Each figure is the median of the
+    ratios within turns, with minimum and maximum. Blocks are in random order unless stated otherwise.
     """
     seconds = seconds_of(size, 3 * size.repeats)
     medians = {name: statistics.median(taken) for name, taken in seconds.items()}

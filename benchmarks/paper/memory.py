@@ -1,4 +1,4 @@
-"""How much of the memory for keys and values holds any: reservation against paging."""
+"""Share of the K/V memory that holds tokens: reservation against paging."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from benchmarks.paper.serving import BLOCK_SIZE, Outcome, serve_paged, serve_res
 from benchmarks.paper.traces import LONGEST, SHAREGPT, SIGMA, SIGMAS, make_trace
 
 FIGURE_2 = {"Max": (20.4, 13.3, 57.3, 8.9), "Pow2": (26.8, 17.9, 13.6, 41.6), "Oracle": (38.2, 25.2, 0.0, 36.6)}
-"""Token states, reservation, internal and external fragmentation (and others), in percent; arXiv 2309.06180."""
+"""Token states, reservation, internal and external fragmentation (plus others), in percent; arXiv 2309.06180."""
 FIGURE_13A = {"Max": 7.00, "Pow2": 9.81, "Oracle": 13.62, "ours": 30.42}
-"""Requests that run at a time."""
+"""Average number of running requests."""
 PAGED_USED = 96.3
 SPREAD = "the spread of the lengths is ours, since the paper gives only their means"
 
 
 @lru_cache(maxsize=1)
 def outcomes(requests: int, seeds: int) -> dict[tuple[str, float], list[Outcome]]:
-    """By system and spread, of one trace for each seed: all requests wait from the start."""
+    """Outcomes by system and spread, of one trace per seed; all requests wait from the start."""
     found: dict[tuple[str, float], list[Outcome]] = {}
     for sigma in SIGMAS:
         for seed in range(seeds):
@@ -38,7 +38,7 @@ def _traces(size: Size) -> dict[tuple[str, float], list[Outcome]]:
 
 
 def _by_spread(values: dict[float, list[float]]) -> str:
-    """The median and the range at `SIGMA`, the medians at the other spreads."""
+    """Median and range at `SIGMA`, and the medians at the other spreads."""
     others = ", ".join(f"{statistics.median(values[one]):.1f} at spread {one:g}" for one in SIGMAS if one != SIGMA)
     return f"{ranged(values[SIGMA], '.1f')}; {others}"
 
@@ -48,10 +48,10 @@ def waste(size: Size) -> list[Row]:
     PagedAttention (arXiv 2309.06180), figure 2 and section 6.2: shares of the memory while requests wait for room.
 
     The same: OPT-13B's 15.7K slots, the data set's mean lengths, the three reservations with a buddy allocator, blocks
-    of 16. Different: log-normal lengths instead of the data set, whose spread is a free constant: medians and ranges
-    are over several seeds at spread 1, with the medians at 0.5 and 1.5 beside them; steps cost what a roofline says,
-    which only weighs the steps; all requests wait from the start, so that memory is always short. Ours is the scheduler
-    and the block manager of the engine.
+    of 16. Different: log-normal lengths instead of the data set; their spread is a free parameter, so medians and
+    ranges are over several seeds at spread 1, with the medians at 0.5 and 1.5 beside them; step costs come from a
+    roofline and only weight the steps; all requests wait from the start, so memory is always short. Ours is the
+    engine's scheduler and block manager.
     """
     found = _traces(size)
     rows, empty = [], []
@@ -92,12 +92,12 @@ _WHY = {
 
 def batch_size(size: Size) -> list[Row]:
     """
-    Requests that run at a time in OPT-13B's 15.7K slots: PagedAttention (arXiv 2309.06180), figure 13a; and how many
-    times as many ours runs, beside what S4 says of an unnamed model on an A100 of 40 GB: 12 with FasterTransformer, 16
-    with Orca (with which reservation it does not say), 48 with vLLM. The paper has none of the three.
+    Running requests in OPT-13B's 15.7K slots: PagedAttention (arXiv 2309.06180), figure 13a; and the ratio of ours to
+    each system's, beside S4's figures for an unnamed model on an A100 of 40 GB: 12 with FasterTransformer, 16 with Orca
+    (reservation not stated), 48 with vLLM. The paper has none of the three.
 
     The same: slots, mean lengths, reservations. Different: log-normal lengths of a free spread, as in `waste`; memory
-    is always short, while the paper's trace has 2 requests a second.
+    is always short, while the paper's trace has 2 requests per second.
     """
     found = _traces(size)
     rows = []

@@ -1,4 +1,4 @@
-"""Pictures of the tables."""
+"""Plots of the tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PARTS = {
 
 
 def draw_all(rows: Iterable[dict[str, Any]], stem: Path) -> list[Path]:
-    """A picture for each table that is among `rows` and has one, at `<stem>-<name>.png`."""
+    """Draws each table in `rows` that has a plot, to `<stem>-<name>.png`."""
     rows = list(rows)
     pictures = {"waste": waste, "schedulers": schedulers, "blocks": blocks, "vattention": vattention, "s4": article}
     paths = []
@@ -81,7 +81,7 @@ def _numbers(published: str) -> dict[str, float]:
 
 
 def schedulers(rows: list[dict[str, Any]], path: Path) -> Path | None:
-    """Normalized latency over the request rate, for each cost of a step."""
+    """Normalized latency over the request rate, by step cost."""
     found = [row["details"] for row in rows if row["table"] == "schedulers" and "curves" in row.get("details", {})]
     if not found:
         return None
@@ -136,7 +136,7 @@ def blocks(rows: list[dict[str, Any]], path: Path) -> Path | None:
 
 
 def vattention(rows: list[dict[str, Any]], path: Path) -> Path | None:
-    """Prompts over contexts, decodes over rows, mapping over page groups, and the steps of one turn."""
+    """Prefill over contexts, decode over rows, mapping over page groups, and the steps of one turn."""
     by_table = _by_table(rows, ("prefill", "decode", "allocation", "spikes"))
     if by_table is None:
         return None
@@ -181,7 +181,7 @@ def vattention(rows: list[dict[str, Any]], path: Path) -> Path | None:
 
 
 def article(rows: list[dict[str, Any]], path: Path) -> Path | None:
-    """S4's block sizes, swap against recompute, and models of 7B to 65B, published and here."""
+    """S4's block sizes, swap against recompute, and models of 7B to 65B, published and ours."""
     by_table = _by_table(rows, ("sweep", "preempted", "scaling"))
     if by_table is None:
         return None
@@ -222,6 +222,6 @@ def article(rows: list[dict[str, Any]], path: Path) -> Path | None:
 
 
 def _by_table(rows: list[dict[str, Any]], tables: Iterable[str]) -> dict[str, list[dict[str, Any]]] | None:
-    """The details of these tables; `None` unless all are there."""
+    """Details of the rows of these tables; `None` unless all are there."""
     found = {table: [row["details"] for row in rows if row["table"] == table and "details" in row] for table in tables}
     return found if all(found.values()) else None

@@ -1,4 +1,4 @@
-"""Memory reserved for a request when it is admitted, as systems before paging do it."""
+"""Memory reserved for a request on admission, as in systems before paging."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ from benchmarks.paper.traces import LONGEST
 
 
 def power_of_two(number: int) -> int:
-    """The least power of two that is not below `number`."""
+    """The least power of two not below `number`."""
     return 1 << (number - 1).bit_length()
 
 
 def reserve_max(prompt: int, output: int) -> int:
-    """Slots for the longest sequence that the model can have."""
+    """Slots for the model's longest sequence."""
     return LONGEST
 
 
 def reserve_pow2(prompt: int, output: int) -> int:
-    """Slots for the prompt and the next power of two above the output: at most twice what the output needs."""
+    """Slots for the prompt and for the output rounded up to a power of two: at most twice what the output needs."""
     return min(LONGEST, prompt + power_of_two(output))
 
 
 def reserve_oracle(prompt: int, output: int) -> int:
-    """Slots for exactly what will come."""
+    """Slots for the exact prompt and output."""
     return prompt + output
 
 
 POLICIES = {"Max": reserve_max, "Pow2": reserve_pow2, "Oracle": reserve_oracle}
-"""Those that the PagedAttention paper calls Orca (Max), (Pow2) and (Oracle); arXiv 2309.06180, section 6.1."""
+"""Orca (Max), (Pow2) and (Oracle) in the PagedAttention paper; arXiv 2309.06180, section 6.1."""
 
 
 class Buddy:
     """
     The buddy allocator (Knuth, The Art of Computer Programming, volume 1, section 2.5) over `num_slots` slots, in
-    chunks that are powers of two. A number of slots that is none is taken as several such regions, largest first.
+    power-of-two chunks. Splits `num_slots` that is no power of two into several such regions, largest first.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -48,7 +48,7 @@ class Buddy:
                 start += size
 
     def allocate(self, num_slots: int) -> int | None:
-        """Where a chunk of `power_of_two(num_slots)` slots begins; `None` if no free chunk is that large."""
+        """Start of a chunk of `power_of_two(num_slots)` slots; `None` if no free chunk is large enough."""
         size = wanted = power_of_two(num_slots)
         while size in self._free and not self._free[size]:
             size *= 2
@@ -62,7 +62,7 @@ class Buddy:
         return start
 
     def release(self, start: int, num_slots: int) -> None:
-        """Gives the chunk back that `allocate(num_slots)` returned, and joins it with its free buddies."""
+        """Frees the chunk returned by `allocate(num_slots)` and merges it with its free buddies."""
         size = power_of_two(num_slots)
         self.num_free += size
         first, whole = next(region for region in self._regions if region[0] <= start < region[0] + region[1])

@@ -1,4 +1,4 @@
-"""What a table of `benchmarks.paper` returns, and how large it is to be."""
+"""Rows of a table of `benchmarks.paper`, and the size of a run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 PAPER = "PagedAttention, arXiv 2309.06180"
 VATTENTION = "vAttention, arXiv 2405.04437"
 READ = "read"
-"""The published figure was looked up in the paper's text or printed on its figure."""
+"""The published figure was read in the paper's text or on its plot."""
 TOLD = "S4, not in the paper"
 """
-The figure is from the document S4 of those that this project was asked for in: an article on the PagedAttention paper,
-of 2026-02-17, in Japanese. The paper itself does not have it.
+The figure is from S4, one of the documents that define this project's task: an article on the PagedAttention paper, of
+2026-02-17, in Japanese. The paper does not have the figure.
 """
 TOLD_S1 = "S1, not looked up in the paper"
 """The figure is from the document S1: an article on the vAttention paper, of 2025-03-11, in Korean."""
@@ -25,14 +25,14 @@ TOLD_S2 = "S2, from the announcement of vLLM"
 @dataclass(frozen=True)
 class Row:
     """
-    One line.
+    One line of a table.
 
     Args:
-        name (`str`): What is measured.
-        published (`str`): As published; empty where the papers have no such figure.
-        ours (`float` or `str`): In `unit`.
+        name (`str`): The measured quantity.
+        published (`str`): The published figure; empty if the papers have none.
+        ours (`float` or `str`): Our figure, in `unit`.
         source (`str`): Section or figure with `READ`, or `TOLD`, `TOLD_S1`, `TOLD_S2`.
-        why (`str`): Why ours differs.
+        why (`str`): Reason why ours differs.
         details (`dict`, *optional*): Numbers behind `ours`, for the JSON and the plots.
     """
 
@@ -45,28 +45,28 @@ class Row:
     details: dict[str, Any] | None = None
 
     def as_dict(self, table: str) -> dict[str, Any]:
-        """For `benchmarks.report`."""
+        """The row for `benchmarks.report`."""
         return {"table": table, **{key: value for key, value in asdict(self).items() if value is not None}}
 
 
 @dataclass(frozen=True)
 class Size:
     """
-    How much a run does.
+    Amount of work of a run.
 
     Args:
-        requests (`int`): Of the trace that compares the schedulers, by measured costs.
-        short (`int`): Of every other simulated trace.
-        shape (`str`): Of the model whose steps, copies and attention are timed, from `benchmarks.models.SHAPES`.
-        engine_shape (`str`): Of the model that whole requests run on.
+        requests (`int`): Requests of the trace that compares the schedulers with measured costs.
+        short (`int`): Requests of every other simulated trace.
+        shape (`str`): Model whose steps, copies and attention are timed, from `benchmarks.models.SHAPES`.
+        engine_shape (`str`): Model that serves whole requests.
         context (`int`): Tokens of a preempted request, and of a row that a kernel reads.
-        engine_requests (`int`): That whole requests are timed with, for each block size.
+        engine_requests (`int`): Timed requests per block size.
         beam_prompts (`int`): Prompts of each beam search.
-        beam_tokens (`int`): Most tokens of such a prompt, and most new ones.
-        repeats (`int`): Of everything that is timed.
-        seeds (`int`): Of traces, where a figure is shown with its range over them.
-        small (`str`): Shape of the model that whole calls take turns on, in float32.
-        turns (`int`): Of contenders, in each of `processes` processes.
+        beam_tokens (`int`): Most tokens of such a prompt, and most new tokens.
+        repeats (`int`): Repeats of every timed measurement.
+        seeds (`int`): Number of traces, for figures shown with their range over seeds.
+        small (`str`): Shape of the float32 model for whole calls that take turns.
+        turns (`int`): Turns of the contenders in each of `processes` processes.
     """
 
     requests: int
@@ -90,5 +90,5 @@ FULL = Size(1_000_000, 10_000, "llama-100m", "llama-100m", 1024, 8, 4, 256, 9, 5
 
 
 def ranged(values: Sequence[float], digits: str = ".4g") -> str:
-    """The median of some values, and the least and the greatest of them."""
+    """Median, minimum and maximum of some values."""
     return f"{statistics.median(values):{digits}} ({min(values):{digits}}..{max(values):{digits}})"

@@ -1,4 +1,4 @@
-"""Static batches, iteration-level batches with reserved memory, and ours on one trace."""
+"""Static batches, iteration-level batches with reserved memory, and ours on the same trace."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from benchmarks.paper.traces import SHAREGPT, Trace, make_trace
 SYSTEMS = ("static", "Max", "Pow2", "Oracle", "ours")
 LOADS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 1.05, 1.2, 1.5)
 SHARE = 0.85
-"""Of the rate that ours sustains: the rate of the long trace, which all systems get."""
+"""Rate of the long trace, which all systems get, as a share of the rate that ours sustains."""
 BOUND = 10.0
-"""The latency bound: this many times the normalized latency of requests that do not wait for each other."""
+"""Latency bound, in multiples of the normalized latency of requests that do not wait for each other."""
 
 
 def serve(system: str, trace: Trace, cost: StepCost) -> Outcome:
-    """The trace in OPT-13B's number of slots."""
+    """Serves the trace in OPT-13B's number of slots."""
     if system == "static":
         return serve_static(trace, cost, OPT_13B_SLOTS)
     if system == "ours":
@@ -36,8 +36,8 @@ def shown(system: str) -> str:
 
 def sustained(curve: list[tuple[float, float]], bound: float) -> float:
     """
-    The request rate at which a curve of (rate, latency), in ascending order, crosses `bound`, interpolated: at most the
-    last rate, and 0 if the first is above the bound already.
+    The request rate at which a curve of (rate, latency), in ascending order, crosses `bound`, interpolated. At most the
+    last rate; 0 if the first latency is already above the bound.
     """
     for (rate, latency), (next_rate, next_latency) in pairwise(curve):
         if latency <= bound < next_latency:
@@ -46,7 +46,8 @@ def sustained(curve: list[tuple[float, float]], bound: float) -> float:
 
 
 def curves(cost: StepCost, requests: int) -> dict[str, list[tuple[float, float]]]:
-    """Of every system: (requests a second, normalized latency) at `LOADS` of what it serves when all wait."""
+    """Points (requests per second, normalized latency) of every system, at `LOADS` of its rate when all requests
+    wait."""
     everybody = make_trace(SHAREGPT, requests)
     found: dict[str, list[tuple[float, float]]] = {}
     for system in SYSTEMS:
@@ -59,20 +60,20 @@ def curves(cost: StepCost, requests: int) -> dict[str, list[tuple[float, float]]
 
 
 def alone(cost: StepCost) -> float:
-    """Normalized latency of requests that come one by one."""
+    """Normalized latency of requests that arrive one at a time."""
     return serve_paged(make_trace(SHAREGPT, 50, rate=1e-9), cost, OPT_13B_SLOTS).normalized_latency
 
 
 def schedulers(size: Size) -> list[Row]:
     """
-    PagedAttention (arXiv 2309.06180), section 6.2 and figures 12a and 13a; Orca (OSDI'22) is the iteration-level
-    scheduling that all but the static batches use.
+    PagedAttention (arXiv 2309.06180), section 6.2 and figures 12a and 13a; Orca (OSDI'22) introduced the
+    iteration-level scheduling that all systems but the static batches use.
 
     The same: OPT-13B's 15.7K slots, mean lengths, Poisson arrivals, the metric (normalized latency: seconds from
-    arrival to end over output tokens, averaged over requests), the reservations. Different: time is simulated by what a
-    step costs, once as fitted to steps of our engine on this machine, once by a roofline of the paper's model and GPU;
-    lengths are log-normal; static batches are padded; at most 256 requests at a time and 2048 tokens a step, for all.
-    Ours is the engine's scheduler and block manager. Figure 13a's batch sizes are in the table `batch_size`.
+    arrival to end over output tokens, averaged over requests), the reservations. Different: time is simulated with two
+    step costs, one fitted to our engine's steps on this machine, one a roofline of the paper's model and GPU; lengths
+    are log-normal; static batches are padded; at most 256 requests at a time and 2048 tokens per step, for all. Ours is
+    the engine's scheduler and block manager. Figure 13a's batch sizes are in the table `batch_size`.
     """
     rows = []
     measured, error = measured_cost(size.shape, size.repeats < 5)
@@ -95,7 +96,8 @@ def schedulers(size: Size) -> list[Row]:
 
 
 PUBLISHED_RATIOS = {"Max": (2.7, 8.0), "Oracle": (1.7, 2.7)}
-"""Over three models. Of FasterTransformer's static batches the paper only says "up to 22", which any ratio below is."""
+"""Over three models. For FasterTransformer's static batches the paper only says "up to 22", which fits any smaller
+ratio."""
 
 
 def _rates(rates: dict[str, float], cost: StepCost, details: dict[str, object]) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""Serving simulated by what a step costs: static batches, iteration-level batches with reserved memory, and ours."""
+"""Serving simulated with step costs: static batches, iteration-level batches with reserved memory, and ours."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class StepCost:
     Seconds of one step: `max(floor, fixed + per_token * new) + per_link * new + per_context * context`.
 
     Args:
-        fixed, floor (`float`): Seconds however few tokens there are; `floor` overlaps with computing them.
-        per_token (`float`): Seconds of a new token, of a prompt or generated.
-        per_context (`float`): Seconds to read one token's keys and values.
-        per_link (`float`): Seconds to send what one new token needs of other devices.
+        fixed, floor (`float`): Seconds that do not depend on the tokens; `floor` overlaps with computing them.
+        per_token (`float`): Seconds per new token, of a prompt or generated.
+        per_context (`float`): Seconds to read one token's K/V.
+        per_link (`float`): Seconds per new token to exchange data with other devices.
     """
 
     name: str
@@ -40,11 +40,11 @@ class StepCost:
     per_link: float = 0.0
 
     def work(self, new: int) -> float:
-        """Seconds apart from reading keys and values."""
+        """Seconds of a step without reading K/V."""
         return max(self.floor, self.fixed + self.per_token * new) + self.per_link * new
 
     def seconds(self, new: int, context: int) -> float:
-        """Of a step that computes `new` tokens and reads `context`."""
+        """Seconds of a step that computes `new` tokens and reads `context`."""
         return self.work(new) + self.per_context * context
 
 
@@ -53,8 +53,8 @@ class Usage:
     """
     Slot-seconds of the whole memory while requests wait for room.
 
-    `used`: hold a token of a running request; `reserved`: will hold one of the same request; `internal`: belong to a
-    request that never fills them; `external`: everything else (free, or lost to rounding up).
+    `used`: the slot holds a token of a running request; `reserved`: it will hold one of the same request; `internal`:
+    it belongs to a request that never fills it; `external`: all other slots (free, or lost to rounding up).
     """
 
     used: float = 0.0
@@ -72,7 +72,7 @@ class Usage:
 
 @dataclass
 class Outcome:
-    """What became of a trace; `normalized_latency` is the mean over requests of seconds per output token."""
+    """Result of serving a trace; `normalized_latency` is the mean over requests of seconds per output token."""
 
     system: str
     num_slots: int
@@ -87,12 +87,12 @@ class Outcome:
 
     @property
     def rate(self) -> float:
-        """Requests a second."""
+        """Requests per second."""
         return self.requests / self.seconds
 
     @property
     def rows(self) -> float:
-        """Requests in a step, averaged over time."""
+        """Requests per step, averaged over time."""
         return self.row_seconds / self.busy_seconds
 
     @property
@@ -100,7 +100,7 @@ class Outcome:
         return self.latency / self.requests
 
     def finish(self, seconds_since_arrival: float, output: int) -> None:
-        """One request is done."""
+        """Records that a request has ended."""
         self.requests += 1
         self.latency += seconds_since_arrival / output
 
@@ -113,8 +113,9 @@ def sum_of_products(steps: int, a: float, da: float, b: float, db: float) -> flo
 
 def serve_static(trace: Trace, cost: StepCost, num_slots: int) -> Outcome:
     """
-    Batches that run until their last request is done, every row padded to the widest prompt and the longest output, as
-    many rows as the longest sequence leaves room for. The earliest requests go first; answers come when a batch ends.
+    Static batches, which run until their last request is done. Every row is padded to the widest prompt and the longest
+    output; the batch size is what fits if every row has the longest sequence. First come, first served; answers
+    return when the batch ends.
     """
     outcome, usage = Outcome("static", num_slots), Usage()
     outcome.usage = usage
@@ -130,7 +131,7 @@ def serve_static(trace: Trace, cost: StepCost, num_slots: int) -> Outcome:
         width, longest = max(prompts), max(outputs)
         started, done = now, 0
         alive = sorted(zip(outputs, prompts))
-        while alive:  # from one row's end to the next
+        while alive:  # one iteration per end of a row
             until = alive[0][0]
             step_a, step_da = cost.work(rows) + cost.per_context * rows * (width + done - 1), cost.per_context * rows
             held = sum(prompt for _, prompt in alive) + len(alive) * (done - 1)
@@ -164,14 +165,14 @@ def serve_reserved(
     trace: Trace, cost: StepCost, num_slots: int, policy: Callable[[int, int], int], name: str
 ) -> Outcome:
     """
-    Iteration-level batches (Orca, OSDI'22): requests come and go at every step, first come first served, prompts beside
-    decodes. Memory is reserved on admission by `policy`, from a buddy allocator.
+    Iteration-level batches (Orca, OSDI'22): requests join and leave at every step, first come, first served; prompts
+    run beside decodes. `policy` sets the memory reserved on admission, from a buddy allocator.
     """
     outcome, usage = Outcome(name, num_slots), Usage()
     outcome.usage = usage
     buddy = Buddy(num_slots)
-    running: list[tuple[int, int, int]] = []  # the step after its last, request, where its chunk begins
-    step = held = reserved = final = 0  # tokens held now, reserved, and held in the end
+    running: list[tuple[int, int, int]] = []  # end step, request, start of its chunk
+    step = held = reserved = final = 0  # tokens held now, reserved, and held at the end
     head, now, count = 0, 0.0, len(trace)
     while head < count or running:
         if not running:
@@ -217,7 +218,7 @@ def serve_reserved(
             size = policy(prompt, output)
             buddy.release(start, size)
             reserved, final = reserved - size, final - prompt - output
-            held -= prompt + output - 1  # the last token's keys and values are never computed
+            held -= prompt + output - 1  # the last token's K/V are never computed
             outcome.finish(now - trace.arrivals[index], output)
     assert buddy.num_free == num_slots and not (held or reserved or final)
     outcome.seconds = now
@@ -225,7 +226,7 @@ def serve_reserved(
 
 
 def _steps_until(seconds: float, cost: StepCost, rows: int, held: int) -> int:
-    """Decode steps of `rows` rows that begin before `seconds` have passed; at least 1."""
+    """Decode steps of `rows` rows that begin within `seconds`; at least 1."""
     a, slope = cost.work(rows) + cost.per_context * held, cost.per_context * rows / 2
     if slope == 0:
         return max(1, math.ceil(seconds / a))
@@ -236,7 +237,7 @@ def _steps_until(seconds: float, cost: StepCost, rows: int, held: int) -> int:
 def serve_paged(
     trace: Trace, cost: StepCost, num_slots: int, block_size: int = BLOCK_SIZE, name: str = "ours"
 ) -> Outcome:
-    """Our scheduler and block manager themselves, as the engine runs them; only the forward is left out."""
+    """Our scheduler and block manager, as the engine runs them; only the forward is left out."""
     outcome, usage = Outcome(name, num_slots), Usage()
     outcome.usage = usage
     pool = BlockPool(num_slots // block_size)
@@ -255,7 +256,7 @@ def serve_paged(
         new = 0
         for _, query_len in items:
             new += query_len
-        if batch.preempted:  # their tokens are gone, and will be computed again
+        if batch.preempted:  # recompute: their tokens are computed again
             held = sum(table.num_tokens for table in blocks.tables(0))
             outcome.preemptions += len(batch.preempted)
         else:

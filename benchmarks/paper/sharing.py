@@ -1,4 +1,4 @@
-"""Blocks that samples and beams of one prompt share."""
+"""Blocks shared by the samples and beams of a prompt."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ BEAMS = {"Alpaca-like": {2: "37.56", 4: "53.13", 6: "55.16"}, "ShareGPT-like": {
 
 def grow(manager: BlockManager, count: int, prompt: int, output: int) -> tuple[int, int, int]:
     """
-    `count` samples of one prompt, token by token. Returns the blocks that their tables name and those that they take,
-    each summed over the steps, and the most taken at a time.
+    Grows `count` samples of one prompt token by token. Returns the blocks named in their tables and the blocks in use,
+    each summed over the steps, and the peak in use.
     """
     pool = manager.groups[0].pool
     first = manager.new()
@@ -44,7 +44,7 @@ def grow(manager: BlockManager, count: int, prompt: int, output: int) -> tuple[i
 
 
 def sampling_saving(lengths: Lengths, count: int, requests: int, seed: int = 0) -> float:
-    """Percent of the blocks that sharing saves, over all steps of a trace, all samples of a request equally long."""
+    """Percent of the blocks saved by sharing over all steps of a trace; samples of a request are equally long."""
     trace = make_trace(lengths, requests, seed=seed)
     manager = BlockManager([BlockGroup(BlockPool((count + 1) * 2048 // BLOCK_SIZE))], BLOCK_SIZE, prefix_caching=False)
     named = taken = 0
@@ -59,9 +59,9 @@ def sampling(size: Size) -> list[Row]:
     """
     PagedAttention (arXiv 2309.06180), section 6.3 and figure 15a: blocks saved by sharing over blocks without it.
 
-    The same: mean lengths, blocks of 16, samples as long as each other, the average over all steps. Different:
-    log-normal lengths, medians and ranges over several seeds. Ours is the block manager of the engine with its forks
-    and copy-on-write; what it saves depends on lengths only, so no model runs.
+    The same: mean lengths, blocks of 16, equally long samples, the average over all steps. Different: log-normal
+    lengths, medians and ranges over several seeds. Ours is the engine's block manager with its forks and copy-on-write;
+    the savings depend only on lengths, so no model runs.
     """
     rows = []
     requests = max(4, size.short // 125)
@@ -82,13 +82,13 @@ def sampling(size: Size) -> list[Row]:
 
 def beam_saving(model: Any, vocab: int, beams: int, prompts: list[tuple[int, int]]) -> float:
     """
-    Percent of the blocks that sharing saves over all steps of beam searches by the engine.
+    Percent of the blocks saved by sharing over all steps of the engine's beam searches.
 
     Args:
-        prompts (`list[tuple[int, int]]`): Tokens of each prompt, and new ones.
+        prompts (`list[tuple[int, int]]`): Prompt length and number of new tokens of each prompt.
     """
     draw = random.Random(beams)
-    budget = sum(prompt for prompt, _ in prompts)  # all begin in one step
+    budget = sum(prompt for prompt, _ in prompts)  # all prompts run in the first step
     config = hf_paged.PagedConfig(
         block_size=BLOCK_SIZE, prefix_caching=False, max_num_batched_tokens=max(budget, 256), max_num_seqs=1024
     )
@@ -115,8 +115,7 @@ def beams(size: Size) -> list[Row]:
 
     The same: mean lengths, blocks of 16, the average over all steps, beam search that goes on to the given length.
     Different: log-normal lengths, fewer prompts (medians and ranges over a few seeds), and a model of random weights,
-    whose beams part where its scores say. The engine runs it; who continues whom is what transformers' own beam search
-    decides.
+    whose scores decide where beams part. The engine runs it and continues the same beams as transformers' beam search.
     """
     shape = SHAPES["llama-tiny"]
     model = model_of(shape.name)
@@ -144,11 +143,11 @@ def beams(size: Size) -> list[Row]:
 
 def example(size: Size) -> list[Row]:
     """
-    16 samples of a prompt of 2048 tokens with 128 new tokens each, in gigabytes of OPT-13B's keys and values, beside
-    S4's figures: 26.4 without sharing against 4.8 with it, for a model that it does not name. The paper has neither,
-    nor the 82 %: sharing among samples saves at most 30.5 % there (section 6.3, ShareGPT).
+    16 samples of a prompt of 2048 tokens with 128 new tokens each, in gigabytes of OPT-13B's K/V, beside S4's figures
+    for an unnamed model: 26.4 without sharing, 4.8 with it. The paper has neither figure, nor the 82 %: sharing among
+    samples saves at most 30.5 % there (section 6.3, ShareGPT).
 
-    Once by arithmetic, and once with the blocks that the block manager of the engine really takes.
+    Computed twice: by arithmetic, and from the blocks that the block manager of the engine takes.
     """
     count, prompt, output = 16, 2048, 128
     apart, together = count * (prompt + output), prompt + count * output

@@ -1,4 +1,4 @@
-"""Requests as the PagedAttention paper's data sets have them on average (arXiv 2309.06180, section 6.1, figure 11)."""
+"""Requests with the mean lengths of the PagedAttention paper's data sets (arXiv 2309.06180, section 6.1, figure 11)."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import random
 from dataclasses import dataclass
 
 LONGEST = 2048
-"""Tokens of the longest sequence, prompt and output together: OPT's limit."""
+"""Most tokens of a sequence, prompt and output together: OPT's limit."""
 SIGMA = 1.0
-"""The spread of the lengths' logarithms. The paper does not give it, so tables show what `SIGMAS` give, too."""
+"""Spread of the lengths' logarithms. The paper does not give it, so tables show the results of `SIGMAS`, too."""
 SIGMAS = (0.5, SIGMA, 1.5)
 
 
 @dataclass(frozen=True)
 class Lengths:
     """
-    Prompt and output lengths of a data set: log-normal, which has the long tail of the paper's histograms; the means
-    are the paper's, the spread is not given there.
+    Prompt and output lengths of a data set: log-normal, with the long tail of the paper's histograms; the means are the
+    paper's, which does not give the spread.
     """
 
     name: str
@@ -46,7 +46,7 @@ def make_trace(lengths: Lengths, count: int, rate: float = math.inf, seed: int =
     `count` requests with Poisson arrivals.
 
     Args:
-        rate (`float`): Requests a second; infinite: all are there at the start.
+        rate (`float`): Requests per second; infinite: all requests arrive at the start.
         sigma (`float`): The spread of the lengths' logarithms.
     """
     draw = random.Random(seed)
@@ -63,5 +63,5 @@ def make_trace(lengths: Lengths, count: int, rate: float = math.inf, seed: int =
 
 
 def _length(draw: random.Random, mean: float, most: int, sigma: float) -> int:
-    # exp(mu + sigma^2 / 2) is a log-normal's mean
+    # exp(mu + sigma^2 / 2) is the mean of a log-normal
     return max(1, min(most, round(draw.lognormvariate(math.log(mean) - sigma**2 / 2, sigma))))

@@ -1,4 +1,4 @@
-"""Contenders that take turns in several processes, and what is said of their times."""
+"""Runs contenders in turns in several processes, and formats their times."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Times = dict[str, list[float]]
 
 def measured(measure: Callable[[Size], Mapping[str, Times]], size: Size) -> dict[str, Times]:
     """
-    The turns of `size.processes` processes that run one after the other, each with memory and models of its own; of
-    this process where that is 1.
+    Collects the turns of `size.processes` processes, which run one after the other, each with separate memory and
+    models; runs in this process if `size.processes` is 1.
 
     Args:
-        measure (`Callable`): A function of a module, which returns the times of each case.
+        measure (`Callable`): A module-level function that returns the times of each case.
     """
     if size.processes == 1:
         return dict(measure(size))
@@ -49,7 +49,7 @@ def _child(measure: Callable[[Size], Mapping[str, Times]], size: Size, threads: 
 
 @contextlib.contextmanager
 def backend(name: str | None) -> Iterator[None]:
-    """Within it one backend of attention is forced (`HF_PAGED_ATTENTION`); `None`: the one that the library chooses."""
+    """Forces an attention backend within the context (`HF_PAGED_ATTENTION`); `None`: the library chooses."""
     before = os.environ.pop(VARIABLE, None)
     if name is not None:
         os.environ[VARIABLE] = name
@@ -62,15 +62,15 @@ def backend(name: str | None) -> Iterator[None]:
 
 
 def small_shape(size: Size, layers: int) -> Shape:
-    """The small model with few layers and words, so that long runs leave time for turns, and attention is not lost
-    beside the logits."""
+    """The small model with few layers and a small vocabulary, so that a long run has time for turns, and the logits do
+    not dominate attention."""
     shape = SHAPES[size.small]
     layers, vocab = min(layers, shape.layers), min(2048, shape.vocab)
     return replace(shape, name=f"{shape.name} of {layers} layers", layers=layers, vocab=vocab)
 
 
 def said(values: Sequence[float], size: Size, digits: str = ".3f") -> str:
-    """The median of some turns' values with its 95% interval, or their range where there are few."""
+    """Median over turns with its 95% interval, or the range if there are few values."""
     low, high = paired.interval(values) or (min(values), max(values))
     processes = f" in {size.processes} processes" if size.processes > 1 else ""
     turns = f"{len(values)} turn{'s' * (len(values) > 1)}{processes}"

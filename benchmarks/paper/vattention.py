@@ -1,4 +1,4 @@
-"""vAttention's tables: rows side by side in addresses, against blocks and against contiguous tensors."""
+"""vAttention's tables: rows contiguous in virtual addresses, against blocks and against contiguous tensors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def named(page: int) -> str:
 
 
 class ReservedLayer(DynamicLayer):
-    """Contiguous keys and values in memory that was reserved for the longest sequence."""
+    """Contiguous K/V in memory reserved for the longest sequence."""
 
     def __init__(self, longest: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def reserved(shape: Shape, longest: int) -> Cache:
 
 
 def contiguous_first_token(model: Any, shape: Shape, ids: Tensor) -> int:
-    """Of a prompt `[1, n]` that is computed in chunks, as transformers' own loop does."""
+    """First token after a prompt `[1, n]`, computed in chunks as transformers' loop does."""
     cache = reserved(shape, ids.shape[1])
     for part in ids.split(CHUNK, dim=1):
         hidden = model.model(part, past_key_values=cache, use_cache=True).last_hidden_state
@@ -82,7 +82,7 @@ def contiguous_first_token(model: Any, shape: Shape, ids: Tensor) -> int:
 
 @torch.no_grad()
 def prefill_times(size: Size) -> dict[str, Times]:
-    """By context: seconds to the first token of one prompt."""
+    """Seconds to the first token of one prompt, by context length."""
     shape = small_shape(size, 2)
     model = build(shape, "cpu", torch.float32)
     common: dict[str, Any] = {"prefix_caching": False, "capture": False, "max_num_batched_tokens": CHUNK}
@@ -122,14 +122,14 @@ def prefill_times(size: Size) -> dict[str, Times]:
 
 def prefill(size: Size) -> list[Row]:
     """
-    vAttention (arXiv 2405.04437), section 7.1: prompts over context lengths, computed in chunks.
+    vAttention (arXiv 2405.04437), section 7.1: prefill over context lengths, in chunks.
 
-    The same: one prompt at a time, in chunks; a kernel that was written for blocks, and one that knows nothing of them
-    (PyTorch's SDPA), over rows side by side in addresses and over contiguous tensors. Different: a CPU; two layers of a
-    small random model in float32, so that turns of long prompts take seconds; contexts of thousands of tokens, not of
-    up to 192 thousand. What else this CPU offers to code that knows nothing of blocks is a copy: gathered. Times are
-    until the first token, of the engine but for contiguous tensors, whose chunks a loop of the model computes, which
-    repeats keys of grouped heads, as transformers does under a mask.
+    The same: one prompt at a time, in chunks; a kernel written for blocks, and one without paging support (PyTorch's
+    SDPA), over rows contiguous in virtual addresses and over contiguous tensors. Different: a CPU; two layers of a
+    small random model in float32, so that turns of long prompts take seconds; contexts of thousands of tokens, not up
+    to 192 thousand. The CPU's alternative for a kernel without paging support is a copy: gathered. Times are until the
+    first token, from the engine; for contiguous tensors, a loop computes the chunks with the model, which repeats the
+    K/V of grouped heads, as transformers does with a mask.
     """
     rows, (shortest, *_, longest) = [], contexts(size)
     published = {
@@ -171,7 +171,7 @@ _WHY_RESERVED = "the engine's time has its scheduling in it; transformers repeat
 
 
 def filled(cache: Any, states: list[tuple[Tensor, Tensor]]) -> Any:
-    """A cache that holds these keys and values of each layer, `[rows, heads, tokens, dim]`."""
+    """A cache that holds these K/V of each layer, `[rows, heads, tokens, dim]`."""
     for layer, (keys, values) in enumerate(states):
         cache.update(keys, values, layer)
     return cache
@@ -185,7 +185,7 @@ def random_states(shape: Shape, rows: int, length: int) -> list[tuple[Tensor, Te
 
 @torch.no_grad()
 def decode_times(size: Size) -> dict[str, Times]:
-    """By rows: seconds a decode step."""
+    """Seconds per decode step, by rows."""
     shape, steps = small_shape(size, 4), 8 if size.turns > 1 else 2
     own, ours = (build(shape, "cpu", torch.float32) for _ in range(2))
     ours.set_attn_implementation("hf_paged")
@@ -207,7 +207,7 @@ def decode_times(size: Size) -> dict[str, Times]:
             model, cache, forced = systems[name]
             with backend(forced):
                 start = time.perf_counter()
-                for _ in range(steps):  # each cache grows by as many tokens, in each turn
+                for _ in range(steps):  # every cache grows by the same number of tokens in each turn
                     logits[name] = model(token, past_key_values=cache, use_cache=True).logits
                 return (time.perf_counter() - start) / steps
 
@@ -224,12 +224,11 @@ def decode_times(size: Size) -> dict[str, Times]:
 
 def decode(size: Size) -> list[Row]:
     """
-    vAttention (arXiv 2405.04437), section 7.2 and figure 9: decodes over the number of rows, all of one long context.
+    vAttention (arXiv 2405.04437), section 7.2 and figure 9: decode over the number of rows, all with one long context.
 
-    The same: the context is the same for all rows, and long beside what else a step reads; a kernel that was written
-    for blocks, with small and with large ones, against one that knows nothing of them. Different: a CPU, 4 layers of a
-    small random model in float32, random keys and values; forwards of the model, not recorded. A `DynamicCache` is
-    copied in each step.
+    The same: all rows have the same context, long enough to dominate a step's reads; a kernel written for blocks, with
+    small and with large ones, against one without paging support. Different: a CPU, 4 layers of a small random model in
+    float32, random K/V; forwards of the model, not recorded. A `DynamicCache` is copied in each step.
     """
     shape, context = small_shape(size, 4), contexts(size)[-1]
     published = {
@@ -274,8 +273,8 @@ _WHY_DECODE = (
 
 
 def map_seconds(page: int, total: int) -> tuple[float, float]:
-    """Seconds to map `total` bytes in groups of `page`, one call each, at addresses that are reserved; and to write
-    once to each of Linux' pages in them, which is when they take memory."""
+    """Seconds to map `total` bytes in groups of `page`, one call each, at reserved addresses; and to write once to each
+    Linux page in them, which allocates the page."""
     mapper = pages.pages_for(torch.device("cpu"), page)
     offset, addresses = mapper.extend(total), mapper.reserve(total)
     start = time.perf_counter()
@@ -287,13 +286,13 @@ def map_seconds(page: int, total: int) -> tuple[float, float]:
 
 
 def allocation_times(size: Size) -> dict[str, Times]:
-    """By page-group size: seconds of mapping, and of writing."""
+    """Seconds to map, and to write, by page-group size."""
     total = size.context * 1024 * 256
     found: dict[str, Times] = {str(page): {"map": [], "write": []} for page in PAGE_BYTES}
     for turn in range(-1, size.turns):
         for page in PAGE_BYTES[:: -1 if turn % 2 else 1]:
             mapping, writing = map_seconds(page, total)
-            if turn >= 0:  # the first one warms
+            if turn >= 0:  # the first is a warm-up
                 found[str(page)]["map"].append(mapping)
                 found[str(page)]["write"].append(writing)
     return found
@@ -301,11 +300,11 @@ def allocation_times(size: Size) -> dict[str, Times]:
 
 def allocation(size: Size) -> list[Row]:
     """
-    vAttention (arXiv 2405.04437), section 7.3: how fast page groups are mapped, by their size.
+    vAttention (arXiv 2405.04437), section 7.3: time to map page groups, by their size.
 
-    The same: one call for each group, one thread, addresses that were reserved before. Different: pages of a memory
-    file and `mmap` on Linux, where a page takes memory when it is first written to, not when it is mapped. So there are
-    two figures: mapping alone, and with the first write to each page of 4 KiB, which is what compares with a GPU's.
+    The same: one call per group, one thread, addresses reserved before. Different: pages of a memory file and `mmap` on
+    Linux, which allocates a page at the first write, not when it is mapped. So there are two figures: mapping alone,
+    and with the first write to each page of 4 KiB; the second is comparable with a GPU's.
     """
     total = size.context * 1024 * 256
     rows, found = [], measured(allocation_times, size)
@@ -325,20 +324,20 @@ def allocation(size: Size) -> list[Row]:
 
 
 HEADS = {"Yi-6B": (32, 4, 128), "Llama-3-8B": (32, 8, 128), "Yi-34B": (60, 8, 128)}
-"""Layers, heads of keys, dim of a head, from the models' configurations."""
+"""Layers, K/V heads, head dim, from the models' configurations."""
 WASTED = {1 << 16: "4 to 15", 1 << 18: "16 to 60", 1 << 21: "up to 240"}
-"""Most megabytes that a request wastes, over three models."""
+"""Most wasted megabytes per request, over three models."""
 
 
 def model_config(heads: int, dim: int) -> Any:
-    """A configuration with these heads of keys, which is all that is read of it."""
+    """A config with these K/V heads; nothing else of it is read."""
     return Shape("", "llama", 8 * dim, 1, heads, heads, dim, 8, 8).config()
 
 
 def wasted_bytes(page: int, heads: int, dim: int, lengths: list[int]) -> tuple[int, int, int, int]:
     """
-    Of rows of one layer in bfloat16: tokens of a block, bytes that the tokens need, bytes of the pages that were
-    written to, and bytes of whole blocks.
+    For rows of one layer in bfloat16: tokens per block, bytes that the tokens need, bytes of pages written to, and
+    bytes of whole blocks.
     """
     model = model_config(heads, dim)
     config = fit_blocks(
@@ -360,13 +359,13 @@ def wasted_bytes(page: int, heads: int, dim: int, lengths: list[int]) -> tuple[i
 
 def page_sizes(size: Size) -> list[Row]:
     """
-    vAttention (arXiv 2405.04437), section 7.4 and table 8: tokens in a page group, and what a request wastes at most.
+    vAttention (arXiv 2405.04437), section 7.4 and table 8: tokens per page group, and the largest waste of a request.
 
-    The same: heads and layers of the paper's models, in 16 bits. Different: our blocks are whole groups of one head's
-    keys, or, where such a group has more than 256 tokens, of all heads' keys and values together, so that other sizes
-    of groups make the same block; on Linux a page takes memory when it is written to, so what rows hold is counted in
-    pages of 4 KiB whatever the group: by the system (`st_blocks`), for lengths like ShareGPT's, and beside it in whole
-    groups, as a driver would hold them that maps no part of a group.
+    The same: heads and layers of the paper's models, in 16 bits. Different: our blocks are whole page groups of one
+    head's keys or, if such a group has more than 256 tokens, of all heads' K/V together, so that other group sizes make
+    the same block. Linux allocates a page at its first write, so the bytes of rows are counted in pages of 4 KiB for
+    every group size: by the system (`st_blocks`), for lengths like ShareGPT's. Beside them, bytes in whole groups, as
+    with a driver that cannot map part of a group.
     """
     trace = make_trace(SHAREGPT, max(4, min(48, size.short // 200)))
     lengths = [prompt + output for prompt, output in zip(trace.prompts, trace.outputs)]
@@ -412,11 +411,11 @@ MECHANISMS: dict[str, Any] = {
     "virtual, a block ahead, in the background": VirtualStorage(blocks_ahead=1, background=True),
 }
 MANY_HEADS = Shape("12 layers of 8 heads", "llama", 256, 12, 8, 8, 64, 256, 2048)
-"""More than a thousand runs of pages for 8 rows, as models of billions of parameters have, in steps of milliseconds."""
+"""More than a thousand runs of pages for 8 rows, as with models of billions of parameters, in steps of milliseconds."""
 
 
 class Counted:
-    """Within it, calls that map pages in this thread are counted."""
+    """Counts calls of this thread that map pages, within the context."""
 
     def __enter__(self) -> Counted:
         self.calls, own, thread = 0, pages.MemoryFile.map, threading.get_ident()
@@ -433,7 +432,7 @@ class Counted:
 
 
 def latencies(model: Any, storage: Any, states: list[tuple[Tensor, Tensor]], steps: int) -> list[tuple[float, int]]:
-    """Seconds and calls of `mmap` of each decode step behind these states, in a cache of its own."""
+    """Seconds and `mmap` calls of each decode step after these states, in a separate cache."""
     cache = filled(PagedCache(model.config, {"storage": storage}), states)
     token, found = torch.full((states[0][0].shape[0], 1), 5), []
     with backend(None if storage == "blocks" else "gather"), Counted() as counted:
@@ -447,8 +446,8 @@ def latencies(model: Any, storage: Any, states: list[tuple[Tensor, Tensor]], ste
 
 @torch.no_grad()
 def spike_times(size: Size) -> dict[str, Times]:
-    """By mechanism: of each turn the median step, the largest, the median of those that map beyond that of the others;
-    of the last turn all steps."""
+    """By mechanism, for each turn: the median step, the largest, and the median of the steps that map less that of the
+    others; for the last turn all steps."""
     shape = MANY_HEADS if size.turns > 1 else SHAPES["llama-tiny"]
     rows, length, steps = (8, 64, 104) if size.turns > 1 else (2, 60, 70)
     model = build(shape, "cpu", torch.float32)
@@ -459,7 +458,7 @@ def spike_times(size: Size) -> dict[str, Times]:
     for turn in range(-1, size.turns):
         at = turn % len(names)
         for name in names[at:] + names[:at]:
-            taken = latencies(model, MECHANISMS[name], states, steps)[1:]  # the first step maps all that is there
+            taken = latencies(model, MECHANISMS[name], states, steps)[1:]  # the first step maps the existing blocks
             if turn < 0:
                 continue
             seconds = [one for one, _ in taken]
@@ -475,15 +474,14 @@ def spike_times(size: Size) -> dict[str, Times]:
 
 def spikes(size: Size) -> list[Row]:
     """
-    vAttention (arXiv 2405.04437), section 6.1.1: what mapping adds to the steps that need more pages, on demand and in
-    the background while steps compute.
+    vAttention (arXiv 2405.04437), section 6.1.1: time that mapping adds to the steps that need more pages, on demand
+    and in the background while steps compute.
 
-    The same: rows that grow in lockstep, so that all need more pages in the same step. Different: `mmap` on Linux, 8
-    rows of a small random model with as many layers and heads as make a step map more than a thousand runs of pages;
-    the thread of the background competes with the step for a CPU's cores, while a GPU computes beside the CPU that
-    maps. A row gets its blocks in runs of one more than are mapped ahead, and the first of a run is mapped by the step
-    in any case. "Beyond the others" is the median of the steps that call `mmap` less that of those that do not, in the
-    same turn.
+    The same: rows grow in lockstep, so all need more pages in the same step. Different: `mmap` on Linux, 8 rows of a
+    small random model with enough layers and heads that a step maps more than a thousand runs of pages; the background
+    thread competes with the step for CPU cores, while with a GPU the CPU is free to map. A row gets its blocks in runs
+    of one more than are mapped ahead, and the step always maps the first of a run. "Beyond the others" is the median of
+    the steps that call `mmap` less that of the others, in the same turn.
     """
     rows = []
     for name, times in measured(spike_times, size).items():

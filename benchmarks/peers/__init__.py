@@ -1,4 +1,4 @@
-"""Engines made for processors as systems of `benchmarks.generate`, each in an environment and a process of its own."""
+"""CPU inference engines as systems of `benchmarks.generate`, each in a separate environment and process."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ _ROOT = _HERE.parents[1]
 
 
 def environment(name: str) -> Path:
-    """The Python of a peer's environment, `.venv-peer-NAME`, which is made if it is not there: exactly the versions of
-    `benchmarks/peers/NAME.txt`, from the package index. Raises `NotAvailable` if they cannot be had."""
+    """Path of the Python in a peer's environment, `.venv-peer-NAME`. Creates a missing environment with the exact
+    versions of `benchmarks/peers/NAME.txt`, from the package index. Raises `NotAvailable` if they cannot be
+    installed."""
     folder, wanted = _ROOT / f".venv-peer-{name}", _HERE / f"{name}.txt"
     python, stamp = folder / "bin" / "python", folder / "installed.txt"
     if not stamp.exists() or stamp.read_text() != wanted.read_text():
@@ -45,12 +46,12 @@ class Peer(System):
 
     Args:
         name (`str`): One of `TITLES`.
-        int8 (`bool`): With its own 8-bit weights, which only OpenVINO makes of these files.
+        int8 (`bool`): Whether the engine uses its own 8-bit weights; only OpenVINO makes them from these files.
     """
 
     def __init__(self, name: str, int8: bool = False) -> None:
         self.name, self.int8 = name, int8
-        self.is_peer = name == "llamacpp"  # whose rows take turns
+        self.is_peer = name == "llamacpp"  # the slow peer: it gets fewer turns
         self._process: subprocess.Popen[str] | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 

@@ -1,5 +1,5 @@
-"""An engine in a process and an environment of its own: `python worker.py NAME DIRECTORY THREADS [int8]`. Reads one
-batch as JSON a line, answers with one line: `rows`, the new tokens of each row, or `error`. Imports nothing of this
+"""An engine in a separate process and environment: `python worker.py NAME DIRECTORY THREADS [int8]`. Reads a batch as
+one line of JSON and answers with one line: `rows`, the new tokens of each row, or `error`. Imports nothing of this
 project."""
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-Batch = dict[str, Any]  # prompts, new_tokens (of each), rows_per_prompt, sampled
+Batch = dict[str, Any]  # prompts, new_tokens (of each prompt), rows_per_prompt, sampled
 Run = Callable[[Batch], list[list[int]]]
-NO_TOKEN = 1  # a stop token that engines ask for and, as they are told, ignore
+NO_TOKEN = 1  # stop token for engines that require one; they are told to ignore it
 
 
 def openvino(directory: Path, threads: int, int8: bool) -> Run:
-    """OpenVINO GenAI's continuous batching at its defaults, with a model that optimum-intel converts."""
+    """OpenVINO GenAI's continuous batching with default settings, on a model converted by optimum-intel."""
     import numpy as np
     import openvino
     import openvino_genai
@@ -47,7 +47,7 @@ def openvino(directory: Path, threads: int, int8: bool) -> Run:
 
 
 def vllm(directory: Path, threads: int, int8: bool) -> Run:
-    """vLLM's offline `LLM` without a tokenizer, compiled as it is by default."""
+    """vLLM's offline `LLM` without a tokenizer, compiled by default."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")  # GiB
     from vllm import LLM, SamplingParams
@@ -73,7 +73,7 @@ def vllm(directory: Path, threads: int, int8: bool) -> Run:
 
 
 def llamacpp(directory: Path, threads: int, int8: bool) -> Run:
-    """llama.cpp's server with 32 slots, as xllamacpp builds it, over a Llama that is written as GGUF in bfloat16."""
+    """llama.cpp's server with 32 slots, built by xllamacpp, on a Llama written as GGUF in bfloat16."""
     import re
     from concurrent.futures import ThreadPoolExecutor
 
@@ -102,8 +102,8 @@ def llamacpp(directory: Path, threads: int, int8: bool) -> Run:
 
 
 def _write_gguf(directory: Path) -> Path:
-    """A Llama's weights and shape; queries and keys in the order that llama.cpp rotates, and
-    tokens whose text is their number."""
+    """Writes a Llama's weights and shape: queries and keys in llama.cpp's rotary order, and tokens whose text is their
+    number."""
     import gguf
     import numpy as np
 
@@ -127,7 +127,7 @@ def _write_gguf(directory: Path) -> Path:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     count = config["vocab_size"]
-    writer.add_tokenizer_model("llama")  # a server without a vocabulary takes no request
+    writer.add_tokenizer_model("llama")  # a server without a vocabulary refuses requests
     writer.add_token_list([f"t{number}" for number in range(count)])
     writer.add_token_types([gguf.TokenType.NORMAL] * count)
     writer.add_token_scores([0.0] * count)
@@ -158,7 +158,7 @@ def _write_gguf(directory: Path) -> Path:
 
 
 def _bfloat16_tensors(path: Path) -> Iterator[tuple[str, Any]]:
-    """Names and bits `uint16` of a safetensors file, whose header is JSON behind its length."""
+    """Names and bits (`uint16`) of the tensors in a safetensors file, whose JSON header follows its length."""
     import numpy as np
 
     content = np.memmap(path, np.uint8, "r")
@@ -174,14 +174,14 @@ def _bfloat16_tensors(path: Path) -> Iterator[tuple[str, Any]]:
 def main() -> None:
     name, directory, threads, int8 = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:5] == ["int8"]
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print goes elsewhere
+    os.dup2(2, 1)  # library output goes to stderr
 
     def tell(**answer: Any) -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
     try:
         run = {"openvino": openvino, "vllm": vllm, "llamacpp": llamacpp}[name](directory, threads, int8)
-    except Exception as error:  # the benchmark's table tells it
+    except Exception as error:  # shown in the benchmark's table
         return tell(error=f"{type(error).__name__}: {error}")
     tell(ready=True)
     for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""The text and tables of each benchmark's results, as the documentation shows them (`benchmarks.readme`)."""
+"""Text and tables of each benchmark's results, as shown in the documentation (`benchmarks.readme`)."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ Data = Mapping[str, Any]
 
 
 def read(name: str, directory: Path = RESULTS) -> dict[str, Any]:
-    """The content of a result."""
+    """Content of a result file."""
     return report.read(directory / f"{name}.json")
 
 
 def read_those(names: Sequence[str], directory: Path = RESULTS) -> list[dict[str, Any]]:
-    """The contents of those results that are there."""
+    """Contents of the result files that exist."""
     return [read(name, directory) for name in names if (directory / f"{name}.json").exists()]
 
 
 def picture_of(name: str, said: str) -> list[str]:
-    """A picture of a result, if it is there."""
+    """Markdown of a result's picture, if the file exists."""
     return [f"![{said}](../benchmarks/results/{name}.png)"] if (RESULTS / f"{name}.png").exists() else []
 
 
 def flow(text: str) -> str:
-    """One paragraph in one line."""
+    """Joins a paragraph into one line."""
     return " ".join(text.split())
 
 
 def machine_of(facts: Data) -> str:
-    """One line about where and on what a run was made."""
+    """One line about the machine and the software of a run."""
     isa = f" ({facts['isa']}, bfloat16: {facts['bf16']})" if facts.get("bf16") else ""
     return flow(
         f"""{facts["date"]} UTC, revision {facts["revision"]} (work tree: {facts.get("tree", "not recorded")});

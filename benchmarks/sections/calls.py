@@ -19,11 +19,11 @@ INVARIANT = "generate-invariant-cpu-llama-100m-avx2-w6"
 TIMES = ("workload", "system", "turns", "time", "tokens_per_s", "plain_over", "interval", "target")
 MORE = ("workload", "system", "equal", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "kv_mib")
 MORE += ("roofline_share",)
-MARGIN = 1.005  # below that two latencies are printed alike
+MARGIN = 1.005  # two latencies closer than this are printed alike
 
 
 def targets(data: Data) -> list[dict[str, Any]]:
-    """Every target of a run of `benchmarks.generate`, met or not."""
+    """All targets of a run of `benchmarks.generate`, met or not."""
     found: list[dict[str, Any]] = []
 
     def add(what: str, value: Any, turns: Any, target: str) -> None:
@@ -45,7 +45,7 @@ def targets(data: Data) -> list[dict[str, Any]]:
 
 
 def not_run(rows: Sequence[Data]) -> str:
-    """Systems without figures, and why."""
+    """Lists systems without figures, with the reasons."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if "seconds" not in row:
@@ -55,7 +55,7 @@ def not_run(rows: Sequence[Data]) -> str:
 
 
 def slower_tails(rows: Sequence[Data]) -> str:
-    """Where a p99 of ours is above that of the fastest plain."""
+    """Lists workloads where our p99 is above that of the fastest plain."""
     plain: dict[str, Data] = {}
     for row in rows:
         if row["system"].startswith("plain") and row.get("plain_over") == 1:
@@ -71,7 +71,7 @@ def slower_tails(rows: Sequence[Data]) -> str:
 
 
 def equality(data: Data) -> str:
-    """What the share of equal tokens says."""
+    """Explains the share of equal tokens."""
     checks = data.get("float32", [])
     wrong = [" ".join(line) for line in checks if line[2] != "equal"]
     text = f"In float32 on a tiny model {len(checks) - len(wrong)} of {len(checks)} checks give plain's tokens exactly"
@@ -89,7 +89,7 @@ def equality(data: Data) -> str:
 
 
 def ahead_of_ours(rows: Sequence[Data]) -> str:
-    """Columns of the arrivals in which another system is ahead of the engine."""
+    """Lists columns of the arrivals in which another system is ahead of the engine."""
     columns = {key: arrivals.COLUMNS[key] for key in arrivals.COLUMNS if key.startswith(("ttft", "tpot", "normalized"))}
     engine = {row["rate"]: row for row in rows if row["system"] == "engine"}
     found: dict[tuple[str, str], list[str]] = {}
@@ -161,7 +161,7 @@ def whole_calls(data: Data) -> str:
 
 
 def processors(runs: Sequence[Data]) -> str:
-    """Engines made for processors beside ours."""
+    """CPU inference engines beside ours."""
     said = flow(
         f"""**Engines made for processors** on the same weights (`{runs[0]["model"]["name"]}`, bfloat16; with `--int8`
         8-bit weights, torchao's for plain and ours, their own for the others) and prompts. Each runs in a process and
@@ -173,7 +173,7 @@ def processors(runs: Sequence[Data]) -> str:
 
 
 def _beside_engines(data: Data) -> str:
-    """The table of one run."""
+    """Table of one run."""
     found: dict[str, dict[str, Data]] = {}
     for row in data["rows"]:
         if "seconds" in row and not row["system"].startswith("plain, "):
@@ -201,7 +201,7 @@ def _beside_engines(data: Data) -> str:
 
 
 def stages(runs: Sequence[Data]) -> str:
-    """Where the time of calls goes, as far as their tokens tell."""
+    """Time of the stages of calls, as far as token timestamps tell."""
     rows = []
     for data in runs:
         for row in data["rows"]:
@@ -220,7 +220,7 @@ def stages(runs: Sequence[Data]) -> str:
 
 
 def invariance(data: Data) -> str:
-    """What `batch_invariant` costs."""
+    """Cost of `batch_invariant`."""
     columns = {key: COLUMNS[key] for key in ("workload", "system", "time", "turns", "ttft_p50_ms", "tpot_p50_ms")}
     said = flow(
         f"""**The same bits in any batch** (`PagedConfig(batch_invariant=True)`) beside the engine without it,

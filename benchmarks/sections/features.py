@@ -1,5 +1,5 @@
-"""Benchmarks of one matter each: threads, products, rollouts, drafts, tiers, adapters, shards, virtual storage, models
-that are more than decoders."""
+"""Benchmarks of single features: threads, products, rollouts, drafts, tiers, adapters, shards, virtual storage, models
+beyond plain decoders."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LINEARS = ("linears-cpu", "linears-cpu-avx2")
 
 
 def threads(data: Data) -> str:
-    """The table of `benchmarks.threads`."""
+    """Table of `benchmarks.threads`."""
     said = flow(
         f"""**Threads**: 8 threads, each of which calls `generate` with one prompt of 8 to 64 tokens for
         {data["rows"][0]["new_tokens"]} more, against the same calls one after another,
@@ -44,7 +44,7 @@ def threads(data: Data) -> str:
 
 
 def products(data: Data) -> str:
-    """The table of `benchmarks.linears`."""
+    """Table of `benchmarks.linears`."""
     said = flow(
         f"""**Products of few rows**: the linear layers of one decode step in bfloat16, one by one, by `F.linear`
         and by the C++ kernel that reads the weights in place (path: {data["path"]}), `python -m benchmarks.linears`,
@@ -57,7 +57,7 @@ def products(data: Data) -> str:
 
 
 def rollouts(data: Data) -> str:
-    """The table of `benchmarks.grpo`."""
+    """Table of `benchmarks.grpo`."""
     row = data["rows"][0]
     said = flow(
         f"""**Rollouts**: TRL's `GRPOTrainer` with a random model in float32, prompts of up to {row["length"]} tokens,
@@ -69,7 +69,7 @@ def rollouts(data: Data) -> str:
 
 
 def speculation(runs: Sequence[Data]) -> str:
-    """The table of `benchmarks.speculation`."""
+    """Table of `benchmarks.speculation`."""
     evens = [note for data in runs for note in data["notes"] if "break-even" in note]
     said = flow(
         f"""**Several tokens a step**: `PagedEngine` with `speculation="ngram"`, or with assistants, over the same
@@ -81,7 +81,7 @@ def speculation(runs: Sequence[Data]) -> str:
 
 
 def draft_stages(data: Data) -> str:
-    """Where the time goes that an assistant takes."""
+    """Time of the stages of a turn with an assistant."""
     said = flow(
         f"""**Where the time of the assistant of a tenth goes** (8 rows, `python -m benchmarks.speculation --only
         stages`, {machine_of(data["machine"])}, medians of turns). A step of the target with candidates computes more
@@ -91,7 +91,7 @@ def draft_stages(data: Data) -> str:
 
 
 def tiers(runs: Sequence[Data]) -> str:
-    """The table of `benchmarks.tiers`, of the turns of all runs."""
+    """Table of `benchmarks.tiers`, over the turns of all runs."""
     groups: dict[tuple[str, str, str], list[Data]] = {}
     for run in runs:
         for row in run["rows"]:
@@ -123,7 +123,7 @@ def tiers(runs: Sequence[Data]) -> str:
 
 
 def lora(runs: Sequence[Data]) -> str:
-    """The table of `benchmarks.lora`, of the turns of all runs; nothing without any."""
+    """Table of `benchmarks.lora`, over the turns of all runs; empty without runs."""
     if not runs:
         return ""
     said = flow(
@@ -136,7 +136,7 @@ def lora(runs: Sequence[Data]) -> str:
 
 
 def virtual(runs: Sequence[Data]) -> str:
-    """The table of `benchmarks.virtual`, of the turns of all runs; nothing without any."""
+    """Table of `benchmarks.virtual`, over the turns of all runs; empty without runs."""
     if not runs:
         return ""
     said = flow(
@@ -149,7 +149,7 @@ def virtual(runs: Sequence[Data]) -> str:
 
 
 def parallel(runs: Sequence[Data]) -> str:
-    """The tables of `benchmarks.parallel`; nothing without a run."""
+    """Tables of `benchmarks.parallel`; empty without runs."""
     if not runs:
         return ""
     first = runs[0]
@@ -168,7 +168,7 @@ def parallel(runs: Sequence[Data]) -> str:
 
 
 def side_by_side(data: Data) -> str:
-    """The tables of `benchmarks.side_by_side`, one for each run."""
+    """Tables of `benchmarks.side_by_side`, one per run."""
     parts = [
         flow(
             """**More than plain decoders**: 16 prompts of different lengths, behind pictures or of sound where the

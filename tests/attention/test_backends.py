@@ -1,4 +1,4 @@
-"""Every backend against a dense float64 computation that knows no blocks; slots that must not be read hold NaN."""
+"""Every backend against a dense float64 computation without blocks; slots that must not be read hold NaN."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2, to
 
 @dataclass(frozen=True)
 class Case:
-    """One call. Lengths may be shorter than `queries`: the first queries of such a row are padding."""
+    """One call. A length below `queries` means that the first queries of the row are padding."""
 
     seq_lens: tuple[int, ...] = (33, 1, 70)
     starts: tuple[int, ...] | None = None
@@ -44,7 +44,7 @@ class Case:
     window: int | None = None
     causal: bool = True
     softcap: float | None = None
-    joined: bool = False  # K and V beside each other in one tensor, so that no tile is contiguous
+    joined: bool = False  # K and V side by side in one tensor, so that no tile is contiguous
     sinks: bool = False
     bias: tuple[int, ...] | None = None  # which of batch, heads, queries are not broadcast
     dtype: torch.dtype = torch.float32
@@ -204,14 +204,14 @@ CASES = [
     Case(seq_lens=(70, 3), queries=2, dtype=torch.float64, heads=4),
     Case(seq_lens=(1500, 300), heads=8, kv_heads=1, block=64, dtype=torch.float16),
 ]
-# Queries on either side of where the portable path changes its ways: 32, 64 and slices of at most 256.
+# Query counts on either side of the portable path's thresholds: 32, 64 and slices of at most 256.
 MANY = dict(heads=6, kv_heads=2, key_dim=16, value_dim=16)
 CASES += [
     Case(seq_lens=(63, 130, 131), queries=63, dtype=torch.bfloat16),
     Case(seq_lens=(64, 130, 131), queries=64, dtype=torch.bfloat16),
     Case(seq_lens=(64, 130, 131), queries=64, dtype=torch.float16),
     Case(seq_lens=(70, 113), queries=70, heads=3, kv_heads=3, key_dim=40, value_dim=40),
-    Case(seq_lens=(77, 3, 0, 200, 50), queries=77, starts=(5, 0, 0, 9, 50), **MANY),  # pads in front of queries
+    Case(seq_lens=(77, 3, 0, 200, 50), queries=77, starts=(5, 0, 0, 9, 50), **MANY),  # padding before queries
     Case(seq_lens=(75, 160), queries=75, causal=False, **MANY),
     Case(seq_lens=(75, 160), queries=75, heads=6, kv_heads=2, key_dim=24, value_dim=16),
     Case(seq_lens=(260, 300, 7, 301), queries=260, **MANY),
@@ -231,7 +231,7 @@ def test_matches_dense_attention(case: Case, backend: str) -> None:
 
 @st.composite
 def any_cases(draw: st.DrawFn, max_queries: int = 33) -> Case:
-    """Calls of small sizes with any of the features together."""
+    """Small calls with any combination of features."""
     batch = draw(st.integers(1, 4))
     seq_lens = draw(st.tuples(*[st.integers(0, 90)] * batch).filter(any))
     kv_heads = draw(st.sampled_from((1, 2, 3)))

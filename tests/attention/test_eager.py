@@ -1,4 +1,4 @@
-"""Attention in a model's own words over packed keys and values, against the same words over each sequence alone."""
+"""A model's custom attention code over packed K/V, against the same code over each sequence alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOWEST = torch.finfo(torch.float32).min
 
 
 class Mine:
-    """One sequence, or all of a packed step: what code of a model has in its hands."""
+    """Inputs of a model's attention code: one sequence, or all sequences of a packed step."""
 
     def __init__(self, query: Tensor, key: Any, value: Any, positions: Tensor, heads: int) -> None:
         self.query, self.key, self.value = query, key, value

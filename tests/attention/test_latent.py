@@ -1,4 +1,4 @@
-"""Latent attention is absorbed only where the expansion is transformers' own and one plain matrix."""
+"""Latent attention is absorbed only if the expansion is transformers' code and a single plain matrix."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def scale_in_global_hook(model: Any) -> None:
 
 
 def offload(model: Any) -> None:
-    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))  # weights lie elsewhere between forwards
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))  # weights are elsewhere between forwards
 
 
 def scale_expansion(model: Any) -> None:

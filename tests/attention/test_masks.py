@@ -1,4 +1,4 @@
-"""Masks that transformers describes: what we read out of the description, and what they are when code reads them."""
+"""Masks that transformers describes: the parsed description, and materialized masks where code reads them."""
 
 from __future__ import annotations
 
@@ -81,12 +81,12 @@ def test_positions_that_saw_later_ones() -> None:
     looks = LooksAhead([0, 2], 6)
     looks(sizes, None, True)
     looks(sizes, PagedMask(arguments, "sdpa"), False)
-    looks((2, 9, 9), None, False)  # a vision tower's
+    looks((2, 9, 9), None, False)  # as from a vision tower
     found = looks.positions()
     assert looks.num_calls == 2 and found is not None and not found.any()
     mask = causal.expand(2, 1, 6, 6).clone()
-    mask[0, :, 1, 3] = True  # 1 sees 3: what is between may have changed both
-    mask[1, :, 0, 5] = True  # padding sees what it likes
+    mask[0, :, 1, 3] = True  # 1 sees 3: the mask between may differ for both
+    mask[1, :, 0, 5] = True  # padding may see anything
     mask[1, :, 4, 5] = True
     looks(sizes, mask, True)
     expected = [[0, 1, 1, 1, 0, 0], [0, 0, 0, 0, 1, 1]]

@@ -39,7 +39,7 @@ class Case:
     value_dim: int = 16
     window: int | None = None  # of the mask
     chunk: int | None = None  # of the mask
-    num_dropped: int = 0  # tokens that each table has given back, and the context does not count
+    num_dropped: int = 0  # tokens freed from each table, not counted in the context
     softcap: float | None = None
     sinks: bool = False
     dtype: torch.dtype = torch.float32
@@ -83,7 +83,7 @@ CASES = [
 
 
 def causal_mask(num_tokens: int, window: int | None = None, chunk: int | None = None, **kwargs: Any) -> Any:
-    """What a model's own code makes in a packed forward."""
+    """The mask that a model's code makes in a packed forward."""
     config = LlamaConfig(sliding_window=window, attention_chunk_size=chunk, attn_implementation=NAME)
     make = create_sliding_window_causal_mask if window else create_chunked_causal_mask if chunk else create_causal_mask
     embeds = torch.empty(1, num_tokens, 4)
@@ -91,7 +91,7 @@ def causal_mask(num_tokens: int, window: int | None = None, chunk: int | None = 
 
 
 class Built:
-    """A step with its blocks, and what each sequence alone should get."""
+    """A step with its blocks, and the expected output of each sequence alone."""
 
     def __init__(self, case: Case, kept_window: int | None = None) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -117,7 +117,7 @@ class Built:
             fresh.append([x[:, :, context:] for x in states])
         keys, values = (torch.cat(parts, dim=2) for parts in zip(*fresh))
         num_tokens = keys.shape[2]
-        # as a model makes them: heads behind tokens in memory
+        # a model's memory layout: heads after tokens
         self.query = random(1, num_tokens, case.heads, case.key_dim).transpose(1, 2)
         self.sinks = random(case.heads) if case.sinks else None
         num_decodes = next((i for i, (_, query) in enumerate(case.rows) if query > 1), len(case.rows))
@@ -148,7 +148,7 @@ class Built:
         for (context, query), table in zip(case.rows, self.tables):
             chunk, dropped = case.chunk or 1 << 20, case.num_dropped
             features = dict(scale=0.3, softcap=case.softcap, sinks=self.sinks)
-            for i in range(query):  # one by one, as each may be in a chunk of its own
+            for i in range(query):  # one by one, as each may be in a separate chunk
                 end = context + i + 1
                 start = max(0, (dropped + end - 1) // chunk * chunk - dropped)
                 step = StepMetadata.rectangle(

@@ -28,7 +28,7 @@ CASES = [
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Forces the kernels, and lists which are called."""
+    """Forces the kernels, and records which ones are called."""
     from hf_paged.kernels.triton import attention
 
     calls: list[str] = []

@@ -1,4 +1,4 @@
-"""Attention over quantized blocks: every backend against the reference on what these hold, as plain float32 blocks."""
+"""Attention over quantized blocks: every backend against the reference on the dequantized blocks in float32."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ BACKENDS = ["reference", "gather", *(["cpp"] if cpp.is_available() else [])]
 
 
 def quantize(call: Call, kv_dtype: str) -> tuple[AttentionCall, AttentionCall]:
-    """The call over quantized blocks, with scales of NaN in all slots that must not be read, and over blocks of the
-    same numbers in float32."""
+    """The call over quantized blocks, with NaN scales in all slots that must not be read, and over float32 blocks of
+    the same numbers."""
     keys, values = call.key_blocks, call.value_blocks
     blocks = KVBlocks.allocate(len(keys), keys.shape[2], keys, values, kv_dtype=kv_dtype)
     if blocks.shares_scales:

@@ -1,4 +1,4 @@
-"""Prompts that are chat messages, and engines that are loaded by name."""
+"""Chat messages as prompts, and engines loaded by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`PagedEngine` as a user sees it: a request gets the tokens of a lone plain `generate`, whatever runs beside it."""
+"""`PagedEngine` from the outside: each request gets plain `generate`'s tokens, whatever runs beside it."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_row_layout_under_a_small_budget() -> None:
 
 
 class Forbid(LogitsProcessor):
-    """Forbids a token wherever the text so far has an even number of tokens; notes the shapes that it saw."""
+    """Forbids a token wherever the text has an even number of tokens; records the shapes of its inputs."""
 
     def __init__(self, token: int) -> None:
         self.token = token
@@ -128,7 +128,7 @@ class Forbid(LogitsProcessor):
 
 
 class StopAt(StoppingCriteria):
-    """Ends a row once it holds a number of distinct tokens."""
+    """Ends a row once it has a given number of distinct tokens."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -175,12 +175,12 @@ def test_the_models_own_generation_config_counts() -> None:
     assert model.generation_config.to_dict() == before
 
 
-# ------------------------------------------------------------------------------------------------- what comes back
+# ----------------------------------------------------------------------------------------------------- outputs
 
 
 @pytest.mark.parametrize("mode", ["greedy", "greedy_eos", "penalties", "sample_warped", "samples"])
 def test_logprobs(mode: str) -> None:
-    """Raw ones are a plain forward's; processed ones are what plain `generate` reports as scores."""
+    """Raw log-probabilities equal a plain forward's; processed ones equal plain `generate`'s scores."""
     model, prompt, options = models.get("llama"), prompts(11)[0], MODES[mode]
     with engine_of() as engine:
         for i in range(3):  # with others in the batch
@@ -238,7 +238,7 @@ def test_fields_of_a_result() -> None:
         timings = result.timings
         assert None not in (timings.queued, timings.first_token, timings.total)
         assert 0 <= timings.queued <= timings.first_token <= timings.total
-        # the second and third were computed with the first's blocks
+        # the second and third used the first one's blocks
         assert results["matrix"].num_prefix_hit_tokens == 16
         again = engine.generate([prompt], GREEDY)[0]
         assert again.num_prefix_hit_tokens == 16 and again.token_ids == results["tensor"].token_ids
@@ -340,7 +340,7 @@ def test_stream() -> None:
         found = collect(list(engine.stream(texts, MODES["greedy_eos"])))
         assert_drained(engine)
         assert len(found) == 3
-        for prompt, (tokens, result) in zip(texts, found.values()):  # ids in the order of the prompts
+        for prompt, (tokens, result) in zip(texts, found.values()):  # ids in prompt order
             assert result.prompt_ids == prompt and result.token_ids == tokens
             expected = lone_run(models.get("llama"), prompt, MODES["greedy_eos"])
             assert_same_as_lone(expected, result, MODES["greedy_eos"], "stream")
@@ -402,7 +402,7 @@ def test_astream() -> None:
 
 
 def test_readers_share_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Readers of one event loop wait in turn: a step serves all of them, and its outputs need no thread each."""
+    """Readers in one event loop take turns: a step serves all of them, and its outputs need no thread each."""
     hops: list[Any] = []
 
     async def to_thread(function: Any, *args: Any) -> Any:
@@ -423,7 +423,7 @@ def test_readers_share_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         readers = [asyncio.ensure_future(read(engine, prompt)) for prompt in texts[:8]]
         while engine.stats().num_running < 8:
             await asyncio.sleep(0.001)
-        for reader in readers[1:]:  # one of them takes a step, the others wait for their turn
+        for reader in readers[1:]:  # one of them runs a step, the others wait
             reader.cancel()
         assert collect(await readers[0])
         ends = await asyncio.gather(*readers, return_exceptions=True)
@@ -446,7 +446,7 @@ def test_readers_share_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_option_each() -> None:
-    """Seeds and priorities of a call, one for each prompt."""
+    """Seeds and priorities of a call, one per prompt."""
     texts, options = prompts(9, 9, 9, 4), MODES["samples"]
     with engine_of(max_num_seqs=3) as engine:
         outputs = [o for o in engine.stream(texts, options, seed=[5, None, 6, 5], priority=(3, 2, 1, 0)) if o.finished]
@@ -474,7 +474,7 @@ def test_threads() -> None:
 
 
 def test_priorities() -> None:
-    """Those with a lower number start first, in whatever order they came."""
+    """Requests with a lower priority number start first, in any order of arrival."""
     texts = prompts(10, 11, 12, 13)
     with engine_of(max_num_seqs=1) as engine:
         for i, (prompt, priority) in enumerate(zip(texts, (0, 2, -1, 1))):
@@ -509,7 +509,7 @@ def test_streamer() -> None:
 @pytest.mark.parametrize("mode", ["greedy", "samples", "beams"])
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 7])
 def test_cancel_at_any_point(mode: str, steps: int) -> None:
-    """Before the first step, in the middle of a chunked prompt, while it decodes: the others notice nothing."""
+    """Before the first step, within a chunked prompt, while decoding: other requests are unaffected."""
     texts = prompts(20, 21, 9)
     with engine_of(max_num_batched_tokens=16) as engine:
         for i, prompt in enumerate(texts):
@@ -588,7 +588,7 @@ def test_stop_strings() -> None:
 
 
 class Bytes:
-    """A tokenizer whose every token is one byte of UTF-8."""
+    """A tokenizer whose tokens are single bytes of UTF-8."""
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
         return bytes(token_ids).decode("utf-8", errors="replace")
@@ -637,6 +637,6 @@ def test_made_up_ids_avoid_those_in_use() -> None:
 
 
 def test_eos_ids_are_those_of_the_test() -> None:
-    """The shared options do end texts early, or much of the above would show nothing."""
+    """The shared options do end texts early; otherwise the tests above would show little."""
     rows = [lone_run(models.get("llama"), prompt, MODES["greedy_eos"])[0] for prompt in prompts(1, 9, 17, 26)]
     assert any(len(row) < 30 and row[-1] in MANY_ENDS for row in rows)

@@ -1,4 +1,4 @@
-"""What `PagedEngine` takes and refuses: options in the wrong place, padded prompts, what is for `generate` only."""
+"""Arguments that `PagedEngine` accepts and refuses: misplaced options, padded prompts, `generate`-only options."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_what_the_models_own_config_says_for_generate_is_no_obstacle(mode: str) 
 
 
 def test_none_in_a_dict_is_none_as_a_keyword_of_generate() -> None:
-    """... and not what the model's own config says."""
+    """... and not the value of the model's config."""
     model: Any = models.build("llama")
     ids = torch.tensor([[5, 6, 7]])
     long: list[int] = model.generate(ids, max_new_tokens=8, do_sample=False)[0].tolist()

@@ -1,4 +1,4 @@
-"""Bad input and failures in the engine end the request they belong to; the others and the model notice nothing."""
+"""Bad input and engine failures end only the affected request; other requests and the model are unaffected."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CONFIG = PagedConfig(block_size=8, max_num_batched_tokens=24)
 
 
 class Beside:
-    """Requests of several modes that run beside a faulty one, and what each must give."""
+    """Requests of several modes that run beside a faulty one, with their expected results."""
 
     def __init__(self, engine: PagedEngine) -> None:
         self.model = engine.model
@@ -61,10 +61,10 @@ class Beside:
             assert_same_as_lone(expected, results[name], OTHERS[name], f"{what}: {name}")
 
 
-# --------------------------------------------------------------------------------------------------- what is refused
+# --------------------------------------------------------------------------------------------------- refused input
 
 LONG = list(range(4, 104))
-# case -> prompt, options, other arguments of add_request, the error, what its message says
+# case -> prompt, options, other arguments of add_request, the error, a part of its message
 REFUSED: dict[str, tuple[Any, Any, dict[str, Any], type[Exception], str]] = {
     "never fits": (LONG, GREEDY, {}, OutOfBlocksError, r"15 blocks of 8 tokens, at most 12.*num_blocks"),
     "never fits in the end": (LONG[:20], {"max_new_tokens": 90}, {}, OutOfBlocksError, "at most 12"),
@@ -181,7 +181,7 @@ def test_whole_numbers_of_other_types_are_taken() -> None:
 
 
 def test_a_config_as_a_dict_is_that_config() -> None:
-    """What it does not set is None there, and is the model's own; None in another dict is none."""
+    """Options that the config leaves at None take the model's value; None in another dict means None."""
     model = models.build("llama")
     ids = prompts(9)[0]
     with PagedEngine(model, CONFIG) as engine:
@@ -243,7 +243,7 @@ def test_a_requests_own_code_fails_that_request_alone(place: str, mode: str, cal
         assert len(results) == 1 + len(OTHERS)
         beside.check(results, f"{place} in {mode}")
         assert_same_as_lone(lone_run(model, prompt, GREEDY), results["first"], GREEDY, "same prompt")
-        if mode == "greedy":  # what it had is what it would have had
+        if mode == "greedy":  # its tokens so far are correct
             expected = lone_run(model, prompt, GREEDY)[0]
             assert failed.token_ids and failed.token_ids == expected[: len(failed.token_ids)]
         again = engine.generate([prompt], MODES["beams"])[0]
@@ -282,7 +282,7 @@ def test_scores_that_nothing_can_be_drawn_from_fail_that_request_alone(change: A
 
 
 def test_a_processor_that_writes_to_what_it_is_given_changes_no_other_request() -> None:
-    """Logits of the others, and the ids of the request itself, are not the tensors it gets."""
+    """Its tensors are copies: of the other rows' logits, and of the request's ids."""
 
     class Spoil(LogitsProcessor):
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -401,7 +401,7 @@ def test_after_an_interrupt_the_engine_goes_on(place: str, step: int, kind: str)
 @pytest.mark.parametrize("step", [1, 2, 3, 9])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_an_interrupt_between_scheduling_and_the_forward(name: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks are named for the prefix cache when they are scheduled: none may keep its name without its content."""
+    """Blocks enter the prefix index when they are scheduled: none may stay there without its content."""
     with PagedEngine(models.get(name), CONFIG) as engine:
         beside, results = Beside(engine), {}
         countdown, note_peak = Countdown(step, KeyboardInterrupt), engine.memory.note_peak
@@ -414,7 +414,7 @@ def test_an_interrupt_between_scheduling_and_the_forward(name: str, step: int, m
         with pytest.raises(KeyboardInterrupt):
             run_all(engine, results)
         engine.check_integrity()
-        for seed, (mode, prompt) in enumerate(beside.texts.items()):  # the same prompts, which hit what is named
+        for seed, (mode, prompt) in enumerate(beside.texts.items()):  # the same prompts, which hit the cached blocks
             engine.add_request(prompt, OTHERS[mode], request_id=f"{mode} again", seed=seed)
         run_all(engine, results)
         assert_drained(engine)
@@ -425,7 +425,7 @@ def test_an_interrupt_between_scheduling_and_the_forward(name: str, step: int, m
 @pytest.mark.parametrize("place", FAULTS)
 @pytest.mark.parametrize("mode", ["greedy", "samples", "beams"])
 def test_an_interrupt_while_tokens_are_chosen(place: str, mode: str) -> None:
-    """Nothing hangs: each request goes on rightly or ends with an error, and the engine works."""
+    """Nothing hangs: each request continues correctly or ends with an error, and the engine works."""
     if place == "streamer" and mode == "beams":
         pytest.skip("beams take no streamer")
     with PagedEngine(models.get("llama"), CONFIG) as engine:
@@ -495,7 +495,7 @@ def test_blocks_that_a_caller_holds_are_an_error_and_no_endless_wait() -> None:
     assert torch.equal(model.generate(**other, **options, **paged).sequences, model.generate(**other, **GREEDY))
 
 
-# -------------------------------------------------------------------------------------- the model as it came
+# ----------------------------------------------------------------------------------- the model is unchanged
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -541,9 +541,9 @@ def test_inference_mode_and_grad_mode_may_change_between_calls() -> None:
 
 @pytest.mark.parametrize("growth", [1, 3])
 def test_a_machine_without_memory_for_more_blocks_preempts(growth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that runs out while the pool grows is a shortage of blocks like any other."""
+    """Memory that runs out while the pool grows is treated like any shortage of blocks."""
     countdown, grown = Countdown(growth, torch.OutOfMemoryError), KVBlocks.grown
-    monkeypatch.setattr(engine_core, "MANY_BLOCKS", 1)  # else storage is set aside at once, and never grows
+    monkeypatch.setattr(engine_core, "MANY_BLOCKS", 1)  # otherwise storage is reserved at once, and never grows
 
     def failing(self: KVBlocks, num_blocks: int) -> KVBlocks:
         countdown()

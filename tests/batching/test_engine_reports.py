@@ -1,4 +1,4 @@
-"""Whatever goes wrong on the way from a step to its reader, every request ends once, and its reader is told."""
+"""Whatever fails between a step and its reader, every request ends exactly once, and its reader is told."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LONG = {"do_sample": False, "max_new_tokens": 400}
 
 
 class Force(LogitsProcessor):
-    """Leaves one token to choose."""
+    """Leaves only one token to choose."""
 
     def __init__(self, token: int) -> None:
         self.token = token
@@ -38,7 +38,7 @@ class Force(LogitsProcessor):
 
 
 class Fussy:
-    """A tokenizer that cannot decode the token 77, piece by piece or at the end of a text of `length` tokens."""
+    """A tokenizer that cannot decode token 77, streamed or at the end of a text of `length` tokens."""
 
     def __init__(self, length: int | None = None, error: type[BaseException] | None = OnPurpose) -> None:
         self.length, self.error = length, error
@@ -84,7 +84,7 @@ def test_a_tokenizer_that_raises_fails_that_request_alone(mode: str, when: str) 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_an_interrupted_report_is_made_in_the_next_step(count: int) -> None:
-    """Nothing of the step is lost: neither what was told already nor what was still to be told."""
+    """No output of the step is lost: neither those already reported nor the pending ones."""
     texts = prompts(9, 12, 7)
     tokenizer = Fussy(error=KeyboardInterrupt)
     with PagedEngine(models.get("llama"), {"block_size": 8}, tokenizer=tokenizer) as engine:
@@ -133,7 +133,7 @@ def test_a_reader_whose_request_is_gone_does_not_wait_for_ever(monkeypatch: pyte
 
     monkeypatch.setattr(PagedEngine, "step", counted)
     with engine_of() as engine:
-        for other in (None, "mine"):  # the id may be another request's by then
+        for other in (None, "mine"):  # by then another request may use the id
             stream = engine.stream([[5, 6, 7]], LONG, request_id="mine")
             next(stream)
             engine._core.remove(engine._core.requests["mine"])
@@ -211,7 +211,7 @@ def test_a_reader_that_is_cancelled_in_the_middle_of_a_step(how: str, monkeypatc
 
 
 class EndsWith(StoppingCriteria):
-    """Rows end at this token; it is no EOS token to transformers, so the row goes on while others do."""
+    """Rows end at this token; transformers does not treat it as EOS, so the row goes on while others do."""
 
     def __init__(self, token: int) -> None:
         self.token = token
@@ -221,7 +221,7 @@ class EndsWith(StoppingCriteria):
 
 
 class ForceRows(LogitsProcessor):
-    """Row `i` says the last of `texts[i]` once it has said all others."""
+    """Forces row `i` to generate the tokens of `texts[i]`."""
 
     def __init__(self, length: int, texts: list[list[int]]) -> None:
         self.length, self.texts = length, texts
@@ -234,7 +234,7 @@ class ForceRows(LogitsProcessor):
 
 
 class Halves:
-    """A tokenizer whose token 77 is half a character."""
+    """A tokenizer whose token 77 is half of a character."""
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
         return "".join("\N{REPLACEMENT CHARACTER}" if token == 77 else f" {token}" for token in token_ids)
@@ -259,7 +259,7 @@ def test_what_is_told_of_a_row_ends_where_the_row_does(ends: str) -> None:
     assert "".join(output.text or "" for output in outputs) == result.text == " 50\N{REPLACEMENT CHARACTER}"
 
 
-# ------------------------------------------------------------------------------------- what is cancelled within a step
+# ------------------------------------------------------------------------------------ cancelled within a step
 
 
 @pytest.mark.parametrize("how", ["cancel", "free", "finalizer"])
@@ -267,7 +267,7 @@ def test_what_is_cancelled_in_a_forward_changes_no_other_request(how: str) -> No
     model, texts = models.get("llama"), prompts(5, 9, 14)
     with PagedEngine(model, {"block_size": 8}) as engine:
         streams = [engine.stream([texts[0]], LONG)]
-        if how == "finalizer":  # a reader that is left, and goes when the collector comes by
+        if how == "finalizer":  # an abandoned reader, finalized by the garbage collector
             next(streams[0])
         else:
             engine.add_request(texts[0], GREEDY, request_id="0")
@@ -305,7 +305,7 @@ def test_what_is_cancelled_in_a_forward_changes_no_other_request(how: str) -> No
                 assert results[str(i)].token_ids == expected
 
 
-@pytest.mark.parametrize("at", [3, 6])  # in the middle, and at its last token
+@pytest.mark.parametrize("at", [3, 6])  # in the middle, and at the last token
 def test_a_request_that_its_own_streamer_cancels_is_told_of_all_its_tokens(at: int) -> None:
     class Leaves(Recorder):
         def put(self, value: torch.Tensor) -> None:
@@ -373,11 +373,11 @@ def test_a_request_that_is_refused_puts_nothing_to_its_streamer() -> None:
         assert streamer.values == [] and not engine.has_unfinished
 
 
-# ------------------------------------------------------------------------------------------------- what else is told
+# ---------------------------------------------------------------------------------------------- other reports
 
 
 class Clock(LogitsProcessor):
-    """A second passes with every token."""
+    """The clock advances a second per token."""
 
     def __init__(self) -> None:
         self.now = 1000.0

@@ -1,4 +1,4 @@
-"""`Generation`: logits that wait for one another, rows that go on one by one."""
+"""`Generation`: rows whose logits are gathered before they advance, and rows that advance one by one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOGITS = torch.arange(12.0).view(6, 2)  # row `i` holds 2 * i and 2 * i + 1
 
 @dataclass
 class Rows:
-    """A decoding as far as a generation looks at it."""
+    """The part of a decoding that a generation uses."""
 
     open_rows: list[int]
     num_rows: int = 3
@@ -87,7 +87,7 @@ def test_what_is_closed_hands_out_nothing() -> None:
 
 
 def test_rows_go_on_one_by_one_all_at_once_for_who_looks_meanwhile() -> None:
-    """Another thread, whose call it is, may ask at any moment whether it is done; the first row is."""
+    """The thread of a row's call may ask at any moment whether the row is done; the first row is."""
     generation = make([1, 2])
 
     class Looking(Rows):

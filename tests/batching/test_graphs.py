@@ -1,4 +1,4 @@
-"""Captured decode steps on the CPU: everything but the device's own graph object, which `FakeGraphs` stands for."""
+"""Captured decode steps on the CPU: all but the device's graph object, which `FakeGraphs` replaces."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support import models
 from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, prompts
 from tests.support.graph_helpers import CapturedBench, FakeGraphs, addresses_of, graphs_of, results, use_fake_graphs
 
-NAMES = ("llama", "gemma3")  # one group; a window beside full attention
+NAMES = ("llama", "gemma3")  # one group; sliding window and full attention
 CONFIG = PagedConfig(block_size=SIZE, max_num_batched_tokens=40)
 GREEDY = {"do_sample": False, "eos_token_id": None}
 
@@ -78,7 +78,7 @@ def test_buckets() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_engine_gives_plain_tokens(name: str, graphs: FakeGraphs) -> None:
-    """Rows of several lengths finish and join, so that sizes change both ways; blocks leave windows."""
+    """Rows of several lengths end and join, so that sizes change both ways; blocks leave windows."""
     model = models.get(name)
     lengths = [(5, 40), (19, 12), (9, 26), (1, 31), (12, 20), (30, 9), (3, 17)]
     jobs: list[Any] = []
@@ -132,7 +132,7 @@ def test_triton_kernels_read_the_buffers(name: str, graphs: FakeGraphs, monkeypa
     layers = {"layer_types": ["sliding_attention", "full_attention"]} if name == "gemma3" else {}
     bench = CapturedBench(models.build(name, num_hidden_layers=1 + len(layers), **layers), graphs)
     rows = [Row(tokens(60, seed), bench) for seed in range(3)]
-    bench.run([row.take(SIZE - 3 + 4 * n) for n, row in enumerate(rows)])  # around the window's end and a block's
+    bench.run([row.take(SIZE - 3 + 4 * n) for n, row in enumerate(rows)])  # around the end of the window and of a block
     _need_triton(monkeypatch)
     bench.begin()
     for _ in range(4):
@@ -141,7 +141,7 @@ def test_triton_kernels_read_the_buffers(name: str, graphs: FakeGraphs, monkeypa
 
 
 def test_autocast(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights are converted in every replay: what autocast caches does not outlive it."""
+    """Every replay converts the weights: autocast's cached casts do not outlive it."""
     was_cached: list[bool] = []
     graphs.fail = lambda: was_cached.append(torch.is_autocast_cache_enabled())
     bench = CapturedBench(models.build("llama"), graphs)
@@ -171,7 +171,7 @@ def test_padding_writes_nothing(graphs: FakeGraphs) -> None:
     bench.decode(*rows[:5])
     items = [row.take(1) for row in rows[:5]]
     layers = bench.groups[0].storage.layers.values()
-    before = [layer.data[0].view(torch.int32).clone() for layer in layers]  # what was never written may be NaN
+    before = [layer.data[0].view(torch.int32).clone() for layer in layers]  # unwritten memory may be NaN
     bench.run(items)
     assert graphs.num_replays == 3 and [key.sizes.decodes for key in keys(bench)] == [8]
     for layer, old in zip(layers, before):
@@ -208,7 +208,7 @@ def test_the_graph_used_longest_ago_goes_first(graphs: FakeGraphs, monkeypatch: 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_wider_tables_need_another_graph(name: str, graphs: FakeGraphs) -> None:
-    """A graph's launches were sized for its tables; a row that outgrows them is not cut off."""
+    """A graph's launches are sized for its tables; a row that outgrows them is not truncated."""
     bench = CapturedBench(models.get(name), graphs)
     row, other = Row(tokens(80, 0), bench), Row(tokens(80, 1), bench)
     bench.run([row.take(2), other.take(5)])
@@ -243,12 +243,12 @@ def test_a_pool_that_grows(graphs: FakeGraphs) -> None:
     assert held() is None, "nothing holds the blocks before the growth"
     for _ in range(3):
         assert_close(bench.decode(row), [bench.plain(row)])
-    assert len(graphs.graphs) == 2 and graphs.graphs[1].num_replays == 3  # no waiting the second time
+    assert len(graphs.graphs) == 2 and graphs.graphs[1].num_replays == 3  # no wait the second time
 
 
 def test_weights_changed_in_place_need_no_other_graph(graphs: FakeGraphs) -> None:
     model, inputs = models.build("llama"), models.prompt("llama")
-    for _ in range(2):  # the pool has its size then
+    for _ in range(2):  # by now the pool has its final size
         generate(model, inputs, do_sample=False, max_new_tokens=50)
     count = len(graphs.graphs)
     before = model.generate(**inputs, do_sample=False, max_new_tokens=50)
@@ -343,7 +343,7 @@ def test_a_runner_that_did_not_begin_is_eager(graphs: FakeGraphs) -> None:
 
 
 def test_every_adapter_has_its_graphs(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone, and beside others: for every order of them and number of rows one of its own."""
+    """Alone, and beside others: a graph for every order of adapters and number of rows."""
     pytest.importorskip("peft")
     monkeypatch.setattr(recording, "MIN_MIXED_USES", 8)
     from tests.test_peft_engine import ADAPTERS, lone_with, lora_model
@@ -402,7 +402,7 @@ def test_a_forward_that_cannot_be_recorded(
             assert torch.equal(generate(model, inputs, **options, cache_config={"prefix_caching": False}), expected)
             assert torch.equal(torch.get_rng_state(), state)
     assert not graphs.graphs
-    # one that draws is not the engine's
+    # a forward that draws random numbers does not run on the engine
     told = [record.getMessage().split("its forward ")[1].split()[0] for record in caplog.records]
     assert told == ([] if forward is _draws else ["waits"])
     assert hf_paged.last_route(model).num_captured_steps == 0  # type: ignore[union-attr]
@@ -428,7 +428,7 @@ def test_attention_that_needs_lengths_on_the_host(
 def test_a_capture_that_fails(
     graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The step is run eagerly, and no capture is tried before the model changed."""
+    """The step runs eagerly, and no capture is tried before the model changes."""
     attempts = []
 
     def fail() -> None:
@@ -465,7 +465,7 @@ def test_a_capture_that_fails(
 def test_a_capture_for_which_there_is_no_memory(
     graphs: FakeGraphs, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Graphs there are stay in use; the next attempts come later and later, until one succeeds."""
+    """Existing graphs stay in use; further attempts come at growing intervals until one succeeds."""
     attempts: list[int] = []
 
     def fail() -> None:
@@ -491,7 +491,7 @@ def test_a_capture_for_which_there_is_no_memory(
 
 
 def test_no_garbage_is_collected_and_no_other_records_meanwhile(graphs: FakeGraphs) -> None:
-    """Two models in two threads: the second, whose turn comes within the first's recording, records later."""
+    """Two models in two threads: the second, whose step falls within the first's recording, records later."""
     first, second = (CapturedBench(models.build("llama"), graphs) for _ in range(2))
     first.run([(a := Row(tokens(60, 0), first)).take(4)])
     second.run([(b := Row(tokens(60, 1), second)).take(4)])
@@ -559,7 +559,7 @@ def test_an_interrupted_capture_leaves_nothing_behind(graphs: FakeGraphs) -> Non
 
 
 class _BrokenGraph:
-    """What a capture leaves whose stream was invalidated: it never ends."""
+    """A capture with an invalidated stream, which never ends."""
 
     def __init__(self, ends: bool) -> None:
         self.ends = ends
@@ -700,7 +700,7 @@ def test_a_replay_with_other_logits_is_refused(dtype: torch.dtype) -> None:
 
 @pytest.fixture
 def grown(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A device that takes memory when it is allocated; the sizes of tensors that replaced smaller ones."""
+    """A device that takes memory on allocation; records the sizes of tensors that replaced smaller ones."""
     sizes: list[int] = []
     right = KVBlocks.grown
     monkeypatch.setattr(storage, "commits_when_touched", lambda device: False)
@@ -720,12 +720,12 @@ def test_memory_of_a_device_is_taken_once(
     lengths = [(5, 140), (19, 90), (9, 120), (30, 150)]
     with PagedEngine(model, {"block_size": SIZE, "prefix_caching": True, **budget}) as engine:
         graphs.addresses = addresses_of(model, lambda: engine.memory)
-        for turn in range(2):  # what the first leaves in the prefix cache is given up before tensors grow
+        for turn in range(2):  # blocks that the first leaves in the prefix cache are evicted before tensors grow
             for number, (prompt, new) in enumerate(lengths):
                 config = {**GREEDY, "max_new_tokens": new}
                 engine.add_request(prompts(prompt, seed=10 * turn + number)[0], generation_config=config)
                 if not (turn or number):
-                    grown.clear()  # of the model's checks, which have memory of their own
+                    grown.clear()  # from the model's checks, which use separate memory
             while engine.has_unfinished:
                 engine.step()
         taken = sum(group.storage.nbytes for group in engine.memory.groups.values())
@@ -735,7 +735,7 @@ def test_memory_of_a_device_is_taken_once(
 
 
 def test_a_call_takes_what_it_can_need(graphs: FakeGraphs, grown: list[int]) -> None:
-    """Of layers with windows no more than rows see; a longer call grows once, as the first left cached blocks."""
+    """Layers with windows need no more than rows see; a longer call grows once, as the first left cached blocks."""
     model = models.build("gemma3")
     for rows, new in ((2, 60), (3, 160)):
         inputs = models.padded_prompt("gemma3", (26, 14, 20)[:rows])
@@ -747,4 +747,4 @@ def test_a_call_takes_what_it_can_need(graphs: FakeGraphs, grown: list[int]) -> 
         num_rows = {group.spec.window: group.storage.num_rows for group in groups if group.storage.layers}
         assert num_rows[None] == rows * ((26 + new) // SIZE + 1) > 2 * min(num_rows.values()), num_rows
         assert grown.count(num_rows[None]) == len(grown) if rows == 3 else max(grown, default=0) < num_rows[None]
-        grown.clear()  # of the model's checks, too, which have memory of their own
+        grown.clear()  # from the model's checks, which use separate memory

@@ -47,7 +47,7 @@ def texts(model: Any, later: int = 0, **config: Any) -> tuple[list[list[int]], h
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_graphs_give_the_tokens_of_eager_steps(name: str) -> None:
-    """Rows finish and join; tables outgrow their graphs; blocks leave windows."""
+    """Rows end and join; tables outgrow their graphs; blocks leave windows."""
     model = models.build(name).to("cuda")
     expected, eager = texts(model, later=3, capture=False)
     found, stats = texts(model, later=3)
@@ -58,7 +58,7 @@ def test_graphs_give_the_tokens_of_eager_steps(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral"])
 def test_small_operations_are_fused(name: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
-    """What is recorded passes the check, and gives the tokens of graphs of the forward as it is."""
+    """The recorded step passes the check and gives the tokens of graphs of the unfused forward."""
     model = models.build(name).to("cuda", dtype)
     caplog.set_level(logging.INFO, logger="hf_paged")
     found, stats = texts(model)
@@ -71,7 +71,7 @@ def test_small_operations_are_fused(name: str, dtype: torch.dtype, caplog: pytes
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_steps_ahead_give_the_tokens_of_steps_in_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next step runs while the host waits for the tokens of the one before, which a copy of its own brings."""
+    """The next step runs while the host waits for the previous step's tokens, which a separate copy transfers."""
     model, taken = models.build(name).to("cuda"), []
     take = executor.RunAhead.take
 
@@ -90,7 +90,7 @@ def test_steps_ahead_give_the_tokens_of_steps_in_time(name: str, monkeypatch: py
 def test_tokens_come_before_what_is_launched_after_them() -> None:
     tokens = torch.arange(5, device="cuda")
     arrived = executor._send(tokens)
-    tokens.fill_(9)  # stands for the next step, which must not be waited for, nor overtake
+    tokens.fill_(9)  # stands for the next step, which must neither be awaited nor overtake the copy
     assert arrived() == [0, 1, 2, 3, 4]
 
 

@@ -1,4 +1,4 @@
-"""Whatever the schedule, a request's tokens are those of a lone run."""
+"""A request's tokens do not depend on the schedule: they equal those of a lone run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"do_sample": False, "max_new_tokens": 14, "num_beams": 2, "eos_token_id": MANY_ENDS, "early_stopping": True},
     {"do_sample": True, "max_new_tokens": 9, "num_return_sequences": 3, "eos_token_id": MANY_ENDS},
 ]
-# most of them just enough for the largest request; a window keeps few blocks
+# most budgets just fit the largest request; a window keeps few blocks
 BUDGETS = {
     "llama": [None, 9, 10, 12, 14, 16, 20],
     "gemma3": [None, 16, 18, 20, 23, 26, 34],
@@ -38,7 +38,7 @@ def expected(name: str, prompt: int, options: int) -> list[list[int]]:
 
 
 class Schedule:
-    """One random schedule: what the engine may use, and who comes and goes when."""
+    """One random schedule: the engine's limits, and the arrivals and cancellations."""
 
     def __init__(self, name: str, seed: int) -> None:
         draw = random.Random(f"{name} {seed}")
@@ -53,10 +53,10 @@ class Schedule:
             preemption=draw.choice(["auto", "recompute", "swap"]),
         )
         few = draw.sample(range(len(PROMPTS)), 4)
-        # request id -> step at which it comes, prompt, options, priority; step at which it is cancelled
+        # request id -> step of arrival, prompt, options, priority; step of cancellation
         self.comes: dict[str, tuple[int, int, int, int]] = {}
         self.goes: dict[str, int] = {}
-        rush = draw.choice([1, 6, 25])  # all at once, or over a while
+        rush = draw.choice([1, 6, 25])  # all at once, or spread over time
         for number in range(draw.randint(3, 9)):
             prompt = draw.choice(few if draw.random() < 0.6 else range(len(PROMPTS)))
             step, priority = draw.randrange(rush), draw.choice([0, 0, 0, -1, 1])
@@ -65,7 +65,7 @@ class Schedule:
                 self.goes[str(number)] = step + draw.randrange(12)
 
     def run(self, seen: collections.Counter[str]) -> None:
-        """Runs it, checks every survivor, and notes what happened."""
+        """Runs the schedule, checks every surviving request, and records the events."""
         what = f"schedule {self.seed} of {self.name}, {self.config}"
         results: dict[str, RequestResult] = {}
         waiting = dict(self.comes)
@@ -133,7 +133,7 @@ class Schedule:
 
 
 def count_chunks(engine: PagedEngine, seen: collections.Counter[str]) -> None:
-    """Counts the parts of prompts that are computed without reaching the prompt's end."""
+    """Counts chunks of prompts that do not reach the prompt's end."""
     runner = engine._core.loop.executor.runner if engine._core.loop is not None else None
     if runner is None:
         return
@@ -172,7 +172,7 @@ def test_random_schedules(name: str, count: int) -> None:
         "preempted beams",
         "preempted samples",
     )
-    if name == "mistral":  # its window needs so few blocks that large requests are seldom in the way
+    if name == "mistral":  # its window needs so few blocks that large requests rarely conflict
         wanted = tuple(what for what in wanted if what not in ("preempted beams", "preempted samples"))
     missing = [what for what in wanted if not seen[what]]
     assert not missing, f"the schedules never had {missing}: {seen}"

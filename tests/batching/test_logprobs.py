@@ -1,4 +1,4 @@
-"""Log-probabilities of new tokens, of their alternatives and of prompts, against those of transformers' outputs."""
+"""Log-probabilities of new tokens, alternatives and prompt tokens, against those from transformers' outputs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_new_tokens_and_their_alternatives(name: str, mode: str) -> None:
     processed = model.compute_transition_scores(plain.sequences, plain.scores, normalize_logits=True)
     raw = model.compute_transition_scores(plain.sequences, plain.logits, normalize_logits=True)
     with hf_paged.PagedEngine(model) as engine:
-        for i in range(3):  # beside others, with and without
+        for i in range(3):  # mixed with requests with and without log-probabilities
             engine.add_request(prompt[0, : 5 + i], options, seed=i, return_logprobs=i > 0, top_logprobs=2 * (i > 1))
         engine.add_request(prompt[0], options, request_id="r", seed=5, return_logprobs=True, top_logprobs=TOP)
         results = {}
@@ -92,7 +92,7 @@ def test_prompts(name: str, config: dict[str, Any]) -> None:
     prompts = [token_ids(1, length, seed=length) for length in (37, 21, 2, 1, 30)]
     options = {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 9}
     with hf_paged.PagedEngine(model, {"block_size": 8, **config}) as engine:
-        engine.generate([prompts[0][0]], {"max_new_tokens": 2})  # whose prefix is cached now
+        engine.generate([prompts[0][0]], {"max_new_tokens": 2})  # caches its prefix
         ids = [
             engine.add_request(
                 prompt[0], options, return_logprobs=i % 2 == 0, top_logprobs=3, prompt_logprobs=True, seed=i
@@ -135,7 +135,7 @@ def test_what_is_refused() -> None:
             with pytest.raises(ValueError, match=message):
                 engine.add_request(prompt, **given)
         (result,) = engine.generate([prompt], {"max_new_tokens": 1}, return_logprobs=True, top_logprobs=10**6)
-        assert len(result.sequences[0].top_logprobs[0]) == 128  # all there are
+        assert len(result.sequences[0].top_logprobs[0]) == 128  # the whole vocabulary
     with hf_paged.PagedEngine(get("qwen3_next")) as engine, pytest.raises(ValueError, match="packed forwards"):
         engine.add_request(prompt, prompt_logprobs=True)
     assert not engine.has_unfinished

@@ -1,4 +1,4 @@
-"""Rows with different LoRA adapters in one forward, of the model's own and of folders."""
+"""Rows with different LoRA adapters in one forward, both loaded on the model and from folders."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def many(count: int, name: str = "llama", **options: Any) -> Any:
 
 
 def saved(model: Any, folder: Path) -> list[str]:
-    """Its adapters as folders, in the order of their names."""
+    """The model's adapters as folders, sorted by name."""
     model.save_pretrained(folder, save_embedding_layers=False)
     return [str(folder / name) for name in sorted(model.peft_config, key=lambda name: int(name[1:]))]
 
 
 def counted(engine: PagedEngine) -> list[int]:
-    """Rows of each forward from now on."""
+    """Records the rows of each forward from now on."""
     runner, found = engine._core.get_loop().executor.runner, list[int]()
     run = runner.run
 
@@ -76,7 +76,7 @@ def test_eight_adapters_in_sixteen_forwards(from_folders: bool, tmp_path: Path) 
     if from_folders:
         names, model = saved(model, tmp_path), models.build("llama")
     with PagedEngine(model, PagedConfig(block_size=8)) as engine:
-        engine.generate(texts[:1], {"do_sample": False, "max_new_tokens": 1}, adapter=names[0])  # the pool is made
+        engine.generate(texts[:1], {"do_sample": False, "max_new_tokens": 1}, adapter=names[0])  # creates the pool
         before, forwards = engine.stats().num_steps, counted(engine)
         for result, lone, name in zip(engine.generate(texts, GREEDY, adapter=names), expected, names):
             assert_same_as_lone(lone, result, GREEDY, name)
@@ -89,7 +89,7 @@ def test_eight_adapters_in_sixteen_forwards(from_folders: bool, tmp_path: Path) 
 
 @pytest.mark.parametrize("mode", ["greedy", "samples", "beams_eos"])
 def test_rows_of_all_kinds_beside_one_another(mode: str, tmp_path: Path) -> None:
-    """Own adapters, folders, the base model and the active adapter in one step; prompts that begin alike."""
+    """Loaded adapters, folders, the base model and the active adapter in one step; prompts with a common prefix."""
     model, texts = many(3, lora_bias=False), prompts(20, 9)
     folders = saved(model, tmp_path)
     model.delete_adapter("a2")
@@ -175,7 +175,7 @@ def test_an_adapter_that_never_fits_fails_alone(tmp_path: Path) -> None:
 
 
 def test_adapter_names_with_several_sequences() -> None:
-    """PEFT itself raises there: it gives the names of prompts to rows."""
+    """PEFT raises there: it applies the prompts' adapter names to rows."""
     model, inputs = many(2), models.padded_prompt("llama", (26, 4, 17))
     names, options = ["a0", "__base__", "a1"], dict(MODES["sample"])
     with pytest.raises(ValueError, match="adapter_names"):
@@ -207,7 +207,7 @@ def test_rows_that_draft(source: str, mode: str) -> None:
     options = {"do_sample": mode == "sample", "max_new_tokens": 30}
     names = ["a0", "a1", "a2", "__base__"]
     more: dict[str, Any] = {"assistant_model": models.get_assistant("llama")} if source == "assistant" else {}
-    # where there is no room for a draft of an assistant's, its row draws otherwise
+    # without room for an assistant's draft, its row draws differently
     budget: dict[str, Any] = {} if more else {"max_num_batched_tokens": 40}
     config = PagedConfig(block_size=8, speculation=None if more else "ngram", **budget)
     with PagedEngine(model, config) as engine:
@@ -215,7 +215,7 @@ def test_rows_that_draft(source: str, mode: str) -> None:
         for _ in range(2):  # the second time with cached prefixes, and recorded steps
             results = engine.generate(texts, options, adapter=names, seed=1, **more)
             for name, prompt, result in zip(names, texts, results):
-                if mode == "greedy" or not more:  # an assistant draws in the place of the model
+                if mode == "greedy" or not more:  # an assistant draws in place of the model
                     assert_same_as_lone(lone_with(model, name, prompt, options, 1), result, options, name)
             engine.check_integrity()
         stats = engine.stats()
@@ -243,7 +243,7 @@ def test_adapter_names_with_drafts(more: dict[str, Any]) -> None:
     assert route is not None and route.road == "engine" and route.num_draft_tokens > 0
 
 
-# -- what goes in forwards of its own ---------------------------------------------------------------------------------
+# -- separate forwards -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["use_dora", "modules_to_save", "embedding"])
@@ -268,7 +268,7 @@ def test_what_is_not_plain_lora_goes_in_forwards_of_its_own(kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])
 def test_other_families(name: str) -> None:
-    """`Conv1D`; experts, whose tokens come in an order of their own."""
+    """`Conv1D`; experts, which reorder their tokens."""
     targets = {"gpt2": ["c_attn", "c_proj"], "mixtral": ["q_proj", "v_proj", "o_proj"]}[name]
     model, texts = many(3, name, target_modules=targets), prompts(14, 9, 11)
     names = ["a0", "a1", "a2"]
@@ -281,7 +281,7 @@ def test_other_families(name: str) -> None:
 
 
 def test_modules_that_get_other_rows_are_found_out() -> None:
-    """A layer that computes some of the tokens, in another order, as experts do."""
+    """A layer that computes some of the tokens, reordered, like experts."""
     model, texts = many(2, target_modules=["down_proj"]), prompts(14, 9)
     block = model.get_base_model().model.layers[0].mlp
     plain = type(block).forward
@@ -323,7 +323,7 @@ def test_a_folder_that_is_not_served_is_refused_at_once(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_changes(tmp_path: Path) -> None:
-    """Its old prefixes are not served; a request that named what it was before fails alone."""
+    """Old prefixes are not served; a request that named the former content fails alone."""
     model, prompt = many(2, target_modules=["q_proj", "v_proj"], r=4), prompts(20)[0]
     first, second = saved(model, tmp_path)
     bare = models.build("llama")
@@ -349,7 +349,7 @@ def test_a_folder_that_changes(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_written_to_while_a_request_runs(tmp_path: Path) -> None:
-    """What safetensors gives is mapped from the file."""
+    """safetensors returns tensors mapped from the file."""
     model, prompt = many(2, target_modules=["q_proj", "v_proj"], r=4), prompts(20)[0]
     first, second = (Path(folder) / "adapter_model.safetensors" for folder in saved(model, tmp_path))
     expected = lone_with(model, "a0", prompt, GREEDY)
@@ -437,7 +437,7 @@ def test_a_fault_in_a_mixed_forward(error: type[BaseException], tmp_path: Path) 
 
 
 def test_a_row_does_not_depend_on_the_adapters_beside_it() -> None:
-    """Bit for bit, where the base's products do not either."""
+    """Bit for bit, if the base's products are invariant, too."""
     model, texts = many(3), prompts(9, 9, 9)
     config = PagedConfig(block_size=8, batch_invariant=True, prefix_caching=False)
     logprobs = []
@@ -464,7 +464,7 @@ def test_each_part_is_a_product_of_its_own() -> None:
 
 
 def test_the_active_adapter_is_one_of_them() -> None:
-    """Rows that name none run with it; with several active at a time in forwards of their own."""
+    """Rows without an adapter name use the active one; several active adapters run in separate forwards."""
     model, prompt = many(2), prompts(12)[0]
     with PagedEngine(model, PagedConfig(block_size=8)) as engine, active(model, "a1"):
         expected = lone_run(model, prompt, GREEDY)

@@ -1,4 +1,4 @@
-"""Recorded steps with chunks beside decodes, and with prefixes that decodes share, on the CPU."""
+"""Recorded steps that mix chunks and decodes, and decodes with shared prefixes, on the CPU."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def sizes_of(bench: Any) -> list[Sizes]:
 
 
 def share(parent: Row, rows: list[Row]) -> None:
-    """Rows hold what `parent` has computed."""
+    """Makes rows share the computed blocks of `parent`."""
     for row in rows:
         row.num_computed_tokens = parent.num_computed_tokens
         row.blocks.tables = [table.fork() for table in parent.blocks.tables]
@@ -80,7 +80,7 @@ def test_which_graph_serves_which_step() -> None:
 def test_random_schedules_give_plain_logits(
     name: str, kernel: str, graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts in chunks beside decodes, rows that come and go, windows whose blocks go back."""
+    """Prompts in chunks beside decodes, rows that join and leave, windows that free blocks."""
     layers = {"layer_types": ["sliding_attention", "full_attention"]} if name == "gemma3" else {}
     model = models.build(name, num_hidden_layers=2 if layers else 1, **layers)
     bench, draw = CapturedBench(model, graphs), random.Random(0)
@@ -113,7 +113,7 @@ def test_random_schedules_give_plain_logits(
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
 def test_an_engine_gives_plain_tokens(name: str, graphs: FakeGraphs) -> None:
-    """Almost every step is a replay, those with prompts in chunks too."""
+    """Almost every step is a replay, including those with prompt chunks."""
     model = models.build(name)
     lengths = [(5, 40), (19, 12), (39, 26), (1, 31), (12, 20), (30, 9), (3, 17)]
     jobs: list[Any] = []
@@ -121,7 +121,7 @@ def test_an_engine_gives_plain_tokens(name: str, graphs: FakeGraphs) -> None:
         jobs.append((prompts(prompt, seed=number)[0], {"generation_config": {**GREEDY, "max_new_tokens": new}}))
     with PagedEngine(model, PagedConfig(block_size=SIZE, max_num_batched_tokens=24, num_blocks=200)) as engine:
         graphs.addresses = addresses_of(model, lambda: engine.memory)
-        for _ in range(2):  # what is recorded in the first serves the second
+        for _ in range(2):  # recordings of the first run serve the second
             before = engine.stats()
             found = results(engine, jobs, later=3)
         stats = engine.stats()
@@ -151,7 +151,7 @@ def test_padding_writes_nothing(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPa
 def test_a_forward_that_does_not_pick_logits(graphs: FakeGraphs) -> None:
     bench = CapturedBench(models.get("llama"), graphs)
     bench.runner._picks_logits = False
-    # as many rows of chunks as the least number of tokens that chunks have room for
+    # as many chunk rows as the smallest token capacity for chunks
     many = [Row(tokens(12, seed), bench) for seed in range(14)]
     for _ in range(4):
         items = [row.take(2 if number == 0 else 1, known=12 if number % 2 else None) for number, row in enumerate(many)]
@@ -160,7 +160,7 @@ def test_a_forward_that_does_not_pick_logits(graphs: FakeGraphs) -> None:
     assert graphs.num_replays == 2 and {sizes.chunks for sizes in sizes_of(bench)} == {16}  # tables grew once
 
 
-# ------------------------------------------------------------------------------------------------------- what is shared
+# -------------------------------------------------------------------------------------------------- shared prefixes
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def free_cascades(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_shared_prefixes_are_read_once(
     name: str, kv_dtype: str | None, graphs: FakeGraphs, free_cascades: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two families of rows, and one row alone; rows leave, and a chunk comes in beside them."""
+    """Two families of rows, and one row alone; rows leave, and a chunk joins them."""
     from hf_paged.kernels.triton import attention
 
     layers = {"layer_types": ["sliding_attention", "full_attention"]} if name == "gemma3" else {}
@@ -190,7 +190,7 @@ def test_shared_prefixes_are_read_once(
         share(parent, own)
     rows.append(Row(tokens(40, 30), bench))
     bench.run([rows[-1].take(11)])
-    bench.run([row.take(2) for row in rows])  # in the window's layers nothing is shared any more
+    bench.run([row.take(2) for row in rows])  # in window layers nothing is shared any more
     _use_triton(monkeypatch)
     calls = []
     cascaded = attention.cascade_attention
@@ -218,7 +218,7 @@ def test_shared_prefixes_are_read_once(
 
 @pytest.mark.slow
 def test_one_recorded_step_serves_every_order_of_adapters(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the Triton kernels, with prompts beside decodes, of which there are fewer than the step has room for."""
+    """With the Triton kernels, prompts beside decodes, and fewer decodes than the step has room for."""
     pytest.importorskip("peft")
     _use_triton(monkeypatch)
     from tests.test_peft_engine import lone_with, lora_model
@@ -267,7 +267,7 @@ def test_steps_that_are_eager(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_model_whose_chunks_cannot_be_recorded(graphs: FakeGraphs, caplog: pytest.LogCaptureFixture) -> None:
-    """Latents of many queries are expanded, as many as there are: decodes and few queries are recorded all the same."""
+    """Steps with many queries expand all latents and are not recorded; decodes and steps of few queries still are."""
     caplog.set_level(logging.INFO, "hf_paged")
     model = test_latent.build()
     jobs: list[Any] = [
@@ -309,7 +309,7 @@ def test_decodes_that_are_too_many_leave_the_others(graphs: FakeGraphs) -> None:
 
 
 def test_a_prompt_in_every_step_keeps_nothing_from_being_recorded(graphs: FakeGraphs) -> None:
-    """The model's state is read beside decodes, too, not only where there is nothing else."""
+    """The model's state is also read in steps with decodes, not only when idle."""
     model = models.get("llama")
     jobs = [(prompts(30, seed=n)[0], {"generation_config": {**GREEDY, "max_new_tokens": 4}}) for n in range(12)]
     with PagedEngine(

@@ -1,4 +1,4 @@
-"""Rows for which a model's own heads propose (`use_mtp`): tokens as without, candidates as transformers'."""
+"""Drafts from a model's multi-token-prediction heads (`use_mtp`): tokens as without, drafts as transformers'."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever steps take on this machine."""
+    """Makes drafts worthwhile whatever the step times on this machine."""
     monkeypatch.setattr(StepCosts, "price", lambda *args: 0.05)
 
 
@@ -79,7 +79,7 @@ def name_in_checkpoint(kind: str, name: str) -> str:
 
 
 def checkpoint(folder: Path, kind: str, num_heads: int) -> Path:
-    """A model whose next token depends mostly on the last one, and heads that know how: they are right now and then."""
+    """A model whose next token depends mostly on the last one, and heads that know how: some drafts are right."""
     path = folder / f"{kind}-{num_heads}"
     name, sizes = KINDS[kind]
     config, cls = getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
@@ -129,7 +129,7 @@ def padded(*lengths: int) -> dict[str, torch.Tensor]:
 
 
 class Watch:
-    """What transformers' generator, and ours, proposes behind each text, and the scores `(n, vocab)` of it."""
+    """Drafts of transformers' generator, and of ours, after each text, with their scores `(n, vocab)`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.plain: dict[tuple[int, ...], tuple[list[int], torch.Tensor]] = {}
@@ -164,7 +164,7 @@ class Watch:
         monkeypatch.setattr(MtpHeads, "add_tokens", staticmethod(add_tokens))
 
     def assert_same(self, least: int) -> None:
-        """Where both were asked: transformers verifies all candidates, and goes on behind other texts."""
+        """Compares texts drafted by both: transformers verifies all drafts, and continues after other texts."""
         both = self.plain.keys() & self.ours.keys()
         assert len(both) >= least
         for text in both:
@@ -193,7 +193,7 @@ def test_a_batch_gives_plain_tokens_and_transformers_candidates(
 def test_sampled_rows_draw_as_one_row_of_transformers_does(
     num_heads: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for a last token without a draft: there transformers proposes what it cannot use."""
+    """Except for a last token without a draft: there transformers proposes a draft that it cannot use."""
     model, watch = load(folder, num_heads), Watch(monkeypatch)
     options = {"do_sample": True, "temperature": 0.8, "top_k": 12, "use_mtp": True}
     asked = []
@@ -246,7 +246,7 @@ def test_heads_read_long_prompts_in_parts(folder: Path, monkeypatch: pytest.Monk
 
 
 def test_prefixes_have_their_hidden_states(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind cached tokens the same is proposed; what rows without heads have cached has no hidden states."""
+    """Drafts after cached tokens are the same; blocks cached by rows without heads have no hidden states."""
     model, watch = load(folder, 2), Watch(monkeypatch)
     (document,), endings = texts(40), texts(3, 5, seed=7)
     with PagedEngine(model, PagedConfig(**CONFIG)) as engine:
@@ -262,9 +262,9 @@ def test_prefixes_have_their_hidden_states(folder: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("captures", [False, True])
 def test_recorded_steps_keep_hidden_states(captures: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls share a memory and what was recorded: with hidden states, and without."""
+    """Calls share a memory and recordings: with hidden states, and without."""
     model, watch = load(folder, 2), Watch(monkeypatch)
-    monkeypatch.setattr(call, "MIN_CACHED_TOKENS", 0)  # what is cached keeps its memory, and graphs
+    monkeypatch.setattr(call, "MIN_CACHED_TOKENS", 0)  # cached blocks keep their memory, and graphs
     config = {"cache_implementation": "paged", "cache_config": {**CONFIG, "capture": captures}}
     hf_paged.free(model)
     options, mtp = {**GREEDY, "max_new_tokens": 40}, {"use_mtp": True}

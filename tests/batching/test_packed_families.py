@@ -1,4 +1,4 @@
-"""Kinds of attention in packed steps: each sequence gets what plain `generate` gives it alone."""
+"""Kinds of attention in packed steps: each sequence gets the tokens of plain `generate` on it alone."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ LONGROPE = {
 }
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "chunks": ("Llama4ForCausalLM", CHUNKED),
-    # attention code of a model's own: alibi before the mask, after it, in it, and none
+    # custom attention code: alibi before the mask, after it, in it, and none
     "bloom": ("BloomForCausalLM", {}),
     "mpt": ("MptForCausalLM", {}),
     "falcon alibi": ("FalconForCausalLM", {"alibi": True}),
     "gptj": ("GPTJForCausalLM", {}),
     "latents": ("DeepseekV3ForCausalLM", {}),
     "narrow latents": ("DeepseekV3ForCausalLM", {"kv_lora_rank": 8, "qk_rope_head_dim": 8}),  # apart from rotary keys
-    # queries are scaled by their positions, of which plain rows count padding, too
+    # queries are scaled by position; in plain rows positions count padding, too
     "scales": ("Llama4ForCausalLM", {**CHUNKED, "floor_scale": 8, "attn_scale": 0.5}),
 }
 # rotary factors of a sequence's own length, from 33 tokens on: one set of them, one that plain goes back with, one each
@@ -71,7 +71,7 @@ def skip_where_plain_is_broken(name: str) -> None:
 
 
 def check(name: str, texts: list[list[int]], modes: list[dict[str, Any]], config: PagedConfig) -> Any:
-    """All at once in an engine, each compared with its lone run; the engine's figures."""
+    """Runs all prompts at once in an engine, compares each with its lone run, and returns the engine's stats."""
     model = build(name)
     with PagedEngine(model, config) as engine:
         for seed, (prompt, options) in enumerate(zip(texts, modes)):
@@ -88,7 +88,7 @@ def check(name: str, texts: list[list[int]], modes: list[dict[str, Any]], config
 
 @pytest.mark.parametrize("name", NAMES)
 def test_chunks_of_prompts_share_steps_with_decodes(name: str) -> None:
-    """Prompts come in chunks that end within blocks and within chunks of attention."""
+    """Prompts arrive in chunks that end within blocks and within chunks of attention."""
     modes = [MODES[mode] for mode in ("greedy", "penalties", "samples", "beams_eos", "sample")]
     check(name, prompts(7, 34, 16, 22, 10), modes, PagedConfig(block_size=8, max_num_batched_tokens=11))
 
@@ -117,7 +117,7 @@ def test_prefixes_are_found_again(name: str) -> None:
     (prefix,), options = prompts(29), MODES["greedy"]
     texts = [prefix, [*prefix[:21], *prompts(7)[0]], [*prefix, *prompts(16)[0]], prefix]
     stats = check(name, texts, [options] * 4, PagedConfig(block_size=8, max_num_seqs=1))
-    assert stats.num_prefix_hit_tokens >= (16 if name in LENGTHS else 32)  # a long prompt has keys of its own
+    assert stats.num_prefix_hit_tokens >= (16 if name in LENGTHS else 32)  # a long prompt has different keys
 
 
 @pytest.mark.parametrize("mode", ["greedy", "beams_eos"])
@@ -138,7 +138,7 @@ def test_ragged_rows_of_a_generate_call(name: str, mode: str) -> None:
 @pytest.mark.parametrize("mode", ["greedy", "beams_eos"])
 @pytest.mark.parametrize("name", sorted(LENGTHS))
 def test_rows_whose_longest_decides_the_rotary_factors(name: str, mode: str) -> None:
-    """Plain `generate` gives all rows the factors of the longest: such calls are the model's own loop's."""
+    """Plain `generate` applies the longest row's factors to all rows: such calls run in the model's own loop."""
     model, options = build(name), {**MODES[mode], "pad_token_id": 0}
     for lengths, num_new, road in (
         ((5, 19), 13, "engine"),

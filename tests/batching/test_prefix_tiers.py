@@ -1,4 +1,4 @@
-"""Prefixes that leave the pool and come back: the tokens are plain's, and nothing of other weights is served."""
+"""Prefixes evicted from the pool and loaded again: tokens equal plain's, and K/V of other weights are never used."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def blocks_on_disk(path: Path) -> list[Path]:
 
 
 def run(engine: PagedEngine, prompt: list[int], **options: Any) -> tuple[list[int], int]:
-    """New tokens, and how many of the prompt were found."""
+    """New tokens, and the number of prompt tokens found."""
     (result,) = engine.generate([prompt], GREEDY, **options)
     assert result.error is None, result.error
     return result.token_ids, result.num_prefix_hit_tokens
 
 
 def save_all(engine: PagedEngine) -> None:
-    """All that is cached goes to the disk, and the pool is empty."""
+    """Writes all cached blocks to disk and empties the pool."""
     store = engine._core.loop.blocks.tier  # type: ignore[union-attr]
     engine.free()
     store.wait()  # type: ignore[union-attr]
@@ -125,7 +125,7 @@ def test_an_emptied_pool_finds_what_it_gave_up(name: str, tmp_path: Path) -> Non
             tokens, num_hits = run(engine, text)
             engine.check_integrity()
             assert tokens == expected
-            # a window keeps what is in front of the end alone
+            # a window keeps only the blocks before the end
             assert num_hits >= (72 if text[:72] == prompt[:72] else 40 if name in ("llama", "mla") else 0)
         assert engine.stats().used_blocks == 0
 
@@ -133,7 +133,7 @@ def test_an_emptied_pool_finds_what_it_gave_up(name: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8_e4m3"])
 @pytest.mark.parametrize("name", ["llama", "mla"])
 def test_quantized_blocks_come_back_as_they_were(name: str, kv_dtype: str, tmp_path: Path) -> None:
-    """Codes and scales; blocks of another `kv_dtype` are not found, and a saved prefix is refused."""
+    """Codes and scales are saved; blocks of another `kv_dtype` are not found, and a saved prefix is refused."""
     model, (prompt,) = build(name), prompts(75)
     with PagedEngine(model, config(tmp_path / "tier", kv_dtype=kv_dtype)) as engine:
         expected, _ = run(engine, prompt)
@@ -165,7 +165,7 @@ def test_generate_finds_it_too(tmp_path: Path) -> None:
 
 
 def test_engines_and_calls_find_each_others(tmp_path: Path) -> None:
-    """Also what a call leaves behind whose pool is made again for another config."""
+    """Blocks that a call leaves are also found after its pool is rebuilt for another config."""
     model, texts = build("llama"), prompts(160, 150)
     paged = {**GREEDY, "cache_implementation": "paged"}
     with PagedEngine(model, config(tmp_path)) as engine:
@@ -204,7 +204,7 @@ def test_what_is_freed_goes_while_a_slow_disk_takes_its_blocks(tmp_path: Path, m
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_a_small_pool(preemption: str, tmp_path: Path) -> None:
-    """Requests that lose their blocks, and prefixes that others take the place of."""
+    """Requests that lose their blocks, and prefixes evicted by others."""
     model, texts = build("gemma2"), prompts(90, 70, 80, 60, 75)
     texts += [[*texts[0][:50], *texts[1][:20]], texts[2][:60]]
     expected = [lone_run(model, text, GREEDY)[0] for text in texts]
@@ -252,7 +252,7 @@ def test_other_weights_find_nothing(tmp_path: Path) -> None:
 
 
 def test_a_change_that_only_a_fingerprint_sees_is_not_written(tmp_path: Path) -> None:
-    """Between two steps of one request: its later blocks have no weights of their own to be named by."""
+    """Between two steps of one request: its later blocks belong to no single version of the weights."""
     model, (prompt, other) = build("llama"), prompts(40, 30)
     weight = model.model.layers[1].self_attn.k_proj.weight
     before = weight.detach().clone()
@@ -261,7 +261,7 @@ def test_a_change_that_only_a_fingerprint_sees_is_not_written(tmp_path: Path) ->
         run_all(engine)  # there is a fingerprint
         engine.add_request(prompt, {**GREEDY, "max_new_tokens": 30})
         engine.step()
-        weight.detach().numpy()[7, 9] += 2.0  # neither a version nor an address moves
+        weight.detach().numpy()[7, 9] += 2.0  # changes neither a version nor an address
         run_all(engine)
         save_all(engine)
         weight.data.copy_(before)
@@ -271,7 +271,7 @@ def test_a_change_that_only_a_fingerprint_sees_is_not_written(tmp_path: Path) ->
 
 
 def test_evicted_blocks_wait_for_a_fingerprint(tmp_path: Path) -> None:
-    """What others lose while a request runs is written once the weights were looked at, and dropped if they moved."""
+    """Blocks evicted while a request runs are written once the weights are checked, and dropped if they changed."""
     model, texts = build("llama"), prompts(80, 80, 80)
     for moves in (False, True):
         engine = PagedEngine(model, config(tmp_path / str(moves), num_blocks=26, capture=False))
@@ -406,7 +406,7 @@ def test_calls_of_threads_on_two_models_under_a_budget(tmp_path: Path) -> None:
 
 
 class Faults:
-    """What goes wrong with a folder of blocks, one thing at a time."""
+    """Faults of a folder of blocks, one at a time."""
 
     def __init__(self, path: Path, seed: int, monkeypatch: Any) -> None:
         self.path, self.draw, self._monkeypatch = path, random.Random(seed), monkeypatch
@@ -467,7 +467,7 @@ class Faults:
         os.waitpid(child, 0)
 
     def fill(self) -> None:
-        """The next files do not fit on the disk."""
+        """The disk has no room for the next files."""
         left, write = [self.draw.randrange(1, 4)], Path.write_bytes
 
         def half(path: Path, content: bytes) -> int:
@@ -480,7 +480,7 @@ class Faults:
         self._monkeypatch.setattr(Path, "write_bytes", half)
 
     def forbid(self) -> None:
-        """Something else is where a file was."""
+        """Another kind of object is in the place of a file."""
         if path := self.one():
             path.unlink()
             path.mkdir()
@@ -536,7 +536,7 @@ def test_a_saved_prefix_is_loaded(name: str, tmp_path: Path) -> None:
         assert_drained(engine)
     with PagedEngine(build(name), PagedConfig(block_size=SIZE)) as engine:
         assert engine.load_prefix(path) == 48
-        assert engine.load_prefix(str(path)) == 48  # it is there already
+        assert engine.load_prefix(str(path)) == 48  # already loaded
         assert_drained(engine)
         assert run(engine, text) == (expected, 48)
         assert run(engine, text, cache_salt="tenant") == (expected, 0)
@@ -596,7 +596,7 @@ def test_what_cannot_be_saved_or_loaded(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_keeps_no_idle_pool(tmp_path: Path) -> None:
-    """It saves; and it says why it cannot load, unless its tiers keep what the pool gives up, or a request runs."""
+    """It saves; it explains why it cannot load, unless tiers keep evicted blocks or a request runs."""
     model, (prompt,) = build("llama"), prompts(50)
     path, options = tmp_path / "prefix", {"block_size": SIZE, "idle_release_seconds": 0}
     with PagedEngine(model, options) as engine:
@@ -640,7 +640,7 @@ def test_a_prefix_is_saved_and_loaded_while_requests_run(tmp_path: Path) -> None
 
 
 def host_tier(engine: PagedEngine, num_bytes: int, path: str | None = None) -> tiers.PrefixStore:
-    """The tier that a pool on another device would have, below a pool that is here."""
+    """The tier of a pool on another device, below a pool on this one."""
     loop = engine._core.loop
     assert loop is not None
     wanted = hf_paged.PrefixTiers(path, host_bytes=num_bytes)

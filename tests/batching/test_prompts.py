@@ -1,4 +1,4 @@
-"""Prompts that are more than token ids: images, embeddings, positions of their own."""
+"""Prompts beyond token ids: images, embeddings, explicit positions."""
 
 from __future__ import annotations
 
@@ -79,13 +79,13 @@ def model_of(name: str) -> Any:
 
 
 def pictures(name: str, seed: int = 1) -> dict[str, Any]:
-    """Two rows with different pictures, padded on the left, for `generate`."""
+    """Two rows with different pictures, left-padded, for `generate`."""
     torch.manual_seed(seed)
     return dict(media_inputs(model_of(name))["image"])
 
 
 def with_question(inputs: dict[str, Any], seed: int = 1) -> dict[str, Any]:
-    """The same with 13 tokens of text behind."""
+    """The same with 13 tokens of text after it."""
     torch.manual_seed(seed)
     rows, length = inputs["input_ids"].shape
     behind = {"input_ids": torch.randint(5, 100, (rows, 13)), "attention_mask": torch.ones(rows, 13, dtype=torch.long)}
@@ -102,7 +102,7 @@ def other_pictures(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def same(model: Any, inputs: dict[str, Any], options: dict[str, Any], config: dict[str, Any] | None = None) -> Any:
-    """Plain and paged `generate` agree; returns how the latter went."""
+    """Asserts that plain and paged `generate` agree; returns the route of the paged call."""
     outputs = []
     for paged in ({}, {"cache_implementation": "paged", "cache_config": {"block_size": 8, **(config or {})}}):
         torch.manual_seed(3)
@@ -114,7 +114,7 @@ def same(model: Any, inputs: dict[str, Any], options: dict[str, Any], config: di
 
 @pytest.fixture
 def hits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens that each look-up in the prefix cache found."""
+    """Records the tokens that each prefix cache look-up found."""
     found, match = list[int](), BlockManager.match
 
     def watched(*args: Any, **kwargs: Any) -> int:
@@ -127,7 +127,7 @@ def hits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows each forward of prompts stores."""
+    """Records the rows stored by each prefill forward."""
     found, forward = list[int](), Prompts.forward
 
     def watched(self: Prompts, model: Any, cache: Any, rows: dict[int, Any]) -> Any:
@@ -217,7 +217,7 @@ def test_tokens_that_see_later_ones_are_not_served_to_other_prompts(name: str, h
     same(model, with_question(pictures(name), seed=2), options)
     same(model, other_pictures(inputs), options)
     same(model, text(model), options)
-    assert any(hits) == (name == GEMMA)  # there the question sees nothing behind
+    assert any(hits) == (name == GEMMA)  # there the question does not see later tokens
 
 
 def test_no_block_gets_a_name_that_hides_what_its_tokens_saw(hits: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +283,7 @@ def test_inputs_that_do_not_fit_raise_what_plain_raises() -> None:
 
 
 def of_row(inputs: dict[str, Any], row: int, name: str) -> dict[str, Any]:
-    """One prompt of two, as a processor gives it."""
+    """One of two prompts, as a processor returns it."""
     keep = inputs["attention_mask"][row] != 0
     found = {key: x[row : row + 1, keep] for key, x in inputs.items() if x.shape == inputs["attention_mask"].shape}
     rest = {key: x for key, x in inputs.items() if key not in found}
@@ -412,7 +412,7 @@ def test_inputs_that_an_engine_refuses(prompt: Any, inputs: Any, message: str) -
 
 
 def test_pictures_that_move_to_other_rows_are_other_content(hits: list[int]) -> None:
-    """The tensors are the same, and so are the token ids of the row in the middle, which gets another picture."""
+    """The tensors are equal, and so are the token ids of the middle row, which has another picture."""
     model, inputs = model_of(LLAVA), with_question(pictures(LLAVA))
     words = torch.randint(5, 100, inputs["input_ids"][:1].shape, generator=torch.Generator().manual_seed(0))
     picture = inputs["input_ids"][inputs["attention_mask"].all(-1)][:1]
@@ -443,7 +443,7 @@ def test_generated_tokens_are_known_by_their_positions(hits: list[int]) -> None:
     positions = torch.arange(20)[None] * 3 + 1
     found = model.generate(ids, position_ids=positions, max_new_tokens=120, do_sample=False, **models.PAGED)[:, :100]
     mask, options = torch.ones_like(found), {"max_new_tokens": 60}
-    for first, expected in ((positions[0, -1] + 1, 96), (20, 16)):  # those with which it went on, and others
+    for first, expected in ((positions[0, -1] + 1, 96), (20, 16)):  # positions with which it continued, and others
         behind = torch.arange(first, first + 80)[None]
         hits.clear()
         given = {"input_ids": found, "attention_mask": mask, "position_ids": torch.cat([positions, behind], 1)}
@@ -464,12 +464,12 @@ def test_an_answer_about_a_picture_is_served_in_the_next_turn(hits: list[int]) -
 
 
 def answers(model: Any, calls: list[dict[str, Any]], options: dict[str, Any]) -> list[list[int]]:
-    """Plain `generate` of each call alone."""
+    """Output of plain `generate` for each call alone."""
     return [model.generate(**call, **options)[0, call["input_ids"].shape[1] :].tolist() for call in calls]
 
 
 def of_lengths(name: str, lengths: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Prompts with a picture each, all of one size, and as much text behind as `lengths` say."""
+    """Prompts with one picture each, all of one size, followed by texts of these `lengths`."""
     torch.manual_seed(4)
     row, calls = of_row(pictures(name), 0, name), []
     for number, length in enumerate(lengths):
@@ -502,7 +502,8 @@ def test_prompts_of_several_requests_begin_in_one_forward(name: str, forwards: l
 
 
 def test_prompts_that_differ_in_more_than_floats_begin_alone(forwards: list[int]) -> None:
-    """A grid of another shape has other positions; tokens too many in one would make up for too few in another."""
+    """A grid of another shape has other positions; surplus tokens in one prompt would offset missing ones in
+    another."""
     model, options = model_of(QWEN), {"max_new_tokens": 8, "do_sample": False}
     first, second = of_lengths(QWEN, (3, 5))
     grid = first["image_grid_thw"].tolist()[0]
@@ -547,7 +548,7 @@ def test_a_prompt_that_fails_beside_others_fails_alone(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("name", [LLAVA, "LlavaNextForConditionalGeneration"])
 def test_a_model_that_has_never_seen_a_picture(name: str) -> None:
-    """transformers puts hooks on a vision tower in its first forward, which may be one of a check."""
+    """transformers adds hooks to a vision tower in its first forward, which may be one of a check."""
     torch.manual_seed(0)
     fresh, call = tiny_model(getattr(transformers, name)), of_row(pictures(name), 1, name)
     options = {"max_new_tokens": 6, "do_sample": False}
@@ -557,7 +558,7 @@ def test_a_model_that_has_never_seen_a_picture(name: str) -> None:
 
 
 def test_black_pictures_begin_alone() -> None:
-    """SmolVLM drops them, so that one picture too many in another prompt would make up for them."""
+    """SmolVLM drops empty pictures, so a surplus picture in another prompt would offset a missing one."""
     name, options = "SmolVLMForConditionalGeneration", {"max_new_tokens": 6, "do_sample": False}
     model, row = model_of(name), of_row(pictures(name), 0, name)
     del row["pixel_attention_mask"]

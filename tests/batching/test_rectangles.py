@@ -1,4 +1,4 @@
-"""Models that cannot be packed run side by side: forwards are counted, tokens are those of a row alone."""
+"""Models that cannot be packed run as rectangular batches: number of forwards, and tokens of each row alone."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_l
 from tests.support.models import BEFORE_5_18
 
 CLASSES = [
-    "Qwen3NextForCausalLM",  # linear attention beside full attention
-    "BambaForCausalLM",  # Mamba states beside full attention
+    "Qwen3NextForCausalLM",  # linear and full attention
+    "BambaForCausalLM",  # Mamba states and full attention
     "DogeForCausalLM",  # a bias from the cached values
     "MambaForCausalLM",  # states only
 ]
@@ -44,7 +44,7 @@ def prompts(*lengths: int) -> list[list[int]]:
 
 @contextmanager
 def forwards(model: PreTrainedModel) -> Iterator[list[tuple[int, int]]]:
-    """Shape of the token ids of each call of the model's forward."""
+    """Records the shape of the token ids in each forward."""
     shapes: list[tuple[int, int]] = []
     cls, original = type(model), type(model).forward
 
@@ -76,7 +76,7 @@ def test_requests_that_come_and_go_share_forwards(name: str) -> None:
     with forwards(model) as shapes, PagedEngine(model, SMALL) as engine:
         engine.add_request(texts[0], options[0], request_id="0")
         engine.step()
-        shapes.clear()  # of the checks that are made once for a model
+        shapes.clear()  # from the one-time checks of a model
         results = {}
         for i in range(1, 4):  # one more joins in each step
             engine.add_request(texts[i], options[i], request_id=str(i))
@@ -132,7 +132,7 @@ def test_all_modes_in_one_batch(name: str) -> None:
 @pytest.mark.parametrize("mode", ["greedy", "beams", "samples"])
 @pytest.mark.parametrize("name", ["Zamba2ForCausalLM", "RobertaForCausalLM", "ProphetNetForCausalLM"])
 def test_rows_are_computed_again_as_they_were(name: str, mode: str) -> None:
-    """Their logits after a prompt are others than after its tokens one by one."""
+    """Their logits after a prompt differ from those after its tokens one by one."""
     model, texts, options = build(name), prompts(20, 25, 1, 31), MODES[mode]
     with PagedEngine(model, SMALL) as engine:
         for seed, prompt in enumerate(texts):
@@ -164,7 +164,7 @@ def test_preempted_rows_are_computed_again(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Qwen3NextForCausalLM", "DiffLlamaForCausalLM"])
 def test_a_step_that_is_interrupted_never_happened(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """States that layers before the interrupt moved on are computed again."""
+    """States that layers updated before the interrupt are computed again."""
     model, texts = build(name), prompts(*LENGTHS)
     last = [module for module in model.modules() if isinstance(module, torch.nn.LayerNorm | torch.nn.Linear)][-1]
     calls = 0

@@ -1,4 +1,4 @@
-"""What a request says of its sequences."""
+"""A request's properties that describe its sequences."""
 
 from __future__ import annotations
 

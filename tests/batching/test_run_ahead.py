@@ -1,4 +1,4 @@
-"""Steps that are launched before the host has their tokens, on the CPU: whatever they were launched for in vain."""
+"""Steps launched before the host has the previous tokens, on the CPU, including launches that prove useless."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ pytestmark = pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler:
 
 @pytest.fixture(autouse=True)
 def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[collections.Counter[str]]:
-    """What became of steps: `launched`, then `used` whole, `in part` (a row left), `joined` or `in vain`."""
+    """Counts the outcomes of steps: `launched`, then `used` whole, `in part` (a row left), `joined` or `in vain`."""
     use_fake_graphs(monkeypatch)
     counts: collections.Counter[str] = collections.Counter()
     take, run_ahead = RunAhead.take, PackedRunner.run_ahead
@@ -87,14 +87,14 @@ def check(model: Any, jobs: list[Any], found: list[Any]) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_nearly_every_step_is(name: str, seen: collections.Counter[str]) -> None:
-    """Rows enter new blocks at different steps, and end one after the other, which is known beforehand."""
+    """Rows enter new blocks at different steps, and end one after the other, as known in advance."""
     model, jobs = models.get(name), [job(5, 60, 0), job(9, 48, 1), job(14, 36, 2)]
     with PagedEngine(model, CONFIG) as engine:
         found = results(engine, jobs)
         num_steps = engine.stats().num_steps
         assert_drained(engine)
     check(model, jobs, found)
-    # in a new size the first two steps are for its graph
+    # in a new size the first two steps serve its graph
     assert seen["used"] == seen["launched"] >= num_steps - 9 and set(seen) == {"launched", "used"}
 
 
@@ -125,7 +125,7 @@ def test_generate_gives_plain_tokens(mode: str, seen: collections.Counter[str]) 
 def test_random_schedules(
     counts: dict[str, int], seen: collections.Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows come, go, are cancelled, preempted and swapped while steps are under way."""
+    """Rows join, leave, are cancelled, preempted and swapped while steps are in flight."""
     few = {name: budgets[1:4] for name, budgets in test_invariance.BUDGETS.items()}  # rows are preempted
     monkeypatch.setattr(test_invariance, "BUDGETS", few)
     monkeypatch.setattr(test_invariance, "OPTIONS", OF_ONE_KIND)
@@ -138,7 +138,7 @@ def test_random_schedules(
 
 
 class Rewrites(StoppingCriteria):
-    """Puts another token in the place of the newest, now and then."""
+    """Replaces the newest token by another, at random."""
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         if input_ids.shape[1] % 5 == 0:
@@ -157,7 +157,7 @@ def test_a_criterion_chooses_another_token(seen: collections.Counter[str]) -> No
 
 
 def test_a_returned_cache_holds_what_it_says(seen: collections.Counter[str]) -> None:
-    """Rows that have ended keep no block that was taken for a token that never came."""
+    """Ended rows keep no block allocated for a token that was never generated."""
     model, inputs = models.build("llama"), models.padded_prompt("llama", (26, 4, 17))
     options = {**MODES["greedy_eos"], "return_dict_in_generate": True}
     plain = model.generate(**inputs, **options)
@@ -180,7 +180,7 @@ def test_a_returned_cache_holds_what_it_says(seen: collections.Counter[str]) -> 
 
 
 def test_short_of_blocks(seen: collections.Counter[str]) -> None:
-    """No request is preempted for a guess."""
+    """No request is preempted for a speculative launch."""
     model, jobs = models.get("llama"), [job(7, 33, 0), job(7, 33, 1)]
     most = 2 * -(-40 // SIZE)
     with PagedEngine(model, PagedConfig(block_size=SIZE, num_blocks=most)) as engine:
@@ -209,7 +209,7 @@ def test_a_step_that_cannot_be_launched_is_computed_later(
 def test_item_05_an_id_without_embedding_does_not_reach_the_device(
     caplog: pytest.LogCaptureFixture, seen: collections.Counter[str]
 ) -> None:
-    """A device's embedding would end the process for all; which id it was is told when the host has it."""
+    """A device's embedding would end the process for all requests; the id is reported when the host has it."""
 
     def widen(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         best = torch.full((len(scores), 9), float("inf") if input_ids.shape[1] == 15 else float("-inf"))
@@ -224,7 +224,7 @@ def test_item_05_an_id_without_embedding_does_not_reach_the_device(
 
 
 def test_nothing_is_kept_when_all_have_ended(seen: collections.Counter[str]) -> None:
-    """Ends by EOS are not known beforehand: what was launched for them is dropped with the step that finds out."""
+    """Ends by EOS are unknown in advance: a step launched for ended rows is dropped by the step that finds out."""
     model = models.get("llama")
     with PagedEngine(model, CONFIG) as engine:
         engine.add_request(prompts(9)[0], MODES["greedy_eos"])
@@ -235,7 +235,7 @@ def test_nothing_is_kept_when_all_have_ended(seen: collections.Counter[str]) -> 
 
 
 def test_graphs_of_steps_ahead_are_used_last(seen: collections.Counter[str]) -> None:
-    """What is replayed ahead only must not be the first to go when there are too many graphs."""
+    """A graph that is only replayed ahead must not be evicted first when there are too many graphs."""
     with PagedEngine(models.get("llama"), CONFIG) as engine:
         for prompt, options in (job(5, 60, 0), job(9, 60, 1)):
             engine.add_request(prompt, **options)
@@ -264,8 +264,8 @@ KINDS: dict[str, list[dict[str, Any]]] = {
 def test_steps_of_every_kind_are_launched_ahead(
     kind: str, seen: collections.Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also while requests wait for a seat. What is left are the first steps of a size, and those behind an admission
-    that no one foresaw: of a request that came meanwhile."""
+    """Also while requests wait for a seat. Exceptions: the first steps of a size, and those after an unforeseen
+    admission, of a request that arrived meanwhile."""
     schedule, model, jobs = Scheduler.schedule, models.get("llama"), []
 
     def counted(self: Scheduler) -> Any:
@@ -291,7 +291,7 @@ def test_steps_of_every_kind_are_launched_ahead(
 
 
 def test_only_what_was_launched_is_taken() -> None:
-    """In scheduled order, up to the first item that is another: token, length, block, or more than one token."""
+    """Items match in scheduled order up to the first that differs: token, length, block, or more than one token."""
     pool = BlockPool(32)
     manager = BlockManager([BlockGroup(pool)], SIZE)
     scheduler = Scheduler(Preemption(manager), max_num_batched_tokens=100, max_num_seqs=8)
@@ -331,14 +331,15 @@ def test_only_what_was_launched_is_taken() -> None:
 
 
 def test_what_is_reserved() -> None:
-    """A block for the next token where one is needed, named blocks before it; never by a copy, never the last one."""
+    """Allocates a block for the next token if needed and indexes full blocks before it; no copy, never the last
+    block."""
     pool = BlockPool(6)
     manager = BlockManager([BlockGroup(pool)], SIZE)
     scheduler = Scheduler(Preemption(manager), max_num_batched_tokens=100, max_num_seqs=8)
     sequence = Sequence(list(range(SIZE - 1)))
     scheduler.add(Request("a", [sequence], 3 * SIZE))
     scheduler.schedule()
-    sequence.token_ids.append(SIZE - 1)  # the block gets full by a decode, which names nothing
+    sequence.token_ids.append(SIZE - 1)  # a decode fills the block, which does not index it
     scheduler.schedule()
     table = sequence.blocks.tables[0]
     for _ in range(2):

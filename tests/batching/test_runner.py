@@ -24,7 +24,7 @@ SIZE = models.BLOCK_SIZE
 
 
 class Row:
-    """What the runner needs of a sequence: tokens, how many are computed, a block table a group."""
+    """A sequence as the runner needs it: tokens, number of computed tokens, a block table per group."""
 
     def __init__(self, tokens: list[int], bench: Bench) -> None:
         self.tokens, self.bench = tokens, bench
@@ -36,7 +36,7 @@ class Row:
         self.blocks: Any = SimpleNamespace(tables=tables)
 
     def take(self, query_len: int, known: int | None = None) -> tuple[Any, int]:
-        """An item that computes `query_len` more tokens; `known`: tokens there are, if more than are computed."""
+        """An item that computes `query_len` more tokens; `known`: number of existing tokens, if larger."""
         tables = self.blocks.tables
         for group, window, table in zip(self.bench.groups, self.bench.runner.windows, tables):
             if window is not None:
@@ -53,7 +53,7 @@ class Row:
 
 
 class Bench:
-    """A model with a runner on a memory of its own."""
+    """A model with a runner on a separate memory."""
 
     def __init__(self, model: Any, **config: Any) -> None:
         self.model = model
@@ -82,7 +82,7 @@ def assert_close(found: torch.Tensor, expected: list[torch.Tensor], tolerance: f
 
 @pytest.mark.parametrize("name", models.DECODER_ONLY)
 def test_random_schedules_give_plain_logits(name: str) -> None:
-    """Prompts in chunks beside decodes, rows that come and go, windows whose blocks go back."""
+    """Prompts in chunks beside decodes, rows that join and leave, windows that free blocks."""
     bench, draw = Bench(models.get(name)), random.Random(0)
     rows: list[Row] = []
     prompts: dict[Row, int] = {}
@@ -126,7 +126,7 @@ def test_a_forward_that_does_not_pick_logits() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_blocks_written_in_the_same_step_are_read(name: str) -> None:
-    """A prompt's full blocks serve another that is admitted in the same step, in every layer."""
+    """Full blocks of a prompt serve another one admitted in the same step, in every layer."""
     bench = Bench(models.get(name))
     shared, first, second = tokens(2 * SIZE, 0), tokens(5, 1), tokens(11, 2)
     one, two = Row(shared + first, bench), Row(shared + second, bench)
@@ -137,7 +137,7 @@ def test_blocks_written_in_the_same_step_are_read(name: str) -> None:
         mine.num_tokens = 2 * SIZE
     two.num_computed_tokens = 2 * SIZE
     items.append(two.take(len(second)))
-    assert two.blocks.tables[0].num_dropped == (name == "gemma3")  # a window gave one back, which the other keeps
+    assert two.blocks.tables[0].num_dropped == (name == "gemma3")  # the window freed a block, which the other row keeps
     assert_close(bench.run(items), [bench.plain(one), bench.plain(two)])
 
 
@@ -233,7 +233,7 @@ def test_of_a_table_that_grew_only_the_new_blocks_are_written(monkeypatch: pytes
 
 
 def test_table_rows_follow_every_change() -> None:
-    """Rows appear, grow, shrink, change in the middle, move up when one in front goes, and widen past all before."""
+    """Rows appear, grow, shrink, change in the middle, move up when an earlier row leaves, and exceed all before."""
     draw, rows = random.Random(0), TableRows()
     tables = [[draw.randrange(100) for _ in range(draw.randint(1, 4))] for _ in range(3)]
     for step in range(90):

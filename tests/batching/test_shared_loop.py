@@ -1,4 +1,4 @@
-"""`generate` calls of several threads that overlap on a model: shared forwards, and what one call does to others."""
+"""Overlapping `generate` calls of several threads on a model: shared forwards, and effects of one call on others."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PAGED: dict[str, Any] = {"cache_implementation": "paged", "cache_config": {"bloc
 
 
 class AtToken(LogitsProcessor):
-    """Runs `action` when it chooses the new token of this number."""
+    """Runs `action` when it chooses new token `number`, counted from 0."""
 
     def __init__(self, number: int, action: Callable[[], Any]) -> None:
         self.number, self.action = number, action
@@ -74,12 +74,12 @@ def paged(model: PreTrainedModel, number: int, *processors: LogitsProcessor, **o
 
 
 def together(model: PreTrainedModel, *others: LogitsProcessor) -> list[Callable[[], torch.Tensor]]:
-    """Jobs of `NUM` calls, which wait at their first token until all are in the loop; the second has `others`."""
+    """Jobs of `NUM` calls, which wait at their first token until all are in the loop; the second uses `others`."""
     are_in = threading.Event()
 
     def is_ready() -> bool:
         if num_callers() == NUM:
-            are_in.set()  # from then on some may leave
+            are_in.set()  # from now on some may leave
         return are_in.is_set()
 
     processors = {number: [AtToken(0, lambda: wait_for(is_ready))] for number in range(NUM)}
@@ -89,7 +89,7 @@ def together(model: PreTrainedModel, *others: LogitsProcessor) -> list[Callable[
 
 @contextlib.contextmanager
 def fails_with(model: PreTrainedModel, bad: int) -> Iterator[None]:
-    """Its forward raises where it gets this token, with the signature that it has."""
+    """The model's forward raises if it gets token `bad`; the signature stays."""
     cls, original, is_armed = type(model), type(model).forward, []
 
     @functools.wraps(original)
@@ -196,7 +196,7 @@ def test_a_forward_that_fails_for_one_call_fails_that_call_alone(name: str) -> N
 
 
 def test_calls_go_on_where_a_forward_failed_and_blocks_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In loops of their own, they cannot preempt one another."""
+    """In separate loops, calls cannot preempt each other."""
     model, few = models.build("llama"), {"cache_config": {"block_size": 8, "num_blocks": 8}}
     long: dict[str, Any] = {"max_new_tokens": 40, "min_new_tokens": 40}  # of the first, 6 blocks; of the second, 7
     expected = [generate(model, number, **long) for number in (0, 1)]
@@ -210,7 +210,7 @@ def test_calls_go_on_where_a_forward_failed_and_blocks_are_few(monkeypatch: pyte
         return compute(*args, **kwargs)
 
     def first() -> torch.Tensor:
-        # 5 of its blocks are taken, and the other call, which has 2 or more, cannot get all that it needs
+        # 5 of the blocks are taken, so the other call, which has 2 or more, cannot get all that it needs
         return paged(model, 0, AtToken(30, lambda: wait_for(others.is_set)), **long, **few)
 
     def failing() -> None:
@@ -225,7 +225,7 @@ def test_calls_go_on_where_a_forward_failed_and_blocks_are_few(monkeypatch: pyte
 
 
 def test_a_call_waits_for_blocks_of_one_that_samples() -> None:
-    """A row that ended has its blocks until the whole call ends, which is slow."""
+    """A row that ended keeps its blocks until the whole call, which is slow, ends."""
     model, few = models.build("llama"), {"cache_config": {"block_size": 8, "num_blocks": 8}}
     ids = torch.cat([models.token_ids(1, 17, seed=seed) for seed in (3, 4)])
     options = {**GREEDY, "min_new_tokens": 0, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
@@ -269,7 +269,7 @@ def test_an_error_where_no_call_will_give_blocks_back() -> None:
 
     in_threads(*(functools.partial(refused, number) for number in (3, 4, 5)))
     del kept
-    # within a forward, which a call of its own makes wait
+    # within a forward, delayed by a separate call
     held, cls, original = [True], type(model), type(model).forward
 
     @functools.wraps(original)
@@ -334,7 +334,7 @@ def test_samples_beside_a_call_whose_forward_fails_are_those_of_plain(name: str)
 
     @functools.wraps(original)
     def forward(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
-        if num_callers() == 2 and input_ids.numel() == 3 and not failed.is_set():  # a token of each row
+        if num_callers() == 2 and input_ids.numel() == 3 and not failed.is_set():  # one token per row
             failed.set()
             raise MemoryError("of three rows")
         return original(self, input_ids=input_ids, **kwargs)
@@ -394,7 +394,7 @@ def test_a_step_that_ends_between_two_looks_of_a_call(monkeypatch: pytest.Monkey
 
 
 def test_a_call_that_joined_during_a_step_takes_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not to wait for the one that took the step and samples."""
+    """It must not wait for the thread that runs the step and samples."""
     model, ended = models.build("llama"), threading.Event()
     expected = [generate(model, number) for number in (0, 1)]
     paged(model, 0)
@@ -440,7 +440,7 @@ def test_a_call_runs_by_its_own_config(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_call_waits_for_one_that_stopped() -> None:
-    """A processor that waits until another call, which began later, has ended."""
+    """A processor that waits until another, later call has ended."""
     model = models.build("llama")
     expected, ended = [generate(model, number) for number in (0, 1)], threading.Event()
 
@@ -483,7 +483,7 @@ def test_a_call_within_a_processor_and_within_a_forward() -> None:
 def test_calls_preempt_one_another_where_blocks_are_few() -> None:
     model = models.build("llama")
     expected = [generate(model, number) for number in range(NUM)]
-    few = {"cache_config": {"block_size": 8, "num_blocks": 8}}  # the longest takes 6 of them
+    few = {"cache_config": {"block_size": 8, "num_blocks": 8}}  # the longest needs 6 of them
     for _ in range(3):
         jobs = [lambda number=number: paged(model, number, **few) for number in range(NUM)]
         assert all(map(torch.equal, expected, in_threads(*jobs)))
@@ -520,7 +520,7 @@ def test_calls_under_other_contexts_take_turns() -> None:
             return function(model, 4)
 
     full = generate(model, 3, return_dict_in_generate=True, output_logits=True)
-    rounding = rms(cast(generate), full)  # of plain's own products and kernels
+    rounding = rms(cast(generate), full)  # from plain's own products and kernels
     jobs = [lambda: paged(model, 0), lambda: cast(paged), lambda: inference(paged), lambda: paged(model, 1)]
     found = in_threads(*jobs)
     assert 0.5 * rounding < rms(found[1], full) < 1.3 * rounding  # it was cast, and no worse

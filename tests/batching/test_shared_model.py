@@ -1,4 +1,4 @@
-"""Several callers on one model: threads, adapters, autocast, caches that are written to after they were returned."""
+"""Several callers on one model: threads, adapters, autocast, writes to returned caches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 25}
 
 
 def test_an_adapter_of_one_engine_is_not_seen_by_other_callers() -> None:
-    """The active adapter is the model's, so one forward runs at a time, for any caller."""
+    """The active adapter is state of the model, so one forward runs at a time, for any caller."""
     base, ids = models.build("llama"), models.token_ids(1, 40)
     lora = dict(r=4, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False)
     model = get_peft_model(base, LoraConfig(**lora), adapter_name="x").eval()
@@ -46,7 +46,7 @@ def test_an_adapter_of_one_engine_is_not_seen_by_other_callers() -> None:
 
 
 def test_writing_to_a_returned_cache_leaves_the_prefix_cache_alone() -> None:
-    """A full block that is cut and filled again is copied first: others find it by its old tokens."""
+    """A full block that is cropped and filled again is copied first: the prefix index holds its old tokens."""
     model, inputs = models.build("llama"), models.prompt("llama", 2, 40)
     expected = model.generate(**inputs, **GREEDY)
     for _ in range(2):
@@ -62,7 +62,7 @@ def test_writing_to_a_returned_cache_leaves_the_prefix_cache_alone() -> None:
 
 
 def test_forwards_compute_as_when_the_request_was_added() -> None:
-    """Autocast belongs to a thread: another thread's steps must not mix precisions in one prefix cache."""
+    """Autocast is per thread: another thread's steps must not mix precisions in one prefix cache."""
     model, prompt = models.build("llama"), models.token_ids(1, 40)[0].tolist()
     with PagedEngine(model, {"block_size": 8}) as engine:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -103,7 +103,7 @@ def test_a_verdict_under_autocast_is_not_one_outside(first: bool) -> None:
 
 
 def test_a_value_of_one_request_does_not_round_another_s() -> None:
-    """`min_p=1` is a whole number, 0.5 is not: run together they keep their own."""
+    """`min_p=1` is an integer, 0.5 is not: batched requests keep their own values."""
     model, prompts = models.get("llama"), models.token_ids(2, 9).tolist()
     configs = [{"do_sample": True, "min_p": value, "max_new_tokens": 30} for value in (1, 0.5)]
     alone = []

@@ -1,4 +1,4 @@
-"""Preemption of requests that begin alike: what others hold is not copied."""
+"""Preemption of requests with a common prefix: blocks that other requests hold are not copied."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ GREEDY = {"do_sample": False, "max_new_tokens": 30}
 
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_auto_does_not_swap_what_others_hold(is_shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy comes back to blocks of its own, so that fewer requests fit than before, though copies are fast."""
+    """A swapped-in copy gets separate blocks, so fewer requests fit than before, though copies are fast."""
     monkeypatch.setattr(CostModel, "choose", lambda *given: "swap")
     model, (prefix,), ends = models.get("llama"), prompts(64, seed=3), prompts(*range(5, 13), seed=4)
     texts = [[*prefix, *end] if is_shared else [*end, *prefix[:16]] for end in ends]
     with PagedEngine(model, PagedConfig(block_size=8, num_blocks=30)) as engine:
-        engine.generate(texts[:1], {"do_sample": False, "max_new_tokens": 1})  # its blocks have names
+        engine.generate(texts[:1], {"do_sample": False, "max_new_tokens": 1})  # its blocks are indexed
         ids = [engine.add_request(text, GREEDY) for text in texts]
         results = run_all(engine)
         stats = engine.stats()

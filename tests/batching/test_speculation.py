@@ -1,4 +1,5 @@
-"""Rows that get several tokens a step: the tokens are those without, whatever proposes and however right it is."""
+"""Speculation: rows that get several tokens per step have the tokens of runs without drafts, however good the
+drafts."""
 
 from __future__ import annotations
 
@@ -35,12 +36,12 @@ ONE_ROW = ["greedy", "greedy_eos", "max_length", "penalties", "min_new_tokens", 
 
 
 def repeating(*lengths: int, seed: int = 0) -> list[list[int]]:
-    """Prompts that say everything several times, so that their n-grams propose."""
+    """Prompts that repeat themselves, so that their n-grams give drafts."""
     return [(prompt * 4)[: len(prompt) * 3 + 2] for prompt in prompts(*lengths, seed=seed)]
 
 
 class Oracle:
-    """Proposes as many right tokens as a plan says, then wrong ones; remembers what was accepted."""
+    """Drafts as many correct tokens as planned, then wrong ones; records the accepted ones."""
 
     def __init__(self, text: list[int], rng: random.Random) -> None:
         self.text, self.rng, self.expected = text, rng, 0
@@ -62,7 +63,7 @@ class Oracle:
 
 
 def with_oracles(engine: PagedEngine, texts: list[list[int]], seed: int = 0) -> list[Oracle]:
-    """Lets the engine's unfinished requests propose what these texts say, of any length."""
+    """Makes the engine's unfinished requests draft from these texts, with any length."""
     oracles = []
     for number, state in enumerate(engine._core.requests.values()):
         assert state.speculation is not None
@@ -94,7 +95,7 @@ def _with(**config: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("number_of_tokens", [1, 3, 9])
 def test_sixteen_rows_with_assistants(number_of_tokens: int) -> None:
-    """One that is mostly right, one that is not, the model itself without its last layer, and the prompt."""
+    """Assistants: one mostly right, one mostly wrong, and early exit of the model itself."""
     model, inputs = models.get("llama"), models.padded_prompt("llama", tuple(range(3, 19)))
     expected = model.generate(**inputs, **GREEDY)
     for assistant in (models.get_assistant("llama"), models.build("llama", seed=5)):
@@ -113,7 +114,7 @@ def test_sixteen_rows_with_assistants(number_of_tokens: int) -> None:
 
 
 def test_a_good_assistant_saves_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepCosts, "price", lambda *args: 0.05)  # whatever steps take on this machine
+    monkeypatch.setattr(StepCosts, "price", lambda *args: 0.05)  # whatever the step times on this machine
     model, inputs = models.get("llama"), models.padded_prompt("llama", (9, 5, 12))
     model.generate(**inputs, **GREEDY, **models.PAGED, assistant_model=models.get_assistant("llama"))
     route = hf_paged.last_route(model)
@@ -135,7 +136,7 @@ def test_a_cache_that_is_returned_holds_what_plain_holds() -> None:
 
 
 def test_one_sampled_row_draws_as_transformers_does() -> None:
-    """Its loop serves it: prompt lookup draws all positions at once there."""
+    """The model's own loop serves it: prompt lookup draws all positions at once there."""
     model, inputs = models.get("llama"), models.prompt("llama", 1, 30)
     options = {"do_sample": True, "max_new_tokens": 20, "prompt_lookup_num_tokens": 3}
     torch.manual_seed(0)
@@ -185,7 +186,7 @@ def test_threads_that_speculate_share_a_loop() -> None:
 
 @pytest.mark.parametrize("config", [{}, {"num_blocks": 30, "preemption": "swap"}, {"max_num_batched_tokens": 12}])
 def test_requests_of_all_kinds_in_one_batch(config: dict[str, Any]) -> None:
-    """Those of one row propose, also where they are sampled with a seed, penalised or end in the middle of a draft."""
+    """Requests of a single row get drafts, also if sampled with a seed, penalised or ended in the middle of a draft."""
     model, texts = models.get("llama"), repeating(5, 7, 4, 6, 3, 5, 8, 6, 4, 7, 5)
     with PagedEngine(model, PagedConfig(**{**NGRAM, **config})) as engine:
         for seed, ((mode, options), prompt) in enumerate(zip(MODES.items(), texts)):
@@ -200,7 +201,7 @@ def test_requests_of_all_kinds_in_one_batch(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", models.DECODER_ONLY)
 def test_random_accept_lengths(name: str) -> None:
-    """Also past a window, and where requests have to give their blocks up in mid-draft."""
+    """Also past a window, and with requests that lose their blocks in mid-draft."""
     check_accept_lengths(name, num_rounds=2, num_blocks=None)
     check_accept_lengths(name, num_rounds=1, num_blocks=26)
 
@@ -211,7 +212,7 @@ def test_ten_thousand_random_accept_lengths() -> None:
 
 
 def check_accept_lengths(name: str, num_rounds: int, num_blocks: int | None, seed: int = 0) -> int:
-    """Returns how many drafts there were."""
+    """Returns the number of drafts."""
     model, count = models.get(name), 0
     texts = prompts(3, 12, 7, 20, seed=seed)
     full = [text + lone_run(model, text, GREEDY)[0] for text in texts]
@@ -231,7 +232,7 @@ def check_accept_lengths(name: str, num_rounds: int, num_blocks: int | None, see
 
 
 def test_rejected_tokens_are_never_served_from_the_prefix_cache() -> None:
-    """The second request begins with the first one's text: K and V of wrong candidates would give other tokens."""
+    """The second request begins with the first one's text: K/V of wrong drafts would give other tokens."""
     model, (text,) = models.get("llama"), prompts(9)
     whole = text + lone_run(model, text, GREEDY)[0]
     with PagedEngine(model, PagedConfig(**NGRAM)) as engine:
@@ -245,7 +246,7 @@ def test_rejected_tokens_are_never_served_from_the_prefix_cache() -> None:
 
 
 def test_outputs_come_token_by_token() -> None:
-    """One output a token, with its text, and streamers, log-probabilities and stop strings as without drafts."""
+    """One output per token, with its text; streamers, log-probabilities and stop strings as without drafts."""
     model, tokenizer, (text,) = models.get("llama"), models.tokenizer(), prompts(6)
     whole = text + lone_run(model, text, GREEDY)[0]
     seen: list[int] = []
@@ -293,7 +294,7 @@ def test_a_stop_string_in_the_middle_of_a_draft() -> None:
 
 
 def test_a_callers_processor_sees_what_it_sees_without() -> None:
-    """One that holds a state: called once a token, in order, with the tokens that the row has then."""
+    """A stateful processor: called once per token, in order, with the tokens of the row at that time."""
     model, (text,) = models.get("llama"), repeating(5)
 
     class Counting(LogitsProcessor):
@@ -330,7 +331,7 @@ def test_what_others_generated_is_proposed_within_a_salt_alone() -> None:
 
 @pytest.mark.parametrize("num_blocks", [None, 60, 24])
 def test_requests_with_and_without_an_assistant(num_blocks: int | None) -> None:
-    """Its blocks come from the engine's memory, and go back where those are short."""
+    """The assistant's blocks come from the engine's memory, and are freed if blocks are short."""
     model, texts = models.get("llama"), prompts(9, 14, 6, 20, 11, 8)
     expected = [lone_run(model, text, GREEDY)[0] for text in texts]
     with PagedEngine(model, PagedConfig(block_size=8, num_blocks=num_blocks, prefix_caching=False)) as engine:
@@ -346,7 +347,7 @@ def test_requests_with_and_without_an_assistant(num_blocks: int | None) -> None:
 
 def test_no_request_gives_its_blocks_up_for_an_assistant() -> None:
     model, texts = models.get("llama"), prompts(9, 14, 6, 20)
-    num_blocks = sum(-(-(len(text) + 29) // 8) for text in texts)  # what the requests need, and no more
+    num_blocks = sum(-(-(len(text) + 29) // 8) for text in texts)  # exactly what the requests need
     config = PagedConfig(block_size=8, num_blocks=num_blocks, prefix_caching=False)
     with PagedEngine(model, config) as engine:
         results = engine.generate(texts, GREEDY, assistant_model=models.get_assistant("llama"))
@@ -374,7 +375,7 @@ def test_sampled_requests_are_those_of_transformers_for_one_row() -> None:
     for assistant in (models.get_assistant("llama"), models.build("llama", seed=5)):
         ends = {"eos_token_id": list(range(60, 90)), "min_new_tokens": 9}
         for options in ({"temperature": 0.7}, {"top_p": 0.9, "top_k": 40}, ends):
-            # to transformers' assistant, which makes its masks by tokens, padding in the text is hidden
+            # transformers' assistant builds its masks from tokens, so padding inside the text is hidden
             config = {"do_sample": True, "max_new_tokens": 25, "suppress_tokens": [models.PAD], **options}
             expected = [lone_run(model, x, config, n, assistant_model=assistant)[0] for n, x in enumerate(texts)]
             with PagedEngine(model, PagedConfig(block_size=8)) as engine:
@@ -482,7 +483,7 @@ def test_weights_that_change_under_an_assistant() -> None:
 
 
 def test_two_models_that_assist_each_other() -> None:
-    """In threads: none waits for the other's model with its own in hand."""
+    """In threads: no thread holds its own model while it waits for another's."""
     first, second = models.build("llama"), models.build("llama", seed=5)
     texts = prompts(9, 14, 6, 20)
     pairs = [(first, second), (second, first)]
@@ -502,7 +503,7 @@ def test_two_models_that_assist_each_other() -> None:
 
 
 def test_an_assistant_with_a_window_whose_long_drafts_are_refused() -> None:
-    """What the draft left behind of the window is still there where it goes on."""
+    """Tokens that a rejected draft moved out of the window are still there where decoding continues."""
     model, texts = models.get("llama"), prompts(9, 14, 6, 20)
     for name in ("mistral", "gemma3"):
         assistant = models.build(name, seed=5)
@@ -517,7 +518,7 @@ def test_an_assistant_with_a_window_whose_long_drafts_are_refused() -> None:
 
 
 def test_a_seed_gives_the_same_samples_behind_a_cached_prefix() -> None:
-    """All but the last token of the prompt are cached then."""
+    """All but the last token of the prompt are cached at that point."""
     model, (text,) = models.get("llama"), prompts(17)
     config = {"do_sample": True, "max_new_tokens": 20, "suppress_tokens": [models.PAD]}
     with PagedEngine(model, PagedConfig(block_size=8)) as engine:
@@ -543,7 +544,7 @@ def test_early_exit_draws_by_the_seed() -> None:
 
 
 def test_early_exit_that_fails_leaves_the_model_as_it_was() -> None:
-    """transformers takes layers out of the config for it; this model's cache does not bear that."""
+    """transformers removes layers from the config for early exit; this model's cache does not support that."""
     model, texts = models.get("gpt_oss"), prompts(9, 14)
     expected = lone_run(model, texts[1], GREEDY)[0]
     with PagedEngine(model, PagedConfig(block_size=8)) as engine:
@@ -613,7 +614,7 @@ def test_costs_are_a_line_through_steps() -> None:
         costs.observe(tokens, 0.02 + 0.001 * tokens)
     assert costs.price(num_rows=10) == pytest.approx(0.001 / (0.002 + 0.001), rel=0.05)
     before = costs.price(num_rows=10)
-    costs.observe(5, 10.0)  # something was recorded
+    costs.observe(5, 10.0)  # a step was recorded
     assert costs.price(num_rows=10) == before
 
 
@@ -622,7 +623,7 @@ def test_texts_of_others_are_bounded() -> None:
     for number in range(INDEX_SIZE + 100):
         index.add([number, 0, 0, 1], 3, 4)
     assert len(index) == INDEX_SIZE and not index.find([0, 0, 0]) and index.find([INDEX_SIZE, 0, 0]) == [1]
-    assert not index.find([INDEX_SIZE, 0, 0], namespace=1)  # of another, within the same bound
+    assert not index.find([INDEX_SIZE, 0, 0], namespace=1)  # of another namespace, within the same bound
 
 
 def test_ngrams_propose_what_came_behind() -> None:
@@ -633,7 +634,7 @@ def test_ngrams_propose_what_came_behind() -> None:
     assert repeated is not None and repeated.tokens == [11, 12, 11, 12, 11]
     copied, text = Ngrams(NgramIndex(), 8), [3, 4, 5, 6, 7, 8, 9, 10, 3, 4, 5]
     copied.propose(text, 3)
-    text += [6, 99]  # another word in the place of 7
+    text += [6, 99]  # another word instead of 7
     copied.observe(text, 1)
     draft = copied.propose(text, 3)
     assert draft is not None and draft.tokens == [8, 9, 10]
@@ -651,7 +652,7 @@ def test_ngrams_propose_what_came_behind() -> None:
 
 @pytest.mark.slow
 def test_speculative_sampling_keeps_the_distribution() -> None:
-    """Chi-square over 10^5 first tokens of a vocabulary of 16, candidates drawn from another distribution."""
+    """Chi-square over 10^5 first tokens of a vocabulary of 16, with drafts from another distribution."""
     generator = torch.Generator().manual_seed(0)
     target, proposal = (torch.randn(1, 16, generator=generator).mul(1.5) for _ in range(2))
     probs, count = target.softmax(-1), 100_000
@@ -665,4 +666,4 @@ def test_speculative_sampling_keeps_the_distribution() -> None:
     statistic = float(((torch.tensor(seen) - expected) ** 2 / expected).sum())
     assert statistic < 37.7  # 15 degrees of freedom, one test in a thousand
     plain = torch.tensor([drawn.count(token) for token in range(16)])
-    assert float(((plain - expected) ** 2 / expected).sum()) > 1000  # of the candidates alone
+    assert float(((plain - expected) ** 2 / expected).sum()) > 1000  # of the drafts alone

@@ -1,4 +1,4 @@
-"""Drafts of models with states, which cannot forget: a row goes back to the state before a draft that was refused."""
+"""Drafts on models with recurrent states: after a rejected draft a row returns to the state before it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_l
 
 @pytest.fixture(autouse=True)
 def cheap_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever steps take on this machine."""
+    """Makes drafts worthwhile whatever the step times on this machine."""
     monkeypatch.setattr(StepCosts, "price", lambda *args: 0.3)
     monkeypatch.setattr(speculation, "NGRAM", 1)  # random models repeat no more
 
@@ -32,7 +32,7 @@ def slow(*names: str) -> list[Any]:
     "name", ["Lfm2ForCausalLM", *slow(*(name for name in CLASSES if name[:4] != "Lfm2"), STATELESS)]
 )
 def test_random_accept_lengths(name: str) -> None:
-    """Some of the rows go on beside others' drafts; some give their blocks up in mid-draft."""
+    """Some rows continue beside others' drafts; some lose their blocks in mid-draft."""
     model: Any = build(name)
     texts = [text(length, seed) for seed, length in enumerate((3, 12, 7, 20))]
     full = [prompt + lone_run(model, prompt, GREEDY)[0] for prompt in texts]
@@ -72,7 +72,7 @@ def test_requests_of_all_kinds_in_one_batch(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Lfm2ForCausalLM", *slow("Qwen3NextForCausalLM")])
 def test_generate_speculates_by_ngrams(name: str) -> None:
-    """One row and several; a refused draft's tokens are in no cached prefix."""
+    """One row and several; a rejected draft's tokens are in no cached prefix."""
     model: Any = build(name)
     paged = {"cache_implementation": "paged", "cache_config": {"block_size": 8, "speculation": "ngram"}}
     for rows in ([list(range(4, 150))], repeating(9, 5, 7)):  # what the first one has behind any token
@@ -103,7 +103,7 @@ def test_an_assistant_proposes_for_a_model_with_states() -> None:
 
 
 def test_rows_that_cannot_go_back_are_refused() -> None:
-    """A model whose layers begin with each forward of more than a token."""
+    """A model whose layers reset their state in each forward of more than a token."""
     model = build(NEVER)
     with PagedEngine(model, PagedConfig(**NGRAM)) as engine:
         with pytest.raises(ValueError, match="assisted generation is served by `generate`"):

@@ -1,4 +1,4 @@
-"""Prefixes of models with states: hits begin with a snapshot, prompts stop where one is taken, tokens are plain's."""
+"""Prefix cache of models with states: hits begin at a snapshot, prefill stops to take one, tokens equal plain's."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ CLASSES = [
     "Qwen3NextForCausalLM",  # linear attention
     "BambaForCausalLM",  # Mamba states
     "Lfm2ForCausalLM",  # convolutions
-    "FalconH1ForCausalLM",  # a state and keys and values in one layer
+    "FalconH1ForCausalLM",  # a state and K/V in one layer
     "Mamba2ForCausalLM",  # states alone
 ]
-STATELESS = "GPTNeoForCausalLM"  # rows side by side for another reason: hits need no snapshot
-NEVER = "JambaForCausalLM"  # its layers begin anew with each forward of more than a token
+STATELESS = "GPTNeoForCausalLM"  # rectangular rows for another reason: hits need no snapshot
+NEVER = "JambaForCausalLM"  # its layers reset their state in each forward of more than a token
 SIZE = 8
 LONG_MODES = {mode: options for mode, options in MODES.items() if mode != "max_length"}
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
@@ -32,7 +32,7 @@ GREEDY = {"do_sample": False, "max_new_tokens": 12}
 
 @pytest.fixture(autouse=True)
 def short_prompts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Prompts of tests are worth a snapshot."""
+    """Makes the short prompts of tests worth a snapshot."""
     monkeypatch.setattr(preemption, "SNAPSHOT_TOKENS", 32)
     monkeypatch.setattr(preemption, "FORWARD_TOKENS", 8)
     yield
@@ -44,7 +44,7 @@ def text(length: int, seed: int) -> list[int]:
 
 
 def run(engine: PagedEngine, prompt: list[int], options: dict[str, Any], **arguments: Any) -> tuple[Any, int]:
-    """The result of one request, and the tokens that it did not compute."""
+    """The result of one request, and the number of tokens that it did not compute."""
     before = engine.stats().num_prefix_hit_tokens
     name = engine.add_request(prompt, options, **arguments)
     (result,) = run_all(engine).values()
@@ -56,9 +56,9 @@ def run(engine: PagedEngine, prompt: list[int], options: dict[str, Any], **argum
 def test_a_prompt_begins_where_a_snapshot_is(name: str) -> None:
     model, system = build(name), text(44, 1)
     texts = [
-        [*system, *text(13, 2)],  # a snapshot behind its last full block, 56 tokens
+        [*system, *text(13, 2)],  # a snapshot after its last full block, 56 tokens
         [*system, *text(13, 2)],
-        [*system, *text(9, 3)],  # a snapshot where the two part, after 40, and none behind 48
+        [*system, *text(9, 3)],  # a snapshot after 40, where the two diverge, and none after 48
         [*system, *text(30, 4)],  # and one after 72
         [*system, *text(30, 4), *text(2, 5)],
         [*system, *text(13, 2), *text(9, 6)],
@@ -76,7 +76,7 @@ def test_a_prompt_begins_where_a_snapshot_is(name: str) -> None:
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_all_modes_begin_side_by_side_behind_snapshots(name: str) -> None:
-    """Twice: the second time all begin behind what the first left, with as many tokens left or others."""
+    """Twice: the second time all begin after the first run's snapshots, with equally many tokens left or not."""
     model, system = build(name), text(40, 1)
     texts = [[*system, *text(3 + seed % 4, seed)] for seed in range(len(LONG_MODES))]
     with PagedEngine(model, PagedConfig(block_size=SIZE)) as engine:
@@ -132,7 +132,7 @@ def test_short_prompts_are_one_forward(name: str) -> None:
     model, options = build(name), {"do_sample": False, "max_new_tokens": 3}
     for prompt, config in (
         (text(7, 1), {}),  # less than a block
-        (text(31, 1), {}),  # too few in front of the last block
+        (text(31, 1), {}),  # too few tokens before the last block
         (text(60, 1), {"prefix_caching": False}),
     ):
         with forwards(model) as shapes, PagedEngine(model, PagedConfig(block_size=SIZE, **config)) as engine:
@@ -176,7 +176,7 @@ def test_preempted_rows_come_back_with_their_states(name: str, preempt: str) -> 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_any_load_in_any_budget(seed: int) -> None:
-    """Prompts of a tree of prefixes come and go; the least budget is what the longest needs alone."""
+    """Prompts from a tree of prefixes arrive and end; the least budget is what the longest needs alone."""
     draw = random.Random(seed)
     model = build(CLASSES[seed % len(CLASSES)])
     stem = text(40, seed)
@@ -229,7 +229,7 @@ def test_snapshots_are_not_served_to_others() -> None:
 
 @pytest.mark.parametrize("place", range(1, 5))
 def test_no_snapshot_is_left_by_a_forward_that_was_interrupted(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the forward up to the stop, behind it, or later."""
+    """An interrupt in the forward up to the stop, after it, or later."""
     model, texts = build(CLASSES[0]), [text(50, 1), [*text(40, 1), *text(9, 2)]]
     last = [module for module in model.modules() if isinstance(module, torch.nn.Linear)][-1]
     calls = 0
@@ -291,7 +291,7 @@ def test_a_processor_that_fails_leaves_snapshots_whole() -> None:
 
 
 def test_a_snapshot_is_one_row_of_states() -> None:
-    """Memory: no step of other rows lives on for its sake, and it is counted."""
+    """Memory: its state is counted, and keeps no step of other rows alive."""
     model = build(CLASSES[0])
     with PagedEngine(model, PagedConfig(block_size=SIZE)) as engine:
         for seed in range(4):

@@ -1,5 +1,5 @@
-"""Rows that stay with those that they began with, and with all that the model's own loop carries: encoder-decoder
-models, positions that a cache counts, caches with more than keys and values. Tokens are plain `generate`'s."""
+"""Rows that stay together from start to end, with everything the model's own loop carries: encoder-decoder models,
+positions counted by the cache, caches with more than K/V. Tokens equal plain `generate`'s."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.support.engine_helpers import assert_drained, run_all
 
 T5 = "T5ForConditionalGeneration"
 ENCODERS = [T5, "BartForConditionalGeneration", "WhisperForConditionalGeneration"]
-# positions from the cache's length; indexer keys; padding that is attended to; conv states beside sliding windows;
-# a forward that prepares its own inputs
+# positions from the cache's length; indexer keys; padding that is attended to; conv states and sliding windows;
+# a forward that prepares its inputs itself
 DECODERS = [
     "BartForCausalLM",
     "DeepseekV32ForCausalLM",
@@ -53,8 +53,8 @@ def build(name: str) -> Any:
 
 
 def inputs_of(name: str) -> dict[str, Any]:
-    """Four rows, of which some begin with padding or end with it in front of the encoder."""
-    found = next(iter(make_inputs(build(name)).values()))  # with images or sound, where the model takes them
+    """Four rows, some of which have padding at the beginning or end of the encoder input."""
+    found = next(iter(make_inputs(build(name)).values()))  # with images or sound, if the model takes them
     return {
         key: torch.cat([value, value.flip(-1) if value.is_floating_point() else value.roll(1, 0)])
         if isinstance(value, torch.Tensor)
@@ -78,7 +78,7 @@ def assert_whole(name: str) -> None:
 
 @pytest.fixture
 def preempted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Ids of the requests that lost their blocks."""
+    """Ids of the preempted requests."""
     found: list[str] = []
     original = Scheduler._preempt
 
@@ -133,7 +133,7 @@ def test_rows_leave_when_they_end(name: str) -> None:
 @pytest.mark.parametrize("mode", ["greedy", "beams"])
 @pytest.mark.parametrize("name", [T5, "BartForConditionalGeneration", "BartForCausalLM"])
 def test_rows_that_lost_their_blocks_are_computed_again(name: str, mode: str, preempted: list[str]) -> None:
-    """Prompts that do not fit together begin one after another, in the forward that plain gives them."""
+    """Prompts that do not fit together start one after another, in the same forwards as in plain `generate`."""
     options = {**MODES[mode], "eos_token_id": None, "max_new_tokens": 24}
     expected = tokens(name, options)
     needed = {"greedy": 7, "beams": 12}[mode]  # a request's, at least
@@ -152,7 +152,7 @@ def test_beams_share_the_keys_and_values_of_their_encoder() -> None:
     model.generate(ids, **options, **PAGED)
     memory_stats(model, reset=True)
     assert torch.equal(model.generate(ids, **options, **PAGED), expected)
-    # of the encoder's 80 tokens, 8 a block; of each beam's, which are less
+    # blocks for the encoder's 80 tokens, 8 per block; and for each beam, fewer
     assert memory_stats(model).peak_blocks <= 10 + 4 + 1
     assert_whole(T5)
 
@@ -214,7 +214,7 @@ def options_of(mode: str) -> dict[str, Any]:
 def alone(name: str, seed: int, options: dict[str, Any], **inputs: torch.Tensor) -> list[list[int]]:
     """The new tokens of each sequence, the last of which is one that ends it or the longest."""
     torch.manual_seed(seed)
-    start = 1 if name != "WhisperForConditionalGeneration" else 0  # whose own `generate` leaves that out
+    start = 1 if name != "WhisperForConditionalGeneration" else 0  # Whisper's `generate` leaves that out
     rows = build(name).generate(**inputs, **options)[:, start:].tolist()
     last = set(options.get("eos_token_id", ()))
     ends = [next((i for i, token in enumerate(row) if token in last), len(row)) for row in rows]
@@ -223,7 +223,7 @@ def alone(name: str, seed: int, options: dict[str, Any], **inputs: torch.Tensor)
 
 @pytest.mark.parametrize("name", ENCODERS[:2])
 def test_requests_of_an_encoder_decoder_model(name: str) -> None:
-    """All modes in one batch; one more joins in each step."""
+    """All modes in one batch; one more request joins in each step."""
     with PagedEngine(build(name), SMALL) as engine:
         results = {}
         for seed, (mode, prompt) in enumerate(zip(MODES, prompts())):
@@ -239,7 +239,7 @@ def test_requests_of_an_encoder_decoder_model(name: str) -> None:
 
 @pytest.fixture
 def rows_of_forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows each forward of rectangles had."""
+    """Records the rows of each rectangular forward."""
     found: list[int] = []
     original = RectangleRunner._forward
 
@@ -253,13 +253,13 @@ def rows_of_forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize(("name", "joins_any"), [(T5, True), ("BartForConditionalGeneration", False)])
 def test_requests_share_forwards(name: str, joins_any: bool, rows_of_forwards: list[int]) -> None:
-    """Behind encoders of different lengths: T5's rows of any length, BART's of one length, which its cache counts."""
+    """After encoders of different lengths: T5's rows of any length, BART's of one length, which its cache counts."""
     options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
     with PagedEngine(build(name), SMALL) as engine:
         for i, prompt in enumerate(prompts()[:4]):
             engine.add_request(prompt, options, request_id=str(i))
             if i % 2:
-                engine.step()  # two and two begin together
+                engine.step()  # two requests start together each time
             if i == 1:
                 rows_of_forwards.clear()
         results = run_all(engine)
@@ -304,7 +304,7 @@ def test_sound_of_whisper(rows_of_forwards: list[int]) -> None:
 
 
 def test_one_token_of_an_encoder_tells_nothing_of_longer_ones() -> None:
-    """What the check finds on the first request, whose sound is one frame, is not held of sounds of several lengths."""
+    """Findings of the check on the first request, with sound of one frame, are not applied to several lengths."""
     model, generator = copy.deepcopy(build("SpeechT5ForSpeechToText")), torch.Generator().manual_seed(4)
     options: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
     sounds = [torch.randn((1, length), generator=generator) for length in (400, 4000, 2000, 1200)]
@@ -319,7 +319,7 @@ def test_one_token_of_an_encoder_tells_nothing_of_longer_ones() -> None:
 
 
 def test_timestamps_are_for_generate_alone() -> None:
-    """Whisper's own `generate` decodes again from where the last timestamp says that text was cut off."""
+    """Whisper's `generate` decodes again from the last timestamp where text was cut off."""
     model = copy.deepcopy(build("WhisperForConditionalGeneration"))
     config = model.generation_config
     config.no_timestamps_token_id, config.max_initial_timestamp_index, config.is_multilingual = 90, 5, False
@@ -335,7 +335,7 @@ def test_timestamps_are_for_generate_alone() -> None:
 
 @pytest.mark.parametrize("name", [T5, "BartForCausalLM"])
 def test_inputs_that_have_a_graph(name: str) -> None:
-    """Embeddings and encoders' outputs that a caller computed without `no_grad`."""
+    """Embeddings and encoder outputs that a caller computed without `no_grad`."""
     model, found = build(name), inputs_of(name)
     ids, mask = found["input_ids"], found["attention_mask"]
     options = {"max_new_tokens": 6, "do_sample": False}

@@ -1,4 +1,4 @@
-"""Calls and engines on rows that lie side by side (`storage="virtual"`) give what plain `generate` gives."""
+"""Calls and engines on contiguous rows (`storage="virtual"`) give plain `generate`'s tokens."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_each_mechanism_gives_the_same_tokens(
 
 
 def num_mappings(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, **options: Any) -> int:
-    """Calls of `mmap` in the decode steps of a second call that are alike."""
+    """Calls of `mmap` in the decode steps of a second, identical call."""
     calls: list[int] = []
     own = pages.MemoryFile.map
     ids = prompts(4, 64)
@@ -268,7 +268,7 @@ def test_copies_and_pickles_go_on_alike(built: dict[str, PreTrainedModel]) -> No
 
 
 def test_what_a_hook_keeps_stays_as_it_was(built: dict[str, PreTrainedModel]) -> None:
-    """Keys that code of a model's own was given, in later steps, and after the rows changed places and ended."""
+    """Keys passed to a model's custom code, in later steps, and after rows were reordered or ended."""
     model, ids, kept = built["bloom"], prompts(3, 70), []
     cache = PagedCache(model.config, {"storage": "virtual"})
     update = cache.layers[0].update

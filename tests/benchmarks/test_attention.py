@@ -1,4 +1,4 @@
-"""`python -m benchmarks.attention --quick` prints its table; peers are compared before they are timed."""
+"""`python -m benchmarks.attention --quick` prints its table; peers are checked before they are timed."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_peers_give_the_references_numbers(case, peer, dtype):
 def test_bytes_and_operations_of_a_case():
     case = Case("by hand", "chunk", (5, 6), 2)  # queries see 4 and 5, and 5 and 6 tokens
     assert case.pairs == 4 + 5 + 5 + 6
-    setting = Setting(SHAPES["llama-tiny"], case, 16, "bf16", "cpu")  # 4 heads, 2 of K and V, of 32
+    setting = Setting(SHAPES["llama-tiny"], case, 16, "bf16", "cpu")  # 4 query heads, 2 K/V heads, head dim 32
     assert setting.flops == 4 * 4 * 32 * 20
     assert setting.num_bytes == 2 * 32 * (2 * 11 * 2 + 2 * 2 * 2 * 4)
 

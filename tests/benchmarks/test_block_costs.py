@@ -1,4 +1,4 @@
-"""`benchmarks.tune --block-sizes` writes what `block_size="auto"` reads."""
+"""`benchmarks.tune --block-sizes` writes the table that `block_size="auto"` reads."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_what_is_timed_is_right(stored: str) -> None:
 
 
 class _Other:
-    """A backend that attends to other keys and values."""
+    """A backend that attends to the wrong K/V."""
 
     def __init__(self, problem: block_costs.Problem) -> None:
         self.blocks = problem.layers[0]

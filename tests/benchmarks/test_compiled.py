@@ -1,4 +1,4 @@
-"""`benchmarks.compiled` compiles without a GPU and says what it found."""
+"""`benchmarks.compiled` compiles without a GPU and prints its findings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.generate --quick` runs every workload and system, or says why not."""
+"""`python -m benchmarks.generate --quick` runs every workload and system, or gives the reason why not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TINY = SHAPES["llama-tiny"]
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
-    """What one quick run printed, and its files."""
+    """Output of a quick run, and its files."""
     directory = tmp_path_factory.mktemp("results")
     with pytest.MonkeyPatch.context() as patch:
         lines: list[str] = []
@@ -33,7 +33,7 @@ def quick(tmp_path_factory):
 
 @pytest.fixture
 def no_gc(monkeypatch):
-    """Looking through all of transformers takes longer than a turn of a tiny model."""
+    """Collecting garbage among all of transformers takes longer than a turn of a tiny model."""
     monkeypatch.setattr(generate.gc, "collect", lambda: 0)
 
 
@@ -85,7 +85,7 @@ class Failing(System):
 
 
 class Short(System):
-    """Gives a token less than asked for."""
+    """Returns a token less than asked for."""
 
     def __call__(self, model, shape, workload, batch):
         return Answer([[5] * (length - 1) for length in batch.new_tokens], [])
@@ -102,7 +102,7 @@ def test_a_system_that_fails_or_gives_too_few_tokens_is_listed(model, no_gc):
 
 
 class Asleep(System):
-    """Takes a moment and notes the order of calls; gives what is asked for."""
+    """Sleeps and records the order of calls; returns the tokens asked for."""
 
     def __init__(self, name, calls):
         self.name, self.calls = name, calls

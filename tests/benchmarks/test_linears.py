@@ -1,4 +1,4 @@
-"""The comparison of products runs and says what it measured."""
+"""The benchmark of linear products runs and reports its measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One long prompt: equal tokens, in no more memory for keys and values than its blocks."""
+"""One long prompt: equal tokens, and no more K/V memory than its blocks."""
 
 from __future__ import annotations
 

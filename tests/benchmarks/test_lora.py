@@ -1,4 +1,4 @@
-"""Rows over several adapters: one forward a step, and the tokens of each adapter alone."""
+"""Rows over several adapters: one forward per step, and the tokens of each adapter alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ratios within turns, their interval and what is said of them."""
+"""Ratios within turns, their intervals and verdicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The papers' tables: the simulations' bookkeeping is exact, and every table gives its rows."""
+"""The papers' tables: exact bookkeeping of the simulations, and rows of every table."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_buddy_chunks_never_overlap_and_all_slots_come_back():
 
 
 def test_reservations_are_the_paper_s():
-    assert reserve_pow2(10, 25) == 10 + 32  # its own example, section 6.1
+    assert reserve_pow2(10, 25) == 10 + 32  # the paper's example, section 6.1
     assert POLICIES["Max"](10, 25) == LONGEST == POLICIES["Pow2"](1500, 600)
     assert POLICIES["Oracle"](10, 25) == 35
 
@@ -108,7 +108,7 @@ def test_one_request_alone_takes_what_its_steps_cost(name):
 
 @pytest.mark.parametrize("rate", [0.02, 0.2, math.inf])
 def test_with_room_for_all_reservation_and_ours_take_the_same_steps(rate):
-    """Two independent simulations, one of which skips from event to event, the other our scheduler step by step."""
+    """Two independent simulations: one skips from event to event, the other runs our scheduler step by step."""
     trace = make_trace(ALPACA, 40, rate)
     theirs = serve_reserved(trace, COST, 200 * LONGEST, POLICIES["Oracle"], "Oracle")
     ours = serve_paged(trace, COST, 200 * LONGEST)

@@ -1,4 +1,4 @@
-"""The papers' tables that take turns: processes, pages, what a model over GPUs costs, the text and the pictures."""
+"""The papers' tables measured in turns: processes, pages, costs of a model over GPUs, text and plots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines in a process of their own: what they are asked, and what their failures become."""
+"""Engines in separate processes: their inputs, and the results of their failures."""
 
 from __future__ import annotations
 

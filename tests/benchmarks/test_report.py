@@ -1,4 +1,4 @@
-"""Results go to files and come back as they were; pictures are small, and their absence has a reason."""
+"""Results are written to files and read back unchanged; plots are small, and a missing plot has a reason."""
 
 from __future__ import annotations
 

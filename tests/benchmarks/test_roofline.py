@@ -13,7 +13,7 @@ from benchmarks.roofline import Cost, call_seconds, step_seconds
 SHAPE = Shape("by hand", "llama", 8, 2, 2, 1, 4, 16, 32)
 LIMITS = ceilings.Ceilings(bandwidth=1000.0, flops={"bfloat16": 100_000.0})
 COST = Cost(SHAPE, body=400, head=100, itemsize=2)  # 1000 bytes of weights: one second
-KV = 2 * 2 * 1 * 4 * 2  # bytes a token: K and V, 2 layers, 1 head of 4, 2 bytes
+KV = 2 * 2 * 1 * 4 * 2  # bytes per token: K and V, 2 layers, 1 head of 4, 2 bytes
 
 
 def test_a_small_step_is_the_reading_of_weights_and_keys():
@@ -62,7 +62,7 @@ def test_cost_of_a_model_leaves_out_what_is_only_looked_up(tied):
 
 
 def test_parameters_of_the_named_shapes():
-    """In billions, as the models' cards give them."""
+    """In billions, as in the models' cards."""
     sizes = {"llama-3.2-1b": 1.24, "llama-3.1-8b": 8.03, "qwen2.5-0.5b": 0.49, "qwen3-0.6b": 0.60, "gemma3-1b": 1.0}
     for name, expected in sizes.items():
         with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""The benchmark of models that cannot be packed runs, and tells what it measured."""
+"""The benchmark of models that cannot be packed runs and reports its measurements."""
 
 from __future__ import annotations
 

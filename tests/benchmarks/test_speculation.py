@@ -1,4 +1,4 @@
-"""The benchmark of speculation runs, and tells what it measured."""
+"""The benchmark of speculation runs and reports its measurements."""
 
 from __future__ import annotations
 

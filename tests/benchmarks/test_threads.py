@@ -1,4 +1,4 @@
-"""The benchmark of threads runs, and tells what it measured."""
+"""The benchmark of threads runs and reports its measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefixes from the disk: found in another process, and the tokens are the same."""
+"""Prefixes from disk: found by another process, with the same tokens."""
 
 from __future__ import annotations
 

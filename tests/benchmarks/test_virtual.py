@@ -1,4 +1,4 @@
-"""The benchmark of rows side by side runs, on tiny models."""
+"""The benchmark of contiguous rows runs on tiny models."""
 
 from __future__ import annotations
 

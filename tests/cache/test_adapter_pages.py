@@ -1,4 +1,4 @@
-"""Places of adapters in the pool: counted, pinned, cached in one LRU order with prefixes."""
+"""Adapters in the pool: counted, pinned, cached in one LRU order with prefixes."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_prefixes_and_adapters_have_one_order() -> None:
 def test_hits_are_admissions_with_a_place() -> None:
     pages, *_ = make(4)
     assert pages.pin("a", BYTES, "r")
-    pages.unpin("a", "r")  # was not admitted after all
+    pages.unpin("a", "r")  # its request was not admitted
     assert pages.pin("a", BYTES, "r")
     pages.use("a")
     assert pages.num_hits == 0
@@ -86,7 +86,7 @@ def test_hits_are_admissions_with_a_place() -> None:
 
 
 def test_before_the_first_layer_is_made_one_adapter_has_a_place() -> None:
-    """What a block takes is not known then."""
+    """The bytes of a block are not known then."""
     pages, blocks, group, evicted = make(4)
     group.size = 0
     assert pages.pin("a", 2 * BYTES, "r") and not pages.pin("b", 2 * BYTES, "s")

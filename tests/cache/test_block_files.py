@@ -1,4 +1,4 @@
-"""Files of prefix blocks: what was written comes back, and nothing else does."""
+"""Files of prefix blocks: what was written is read back, and nothing else."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_any_other_byte_is_noticed() -> None:
             parts, metadata = from_bytes(bytes(changed))
         except Corrupt:
             continue
-        assert_same(parts[0], layers())  # as of a space behind the header
+        assert_same(parts[0], layers())  # as after padding behind the header
         assert metadata["name"] == NAME
     for length in [0, 7, 8, 100, header - 1, header, header + 1, len(content) - 1]:
         with pytest.raises(Corrupt):
@@ -136,7 +136,7 @@ def test_a_block_that_is_larger_than_the_tier(tmp_path: Path, caplog: Any) -> No
 
 
 def test_only_files_of_blocks_are_deleted(tmp_path: Path) -> None:
-    """Not a model in a folder whose name begins like ours, nor behind a link; nor all, for one that never fits."""
+    """No model in a folder with a similar name, nor behind a link; and not all files, for a file that never fits."""
     size = len(to_bytes({0: layers()}, f"{WEIGHTS}/{NAME}"))
     folder, elsewhere = tmp_path / "tier", tmp_path / "elsewhere"
     kept = [folder / "hf_paged-tiny" / "model.safetensors", folder / f"hf_paged-{WEIGHTS}" / "model.safetensors"]
@@ -203,7 +203,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, caplog: Any) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_a_process_that_is_killed_while_it_writes(tmp_path: Path) -> None:
-    """Files are whole or not there, and the part that is left goes in time."""
+    """Files are whole or absent, and partial ones are deleted in time."""
     draw = random.Random(0)
     for turn in range(5):
         child = os.fork()

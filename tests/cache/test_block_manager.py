@@ -17,14 +17,14 @@ SIZE = 4
 
 
 def manager(*windows: int | None, num_blocks: int = 16, **options: object) -> BlockManager:
-    """Pools of their own, one for each window."""
+    """A manager with a separate pool per window."""
     return BlockManager(
         [BlockGroup(BlockPool(num_blocks), GroupSpec(window=window)) for window in windows], SIZE, **options
     )
 
 
 def stored(blocks: BlockManager, tokens: Sequence[int], namespace: str | None = None) -> SequenceBlocks:
-    """A sequence that holds `tokens`, named as far as blocks are full."""
+    """A sequence that holds `tokens`, with full blocks in the prefix index."""
     sequence = blocks.new()
     assert blocks.append(sequence, len(tokens))
     blocks.register(sequence, tokens, len(tokens), namespace)
@@ -32,7 +32,7 @@ def stored(blocks: BlockManager, tokens: Sequence[int], namespace: str | None = 
 
 
 def hit(blocks: BlockManager, tokens: Sequence[int], namespace: str | None = None) -> int:
-    """Tokens that a new sequence begins with; it is freed again."""
+    """Tokens of a new sequence found in the prefix cache; frees the sequence."""
     sequence = blocks.new()
     found = blocks.match(sequence, tokens, namespace)
     assert all(table.num_tokens == found for table in sequence.tables)
@@ -55,7 +55,7 @@ def test_a_prefix_is_found_in_whole_blocks_short_of_the_last_token() -> None:
 
 
 def test_item_12_a_namespace_without_blocks_is_forgotten() -> None:
-    """One salt for each request is a way to share nothing: what is kept for it must go with its blocks."""
+    """One salt per request disables sharing: state kept for a salt must go with its blocks."""
     blocks = manager(None, 3, num_blocks=6)
     for number in range(20):
         blocks.free(stored(blocks, range(9), f"tenant {number}"))
@@ -131,7 +131,7 @@ def test_a_hit_needs_what_the_window_shows() -> None:
     blocks.free(second)
     pool = blocks.groups[1].pool
     pool.evict(pool.num_cached - 3)  # the least recently released are the oldest
-    # behind 20 tokens a query sees tokens 15 to 19, in blocks 3 and 4; behind 16 it sees block 2
+    # after 20 tokens a query sees tokens 15 to 19, in blocks 3 and 4; after 16 it sees block 2
     assert [hit(blocks, range(n)) for n in (25, 21, 17)] == [24, 20, 0]
 
 
@@ -182,13 +182,13 @@ def test_a_copy_whose_target_went_back_is_not_made() -> None:
     assert blocks.append(second, 1)
     blocks.free(second)
     third = blocks.new()
-    assert blocks.append(third, 1)  # gets the block that was to be copied to
+    assert blocks.append(third, 1)  # gets the former target block of the copy
     blocks.flush_copies()
     assert made == []
 
 
 def test_a_copy_whose_target_went_back_is_not_made_to_blocks_of_a_cache() -> None:
-    """A step that was interrupted leaves no copies to the next one: a cache of the same memory may hold the blocks."""
+    """An interrupted step leaves no copies to the next one: a cache of the same memory may hold the blocks."""
     made: list[tuple[int, int]] = []
     group = BlockGroup(BlockPool(3))
     group.copy_blocks = made.extend  # type: ignore[method-assign]
@@ -292,7 +292,7 @@ def test_a_layer_made_anew_serves_nothing_from_before() -> None:
 
 
 def test_a_sequence_may_be_freed_while_tables_are_looked_at() -> None:
-    """As the garbage collector does with the rows of a cache in a cycle."""
+    """Like the garbage collector with the rows of a cache in a cycle."""
     blocks = manager(None)
     first, second = stored(blocks, range(3)), stored(blocks, range(5))
     tables = blocks.tables(0)

@@ -1,4 +1,4 @@
-"""The choice of a block size: lengths against the kernel's time at each size."""
+"""The choice of a block size from sequence lengths and the kernel's time at each size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables over a pool against a model that keeps whole sequences: every operation, in any order."""
+"""Block tables over a pool against a model that keeps whole sequences: every operation, in any order."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SIZE = 8
 
 class PagedSequences(RuleBasedStateMachine):
     """
-    Each table stands for a list of tokens. `memory` plays the tensors: what a slot holds. Writes go through tables as
-    the cache does them; afterwards every table must read back its own tokens, whatever the others did.
+    Each table stands for a list of tokens. `memory` simulates the slots' contents. Writes go through tables as in the
+    cache; afterwards every table must read back its tokens, whatever happened to the others.
     """
 
     tables = Bundle("tables")
@@ -135,7 +135,7 @@ def test_attach_shares_full_blocks() -> None:
     second = BlockTable(pool, SIZE)
     second.attach(first.block_ids[1:], num_dropped=1)
     assert (second.num_tokens, second.num_dropped, pool.num_shared) == (3 * SIZE, 1, 2)
-    assert second.append(1) is None  # behind full blocks nothing is copied
+    assert second.append(1) is None  # after full blocks nothing is copied
     with pytest.raises(ValueError, match="holds 25 tokens"):
         second.attach(first.block_ids, 0)
 

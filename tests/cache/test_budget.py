@@ -1,4 +1,4 @@
-"""One limit on the bytes of all pools: idle ones give way, none goes over it, and what fits alone does not fail."""
+"""A byte limit on all pools: idle pools shrink, no pool exceeds it, and requests that fit alone do not fail."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def paged(**config: Any) -> dict[str, Any]:
 
 
 def held(*owners: Any) -> int:
-    """Bytes of models' pools and of engines'."""
+    """Bytes of the pools of models and engines."""
     return sum(
         (each.memory.stats() if isinstance(each, hf_paged.PagedEngine) else hf_paged.memory_stats(each)).held_bytes
         for each in owners
@@ -44,7 +44,7 @@ def held(*owners: Any) -> int:
 
 
 class Watch:
-    """The most bytes that these held together whenever a pool had grown, or a layer had been made."""
+    """Peak of their joint bytes after each growth of a pool and creation of a layer."""
 
     def __init__(self, owners: list[Any], monkeypatch: Any) -> None:
         self.owners, self.most = owners, 0
@@ -123,7 +123,7 @@ def test_an_idle_pool_gives_way_and_the_one_used_last_goes_last() -> None:
     assert held(first) == held(second) == blocks * BLOCK
     third.generate(ids, **GREEDY, **paged())
     assert held(first) == 0 and held(second) and held(third)
-    hf_paged.budget(blocks * BLOCK)  # less than there is
+    hf_paged.budget(blocks * BLOCK)  # less than in use
     assert held(second) == 0 and held(third) == blocks * BLOCK
     hf_paged.budget(BLOCK)
     assert held(first, second, third) == 0
@@ -137,7 +137,7 @@ def test_what_does_not_fit_alone_says_so() -> None:
     words = (
         r"needs 2. blocks of 8 tokens, at most 10 can be had: .*`hf_paged.budget`|nothing can be .*`hf_paged.budget`"
     )
-    for _ in range(2):  # before anything is known of its blocks, and after
+    for _ in range(2):  # before its blocks' size is known, and after
         with pytest.raises(hf_paged.OutOfBlocksError, match=words):
             model.generate(ids, **GREEDY, **paged())
         hf_paged.check_integrity(model)
@@ -165,7 +165,7 @@ def test_a_pool_in_use_keeps_what_it_has(monkeypatch: Any) -> None:
 
 
 def test_the_check_of_a_new_model_does_not_count() -> None:
-    """Else it would be taken for one that cannot be packed."""
+    """Otherwise it would be taken for a model that cannot be packed."""
     model, other = models.build("llama"), models.build("llama", seed=1)
     (prompt,) = prompts(60)
     hf_paged.budget(10 * BLOCK)
@@ -248,7 +248,7 @@ def test_pools_that_are_gone_do_not_count() -> None:
 
 @pytest.mark.parametrize(("name", "length", "count"), [("gemma2", 500, 100), ("gemma3", 400, 150)])
 def test_a_window_leaves_the_other_layers_what_a_request_needs_alone(name: str, length: int, count: int) -> None:
-    """Blocks of chunks that have left the window, and those that are cached, hold no bytes that full layers lack."""
+    """Blocks of chunks that have left the window, and cached blocks, hold no bytes that full layers need."""
     model, options = models.build(name), {**GREEDY, "max_new_tokens": count}
     (prompt,), others, limit = prompts(length), prompts(*[40] * 8, seed=1), 40 * BLOCK
     expected = lone_run(model, prompt, options)[0]

@@ -1,4 +1,4 @@
-"""Copies of blocks in all layers: in one launch of a GPU, which Triton's interpreter stands for, and in PyTorch."""
+"""Block copies in all layers: in one GPU launch (Triton's interpreter here), and in PyTorch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.kernels.device import DEVICE, available
 
 @pytest.fixture(params=["portable", pytest.param("triton", marks=available)])
 def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Any] | None:
-    """The tables of the kernel's launches; `None` where PyTorch makes the copies."""
+    """The tables of the kernel's launches; `None` if PyTorch makes the copies."""
     if request.param == "portable":
         monkeypatch.setattr("hf_paged.cache.copies.uses_triton", lambda tensor: False)
         return None
@@ -55,7 +55,7 @@ def fill(storage: Storage) -> None:
 
 
 def content(storage: Storage) -> list[list[int]]:
-    """What each block of each tensor holds, one number all over."""
+    """Content of each block of each tensor, whose elements are all equal."""
     found = []
     for number, tensor in enumerate(tensors_of(storage)):
         rows = tensor.flatten(1)
@@ -87,7 +87,7 @@ def test_the_table_is_kept_until_tensors_are_others(launches: list[Any] | None) 
     storage.copy_blocks([(8, 0)])
     assert content(storage) == [[8, 1, 2, 3, 4, 5, 6, 7, 8]] * 3
     narrow = torch.zeros(1, 2, 0, 3, device=DEVICE)
-    storage.promote(0, narrow.double(), narrow.double())  # the layer's tensor is another
+    storage.promote(0, narrow.double(), narrow.double())  # replaces the layer's tensor
     fill(storage)
     storage.copy_blocks([(7, 1)])
     assert content(storage) == [[0, 7, 2, 3, 4, 5, 6, 7, 8]] * 3

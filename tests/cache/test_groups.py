@@ -1,4 +1,4 @@
-"""Group specs: what layers keep of a sequence; and a kind of group that only this test knows."""
+"""Group specs: the tokens that layers keep of a sequence; and a custom kind of group defined here."""
 
 from __future__ import annotations
 
@@ -105,7 +105,8 @@ def test_a_new_kind_of_group_needs_half_the_bytes(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.usefixtures("half")
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_a_new_kind_of_group_runs_everywhere(preemption: str) -> None:
-    """Through `generate` and an engine, packed, with beams, preempted: logits are well spread, so tokens stay."""
+    """Through `generate` and an engine, packed, with beams, preempted: logits are well spread, so tokens do not
+    change."""
     model = models.build("llama")
     inputs = models.padded_prompt("llama")
     for mode in ("greedy", "beams"):

@@ -1,4 +1,4 @@
-"""Pools that no call uses go back to the system, and come again with the next call."""
+"""Idle pools release their memory to the system and are allocated again by the next call."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_the_thread_ends_and_keeps_no_pool_alive() -> None:
     del model
     gc.collect()
     assert ref() is None
-    if not idle._deadlines:  # those of other tests wait for longer
+    if not idle._deadlines:  # other tests' deadlines are later
         assert _wait_for(lambda: not thread.is_alive())
 
 

@@ -1,4 +1,4 @@
-"""What moves the content of blocks, and that other processes which hold shards of the model are told of it."""
+"""Operations that move block contents, and messages about them to processes that hold other shards of the model."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from hf_paged.cache.swap import HostBlocks, copy_out, put_back
 from hf_paged.config import PagedConfig
 
 PACKAGE = Path(hf_paged.__file__).parent
-# What writes to blocks, but for the forwards' own `KVBlocks.store`, and who calls it.
+# Functions that write to blocks, except the forwards' `KVBlocks.store`, and their callers.
 WRITERS: dict[str, set[str]] = {
     "put_blocks": {
         "HostLayer.put_back",
-        "CacheRows.__setstate__",  # a memory of its own
-        "MappedStorage.after_in_child",  # the process is another
+        "CacheRows.__setstate__",  # a separate memory
+        "MappedStorage.after_in_child",  # a different process
     },
     "copy_blocks": {
         "GroupMemory.copy_blocks",  # mirrored
-        "BlockManager.flush_copies",  # these two by the one before
+        "BlockManager.flush_copies",  # both are called by the one before
         "BlockManager.extend",
         "BlockCopies._launch",  # of tensors
     },
@@ -42,7 +42,7 @@ WRITERS: dict[str, set[str]] = {
 
 
 def callers(tree: ast.AST, outer: str = "", owner: str = "") -> Any:
-    """Of each call the name of what is called, as it is written, and the function that it is in."""
+    """For each call: the callee as written in the source, and the enclosing function."""
     for node in ast.iter_child_nodes(tree):
         name, own = outer, owner
         if isinstance(node, ast.ClassDef):
@@ -55,7 +55,7 @@ def callers(tree: ast.AST, outer: str = "", owner: str = "") -> Any:
 
 
 def test_nothing_else_writes_to_blocks() -> None:
-    """A new caller here either is `mirrored`, or is of a memory that no other process has a part of."""
+    """A new caller here is either `mirrored`, or uses a memory that is not shared with other processes."""
     found = defaultdict[str, set[str]](set)
     for path in PACKAGE.rglob("*.py"):
         for called, function in callers(ast.parse(path.read_text())):

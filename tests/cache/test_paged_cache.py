@@ -1,4 +1,4 @@
-"""`PagedCache` standing alone, beside the `DynamicCache` it stands for, on real models and on bare tensors."""
+"""`PagedCache` alone against the `DynamicCache` that it replaces, on real models and on bare tensors."""
 
 from __future__ import annotations
 
@@ -459,7 +459,7 @@ def test_a_call_too_large_for_the_memory_does_not_end_smaller_ones(monkeypatch: 
 
 
 def limit_blocks(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    """There is no memory for more blocks of a layer."""
+    """A layer finds no memory for more blocks."""
     right = storage._empty
 
     def empty(shape: tuple[int, ...], *args: Any) -> torch.Tensor:

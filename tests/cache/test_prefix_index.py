@@ -1,4 +1,4 @@
-"""The index of prefixes against a dict of them, over any order of fills, look-ups, evictions and undone steps."""
+"""The prefix index against a dict, over any order of fills, look-ups, evictions and undone steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Entry:
 
 
 class PrefixIndexMachine(RuleBasedStateMachine):
-    """A namespace's path of blocks is known as long as the full-attention group, which is the first, has all of it."""
+    """A namespace's path of blocks is known while the first group, with full attention, has all of it."""
 
     @initialize(window=st.sampled_from([None, 1, 2, 3, 4]), num_blocks=st.integers(MAX_BLOCKS, 12))
     def start(self, window: int | None, num_blocks: int) -> None:
@@ -38,7 +38,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         self.index.begin_step()
         self.entries: dict[Key, Entry] = {}
         self.step: list[tuple[Key, int, int]] = []
-        self.held: list[list[list[int]]] = []  # of each sequence, the block ids in each group
+        self.held: list[list[list[int]]] = []  # block ids of each sequence, by group
         self.epoch = 0
 
     def forget(self, namespace: str, path: tuple[tuple[int, int], ...]) -> None:
@@ -65,7 +65,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         is_new_epoch=st.booleans(),
     )
     def fill(self, namespace: str, path: tuple[tuple[int, int], ...], num_dropped: int, is_new_epoch: bool) -> None:
-        """A sequence whose window group, if it slides, has given its first blocks back."""
+        """A sequence whose window group, if it slides, has freed its first blocks."""
         self.epoch += is_new_epoch
         dropped = [0 if window is None else min(num_dropped, len(path)) for window in self.windows]
         if any(pool.num_available < len(path) - gone for pool, gone in zip(self.pools, dropped)):
@@ -92,7 +92,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
 
     @rule(namespace=st.sampled_from(NAMESPACES), path=st.sampled_from(PATHS))
     def attach(self, namespace: str, path: tuple[tuple[int, int], ...]) -> None:
-        """A sequence that begins with what is cached."""
+        """Adds a sequence that begins with the cached prefix."""
         nodes = self.index.find(list(itertools.chain(*path)), namespace, MAX_BLOCKS)
         ids = [[i for node in nodes if (i := node.block_ids[group]) is not None] for group in range(len(self.pools))]
         for pool, block_ids in zip(self.pools, ids):
@@ -125,7 +125,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
                 self.forget(*key)
 
     def expected(self, namespace: str, path: tuple[tuple[int, int], ...]) -> list[list[int | None]]:
-        """The block ids of the longest beginning of which each group has what the next token sees."""
+        """Block ids of the longest prefix for which each group has all blocks that the next token sees."""
         known = [self.entries.get((namespace, path[:length])) for length in range(1, len(path) + 1)]
         found = list(itertools.takewhile(lambda entry: entry is not None, known))
         for length in range(len(found), 0, -1):
@@ -160,7 +160,7 @@ TestPrefixIndex.settings = settings(max_examples=100, stateful_step_count=30)
 @pytest.mark.parametrize("ratio", [1, 2, 4])
 @pytest.mark.parametrize("window", [None, *range(1, 12)])
 def test_needed_is_what_the_next_token_sees(window: int | None, ratio: int) -> None:
-    """A block of the group ends with each `ratio`-th node."""
+    """A block of the group ends at each `ratio`-th node."""
     index = PrefixIndex([BlockPool()], [window], 4, [ratio])
     for num_nodes in range(0, 17, ratio):
         seen = {p // (4 * ratio) for p in range(4 * num_nodes) if window is None or 4 * num_nodes - p < window}
@@ -178,7 +178,7 @@ def test_of_two_blocks_with_the_same_content_the_first_has_the_name() -> None:
 
 
 def fill(index: PrefixIndex, pools: list[BlockPool], path: tuple, num_dropped: int, epoch: int) -> None:
-    """A sequence of this path whose table in the second group begins behind `num_dropped` blocks."""
+    """Fills a sequence of this path whose table in the second group begins after `num_dropped` blocks."""
     gone = (0, num_dropped)
     held = [[None] * dropped + pool.allocate(len(path) - dropped) for pool, dropped in zip(pools, gone)]
     node = index.root(None)
@@ -201,7 +201,7 @@ def test_a_node_is_as_old_as_its_oldest_block() -> None:
     pools = [BlockPool(9), BlockPool(9)]
     index = PrefixIndex(pools, [None, 3], SIZE)
     fill(index, pools, ((5, 5),), num_dropped=1, epoch=1)
-    fill(index, pools, ((5, 5),), num_dropped=0, epoch=2)  # names the block that the window group lacked
+    fill(index, pools, ((5, 5),), num_dropped=0, epoch=2)  # indexes the block that the window group lacked
     assert len(index.find([5, 5], None, 1)) == 1
     index.forget_before(2)
     assert index.find([5, 5], None, 1) == []

@@ -1,5 +1,5 @@
-"""Whole calls with `PagedConfig(kv_dtype=...)`, against plain `generate` whose cache rounds what it is given: scales go
-wherever their blocks go."""
+"""Whole calls with `PagedConfig(kv_dtype=...)`, against plain `generate` with a cache that rounds its input: scales
+move with their blocks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KV_DTYPES = list(quantized.DTYPES)
 
 @pytest.fixture
 def rounded(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """`round_caches`, until the test ends."""
+    """Applies `round_caches` until the test ends."""
     return functools.partial(round_caches, monkeypatch)
 
 
@@ -62,7 +62,7 @@ def test_generate(name: str, mode: str, rounded: Any) -> None:
 
 @pytest.mark.parametrize("name", ["GPTJForCausalLM", "FalconForCausalLM"])
 def test_attention_code_of_the_models_own(name: str, rounded: Any) -> None:
-    """Packed rows are shown to it (`RowTensor`)."""
+    """It gets packed rows (`RowTensor`)."""
     model = tiny_model(getattr(transformers, name))
     inputs = models.prompt("llama", 2, 21)
     found = model.generate(**inputs, **MODES["greedy"], **paged("int8"))
@@ -85,7 +85,7 @@ def test_latents(rounded: Any) -> None:
 @pytest.mark.parametrize("mode", ["greedy", "beams"])
 @pytest.mark.parametrize("name", ["t5", "bart", "qwen3_next", "gpt_oss"])
 def test_other_families(name: str, mode: str, rounded: Any) -> None:
-    """Cross attention, biases, states, sinks; rectangles begin with a forward that attends to its own states."""
+    """Cross attention, biases, states, sinks; rectangles begin with a forward that attends to unrounded states."""
     model, inputs = models.get(name), models.prompt(name, 2, 21)
     found = model.generate(**inputs, **MODES[mode], **paged("fp8_e4m3"))
     rounded("fp8_e4m3", shows_fresh="packed forwards" not in last_route(model).reason)  # type: ignore[union-attr]
@@ -188,7 +188,7 @@ def test_padding_is_gathered_as_zeros(has_kernels: bool, monkeypatch: pytest.Mon
 
 
 def test_states_of_another_dtype_share_blocks() -> None:
-    """As under autocast: what is stored stays, what is shown is in the wider dtype."""
+    """As under autocast: stored codes stay; returned states have the wider dtype."""
     _, _, cache = cached("int8")
     before = cache.layers[0].keys.dense().clone()  # type: ignore[union-attr]
     shape = (2, 2, 1, 16)

@@ -1,4 +1,4 @@
-"""Slots of states beside blocks: snapshots that the prefix cache keeps, copies on the host, rows that moved on."""
+"""State slots beside blocks: snapshots in the prefix cache, host copies, rows that have advanced."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def manager(*, num_blocks: int = 40, num_slots: int = 16, is_empty: bool = False
 
 
 def grown(blocks: BlockManager, tokens: Sequence[int], *stops: int) -> SequenceBlocks:
-    """A sequence that holds `tokens`, computed up to each of the stops, then on."""
+    """A sequence that holds `tokens`, computed up to each stop and then to the end."""
     sequence = blocks.new()
     sequence.stops = stops
     for first, end in zip((0, *stops), (*stops, len(tokens))):
@@ -43,7 +43,7 @@ def grown(blocks: BlockManager, tokens: Sequence[int], *stops: int) -> SequenceB
 
 
 def hit(blocks: BlockManager, tokens: Sequence[int]) -> tuple[int, int]:
-    """Tokens that a new sequence begins with, and those that it could with snapshots behind each block."""
+    """Prefix hit of a new sequence in tokens, and its hit if there were a snapshot after each block."""
     sequence = blocks.new()
     found, known = blocks.match(sequence, tokens, None), blocks.num_known(tokens, None)
     assert all(table.num_tokens == found for table in sequence.tables)
@@ -57,7 +57,7 @@ def test_a_sequence_begins_where_a_snapshot_is() -> None:
     blocks.free(grown(blocks, TOKENS[:30], 8, 20))
     blocks.check_integrity()
     assert blocks.groups[2].pool.num_cached == 2
-    assert hit(blocks, TOKENS) == (20, 20)  # what follows was not named
+    assert hit(blocks, TOKENS) == (20, 20)  # the following blocks were not indexed
     assert hit(blocks, TOKENS[:20]) == (8, 16)  # short of the last token
     assert hit(blocks, [*TOKENS[:14], 99, *TOKENS[15:]]) == (8, 12)
     assert hit(blocks, TOKENS[:8]) == (0, 4)
@@ -108,12 +108,12 @@ def test_a_snapshot_goes_with_the_blocks_in_front() -> None:
 
 
 def test_the_snapshot_may_go_while_blocks_are_taken() -> None:
-    """That a sequence stands at, as the blocks in front of it are not its own."""
+    """The snapshot at the sequence's position, since the blocks before it belong to another sequence."""
     blocks = manager(num_blocks=7)
     blocks.free(grown(blocks, TOKENS[:21], 20))
     second = blocks.new()
     second.stops = (20,)
-    assert blocks.append(second, 20)  # computes what is cached, too, and evicts some of it
+    assert blocks.append(second, 20)  # also computes cached tokens, and evicts some
     blocks.register(second, TOKENS, 20, None)
     blocks.check_integrity()
     assert blocks.append(second, 8)
@@ -141,7 +141,7 @@ def test_without_states_a_sequence_begins_behind_any_block() -> None:
 
 
 def test_with_states_alone_only_snapshots_are_known() -> None:
-    """No block would keep the place of the others in the index, nor ever give it up."""
+    """Prefixes without a snapshot have no block to keep their place in the index, or to give it up."""
     blocks = BlockManager([BlockGroup(BlockPool(9), StateSpec())], SIZE)
     blocks.free(grown(blocks, TOKENS[:30]))
     assert hit(blocks, TOKENS) == (0, 0) and not blocks.index._roots
@@ -153,7 +153,7 @@ def test_with_states_alone_only_snapshots_are_known() -> None:
 
 
 class Holder:
-    """Rows with a state of two layers, `value` plus the row."""
+    """Rows with a state of two layers: `value` plus the row's number."""
 
     def __init__(self, num_rows: int, value: float) -> None:
         self.state_layers: list[Any] = [
@@ -236,7 +236,7 @@ def test_a_few_snapshots_are_kept_without_a_budget() -> None:
     memory = PagedMemory(PagedConfig(block_size=8))
     blocks = memory.manager([GroupSpec(), StateSpec()])
     keys, group = memory.group(GroupSpec()), memory.group(StateSpec())
-    keys.pool.release(keys.take(4 * KEPT_STATES))  # there is place for blocks that stay
+    keys.pool.release(keys.take(4 * KEPT_STATES))  # memory for blocks that are kept
     for number in range(KEPT_STATES + 4):
         sequence, tokens = blocks.new(), list(range(100 * number, 100 * number + 10))
         sequence.stops = (8,)

@@ -1,4 +1,4 @@
-"""How much memory is reserved, and asked for."""
+"""The amount of memory reserved and requested."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows(most: int, live: int, device: torch.device = MPS) -> tuple[int, int]:
-    """Blocks of 100 bytes of two layers with full attention, and of six with a window; of half of 200,000 bytes."""
+    """Blocks of 100 bytes for two layers with full attention and six with a window, given half of 200,000 bytes."""
     counts = {FULL_ATTENTION: 2, WINDOW: 6}
     reservation = Reservation(dict.fromkeys(counts, most), {FULL_ATTENTION: 1 << 30, WINDOW: live}, counts, 0.5)
     full, window = (reservation.num_rows(spec, 100, device) for spec in counts)
@@ -74,7 +74,7 @@ def test_a_device_of_which_nothing_is_known_grows_step_by_step(monkeypatch: pyte
 
 
 def test_a_process_forks_however_much_its_pools_have_reserved() -> None:
-    """Addresses that lie side by side are one mapping: two of these have more bytes than the machine."""
+    """Contiguous addresses are one mapping: two of these have more bytes than the machine."""
     keys = torch.empty(1, 2, 0, 64)
     block_bytes = KVBlocks.allocate(1, 16, keys.to("meta"), keys.to("meta"), FULL_ATTENTION, None).block_bytes
     num_blocks = int(0.7 * psutil.virtual_memory().total) // block_bytes

@@ -1,4 +1,4 @@
-"""Blocks of a request in host memory and back: bytes, sharing and counts as they were."""
+"""Swapping a request's blocks to host memory and back preserves bytes, sharing and reference counts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def states(layout: str, dtype: torch.dtype | None = None, device: str = "cpu") -
 
 
 def host_bytes() -> int:
-    """What is alive of all copies in host memory."""
+    """Bytes of all live copies in host memory."""
     gc.collect()
     layers = [each for each in gc.get_objects() if type(each) is HostLayer]
     return sum(tensor.nbytes for layer in layers for tensor in layer.blocks.data)
@@ -41,7 +41,7 @@ def host_bytes() -> int:
 
 @dataclass
 class House:
-    """A memory of two groups, the sequences alive in it, and a swapper."""
+    """A memory of two groups, its live sequences, and a swapper."""
 
     num_blocks: int | None = None
     device: str = "cpu"
@@ -61,7 +61,7 @@ class House:
         return 0
 
     def sequence(self, num_tokens: int, num_dropped: int = 0) -> Any:
-        """A sequence with random bytes in its blocks, `num_dropped` window blocks of which were given back."""
+        """A sequence with random bytes in its blocks, `num_dropped` window blocks of which were freed."""
         blocks = self.manager.new()
         for group, table in zip(self.groups, blocks.tables):
             group.make_room(-(-num_tokens // SIZE))
@@ -82,7 +82,7 @@ def request(*sequences: Any) -> Any:
 
 
 def fill(storage: Storage, block_ids: list[int]) -> None:
-    """Random bytes, many of them NaN or infinite as numbers."""
+    """Random bytes, many of which are NaN or infinite as numbers."""
     for layer in storage.layers.values():
         for tensor in layer.data:
             content = torch.randint(0, 256, (len(block_ids), *tensor[0].view(torch.uint8).shape), dtype=torch.uint8)
@@ -91,7 +91,7 @@ def fill(storage: Storage, block_ids: list[int]) -> None:
 
 
 def content(house: House, sequence: Any) -> list[torch.Tensor]:
-    """The bytes of K and V in a sequence's blocks, over groups and layers."""
+    """Bytes of K/V in a sequence's blocks, over groups and layers."""
     return [
         tensor[table.block_ids].contiguous().view(torch.uint8).cpu()
         for group, table in zip(house.groups, sequence.blocks.tables)
@@ -122,7 +122,7 @@ def test_bytes_come_back_into_other_blocks(device: str) -> None:
     assert [group.pool.num_used for group in house.groups] == [0, 0] and ids(row) == [[], []]
     assert counts(row) == was
     house.check()
-    other = house.sequence(9 * SIZE)  # takes and overwrites what was freed
+    other = house.sequence(9 * SIZE)  # takes and overwrites the freed blocks
     kept = content(house, other)
     assert house.swapper.num_blocks(request(row)) == 6 + 4
     house.swapper.swap_in(request(row))
@@ -137,7 +137,7 @@ def test_what_sequences_share_is_copied_once_and_shared_again() -> None:
     house = House()
     first = house.sequence(2 * SIZE + 1)
     second, third = house.fork(first), house.fork(first)
-    for row, group in ((second, 0), (third, 1)):  # writes of their own: copy-on-write of the tail, then more
+    for row, group in ((second, 0), (third, 1)):  # separate writes: copy-on-write of the tail, then more
         table = row.blocks.tables[group]
         house.groups[group].make_room(3)
         copy = table.append(SIZE + 2)
@@ -186,7 +186,7 @@ def test_blocks_that_others_hold_stay_theirs() -> None:
 
 @pytest.mark.parametrize("left", [0, 2, 5])
 def test_out_of_blocks_changes_nothing(left: int) -> None:
-    """With room for nothing, for less than the first group needs, and for the first group but not the second."""
+    """With host memory for nothing, for less than the first group needs, and for the first group only."""
     house = House(num_blocks=12)
     row = house.sequence(3 * SIZE)
     before = content(house, row)

@@ -1,4 +1,4 @@
-"""Rows that lie side by side: what is mapped where, against a model of it, on both drivers."""
+"""Contiguous rows in virtual memory: mappings against a model of them, on both drivers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ DRIVERS: dict[str, tuple[Callable[[], Pages], int]] = {  # and tokens that fill 
 
 
 class Model:
-    """Rows of one number a token, the same in all heads and dims of its keys; values are the negative of it."""
+    """Rows with one number per token, the same in all heads and dims of its keys; values are its negative."""
 
     def __init__(self, storage: MappedStorage, pool: BlockPool, layer: KVBlocks, size: int, seed: int) -> None:
         self.storage, self.pool, self.layer, self.size = storage, pool, layer, size
@@ -114,7 +114,7 @@ class Model:
         return StepMetadata.rectangle(tables, lengths, self.size, **fields)
 
     def read(self) -> None:
-        """Some rows, each in a slot of its own."""
+        """Reads some rows, each in a separate slot."""
         rows = self.random.sample(self.rows, self.random.randint(1, len(self.rows)))
         step = self.step(rows, origins=tuple(table.first_token for table, _ in rows))
         placement = self.layer.rows.place(step)
@@ -126,7 +126,7 @@ class Model:
             assert torch.equal(values[slot, :, first : first + len(expected)], -found)
 
     def lend(self) -> None:
-        """Rows of the same length as one tensor, as a model's own code gets them."""
+        """Rows of equal length as one tensor, as custom attention code gets them."""
         count = min(len(tokens) for _, tokens in self.rows)
         rows = [row for row in self.rows if row[0].first_token <= count]
         first = max((table.first_token for table, _ in rows), default=0)
@@ -152,7 +152,7 @@ class Model:
 
 
 def num_extents(region: Region) -> int:
-    """Ends of what is mapped as one, counted from all that is mapped."""
+    """Number of separate contiguous mappings."""
     found = 0
     for have in region.places.mapped:
         beside = zip([None, *have], [*have, None])
@@ -203,7 +203,7 @@ def walks(driver: str, options: dict[str, Any], count: int, monkeypatch: pytest.
 
 
 def mapped(address: int, size: int) -> int:
-    """Stretches of pages of memory files there, as Linux counts them."""
+    """Number of mapped regions of memory files there, as Linux counts them."""
     with open("/proc/self/maps") as file:
         lines = [line for line in file if "memfd:hf_paged" in line]
     begins = [int(line.split("-")[0], 16) for line in lines]
@@ -213,7 +213,7 @@ def mapped(address: int, size: int) -> int:
 def grown(
     monkeypatch: pytest.MonkeyPatch, pages: MemoryFile, num_rows: int = 5, num_blocks: int = 7
 ) -> tuple[MappedStorage, list[BlockTable]]:
-    """Rows that grow a block each in turn, so that those of a row lie apart."""
+    """Rows that grow by a block each in turn, so that a row's blocks are scattered."""
     size = pages.granularity // (4 * DIM)
     storage, pool, _ = make_storage(monkeypatch, pages, size)
     total = num_rows * num_blocks
@@ -243,7 +243,7 @@ def test_extents_are_what_linux_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_idle_rows_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten rows fit, of which each step reads five; a step of all rows but ten is gathered, and later ones try again."""
+    """Ten rows fit, and each step reads five; a step of all rows but ten is gathered, and later ones try again."""
     pages = MemoryFile()
     pages.extents = Extents(limit=10 * 8 * HEADS * 2)
     storage, tables = grown(monkeypatch, pages, num_rows=15)

@@ -1,4 +1,4 @@
-"""Those who call `generate` for the user: pipelines, Trainer, PEFT, `torch.compile`, threads, nested calls."""
+"""Libraries that call `generate`: pipelines, Trainer, PEFT, `torch.compile`, threads, nested calls."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_pipeline_text_generation(door: str, batch_size: int, mode: dict[str, An
 
 
 class Pairs(Dataset):
-    """Eight pairs of token ids, input to labels."""
+    """Eight pairs of token ids, input and label."""
 
     def __init__(self) -> None:
         self.inputs = models.token_ids(8, 10, seed=1)
@@ -178,13 +178,13 @@ def test_labels_that_a_model_itself_prepares_are_its_prompts() -> None:
     model, inputs = models.build("llama"), models.prompt("llama")
     model.__class__ = Own
     for labels in (inputs["input_ids"].flip(0), inputs["input_ids"].flip(0).clamp(max=9), inputs["input_ids"]):
-        inputs["labels"] = labels  # others behind the same token ids
+        inputs["labels"] = labels  # different labels for the same token ids
         expected = model.generate(**inputs, max_new_tokens=100)
         assert torch.equal(model.generate(**inputs, max_new_tokens=100, **models.PAGED), expected)
 
 
 def test_training_step_after_a_paged_call_has_the_same_gradients() -> None:
-    """A call leaves nothing behind that changes a training step."""
+    """A call leaves no state that changes a training step."""
     gradients = []
     for paged in ({}, models.PAGED):
         model = models.build("llama").train()
@@ -198,7 +198,7 @@ def test_training_step_after_a_paged_call_has_the_same_gradients() -> None:
 
 
 def test_weights_changed_between_calls() -> None:
-    """Nothing of a call's keys and values survives into the next one with other weights."""
+    """No K/V of a call are used in the next one with other weights."""
     model, inputs = models.build("llama"), models.prompt("llama")
     model.generate(**inputs, **GREEDY, **models.PAGED)
     with torch.no_grad():
@@ -279,7 +279,7 @@ def test_torch_compile(wrap: Callable[[PreTrainedModel], Any]) -> None:
     assert_same_tokens(expected, wrapped.generate(**inputs, **options, **models.PAGED), "compiled, paged")
     assert hf_paged.last_route(model).road == "engine"
     assert_same_tokens(expected, wrapped.generate(**inputs, **options), "compiled, plain again")
-    gc.collect()  # tracing leaves reference cycles, which hold what the traced call saw
+    gc.collect()  # tracing leaves reference cycles that hold objects of the traced call
     assert_used_pool(model)
     torch._dynamo.reset()
 
@@ -302,7 +302,7 @@ def test_deepcopy_after_a_paged_call(name: str) -> None:
 
 
 def test_dtype_changed_after_a_paged_call() -> None:
-    """One pool per dtype that the model really produces: bfloat16 after float32 and back."""
+    """One pool per dtype that the model produces: bfloat16 after float32 and back."""
     model, inputs = models.build("llama"), models.padded_prompt("llama")
     single = model.generate(**inputs, **GREEDY)
     assert_same_tokens(single, model.generate(**inputs, **GREEDY, **models.PAGED), "float32")
@@ -378,7 +378,7 @@ def test_two_threads_on_two_models(names: tuple[str, str]) -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "bart"])
 @pytest.mark.parametrize("kinds", ["both paged", "paged and plain", "three paged and one plain"])
 def test_threads_on_one_model(name: str, kinds: str) -> None:
-    """Calls overlap, of different shapes; the model's attention is switched while others use it."""
+    """Calls overlap, of different shapes; a thread switches the model's attention while others use it."""
     model = models.get(name)
     before = attention_implementations(model)
     backends = {
@@ -432,7 +432,7 @@ def test_a_thread_that_fails_does_not_harm_the_other() -> None:
 
 
 def test_streamer_in_a_thread() -> None:
-    """The way of every chat demo: generate in a thread, read the streamer here."""
+    """The pattern of chat demos: generate in a thread, read the streamer here."""
     model, inputs = models.get("llama"), models.prompt("llama", batch_size=1)
     texts = []
     for backend in ({}, models.PAGED):
@@ -449,7 +449,7 @@ def test_streamer_in_a_thread() -> None:
 
 
 class Judge(LogitsProcessor):
-    """Asks a model at every step, by a `generate` call of its own, and biases the scores by the answer."""
+    """Queries a model at every step, by a separate `generate` call, and biases the scores by the answer."""
 
     def __init__(self, model: PreTrainedModel, options: dict[str, Any]) -> None:
         self.model, self.options = model, options
@@ -484,7 +484,7 @@ def test_generate_inside_a_processor(outer: dict[str, Any], inner: str, paged: s
 
 
 def test_generate_without_its_no_grad_is_where_transformers_has_it() -> None:
-    """`generate.__wrapped__` is how callers differentiate through the logits of new tokens."""
+    """Callers use `generate.__wrapped__` to differentiate through the logits of new tokens."""
     model = models.get("llama")
     output = type(model).generate.__wrapped__(
         model,

@@ -1,4 +1,4 @@
-"""transformers' continuous-batching names on `PagedEngine`: what they give, and how their threads end."""
+"""transformers' continuous-batching API on `PagedEngine`: its results, and how its threads end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.support import models
 GREEDY = GenerationConfig(max_new_tokens=8, do_sample=False)
 LONG = GenerationConfig(max_new_tokens=1500, do_sample=False)
 PROMPTS = [models.token_ids(1, length, seed=length)[0].tolist() for length in (5, 21, 13)]
-WAIT = 30.0  # seconds: what takes so long hangs
+WAIT = 30.0  # seconds: a longer wait is a hang
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +92,7 @@ def test_sampled_batches_are_the_rows_of_one_plain_call(num_sequences: int) -> N
         assert set(row[len(output.generated_tokens) :]) <= {models.PAD}
         ended += output.generated_tokens[-1] == config.eos_token_id
     assert ended, "no row ended early"
-    assert config.cache_implementation is None  # the caller's is left as it was
+    assert config.cache_implementation is None  # the caller's config is unchanged
 
 
 def test_a_seed_gives_each_request_the_draws_of_generate() -> None:
@@ -162,7 +162,7 @@ def test_stop_strings_with_a_tokenizer(do_sample: bool) -> None:
         assert output.generated_tokens == plain(model, prompt, config, **given)
     assert len(outputs["req_0"].generated_tokens) < 12
     torch.manual_seed(7)
-    outputs = model.generate_batch(PROMPTS[:1] * 2, config, **given)  # no rows of one call, which would be padded
+    outputs = model.generate_batch(PROMPTS[:1] * 2, config, **given)  # requests, not rows of one padded call
     assert [stop in tokenizer.decode(each.generated_tokens[:-1]) for each in outputs.values()] == [False] * 2
     assert all(each.error is None for each in outputs.values())
 
@@ -230,7 +230,7 @@ def test_handlers_get_their_requests_outputs() -> None:
                 done.set_result(None)
 
         name = manager.add_request(PROMPTS[0], max_new_tokens=3, streaming=True)
-        while len(manager._thread.outputs.get(name, ())) < 3:  # outputs that came before are not lost
+        while len(manager._thread.outputs.get(name, ())) < 3:  # earlier outputs are not lost
             await asyncio.sleep(0.01)
         manager.register_result_handler(name, told)
         await asyncio.wait_for(done, WAIT)
@@ -468,7 +468,7 @@ def test_no_step_in_a_pause_and_no_prefix_of_other_weights_after_it() -> None:
 
 
 def test_a_training_step_in_a_pause() -> None:
-    """Steps go on in evaluation mode. The mode that a caller set stays at the end, else it is that of the start."""
+    """Steps run in eval mode. At the end the mode is the one that a caller set, else that of the start."""
     model: Any = models.build("gpt2", attn_pdrop=0.5, embd_pdrop=0.5, resid_pdrop=0.5)
     expected = plain(model, PROMPTS[0], GREEDY)
     with model.continuous_batching_context_manager(GREEDY) as manager:
@@ -519,7 +519,7 @@ def test_a_manager_does_not_end_in_a_pause(is_hard: bool) -> None:
         stopping.start()
         stopping.join(0.2)
         assert stopping.is_alive() and manager.is_running()
-        assert model.config._attn_implementation == "eager"  # still the one that a caller's forward can use
+        assert model.config._attn_implementation == "eager"  # still one that a caller's forward can use
         with manager.pause():
             pass
         for block in (False, True):
@@ -576,7 +576,7 @@ def test_a_pause_that_cannot_be_raises(monkeypatch: pytest.MonkeyPatch) -> None:
         while not manager._thread.pausing:  # it waits for the step in progress
             time.sleep(0.01)
         if then is step:
-            with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:  # as this one does, until Ctrl-C
+            with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:  # as this call does, until Ctrl-C
                 patch.setattr(manager._thread.changed, "wait_for", interrupt)
                 pause()
             assert manager._thread.pausing == [pausing.ident]

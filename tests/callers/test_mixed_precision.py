@@ -1,7 +1,7 @@
 """Models that accelerate runs under bf16 autocast: prepared by hand, and by `Seq2SeqTrainer(bf16=True)`.
 
-bfloat16 keeps 8 bits, so that a random model's best two tokens are often equal, and the order of a sum decides. These
-models know answers by heart instead, each from its whole prompt: no choice hangs on rounding.
+bfloat16 keeps 8 bits, so a random model's best two tokens are often equal, and the order of a sum decides. These models
+have memorized answers, each from its whole prompt, so no choice depends on rounding.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PADDING = 6  # tokens
 
 @pytest.fixture(autouse=True)
 def no_accelerator_left() -> Iterator[None]:
-    """accelerate keeps its mixed precision in globals, which another test's Accelerator or Trainer would meet."""
+    """accelerate keeps its mixed precision in globals, which would affect another test's Accelerator or Trainer."""
     yield
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
@@ -40,12 +40,12 @@ def no_accelerator_left() -> Iterator[None]:
 
 class Answers(Dataset):
     """
-    Prompts that differ in one token, every second padded on the left, and an answer to each.
+    Prompts that differ in one token, every second left-padded, and an answer to each.
 
     Args:
-        joined (`bool`): Answers stand behind the prompts, as a decoder-only model is trained on them, and the loss is
-            that of the answer. Otherwise they are labels of the same number of tokens as they are of an encoder-decoder
-            model, or, for the evaluation of a decoder-only one, the prompt's.
+        joined (`bool`): Answers follow the prompts, as in training of a decoder-only model, with the loss on the
+            answer. Otherwise they are the labels: of an encoder-decoder model, with the same number of tokens, or, to
+            evaluate a decoder-only model, of the prompt.
     """
 
     def __init__(self, is_encoder_decoder: bool, joined: bool) -> None:
@@ -93,7 +93,7 @@ def trainer_of(model: PreTrainedModel, folder: Path) -> Seq2SeqTrainer:
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("t5", marks=pytest.mark.slow)])
 def test_item_02_seq2seq_trainer_bf16(name: str, tmp_path: Path) -> None:
-    """Predict, train until the answers are known, predict and evaluate, as plain does."""
+    """Predict, train until the answers are known, predict and evaluate, as with plain."""
     results: dict[bool, list[Any]] = {}
     for paged in (False, True):
         model = models.build(name)

@@ -1,4 +1,4 @@
-"""Models whose weights torchao has quantized."""
+"""Models with weights quantized by torchao."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support import models
 from tests.support.architecture_configs import tiny_model
 from tests.support.checks import assert_same_tokens
 
-# int4 is what runs on a CPU: torchao's `Int4WeightOnlyConfig` packs for CUDA and XPU only
+# int4 variant that runs on a CPU: torchao's `Int4WeightOnlyConfig` packs for CUDA and XPU only
 SCHEMES: dict[str, Callable[[], Any]] = {
     "int8": Int8WeightOnlyConfig,
     "int4": lambda: IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)),
@@ -52,7 +52,7 @@ def quantized(name: str, scheme: str) -> PreTrainedModel:
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_item_03_torchao(name: str, scheme: str, mode: str) -> None:
-    """Every call twice: the second one finds cached blocks, where there are any."""
+    """Every call twice: the second one finds cached blocks, if any."""
     model, inputs = quantized(name, scheme), models.padded_prompt(name, LENGTHS)
     for _ in range(2):
         torch.manual_seed(0)
@@ -65,7 +65,7 @@ def test_item_03_torchao(name: str, scheme: str, mode: str) -> None:
 
 @pytest.mark.parametrize("scheme", ["int8", "int4 in eights"])
 def test_torchao_where_latents_are_expanded(scheme: str) -> None:
-    """The weight that expands cached latents has functions of its own: it is no matrix to be multiplied elsewhere."""
+    """The weight that expands cached latents is a tensor subclass: it is no plain matrix to absorb."""
     model = tiny_model(DeepseekV3ForCausalLM)
     eights = IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(8))
     quantize_(model, SCHEMES["int8"]() if scheme == "int8" else eights)

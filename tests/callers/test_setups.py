@@ -1,4 +1,4 @@
-"""Models as libraries leave them: with hooks, with forwards in the place of their own, with weights kept elsewhere."""
+"""Models as libraries set them up: with hooks, replaced forwards, weights kept elsewhere."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_hooks_that_require_gradients() -> None:
 
 
 def test_gradient_checkpointing() -> None:
-    """Active, it keeps the layers from caching, and plain's tokens are those of a model without a past."""
+    """While active, layers do not cache, and plain's tokens are those of a model without a past."""
     model = models.build("llama")
     usual = generate(model)
     enable, disable = "activation_checkpointing_enable", "activation_checkpointing_disable"
@@ -99,7 +99,7 @@ def test_gradient_modes(context: Callable[[], Any]) -> None:
 
 
 def test_a_hook_of_the_users_own_sees_what_plain_shows_it() -> None:
-    """One that steers, and notes what it saw."""
+    """A hook that steers, and records its inputs."""
     model, seen = models.build("llama"), []
     steering = torch.randn(64, generator=torch.Generator().manual_seed(3))
     usual = generate(model, **models.PAGED)
@@ -124,7 +124,7 @@ def test_a_hook_of_the_users_own_sees_what_plain_shows_it() -> None:
 
 
 def test_the_classes_own_forward_as_an_attribute() -> None:
-    """As `unwrap_model` of accelerate leaves it."""
+    """Like accelerate's `unwrap_model`."""
     model = models.build("llama")
     accelerator = Accelerator(mixed_precision="bf16", cpu=True)
     prepared = accelerator.prepare(model)
@@ -134,7 +134,7 @@ def test_the_classes_own_forward_as_an_attribute() -> None:
 
 
 def test_layers_with_the_forward_of_another_class() -> None:
-    """As `kernelize` and Liger patch instances: their own function, bound to the layer."""
+    """Like `kernelize` and Liger, which patch instances: the function is bound to the layer."""
 
     class Norm:
         def forward(self: Any, hidden_states: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ class _SiLUMul:
 
 @pytest.mark.parametrize("patches", ["instance", "classes"])
 def test_liger_kernels(patches: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their Triton kernels do not run on a CPU: what Liger does to a model is real, the maths of two layers is ours."""
+    """Liger's Triton kernels do not run on a CPU: its patches are real, the maths of two layers is ours."""
     monkeypatch.setattr("liger_kernel.transformers.rms_norm.LigerRMSNormFunction", _RMSNorm)
     monkeypatch.setattr("liger_kernel.transformers.swiglu.LigerSiLUMulFunction", _SiLUMul)
     names = ("LlamaRMSNorm", "LlamaMLP")
@@ -173,7 +173,7 @@ def test_liger_kernels(patches: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.build("llama")
     expected = generate(model)
     if patches == "instance":
-        assert_same_tokens(expected, generate(model, **models.PAGED))  # which the check is not to rely on afterwards
+        assert_same_tokens(expected, generate(model, **models.PAGED))  # the check must not rely on this afterwards
     apply_liger_kernel_to_llama(rope=False, model=model if patches == "instance" else None)
     if patches == "classes":
         model = models.build("llama")
@@ -204,7 +204,7 @@ def test_a_forward_that_only_looks_at_shapes() -> None:
 
 
 def test_a_forward_that_depends_on_the_batch() -> None:
-    """The model's own loop where no other batch gives the same."""
+    """Runs the model's own loop if no other batch gives the same results."""
     model = models.build("llama")
     replace_mlp(model, lambda own, hidden: own(hidden) * hidden.shape[0])
     for options in MODES.values():
@@ -223,7 +223,7 @@ def test_a_forward_that_depends_on_the_batch() -> None:
 
 
 class MeanLess:
-    """A forward that is no function: less the mean over the batch, if it is switched on."""
+    """A callable object as forward: subtracts the batch mean if switched on."""
 
     def __init__(self, mlp: Any, is_on: int) -> None:
         self.own, self.is_on = type(mlp).forward.__get__(mlp), is_on
@@ -252,7 +252,7 @@ def of_options(own: Any, options: dict[str, int]) -> Callable[..., Tensor]:
 
 
 class Around:
-    """A forward that is no function, around another."""
+    """A callable object as forward, around another."""
 
     def __init__(self, wrapped: Any) -> None:
         self.wrapped = wrapped
@@ -266,7 +266,7 @@ class Around:
     "kind", ["object", "object's object", "object's method", "number", "dict", "module's method", "first an object"]
 )
 def test_a_switch_of_a_forward_is_checked_again(kind: str) -> None:
-    """What it closes over or has as an attribute now makes it look at the whole batch."""
+    """A variable in its closure or an attribute now makes it depend on the whole batch."""
     model = models.build("llama")
     mlp: Any = model.model.layers[1].mlp  # type: ignore[union-attr]
     own, options = type(mlp).forward.__get__(mlp), {"is_on": 0}
@@ -347,14 +347,15 @@ def test_blocks_of_another_forward_are_not_served(replaced: str) -> None:
 
 
 def cast_inside(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """As `Accelerator.prepare` does, which on the CPU takes bfloat16 alone."""
+    """Like `Accelerator.prepare`, which on the CPU accepts only bfloat16."""
     forward = convert_outputs_to_fp32(torch.autocast("cpu", dtype)(type(model).forward))
     model.forward = types.MethodType(forward, model)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_in_the_forward_is_what_the_call_computes_in(dtype: torch.dtype) -> None:
-    """Blocks in half precision, read in place; others than those without autocast, though nothing outside tells."""
+    """Blocks in half precision, read in place; not shared with calls without autocast, though nothing outside
+    differs."""
     model = models.build("llama")
     plain = generate(model, max_new_tokens=60)
     assert_same_tokens(plain, generate(model, max_new_tokens=60, **models.PAGED))
@@ -373,7 +374,7 @@ def test_autocast_in_the_forward_is_what_the_call_computes_in(dtype: torch.dtype
     assert (outputs.sequences == expected.sequences).float().mean() > 0.7
     del outputs, expected
     assert hf_paged.memory_stats(model).peak_bytes == wide // 2
-    model.forward = own  # as it was: blocks in half precision must not serve it
+    model.forward = own  # restored: blocks in half precision must not serve it
     assert_same_tokens(plain, generate(model, max_new_tokens=60, **models.PAGED))
 
 
@@ -425,7 +426,7 @@ def test_weights_that_accelerate_places(place: Callable[[PreTrainedModel, Path],
 
 
 def test_a_checkpoint_loaded_with_a_device_map(tmp_path: Path) -> None:
-    """A layer stays on disk, in the checkpoint's own safetensors file, and is read for each forward."""
+    """A layer stays on disk, in the checkpoint's safetensors file, and is read for each forward."""
     plain = models.build("llama")
     plain.save_pretrained(tmp_path)
     places: dict[str, Any] = dict.fromkeys(("model.embed_tokens", "model.layers.0", "model.rotary_emb"), "cpu")

@@ -1,4 +1,4 @@
-"""`Seq2SeqTrainer` in its usual set-ups: in mixed precision, with gradient checkpointing, on PEFT's adapters."""
+"""`Seq2SeqTrainer` in common set-ups: mixed precision, gradient checkpointing, PEFT adapters."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_seq2seq_trainer(name: str, setup: str, tmp_path: Path) -> None:
     assert len(plain_losses) == 3 and paged_losses == plain_losses
     assert not torch.equal(plain[0], plain[1]), "training changed nothing: the test is void"
     for expected, actual in zip(plain, paged):
-        if setup == "bf16":  # of a model with an adapter accelerate casts the wrapper, which `generate` goes around
+        if setup == "bf16":  # with an adapter, accelerate casts the wrapper, which `generate` bypasses
             assert expected.shape == actual.shape and (expected == actual).float().mean() > 0.8
         else:
             assert_same_tokens(expected, actual)

@@ -1,4 +1,4 @@
-"""TRL's trainers: rollouts between optimizer steps, and generation in a callback, with the forward that TRL patches."""
+"""TRL's trainers: rollouts between optimizer steps, and generation in a callback, with TRL's patched forward."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def roll_out(
     own = {"num_generations": NUM_ROWS, "max_completion_length": 16, "beta": 0.0, "bf16": False, **COMMON}
     adapter = arguments.pop("peft_config", None)
     config = config_class(output_dir=str(folder), **{**own, **arguments, **(road if is_paged else {})})
-    data = Dataset.from_dict({"prompt": [models.corpus()[0] * 3] * 8})  # whose blocks a later rollout would find
+    data = Dataset.from_dict({"prompt": [models.corpus()[0] * 3] * 8})  # a later rollout would find its blocks
     trainer = trainer_class(
         model=model,
         reward_funcs=reward,
@@ -90,7 +90,7 @@ TRAINERS = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)
 )
 @pytest.mark.parametrize("name", TRAINERS)
 def test_rollouts_between_steps(name: str, setup: str, tmp_path: Path) -> None:
-    """A block of the weights before a step would give other tokens than plain's, and other losses from there on."""
+    """A block from the weights before a step would change tokens, and from then on losses."""
     (plain, plain_losses), (paged, paged_losses) = (
         roll_out(*TRAINERS[name], tmp_path, is_paged, **SETUPS[setup]) for is_paged in (False, True)
     )
@@ -112,7 +112,7 @@ def native_names() -> Iterator[None]:
 @pytest.mark.parametrize("setup", ["fp32", pytest.param("peft", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", TRAINERS)
 def test_rollouts_by_transformers_continuous_batching(name: str, setup: str, tmp_path: Path) -> None:
-    """The draws, and so the rollouts and the losses, are those of the plain call with the same seed."""
+    """Draws, and so rollouts and losses, equal those of the plain call with the same seed."""
     plain = roll_out(*TRAINERS[name], tmp_path, False, **SETUPS[setup])
     ours = roll_out(*TRAINERS[name], tmp_path, True, road=BATCHES, **SETUPS[setup])
     assert len(plain[0]) == NUM_STEPS and any(plain[1])
@@ -121,7 +121,7 @@ def test_rollouts_by_transformers_continuous_batching(name: str, setup: str, tmp
 
 @pytest.mark.slow
 def test_rollouts_in_mixed_precision(tmp_path: Path) -> None:
-    """The first, before one token that fell the other way changes all that follow."""
+    """Compares the first rollouts only: a single token that differs changes all later ones."""
     (plain, _), (paged, _) = (
         roll_out(GRPOTrainer, GRPOConfig, tmp_path, is_paged, bf16=True, temperature=0.3) for is_paged in (False, True)
     )
@@ -130,7 +130,7 @@ def test_rollouts_in_mixed_precision(tmp_path: Path) -> None:
 
 
 class Generates(TrainerCallback):
-    """Samples after every step, in training mode as it finds the model."""
+    """Samples after every step, with the model in training mode."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
@@ -139,7 +139,7 @@ class Generates(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: PreTrainedModel, **kwargs: Any) -> None:  # type: ignore[override]
         assert model.training
-        inputs = models.padded_prompt("llama", (40, 33, 37, 40))  # whose blocks are kept for later calls
+        inputs = models.padded_prompt("llama", (40, 33, 37, 40))  # their blocks are kept for later calls
         tokens = model.generate(**inputs, do_sample=True, max_new_tokens=8, **self.options)
         self.tokens.append(tokens.tolist())
         route = hf_paged.last_route(model)

@@ -1,10 +1,10 @@
 """
-transformers' own tests of continuous batching, of a checkout, against the managers of hf_paged.
+Runs transformers' tests of continuous batching, from a checkout, against the managers of hf_paged.
 
     python -m tests.ecosystem.hf_continuous_batching PATH_OF_A_CHECKOUT [pytest arguments]
 
-Hub models become tiny ones with random weights: what is compared is `generate` with `generate_batch`, whatever the
-weights are. `NOT_OURS` says which tests do not apply, and why; all others run, on the CPU where there is no GPU.
+Hub models become tiny ones with random weights, since the tests compare `generate` with `generate_batch`. `NOT_OURS`
+lists the tests that do not apply, and why; all others run, on the CPU if there is no GPU.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def reason_against(node_id: str) -> str | None:
 
 
 class _Models:
-    """`from_pretrained` of any name gives a tiny model, the same for the same name, with the shape of its family."""
+    """Makes `from_pretrained` return a tiny model of the right family, the same one for the same name."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -76,7 +76,7 @@ class _Models:
             model.get_output_embeddings().weight.data[models.PAD] = 0  # the tests strip padding by its token
             model.generation_config.pad_token_id = models.PAD
             tokenizer: Any = models.tokenizer()
-            # as many tokens as those models' own tokenizers make of a prompt, which few blocks have room for
+            # about as many tokens as the original tokenizers give, so that few blocks hold a prompt
             tokenizer.chat_template = "{% for message in messages %}{{ message['content'][:100] }}{% endfor %}"
             for part in (model, tokenizer):
                 part.save_pretrained(folder)
@@ -84,7 +84,7 @@ class _Models:
 
 
 class Plugin:
-    """For pytest: skips what does not apply, with its reason."""
+    """Pytest hook: skips tests that do not apply, with the reason."""
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for item in items:
@@ -114,9 +114,9 @@ def _prepare(folder: Path) -> None:
     if not torch.cuda.is_available():
         for decorator in ("require_torch_accelerator", "require_deterministic_for_xpu"):
             setattr(testing_utils, decorator, lambda test: test)
-    # what tests read of transformers' own loop, said of ours
+    # attributes of transformers' loop that tests read, with values for ours
     manager: Any = PagedBatchingManager
-    manager.logit_processor = SimpleNamespace(clear=lambda: None)  # processors that it could not run; ours runs all
+    manager.logit_processor = SimpleNamespace(clear=lambda: None)  # processors that its loop cannot run; ours runs all
     manager.current_batch = property(lambda self: self.engine.stats().num_steps)
     manager.batch_processor = property(
         lambda self: SimpleNamespace(has_pending_requests=lambda: self.engine.has_unfinished)

@@ -1,5 +1,5 @@
-"""The page of examples/chat.py in a browser without a window. `python -m tests.ecosystem.test_chat FILE [OPTIONS]`
-takes the picture of the documentation, with options of the example."""
+"""The page of examples/chat.py in a headless browser. `python -m tests.ecosystem.test_chat FILE [OPTIONS]` takes the
+screenshot for the documentation, with options of the example."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync --window-size=1280,700"
 ).split()
-TIME_LIMIT = 200  # seconds, for machines that do other things as well
+TIME_LIMIT = 200  # seconds, for busy machines
 QUESTION = "The with statement"
 
 
@@ -45,7 +45,7 @@ def wait_for(get: Callable[[], Any], seconds: float = TIME_LIMIT) -> Any:
 
 
 class Page:
-    """A server process of the example, and a browser that looks at it."""
+    """A server process of the example, and a browser on its page."""
 
     def __init__(self, folder: Path, *options: str) -> None:
         with socket.socket() as taken:
@@ -73,7 +73,7 @@ class Page:
         assert self.process.poll() is None
         flags = webdriver.ChromeOptions()
         flags.binary_location = CHROMIUM
-        # fonts of elsewhere are not waited for
+        # do not wait for remote fonts
         nowhere = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
         flags.page_load_strategy = "eager"
         for flag in (*FLAGS, nowhere, f"--user-data-dir={folder}"):
@@ -90,7 +90,7 @@ class Page:
         return list(self.browser.find_elements(By.CSS_SELECTOR, selector))
 
     def answer(self) -> str:
-        """The last one's text so far."""
+        """The latest answer's text so far."""
         return str(
             self.browser.execute_script(
                 "const all = document.querySelectorAll('[data-testid=bot]');"
@@ -99,7 +99,7 @@ class Page:
         )
 
     def requests(self) -> tuple[int, int, int]:
-        """Running, waiting, ended: as the page shows them."""
+        """Running, waiting and ended requests, as the page shows them."""
         text = self.browser.execute_script("return document.getElementById('engine').innerText")
         found = re.search(r"requests running, waiting, ended\s+(\d+), (\d+), (\d+)", text)
         assert found is not None, text
@@ -122,9 +122,9 @@ def test_a_chat_in_a_browser(tmp_path: Path) -> None:
         assert page.requests() == (0, 0, 0)
         page.ask(QUESTION)
         first = wait_for(page.answer)
-        wait_for(lambda: page.answer().startswith(first) and len(page.answer()) > len(first) + 20)  # as it comes
+        wait_for(lambda: page.answer().startswith(first) and len(page.answer()) > len(first) + 20)  # while it streams
         wait_for(lambda: page.requests() == (0, 0, 1))
-        page.ask("And once more")  # a page that is closed in the middle of an answer ends its request
+        page.ask("And once more")  # closing a page in the middle of an answer ends its request
         wait_for(lambda: page.requests()[0] == 1)
         page.browser.refresh()
         wait_for(lambda: page.all("#engine") and page.requests() == (0, 0, 2))

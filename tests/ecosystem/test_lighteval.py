@@ -61,12 +61,12 @@ def plain(model: Any, ids: list[int]) -> list[int]:
 
 @pytest.mark.usefixtures("native_names")
 def test_a_task_by_generate_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The right answers of every other row are what the model says in a plain call: so half are found right."""
+    """The correct answers of every other row are the model's in a plain call, so half are scored as correct."""
     for name in ("_load_from_files", "_load_from_subdirs"):  # of lighteval's own tasks, one of which downloads a file
         monkeypatch.setattr(Registry, name, staticmethod(lambda *args: {}))
     model: Any = models.build("llama")
     tokenizer: Any = models.tokenizer()
-    tokenizer.chat_template = TEMPLATE  # without one lighteval's road asks a document for what it has not
+    tokenizer.chat_template = TEMPLATE  # without one, lighteval reads a field that the document lacks
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "model")
     words, rows = models.corpus()[0], []

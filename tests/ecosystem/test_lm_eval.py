@@ -1,4 +1,4 @@
-"""lm-evaluation-harness by its command, on a model and a task of this machine."""
+"""lm-evaluation-harness by its command line, on a local model and a local task."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, and a task whose right answers are the model's own for two questions in three."""
+    """A model, and a task whose right answers are the model's for two questions in three."""
     folder = tmp_path_factory.mktemp("lm_eval")
     model, tokenizer = models.get("llama"), models.tokenizer()
     model.save_pretrained(folder / "model")

@@ -1,4 +1,4 @@
-"""An engine's figures as Prometheus reads them."""
+"""An engine's metrics in Prometheus format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..support import models  # noqa: E402
 
 
 def read(registry: prometheus_client.CollectorRegistry) -> dict[str, float]:
-    """By name, and labels but for the model's, as a server would read them."""
+    """Values by name and labels, except the model's, as a server would read them."""
     text = prometheus_client.generate_latest(registry).decode()
     samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
     return {
@@ -49,7 +49,7 @@ def test_what_an_engine_did() -> None:
         assert uses == {"shared": 2, "one_sequence": 3, "cached": stats.cached_blocks} and uses["cached"] > 0
         assert now["hf_paged_time_to_first_token_seconds_count"] == 3
         assert now["hf_paged_time_to_first_token_seconds_bucket.+Inf"] == 3
-        assert now["hf_paged_time_per_output_token_seconds_count"] == 2  # one had a single token
+        assert now["hf_paged_time_per_output_token_seconds_count"] == 2  # one request had a single token
         assert 0 < now["hf_paged_time_per_output_token_seconds_sum"] < now["hf_paged_step_seconds_total"]
         rising = [value for name, value in now.items() if name.startswith("hf_paged_time_to_first_token_seconds_b")]
         assert len(rising) == 16 and rising == sorted(rising)
@@ -67,7 +67,7 @@ def test_a_cancelled_request_is_timed_where_it_began() -> None:
 
 
 def test_several_engines_and_names_that_are_taken() -> None:
-    """Engines come and go; no two collectors of one registry have the same names."""
+    """Engines are created and closed; no two collectors of one registry have the same names."""
     registry, engines = prometheus_client.CollectorRegistry(), dict[str, PagedEngine]()
     registry.register(EngineCollector(lambda: engines))
     assert "hf_paged_steps_total" not in read(registry)

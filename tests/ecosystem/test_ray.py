@@ -1,4 +1,4 @@
-"""`hf_paged.ray`: Ray Data and Ray Serve over engines in processes of their own; tokens are plain `generate`'s."""
+"""`hf_paged.ray`: Ray Data and Ray Serve over engines in separate processes; tokens equal plain `generate`'s."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def cluster() -> Iterator[None]:
         try:
             ray.init(num_cpus=2, include_dashboard=False, object_store_memory=150 * 2**20, log_to_driver=False)
             break
-        except Exception:  # it waits for 30 seconds, which a machine that does other things as well may need
+        except Exception:  # it waits for 30 seconds, which a busy machine may exceed
             if is_last:
                 raise
             ray.shutdown()
@@ -89,7 +89,7 @@ def as_numpy(columns: dict[str, list[Any]]) -> dict[str, np.ndarray]:
 
 def as_pandas(columns: dict[str, list[Any]]) -> pd.DataFrame:
     frame = pd.DataFrame(columns)
-    return frame.astype({"seed": "Int64"}) if "seed" in columns else frame  # else a missing one makes floats of all
+    return frame.astype({"seed": "Int64"}) if "seed" in columns else frame  # else a missing value makes all floats
 
 
 @pytest.mark.parametrize("form", [as_numpy, as_pandas, pa.table])
@@ -177,7 +177,7 @@ def test_what_cannot_be_a_model(folder: str, tmp_path: Path) -> None:
 
 
 def test_a_device_that_is_lost_is_no_row_s_fault(folder: str) -> None:
-    """The job ends, and a replica is replaced: every other row would fail like the first."""
+    """The job ends, and a replica is replaced, since every other row would fail like the first."""
 
     def lose(*_: Any) -> None:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
@@ -201,7 +201,7 @@ def test_a_device_that_is_lost_is_no_row_s_fault(folder: str) -> None:
 
 
 def test_map_batches(folder: str, cluster: None) -> None:
-    """8 prompts, greedy and sampled: the same rows whatever the batches are."""
+    """8 prompts, greedy and sampled: the same rows for any batch size."""
     rows = [
         {"prompt": text, "seed": i, "generation_config": SAMPLES if i % 2 else {"num_beams": 2}}
         for i, text in enumerate(prompts(*range(4, 12)))
@@ -296,7 +296,7 @@ def wait_for(is_true: Any, what: str) -> None:
 
 @pytest.mark.slow
 def test_serve(replica: Any) -> None:
-    """Through a handle and over HTTP: as it comes, as a whole, 8 at once, refused, and left in the middle."""
+    """Through a handle and over HTTP: streamed, whole, 8 at once, refused, and abandoned half-way."""
     texts = prompts(*range(4, 12))
     outputs = list(replica.options(stream=True).generate.remote(texts[0], {"max_new_tokens": 5}))
     assert [output.new_tokens[0] for output in outputs] == plain(texts[0], {**GREEDY, "max_new_tokens": 5})[0]
@@ -343,7 +343,7 @@ def test_serve_ends_what_is_not_read(replica: Any) -> None:
         return replica.stats.remote().result()
 
     with httpx.stream("POST", URL, json=LONG, timeout=60) as response:
-        lines = response.iter_lines()  # which closes the response when it goes
+        lines = response.iter_lines()  # closing the iterator closes the response
         assert next(lines).startswith("data: ")
         assert stats().num_running == 1
     wait_for(lambda: stats().num_running == stats().used_blocks == 0, "a dropped client's request goes on")

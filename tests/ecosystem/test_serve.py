@@ -1,4 +1,4 @@
-"""`python -m hf_paged run --engine transformers serve`: a server process on loopback, asked by the `openai` client."""
+"""`python -m hf_paged run --engine transformers serve`: a server on loopback, queried by the `openai` client."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from ..support import models  # noqa: E402
 ROOT = Path(hf_paged.__file__).parents[1]
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 PROMPTS = [f"{models.corpus()[i % len(models.corpus())]} {i}" for i in range(32)]
-TIME_LIMIT = 300  # seconds, for machines that do other things as well
+TIME_LIMIT = 300  # seconds, for busy machines
 NUM_BLOCKS = 512
 
 
 class Server:
-    """A server process with one model, and clients of it."""
+    """A server process with one model, and clients for it."""
 
     def __init__(self, folder: Path, *options: str) -> None:
         with socket.socket() as taken:
@@ -73,7 +73,7 @@ class Server:
         return False
 
     def metrics(self) -> dict[str, float]:
-        """By name, and by use where they are of blocks."""
+        """Values by name, and by use for metrics of blocks."""
         text = httpx.get(f"{self.url}/metrics", timeout=TIME_LIMIT).text
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
         return {sample.name + sample.labels.get("use", ""): sample.value for sample in samples}
@@ -92,7 +92,7 @@ class Server:
         return str(self.chat(prompt, **options).choices[0].message.content)
 
     def close(self) -> None:
-        """As Ctrl-C does."""
+        """Interrupts the server like Ctrl-C."""
         self.process.send_signal(signal.SIGINT)
         try:
             self.process.wait(TIME_LIMIT)
@@ -129,7 +129,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def plain(folder: str, prompt: str, **options: Any) -> str:
-    """What `generate` says."""
+    """The text of plain `generate`."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     messages = [{"role": "user", "content": prompt}]
@@ -141,7 +141,7 @@ def plain(folder: str, prompt: str, **options: Any) -> str:
 
 
 def test_chat_and_completions(server: Server) -> None:
-    """... are what `generate` says, at once and piece by piece."""
+    """... equal `generate`'s text, at once and streamed."""
     answer = server.chat(PROMPTS[0])
     expected = plain(server.folder, PROMPTS[0])
     assert answer.choices[0].message.content == expected
@@ -156,7 +156,7 @@ def test_chat_and_completions(server: Server) -> None:
 
 
 def test_each_request_has_its_own_options(server: Server) -> None:
-    """The first one's are not those of the others, and a seed is a request's own, whatever runs beside it."""
+    """The first one's options do not affect the others, and a seed belongs to its request."""
     sampled = {"temperature": 0.9, "top_p": 0.9, "extra_body": {"generation_config": '{"do_sample": true}'}}
     torch.manual_seed(7)
     expected = plain(server.folder, PROMPTS[2], do_sample=True, temperature=0.9, top_p=0.9)
@@ -201,7 +201,7 @@ def test_malformed_requests_are_refused(server: Server, change: dict[str, Any] |
 
 
 def test_only_the_bodys_errors_are_the_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """... and those of the app go on to the server, which answers 500 and logs them."""
+    """... and errors of the app pass on to the server, which answers 500 and logs them."""
     save(tmp_path)
     monkeypatch.setattr(serving.utils, "CBGenerateManager", serving.EngineGenerateManager)
     model_manager, state = ModelManager(device="cpu", model_timeout=-1), serving.EngineGenerationState()
@@ -262,8 +262,8 @@ def test_many_at_once_get_what_each_gets_alone(server: Server) -> None:
 
 @pytest.mark.slow
 def test_throughput(tmp_path: Path) -> None:
-    """32 at once are answered in a third of the time that one after another takes: a model of 100 million parameters
-    in bfloat16, whose weights are read once for all of a step."""
+    """32 concurrent requests take at most a third of the time of sequential ones: a model of 100 million parameters in
+    bfloat16, whose weights are read once per step."""
     sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12}
     model = models.build("llama", **sizes, head_dim=64, num_key_value_heads=12, vocab_size=16384)
     save(tmp_path)
@@ -286,7 +286,7 @@ def test_throughput(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_thousand_requests_of_which_some_are_dropped(server: Server) -> None:
-    """Nothing is left of them: blocks, requests, threads, open files, memory of the process beyond the pool."""
+    """No blocks, requests, threads, open files or process memory beyond the pool are left of them."""
     psutil = pytest.importorskip("psutil")
     process = psutil.Process(server.process.pid)
     expected = [server.answer(prompt, max_tokens=8) for prompt in PROMPTS]

@@ -1,4 +1,4 @@
-"""Requests that follow a schema, a regular expression or a grammar, beside others that do not."""
+"""Requests constrained by a schema, a regular expression or a grammar, beside unconstrained ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Every printable character of ASCII is a token."""
+    """A tokenizer with a token for every printable ASCII character."""
     names = ["<pad>", "<s>", "</s>", "<unk>", *(chr(i) for i in range(32, 127)), "\n"]
     vocab = {{" ": "\u0120", "\n": "\u010a"}.get(name, name): i for i, name in enumerate(names)}
     made = Tokenizer(BPE(vocab, [], unk_token="<unk>"))
@@ -49,7 +49,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _plain(model: Any, prompt: torch.Tensor, options: dict[str, Any], **asked: str) -> list[list[int]]:
-    """The rows of plain `generate`, with our processor, which is one of transformers' kind."""
+    """Rows of plain `generate` with our processor, which is a transformers `LogitsProcessor`."""
     processor = Grammars().processor(RequestOptions(**asked), tokenizer(), model)
     assert processor is not None
     processor.set_stop_tokens(torch.tensor([EOS]))
@@ -120,7 +120,7 @@ def test_schema() -> None:
 
 
 def test_a_choice_of_the_second_best_is_not_taken_back() -> None:
-    """A processor of the caller's comes before the mask."""
+    """The caller's processor runs before the mask."""
     with hf_paged.PagedEngine(get("llama"), tokenizer=tokenizer()) as engine:
         (result,) = engine.generate(["x"], GREEDY, regex="abc", logits_processor=[lambda ids, scores: scores * -1])
     assert result.text == "abc" and result.finish_reason == "eos"

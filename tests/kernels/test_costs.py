@@ -1,4 +1,4 @@
-"""Tables of what attention takes by the size of blocks: which one a device gets."""
+"""Tables of attention time by block size: the table that a device gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hashes of bytes: the C++ kernel and the one in PyTorch against their definitions, word by word."""
+"""Hashes of bytes: the C++ kernel and the PyTorch version against their definitions, word by word."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Digest:
 
 
 def reference(spans: list[bytes]) -> bytes:
-    """`hash.cpp`, word by word."""
+    """Reimplements `hash.cpp`, word by word."""
     keys = [scramble((i + 1) * 0x9E3779B97F4A7C15 & WORD) for i in range(513)]
     low = np.array([key & 0xFFFFFFFF for key in keys], np.uint32)
     high = np.array([key >> 32 for key in keys], np.uint32)
@@ -103,7 +103,7 @@ HASHES = [
 
 @pytest.mark.parametrize("function", HASHES)
 def test_structured_changes_never_cancel(function: Callable[[list[bytes]], Any]) -> None:
-    """Zeros, one value all over, repeated rows: contents in which naive sums and xors collide."""
+    """Zeros, one repeated value, repeated rows: contents for which naive sums and xors collide."""
     generator = np.random.default_rng(0)
     row = generator.bytes(64)
     contents: list[bytes] = []

@@ -1,4 +1,4 @@
-"""The C++ products of few rows: exact enough, the same for a row whatever stands beside it, within their memory."""
+"""The C++ products for few rows: accurate, independent of the other rows in the batch, within their memory."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_number_of_threads_does_not_count() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nothing_outside_of_a_tensor_counts(dtype: torch.dtype) -> None:
-    """Rows between others that are NaN, of weights and of x."""
+    """Rows between NaN rows, of weights and of x."""
     for path in paths():
         for width, depth, rows in ((17, 33, 3), (40, 100, 18), (16, 50, 1)):
             x, weight, bias = make(width, depth, rows, dtype)

@@ -1,4 +1,4 @@
-"""Codes and scales: every store writes the same ones, how far they are from the states, how they lie in blocks."""
+"""Codes and scales: all stores write the same ones; their error; their layout in blocks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def blocks_like(keys: Tensor, values: Tensor, block_size: int, kv_dtype: str, nu
 
 
 def states(shape: tuple[int, int, int, int], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values of five tokens in three rows, whose magnitudes differ from token to token, and their slots."""
+    """K/V of five tokens in three rows, whose magnitudes differ by token, and their slots."""
     heads, key_dim, value_dim, block_size = shape
     generator = torch.Generator().manual_seed(0)
     sizes = torch.randn(3, heads, 5, 1, generator=generator).mul(2).exp()
@@ -42,7 +42,7 @@ def states(shape: tuple[int, int, int, int], dtype: torch.dtype = torch.float32)
 
 
 def stored(blocks: KVBlocks, slots: Tensor) -> list[Tensor]:
-    """Keys and values at these slots, float32."""
+    """K/V at these slots, float32."""
     size = blocks.keys.shape[2]
     index = slots // size, slice(None), slots % size
     return [quantized.read(x, index, torch.float32) for x in (blocks.keys, blocks.values)]
@@ -104,7 +104,7 @@ def test_what_is_not_finite_stays_so_and_alone(store: Callable[..., None], kv_dt
 
 @pytest.mark.parametrize("kv_dtype", quantized.DTYPES)
 def test_all_codes_that_are_stored_are_read(kv_dtype: str) -> None:
-    """The C++ kernel's numbers are PyTorch's for each of the 256 bytes that stands for one."""
+    """The C++ kernel decodes each of the 256 byte values to PyTorch's number."""
     dtype = quantized.DTYPES[kv_dtype]
     codes = torch.arange(256, dtype=torch.uint8).view(dtype)
     codes = codes[codes.float().isfinite()]

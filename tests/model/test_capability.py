@@ -1,4 +1,4 @@
-"""Which models may run packed, and that finding out leaves no trace."""
+"""Which models may run packed; the check leaves no trace."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.architecture_inputs import decoder_text
 
 
 def cache_for(model: Any, **config: Any) -> PagedCache:
-    """As the door makes it: the model's own cache, layer by layer."""
+    """The model's own cache, layer by layer, as in a call."""
     kwargs: dict[str, Any] = {}
     model._prepare_cache_for_generation(model.generation_config, kwargs, None, 1, 64)
     return PagedCache.from_empty(kwargs["past_key_values"], PagedMemory(PagedConfig(**config)))
@@ -59,10 +59,10 @@ PACKABLE = [
 ]
 PACKABLE += ["OPTForCausalLM", "Qwen3MoeForCausalLM"]
 REFUSED = {
-    "BambaForCausalLM": "LinearAttentionLayer",  # Mamba states beside attention
+    "BambaForCausalLM": "LinearAttentionLayer",  # Mamba states and attention
     "BertLMHeadModel": "causal",  # attends in both directions
     "FalconH1ForCausalLM": "PagedHybridLayer",
-    "GPTNeoForCausalLM": "are read",  # a mask of its own, by columns of the batch
+    "GPTNeoForCausalLM": "are read",  # builds a mask from the batch's columns
     "OpenAIGPTLMHeadModel": "no past_key_values",
     "MambaForCausalLM": "no past_key_values",
 }
@@ -89,7 +89,7 @@ def test_a_cache_without_known_layers_is_refused() -> None:
     assert "does not know its layers" in str(choose_layout(models.get("llama"), PagedCache()).unsupported_reason)
 
 
-# -- what is found by looking ---------------------------------------------------------------------------------------
+# -- found by inspection ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
@@ -99,7 +99,7 @@ def test_rope_of_the_longest_position_is_packable_but_not_side_by_side(kind: str
         rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 64}
     model = models.build("llama", rope_parameters=rope)
     assert reason(model) is None
-    shift(model)  # no longer packed, then
+    shift(model)  # then no longer packed
     layout = choose_layout(model, cache_for(model))
     assert "standard deviations" in str(layout.unsupported_reason) and not layout.side_by_side
 
@@ -221,11 +221,11 @@ def test_own_inputs_of_the_first_forward_alone_are_found_out(dtype: torch.dtype)
         assert "side by side" in hf_paged.last_route(model).reason
 
 
-# -- what is found by running ---------------------------------------------------------------------------------------
+# -- found by running ------------------------------------------------------------------------------------------------
 
 
 class TokenShift(nn.Module):
-    """Adds a little of the token before, as convolutions do: causal, and wrong across sequences."""
+    """Adds a little of the previous token, like convolutions: causal, and wrong across sequences."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -237,14 +237,14 @@ class TokenShift(nn.Module):
 
 
 class BatchScale(TokenShift):
-    """Divides by the largest state of the batch."""
+    """Divides by the largest state in the batch."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.inner(hidden) / hidden.abs().max()
 
 
 class OddPositions(nn.Module):
-    """A rotary embedding that counts by itself."""
+    """A rotary embedding that counts positions itself."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -274,14 +274,14 @@ FOUND = [*((c, torch.float32) for c in (shift, scale, count)), *((c, torch.float
 def test_a_model_that_mixes_tokens_is_found_out(change: Any, dtype: torch.dtype) -> None:
     model = models.build("llama").to(dtype)
     assert reason(model) is None
-    change(model)  # the model object is the same: its modules are not
+    change(model)  # the model object is the same, its modules are not
     assert "standard deviations" in str(reason(model))
 
 
 def test_a_replaced_forward_is_judged_by_what_it_computes() -> None:
     model = models.build("llama")
     layer: Any = model.model.layers[0]
-    layer.forward = layer.forward  # the class's own, as accelerate puts it back
+    layer.forward = layer.forward  # the class's forward, as accelerate restores it
     layer.mlp.forward = types.MethodType(type(layer.mlp).forward, layer.mlp)
     assert reason(model) is None
     own = layer.mlp.forward
@@ -333,7 +333,7 @@ def test_a_forward_that_is_replaced_is_checked_again_and_once(monkeypatch: pytes
     norm.forward = scaled(True)
     check(3)
     del norm.forward
-    check(3)  # known from the beginning
+    check(3)  # known from the start
     model.enable_input_require_grads()
     check(4)
     model.train()
@@ -386,7 +386,7 @@ def test_the_check_leaves_no_trace() -> None:
     model = models.build("gemma3")
     model.model.layers[0].eval()
     model.model.layers[1].train()
-    cache = cache_for(model, block_size=8, num_blocks=1)  # the check needs more, and takes none of it
+    cache = cache_for(model, block_size=8, num_blocks=1)  # the check needs more, and uses none of it
     random_state, weights = torch.get_rng_state(), copy.deepcopy(model.state_dict())
     modes = [module.training for module in model.modules()]
     attributes = [dict(vars(module)) for module in model.modules()]
@@ -405,7 +405,7 @@ def test_the_check_leaves_no_trace() -> None:
 
 
 class Noting(nn.Module):
-    """Leaves a note on itself and replaces a buffer at every forward, and draws a random number."""
+    """Sets an attribute, replaces a buffer and draws a random number in every forward."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

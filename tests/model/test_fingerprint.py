@@ -1,4 +1,4 @@
-"""The fingerprint of a model: the same while nothing changed, another after any change."""
+"""The fingerprint of a model: stable without changes, different after any change."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BACKENDS = [
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Runs a test with the C++ hash, with the one in PyTorch and with the Triton kernel of GPUs."""
+    """Runs a test with the C++ hash, the PyTorch one and the Triton kernel of GPUs."""
     if request.param != "cpp":
         monkeypatch.setattr(cpp, "is_available", lambda: False)
     if request.param == "triton":
@@ -79,7 +79,7 @@ def test_same_while_nothing_changes() -> None:
     assert read(model) == first
     model.train()
     assert read(model) == first
-    assert read(copy.deepcopy(model)) == first  # no address counts
+    assert read(copy.deepcopy(model)) == first  # addresses do not count
     assert read(Small()) != first
 
 
@@ -264,7 +264,7 @@ def test_adapters() -> None:
 
 @available
 def test_pytorch_and_the_kernel_give_the_same_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that it stays comparable where one takes the other's place."""
+    """So that fingerprints stay comparable if one replaces the other."""
     monkeypatch.setattr(cpp, "is_available", lambda: False)
     model = llama()
     expected = read(model)
@@ -322,7 +322,7 @@ UNREADABLE: dict[str, Callable[[], torch.Tensor]] = {
     "lazily conjugated": lambda: torch.ones(3, dtype=torch.complex64).conj(),
     "uninitialised": nn.parameter.UninitializedParameter,
 }
-if hasattr(torch, "quantize_per_tensor"):  # announced to go
+if hasattr(torch, "quantize_per_tensor"):  # announced for removal
     UNREADABLE["quantized"] = lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
 
 
@@ -392,7 +392,7 @@ print(_code_hash(forward.__code__), *(fingerprint(models.build(name)).hex() for 
 @pytest.mark.slow
 def test_processes_agree() -> None:
     found = set()
-    for seed in ("1", "2"):  # of the order of sets
+    for seed in ("1", "2"):  # sets iterate in another order
         env = {**os.environ, "PYTHONHASHSEED": seed}
         done = subprocess.run([sys.executable, "-c", _IN_ANOTHER, SOURCE], capture_output=True, text=True, env=env)
         assert done.returncode == 0, done.stderr

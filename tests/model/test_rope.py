@@ -1,4 +1,4 @@
-"""Factors that depend on the longest position: each token of a packed forward gets those of its own sequence."""
+"""Rotary factors that depend on the longest position: each packed token gets those of its sequence."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_what_stands_for_factors() -> None:
 @pytest.mark.parametrize("before", [None, 40, 70])
 @torch.no_grad()
 def test_each_token_gets_the_table_of_its_own_length(name: str, before: int | None) -> None:
-    """Whatever a plain forward has left in the module, and without a trace."""
+    """Whatever state a plain forward has left in the module; leaves none itself."""
     model = build(name)
     rope, rotary = rope_of(model), rotary_of(model)
     hidden = torch.zeros(1, 1, 8)

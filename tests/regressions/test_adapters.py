@@ -13,7 +13,7 @@ GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 14}
 
 
 def test_item_01_a_step_of_two_adapters_that_computes_no_sequence_to_the_end() -> None:
-    """Beams that come back are computed once as far as they agree, which is no beam's end; here for two adapters."""
+    """Readmitted beams are computed once up to where they agree, which is no beam's end; here for two adapters."""
     model, texts, adapters = lora_model(), prompts(20, 25, 18), ("first", "second", "first")
     with PagedEngine(model, PagedConfig(block_size=8, num_blocks=12, preemption="recompute")) as engine:
         for i, (prompt, adapter) in enumerate(zip(texts, adapters)):
@@ -26,7 +26,7 @@ def test_item_01_a_step_of_two_adapters_that_computes_no_sequence_to_the_end() -
 
 
 def test_item_01_a_request_whose_adapter_is_deleted_fails_alone() -> None:
-    """PEFT's layers pass over names that they do not know: its tokens would be the base model's."""
+    """PEFT's layers ignore unknown adapter names: the request would get the base model's tokens."""
     model, texts = lora_model(), prompts(20, 25, 18)
     expected = lone_with(model, "second", texts[1], GREEDY)
     with PagedEngine(model, PagedConfig(block_size=8, max_num_seqs=2)) as engine:

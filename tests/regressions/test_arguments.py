@@ -1,4 +1,5 @@
-"""Bad values are named, with what is allowed, before any memory is taken; other forms of good ones are taken."""
+"""Bad values raise an error that names them and what is allowed, before any allocation; equivalent forms are
+accepted."""
 
 from __future__ import annotations
 
@@ -282,7 +283,7 @@ def test_item_11_bools_are_no_ids() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_item_11_beams_without_finite_scores_end_in_an_error(value: float) -> None:
-    """Plain `generate` returns what it has; so does a paged call."""
+    """Plain `generate` returns the beams that it has; so does a paged call."""
     model, (one, other) = models.build("llama"), prompts(9, 7)
 
     def spoil(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -304,8 +305,8 @@ def test_item_11_beams_without_finite_scores_end_in_an_error(value: float) -> No
 
 
 def test_item_11_outputs_that_wait_are_bounded_and_no_result_is_lost() -> None:
-    """Requests of `add_request` that go on in the steps that `generate` takes."""
-    length, count = 70, 250  # together more outputs than are kept
+    """Requests of `add_request` continue in the steps that `generate` runs."""
+    length, count = 70, 250  # together more outputs than the engine keeps
     with PagedEngine(models.get("llama"), {"block_size": 128, "prefix_caching": False}) as engine:
         options = {"max_new_tokens": length, "do_sample": False}
         names = [engine.add_request([5, 6, 7 + i % 100], options) for i in range(count)]
@@ -325,7 +326,7 @@ def test_item_11_outputs_that_wait_are_bounded_and_no_result_is_lost() -> None:
 
 @pytest.mark.parametrize("use_cache", [0, None, []])
 def test_use_cache_that_is_false_in_another_way(use_cache: Any) -> None:
-    """transformers builds a cache then, and sends all tokens in every step: the tokens are that loop's."""
+    """transformers then builds a cache and passes all tokens in every step: the tokens are that loop's."""
     model, inputs = models.build("llama"), models.padded_prompt("llama")
     options = {"do_sample": False, "max_new_tokens": 12, "use_cache": use_cache}
     assert torch.equal(model.generate(**inputs, **options), model.generate(**inputs, **options, **models.PAGED))

@@ -13,7 +13,7 @@ from hf_paged.kernels import cpp
 from tests.support import models
 
 STEPS = 10
-LENGTHS = (13, 4, 13, 9)  # rows of one length that are no neighbours
+LENGTHS = (13, 4, 13, 9)  # rows of equal length that are not adjacent
 CLOSE = {torch.bfloat16: 0.25, torch.float16: 0.05}  # logits have a standard deviation of 3
 
 
@@ -24,7 +24,7 @@ def outputs(model: Any, inputs: dict[str, Any], dtype: torch.dtype, **options: A
         )
 
 
-# Eager attention rounds its scores and weights, which ours does not: beams may then choose between near ties otherwise.
+# Eager attention rounds its scores and weights, ours does not: beams may resolve near ties differently.
 CASES = [("llama", 1), ("llama", 2), ("t5", 1), ("t5", 2), ("bart", 2), ("gpt_oss", 1), ("gemma2", 1)]
 
 
@@ -36,7 +36,7 @@ def test_item_02_ragged_batches(name: str, beams: int, dtype: torch.dtype) -> No
     paged = outputs(model, inputs, dtype, num_beams=beams, **models.PAGED)
     assert last_route(model).road == ("hf_loop" if models.is_encoder_decoder(name) else "engine")
     assert torch.equal(paged.sequences, plain.sequences)
-    if beams == 1:  # beams that change places leave rows of the logits behind that no token comes from
+    if beams == 1:  # reordered beams leave rows of logits from which no token is drawn
         for ours, expected in zip(paged.logits, plain.logits, strict=True):
             assert ours.dtype == expected.dtype
             torch.testing.assert_close(ours, expected, rtol=0, atol=CLOSE[dtype])
@@ -55,7 +55,7 @@ def test_item_02_every_backend(name: str, backend: str, monkeypatch: pytest.Monk
 
 @pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler")
 def test_the_kernel_is_checked_without_autocast() -> None:
-    """A first call under autocast made the process do without the kernel: PyTorch's products were bfloat16's."""
+    """A first call under autocast disabled the kernel for the process: PyTorch's products were in bfloat16."""
     backend._agrees.cache_clear()
     with torch.autocast("cpu", torch.bfloat16):
         assert backend.is_available()

@@ -20,7 +20,7 @@ PROMPT = models.token_ids(1, 41, seed=5)[0].tolist()  # five full blocks and one
 
 
 def hit(engine: PagedEngine, **options: Any) -> int:
-    """Tokens of the prompt that were not computed for a new request; its tokens are plain's."""
+    """Prompt tokens that a new request did not compute; asserts that its tokens are plain's."""
     (result,) = engine.generate([PROMPT], GREEDY, **options)
     assert result.error is None, result.error
     ids = torch.tensor([PROMPT])
@@ -80,7 +80,7 @@ def test_item_12_calls_of_generate_with_different_salts_share_no_prefix(door: st
     expected = model.generate(**inputs, **GREEDY)
 
     def call(salt: str | None) -> int:
-        """Cached blocks afterwards: a prompt that was found leaves none of its own."""
+        """Number of cached blocks afterwards: a prompt that was found adds none."""
         options: dict[str, Any] = {"block_size": 8, "num_blocks": 128, "cache_salt": salt}
         if door == "model":
             model.generation_config.update(cache_implementation="paged", cache_config=options)
@@ -104,7 +104,7 @@ def test_item_12_calls_of_generate_with_different_salts_share_no_prefix(door: st
 
 
 def test_item_12_a_call_keeps_its_own_salt_while_another_thread_calls_with_another() -> None:
-    """Both calls run on the model's one pool, whose config is the later call's."""
+    """Both calls run on the model's only pool, whose config is the later call's."""
     model = models.build("llama")
     ids = torch.tensor([PROMPT] * 4)
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **GREEDY}
@@ -115,7 +115,7 @@ def test_item_12_a_call_keeps_its_own_salt_while_another_thread_calls_with_anoth
         return hf_paged.memory_stats(model).cached_blocks
 
     class Waits(LogitsProcessorList):
-        """Lets the other call begin and end once this one has its cache and before it runs."""
+        """Runs the other call from start to end after this one has its cache and before it runs."""
 
         def __iter__(self) -> Iterator[Any]:
             if not others:

@@ -1,4 +1,4 @@
-"""Decode steps as graphs, with a stand-in for a device's graphs on the CPU: which models they are recorded of."""
+"""Decode steps as graphs, with a CPU stand-in for a device's graphs: the models for which they are recorded."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
 
 
 def captured_steps(model: Any) -> int:
-    """Of a call of `generate` whose tokens are plain's."""
+    """Number of captured steps of a `generate` call; asserts that its tokens are plain's."""
     inputs = models.padded_prompt("mixtral")
     expected = model.generate(**inputs, **OPTIONS)
     assert torch.equal(model.generate(**inputs, **OPTIONS, **models.PAGED), expected)
@@ -78,7 +78,7 @@ def test_item_21_a_model_that_indexes_with_a_mask_is_not(
 
 STEPS = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False, "num_beams": 1}
 OWN_CODE = "its own attention code is shown as many keys as the longest row has"
-EXPERTS = "its forward waits for the device"  # a loop over the experts that are chosen: `nonzero`, in `forward`
+EXPERTS = "its forward waits for the device"  # a loop over the selected experts: `nonzero`, in `forward`
 NOT_CAPTURED = {
     "BloomForCausalLM": OWN_CODE,
     "CodeGenForCausalLM": OWN_CODE,
@@ -90,7 +90,7 @@ NOT_CAPTURED = {
     "MptForCausalLM": OWN_CODE,
     "XGLMForCausalLM": OWN_CODE,
 }
-"""Of the causal architectures that run packed, those that are not recorded on a device, with the reason."""
+"""Causal architectures that run packed but are not recorded on a device, with the reason."""
 
 WITHOUT_CHUNKS = {"GitForCausalLM", "Llama4ForCausalLM", "Llama4ForConditionalGeneration"}
 """Of the others, those whose steps with chunks are not: attention in chunks is laid out on the host; GIT, packed in an
@@ -98,8 +98,8 @@ engine of text alone, has attention code that is shown the longest row's keys.""
 
 
 def reason_against_capture(name: str, graphs: FakeGraphs, caplog: pytest.LogCaptureFixture) -> str | None:
-    """Why decode steps are not recorded, with weights, inputs and blocks on a device; `None` if they are, or are not
-    packed. Tokens are plain's."""
+    """Why decode steps are not recorded, with weights, inputs and blocks on a device; `None` if they are, or if the
+    model is not packed. Asserts that tokens are plain's."""
     try:
         model: Any = tiny_model(getattr(transformers, name))
         inputs = make_inputs(model)["text"]
@@ -121,14 +121,14 @@ def reason_against_capture(name: str, graphs: FakeGraphs, caplog: pytest.LogCapt
 def test_item_16_what_is_made_of_numbers_may_be_read_and_copied(
     name: str, graphs: FakeGraphs, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """BioGPT's mask, which we read; frequencies of PhiMoE; a constant and its check of Gemma3n."""
+    """BioGPT's mask, which we read; frequencies of PhiMoE; a constant and its check in Gemma3n."""
     reason = reason_against_capture(name, graphs, caplog)
     assert (reason or "").startswith(NOT_CAPTURED.get(name, "")) and bool(reason) == (name in NOT_CAPTURED)
     assert bool(graphs.graphs) == (name not in NOT_CAPTURED)
 
 
 def test_item_16_a_mask_of_ones_may_be_read_by_tapes_too() -> None:
-    """BioGPT's, in a plan: what failed there was told by its key."""
+    """BioGPT's mask, in a plan: the key names the operation that failed."""
     model = tiny_model(transformers.BioGptForCausalLM)
     inputs = make_inputs(model)["text"]
     expected = model.generate(**inputs, **STEPS)
@@ -157,7 +157,7 @@ def test_item_16_all_but_these_packed_architectures_are_captured(
 def test_item_16_and_so_are_their_steps_with_chunks(
     name: str, graphs: FakeGraphs, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Prompts that come in while another request is decoded, with the model on a device."""
+    """Prompts that arrive while another request decodes, with the model on a device."""
     caplog.set_level(logging.INFO, "hf_paged")
     graphs.has_device = True
     try:

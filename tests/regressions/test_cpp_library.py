@@ -1,4 +1,4 @@
-"""Where the C++ kernels come from: what another user could have put there is not loaded."""
+"""Origin of the C++ kernels: a file that another user could have planted is not loaded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no compiler
 
 @pytest.fixture(scope="module")
 def prebuilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The real library, compiled once, in no time to optimise."""
+    """The real library, compiled once, without optimization to save time."""
     path = tmp_path_factory.mktemp("prebuilt") / "kernels.so"
     command = ["c++", "-std=c++17", "-O0", "-shared", "-fPIC", str(SOURCES / "kernels.cpp"), "-o", str(path)]
     subprocess.run(command, check=True, timeout=300)
@@ -33,7 +33,7 @@ def prebuilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A library that another user would like us to load, and the file that it makes when we do."""
+    """A planted library of another user, and the file that it creates if it is loaded."""
     folder = tmp_path_factory.mktemp("planted")
     marker = folder / "it ran"
     source = folder / "planted.cpp"
@@ -47,7 +47,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture
 def compiler(prebuilt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A compiler that copies the library, in a moment, and notes each time that it is asked to."""
+    """A compiler that only copies the library, and records its calls."""
     path = tmp_path / "stub-c++"
     path.write_text(
         '#!/bin/sh\n[ "$1" = --version ] && echo stub && exit 0\n'
@@ -63,18 +63,18 @@ def compiler(prebuilt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def runs(compiler: Path) -> list[Path]:
-    """What the compiler was asked to write."""
+    """Output paths passed to the compiler."""
     noted = Path(f"{compiler}.runs")
     return [Path(line) for line in noted.read_text().splitlines()] if noted.exists() else []
 
 
 def load() -> bool:
-    """As a process does that has not loaded the kernels yet."""
+    """Loads the kernels as in a fresh process; returns whether they were found."""
     return cpp.build.library.__wrapped__() is not None
 
 
 def in_child(function: Callable[[], object]) -> int:
-    """How a forked process ends that calls the function: 0 for a true result; a library cut short may kill it."""
+    """Exit status of a forked process that calls the function: 0 if true; a truncated library may kill it."""
     process = os.fork()
     if process == 0:
         try:
@@ -85,7 +85,7 @@ def in_child(function: Callable[[], object]) -> int:
 
 
 def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The path belongs to another user, or, as only root can do that, the system says so."""
+    """Makes the path belong to another user; without root, fakes the system's answer."""
     if os.geteuid() == 0:
         os.chown(path, OTHER_USER, OTHER_USER, follow_symlinks=False)
         return
@@ -108,7 +108,7 @@ def kept(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.so"))
 
 
-# ------------------------------------------------------------------------------------------------------- what is kept
+# ------------------------------------------------------------------------------------------------------ kept files
 
 
 def test_item_12_the_library_is_kept_in_a_folder_of_ours_alone(compiler: Path, tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_item_12_a_library_that_is_not_what_was_built_is_built_again(
         "appended": content + b"\0",
         "zeros at the end": content[:-4096] + bytes(4096),
     }[damage]
-    library.unlink()  # what this process has mapped stays as it is
+    library.unlink()  # this process's mapping stays valid
     library.write_bytes(changed)
     library.chmod(0o700)
     assert in_child(load) == 0
@@ -164,11 +164,11 @@ def test_item_12_a_library_that_is_not_what_was_built_is_built_again(
     assert load() and not caplog.records
 
 
-# ------------------------------------------------------------------------------------------------ what is not trusted
+# -------------------------------------------------------------------------------------------------- untrusted files
 
 
 def refused(caplog: pytest.LogCaptureFixture, compiler: Path, folder: Path, reason: str) -> None:
-    """The folder is not used, which a warning explains; the library serves all the same, and leaves nothing behind."""
+    """The folder is not used, with a warning; the library still works and leaves no files."""
     before = sorted(folder.iterdir()) if folder.is_dir() else []
     with caplog.at_level(logging.INFO, logger=cpp.__name__):
         assert load()
@@ -262,7 +262,7 @@ def test_item_12_no_other_user_can_swap_a_folder_on_the_way(
 def test_item_12_a_link_of_ours_is_followed_and_where_it_leads_is_checked(
     compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
-    """Homes are often links to other disks."""
+    """Home directories are often links to other disks."""
     disk = tmp_path / "disk"
     (disk / "mine").mkdir(parents=True)
     (disk / "mine").chmod(0o700)
@@ -346,7 +346,7 @@ def test_item_12_a_temporary_folder_that_others_can_swap_is_not_used(
     assert not list(temporary.iterdir())
 
 
-# ---------------------------------------------------------------------------------------------------- what is said
+# ------------------------------------------------------------------------------------------------------ messages
 
 
 def test_item_12_the_first_call_says_that_it_compiles(
@@ -378,7 +378,7 @@ def test_item_12_a_warning_says_that_no_compiler_was_found(
 def test_item_12_a_compilers_words_may_be_in_any_encoding(
     compiler: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The first call died of it, where the portable path serves."""
+    """The first call crashed; the portable path must serve."""
     compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\nprintf "no \\377 such file" >&2\nexit 1\n')
     assert not load()
     assert caplog.records[-1].getMessage().endswith(f"which is slower: {compiler} failed: no \ufffd such file")
@@ -390,7 +390,7 @@ def test_item_12_a_compilers_words_may_be_in_any_encoding(
     reason="only root can become another user, and that one must be able to read the sources",
 )
 def test_item_12_another_user_than_root(compiler: Path, prebuilt: Path) -> None:
-    """One that has a home keeps the library there; one in root's home gets it for each process."""
+    """A user with a home directory keeps the library there; in root's home, it is made per process."""
     with tempfile.TemporaryDirectory() as name:
         base = Path(name)
         base.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Tensors of ours lie where the model or the host needs them, whatever device a caller made torch's default."""
+"""Our tensors are on the model's device or the host, whatever torch's default device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support import models
 from tests.support.checks import assert_same_tokens
 from tests.support.engine_helpers import build_diff_llama
 
-# its tensors have no numbers: none of ours may be one
+# its tensors have no data: none of ours may be on it
 DEFAULT = "meta"
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False, "max_new_tokens": 12},

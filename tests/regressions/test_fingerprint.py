@@ -1,4 +1,4 @@
-"""What the fingerprint of a model reads (issue 11, item 6b), and a model that it cannot read (item 3)."""
+"""Inputs of a model's fingerprint (issue 11, item 6b), and a model that it cannot read (item 3)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def plain(model: Any) -> list[int]:
 
 
 def paged(engine: PagedEngine) -> tuple[list[int], int]:
-    """Tokens, and how many of the prompt came from the cache."""
+    """New tokens, and the number of prompt tokens from the cache."""
     (result,) = engine.generate([PROMPT], GREEDY)
     assert result.error is None, result.error
     engine.check_integrity()
@@ -44,7 +44,7 @@ class Sealed(torch.Tensor):
 
 
 def bound_partial(model: Any) -> None:
-    """As torchao leaves it on every layer that it quantises."""
+    """Like the wrapper that torchao puts on every layer that it quantizes."""
     for layer in model.model.layers:
         linear = layer.mlp.up_proj
         linear.extra_repr = types.MethodType(functools.partial(lambda note, self: note, "int8"), linear)
@@ -88,7 +88,7 @@ def test_item_03_what_cannot_be_read_is_not_kept_and_said_once(caplog: pytest.Lo
 
 
 class Wrapped(torch.Tensor):
-    """A tensor that consists of another, as quantised weights do."""
+    """A tensor that contains another one, like quantized weights."""
 
     inner: torch.Tensor
 
@@ -124,18 +124,18 @@ def test_item_03_wrapped_weights_are_read_by_their_parts() -> None:
         assert [paged(engine) for _ in range(2)] == [(after, 0), (after, HITS)]
 
 
-# ---------------------------------------------------------------------------- what is part of a model, item 6 (b)
+# --------------------------------------------------------------------------------- parts of a model, item 6 (b)
 
 
 class Scale:
-    """A plain object that a module holds."""
+    """A plain object as attribute of a module."""
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
 
 
 def scaled_mlp(body: Callable[[Any, torch.Tensor], torch.Tensor]) -> type[nn.Module]:
-    """A class of the same name for every body."""
+    """A class with the same name for every body."""
 
     class ScaledMLP(nn.Module):
         def __init__(self, inner: nn.Module) -> None:

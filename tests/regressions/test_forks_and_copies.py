@@ -1,4 +1,4 @@
-"""What another process, or a copy of the model, gets of a call that is running."""
+"""Effects of a running call on another process or on a copy of the model."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this
 
 
 def in_child(work: Callable[[], None], seconds: float = 60.0) -> str:
-    """What `work` raised in a forked child; "hangs" if it did not end in time."""
+    """The exception of `work` in a forked child; "hangs" if it did not end in time."""
     read, write = os.pipe()
     pid = os.fork()
     if not pid:
@@ -140,7 +140,7 @@ def in_child(work: Callable[[], None], seconds: float = 60.0) -> str:
 
 
 class Pauses(LogitsProcessor):
-    """Says that a call is in the middle of a step, and waits there."""
+    """Signals that a call is in the middle of a step, and waits there."""
 
     def __init__(self) -> None:
         self.is_there, self.may_go_on = threading.Event(), threading.Event()
@@ -153,7 +153,7 @@ class Pauses(LogitsProcessor):
 
 @contextlib.contextmanager
 def another_thread(work: Callable[[], Any]) -> Iterator[list[Any]]:
-    """Runs `work` meanwhile; its result is there afterwards."""
+    """Runs `work` concurrently; its result is available afterwards."""
     results: list[Any] = []
     thread = threading.Thread(target=lambda: results.append(work()))
     thread.start()
@@ -192,7 +192,7 @@ def test_item_11_a_child_generates_while_a_thread_of_its_parent_does(name: str) 
 
 @needs_fork
 def test_item_11_a_child_finds_locks_free_that_threads_of_its_parent_held() -> None:
-    """Forked at many moments of calls that run on and on."""
+    """Forks at many moments of continuous calls."""
     model, inputs = models.build("llama", num_hidden_layers=1), models.prompt("llama", 2, 9)
     options = {**OPTIONS, "max_new_tokens": 4}
     expected = model.generate(**inputs, **options)
@@ -272,7 +272,7 @@ def test_item_11_an_engine_in_a_child_is_empty_if_a_thread_was_taking_a_step() -
 
 @needs_fork
 def test_item_11_a_child_of_a_thread_in_a_call_goes_on_with_it() -> None:
-    """The thread that forks keeps its locks, and its call its switch: in the child the call ends as it would have."""
+    """The forking thread keeps its locks, and its call the switched attention: in the child the call ends as usual."""
     model, inputs = models.build("llama"), models.prompt("llama")
     expected, told = model.generate(**inputs, **OPTIONS), []
 

@@ -1,4 +1,4 @@
-"""What a model with attention code of its own is shown of a paged cache."""
+"""The paged cache as custom attention code of a model sees it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_paged import PagedCache
 
 
 def num_allocations(least: int, work: Callable[[], Any]) -> int:
-    """How many times `work` allocates `least` bytes or more at once."""
+    """Number of allocations of at least `least` bytes made by `work`."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         result = work()
     del result
@@ -42,7 +42,7 @@ def test_item_20_keys_are_gathered_into_new_memory_once(paddings: tuple[int, ...
         attention_mask=mask,
         max_new_tokens=2,
         do_sample=False,
-        output_attentions=True,  # not on the engine: the cache comes back as the call has filled it
+        output_attentions=True,  # not on the engine: the cache returns as the call has filled it
         return_dict_in_generate=True,
         eos_token_id=None,
         pad_token_id=0,
@@ -59,7 +59,7 @@ def test_item_20_keys_are_gathered_into_new_memory_once(paddings: tuple[int, ...
 
 @pytest.mark.parametrize("window", [None, 20], ids=["full", "window"])
 def test_item_20_nothing_is_shown_that_was_there_before(window: int | None) -> None:
-    # 0 * NaN is NaN: a model multiplies what it masks
+    # 0 * NaN is NaN: a model multiplies masked values
     config = LlamaConfig(num_hidden_layers=1)
     if window is not None:
         config.layer_types, config.sliding_window = ["sliding_attention"], window
@@ -99,13 +99,13 @@ READERS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", READERS)
 def test_item_20_keys_whose_memory_is_asked_for_are_gathered(name: str) -> None:
-    """Some of these ended the process, or read memory at address 0."""
+    """Some of these crashed the process, or read memory at address 0."""
     cache = PagedCache(paged_config={"block_size": 8})
     states = torch.randn(2, 2, 11, 4)
     cache.update(states, states, 0)
     keys = cache.layers[0].keys
     assert keys is not None
-    assert keys.data_ptr()  # first: a test must not end the process
+    assert keys.data_ptr()  # checked first: a test must not crash the process
     assert torch.equal(READERS[name](keys), states)
 
 
@@ -122,7 +122,7 @@ def test_item_20_none_are_gathered_of_none(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("empty", ["batch_repeat_interleave", "batch_select_indices"])
 def test_item_20_a_cache_without_rows_takes_none(empty: str) -> None:
-    """It showed memory of others as the past of the new rows."""
+    """It presented foreign memory as the past of the new rows."""
     cache = PagedCache(paged_config={"block_size": 8})
     states = torch.randn(2, 2, 5, 4)
     cache.update(states, states, 0)

@@ -1,4 +1,4 @@
-"""A step happens or it never did: an interrupt at any moment leaves pool, model and engine whole."""
+"""Steps are atomic: an interrupt at any moment leaves pool, model and engine intact."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("sigint")
 
 
 class SignalAt:
-    """A trace function that raises a signal when line `n` of hf_paged, counted as they run, is about to run."""
+    """A trace function that raises a signal before the `n`-th executed line of hf_paged."""
 
     def __init__(self, n: int, number: int = signal.SIGINT, where: str = OURS) -> None:
         self.n, self.number, self.where, self.count = n, number, where, 0
@@ -56,7 +56,7 @@ class SignalAt:
 
 
 def run_traced(case: Case, n: int) -> tuple[bool, int]:
-    """Whether it was interrupted at line `n`, and how many lines ran."""
+    """Whether the call was interrupted at line `n`, and the number of executed lines."""
     tracer, before = SignalAt(n), sys.gettrace()
     sys.settrace(tracer)
     try:
@@ -117,11 +117,11 @@ def test_item_07_real_interrupts() -> None:
     assert not interrupt_often(36, seed=11, report=told.append), "\n".join(told)
 
 
-# ------------------------------------------------------------------------------------------- where it hit before
+# ------------------------------------------------------------------------------- places of earlier failures
 
 
 class Signals(LogitsProcessor):
-    """Interrupts the request that it belongs to, at its `count`-th token."""
+    """Interrupts its request at the `count`-th token."""
 
     def __init__(self, count: int) -> None:
         self.left = count
@@ -237,7 +237,7 @@ def test_item_07_an_event_loop_hears_of_a_signal_once() -> None:
 
 
 class Looks:
-    """A trace function that calls `look` before each line of `registry.py` that has not run before."""
+    """A trace function that calls `look` before the first run of each line of `registry.py`."""
 
     def __init__(self, look: Callable[[], Any]) -> None:
         self.look = look
@@ -327,7 +327,7 @@ def test_item_07_a_handler_that_raises_while_handlers_are_put_back_leaves_the_ot
         raise Nowhere
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
-        """Raises a signal at the `point`-th place where Python looks for them in `interrupts.py`."""
+        """Raises a signal at the `point`-th place where Python checks for signals in `interrupts.py`."""
         nonlocal count
         if event in ("call", "c_return") and frame.f_code.co_filename == interrupts:
             count += 1
@@ -355,7 +355,7 @@ def test_item_07_a_handler_that_raises_while_handlers_are_put_back_leaves_the_ot
 
 
 def test_an_interrupt_waits_for_the_end_of_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch takes modes off and puts them on for every operation that is recorded: one would be left behind."""
+    """Torch pops and pushes modes for every recorded operation: an interrupt would leave one on the stack."""
     model, reached, original = models.build("llama"), [], graphs.Tapes.capture
     prompt = models.token_ids(1, 9)
 

@@ -1,4 +1,4 @@
-"""Keys, values, tables and slots that do not fit one another: an error, never foreign memory and never a crash."""
+"""Mismatched keys, values, tables and slots raise an error, never touch foreign memory and never crash."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_item_08_keys_and_values_of_different_tokens_are_refused(
 
 
 def arguments() -> dict[str, Any]:
-    """Of a call that is served: 3 rows of one query each, 4 heads over 2, in 6 blocks of 8 tokens."""
+    """Arguments of a valid call: 3 rows of one query each, 4 heads over 2, in 6 blocks of 8 tokens."""
     blocks = torch.randn(6, 4, 8, 16)
     return {
         "query": torch.randn(3, 4, 16),
@@ -146,7 +146,7 @@ def test_item_08_spans_and_draws_that_are_none() -> None:
 
 
 def distort(choose: random.Random, value: Any) -> Any:
-    """Something else of about the same kind."""
+    """Another value of about the same kind."""
     if not isinstance(value, torch.Tensor):
         return choose.choice([0, 1, 2, 7, 16, -1, 1 << 40])
     what = choose.randrange(9)

@@ -1,4 +1,4 @@
-"""Layers of one cache that hold different numbers of tokens, as cross attention beside self attention does."""
+"""Layers of one cache with different numbers of tokens, such as cross attention beside self attention."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_item_16_a_copy_made_between_two_layers_of_a_step() -> None:
 @pytest.mark.parametrize("lengths", [(5, 5), (5, 40)], ids=["even", "mixed"])
 def test_item_16_keys_shown_before_a_write_stay_after_the_copy_has_their_block(lengths: tuple[int, ...]) -> None:
     _, paged, generator = filled(lengths)
-    for index in range(2):  # memory that is large enough: storage that grows leaves old keys where they were
+    for index in range(2):  # large enough: storage that grows would leave old keys in place
         paged.update(*states(2, 100, generator), index)
     paged.crop(-100)
     shown = paged.layers[0].keys
@@ -137,7 +137,7 @@ def test_item_16_random_operations_on_layers_of_different_lengths(seed: int) -> 
 
 
 def windowed(lengths: tuple[int, int]) -> tuple[DynamicCache, PagedCache]:
-    """Two layers with a window of 8 that were given these tokens at once."""
+    """Two layers with a window of 8 that got these tokens at once."""
     config = Gemma3TextConfig(num_hidden_layers=2, sliding_window=8, layer_types=["sliding_attention"] * 2)
     plain, paged, generator = DynamicCache(config=config), PagedCache(config, {"block_size": 8}), torch.Generator()
     for index, length in enumerate(lengths):
@@ -159,7 +159,7 @@ def test_item_16_a_layer_behind_another_sees_its_window(lengths: tuple[int, int]
 
 
 def test_item_16_a_layer_whose_window_was_given_back_is_refused() -> None:
-    """Its keys were not stored, and zeros shown in their place."""
+    """Its keys were not stored, and zeros were used in their place."""
     with pytest.raises(ValueError, match=r"8 tokens back from token 5, .* first 32 .* another layer .* holds 40"):
         windowed((40, 5))
     _, paged = windowed((8, 8))
@@ -175,7 +175,7 @@ def test_item_16_a_layer_whose_window_was_given_back_is_refused() -> None:
 
 @pytest.mark.parametrize("operation", ["crop", "reset", "reorder_cache", "batch_repeat_interleave"])
 def test_item_16_a_layer_that_an_operation_left_out_is_refused(operation: str) -> None:
-    """It showed what the others had given back, and memory of others."""
+    """Such a layer showed blocks that others had freed, and foreign memory."""
     _, paged, generator = filled((20, 20))
     argument = {"crop": (-12,), "reorder_cache": (torch.tensor([1, 1]),), "batch_repeat_interleave": (2,)}
     getattr(paged.layers[1], operation)(*argument.get(operation, ()))
@@ -244,7 +244,7 @@ def image_model() -> Any:
     model = MllamaForConditionalGeneration(config).eval()
     for name, parameter in model.named_parameters():
         if "gate" in name:
-            parameter.data.fill_(1.0)  # closed at first: the image would not count
+            parameter.data.fill_(1.0)  # gates are closed at first: the image would have no effect
         elif parameter.dim() > 1:
             parameter.data.mul_(8)
     return model
@@ -282,7 +282,7 @@ def test_item_16_mllama_gives_plain_tokens(length: int, padding: int) -> None:
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}])
 @pytest.mark.parametrize("name", ["t5", "bart"])
 def test_a_row_whose_text_is_all_padding(name: str, options: dict[str, Any]) -> None:
-    """As where a batch is filled up with empty texts: T5 then attends to all alike."""
+    """Like a batch filled up with empty texts: T5 then attends to all positions equally."""
     model, inputs = models.build(name), models.prompt(name, length=20)
     inputs["attention_mask"][0] = 0
     options = {**options, "do_sample": False, "max_new_tokens": 12, "min_new_tokens": 12}

@@ -1,4 +1,4 @@
-"""Requests that need more blocks than there can be, which is known only once memory has been refused."""
+"""Requests that need more blocks than the memory can hold, which shows only when an allocation fails."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ BLOCK_BYTES = 8 * 2 * 2 * 16 * 4 * 2  # of 8 tokens: keys and values of 2 heads 
 
 @pytest.fixture
 def free_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory for five blocks is free, whatever the machine has."""
+    """Five blocks of memory are free, whatever the machine."""
     monkeypatch.setattr(memory, "free_bytes", lambda device: 5 * BLOCK_BYTES + 64)
 
 
 @pytest.mark.usefixtures("free_blocks")
 @pytest.mark.parametrize("num_blocks", [None, 1000])
 def test_one_that_never_fits_fails_soon_and_alone(num_blocks: int | None) -> None:
-    """Beams recompute what they share in each attempt: the second that comes no further ends them."""
+    """Beams recompute their shared tokens in each attempt: the second attempt without progress ends them."""
     model, prompt = models.get("llama"), prompts(5)[0]
     config = PagedConfig(block_size=8, num_blocks=num_blocks, memory_fraction=1.0)
     with PagedEngine(model, config) as engine:
@@ -46,7 +46,7 @@ def test_one_that_never_fits_fails_soon_and_alone(num_blocks: int | None) -> Non
 
 
 def test_memory_that_is_refused_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without any budget: the allocator refuses, and no number of blocks is told of."""
+    """Without a budget: the allocator refuses, and the error names no number of blocks."""
     make = storage._empty
 
     def refuse(*args: Any, **kwargs: Any) -> torch.Tensor:

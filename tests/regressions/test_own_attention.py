@@ -1,4 +1,4 @@
-"""Attention functions and masks of the user's own: called with gathered keys and values, never replaced by ours."""
+"""Custom attention functions and masks of the user: called with gathered K/V, never replaced by ours."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OPTIONS = {"max_new_tokens": 12, "do_sample": False}
 def sharper(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
 ) -> Any:
-    """sdpa with doubled scores, on what code outside torch could read."""
+    """sdpa with doubled scores, computed from data that non-torch code could read."""
     assert type(key) is type(value) is torch.Tensor and key.data_ptr() and value.data_ptr()
     if attention_mask is not None:
         assert type(attention_mask) is torch.Tensor
@@ -43,7 +43,7 @@ def eager(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> Any:
-    """Written as transformers writes it, but for the factor."""
+    """transformers' implementation, except for the factor."""
     key, value = (modeling_llama.repeat_kv(x, module.num_key_value_groups) for x in (key, value))
     scores = torch.matmul(query, key.transpose(2, 3)) * scaling * 2
     if attention_mask is not None:
@@ -119,7 +119,7 @@ def assert_gathered(model: Any, implementation: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_item_17_is_called_by_generate(way: Callable[[], str], beams: int) -> None:
     model, inputs = models.build("llama"), models.padded_prompt("llama")
-    before = model.generate(**inputs, **OPTIONS, **models.PAGED)  # what is found out now does not hold later
+    before = model.generate(**inputs, **OPTIONS, **models.PAGED)  # a finding made here is invalid later
     implementation = way()
     model.set_attn_implementation(implementation)
     expected = model.generate(**inputs, **OPTIONS, num_beams=beams)

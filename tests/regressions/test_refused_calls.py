@@ -1,4 +1,4 @@
-"""A call that fails, for whatever reason, leaves a model that serves the next call."""
+"""After a failed call, whatever the reason, the model serves the next call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Narrows(LogitsProcessor):
         return scores[:, :0]
 
 
-# What `generate` is called with, over `OPTIONS`; plain refuses every one of them.
+# Arguments of `generate`, added to `OPTIONS`; plain refuses each of them.
 REFUSED: dict[str, dict[str, Any]] = {
     "ids of three dimensions": {"input_ids": LONG[None]},
     "ids of three dimensions, several rows": {"input_ids": LONG.view(1, 4, 15)},
@@ -48,7 +48,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 def call(model: PreTrainedModel, arguments: dict[str, Any], **paged: Any) -> torch.Tensor:
-    """The call expects more blocks than the others, so that these find enough of what it left."""
+    """The call expects more blocks than the others, so that later calls find enough left."""
     arguments = {**OPTIONS, "max_new_tokens": 120, **arguments, **paged}
     return model.generate(arguments.pop("input_ids"), **arguments)
 
@@ -99,7 +99,7 @@ def test_item_04_a_refused_call_takes_nothing_from_a_cache_that_the_caller_holds
 
 
 def test_item_04_a_model_whose_heads_change_is_served() -> None:
-    """Not only what failed may have left states of another shape: the model may be another than it was."""
+    """States of another shape need not come from the failed call: the model may have changed."""
     model, other = models.build("llama"), models.build("llama", seed=5, num_key_value_heads=4)
     inputs = models.padded_prompt("llama", (5, 3))
     assert_served(model, inputs, "engine")

@@ -1,4 +1,4 @@
-"""What one request may ask for, or its code may do: the answer is plain's, or an error of that request alone."""
+"""Options and user code of a single request: the answer is plain's, or an error of that request alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNKNOWN = (
 
 
 class Widens(LogitsProcessor):
-    """From a length on, the scores have more columns than the model has tokens, and one of these is the best."""
+    """From a length on, scores have more columns than the model has tokens, and a surplus column is the best."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -37,7 +37,7 @@ class Widens(LogitsProcessor):
 
 
 class Writes(StoppingCriteria):
-    """At a length it replaces the last token."""
+    """Replaces the last token at a given length."""
 
     def __init__(self, at: int, token: int = 200) -> None:
         self.at, self.token = at, token
@@ -56,7 +56,7 @@ class Writes(StoppingCriteria):
     ("how", "mode"),
     [
         *(("logits_processor", mode) for mode in ("greedy", "sample", "samples", "beams")),
-        *(("stopping_criteria", mode) for mode in ("greedy", "sample", "samples")),  # those of beams get a copy
+        *(("stopping_criteria", mode) for mode in ("greedy", "sample", "samples")),  # criteria of beams get a copy
     ],
 )
 def test_item_05_an_unknown_id_ends_the_request_that_chose_it_alone(how: str, mode: str, name: str) -> None:
@@ -124,7 +124,7 @@ def test_item_05_scores_of_another_number_of_rows(mode: str, copies: int) -> Non
 
 
 def test_item_05_an_unknown_id_that_ends_its_row_is_no_error() -> None:
-    """No forward gets it: an EOS token that only a processor knows."""
+    """An EOS token that only a processor knows; no forward gets it."""
     model, prompt = models.get("llama"), prompts(9)[0]
     options = {**GREEDY, "eos_token_id": 200, "pad_token_id": 0}
     expected = lone_run(model, prompt, options, logits_processor=[Widens(14)])
@@ -153,7 +153,7 @@ def test_item_19_ids_of_32_bits_come_back_as_plain_returns_them(mode: str) -> No
 @pytest.mark.parametrize("num_blocks", [None, 14])
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_item_19_scores_and_logits_of_rows_that_have_ended_are_plains(do_sample: bool, num_blocks: int | None) -> None:
-    """Also where blocks are short: rows then wait for one another."""
+    """Also with few blocks, so that rows wait for one another."""
     model, inputs = models.get("llama"), models.padded_prompt("llama", (13, 4, 9, 6))
     options: dict[str, Any] = {"eos_token_id": SOME_EOS, "max_new_tokens": 20, "do_sample": do_sample}
     options |= {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}

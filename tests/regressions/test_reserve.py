@@ -1,4 +1,4 @@
-"""Memory that the process may not map: what an engine sets aside, and what it says when there is none."""
+"""Memory that the process may not map: the engine's reservation, and its error if there is none."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def run(code: str, megabytes: int, **sizes: int) -> str:
-    """What `code` prints in a child process that may map `megabytes` MiB more than it does when the code begins."""
+    """Output of `code` in a child process that may map `megabytes` MiB more than at the start of `code`."""
     command = [sys.executable, "-c", CHILD.format(megabytes=megabytes, sizes=sizes) + code]
-    environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}  # an arena of glibc's takes 64 MiB, for each of some threads
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}  # an arena of glibc, per thread, takes 64 MiB
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

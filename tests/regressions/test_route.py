@@ -1,4 +1,4 @@
-"""How an engine or a call was served, and what is said where that is slower than it could be."""
+"""The route of an engine or a call, and warnings if it is slower than possible."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     found = [record for record in caplog.records if record.name.startswith("hf_paged")]
     messages = [record.getMessage() for record in found if record.levelno >= logging.WARNING]
     caplog.clear()
-    return [message for message in messages if "C++ kernels" not in message]  # said once a process
+    return [message for message in messages if "C++ kernels" not in message]  # logged once per process
 
 
 def test_item_15_a_packed_engine(caplog: pytest.LogCaptureFixture) -> None:
@@ -65,7 +65,7 @@ def test_item_15_an_engine_that_runs_row_by_row_says_so_once(caplog: pytest.LogC
 
 @pytest.mark.parametrize("takes_anything", [False, True])
 def test_item_15_an_engine_serves_a_forward_that_is_no_function(takes_anything: bool) -> None:
-    """As wrappers of other packages are: packed, or row by row where it does not tell what it takes."""
+    """Like wrappers of other packages: packed, or row by row if the signature hides the arguments."""
     model = models.build("llama")
     forward = functools.partial(model.forward)
     if takes_anything:
@@ -79,7 +79,7 @@ def test_item_15_an_engine_serves_a_forward_that_is_no_function(takes_anything: 
 
 
 def test_item_15_gathered_keys_and_values(caplog: pytest.LogCaptureFixture) -> None:
-    model: Any = tiny_model(transformers.GPTNeoForCausalLM)  # attention code of its own
+    model: Any = tiny_model(transformers.GPTNeoForCausalLM)  # custom attention code
     ids = torch.tensor(PROMPTS[:1])
     for _ in range(2):
         model.generate(ids, **OPTIONS, **models.PAGED)

@@ -1,4 +1,4 @@
-"""What the check before a model's first packed step finds out, and what it forgets."""
+"""Findings of the check before a model's first packed step, and when they are dropped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPTS = [models.token_ids(1, length, seed=length)[0].tolist() for length in (5
 
 
 class _Single(nn.Module):
-    """Computes something else of a row of one token, as code that tells decode steps by their shape does."""
+    """Computes something else for a row of one token, like code that detects decode steps by their shape."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class _Single(nn.Module):
 
 
 class _CountsCached(transformers.LlamaForCausalLM):
-    """Moves its logits on by how much is cached."""
+    """Shifts its logits by the cached length."""
 
     def forward(
         self,
@@ -66,7 +66,7 @@ def test_item_18_code_that_acts_on_decode_steps_is_found_out(build: Any, road: s
     expected = model.generate(**inputs, **OPTIONS)
     assert torch.equal(model.generate(**inputs, **OPTIONS, **models.PAGED), expected)
     route = last_route(model)
-    assert route is not None and route.road == road  # rows side by side, or together
+    assert route is not None and route.road == road  # rectangular rows, or packed
     assert "packed, its logits of decode steps are" in route.reason
     with PagedEngine(model) as engine:
         results = engine.generate(PROMPTS, OPTIONS)

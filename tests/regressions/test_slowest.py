@@ -1,4 +1,4 @@
-"""`tests/slow.txt` names tests that are there, and as few as a plain run has to leave out."""
+"""`tests/slow.txt` names existing tests, and no more than a plain run must leave out."""
 
 from __future__ import annotations
 

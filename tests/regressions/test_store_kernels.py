@@ -1,4 +1,4 @@
-"""What the Triton kernels are asked to do: once, and at addresses past 2^31 elements."""
+"""Launches of the Triton kernels: only one per operation, and addresses past 2^31 elements."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def test_item_10_no_keys_are_stored_twice(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class Far:
-    """Tensors of 3 rows of 16 elements that are 2^30 elements apart, in memory whose untouched pages are not there."""
+    """Tensors of 3 rows of 16 elements that are 2^30 elements apart, in memory whose untouched pages are not
+    allocated."""
 
     def __init__(self) -> None:
         count = 4 * FAR + 4096
@@ -54,7 +55,7 @@ class Far:
         self.used = 0
 
     def rows(self, content: torch.Tensor) -> torch.Tensor:
-        """`content` `[3, 16]`; row 2 is where an int32 offset would be 2^31 elements before row 0: there lie NaN."""
+        """`content` `[3, 16]`; an overflowing int32 offset would put row 2 2^31 elements before row 0: NaN is there."""
         first = 2 * FAR + self.used
         self.memory[self.used : self.used + 16] = float("nan")
         self.used += 16

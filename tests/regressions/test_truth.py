@@ -1,4 +1,4 @@
-"""Every figure that the documentation shows is one of a committed result (issue 11, item 14)."""
+"""Every figure in the documentation comes from a committed result (issue 11, item 14)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from benchmarks.sections import calls
 from hf_paged import PagedConfig
 
 ROOT = readme.ROOT
-CONSTANTS = ("MIN_CACHED_TOKENS", "LINE", "MAX_CHUNK_TOKENS")  # of the package, which the text names
+CONSTANTS = ("MIN_CACHED_TOKENS", "LINE", "MAX_CHUNK_TOKENS")  # constants of the package that the text names
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "guide").glob("*.md"))]
 # the paper, the licence, a file mode, transformers, nothing, statuses of HTTP, Ray Serve's default
 CITED = {"2023", "2309.06180", "2.0", "700", "5.17", "5.18", "0", "400", "500", "5"}
 
 
 def prose(text: str, marks: list[str]) -> str:
-    """The text without what is rendered, and without code and the targets of links."""
+    """The text without rendered sections, code and link targets."""
     for mark in marks:
         start, end = readme.between(text, mark)
         text = text[:start] + text[end:]

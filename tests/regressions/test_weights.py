@@ -1,6 +1,6 @@
 """
-Issue 11, item 6: weights that change at any time, with requests unfinished or not, never meet cached keys and values of
-before. Item 9: an engine follows a config whose windows change.
+Issue 11, item 6: weights that change at any time, with or without unfinished requests, are never combined with older
+cached K/V. Item 9: an engine follows a config whose windows change.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def plain(model: Any, prompt: list[int], new: int = NEW) -> list[int]:
 
 
 def finish(engine: PagedEngine) -> dict[str, Any]:
-    """Steps until nothing is unfinished; results by id."""
+    """Steps until no request is unfinished; results by id."""
     results = {}
     while engine.has_unfinished:
         for output in engine.step():
@@ -48,7 +48,7 @@ def finish(engine: PagedEngine) -> dict[str, Any]:
 
 
 def expect(engine: PagedEngine, model: Any, hits: int) -> list[int]:
-    """PROMPT, beside what is unfinished: plain's tokens, `hits` of them from the cache."""
+    """Runs PROMPT beside unfinished requests: tokens are plain's, `hits` of them from the cache."""
     expected = plain(model, PROMPT)
     name = engine.add_request(PROMPT, greedy())
     while True:
@@ -84,7 +84,7 @@ def other_weights(model: PreTrainedModel) -> None:
 
 
 def attention_of_another_model(model: PreTrainedModel) -> None:
-    """Its config is another object, which names the attention that this layer uses."""
+    """Its config is another object, which names this layer's attention."""
     model.get_decoder().layers[1] = models.build("llama", seed=5).get_decoder().layers[1]
 
 
@@ -108,7 +108,7 @@ def test_item_06_a_change_while_a_request_is_unfinished(change: Callable[[PreTra
 
 @pytest.mark.parametrize("change", [data_add, one_element])
 def test_item_06_a_change_between_two_calls_of_generate(change: Callable[[PreTrainedModel], None]) -> None:
-    """Fill, change, the same prompt, with nothing between; then with a call between that hits nothing."""
+    """Fill, change, the same prompt, directly; then with a call in between that hits nothing."""
     model, inputs = models.build("llama"), {"input_ids": torch.tensor([PROMPT] * 4)}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     before = model.generate(**inputs, **greedy())
@@ -137,7 +137,7 @@ def test_item_06_attention_of_another_model_while_nothing_is_unfinished() -> Non
 
 
 def test_item_06_what_was_filled_before_and_after_a_change_is_not_served() -> None:
-    """A request that is computed half by one model, half by another, leaves nothing behind."""
+    """A request computed half by one model, half by another, leaves no cached blocks."""
     model = models.build("llama")
     long = models.token_ids(1, 80, seed=3)[0].tolist()
     with PagedEngine(model, {"block_size": 8, "max_num_batched_tokens": 16}) as engine:
@@ -153,7 +153,7 @@ def test_item_06_what_was_filled_before_and_after_a_change_is_not_served() -> No
 
 @pytest.mark.parametrize("how", ["swap", "lora"])
 def test_item_06_a_change_that_is_undone(how: str) -> None:
-    """A -> B, a step or two that fill blocks, B -> A, and a request that begins with them joins."""
+    """A -> B, a step or two that fill blocks, B -> A; then a request with these blocks as prefix joins."""
     model: Any = models.build("llama")
     if how == "lora":
         peft = pytest.importorskip("peft")
@@ -186,7 +186,7 @@ def test_item_06_a_change_that_is_undone(how: str) -> None:
 
 
 def mixed(before: PreTrainedModel, after: PreTrainedModel, prompt: list[int], steps: int, new: int) -> list[int]:
-    """Greedy tokens, the first `steps` by `before`, the others by `after` on its keys and values."""
+    """Greedy tokens: the first `steps` by `before`, the others by `after` on the former's K/V."""
     cache, ids, found = DynamicCache(config=before.config), torch.tensor([prompt]), []
     for step in range(new):
         model = before if step < steps else after
@@ -221,7 +221,7 @@ def test_item_06_what_becomes_of_unfinished_requests(policy: str | None) -> None
 
 @pytest.mark.parametrize("kind", ["beams", "samples", "swapped", "row by row"])
 def test_item_06_recompute_of_every_kind_of_request(kind: str) -> None:
-    """All rows of a request are computed again, those on the host and those of models that run row by row included."""
+    """All rows of a request are recomputed, including swapped ones and those of models that run row by row."""
     model, after = models.build("llama"), models.build("llama")
     options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
     config: dict[str, Any] = {"block_size": 8}
@@ -297,7 +297,7 @@ def test_item_06_an_error_within_an_update_ends_the_pause() -> None:
 
 @pytest.fixture
 def fingerprints(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tokens had been told when each full fingerprint was taken."""
+    """Number of reported tokens when each full fingerprint was taken."""
     taken: list[int] = []
     original = weights_module.fingerprint
 
@@ -314,7 +314,7 @@ TOLD: list[int] = []
 
 
 class Told:
-    """A streamer that counts."""
+    """A streamer that counts tokens."""
 
     def put(self, value: torch.Tensor) -> None:
         if value.dim() == 1 and len(value) == 1:
@@ -381,7 +381,7 @@ def test_item_09_an_engine_follows_a_config_whose_windows_change(name: str) -> N
 
 
 def test_a_call_without_the_prefix_cache_does_not_end_it() -> None:
-    """The manager of the blocks outlives the call: what one config says is not what the next one says."""
+    """The manager of the blocks outlives the call; one call's config does not affect the next."""
     model, ids = models.build("llama"), models.token_ids(2, 100)
     options = {**greedy(40), "cache_implementation": "paged"}
     model.generate(ids, **options, cache_config={"prefix_caching": False})

@@ -1,1 +1,1 @@
-"""What the tests share and what is run by hand: models, drivers of loops, random calls and loads. No tests."""
+"""Shared test helpers and manual checks: models, loop drivers, random calls and loads. No tests."""

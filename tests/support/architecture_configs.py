@@ -1,7 +1,7 @@
 """Tiny random models of every generative architecture in transformers: sizes, per-model corrections and weights.
 
-The rule is generic: take `config_class()`, replace each attribute whose name is known by a small value, keep the rest.
-`FIXUPS` holds what that rule cannot know, by config class.
+The rule is generic: take `config_class()`, replace each attribute with a known name by a small value, keep the rest.
+`FIXUPS` holds exceptions to that rule, by config class.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PAD, BOS, EOS = 0, 1, 2
 MAX_LAYERS = 6
 HEAD_DIM = 8
 
-# Attributes set when the config class has them and their default is an integer, by their small value.
+# Attributes by their small value, set if the config class has them with an integer default.
 NAMES_BY_SIZE: dict[int, str] = {
     500: """
         encoder_hash_byte_group_vocab
@@ -84,7 +84,7 @@ NAMES_BY_SIZE: dict[int, str] = {
     """,
 }
 SMALL: dict[str, int] = {name: size for size, names in NAMES_BY_SIZE.items() for name in names.split()}
-# Also set when their default is None.
+# Also set if their default is None.
 SET_WHEN_NONE = {"sliding_window", "num_key_value_heads", "attention_chunk_size"}
 
 LINEAR_AND_FULL = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
@@ -317,7 +317,7 @@ def tiny_config(config_class: type[PretrainedConfig], **overrides: Any) -> Pretr
 
 
 def tiny_arguments(config_class: type[PretrainedConfig]) -> dict[str, Any]:
-    """Keyword arguments for `config_class`: the known attributes made small, nested configs included."""
+    """Keyword arguments for `config_class` that make known attributes small, nested configs included."""
     fixup = FIXUPS.get(config_class.__name__, {})
     default = config_class()
     arguments = {**_small_numbers(default), **_per_layer_lists(default), **_token_ids(default)}
@@ -360,7 +360,7 @@ def _small_numbers(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _per_layer_lists(config: PretrainedConfig) -> dict[str, Any]:
-    """The lists with one entry per layer, cut to the fewest layers in which every distinct entry occurs."""
+    """Lists with one entry per layer, cut to the fewest layers in which every distinct entry occurs."""
     count = getattr(config, "num_hidden_layers", None)
     fields = _fields(config)
     if not isinstance(count, int) or count < 2:
@@ -384,7 +384,7 @@ def _per_layer_lists(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _mrope_sections(config: PretrainedConfig, head_dim: int) -> dict[str, Any] | None:
-    """The rope parameters with their multimodal sections cut to the small head; None where there are no sections."""
+    """Rope parameters with multimodal sections cut to the small head; None without sections."""
     rope = getattr(config, "rope_parameters", None)
     if not isinstance(rope, dict) or "mrope_section" not in rope:
         return None
@@ -394,7 +394,8 @@ def _mrope_sections(config: PretrainedConfig, head_dim: int) -> dict[str, Any] |
 
 
 def _token_ids(config: PretrainedConfig) -> dict[str, Any]:
-    """Special tokens inside the small vocabulary; placeholders of other modalities sit at its end, out of prompts."""
+    """Special tokens inside the small vocabulary; placeholders of other modalities are at its end, outside of
+    prompts."""
     found: dict[str, Any] = {}
     placeholder = VOCAB_SIZE - 1
     fixed = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS, "decoder_start_token_id": BOS}
@@ -409,9 +410,10 @@ def _token_ids(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def spread_weights(model: PreTrainedModel, seed: int) -> None:
-    """Untie the output and redraw the matrices so that attention looks at many positions and the logits lie far apart.
+    """Unties the output and redraws the matrices so that attention looks at many positions and logits are well
+    separated.
 
-    The usual initialisation (std 0.02) gives nearly equal logits: the argmax would be a rounding tie and no test.
+    The usual initialisation (std 0.02) gives nearly equal logits: rounding would decide the argmax.
     """
     generator = torch.Generator().manual_seed(seed)
     head = model.get_output_embeddings()
@@ -427,16 +429,16 @@ def spread_weights(model: PreTrainedModel, seed: int) -> None:
                 std = 0.5 if id(parameter) in embeddings else 1.3 * parameter[0].numel() ** -0.5
                 parameter.normal_(0.0, std, generator=generator)
             elif parameter.numel() == 1 and not parameter.any():
-                parameter.fill_(0.5)  # a gate that is closed until it is trained
+                parameter.fill_(0.5)  # a gate that is closed before training
             elif last == "bias":
                 parameter.normal_(0.0, 0.1, generator=generator)
         for name, buffer in model.named_buffers():
-            if name.endswith("codebook.embed_sum"):  # zero until it is trained: every sound would have one code
+            if name.endswith("codebook.embed_sum"):  # zero before training: every sound would have one code
                 buffer.normal_(generator=generator)
 
 
 def tiny_model(model_class: type[PreTrainedModel], seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A tiny float32 `model_class` in eval mode with well separated logits; `changes` of its decoder's config."""
+    """A tiny float32 `model_class` in eval mode with well separated logits; `changes` apply to its decoder's config."""
     torch.manual_seed(seed)
     config = tiny_config(model_class.config_class)
     for name, value in changes.items():

@@ -1,6 +1,6 @@
-"""What `generate` needs of each tiny architecture: text, and each medium that it takes.
+"""Inputs of `generate` for each tiny architecture: text, and each medium that it takes.
 
-Every batch has two rows of unequal length, so that padding is part of the check.
+Every batch has two rows of unequal length, so that padding is checked, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # these ignore `max_new_tokens`
 
 
 def make_inputs(model: PreTrainedModel, seed: int = 1) -> dict[str, dict[str, Any]]:
-    """What `generate` gets: two prompts of unequal length with each medium that the model takes, and of text alone."""
+    """Inputs of `generate`, by medium: two prompts of unequal length with each medium of the model, and text alone."""
     torch.manual_seed(seed)
     name = type(model).__name__
     inputs: dict[str, dict[str, Any]] = media_inputs(model)
@@ -32,7 +32,7 @@ def make_inputs(model: PreTrainedModel, seed: int = 1) -> dict[str, dict[str, An
 
 
 def decoder_text(config: PretrainedConfig, rows_per_prompt: int = 1) -> dict[str, torch.Tensor]:
-    """`(2 * rows_per_prompt, 11)` tokens and the mask of two prompts of 11 and 6 tokens, padded on the left."""
+    """`(2 * rows_per_prompt, 11)` tokens and the mask of two prompts of 11 and 6 tokens, left-padded."""
     mask = torch.ones(2, LONG_PROMPT, dtype=torch.long)
     mask[1, : LONG_PROMPT - SHORT_PROMPT] = 0
     tokens = torch.randint(5, 100, (2, rows_per_prompt, LONG_PROMPT)) * mask[:, None]
@@ -40,7 +40,7 @@ def decoder_text(config: PretrainedConfig, rows_per_prompt: int = 1) -> dict[str
 
 
 def encoder_text(config: PretrainedConfig) -> dict[str, torch.Tensor]:
-    """The same two sequences for an encoder: padded on the right."""
+    """The same two sequences for an encoder, right-padded."""
     inputs = decoder_text(config)
     return {name: torch.cat([x[:1], x[1:].roll(SHORT_PROMPT - LONG_PROMPT, 1)]) for name, x in inputs.items()}
 

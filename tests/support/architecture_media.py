@@ -1,8 +1,7 @@
-"""Images, video and sound for each tiny architecture, as its processor would give them.
+"""Images, video and sound for each tiny architecture, as its processor would return them.
 
-Two rows with different pictures (clips, sounds), of different size where the class takes any size, with text before
-and behind. A row has as many placeholders as the model makes embeddings of its picture, so nothing here repeats the
-arithmetic of processors.
+Two rows with different pictures (clips, sounds), of different size if the class takes any size, between text. A row has
+as many placeholders as the model makes embeddings of its picture, so the arithmetic of processors is not repeated here.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 Tensors = dict[str, Any]  # a few classes take lists of numbers
 MEDIA_TYPES = {"image": 1, "video": 2, "audio": 3}  # in `mm_token_type_ids`
-TEXT_AROUND = [(6, 4), (2, 3)]  # tokens before and behind the medium of each row
+TEXT_AROUND = [(6, 4), (2, 3)]  # tokens before and after the medium of each row
 STARTS = {
     "image": ("vision_start_token_id", "image_start_token_id", "boi_token_id", "boi_token_index"),
     "video": ("vision_start_token_id", "video_start_token_id"),
@@ -45,7 +44,7 @@ MEDIA_ARGUMENTS = set(
     audio_input_features protein_input_ids
 """.split()
 )
-NOT_GIVEN = {  # what `forward` takes and `media_inputs` does not give
+NOT_GIVEN = {  # arguments of `forward` that `media_inputs` does not give
     "EvollaForProteinText2Text": "plain `generate` fails at the second token where it has a protein",
     "PI0ForConditionalGeneration": "has no `generate`",
     "VibeVoiceForConditionalGeneration": "needs diffusers",
@@ -54,13 +53,13 @@ MASKS_OF_SOUND = ("input_features_mask", "feature_attention_mask")
 
 
 def takes_media(model_class: type[PreTrainedModel]) -> bool:
-    """Whether `media_inputs` should give something to this class."""
+    """Whether `media_inputs` should return inputs for this class."""
     arguments = set(inspect.signature(model_class.forward).parameters)
     return bool(arguments & MEDIA_ARGUMENTS) and model_class.__name__ not in NOT_GIVEN
 
 
 def media_inputs(model: PreTrainedModel) -> dict[str, Tensors]:
-    """What `generate` gets of every medium that this model takes."""
+    """Inputs of `generate` for every medium of this model."""
     name = type(model).__name__
     if name in CALLS:
         return CALLS[name](model.config)
@@ -77,8 +76,8 @@ def media_inputs(model: PreTrainedModel) -> dict[str, Tensors]:
 
 
 def media_rows(model: PreTrainedModel) -> dict[str, list[Tensors]]:
-    """Three prompts of each medium, a row each: the last has a picture, film or sound of the size that the first has.
-    Nothing for classes whose calls are made as a whole."""
+    """Three prompts per medium, a row each; the last has a picture, clip or sound of the first one's size. Empty for
+    classes whose inputs are made for a whole batch."""
     name, found = type(model).__name__, {}
     for medium in MEDIA_TYPES if name not in CALLS and not hasattr(model, "thinker") else ():
         build = ROWS.get((name, medium)) or _general_row(model, medium)
@@ -128,7 +127,7 @@ def _features_method(model: PreTrainedModel, medium: str) -> Callable[..., Any] 
 def _prompts(
     model: PreTrainedModel, medium: str, media: list[Tensors], around: Sequence[tuple[int, int]] = TEXT_AROUND
 ) -> Tensors:
-    """All rows: text around the placeholders, padded on the left, with masks, types and the media of all."""
+    """All rows: text around the placeholders, left-padded, with masks, types and media."""
     config, kind = model.config, model.config.model_type
     name = "image" if medium == "video" and kind.startswith(IMAGES_AS_FRAMES) else medium
     (placeholder,) = _tokens(config, (f"{name}_token_id", f"{name}_token_index"))
@@ -144,7 +143,7 @@ def _prompts(
     if "mm_token_type_ids" in takes:
         inputs["mm_token_type_ids"] = types
     if "token_type_ids" in takes:
-        inputs["token_type_ids"] = types * (kind != "paligemma")  # there it marks what is to be learned
+        inputs["token_type_ids"] = types * (kind != "paligemma")  # there it marks the tokens to learn
     return {**inputs, **(join(media) if len(media) > 1 else media[0])}
 
 
@@ -155,7 +154,7 @@ def prompts(
     counts: list[list[int]],
     around: Sequence[tuple[int, int]] = TEXT_AROUND,
 ) -> Tensors:
-    """Rows, each with its groups of placeholders; a time stamp stands between two groups."""
+    """Rows with groups of placeholders; a time stamp separates two groups."""
     start, end = (_tokens(config, names[medium]) for names in (STARTS, ENDS))
     rows = []
     for groups, (before, behind) in zip(counts, around, strict=True):
@@ -173,7 +172,7 @@ def pad(rows: list[list[int]]) -> Tensors:
 
 
 def join(media: list[Tensors]) -> Tensors:
-    """The tensors of both rows in one; patches that stand side by side do so still, indices go on counting."""
+    """Joins the tensors of both rows; patches in sequence stay so, indices continue."""
     first, second = media
     if "image_token_pooling" in first:
         patches = first["pixel_values"].shape[:2].numel()
@@ -191,13 +190,13 @@ def _words(count: int) -> list[int]:
 
 
 def _tokens(config: PretrainedConfig, names: tuple[str, ...]) -> list[int]:
-    """The token that the config has under the first of `names`, or none."""
+    """The token that the config has under the first known of `names`, as a list; empty if there is none."""
     return [value for name in names if isinstance(value := getattr(config, name, None), int)][:1]
 
 
 @torch.no_grad()
 def _count_embeddings(model: PreTrainedModel, medium: str, tensors: Tensors) -> int:
-    """Of how many tokens the medium of one row is."""
+    """Number of tokens of one row's medium."""
     method = _features_method(model, medium)
     output = method(**{name: x for name, x in tensors.items() if name not in NOT_FOR_FEATURES})
     features = getattr(output, "pooler_output", None)
@@ -226,7 +225,7 @@ def square_tiles(config: PretrainedConfig, row: int) -> Tensors:
 
 
 def picture_of_any_size(config: PretrainedConfig, row: int, side: int = 64) -> Tensors:
-    """Pictures padded to the largest of the batch: the second is half as high."""
+    """Pictures padded to the largest of the batch; the second is half as high."""
     height = side // (row + 1)
     pixels = torch.zeros(1, 3, side, side)
     pixels[:, :, :height] = torch.randn(1, 3, height, side)
@@ -234,7 +233,7 @@ def picture_of_any_size(config: PretrainedConfig, row: int, side: int = 64) -> T
 
 
 def picture_and_tiles(config: PretrainedConfig, row: int) -> Tensors:
-    """The whole picture and its two tiles, which stand on one another in the first row, side by side in the second."""
+    """The whole picture and its two tiles, stacked in the first row, side by side in the second."""
     size = _side(config.vision_config.image_size)
     shape = (2 * size, size) if row == 0 else (size - 4, 2 * size)
     return {"pixel_values": torch.randn(1, 3, 3, size, size), "image_sizes": torch.tensor([shape])}
@@ -254,7 +253,7 @@ def picture_and_grid_of_crops(config: PretrainedConfig, row: int) -> Tensors:
 
 
 def tiles_with_mask(config: PretrainedConfig, row: int) -> Tensors:
-    """Two tiles of the first picture; one of the second, in part padding, and an empty one."""
+    """Two tiles of the first picture; one partly padded tile and an empty one of the second."""
     size = _side(config.vision_config.image_size)
     pixels = torch.randn(1, 2, 3, size, size)
     mask = torch.ones(1, 2, size, size, dtype=torch.long)
@@ -277,7 +276,7 @@ def grid_of_frames(config: PretrainedConfig, row: int) -> Tensors:
 
 
 def _patches(config: PretrainedConfig, grid: tuple[int, ...]) -> torch.Tensor:
-    """`(t * h * w, channels * frames * height * width)`: the pixels of a grid of patches."""
+    """Pixels of a grid of patches, `(t * h * w, channels * frames * height * width)`."""
     vision = config.vision_config
     channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
     frames = getattr(vision, "temporal_patch_size", None) or getattr(vision, "patch_temporal", 1)
@@ -285,7 +284,7 @@ def _patches(config: PretrainedConfig, grid: tuple[int, ...]) -> torch.Tensor:
 
 
 def square_patches(config: PretrainedConfig, row: int) -> Tensors:
-    """A grid whose patches are `(channels, height, width)`."""
+    """A grid of patches `(channels, height, width)`."""
     inputs = grid_of_patches(config, row)
     size = config.vision_config.patch_size
     return {**inputs, "pixel_values": inputs["pixel_values"].view(-1, 3, size, size)}
@@ -298,7 +297,7 @@ def square_patches_of_a_frame(config: PretrainedConfig, row: int) -> Tensors:
 
 
 def strip_of_patches(config: PretrainedConfig, row: int) -> Tensors:
-    """Patches side by side."""
+    """Patches in one sequence."""
     grid = (8, 8 // (row + 1))
     size = config.vision_config.patch_size
     return {"pixel_values": torch.randn(1, 3, size, math.prod(grid) * size), "target_sizes": torch.tensor([grid])}
@@ -309,7 +308,7 @@ def strip_of_a_frame(config: PretrainedConfig, row: int) -> Tensors:
 
 
 def padded_patches(config: PretrainedConfig, row: int) -> Tensors:
-    """Patches padded to the most of the batch."""
+    """Patches padded to the largest number in the batch."""
     grid, most = (4, 4 // (row + 1)), 16
     pixels, mask = torch.zeros(1, most, 3 * config.vision_config.patch_size**2), torch.zeros(1, most, dtype=torch.long)
     pixels[:, : math.prod(grid)] = torch.randn(1, math.prod(grid), pixels.shape[-1])
@@ -349,7 +348,7 @@ def tiles_with_flags(config: PretrainedConfig, row: int) -> Tensors:
 
 
 def patches_with_positions(config: PretrainedConfig, row: int) -> Tensors:
-    """Patches padded to the most of the batch, with the place of each."""
+    """Patches padded to the largest number in the batch, with the position of each."""
     grid, most = (4, 4 // (row + 1)), 16
     size = getattr(config.vision_config, "model_patch_size", config.vision_config.patch_size)
     pixels, places = torch.zeros(1, most, 3 * size**2), torch.full((1, most, 2), -1)
@@ -359,7 +358,7 @@ def patches_with_positions(config: PretrainedConfig, row: int) -> Tensors:
 
 
 def crops_with_pooling(config: PretrainedConfig, row: int) -> Tensors:
-    """The whole picture and a crop, `(crops, patches, pixels)`, with the patches that each token is the mean of."""
+    """The whole picture and a crop, `(crops, patches, pixels)`, with the patches that are averaged into each token."""
     vision = config.vision_config
     side = vision.image_size[0] // vision.patch_size
     places = torch.arange(2 * side**2).view(2, side // 2, 2, side // 2, 2).transpose(2, 3).reshape(2, side // 2, -1, 4)
@@ -512,7 +511,7 @@ def spectrogram(config: PretrainedConfig, bins: int, frames: int, bins_first: bo
 
 
 def _lengths_mask(length: int) -> torch.Tensor:
-    """`(2, length)`: the second row ends at three quarters."""
+    """`(2, length)`: the second row ends after three quarters."""
     mask = torch.ones(2, length, dtype=torch.long)
     mask[1, length * 3 // 4 :] = 0
     return mask
@@ -542,14 +541,14 @@ def _kosmos2_5(config: PretrainedConfig) -> dict[str, Tensors]:
 
 
 def _flat_patches(config: PretrainedConfig) -> Tensors:
-    """`(2, 6, 2 + pixels)`: each patch behind its row and column."""
+    """`(2, 6, 2 + pixels)`: each patch after its row and column."""
     places = torch.cartesian_prod(torch.arange(1, 3), torch.arange(1, 4)).expand(2, -1, -1)
     pixels = torch.randn(2, 6, config.vision_config.patch_embed_hidden_size)
     return {"flattened_patches": torch.cat([places, pixels], -1)}
 
 
 def _mllama(config: PretrainedConfig) -> dict[str, Tensors]:
-    """The first picture of two tiles, the second of one; what follows the image token sees the tiles."""
+    """The first picture has two tiles, the second one; tokens after the image token see the tiles."""
     vision, tiles = config.vision_config, torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
     inputs = prompts(config, "image", config.image_token_index, [[1], [1]])
     seen = (inputs["input_ids"] == config.image_token_index).cumsum(-1)
@@ -571,7 +570,7 @@ def _phi4(config: PretrainedConfig) -> dict[str, Tensors]:
     side = vision.crop_size // vision.patch_size
     mask = torch.ones(2, 2, side, side, dtype=torch.long)
     mask[1, 1, side // 2 :] = 0
-    row = side // 2 * (side // 2 + 1)  # tokens of a whole picture, with the ends of its lines
+    row = side // 2 * (side // 2 + 1)  # tokens of a whole picture, with its line ends
     counts = [[2 * row + 1], [row * 3 // 2 + 1]]
     image = {
         **prompts(config, "image", vision.image_token_id, counts),
@@ -599,7 +598,7 @@ def _whisper_like(config: PretrainedConfig) -> dict[str, Tensors]:
 
 
 def _granite_speech(config: PretrainedConfig) -> dict[str, Tensors]:
-    """One placeholder for each window of frames; the mask is that of placeholders."""
+    """One placeholder per window of frames; the mask covers placeholders."""
     windows = 6
     features = torch.randn(2, windows * config.window_size, config.encoder_config.input_dim)
     mask = torch.arange(windows).expand(2, -1) < torch.tensor([[windows], [windows // 2]])
@@ -608,7 +607,7 @@ def _granite_speech(config: PretrainedConfig) -> dict[str, Tensors]:
 
 
 def _voxtral_realtime(config: PretrainedConfig) -> dict[str, Tensors]:
-    """Text and sound side by side: eight frames of the spectrogram for each token, those to come too."""
+    """Text and sound in parallel: eight frames of the spectrogram per token, future tokens included."""
     features = torch.randn(2, config.audio_config.num_mel_bins, 8 * 40)
     return {"audio": {**words(), "input_features": features, "num_delay_tokens": 2}}
 
@@ -618,7 +617,7 @@ def _kyutai(config: PretrainedConfig) -> dict[str, Tensors]:
     return {"audio": {"input_values": torch.randn(2, 1, samples), "padding_mask": torch.ones(2, 1, samples).long()}}
 
 
-# The classes whose calls are not text around placeholders: encoders, pictures that cross-attention reads.
+# Classes whose inputs are not text around placeholders: encoders, pictures read by cross-attention.
 CALLS: dict[str, Callable[[PretrainedConfig], dict[str, Tensors]]] = {
     "BlipForConditionalGeneration": lambda c: {"image": {**pictures(c, c.vision_config.image_size), **words()}},
     "CanaryForConditionalGeneration": lambda c: spectrogram(c, c.encoder_config.num_mel_bins, 64),

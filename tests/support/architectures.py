@@ -2,8 +2,8 @@
 
     python -m tests.support.architectures [--only REGEX] [--json PATH] [--jobs N]
 
-`check(name)` answers for one class. An architecture that cannot be built here, or that plain `generate` does not
-serve, is listed with its reason and is no failure of the paged cache.
+`check(name)` checks one class. An architecture that cannot be built here, or that plain `generate` does not serve, is
+listed with the reason and does not count as a failure of the paged cache.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ FAMILIES = {  # name in the table: mapping in `modeling_auto`; a class counts fo
 }
 BLOCK_SIZE = 8  # tokens; equal to the sliding window of the tiny models, and below every sequence checked
 SECONDS_PER_ARCHITECTURE = 120.0
-END_TOKENS = list(range(100, 112))  # enough of them that some rows end before the others
+END_TOKENS = list(range(100, 112))  # many, so that some rows end before the others
 TEXT = ("input_ids", "attention_mask")
-LOGITS_TOLERANCE = 1e-3  # of the logits' standard deviation; float32 sums in another order stay far below
+LOGITS_TOLERANCE = 1e-3  # in standard deviations of the logits; another summation order in float32 stays far below
 
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False, "num_beams": 1, "max_new_tokens": 18, "min_new_tokens": 18},
@@ -63,9 +63,9 @@ MODES: dict[str, dict[str, Any]] = {
         "eos_token_id": END_TOKENS,
     },
 }
-LONG = {"do_sample": False, "num_beams": 1, "max_new_tokens": 80, "min_new_tokens": 80}  # enough to record steps
-OTHER_INPUTS = ("text", "video", "audio")  # modes too: greedy with these, where the modes above had another medium
-REQUESTS = tuple(f"{medium} requests" for medium in ("image", "video", "audio"))  # three of an engine, greedy
+LONG = {"do_sample": False, "num_beams": 1, "max_new_tokens": 80, "min_new_tokens": 80}  # enough steps to record
+OTHER_INPUTS = ("text", "video", "audio")  # more modes: greedy with the media not used above
+REQUESTS = tuple(f"{medium} requests" for medium in ("image", "video", "audio"))  # three requests of an engine, greedy
 
 
 @dataclasses.dataclass
@@ -86,13 +86,13 @@ class Result:
     status: str
     detail: str = ""
     modes: dict[str, ModeResult] = dataclasses.field(default_factory=dict)
-    road: str = ""  # of the greedy call, like the next three
+    road: str = ""  # of the greedy call, as are the next three
     reason: str = ""
     in_place: bool | None = None  # None: not reported
     latent: bool | None = None
-    replayed: int = 0  # decode steps of a longer call that were replays
+    replayed: int = 0  # replayed decode steps of a longer call
     medium: str = "text"  # of the four modes: image, video, audio, protein or text
-    inputs: list[str] = dataclasses.field(default_factory=list)  # tensors that came with it, beside ids and masks
+    inputs: list[str] = dataclasses.field(default_factory=list)  # tensor inputs beside ids and masks
     seconds: float = 0.0
 
 
@@ -106,12 +106,12 @@ def _families() -> dict[str, str]:
 
 
 def list_architectures(family: str | None = None) -> list[str]:
-    """The model classes to check, each once; those of one family."""
+    """The model classes to check, each once; of one family if given."""
     return [name for name, own in _families().items() if family in (None, own)]
 
 
 def check(name: str) -> Result:
-    """Builds the model class `name` tiny and compares plain with paged `generate` in every mode."""
+    """Builds a tiny model of class `name` and compares plain with paged `generate` in every mode."""
     started = time.perf_counter()
     result = Result(name, _families().get(name, "other"), "error")
     with warnings.catch_warnings():
@@ -152,7 +152,7 @@ def _check(result: Result) -> None:
 
 
 def _problem_of_plain(model: PreTrainedModel, inputs: dict[str, Any], medium: str) -> str:
-    """Why plain `generate` gives nothing to compare with; empty where it does."""
+    """Why plain `generate` cannot serve as a reference; empty if it can."""
     try:
         if not _same(*(_generate(model, inputs, "greedy", paged=False) for _ in range(2))):
             return "not deterministic"
@@ -190,7 +190,7 @@ def _check_mode(model: PreTrainedModel, inputs: dict[str, Any], mode: str, resul
 
 
 def _check_requests(model: PreTrainedModel, rows: list[dict[str, Any]]) -> ModeResult:
-    """Rows as requests of an engine that is given all before its first step, against each alone."""
+    """Compares rows, added to an engine before its first step, with each row alone."""
     import hf_paged
 
     rows = [{name: x for name, x in row.items() if name != "attention_mask"} for row in rows]
@@ -215,7 +215,7 @@ def _check_requests(model: PreTrainedModel, rows: list[dict[str, Any]]) -> ModeR
 
 
 def _generate(model: PreTrainedModel, inputs: dict[str, Any], mode: str, paged: bool) -> Any:
-    # `generate` may write to what it is given
+    # `generate` may write to its inputs
     arguments = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
     arguments |= LONG if mode == "long" else MODES["greedy" if mode in OTHER_INPUTS else mode]
     if paged:
@@ -239,7 +239,7 @@ def _same(expected: Any, found: Any) -> bool:
 
 
 def _difference(expected: Any, found: Any) -> str:
-    """What differs between two outputs of `generate`; empty when nothing does."""
+    """The difference between two outputs of `generate`; empty if there is none."""
     a, b = _tokens(expected), _tokens(found)
     if a.shape != b.shape:
         return f"shape {tuple(b.shape)}, plain {tuple(a.shape)}"
@@ -255,7 +255,7 @@ def _difference(expected: Any, found: Any) -> str:
 
 
 def _gap(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Largest difference of two `(rows, vocab)` logits in standard deviations; NaN and infinities must agree."""
+    """Largest difference of two `(rows, vocab)` logits in standard deviations; NaN and infinities must match."""
     if not torch.equal(a.isfinite(), b.isfinite()):
         return float("inf")
     a, b = a[a.isfinite()], b[b.isfinite()]
@@ -275,7 +275,7 @@ def _attention_implementations(model: PreTrainedModel) -> dict[str, str | None]:
 
 
 def _left_behind(model: PreTrainedModel, before: dict[str, str | None]) -> str:
-    """What a paged call left different in the model; empty when the model is as it came."""
+    """Describes what a paged call left changed in the model, or a failed integrity check; empty if neither."""
     import hf_paged
 
     after = _attention_implementations(model)
@@ -301,14 +301,14 @@ def _route(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def describe(error: BaseException) -> str:
-    """One line: type, message, and the place it was raised."""
+    """One line: type, message, and the place where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}{where}"
 
 
 def sweep(names: list[str], jobs: int, seconds: float = SECONDS_PER_ARCHITECTURE) -> list[Result]:
-    """Checks `names` in `jobs` processes; one that crashes or exceeds `seconds` costs only its own result."""
+    """Checks `names` in `jobs` processes; a process that crashes or exceeds `seconds` loses only its current result."""
     queue, results = collections.deque(enumerate(names)), {}
 
     def serve() -> None:
@@ -331,7 +331,7 @@ def sweep(names: list[str], jobs: int, seconds: float = SECONDS_PER_ARCHITECTURE
 
 
 class _Worker:
-    """A process that runs `check`; replaced when it dies or takes too long."""
+    """A process that runs `check`; replaced if it dies or takes too long."""
 
     def __init__(self) -> None:
         self.process: multiprocessing.process.BaseProcess | None = None
@@ -396,7 +396,7 @@ def _status_and_road(result: ModeResult) -> str:
 
 
 def summary(results: list[Result]) -> str:
-    """How many architectures per status and per road."""
+    """Number of architectures by status and by road."""
     statuses = collections.Counter(result.status for result in results)
     roads = collections.Counter(result.road or "not reported" for result in results if result.modes)
     served = [result for result in results if result.modes]
@@ -416,7 +416,7 @@ def summary(results: list[Result]) -> str:
 
 
 def overview(results: list[Result]) -> str:
-    """Counts per family: what docs/guide/compatibility.md has as a table."""
+    """Counts by family, for the table in docs/guide/compatibility.md."""
     header = ["family", "classes", "served by plain `generate`", "equal", "on the engine"]
     header += ["blocks read in place", "of them MLA latents", "given images, video or sound"]
     header += ["on the engine with these", "on the engine with text alone"]
@@ -436,7 +436,7 @@ def overview(results: list[Result]) -> str:
 
 
 def class_lists(results: list[Result]) -> str:
-    """The classes by what the call does with them, and why some are not on the engine."""
+    """The classes by road of the call, and why some do not run on the engine."""
     served = [result for result in results if result.modes]
     others = [result for result in served if result.road != "engine"]
     groups = {
@@ -449,19 +449,19 @@ def class_lists(results: list[Result]) -> str:
 
 
 def _reason(result: Result) -> str:
-    """Why a class is not on the engine."""
+    """Why a class does not run on the engine."""
     reason = result.reason.removeprefix("paged cache under the model's own decoding loop; not on the engine: ")
     return reason or "its `generate` is its own"
 
 
 def _media(result: Result) -> list[str]:
-    """What the class was given beside text; empty where plain `generate` does not serve it."""
+    """Media of the class's inputs; empty if plain `generate` does not serve it."""
     others = (*MODES, "long", *REQUESTS, "text")
     return [medium for medium in (result.medium, *result.modes) if result.modes and medium not in others]
 
 
 def section(data: dict[str, Any]) -> str:
-    """What stands in docs/guide/compatibility.md between the marks, of the content of `--json`."""
+    """The section between the marks of docs/guide/compatibility.md, rendered from the content of `--json`."""
     results = [
         Result(**{**row, "modes": {name: ModeResult(**mode) for name, mode in row["modes"].items()}})
         for row in data["results"]

@@ -1,4 +1,4 @@
-"""Calls of a backend for rows of equally many queries."""
+"""Backend calls for rows with equally many queries."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def rectangle(query: Tensor, keys: Tensor, values: Tensor, step: StepMetadata, *
 
 
 def attend(backend: Any, query: Tensor, keys: Tensor, values: Tensor, step: StepMetadata, **features: Any) -> Tensor:
-    """What a backend gives for `rectangle`: `(n, query_len, heads, value_dim)`."""
+    """Output of a backend for `rectangle`: `(n, query_len, heads, value_dim)`."""
     output: Tensor = backend.attend(rectangle(query, keys, values, step, **features))
     return output.unflatten(0, (query.shape[0], query.shape[2]))

@@ -1,4 +1,4 @@
-"""What several files of tests check, and calls from several threads at once."""
+"""Checks shared by several test files, and concurrent calls from several threads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 
 def model_state(model: PreTrainedModel) -> dict[str, Any]:
-    """What a call must leave as it found it."""
+    """State of a model that a call must not change."""
     return {
         "attention": {
             name: module.config._attn_implementation
@@ -34,7 +34,7 @@ def assert_same_tokens(expected: torch.Tensor, actual: torch.Tensor, what: str =
 
 
 def in_threads(*jobs: Callable[[], Any]) -> list[Any]:
-    """Runs the jobs at once and returns their results; the first exception of a job is raised here."""
+    """Runs the jobs concurrently and returns their results; raises the first exception of a job."""
     barrier = threading.Barrier(len(jobs))
     results: list[Any] = [None] * len(jobs)
     errors: list[BaseException] = []

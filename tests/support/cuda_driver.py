@@ -1,6 +1,6 @@
-"""A strict stand-in for `cuda.bindings.driver`: the virtual memory management of CUDA's driver, over real memory of the
-host. What the driver forbids, or leaves undefined, is an error here; memory that is not mapped, or to which no access
-was given, cannot be touched."""
+"""A strict stand-in for `cuda.bindings.driver`: the virtual memory management of CUDA's driver, on host memory. Calls
+that the driver forbids or leaves undefined raise an error; unmapped memory, or memory without access rights, cannot be
+touched."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int =
 
 
 class Driver:
-    """`memory`: bytes of the device. `broken`: every rule that was broken."""
+    """`memory`: bytes of the device. `broken`: all violations of the rules."""
 
     CUresult = CUresult
     CUmemAllocationType = types.SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED="pinned")
@@ -85,7 +85,7 @@ class Driver:
     def cuMemAddressReserve(self, size: int, alignment: int, address: int, flags: int) -> tuple[Any, ...]:
         if not size or not self._is_whole(size) or flags:
             return self._refuse(f"reserve {size}")
-        room = size + self.granularity  # aligned as the device's addresses are
+        room = size + self.granularity  # addresses aligned like the device's
         start = _mmap(None, room, NONE, _PRIVATE | _ANONYMOUS | _NORESERVE)
         first = -(-start // self.granularity) * self.granularity
         for at, rest in ((start, first - start), (first + size, start + room - first - size)):

@@ -1,4 +1,4 @@
-"""Runs decodings with the model's own forward, without any cache: nothing but the decoding is under test."""
+"""Runs decodings with the model's forward and without a cache, to test the decoding alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_paged.batching.decoding.sampler import sample_step
 
 
 def logits_of(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """Logits `(rows, vocab)` after `(rows, length)` ids, of which `mask` hides padding on the left of the prompts."""
+    """Logits `(rows, vocab)` after `(rows, length)` ids; `mask` hides left padding."""
     if mask is None:
         mask = torch.ones_like(ids)
     mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
@@ -27,7 +27,7 @@ def logits_of(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | No
 
 
 def take_step(decoding: Decoding, logits: torch.Tensor) -> SampledTokens:
-    """One step of one decoding. Raises what it raised."""
+    """Takes one step of one decoding. Raises its error."""
     (sampled,) = sample_step([(decoding, logits)])
     if isinstance(sampled, BaseException):
         raise sampled
@@ -40,7 +40,7 @@ def drive(
     mask: torch.Tensor | None = None,
     check: Callable[[Decoding, Any], None] | None = None,
 ) -> Decoding:
-    """Advances the decoding to its end."""
+    """Runs the decoding to its end."""
     for _ in range(decoding.max_length):
         if decoding.is_done:
             break
@@ -62,7 +62,7 @@ def drive(
 
 @contextmanager
 def generate_by_decoding(model: PreTrainedModel, **options: Any) -> Iterator[list[Decoding]]:
-    """`model.generate` prepares everything; its loops are replaced by decodings, which are listed."""
+    """Within it, `model.generate` only prepares; its loops are replaced by decodings, collected in the list."""
     made: list[Decoding] = []
     check, split = options.pop("check", None), options.pop("split", None)
 

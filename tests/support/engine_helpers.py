@@ -1,4 +1,4 @@
-"""What the engine's tests share: a lone run of plain `generate` to compare with, and what must hold at the end."""
+"""Helpers of the engine's tests: plain `generate` on one prompt as the reference, and invariants at the end."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from transformers import (
 from hf_paged import PagedEngine, RequestResult
 from tests.support import models
 
-MANY_ENDS = list(range(20, 36))  # enough EOS ids that texts end early
+MANY_ENDS = list(range(20, 36))  # many EOS ids, so that texts end early
 
-# What one request may ask for. Every entry is also an argument of plain `generate`.
+# Options of one request. Each is also an argument of plain `generate`.
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False, "max_new_tokens": 20},
     "greedy_eos": {"do_sample": False, "max_new_tokens": 30, "eos_token_id": MANY_ENDS},
@@ -44,7 +44,7 @@ MODES: dict[str, dict[str, Any]] = {
 def lone_run(
     model: Any, prompt: list[int], options: dict[str, Any], seed: int | None = None, **arguments: Any
 ) -> list[list[int]]:
-    """New tokens of plain `generate` on one prompt, each row with the padding behind its end."""
+    """New tokens of plain `generate` on one prompt, each row with its trailing padding."""
     ids = torch.tensor([prompt])
     if seed is not None:
         torch.manual_seed(seed)
@@ -53,7 +53,7 @@ def lone_run(
 
 
 def assert_same_as_lone(expected: list[list[int]], result: RequestResult, options: dict[str, Any], what: str) -> None:
-    """The result's tokens are the lone run's; behind the end of each there is padding only."""
+    """Asserts that the result has the lone run's tokens, and only padding after the end of each row."""
     assert result.error is None, f"{what}: {result.error!r}"
     assert len(result.sequences) == len(expected), f"{what}: {len(result.sequences)} sequences"
     ends = options.get("eos_token_id") or []
@@ -69,7 +69,7 @@ def assert_same_as_lone(expected: list[list[int]], result: RequestResult, option
 
 
 def assert_drained(engine: PagedEngine) -> None:
-    """Nothing is left of any request but what the prefix cache keeps."""
+    """Asserts that only cached prefix blocks are left of any request."""
     engine.check_integrity()
     stats = engine.stats()
     assert not engine.has_unfinished
@@ -78,7 +78,7 @@ def assert_drained(engine: PagedEngine) -> None:
 
 
 def run_all(engine: PagedEngine, results: dict[str, RequestResult] | None = None) -> dict[str, RequestResult]:
-    """Steps until every request has ended, checking integrity after each step."""
+    """Steps until every request has ended; checks integrity after each step."""
     results = {} if results is None else results
     while engine.has_unfinished:
         for output in engine.step():
@@ -90,19 +90,19 @@ def run_all(engine: PagedEngine, results: dict[str, RequestResult] | None = None
 
 
 def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
-    """Words, no special tokens."""
+    """Prompts of words, without special tokens."""
     return [models.token_ids(1, length, seed=seed + 31 * i)[0].tolist() for i, length in enumerate(lengths)]
 
 
 def build_diff_llama() -> PreTrainedModel:
-    """Its code cuts the cached values of a batch in two: no packed batch."""
+    """A model whose code splits the cached values of a batch in two: no packed batch."""
     sizes = {"vocab_size": models.VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     config = DiffLlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
     return _finished(DiffLlamaForCausalLM(config), 1)
 
 
 def build_mamba() -> PreTrainedModel:
-    """Its state is no keys and values."""
+    """A model whose state is not K/V."""
     config = MambaConfig(vocab_size=models.VOCAB_SIZE, hidden_size=32, state_size=8, num_hidden_layers=2)
     return _finished(MambaForCausalLM(config), None)
 
@@ -112,7 +112,7 @@ def _finished(model: Any, seed: int | None) -> PreTrainedModel:
         models.init_weights(model, seed)
     else:
         generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():  # spread logits, so that no choice hangs on rounding
+        with torch.no_grad():  # spread logits, so that rounding decides no choice
             for name, parameter in model.named_parameters():
                 if "embed" in name or "lm_head" in name:
                     parameter.copy_(torch.randn(parameter.shape, generator=generator))

@@ -1,7 +1,7 @@
-"""A decode step on a device that this machine lacks: tensors with a shape and a device, but without numbers.
+"""Runs a decode step on a device that this machine lacks: tensors with shape and device but without data.
 
-On the CPU all tensors are on one device, so that a copy between host and device is not seen there. Here the weights,
-the inputs and the blocks of a step are on another (`meta`, under PyTorch's `FakeTensorMode`).
+On the CPU all tensors share a device, so copies between host and device go unnoticed. Here the weights, the inputs and
+the blocks of a step are on another device (`meta`, under PyTorch's `FakeTensorMode`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DEVICE = torch.device("meta")
 
 
 def record_on_a_device(runner: PackedRunner, inputs: StaticInputs) -> None:
-    """Runs the step of `inputs` twice, as `CudaGraphs.capture` does. Raises what that would."""
+    """Runs the step of `inputs` twice, as `CudaGraphs.capture` does. Raises the errors that a capture would raise."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     known: dict[int, Tensor] = {}
 
@@ -61,7 +61,7 @@ def record_on_a_device(runner: PackedRunner, inputs: StaticInputs) -> None:
         moved._forward(move(inputs.token_ids), move(inputs.positions), steps, kept)
 
     with torch.no_grad(), _without_kernels(runner, move):
-        # steps came before, which may have put what they made on the device
+        # earlier eager steps may have moved cached tensors to the device
         with contextlib.suppress(Exception), fake:
             run()
         for mode in (first, KnownAgain(first.known)):
@@ -70,8 +70,8 @@ def record_on_a_device(runner: PackedRunner, inputs: StaticInputs) -> None:
 
 
 def _moved(model: Any, move: Any) -> Any:
-    """A copy with parameters and buffers on the device, and other tensors where they were, as `to` leaves them. Configs
-    are the model's own, by which its attention is known."""
+    """A copy with parameters and buffers on the device and other tensors left in place, like `to`. It shares the
+    model's configs, which identify its attention."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         is_parameter = isinstance(tensor, nn.Parameter)
@@ -83,7 +83,7 @@ def _moved(model: Any, move: Any) -> Any:
 
 @contextlib.contextmanager
 def _without_kernels(runner: PackedRunner, move: Any) -> Any:
-    """Nothing is stored, and attention gives tensors of the right shape."""
+    """Replaces kernels: stores nothing; attention returns tensors of the right shape."""
 
     def attend(call: AttentionCall) -> Tensor:
         return call.query.new_empty(*call.query.shape[:2], call.blocks.values.shape[-1])
@@ -97,7 +97,7 @@ def _without_kernels(runner: PackedRunner, move: Any) -> Any:
         return (0,) * batch_size, (length,) * batch_size
 
     def forget() -> None:
-        for layer in runner.cache.layers:  # their handles stand for blocks on one device
+        for layer in runner.cache.layers:  # cached handles refer to blocks on one device
             if hasattr(layer, "packed_handles"):
                 layer.packed_handles = None
 
@@ -107,7 +107,7 @@ def _without_kernels(runner: PackedRunner, move: Any) -> Any:
             (interface, "attend_packed", attend_packed),
             (latent, "can_absorb", lambda module: True),
             (masks, "padding_columns", padding_columns),
-            (record, "_is_same", lambda host, other: True),  # neither has numbers
+            (record, "_is_same", lambda host, other: True),  # neither has data
             (KVBlocks, "store", lambda *arguments: None),
             (layers, "looks", lambda keys, values: ()),
         ]:

@@ -1,7 +1,7 @@
-"""Everything that can be checked: `python -m tests.support.full [PART ...]`, which `.ci/full` calls.
+"""Runs all checks: `python -m tests.support.full [PART ...]`, which `.ci/full` calls.
 
-Parts run one after the other, also after one that fails. What ran, what it counted, how long it took and on which
-machine goes to `benchmarks/results/full.json`; the exit code is 1 if a part failed.
+Parts run one after the other; a failure does not stop later parts. `benchmarks/results/full.json` gets the commands,
+counts, times and the machine; the exit code is 1 if a part failed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PARTS: dict[str, list[list[str]]] = {
         [OTHER_PYTHON, *PYTEST],
     ],
 }
-"""Commands of each part, from the root of the checkout; the first that fails ends it."""
+"""Commands of each part, from the root of the checkout; the first failure ends the part."""
 
 UNITS = (
     "passed failed skipped error errors deselected classes equal cases mixes calls runs steps preemptions interrupts "
@@ -58,7 +58,7 @@ COUNT = re.compile(rf"\b([\d,]*\d) ({'|'.join(UNITS)})\b")
 
 
 def run(command: Sequence[str]) -> tuple[int, dict[str, int]]:
-    """Runs it, showing what it prints; its exit code and the counts of the last line that has any."""
+    """Runs a command and shows its output; returns its exit code and the counts in the last line that has any."""
     counts: dict[str, int] = {}
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
@@ -71,7 +71,7 @@ def run(command: Sequence[str]) -> tuple[int, dict[str, int]]:
 
 
 def run_part(name: str) -> dict[str, Any]:
-    """One entry of the result."""
+    """Runs a part; returns its entry of the result."""
     start = time.monotonic()
     code, counts = 0, dict[str, int]()
     for command in PARTS[name]:

@@ -3,9 +3,10 @@ Differential fuzz: random `generate` calls, plain against `cache_implementation=
 
     python -m tests.support.fuzz --cases 500 [--seed 0] [--jobs 2] [--model llama] [--only CASE]
 
-Equal means: tokens, shapes, dtypes, the random state left behind and everything that user code was shown, exactly;
-floating point closely, up to a row's end; an exception of the same type where plain raises one. A call with a budget of
-blocks may raise `OutOfBlocksError` instead. After each call the pool is whole and empty, and the model as it was.
+Equal means: tokens, shapes, dtypes, the final random state and everything passed to user code are identical; floating
+point values are close, up to a row's end; where plain raises, paged raises an exception of the same type. A call with a
+budget of blocks may raise `OutOfBlocksError` instead. After each call the pool is intact and empty, and the model is
+unchanged.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ from tests.support.checks import model_state
 from tests.support.fuzz_cases import GREEDY_STEPS, Case
 from tests.test_parity_matrix import Refusal, assert_same, assert_same_tensor
 
-HANG_SECONDS = 180.0  # a case takes less than one
+HANG_SECONDS = 180.0  # a case takes less than a second
 
-KINDS = ("equal", "refused", "out of blocks", "other draws")  # refused: by both
+KINDS = ("equal", "refused", "out of blocks", "other draws")  # refused: by plain and paged
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How one call of a case went: `how` is one of `KINDS`."""
+    """Result of one call of a case: `how` is one of `KINDS`."""
 
     number: int
     mode: str
@@ -59,12 +60,12 @@ class Outcome:
 
 
 def generate(model: PreTrainedModel, inputs: dict[str, torch.Tensor], options: dict[str, Any], paged: bool) -> Any:
-    """The call under test; `paged` options are among `options` already."""
+    """The call under test; `options` already include those of `paged`."""
     return model.generate(**inputs, **options)
 
 
 def play(model: PreTrainedModel, inputs: dict[str, Any], options: dict[str, Any], seed: int, paged: bool) -> Any:
-    """What the call returns with the random state it leaves, or what it raises."""
+    """Output of the call with the final random state, or its exception."""
     torch.manual_seed(seed)
     try:
         return generate(model, inputs, options, paged), torch.get_rng_state()
@@ -73,13 +74,13 @@ def play(model: PreTrainedModel, inputs: dict[str, Any], options: dict[str, Any]
 
 
 def greedy_text(model: PreTrainedModel, inputs: dict[str, Any]) -> list[list[int]]:
-    """The plain greedy text of each row, for ends and stop strings."""
+    """Plain greedy text of each row, for end tokens and stop strings."""
     new = model.generate(**inputs, do_sample=False, min_new_tokens=GREEDY_STEPS, max_new_tokens=GREEDY_STEPS)
     return new[:, -GREEDY_STEPS:].tolist()
 
 
 def num_blocks(case: Case, model: PreTrainedModel, width: int) -> int:
-    """The budget in blocks, for every layer group that the model may have."""
+    """The budget in blocks, for all layer groups that the model may have."""
     rows = len(case.lengths) * max(case.options.get("num_beams", 1), case.options.get("num_return_sequences", 1))
     groups = len(set(getattr(model.config, "layer_types", None) or [0]))
     longest = -(-(width + 24) // case.cache_config["block_size"])
@@ -87,9 +88,9 @@ def num_blocks(case: Case, model: PreTrainedModel, width: int) -> int:
 
 
 def run_case(case: Case) -> list[Outcome]:
-    """Plays every call of `case` on both sides. Raises `AssertionError` where they differ."""
+    """Runs every call of `case` with plain and with paged. Raises `AssertionError` where they differ."""
     model = models.get(case.model)
-    hf_paged.free(model)  # whatever an earlier case left, so that a case repeats alone
+    hf_paged.free(model)  # drop the state of earlier cases, so that a case repeats alone
     model.train(case.train)
     try:
         return [*_calls(case, model)]
@@ -109,7 +110,7 @@ def _calls(case: Case, model: PreTrainedModel) -> Any:
             budget = {} if case.budget is None else {"num_blocks": num_blocks(case, model, width)}
             paged.arguments["cache_config"] = case.cache_config | budget
         expected = play(model, inputs, plain.arguments, case.number + index, paged=False)
-        before = model_state(model)  # of now: plain leaves hooks of its own for `output_hidden_states`
+        before = model_state(model)  # taken here, since plain leaves hooks for `output_hidden_states`
         actual = play(model, inputs, paged.arguments, case.number + index, paged=True)
         where = f"call {index} ({kind})"
         shown = plain.seen(), paged.seen()
@@ -128,7 +129,7 @@ def _calls(case: Case, model: PreTrainedModel) -> Any:
 
 
 def _sequences(outcome: Any) -> torch.Tensor | None:
-    """The tokens that came back, prompts included, if any did."""
+    """The returned tokens, prompts included, if any."""
     if isinstance(outcome, Refusal):
         return None
     return outcome[0] if isinstance(outcome[0], torch.Tensor) else outcome[0]["sequences"]
@@ -137,7 +138,7 @@ def _sequences(outcome: Any) -> torch.Tensor | None:
 def assert_pool_whole(model: PreTrainedModel, where: str) -> None:
     hf_paged.check_integrity(model)
     if hf_paged.memory_stats(model).used_blocks:
-        gc.collect()  # a returned cache may sit in a reference cycle
+        gc.collect()  # a returned cache may be in a reference cycle
     used = hf_paged.memory_stats(model).used_blocks
     assert used == 0, f"{where}: {used} blocks are still in use after the call"
 
@@ -149,12 +150,12 @@ def compare(
     case: Case, road: str, width: int, expected: Any, actual: Any, shown: tuple[list[Any], list[Any]], where: str
 ) -> str:
     """
-    How the call went, for `Outcome`. Raises `AssertionError` where paged is not plain.
+    Classifies the call for `Outcome`. Raises `AssertionError` where paged differs from plain.
 
     Args:
-        road (`str`): That the paged call took.
-        width (`int`): Tokens in front of the new ones in what comes back.
-        shown: What user code was shown, by plain and by paged.
+        road (`str`): Road of the paged call.
+        width (`int`): Prompt tokens of the returned sequences.
+        shown: Values passed to user code, by plain and by paged.
     """
     if isinstance(actual, Refusal) and issubclass(actual.error, OutOfBlocksError):
         assert case.budget is not None, f"{where}: out of blocks without a budget: {actual.message}"
@@ -165,7 +166,7 @@ def compare(
     (output, state), (output_paged, state_paged) = expected, actual
     open_rows = OpenRows(case, output, width)
     if case.options["do_sample"] and (case.budget or 1.0) < 1.0 and road == "engine":
-        # one seed gives plain's samples while the whole batch is in flight, and here it may not be
+        # a seed gives plain's samples only if the whole batch is in flight, which may not hold here
         sequences, others = (
             out if isinstance(out, torch.Tensor) else out["sequences"] for out in (output, output_paged)
         )
@@ -197,7 +198,7 @@ def compare_output(case: Case, expected: Any, actual: Any, open_rows: OpenRows, 
 
 
 def compare_step(expected: Any, actual: Any, rows: list[int], where: str, case: Case, first: bool) -> None:
-    """A step's tensor, or its tensors by layer, in the rows that are open; for a prompt its last position only."""
+    """Compares a step's tensor, or its tensors by layer, in the open rows; for a prompt only at its last position."""
     if isinstance(expected, tuple):
         assert len(expected) == len(actual), f"{where}: {len(expected)} layers became {len(actual)}"
         for layer, (one, other) in enumerate(zip(expected, actual)):
@@ -205,7 +206,7 @@ def compare_step(expected: Any, actual: Any, rows: list[int], where: str, case: 
         return
     assert expected.shape == actual.shape, f"{where}: shape {tuple(expected.shape)} became {tuple(actual.shape)}"
     if expected.ndim == 3 and first:
-        # what a model computes at padding is not compared; the shorter positions of a prompt follow from the last
+        # padding positions are not compared; the shorter positions of a prompt follow from the last one
         shortest = 1 if case.mask == "hole" else min(case.lengths)
         expected, actual = expected[:, -shortest:], actual[:, -shortest:]
     assert_same_tensor(expected[rows], actual[rows], where)
@@ -213,24 +214,24 @@ def compare_step(expected: Any, actual: Any, rows: list[int], where: str, case: 
 
 class OpenRows:
     """
-    Which rows of the batch, expanded to samples or beams, have not ended when a step's token is chosen. `width`: tokens
-    in front of the new ones.
+    Rows of the batch, expanded to samples or beams, that have not ended when a step's token is chosen. `width`: prompt
+    tokens of the sequences.
     """
 
     def __init__(self, case: Case, output: Any, width: int) -> None:
         sequences = output if isinstance(output, torch.Tensor) else output["sequences"]
         self.beams = case.options.get("num_beams", 1)
         if self.beams == 1:
-            # trailing padding is behind the end
+            # trailing padding follows the end
             ends = [int(words[-1]) + 1 if len(words := row.nonzero()) else 0 for row in sequences]
         else:
             indices = None if sequences is output else output.get("beam_indices")
             if indices is not None:
                 answers = [width + int((row >= 0).sum()) for row in indices]
             else:
-                # padded with whatever transformers takes for padding: at least the token that ended it is its own
+                # padded with transformers' padding token: at least the end token itself belongs to the row
                 answers = [int(words[-1]) + 2 if len(words := (row != row[-1]).nonzero()) else 1 for row in sequences]
-            # a prompt's beams are open as long as its longest answer that came back grew
+            # a prompt's beams are open while its longest returned answer grew
             each = case.options.get("num_return_sequences", 1)
             longest = [max(answers[start : start + each]) for start in range(0, len(answers), each)]
             ends = [end for end in longest for _ in range(self.beams)]
@@ -245,8 +246,8 @@ class OpenRows:
 
     def of_shown(self, shown: list[Any]) -> list[Any]:
         """
-        What a processor or a `prefix_allowed_tokens_fn` saw, less what finished beams still said: those that did not
-        come back are not compared. Samples that have ended show padding, which is compared.
+        The tensors or ids passed to a processor or a `prefix_allowed_tokens_fn`, without those of finished beams, which
+        are not compared if they were not returned. Ended samples show padding, which is compared.
         """
         if self.beams == 1:
             return shown
@@ -265,8 +266,8 @@ class OpenRows:
 
 
 def attempt(seed: int, number: int, model: str | None) -> tuple[list[Outcome], str]:
-    """Outcomes of a case, and what went wrong, with the line that repeats it; run in a process of its own."""
-    torch.set_num_threads(1)  # makes sums the same at every run
+    """Outcomes of a case, and an error with the command that repeats it; run in a separate process."""
+    torch.set_num_threads(1)  # makes sums reproducible
     logging.disable(logging.WARNING)
     disable_progress_bar()
     warnings.simplefilter("ignore")
@@ -289,7 +290,7 @@ def attempt(seed: int, number: int, model: str | None) -> tuple[list[Outcome], s
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    """Calls by road and mode."""
+    """Number of calls by road and mode."""
     counts = collections.Counter((o.road, o.mode, o.how) for o in outcomes)
     lines = [f"{'road':10} {'mode':12}" + "".join(f"{kind:>15}" for kind in KINDS)]
     for road, mode in sorted({(o.road, o.mode) for o in outcomes}):

@@ -1,6 +1,6 @@
-"""Random `generate` calls as plain data: what `tests.support.fuzz` draws, and how a drawn call becomes arguments.
+"""Random `generate` calls as plain data: how `tests.support.fuzz` draws a call and turns it into arguments.
 
-A case is drawn from its number alone. Parts that depend on text (ends, stop strings) are drawn as steps of the plain
+A case depends only on its number. Parts that depend on text (end tokens, stop strings) are drawn as steps of the plain
 greedy text and looked up when the case is played, so that rows really end, and at different steps.
 """
 
@@ -26,7 +26,7 @@ from transformers import (
 from tests.support import models
 from tests.test_parity_matrix import FREQUENT_ENDS, Allowed, Recorder, RowBias, RowBudgets
 
-GREEDY_STEPS = 12  # of the plain text that ends and stop strings are taken from
+GREEDY_STEPS = 12  # length of the plain text that end tokens and stop strings come from
 LENGTHS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 24, 33, 40)  # tokens: around block edges and beyond the window of 8
 
 
@@ -36,18 +36,18 @@ class Case:
     One or more calls of one model with one set of options.
 
     Args:
-        number (`int`): What it was drawn from, with `seed`.
+        number (`int`): Number that, with `seed`, determines the case.
         mode (`str`): "greedy", "sample", "beams" or "beam_sample".
         lengths (`tuple[int, ...]`): Tokens of each prompt; shorter ones are left-padded.
-        prompts (`str`): "words", "few_words" (n-grams come back), "shared" (a common prefix) or "equal".
+        prompts (`str`): "words", "few_words" (n-grams repeat), "shared" (a common prefix) or "equal".
         mask (`str`): "given", "absent", "hole" (zero inside a prompt) or "embeds" (`inputs_embeds` for the ids).
-        calls (`tuple[str, ...]`): "first", then "same" (again) or "turn" (the answer so far and new words).
-        options: Arguments of `generate` as they are.
-        late: Arguments that are made for each call: names of extras, steps of the greedy text, a limit in tokens.
-        cache_config: Of the paged side.
+        calls (`tuple[str, ...]`): "first", then "same" (again) or "turn" (the answer so far plus new words).
+        options: Arguments of `generate`, passed as they are.
+        late: Arguments built for each call: names of extras, steps of the greedy text, a limit in tokens.
+        cache_config: Config of the paged side.
         budget (`float`, *optional*): `num_blocks` as a share of the blocks that all rows need at their longest.
-        by_config (`bool`): `options` travel in a `GenerationConfig`.
-        train (`bool`): The model is in train mode.
+        by_config (`bool`): Whether `options` travel in a `GenerationConfig`.
+        train (`bool`): Whether the model is in train mode.
     """
 
     seed: int
@@ -74,7 +74,7 @@ class Case:
 
 
 class LastChoiceBanned(LogitsProcessor):
-    """Stateful: a row may not take the token that was its likeliest at the call before."""
+    """Stateful: bans the token that was the row's likeliest at the previous call."""
 
     def __init__(self) -> None:
         self.last: torch.Tensor | None = None
@@ -92,11 +92,11 @@ class OddFavoured(LogitsProcessor):
 
 
 class ProcessorFailed(RuntimeError):
-    """What a user's broken processor raises."""
+    """The error of a user's broken processor."""
 
 
 class Breaks(LogitsProcessor):
-    """Raises at its third call."""
+    """Raises at the third call."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -109,14 +109,14 @@ class Breaks(LogitsProcessor):
 
 
 class EveryEleventh(StoppingCriteria):
-    """Stateless: a row ends once it said a multiple of 11."""
+    """Stateless: a row ends at a multiple of 11."""
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         return input_ids[:, -1] % 11 == 0
 
 
 class AllAfterSeven(StoppingCriteria):
-    """One bool for all rows, after seven tokens, the form that old user code returns."""
+    """One bool for all rows, after seven tokens, as older user code returns."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -131,7 +131,7 @@ CRITERIA = {"budgets": RowBudgets, "eleventh": EveryEleventh, "all": AllAfterSev
 
 # ----------------------------------------------------------------------------------------------------- the draw
 
-SHARPENERS: dict[str, tuple[Any, ...]] = {  # without `do_sample` transformers leaves them out, with a warning
+SHARPENERS: dict[str, tuple[Any, ...]] = {  # without `do_sample` transformers ignores them with a warning
     "temperature": (0.4, 0.8, 1.7),
     "top_k": (1, 5, 30, 0),
     "top_p": (0.5, 0.9),
@@ -164,7 +164,7 @@ SHAPERS: dict[str, tuple[Any, ...]] = {
         SynthIDTextWatermarkingConfig(ngram_len=3, keys=[654, 400, 836], context_history_size=32),
     ),
 }
-# Calls that plain refuses, whatever else is drawn.
+# Calls that plain refuses, whatever the other options.
 INVALID: tuple[dict[str, Any], ...] = (
     {"num_beams": 2, "num_return_sequences": 3},
     {"do_sample": False, "num_beams": 1, "num_return_sequences": 2},
@@ -183,7 +183,7 @@ INVALID: tuple[dict[str, Any], ...] = (
 
 
 def draw(seed: int, number: int, model: str | None = None) -> Case:
-    """Case `number` of `seed`, the same everywhere. `model`: instead of the one drawn."""
+    """Draws case `number` of `seed`, the same on every machine. `model` overrides the drawn model."""
     rng = random.Random(seed * 1_000_003 + number)
     name = rng.choice(models.DECODER_ONLY)
     name = model or name
@@ -206,7 +206,7 @@ def draw(seed: int, number: int, model: str | None = None) -> Case:
     by_config = rng.random() < 0.2
     if rng.random() < 0.05:
         options |= rng.choice(INVALID)
-        by_config = False  # a config refuses some of them by itself
+        by_config = False  # a config refuses some of these values itself
     return Case(
         seed=seed,
         number=number,
@@ -221,18 +221,18 @@ def draw(seed: int, number: int, model: str | None = None) -> Case:
         cache_config={"block_size": rng.choice((8, 16, 32))},
         budget=rng.choice((0.3, 0.6, 1.0, 1.5)) if rng.random() < 0.2 else None,
         by_config=by_config,
-        # dropout draws from the random state in an order of its own
+        # dropout consumes the random state in another order
         train=rng.random() < 0.05 and name != "gpt2",
     )
 
 
 def _some(rng: random.Random, share: float, **choices: tuple[Any, ...]) -> dict[str, Any]:
-    """Each option with chance `share`, with one of its values."""
+    """Picks each option with probability `share`, with one of its values."""
     return {name: rng.choice(values) for name, values in choices.items() if rng.random() < share}
 
 
 def _returned(rng: random.Random) -> dict[str, Any]:
-    """What comes back besides tokens, in about every third case."""
+    """Options that return more than tokens, in about every third case."""
     if rng.random() > 0.35:
         return {}
     flags = {"output_scores": 0.7, "output_logits": 0.5, "output_hidden_states": 0.25}
@@ -240,7 +240,7 @@ def _returned(rng: random.Random) -> dict[str, Any]:
 
 
 def _late(rng: random.Random, mode: str, rows: int) -> dict[str, Any]:
-    """What is made again for every call."""
+    """Arguments built for every call."""
     late: dict[str, Any] = {rng.choice(("max_new_tokens", "max_new_tokens", "max_length")): rng.randint(1, 24)}
     kind = rng.choice(("none", "one", "some", "some", "frequent", "frequent"))
     if kind == "frequent":
@@ -267,7 +267,7 @@ def _late(rng: random.Random, mode: str, rows: int) -> dict[str, Any]:
 
 
 def prompts(case: Case) -> list[list[int]]:
-    """The first call's prompts, words only."""
+    """Prompts of the first call, words only."""
     longest = max(case.lengths)
     text = models.token_ids(len(case.lengths), longest, seed=1000 * case.seed + case.number)
     if case.prompts == "few_words":
@@ -294,7 +294,7 @@ def inputs(case: Case, rows: list[list[int]], model: PreTrainedModel) -> dict[st
 
 
 def turn(rows: list[list[int]], sequences: torch.Tensor, seed: int) -> list[list[int]]:
-    """The prompts of the next turn: the prompt, the end of its first answer, and five new words."""
+    """Prompts of the next turn: the prompt, the end of its first answer, and five new words."""
     answers = sequences[:: len(sequences) // len(rows), -GREEDY_STEPS:].tolist()
     words = models.token_ids(len(rows), 5, seed=seed).tolist()
     return [row + [t for t in said if t != models.PAD] + new for row, said, new in zip(rows, answers, words)]
@@ -302,7 +302,7 @@ def turn(rows: list[list[int]], sequences: torch.Tensor, seed: int) -> list[list
 
 @dataclasses.dataclass
 class Extras:
-    """The user's objects of one call; `seen` is what they were shown, to be compared as well."""
+    """User objects of one call; `seen` holds the values passed to them, for comparison."""
 
     arguments: dict[str, Any]
 
@@ -316,11 +316,11 @@ class Extras:
 
 def arguments(case: Case, width: int, greedy: list[list[int]]) -> Extras:
     """
-    Keyword arguments of one call, with objects of its own.
+    Keyword arguments of one call, with new user objects.
 
     Args:
-        width (`int`): Tokens of the padded prompts.
-        greedy (`list[list[int]]`): The plain greedy text of each row, `GREEDY_STEPS` tokens.
+        width (`int`): Width of the padded prompts.
+        greedy (`list[list[int]]`): Plain greedy text of each row, `GREEDY_STEPS` tokens.
     """
     late, given = case.late, copy.deepcopy(case.options)
     if "max_new_tokens" in late:

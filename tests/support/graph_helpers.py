@@ -1,4 +1,4 @@
-"""A stand-in for a device's graphs on the CPU, and engines with and without."""
+"""A CPU stand-in for a device's graphs, and engines with and without it."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from tests.support.fake_device import record_on_a_device
 
 
 def graphs_of(memory: Any) -> Any:
-    """Those of the one model that uses the memory."""
+    """Graphs of the only model that uses the memory."""
     (graphs,) = memory.graphs.values()
     return graphs
 
 
 class FakeGraph:
-    """Runs again what was recorded, which must only depend on buffers and addresses that are what they were."""
+    """Replays by running the recorded function, which may only depend on unchanged buffers and addresses."""
 
     def __init__(self, run: Callable[[], None], backend: FakeGraphs) -> None:
         self.run, self.backend, self.num_replays = run, backend, 0
         self.addresses = backend.addresses()
 
     def replay(self) -> None:
-        """As a graph on a device would; what that reads from freed or moved memory is an error here."""
+        """Replays as a device graph would; raises where that would read freed or moved memory."""
         assert self.addresses == self.backend.addresses(), "replayed on other addresses than it was recorded with"
         self.num_replays += 1
         self.run()
@@ -41,10 +41,10 @@ class FakeGraph:
 class FakeGraphs:
     """
     Attributes:
-        addresses (`Callable`): Where everything is that a graph reads or writes; set by the test.
-        graphs (`list[FakeGraph]`): All that were captured.
+        addresses (`Callable`): Returns the addresses of all that a graph reads or writes; set by the test.
+        graphs (`list[FakeGraph]`): All captured graphs.
         fail (`Callable`, *optional*): Called in each capture after the dry run.
-        has_device (`bool`): Whether a capture fails, too, where it would fail with the model on a device.
+        has_device (`bool`): Whether a capture also fails where it would fail with the model on a device.
     """
 
     runs_ahead, decodes_alone, notice = True, False, logging.WARNING
@@ -76,7 +76,7 @@ class FakeGraphs:
 
     @property
     def num_replays(self) -> int:
-        """Over all graphs."""
+        """Replays of all graphs."""
         return sum(graph.num_replays for graph in self.graphs)
 
 
@@ -91,7 +91,7 @@ def use_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
 
 
 def addresses_of(model: Any, memory: Callable[[], Any]) -> Callable[[], Any]:
-    """Of the model's tensors and of all blocks in a memory."""
+    """Addresses of the model's tensors and of all blocks of a memory."""
 
     def read() -> Any:
         tensors = [*model.parameters(), *model.buffers()]
@@ -103,7 +103,7 @@ def addresses_of(model: Any, memory: Callable[[], Any]) -> Callable[[], Any]:
 
 
 class CapturedBench(Bench):
-    """A runner whose work has begun, on a pool that does not grow up to this number of blocks a layer group."""
+    """A started runner, on a pool that does not grow up to this number of blocks per layer group."""
 
     def __init__(self, model: Any, backend: FakeGraphs, reserved: int = 200, **config: Any) -> None:
         super().__init__(model, **config)
@@ -116,12 +116,12 @@ class CapturedBench(Bench):
         self.runner.begin(read_state(self.model))
 
     def decode(self, *rows: Row) -> torch.Tensor:
-        """One more token of each row; logits `(rows, vocab)`."""
+        """Decodes one more token of each row; logits `(rows, vocab)`."""
         return self.run([row.take(1) for row in rows])
 
 
 def results(engine: PagedEngine, jobs: list[tuple[list[int], dict[str, Any]]], later: int = 0) -> list[RequestResult]:
-    """Of requests of which the last `later` come a few steps after the others."""
+    """Results of the requests; the last `later` requests arrive a few steps after the others."""
     found: dict[str, RequestResult] = {}
     waiting = list(enumerate(jobs))
     for number, (prompt, options) in waiting[: len(jobs) - later]:

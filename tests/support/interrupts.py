@@ -1,9 +1,9 @@
 """
 Real SIGINTs at random moments of `generate` and the engine: `python -m tests.support.interrupts --count 1000`.
 
-Another process sends them, so that they come between any two bytecodes. After each: the pool is whole and
-no call that is gone holds a block, the model is as it was, and what comes next gives plain's tokens. The exit code is 1
-if anything else was seen; every failure is printed with the number that repeats its choices (`--seed`).
+A separate process sends them, so they arrive between any two bytecodes. After each: the pool is intact, no ended call
+holds a block, the model is unchanged, and later calls give plain's tokens. The exit code is 1 otherwise; every failure
+is printed with the number that repeats its choices (`--seed`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ for line in sys.stdin:
 
 
 class Case:
-    """Something that is interrupted again and again. `run` is interrupted; `check` says what is wrong afterwards."""
+    """A workload to interrupt repeatedly. `run` is interrupted; `check` returns what is wrong afterwards."""
 
     model: PreTrainedModel
 
@@ -59,7 +59,7 @@ class Case:
 
 
 class Generate(Case):
-    """`generate` with rows of several lengths."""
+    """`generate` with rows of different lengths."""
 
     def __init__(self, model: PreTrainedModel, mode: str) -> None:
         self.model, self.options = model, MODES[mode]
@@ -82,7 +82,7 @@ class Generate(Case):
 
 
 class Engine(Case):
-    """An engine whose requests are run by `generate`, `stream`, or steps that go on after the interrupt."""
+    """An engine whose requests run by `generate`, `stream`, or steps that continue after the interrupt."""
 
     def __init__(self, model: PreTrainedModel, how: str, **config: Any) -> None:
         self.model, self.how = model, how
@@ -126,7 +126,7 @@ class Engine(Case):
                 engine.check_integrity()
             results = {o.request_id: o.result for o in self.outputs if o.result is not None}
             self.outputs.clear()
-            for number in range(len(results)):  # those that the interrupt left out are the last
+            for number in range(len(results)):  # missing results, due to the interrupt, are the last
                 self.compare(number, results[str(number)])
         assert not engine.has_unfinished, "requests are left of a caller that is gone"
         assert engine.stats().used_blocks == 0, "blocks are held without a use"
@@ -152,7 +152,7 @@ def make_cases() -> dict[str, Case]:
     cases["engine.step"] = Engine(llama, "steps")
     cases["engine.step, row by row"] = Engine(diff_llama, "steps")
     for preemption in ("recompute", "swap"):
-        # blocks of pages would be larger, and none preempted
+        # storage of pages has larger blocks, which preempt no request
         case = Engine(llama, "steps", num_blocks=9, preemption=preemption, storage="blocks")
         assert case.num_preemptions, "the pool is not small enough"
         cases[f"engine.step, {preemption}"] = case
@@ -160,7 +160,7 @@ def make_cases() -> dict[str, Case]:
 
 
 class Interrupter:
-    """Sends this process a SIGINT after a while, which raises `KeyboardInterrupt` in what runs then."""
+    """Sends this process a SIGINT after a delay, which raises `KeyboardInterrupt` in the running code."""
 
     def __enter__(self) -> Interrupter:
         self._is_armed = False
@@ -179,7 +179,7 @@ class Interrupter:
             raise KeyboardInterrupt
 
     def run(self, case: Case, delay: float) -> bool:
-        """Whether it was interrupted; otherwise it had come to its end before, or a finalizer swallowed it."""
+        """Returns whether the case was interrupted; if not, it ended before, or a finalizer swallowed the interrupt."""
         stdin, stdout = self._sender.stdin, self._sender.stdout
         assert stdin is not None and stdout is not None
         stdin.write(f"{delay}\n")
@@ -191,16 +191,16 @@ class Interrupter:
             self._is_armed = False
         except KeyboardInterrupt:
             interrupted = True
-        stdout.readline()  # it has been sent
+        stdout.readline()  # the signal has been sent
         return interrupted
 
 
 def interrupt_often(count: int, seed: int, only: str = "", report: Any = print) -> int:
     """
-    Interrupts all kinds in turn, `count` times altogether; returns how many times something was wrong.
+    Interrupts all kinds in turn, `count` times in total; returns the number of failures.
 
     Args:
-        only (`str`): Only kinds whose name contains this.
+        only (`str`): Run only kinds whose name contains this.
     """
     cases = {name: case for name, case in make_cases().items() if only in name}
     before = {name: model_state(case.model) for name, case in cases.items()}
@@ -216,7 +216,7 @@ def interrupt_often(count: int, seed: int, only: str = "", report: Any = print) 
         for turn in range(count):
             name = names[turn % len(names)]
             rng = random.Random(f"{seed}/{turn}")
-            # half of them evenly over the call, half at its beginning, from 20 microseconds on
+            # half of them uniformly over the call, half near its beginning, from 20 microseconds on
             delay = (
                 rng.uniform(0, seconds[name]) if rng.random() < 0.5 else 2e-5 * (seconds[name] / 2e-5) ** rng.random()
             )

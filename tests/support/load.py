@@ -3,9 +3,9 @@ Load test: engines with few blocks serve a random mixture of requests for a long
 
     python -m tests.support.load --steps 100000 [--seed 0] [--run-steps 2500] [--jobs 1] [--first RUN] [--only RUN]
 
-Requests come at random with adapters, beams, samples, stop strings and priorities; some are cancelled, and now and then
-all are. The tokens of each are those of plain `generate` of that request alone; after each step what was streamed and
-what the pools say of themselves holds; in the end no block is in use. A line that fails says how to repeat its run.
+Requests arrive at random, with adapters, beams, samples, stop strings and priorities; some are cancelled, and sometimes
+all are. Each gets the tokens of plain `generate` on that request alone. After each step the streamed tokens are checked
+and the pools' integrity holds; at the end no block is in use. A failure line says how to repeat its run.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from tests.support.graph_helpers import addresses_of, use_fake_graphs
 from tests.support.load_cases import Run, Wanted
 
 RUN_STEPS = 2500
-CHECKED_STEPS = 500  # of an engine, whose integrity is checked after each; then after every 5th
-MAX_STEPS_OF_A_REQUEST = 4000  # from the moment it comes; many times what any of them takes
-PREEMPTIONS = 0.05  # of the steps, below which nothing was shown
+CHECKED_STEPS = 500  # of an engine, with integrity checks after each; later after every 5th
+MAX_STEPS_OF_A_REQUEST = 4000  # from arrival on; many times what any request takes
+PREEMPTIONS = 0.05  # least share of steps with preemption for a meaningful run
 
 
 class Difference(AssertionError):
@@ -51,20 +51,20 @@ class Difference(AssertionError):
 
 
 class Client:
-    """The user of one engine: sends requests, reads what comes and compares it."""
+    """The user of one engine: sends requests, reads outputs and compares them."""
 
     def __init__(self, run: Run, model: Any, known: list[Wanted], draw: random.Random) -> None:
         self.run, self.model, self.known, self.draw = run, model, known, draw
         self.engine = PagedEngine(model, run.config, tokenizer=models.tokenizer())
         self.seen: collections.Counter[str] = collections.Counter()
-        self.open: dict[str, tuple[Wanted, int]] = {}  # with the step at which it came
+        self.open: dict[str, tuple[Wanted, int]] = {}  # with the step of arrival
         self.cancelled: set[str] = set()
         self.streamed: dict[str, dict[int, list[int]]] = {}
         self.too_large: set[int] = set()
         self.step_number = self.num_requests = self.level = 0
 
     def step(self) -> None:
-        """What a client does between two steps, then a step of the engine, then all that must hold."""
+        """One round: the client's actions, a step of the engine, then the invariants."""
         self._act()
         while not self.engine.has_unfinished:
             self.add()
@@ -78,7 +78,7 @@ class Client:
                 assert self.step_number - came < MAX_STEPS_OF_A_REQUEST, f"request {request_id} starves"
 
     def drain(self) -> None:
-        """Until all requests have ended; nothing may be left of them."""
+        """Steps until all requests have ended; asserts that nothing of them is left."""
         while self.engine.has_unfinished:
             for output in self.engine.step():
                 self.read(output)
@@ -100,7 +100,7 @@ class Client:
 
     def _act(self) -> None:
         draw = self.draw
-        if self.step_number % 64 == 0:  # 0: the requests that are there go on alone
+        if self.step_number % 64 == 0:  # 0: open requests continue alone
             self.level = draw.choice([0, self.run.in_flight // 4, *3 * [self.run.in_flight]])
         for _ in range(2):
             if len(self.open) < self.level and draw.random() < 0.6:
@@ -118,7 +118,7 @@ class Client:
             self.call_generate()
 
     def add(self, request_id: str | None = None) -> None:
-        """One more request of the catalogue."""
+        """Adds a request from the catalogue."""
         number = self.draw.randrange(len(self.known))
         if number in self.too_large:
             return
@@ -135,7 +135,7 @@ class Client:
                 seed=wanted.seed,
                 return_logprobs=self.draw.random() < 0.1,
             )
-        except OutOfBlocksError:  # at once, and for good
+        except OutOfBlocksError:  # raised at once, final
             self.too_large.add(number)
             return
         if not self.num_requests:
@@ -144,7 +144,7 @@ class Client:
         self.open[request_id] = wanted, self.step_number
 
     def cancel(self, request_id: str, again: bool) -> None:
-        """Wherever the request is; `again`: another one takes its id at once."""
+        """Cancels the request in any state; `again`: another request reuses its id at once."""
         self.engine.cancel(request_id)
         self.engine.check_integrity()
         self.cancelled.add(request_id)
@@ -155,7 +155,7 @@ class Client:
             self.add(request_id)
 
     def call_generate(self) -> None:
-        """A `generate` call of its own on the same model, with blocks of its own."""
+        """A separate `generate` call on the same model, with separate blocks."""
         wanted = self.draw.choice(self.known)
         rows = load_cases.plain(self.model, wanted, **models.PAGED)
         self.seen["generate calls"] += 1
@@ -165,7 +165,7 @@ class Client:
     # -- what comes back ----------------------------------------------------------------------------------------------
 
     def read(self, output: RequestOutput) -> None:
-        """Notes new tokens, and compares the result when it is there."""
+        """Records new tokens, and compares the result once it is complete."""
         request_id, result = output.request_id, output.result
         for row, token in output.new_tokens.items():
             self.streamed.setdefault(request_id, {}).setdefault(row, []).append(token)
@@ -201,7 +201,7 @@ class Client:
 
 
 def play(run: Run, num_steps: int, num_requests: int = load_cases.CATALOGUE) -> tuple[collections.Counter[str], str]:
-    """Plays the run. What happened, and what went wrong, with the line that repeats it."""
+    """Plays the run. Returns counts of events, and an error with the command that repeats it."""
     known = load_cases.catalogue(run.seed, run.name, run.lora, num_requests)
     model = load_cases.build(run.name, run.lora)
     draw = random.Random(f"load {run.seed} {run.number}")
@@ -212,7 +212,7 @@ def play(run: Run, num_steps: int, num_requests: int = load_cases.CATALOGUE) -> 
     with contextlib.ExitStack() as stack:
         if run.captured:
             backend = use_fake_graphs(stack.enter_context(pytest.MonkeyPatch.context()))
-            if run.num_engines == 1:  # else each has addresses of its own
+            if run.num_engines == 1:  # otherwise each has separate addresses
                 backend.addresses = addresses_of(model, lambda: clients[0].engine.memory)
         clients += [Client(run, model, known, draw) for _ in range(run.num_engines)]
         try:
@@ -239,7 +239,7 @@ def play(run: Run, num_steps: int, num_requests: int = load_cases.CATALOGUE) -> 
 
 
 def summary(seen: collections.Counter[str]) -> str:
-    """What happened, one line each."""
+    """The counts, one line each."""
     seconds = seen["milliseconds"] / 1000
     lines = [f"{name:30}{seen[name]:>12,}" for name in seen if name != "milliseconds"]
     rate = seen["steps"] / seconds if seconds else 0.0
@@ -247,7 +247,7 @@ def summary(seen: collections.Counter[str]) -> str:
 
 
 def quieten() -> None:
-    """One thread, so that sums are the same at every run, and no reminders of transformers'."""
+    """One thread, for reproducible sums, and no transformers warnings."""
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")

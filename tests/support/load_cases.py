@@ -1,4 +1,4 @@
-"""What the load test draws: configurations of an engine, and a bounded catalogue of requests with plain's tokens."""
+"""Random inputs of the load test: engine configurations, and a bounded catalogue of requests with plain's tokens."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tests.support import models
 from tests.support.engine_helpers import MANY_ENDS, lone_run, prompts
 from tests.test_peft_engine import ADAPTERS, active, lora_model
 
-# full attention; that and a sliding window; a window only. As few layers as that takes: most steps are overhead
+# full attention; full and sliding window; sliding window only. The fewest layers possible: most steps are overhead
 LAYERS: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 1},
     "gemma3": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
     "mistral": {"num_hidden_layers": 1},
 }
 KINDS = tuple(LAYERS)
-# blocks for the largest requests of the catalogue, and for few of them at a time
+# blocks for the largest requests of the catalogue, and for a few at a time
 BUDGETS = {"llama": (10, 30), "gemma3": (16, 36), "mistral": (7, 16)}
 MAX_PROMPT = 40  # tokens
-CATALOGUE = 120  # requests of a kind, each with the adapters that are drawn for it
+CATALOGUE = 120  # requests per kind, each with the adapters drawn for it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Run:
 
     Args:
         name (`str`): The kind of model.
-        lora (`bool`): With two adapters, and requests for each of them and for none.
+        lora (`bool`): Whether there are two adapters, and requests for each of them and for none.
         in_flight (`int`): Most unfinished requests.
         num_engines (`int`): Engines that take turns.
-        captured (`bool`): With a stand-in for a device's graphs, so that steps are launched ahead too.
+        captured (`bool`): Whether a stand-in for device graphs is used, so that steps are also launched ahead.
     """
 
     seed: int
@@ -52,13 +52,14 @@ class Run:
 
 
 def draw_run(seed: int, number: int) -> Run:
-    """By its number alone. Kinds, ways of preemption and adapters take turns, so that few runs have all of them."""
+    """Draws a run from its number alone. Kinds, preemption methods and adapters rotate, so that few runs cover them
+    all."""
     draw = random.Random(f"run {seed} {number}")
     name = KINDS[number % len(KINDS)]
     least, most = BUDGETS[name]
     size = 16 if draw.random() < 0.15 else 8
     max_num_seqs = draw.choice([1, 4, 8, *13 * [256]])
-    # few sequences are in one another's way in few blocks only
+    # with few sequences, only a small pool causes contention
     num_blocks = draw.choice([least, *2 * [draw.randint(least, most if max_num_seqs > 8 else least)]])
     config = PagedConfig(
         block_size=size,
@@ -85,7 +86,7 @@ def draw_run(seed: int, number: int) -> Run:
 
 
 class NoRepeats(LogitsProcessor):
-    """A caller's own processor: the last token does not come again."""
+    """A custom processor: the last token does not repeat."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """As transformers calls it."""
@@ -94,7 +95,7 @@ class NoRepeats(LogitsProcessor):
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """A request, and the new tokens of plain `generate` for it alone."""
+    """A request, and the new tokens of plain `generate` on it alone."""
 
     prompt: list[int]
     options: dict[str, Any]
@@ -105,17 +106,17 @@ class Wanted:
 
     @property
     def is_beams(self) -> bool:
-        """Whether nothing of it is settled before its end."""
+        """Whether its tokens are settled only at the end."""
         return self.options.get("num_beams", 1) > 1
 
     @property
     def processors(self) -> list[LogitsProcessor] | None:
-        """Its caller's own, new ones."""
+        """New instances of its custom processors."""
         return [NoRepeats()] if self.has_processor else None
 
 
 def draw_options(draw: random.Random) -> dict[str, Any]:
-    """Arguments of plain `generate`."""
+    """Arguments for plain `generate`."""
     options: dict[str, Any] = {
         "do_sample": False,
         "max_new_tokens": draw.choice([draw.randint(1, 8), *3 * [draw.randint(12, 32)]]),
@@ -140,15 +141,15 @@ def draw_options(draw: random.Random) -> dict[str, Any]:
         options |= {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2}
     if draw.random() < 0.2:
         options["bad_words_ids"] = [[7], [9, 11]]
-    if draw.random() < 0.25:  # two letters are often in two tokens
+    if draw.random() < 0.25:  # two letters often span two tokens
         options["stop_strings"] = draw.choice([["ba", "te", "n d"], ["la", "so", "ku", "ri"]])
-        if kind not in ("greedy", "sample"):  # rows that ended go on without one, until all have
+        if kind not in ("greedy", "sample"):  # rows that ended without a match continue until all have ended
             options.setdefault("eos_token_id", MANY_ENDS[:4])
     return options
 
 
 def draw_prompt(draw: random.Random, known: list[Wanted]) -> list[int]:
-    """Of its own, or it begins with a prefix that others have, or with a request before it and its answer."""
+    """A prompt: random, or with a shared prefix, or with an earlier request and its answer as prefix."""
     tail = prompts(draw.randint(1, 12), seed=draw.randrange(30))[0]
     kind = draw.random()
     if kind < 0.6:
@@ -161,14 +162,14 @@ def draw_prompt(draw: random.Random, known: list[Wanted]) -> list[int]:
 
 @functools.cache
 def catalogue(seed: int, name: str, lora: bool, count: int = CATALOGUE) -> list[Wanted]:
-    """Requests with the tokens of plain `generate`, computed by a model of its own."""
+    """Requests with the tokens of plain `generate`, computed by a separate model."""
     draw = random.Random(f"catalogue {seed} {name} {lora}")
     model = build(name, lora)
     found: list[Wanted] = []
     while len(found) < count:
         prompt, options, seed = draw_prompt(draw, found), draw_options(draw), draw.randrange(100)
         has_processor = draw.random() < 0.05
-        # often one prompt for several adapters, of which none may see another's blocks
+        # often one prompt for several adapters, which must not share blocks
         names = [*ADAPTERS, None] if draw.random() < 0.2 else ADAPTERS
         adapters = draw.sample(names, draw.randint(1, 3)) if lora else [None]
         for adapter in adapters:
@@ -179,13 +180,13 @@ def catalogue(seed: int, name: str, lora: bool, count: int = CATALOGUE) -> list[
 
 
 def build(name: str, lora: bool) -> Any:
-    """A model of its own; the same weights every time."""
+    """A new model; the same weights every time."""
     model = models.build(name, **LAYERS[name])
     return lora_model(model, target_modules=["q_proj", "v_proj"]) if lora else model
 
 
 def plain(model: Any, wanted: Wanted, **arguments: Any) -> list[list[int]]:
-    """New tokens of `generate` for this request alone."""
+    """New tokens of `generate` on this request alone."""
     arguments |= {"tokenizer": models.tokenizer()} if "stop_strings" in wanted.options else {}
     arguments |= {"logits_processor": wanted.processors} if wanted.has_processor else {}
     if wanted.adapter is None:

@@ -1,4 +1,4 @@
-"""An environment in which a library is not installed."""
+"""Simulates an environment in which a library is not installed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Missing:
 
 
 def take_away(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
-    """Until the end of the test `library` cannot be imported."""
+    """Makes `library` impossible to import until the end of the test."""
     for name in [name for name in sys.modules if name.partition(".")[0] == library]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [_Missing(library), *sys.meta_path])

@@ -1,7 +1,7 @@
 """Tiny real models and a tiny real tokenizer, built from configs with fixed random weights.
 
-Weights are drawn so that logits are well spread (standard deviation about 3 over 128 tokens): a greedy choice or a beam
-never hangs on rounding, and a token changes when attention reads one wrong key.
+Weights are drawn so that logits are well spread (standard deviation about 3 over 128 tokens): rounding never decides a
+greedy choice or a beam, and a token changes if attention reads one wrong key.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WINDOW = 8  # tokens; every test goes well past it
 BLOCK_SIZE = 8  # tokens; small, so that a short test uses several blocks
 BEFORE_5_18 = version.parse(transformers.__version__) < version.parse("5.18")
 PAGED: dict[str, Any] = {"cache_implementation": "paged", "cache_config": {"block_size": BLOCK_SIZE}}
-# by the modules' own forwards, of which none is a replay
+# by the modules' own forwards, without replays
 UNRECORDED: dict[str, Any] = {
     "cache_implementation": "paged",
     "cache_config": {"block_size": BLOCK_SIZE, "capture": False},
@@ -45,10 +45,10 @@ _DECODER = {
     "bos_token_id": BOS,
     "eos_token_id": None,
 }
-_EAGER = {"attn_implementation": "eager"}  # where SDPA is the default, on transformers 5.17, it drops the softcap
+_EAGER = {"attn_implementation": "eager"}  # on transformers 5.17 the default, SDPA, drops the softcap
 _SEQ2SEQ = {
     "vocab_size": VOCAB_SIZE,
-    "tie_word_embeddings": False,  # a tied random model repeats its last token for ever
+    "tie_word_embeddings": False,  # a tied random model repeats its last token forever
     "pad_token_id": PAD,
     "bos_token_id": BOS,
     "eos_token_id": EOS,
@@ -187,12 +187,12 @@ def config(name: str, **overrides: Any) -> transformers.PreTrainedConfig:
     return getattr(transformers, config_class)(**{**arguments, **overrides})
 
 
-# Chosen for greedy text that does not fall into a loop.
+# Chosen so that greedy text does not fall into a loop.
 _SEEDS = {"qwen3": 3, "t5": 1, "bart": 14, "whisper": 9}
 
 
 def build(name: str, seed: int | None = None, **overrides: Any) -> PreTrainedModel:
-    """A new model, never shared: for tests that change it. float32, eval, on the CPU."""
+    """A new model, never shared, for tests that modify it. float32, eval mode, on the CPU."""
     model = getattr(transformers, CONFIGS[name][1])(config(name, **overrides))
     init_weights(model, _SEEDS.get(name, 0) if seed is None else seed)
     model.generation_config = GenerationConfig(
@@ -211,13 +211,13 @@ def build(name: str, seed: int | None = None, **overrides: Any) -> PreTrainedMod
 
 @torch.no_grad()
 def init_weights(model: torch.nn.Module, seed: int) -> None:
-    """Redraws every parameter so that activations keep unit size, attention is peaked and logits spread."""
+    """Redraws every parameter so that activations keep unit scale, attention is peaked and logits are spread."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(parameter: torch.Tensor, std: float, mean: float = 0.0) -> None:
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * std + mean)
 
-    # T5 ties the two whatever its config says; smaller embeddings keep the logits in range.
+    # T5 ties input and output embeddings whatever its config says; smaller embeddings keep the logits in range.
     tied = model.get_output_embeddings().weight if model.config.tie_word_embeddings else None
     for name, parameter in model.named_parameters():
         leaf = name.rsplit(".", 2)[-2] if "." in name else name
@@ -240,7 +240,7 @@ def init_weights(model: torch.nn.Module, seed: int) -> None:
             if model.config.model_type == "t5" and leaf in ("q", "k"):
                 gain = 1.0  # T5 does not divide scores by sqrt(head_dim)
             if name.startswith(("decoder.", "model.decoder.")):
-                # What the decoder itself said must weigh as much as the audio or text it listens to.
+                # The decoder's own text must weigh as much as the audio or text that it attends to.
                 if name.endswith(("SelfAttention.o.weight", "self_attn.out_proj.weight")):
                     gain = 3.0
                 elif name.endswith(("EncDecAttention.o.weight", "encoder_attn.out_proj.weight")):
@@ -250,7 +250,7 @@ def init_weights(model: torch.nn.Module, seed: int) -> None:
 
 @functools.cache
 def get(name: str) -> PreTrainedModel:
-    """The session's shared model of this name, gone once through safetensors. Tests must leave it as it was."""
+    """The session's shared model of this name, loaded from safetensors. Tests must not change it."""
     model = build(name)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
@@ -260,7 +260,7 @@ def get(name: str) -> PreTrainedModel:
 
 @functools.cache
 def get_eager(name: str) -> PreTrainedModel:
-    """The same weights loaded with eager attention, which can return attention weights."""
+    """The same weights with eager attention, which can return attention weights."""
     with tempfile.TemporaryDirectory() as folder:
         get(name).save_pretrained(folder)
         return type(get(name)).from_pretrained(folder, attn_implementation="eager").eval()
@@ -268,7 +268,7 @@ def get_eager(name: str) -> PreTrainedModel:
 
 @functools.cache
 def get_assistant(name: str) -> PreTrainedModel:
-    """The same model with noise on its weights: its guesses are accepted often, not always."""
+    """The same model with noise on its weights: its drafts are accepted often, not always."""
     assistant = copy.deepcopy(get(name))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -287,7 +287,7 @@ def corpus() -> list[str]:
 
 @functools.cache
 def tokenizer() -> PreTrainedTokenizerFast:
-    """BPE over `corpus`, with exactly the models' vocabulary; pads on the left."""
+    """BPE over `corpus`, with the models' exact vocabulary; pads on the left."""
     model = Tokenizer(BPE(unk_token="<unk>"))
     model.pre_tokenizer = pre_tokenizers.Metaspace()
     model.decoder = decoders.Metaspace()
@@ -311,7 +311,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def token_ids(batch_size: int, length: int, seed: int = 0) -> torch.Tensor:
-    """Words, `[batch_size, length]` int64, no special token among them."""
+    """Words without special tokens, `[batch_size, length]` int64."""
     generator = torch.Generator().manual_seed(100 + seed)
     return torch.randint(FIRST_WORD, VOCAB_SIZE, (batch_size, length), generator=generator)
 
@@ -328,10 +328,10 @@ def prompt(name: str, batch_size: int = 3, length: int = 13, seed: int = 0) -> d
 
 
 def padded_prompt(name: str, lengths: tuple[int, ...] = (13, 4, 9), seed: int = 0) -> dict[str, torch.Tensor]:
-    """Inputs of `generate` of several lengths in tokens, padded on the left."""
+    """Inputs of `generate` with several lengths in tokens, left-padded."""
     inputs = prompt(name, len(lengths), max(lengths), seed)
     if name == "whisper":
-        # Audio has one length; the ragged part is a decoder prompt.
+        # Audio has one length; the decoder prompt is ragged.
         ids = token_ids(len(lengths), max(lengths), seed)
         mask = _left_mask(lengths)
         return {**inputs, "decoder_input_ids": ids.masked_fill(mask == 0, PAD), "decoder_attention_mask": mask}
@@ -345,7 +345,7 @@ def _left_mask(lengths: tuple[int, ...]) -> torch.Tensor:
 
 
 def prompt_width(name: str, inputs: dict[str, torch.Tensor]) -> int:
-    """Tokens of the returned sequences that are prompt."""
+    """Number of prompt tokens in the returned sequences."""
     if is_encoder_decoder(name):
         return inputs["decoder_input_ids"].shape[1] if "decoder_input_ids" in inputs else 1
     return inputs["input_ids"].shape[1]

@@ -1,4 +1,4 @@
-"""Plain caches that round keys and values as quantized blocks do."""
+"""Plain caches that round K/V like quantized blocks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def round_states(states: Tensor, kv_dtype: str) -> Tensor:
 
 
 def round_caches(patch: pytest.MonkeyPatch, kv_dtype: str, shows_fresh: bool = False) -> None:
-    """From now on; a latent and its rotary key have one scale. With `shows_fresh` the forward that begins a layer sees
-    its states unrounded, as where it attends to its own."""
+    """Patches plain caches to round K/V from now on; a latent and its rotary key share a scale. With `shows_fresh` the
+    first forward of a layer sees its states unrounded, as when it attends to them directly."""
     for cls in (DynamicLayer, DynamicSlidingWindowLayer):
         original = vars(cls)["update"]
 

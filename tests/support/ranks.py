@@ -1,5 +1,5 @@
-"""Cases that two processes run together, each with a shard of one model: `run` starts them under torchrun, and gives
-back what each process found. As a module it is such a process."""
+"""Cases that two processes run together, each with a shard of one model. `run` starts them under torchrun and returns
+the results of each process. Run as a module, it is such a process."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from tests.support import models
 from tests.support.engine_helpers import MANY_ENDS
 
 BLOCK_SIZE = models.BLOCK_SIZE
-SHORT = {"block_size": BLOCK_SIZE, "num_blocks": 14, "prefix_caching": False}  # two of four prompts at a time
+SHORT = {"block_size": BLOCK_SIZE, "num_blocks": 14, "prefix_caching": False}  # fits two of four prompts at a time
 PROMPTS = [models.token_ids(1, length, seed=length)[0].tolist() for length in (5, 11, 19, 30)]
 SHARED = models.token_ids(1, 4 * BLOCK_SIZE, seed=7)[0].tolist()
-REPEATING = [(prompt * 4)[: 3 * len(prompt) + 2] for prompt in PROMPTS]  # whose n-grams propose
+REPEATING = [(prompt * 4)[: 3 * len(prompt) + 2] for prompt in PROMPTS]  # whose n-grams give drafts
 ONE_ROW: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False, "max_new_tokens": 30},
     "sample": {"do_sample": True, "max_new_tokens": 30},
@@ -45,14 +45,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def load(folder: str, **options: Any) -> Any:
-    """This process's shard of a model that was saved there."""
+    """Loads this process's shard of a saved model."""
     config = DistributedConfig(tp_plan="auto", tp_size=int(os.environ["WORLD_SIZE"]))
     model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, **options)
     return model.eval()
 
 
 def led(model: Any, config: Any, work: Callable[[PagedEngine], Any]) -> Any:
-    """What `work` finds on an engine, in process 0; the others serve it."""
+    """Result of `work` on an engine in process 0, served by the other processes."""
     if dist.get_rank():
         hf_paged.serve_rank(model)
         return None
@@ -78,7 +78,7 @@ def tokens_of(results: list[hf_paged.RequestResult]) -> list[list[list[int]]]:
     return [[sequence.token_ids for sequence in result.sequences] for result in results]
 
 
-# -- cases: of a model's shard, to what is written as JSON -------------------------------------------------------
+# -- cases: functions of a model's shard with a JSON result -----------------------------------------------------
 
 
 def plain_calls(model: Any) -> Any:
@@ -104,7 +104,7 @@ def engine_calls(model: Any) -> Any:
 
 
 def preempted(model: Any) -> Any:
-    """With room for two of four prompts, by each way of preemption, on an engine and in `generate`."""
+    """Two of four prompts fit: each preemption method, on an engine and in `generate`."""
     found: dict[str, Any] = {}
     ids = torch.tensor([prompt[:5] for prompt in PROMPTS])
     options = {"do_sample": False, "max_new_tokens": 30}
@@ -143,7 +143,7 @@ def prefix_hits(model: Any) -> Any:
 
 
 def changed_weights(model: Any) -> Any:
-    """Weights of the second process alone are changed while blocks are cached."""
+    """Only the second process changes its weights while blocks are cached."""
     prompt, options = [*SHARED, *PROMPTS[0]], OPTIONS["greedy"]
     before = plain(model, prompt, options)[0]
     numbers: dict[str, Any] = {}
@@ -154,7 +154,7 @@ def changed_weights(model: Any) -> Any:
         tokens.append(tokens_of(engine.generate([prompt], options))[0][0])
         return tokens
 
-    if dist.get_rank():  # within a message of the engine's, so that it is between its calls
+    if dist.get_rank():  # while it receives an engine message, that is between engine calls
         numbers["orders"] = 0
         receive = hf_paged.model.ranks.Ranks.receive
 
@@ -191,7 +191,7 @@ def memory(model: Any) -> Any:
 
 
 def random_requests(model: Any, count: int = 500) -> Any:
-    """Requests of all kinds that come, go and are cancelled, under a memory that is short."""
+    """Requests of all kinds that arrive, end and are cancelled, with too little memory."""
     chance = random.Random(0)
     cases = []
     for number in range(count):
@@ -228,7 +228,7 @@ def random_requests(model: Any, count: int = 500) -> Any:
 
 
 def slow_rank(model: Any) -> Any:
-    """The second process takes 50 ms more for each forward."""
+    """The second process delays each forward by 50 ms."""
     if dist.get_rank():
         forward = model.model.forward
         model.model.forward = lambda *args, **kwargs: (time.sleep(0.05), forward(*args, **kwargs))[1]
@@ -240,7 +240,7 @@ def slow_rank(model: Any) -> Any:
 
 
 def killed(model: Any) -> Any:
-    """The second process ends in the middle of a forward."""
+    """The second process exits in the middle of a forward."""
     start = time.perf_counter()
     if dist.get_rank():
         forward, count = model.model.forward, iter(range(1000))
@@ -265,7 +265,7 @@ def killed_leader(model: Any) -> Any:
 
 
 def refusals(model: Any) -> Any:
-    """What is refused, before a forward; then the engine still serves."""
+    """Requests refused before a forward; then the engine still serves."""
     found: dict[str, str] = {}
 
     @contextlib.contextmanager
@@ -306,7 +306,7 @@ def led_alone(model: Any, config: Any) -> Any:
 
 
 def uneven_heads(model: Any) -> Any:
-    """As many processes as do not divide the heads of keys and values: said before anything is allocated."""
+    """A number of processes that does not divide the K/V heads: refused before any allocation."""
     found = []
     for call in (
         lambda: hf_paged.serve_rank(model) if dist.get_rank() else PagedEngine(model),
@@ -320,7 +320,7 @@ def uneven_heads(model: Any) -> Any:
 
 
 def other_seeds(model: Any) -> Any:
-    """Processes that draw otherwise say so, and do not hang."""
+    """Processes with different random draws raise an error instead of hanging."""
     ids = torch.tensor([PROMPTS[0]])
     torch.manual_seed(dist.get_rank())
     try:
@@ -331,7 +331,7 @@ def other_seeds(model: Any) -> Any:
 
 
 def failing_forward(model: Any) -> Any:
-    """A forward that fails alike in all processes fails its requests; the next ones are served."""
+    """A forward that fails in all processes fails its requests; the next ones are served."""
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("a fault")
@@ -347,7 +347,7 @@ def failing_forward(model: Any) -> Any:
 
     def forward(x: Any) -> Any:
         flag = torch.tensor([float(fails[0])])
-        dist.broadcast(flag, 0)  # process 0 says whether this one fails
+        dist.broadcast(flag, 0)  # process 0 decides whether this forward fails
         return fail() if flag.item() else own(x)
 
     model.lm_head.forward = forward
@@ -361,16 +361,16 @@ def failing_forward(model: Any) -> Any:
 
 
 def folders() -> list[str]:
-    """Those of the adapters that `run` was given, in the order of their names."""
+    """Folders of the adapters that `run` was given, sorted by name."""
     return sorted(str(path) for path in Path(sys.argv[1], "adapters").iterdir() if path.is_dir())
 
 
-HEADED = 1  # which of them is on the head, too: PEFT (0.21) cannot load it where that is split
+HEADED = 1  # index of the adapter that also covers the head: PEFT (0.21) cannot load it on a sharded head
 
 
 @functools.cache
 def with_adapters(model: Any) -> Any:
-    """As the model's own, loaded by PEFT in every process."""
+    """The model with the adapters loaded by PEFT, in every process."""
     import peft
 
     made = None
@@ -385,7 +385,7 @@ def with_adapters(model: Any) -> Any:
 
 
 def rows_of_adapters(engine: PagedEngine, adapters: list[str]) -> dict[str, Any]:
-    """Requests with each of them, of each kind, beside one another: tokens by adapter."""
+    """Requests of each kind with each adapter, mixed: tokens by adapter."""
     runner, num_rows = engine._core.get_loop().executor.runner, list[int]()
     run = runner.run
     runner.run = lambda items, *rest: (num_rows.append(len(items)), run(items, *rest))[1]
@@ -413,7 +413,7 @@ def rows_of_adapters(engine: PagedEngine, adapters: list[str]) -> dict[str, Any]
 
 
 def adapter_folders(model: Any) -> Any:
-    """Requests with adapters in folders, and with none, twice; with room for few of them; with one that the second
+    """Requests with adapters in folders and without, twice; with room for few adapters; with one that the second
     process cannot read."""
     names = [*folders(), "__base__"]
     found: dict[str, Any] = {}
@@ -451,7 +451,7 @@ def adapter_folders(model: Any) -> Any:
 
 
 def rows_by_names(model: Any, names: list[str], **more: Any) -> Any:
-    """Of one `generate` call whose rows have the last of these adapters."""
+    """Output of one `generate` call whose rows use the last of these adapters."""
     ids = torch.tensor([prompt[:5] for prompt in PROMPTS])
     names = names[-len(ids) :]
     options = {**OPTIONS["greedy"], "attention_mask": torch.ones_like(ids), "adapter_names": names}
@@ -459,7 +459,7 @@ def rows_by_names(model: Any, names: list[str], **more: Any) -> Any:
 
 
 def own_adapters(model: Any) -> Any:
-    """Requests with the model's own adapters, by name; `adapter_names` of `generate` in each process."""
+    """Requests with the model's loaded adapters, by name; `adapter_names` of `generate` in each process."""
     made = with_adapters(model)
     names = [*made.peft_config, "__base__"]
     found: dict[str, Any] = {"plain": []}
@@ -476,7 +476,7 @@ def own_adapters(model: Any) -> Any:
 
 
 def drafts(model: Any) -> Any:
-    """Rows that propose their own n-grams, or what a smaller model in process 0 does; last with adapters, too."""
+    """Rows with n-gram drafts, or drafts of a smaller model in process 0; last, n-gram drafts with adapters."""
     found: dict[str, Any] = {}
 
     def work(engine: PagedEngine, **more: Any) -> Any:
@@ -484,7 +484,7 @@ def drafts(model: Any) -> Any:
         return {**tokens, "accepted": engine.stats().num_accepted_tokens}
 
     def assisted(engine: PagedEngine) -> Any:
-        assistant = models.get_assistant("llama")  # which is in this process alone
+        assistant = models.get_assistant("llama")  # exists only in this process
         found = tokens_of(engine.generate(REPEATING, ONE_ROW["greedy"], assistant_model=assistant))
         return {"greedy": found, "accepted": engine.stats().num_accepted_tokens}
 
@@ -509,8 +509,8 @@ CASES: dict[str, Callable[[Any], Any]] = {
 def run(
     model: Any, *cases: str, world_size: int = 2, timeout: float = 300.0, adapters: Any = None
 ) -> list[dict[str, Any]]:
-    """What each process found in these cases, by name; nothing of a case that it did not come to the end of. `adapters`
-    of a PEFT model are saved for them (`folders`)."""
+    """Results of each process for these cases, by name; a case that a process did not finish is missing. The adapters
+    of the PEFT model `adapters` are saved for the cases (`folders`)."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         if adapters is not None:

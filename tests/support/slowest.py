@@ -1,7 +1,7 @@
-"""The tests that a plain run leaves out beside those marked `slow` in their files: `python -m tests.support.slowest`.
+"""Selects the tests that a plain run leaves out beside those marked `slow`: `python -m tests.support.slowest`.
 
-Runs what is not marked so, on a quiet machine; the slowest tests go to `tests/slow.txt`, until the others fit the
-seconds that a plain run may take.
+Runs the tests without that mark on a quiet machine; writes the slowest to `tests/slow.txt`, until the others fit into
+the seconds of a plain run.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[2]
 LIST = ROOT / "tests" / "slow.txt"
-SECONDS, WORKERS = 240.0, 2  # of tests alone: workers start and collect first
+SECONDS, WORKERS = 240.0, 2  # for tests alone: workers first start and collect
 
 
 def read() -> frozenset[str]:
-    """Pytest's node ids."""
+    """Reads pytest's node ids."""
     return frozenset(LIST.read_text().splitlines())
 
 
 def choose(times: dict[str, float], seconds: float) -> list[str]:
-    """The fewest tests without which the others take no more than `seconds` together."""
+    """The fewest tests without which the others take at most `seconds` together."""
     total, slowest = sum(times.values()), sorted(times, key=lambda name: times[name])
     chosen = []
     while total > seconds:
@@ -35,14 +35,14 @@ def choose(times: dict[str, float], seconds: float) -> list[str]:
 
 
 def times_of(report: Path) -> dict[str, float]:
-    """Seconds of each test of pytest's XML, those of its fixtures included, by node id."""
+    """Seconds of each test in pytest's XML, fixtures included, by node id."""
     cases = ElementTree.parse(report).getroot().iter("testcase")
     found = (case.attrib for case in cases)
     return {f"{of['classname'].replace('.', '/')}.py::{of['name']}": float(of["time"]) for of in found}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; the list stays as it was if a test fails."""
+    """The command line; leaves the list unchanged if a test fails."""
     parser = argparse.ArgumentParser(prog="python -m tests.support.slowest", description=__doc__)
     parser.add_argument("--seconds", type=float, default=SECONDS, help=f"of a plain run, {SECONDS:g} by default")
     options = parser.parse_args(argv)

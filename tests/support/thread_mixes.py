@@ -1,4 +1,4 @@
-"""What `tests.support.threads` plays: mixes of `generate` calls drawn from a number, and the callers' own code."""
+"""Inputs of `tests.support.threads`: seeded mixes of `generate` calls, and user code."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from tests.support.engine_helpers import build_diff_llama
 NUM_THREADS = 4
 BLOCK_SIZE = 8
 ENDS = list(range(30, 42))
-POISON = models.BOS  # which no check computes
+POISON = models.BOS  # a token outside of all checks
 
-# how often a model is drawn, and the layer groups that a row takes blocks of, with one for the slot of its states
+# how often a model is drawn, and the layer groups in which a row takes blocks, plus one for its state slot
 MODELS = {
     "llama": (6, 1),
     "gemma3": (3, 2),
@@ -66,23 +66,23 @@ def get_model(name: str) -> PreTrainedModel:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One `generate` call; `owner` tells its exceptions from those of others."""
+    """One `generate` call; `owner` tells its exceptions from other calls'."""
 
     owner: str
-    texts: tuple[tuple[int, int], ...]  # of each row, which text it begins and how many tokens of it
+    texts: tuple[tuple[int, int], ...]  # per row: index of a text, and the number of its tokens
     options: dict[str, Any]
     cache_config: dict[str, Any]
-    processor: tuple[str, int] | None  # its kind and a step
+    processor: tuple[str, int] | None  # kind and step
     criterion: tuple[str, int] | None
-    streamer: tuple[str, int] | None  # its kind and a token
+    streamer: tuple[str, int] | None  # kind and token
     is_autocast: bool
     is_inference: bool
     is_poisoned: bool  # its first prompt cannot be computed
     seed: int  # of samples
-    pause: float  # seconds before it
+    pause: float  # seconds before the call
 
     def num_needed(self, num_groups: int) -> int:
-        """Blocks with which any of its prompts can run to its end."""
+        """Blocks that suffice for any of its prompts to run to its end."""
         longest = max(length for _, length in self.texts) + self.options["max_new_tokens"]
         rows = max(self.options.get("num_beams", 1), self.options.get("num_return_sequences", 1))
         return rows * num_groups * (longest // BLOCK_SIZE + 1)
@@ -93,13 +93,13 @@ class Mix:
     model: str
     calls: tuple[tuple[Call, ...], ...]  # of each thread
     in_main: bool  # the first thread is the main thread
-    interrupted: int | None  # which of its calls
-    delay: float  # of the interrupt, in times that the call takes alone
+    interrupted: int | None  # index of the interrupted call
+    delay: float  # of the interrupt, as a multiple of the call's time alone
     switch_seconds: float = 0.005  # `sys.setswitchinterval`
 
     @property
     def may_run_out(self) -> bool:
-        """Whether blocks can be held by what no call gives up: rows that ended, for a cache that is returned."""
+        """Whether a call may keep blocks that it cannot give up: ended rows of a returned cache."""
         calls = [call for own in self.calls for call in own]
         keeps = any(call.options.get("return_dict_in_generate") for call in calls)
         return keeps and "num_blocks" in calls[0].cache_config
@@ -123,8 +123,8 @@ def draw(seed: int, number: int) -> Mix:
         samples = rng.randrange(count) if thread == sampler else None
         own = [draw_call(rng, f"{thread}/{index}", common, is_plain, samples == index) for index in range(count)]
         if sampler is not None:
-            # the check of how the model can be run, made again for another dtype, puts torch's random state back,
-            # whichever thread has drawn meanwhile
+            # the check of how the model can run, repeated for another dtype, restores torch's random state, even if
+            # another thread has drawn meanwhile
             own = [dataclasses.replace(call, is_autocast=False) for call in own]
         if thread == poisoned:
             own[0] = dataclasses.replace(own[0], is_poisoned=True)
@@ -147,7 +147,7 @@ def draw_call(rng: random.Random, owner: str, common: dict[str, Any], is_plain: 
     if mode == "beams":
         options["num_beams"] = rng.choice([2, 3])
     if mode == "returned" or (mode != "greedy" and rng.random() < 0.5):
-        options["num_return_sequences"] = 2  # which greedy search refuses
+        options["num_return_sequences"] = 2  # greedy search refuses this
     if rng.random() < 0.5:
         options |= {"eos_token_id": ENDS, "pad_token_id": models.PAD}
     config = dict(common)
@@ -177,7 +177,7 @@ def draw_call(rng: random.Random, owner: str, common: dict[str, Any], is_plain: 
 
 
 class OwnError(RuntimeError):
-    """Raised by code that was passed to a call."""
+    """Raised by user code of a call."""
 
 
 class Processor(LogitsProcessor):
@@ -238,8 +238,8 @@ class Streamer(BaseStreamer):
 class Outcome:
     tokens: Tensor | None = None
     error: BaseException | None = None
-    told: Any = None  # what streamers got
-    shown: list[tuple[Tensor, Tensor, bool]] = dataclasses.field(default_factory=list)  # to a processor
+    told: Any = None  # tokens passed to streamers
+    shown: list[tuple[Tensor, Tensor, bool]] = dataclasses.field(default_factory=list)  # passed to a processor
     seconds: float = 0.0
 
     def __str__(self) -> str:
@@ -249,7 +249,7 @@ class Outcome:
 
 
 def play(model: PreTrainedModel, call: Call, is_paged: bool, around: Callable[..., Any] | None = None) -> Outcome:
-    """`around` runs a function, and may interrupt it."""
+    """Runs a call. `around` runs a function, and may interrupt it."""
     width = max(length for _, length in call.texts)
     rows = [models.token_ids(1, 60, seed=text)[0, :length].clamp(20, 99) for text, length in call.texts]
     if call.is_poisoned:
@@ -269,7 +269,7 @@ def play(model: PreTrainedModel, call: Call, is_paged: bool, around: Callable[..
         make = functools.partial(Streamer, call.owner, slow_at=at if kind == "slow" and is_paged else None)
         if kind != "by row":
             streamer = arguments["streamer"] = make(raises_at=at if kind == "raises" else None)
-        elif is_paged:  # transformers knows no streamers by row
+        elif is_paged:  # transformers has no per-row streamers
             streamer = arguments["streamer"] = [make() for _ in rows]
     if is_paged:
         arguments |= {"cache_implementation": "paged", "cache_config": call.cache_config}
@@ -284,7 +284,7 @@ def play(model: PreTrainedModel, call: Call, is_paged: bool, around: Callable[..
                 stack.enter_context(torch.inference_mode())
             if call.is_autocast:
                 stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
-            # torch's contexts do not outlive an interrupt while they are entered or left
+            # an interrupt while torch's contexts are entered or left breaks them
             (around or (lambda function: function()))(generate)
 
     start = time.perf_counter()

@@ -1,11 +1,10 @@
 """
 Random calls of `generate` from four threads at once on one model: `python -m tests.support.threads --mixes 200`.
 
-Each call must end as plain `generate` ends alone: with the same tokens, with the exception of its own code, or, in the
-main thread, by a real SIGINT, which another process sends. With a budget of blocks `OutOfBlocksError` may end it where
-others can hold blocks for good: rows that ended, for a cache that is returned. After each mix the pools
-are whole and empty, the model is as it was and no loop is left. The exit code is 1 if anything else was seen; every
-failure is printed with the numbers that repeat its choices.
+Each call must end like plain `generate` alone: with the same tokens, with the exception of its user code, or, in the
+main thread, by a real SIGINT from another process. With a budget of blocks, `OutOfBlocksError` may end it where other
+calls keep blocks: ended rows of a returned cache. After each mix the pools are intact and empty, the model is unchanged
+and no loop is left. The exit code is 1 otherwise; every failure is printed with the numbers that repeat its choices.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ from tests.support.thread_mixes import ENDS, Call, Mix, Outcome, OwnError, draw,
 
 HANG_SECONDS = 60.0  # a mix takes a second or two
 TOLERANCE = 1e-3  # of scores, whose standard deviation is above one
-NEAR_TIE = 0.5  # in half precision, between the best two scores, where another shape may choose the other token
+NEAR_TIE = 0.5  # in half precision, between the best two scores: another shape may choose the other token
 
 
 def compare(call: Call, plain: Outcome, paged: Outcome, may_run_out: bool, is_interrupted: bool) -> tuple[str, str]:
-    """What became of the paged call, and what is wrong with that."""
+    """Outcome of the paged call, and an error if it is wrong."""
     error = paged.error
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", "" if is_interrupted else f"interrupted by another's signal:\n{paged}"
@@ -77,7 +76,7 @@ def compare(call: Call, plain: Outcome, paged: Outcome, may_run_out: bool, is_in
 
 
 def compare_shown(call: Call, plain: Outcome, paged: Outcome) -> str:
-    """Scores of rows whose end the processor does not see."""
+    """Compares scores of rows whose end the processor does not see."""
     if "eos_token_id" in call.options or call.options.get("num_beams", 1) > 1:
         return ""
     if len(plain.shown) != len(paged.shown):
@@ -95,7 +94,7 @@ def compare_shown(call: Call, plain: Outcome, paged: Outcome) -> str:
 
 
 def compare_half(plain: Outcome, paged: Outcome) -> str:
-    """Up to the first near tie, as far as the scores were watched, which must be of half precision."""
+    """Compares tokens up to the first near tie among the watched scores, which must be in half precision."""
     for step, ((ids, scores, _), (others, found, _)) in enumerate(zip(plain.shown, paged.shown)):
         if not torch.equal(ids, others):
             return f"the processor was shown other ids in step {step}"
@@ -117,7 +116,7 @@ def compare_rows(call: Call, paged: Outcome) -> str:
             new = new[: end + 1]
         found = [token for part in told if part != "end" for each in part for token in flat(each)]
         prompt = paged.tokens[row, width - length : width].tolist()
-        # a criterion may end a row before the others
+        # a criterion may end a row earlier
         is_same = found[:length] == prompt and found[length:] == new[: len(found) - length]
         if not is_same or (call.criterion is None and len(found) != length + len(new)) or told.count("end") != 1:
             return f"the streamer of row {row} was told {told}, the tokens are {prompt} {new}"
@@ -132,7 +131,7 @@ def flat(value: Any) -> list[int]:
 
 
 class Observer:
-    """Counts what the mixes are there to bring about, and knows the memories that they used."""
+    """Counts the events that the mixes should cause, and collects the memories in use."""
 
     def __init__(self) -> None:
         self.counts = Counter[str]()
@@ -171,18 +170,18 @@ class Observer:
 
 
 class Job(Case):
-    """What `Interrupter.run` interrupts."""
+    """A job for `Interrupter.run`."""
 
     def __init__(self, function: Callable[[], None]) -> None:
         self.run = function  # type: ignore[method-assign]
 
 
 class Hang(Exception):
-    """The threads of a mix did not come to their end: nothing can be said of what follows."""
+    """The threads of a mix did not end; later results would be meaningless."""
 
 
 def run_mix(mix: Mix, observer: Observer, interrupter: Interrupter | None = None) -> list[str]:
-    """What was wrong, in words. Raises `Hang`, with the stacks of all threads."""
+    """Runs a mix; returns error messages. Raises `Hang`, with the stacks of all threads."""
     model = get_model(mix.model)
     hf_paged.free(model)
     warm_up(model)
@@ -249,7 +248,7 @@ def after_mix(model: PreTrainedModel, observer: Observer) -> list[str]:
     if torch.is_autocast_enabled("cpu") or torch.is_inference_mode_enabled():
         wrong.append("this thread is left in half precision or inference mode")
     if hf_paged.memory_stats(model).used_blocks:
-        gc.collect()  # a returned cache may sit in a reference cycle
+        gc.collect()  # a returned cache may be in a reference cycle
     if used := hf_paged.memory_stats(model).used_blocks:
         wrong.append(f"{used} blocks are in use after all calls")
     try:
@@ -264,7 +263,7 @@ def after_mix(model: PreTrainedModel, observer: Observer) -> list[str]:
 
 
 def warm_up(model: PreTrainedModel) -> None:
-    """The first call checks how the model can be run, with a few forwards."""
+    """Makes a first call, which checks how the model can run, with a few forwards."""
     ids = models.token_ids(1, 3)
     model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False, **models.PAGED)
 
@@ -292,13 +291,13 @@ def stacks() -> str:
 
 
 def exit_hung(mix: Mix) -> None:
-    """The main thread itself hangs."""
+    """Called if the main thread itself hangs."""
     print(f"HANGS: {mix}\n{stacks()}", file=sys.stderr, flush=True)
     os._exit(1)
 
 
 def run_mixes(numbers: Sequence[int], seed: int, report: Callable[[str], None] = print) -> int:
-    """Plays them; returns how many went wrong."""
+    """Plays the mixes; returns the number of failed mixes."""
     failed, interrupts = 0, 0
     observer = Observer()
     with observer.installed(), Interrupter() as interrupter:

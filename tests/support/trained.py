@@ -1,4 +1,4 @@
-"""Two tiny trained models: what they say does not repeat, as the text of random weights does."""
+"""Two tiny trained models, whose text does not repeat like that of random weights."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.support import models
 
 NAMES = ("llama", "qwen3_next")
 NUM_STEPS = 150
-BATCH_SIZE, LENGTH = 16, 48  # rows; tokens, fewer than three sentences have
+BATCH_SIZE, LENGTH = 16, 48  # rows; tokens, fewer than in three sentences
 LEARNING_RATE = 6e-3
 
 
 def train(name: str) -> PreTrainedModel:
-    """On sentences of `models.corpus` in random order, `[BATCH_SIZE, LENGTH]` tokens a step; eval mode at the end."""
+    """Trains on shuffled sentences of `models.corpus`, `[BATCH_SIZE, LENGTH]` tokens per step; eval mode at the end."""
     torch.manual_seed(0)
     draw = random.Random(0)
     sentences = [models.tokenizer()(sentence).input_ids for sentence in models.corpus()]
@@ -43,7 +43,7 @@ def train(name: str) -> PreTrainedModel:
 
 @functools.cache
 def load(name: str, folder: Path) -> PreTrainedModel:
-    """The session's shared model from `folder`, where the first of several processes trains and saves it."""
+    """The session's shared model from `folder`; the first of several processes trains and saves it."""
     with FileLock(folder / f"{name}.lock"):
         if not (folder / name / "model.safetensors").exists():
             train(name).save_pretrained(folder / name)

@@ -1,4 +1,4 @@
-"""Fused launches give what the forward gives that they were recorded of, in Triton's interpreter."""
+"""Fused launches give the results of the recorded forward, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 def check(function: Callable[..., Any], *inputs: Tensor, exact: bool = False, launches: int | None = None) -> None:
-    """Records it on these inputs and compares it on others of the same memory."""
+    """Records the function on these inputs and compares it on others in the same memory."""
     from hf_paged.tape.device import DeviceTape
 
     found: list[Tensor] = []
@@ -44,7 +44,7 @@ def check(function: Callable[..., Any], *inputs: Tensor, exact: bool = False, la
             found[place].copy_(its)
 
     with torch.no_grad():
-        run()  # makes the memory of the results
+        run()  # allocates the results
         tape = DeviceTape.record(run, CPU)
         generator = torch.Generator().manual_seed(5)
         for turn in range(2):
@@ -106,7 +106,7 @@ def test_numbers_of_python() -> None:
 
 @pytest.mark.parametrize("width", [64, 2048])
 def test_one_number_a_row_in_place(width: int) -> None:
-    """Rows are cut into parts, each of which must not change what the row has once."""
+    """Rows are split into parts; no part may change the row's shared number."""
 
     def scale(x: Tensor) -> Tensor:
         factor = x.pow(2).mean(-1, keepdim=True)
@@ -119,7 +119,7 @@ def test_one_number_a_row_in_place(width: int) -> None:
 
 
 def test_wide_rows() -> None:
-    """Rows of a vocabulary are cut into parts, but for sums over them, which PyTorch computes then."""
+    """Rows as wide as a vocabulary are split into parts, except for sums over them, which PyTorch then computes."""
     check(lambda x: torch.tanh(x / 30.0) * 30.0, tensor(3, 20000), launches=1)
     check(lambda x: x * x.mean(-1, keepdim=True), tensor(2, 20000), launches=2)
 
@@ -143,7 +143,7 @@ def test_rotary_embeddings(dtype: torch.dtype, rows: int) -> None:
 
 
 class DeviceTapes(FakeGraphs):
-    """Fused launches as `CudaGraphs` records them, without a device's graphs."""
+    """Records fused launches like `CudaGraphs`, without a device's graphs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> DeviceTapes:
 
 
 def layer_launches(name: str, tapes: DeviceTapes, **options: Any) -> int:
-    """Of one layer more, in a decode step of three rows."""
+    """Launches of one additional layer, in a decode step of three rows."""
     counts = []
     for layers in (1, 2):
         model = models.build(name, num_hidden_layers=layers, **options)
@@ -181,7 +181,7 @@ def layer_launches(name: str, tapes: DeviceTapes, **options: Any) -> int:
 
 
 def test_launches_of_a_layer(tapes: DeviceTapes) -> None:
-    """Of Llama: norms with the sums before them, the rotations of queries and keys, the store, attention, the
+    """A Llama layer: norms with the sums before them, the rotations of queries and keys, the store, attention, the
     activation, and seven products."""
     assert layer_launches("llama", tapes) <= 16
 
@@ -210,7 +210,7 @@ def test_engine_gives_plain_tokens(
 
 
 class _Unseen(nn.Module):
-    """Writes where no dispatcher sees it, as a kernel of another library does."""
+    """Writes without a dispatcher noticing, like another library's kernel."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ def test_what_is_not_seen_is_recorded_as_it_is(tapes: DeviceTapes, caplog: pytes
 
 
 def test_memory_goes_when_it_is_not_needed() -> None:
-    """A replay holds no more than the forward did, and nothing afterwards."""
+    """A replay uses no more memory than the forward did, and none afterwards."""
     from hf_paged.tape.device import DeviceTape
 
     x, out = tensor(64, 64), torch.empty(64, 64)

@@ -1,4 +1,4 @@
-"""Products of few rows in forwards that run as modules."""
+"""Products with few rows in forwards that run as modules."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler"
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """Shapes of the products that are ours."""
+    """Records the shapes of the products that ours computes."""
     found: list[torch.Size] = []
 
     def linear(x: torch.Tensor, *others: Any) -> torch.Tensor:
@@ -84,7 +84,7 @@ def test_many_rows_are_computed_in_float32_where_pytorch_converts_each_number(
 
 
 def test_few_dimensions_and_many_rows() -> None:
-    """What `F.linear` refuses it still refuses; what is made of many rows is bounded as what is read."""
+    """Inputs that `F.linear` refuses are still refused; with many rows, memory is bounded as for the weights read."""
     weight = torch.randn(512, 16).to(torch.bfloat16)
     with torch.no_grad(), OwnProducts():
         with pytest.raises(RuntimeError):

@@ -1,4 +1,4 @@
-"""What a step that is recorded may do: what is made of Python's numbers alone may be read and copied."""
+"""Operations allowed in a recorded step: values computed from Python numbers alone may be read and copied."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_all_else_is_not(run: Callable[[], Any]) -> None:
 
 
 def test_constants_are_copied_once() -> None:
-    """To a device: the second run takes copies of what the first one made there."""
+    """To a device: the second run uses the copies that the first one made there."""
     x = torch.empty(3, device="meta")
 
     def run() -> list[torch.Tensor]:
@@ -155,7 +155,7 @@ def _its_text(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("function", [_a_view_of_numpy, _memory_of_another, _its_text])
 def test_memory_of_constants_is_not_shared(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """What is written to it later no mode sees Python read."""
+    """No mode notices Python reading values that are written to shared memory later."""
     x = torch.tensor([2.0, 3.0, 4.0])
     with pytest.raises(NotCapturable, match="reads the content"), recording():
         function(x)

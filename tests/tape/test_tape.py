@@ -1,4 +1,4 @@
-"""Tapes give what the forward gives that they were recorded of, on other inputs, too."""
+"""Tapes give the results of the recorded forward, on other inputs, too."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CLOSE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
 
 def check(function: Callable[..., Any], *inputs: Tensor, exact: bool = False, calls: int | None = None) -> Tape:
-    """Records it on these inputs and compares it on others of the same memory."""
+    """Records the function on these inputs and compares it on others in the same memory."""
     found: list[Tensor] = []
 
     def run() -> None:
@@ -39,7 +39,7 @@ def check(function: Callable[..., Any], *inputs: Tensor, exact: bool = False, ca
 
     with torch.no_grad():
         before = [x.clone() for x in inputs]
-        run()  # makes the memory of the results
+        run()  # allocates the results
         tape = Tape.record(run, lambda tensor: False)
         generator = torch.Generator().manual_seed(5)
         for turn in range(3):

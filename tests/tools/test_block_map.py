@@ -1,4 +1,4 @@
-"""The block map's cells, numbers and legend against the states that they stand for."""
+"""The block map's cells, numbers and legend against the states that they show."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STATES = [0, -1, 1, 2, 3, 4, 7, 8, 100]
 
 
 def colours(figure: Figure) -> list[list[str]]:
-    """Of every group, its cells' colours."""
+    """Colours of the cells, by group."""
     [ax] = figure.axes
     return [[to_hex(face).upper() for face in each.get_facecolors()] for each in ax.collections]
 

@@ -1,4 +1,4 @@
-"""What notebooks show: well-formed, nothing of the user's read as HTML, nothing that needs a library or the network."""
+"""Notebook output: well-formed, user text escaped, no external library or network access."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def figures(html: str) -> dict[str, str]:
 
 
 def num_squares(html: str) -> dict[str, int]:
-    """Squares of the strips, without the legend, by colour."""
+    """Number of squares in the strips, without the legend, by colour."""
     found: dict[str, int] = {}
     for svg in parsed(html).iter("svg"):
         if svg.get("role") == "img":

@@ -1,4 +1,4 @@
-"""What `hf_paged.tools.metrics` says where its package is missing; its metrics are in tests/ecosystem."""
+"""The error of `hf_paged.tools.metrics` without its package; tests/ecosystem tests its metrics."""
 
 from __future__ import annotations
 

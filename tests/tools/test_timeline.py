@@ -1,4 +1,4 @@
-"""The bars of the picture against the intervals that they stand for."""
+"""The bars of the picture against the intervals that they show."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_steps() -> None:
     figure = plot_intervals(INTERVALS)
     assert bars(figure, DECODE) == [(4, 9, 0), (11, 15, 0)]
     assert bars(figure, SWAPPED) == [(9, 11, 0)]
-    assert bars(figure, "#BBBBBB") == [(3, 7, 1)]  # nothing of no length
+    assert bars(figure, "#BBBBBB") == [(3, 7, 1)]  # no bars of zero length
     assert bars(figure, "#E69F00") == [(2, 4, 0), (9, 10, 1)]
     assert marks(figure) == [(15, 0)]
     assert labels(figure) == ["request 0", "request 1"]
@@ -121,7 +121,7 @@ def test_the_last_requests_and_names_as_they_are() -> None:
     figure = plot_intervals(many, max_requests=10)
     assert labels(figure) == [rf"$\bad{{{number}$" for number in range(40, 50)]
     assert figure.axes[0].get_ylabel() == "the last 10 of 50 requests"
-    figure.savefig(io.BytesIO())  # a name is no formula, whatever it holds
+    figure.savefig(io.BytesIO())  # a name is never parsed as a formula
     long = plot_intervals([interval(0, A.DECODE, 0, 1)._replace(request_id="x" * 100)])
     assert len(labels(long)[0]) == 16
 

@@ -1,4 +1,4 @@
-"""Beam search turned inside out against `model.generate`."""
+"""The step-wise beam search against `model.generate`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NEW = 12
 
 
 def both(inputs: dict[str, Any], model_name: str = "llama", **options: Any) -> tuple[Any, Any, Any]:
-    """What `generate` returns, the same by a decoding, and that decoding."""
+    """Output of `generate`, the output of a decoding, and that decoding."""
     model = models.get(model_name)
     ours = {name: options.pop(name) for name in ("check", "record_logprobs") if name in options}
     options.setdefault("max_new_tokens", NEW)
@@ -61,14 +61,14 @@ def test_results_are_those_of_generate(early_stopping: Any, length_penalty: floa
         for row, length, reason in zip(ours.tolist(), decoding.lengths, decoding.finish_reasons):
             assert reason == ("eos" if eos and row[length - 1] in eos else "length")
     if early_stopping is True:
-        assert left_early  # else nothing above tells whether prompts may leave
+        assert left_early  # otherwise nothing above shows whether prompts may leave
 
 
 def test_a_settled_prompt_leaves_and_its_result_stays() -> None:
     inputs, kept = models.padded_prompt("llama", (13, 4, 9, 6)), {}
     options = dict(num_beams=3, num_return_sequences=3, eos_token_id=MANY_EOS, max_new_tokens=25)
     needed = {}
-    for keep_all in (True, False):  # as a dict needs them
+    for keep_all in (True, False):  # as a dict output needs them
         rows: list[int] = []
         for early_stopping in (False, True):
             _, ours, decoding = both(

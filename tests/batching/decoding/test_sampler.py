@@ -1,4 +1,4 @@
-"""The sampling loop turned inside out against `model.generate`, and many decodings advancing as one batch."""
+"""The step-wise sampling loop against `model.generate`, and many decodings that advance as one batch."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ NOT_ROW_WISE: dict[str, dict[str, Any]] = {
 
 
 def plain_and_decoding(inputs: dict[str, Any], model_name: str = "llama", **options: Any) -> tuple[Any, Any, Any]:
-    """What `generate` returns, the same by a decoding, and that decoding."""
+    """Output of `generate`, the output of a decoding, and that decoding."""
     model = models.get(model_name)
     ours = {name: options.pop(name) for name in ("check", "record_logprobs") if name in options}
     again = copy.deepcopy(options)
@@ -116,7 +116,7 @@ def test_several_samples_of_each_prompt(model_name: str) -> None:
 
 
 class BiasFromBatch(LogitsProcessor):
-    """A caller's own: keeps state, looks at the whole batch, and keeps what it was shown."""
+    """A custom processor that keeps state, reads the whole batch and records its inputs."""
 
     def __init__(self) -> None:
         self.seen: list[torch.Tensor] = []
@@ -127,12 +127,12 @@ class BiasFromBatch(LogitsProcessor):
         self.copies.append(input_ids.clone())
         bias = torch.zeros_like(scores)
         bias[:, int(input_ids[:, -1].sum()) % scores.shape[1]] = 3.0 + len(self.seen)
-        scores += bias  # in place, as some do
+        scores += bias  # in place, as some processors do
         return scores
 
 
 class StopAtTotal(StoppingCriteria):
-    """A caller's own: counts its calls, and ends rows whose last tokens sum to a multiple."""
+    """A custom criterion: counts its calls, and ends rows whose last tokens sum to a multiple."""
 
     def __init__(self, number: int) -> None:
         self.number, self.calls = number, 0
@@ -163,7 +163,7 @@ def test_processors_and_criteria_of_the_callers_own(eos: list[int] | None, do_sa
     for theirs, shown, kept in zip(plain_processor.copies, processor.seen, processor.copies):
         assert torch.equal(theirs, shown) and torch.equal(shown, kept) and shown.is_contiguous()
     assert "criteria" in made[0].finish_reasons and not made[0].can_split
-    if eos is None:  # transformers goes on with rows that ended, and their lengths tell where
+    if eos is None:  # transformers continues rows that ended; their lengths show where
         assert len(set(made[0].lengths)) > 1 and max(made[0].lengths) == outputs[1].shape[1]
 
 
@@ -194,7 +194,7 @@ def test_dicts_with_scores_and_logits(do_sample: bool, processors: dict[str, Any
     assert torch.equal(plain.sequences, ours.sequences) and len(set(decoding.lengths)) > 1
     for theirs, mine in ((plain.scores, ours.scores), (plain.logits, ours.logits)):
         assert isinstance(mine, tuple) and len(mine) == len(theirs)
-        for a, b in zip(theirs, mine):  # those of rows that have ended as well
+        for a, b in zip(theirs, mine):  # those of ended rows, too
             assert a.shape == b.shape and a.dtype == b.dtype == torch.float32
             torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
     assert not decoding.can_split, "what a row computes after its end depends on when others end"
@@ -358,7 +358,7 @@ def test_the_streamer_of_a_request_gets_the_new_tokens() -> None:
     model, prompt = models.get("llama"), models.token_ids(1, 5)
     model.generate(prompt, streamer=theirs, max_new_tokens=4)
     drive(request(prompt[0].tolist(), streamer=ours, max_new_tokens=4), model)
-    assert ours.values == theirs.values[1:] and ours.ends == 1  # the prompt is the engine's to put
+    assert ours.values == theirs.values[1:] and ours.ends == 1  # the engine passes the prompt itself
 
 
 @pytest.mark.parametrize(
@@ -388,7 +388,7 @@ PROMPT_LENGTHS = (11, 3, 7, 5, 9, 4)
 
 
 def step_together(decodings: list[Any], model: Any) -> list[Any]:
-    """One step of those that are open, with logits that are rows of one tensor."""
+    """One step of the open decodings, whose logits are rows of one tensor."""
     rows = [logits_of(model, decoding.input_ids[decoding.open_rows]) for decoding in decodings]
     together, ready, start = torch.cat(rows), [], 0
     for decoding, own in zip(decodings, rows):
@@ -444,7 +444,7 @@ def test_decodings_that_share_steps_stay_what_they_are_alone(name: str, monkeypa
     decodings = made()
     while running := [decoding for decoding in decodings if not decoding.is_done]:
         assert all(isinstance(advance, SampledTokens) for advance in step_together(running, model))
-    assert name == "modes" or max(batches) > 1  # some did share
+    assert name == "modes" or max(batches) > 1  # some forwards were shared
     for one, other in zip(alone, decodings):
         assert torch.equal(one.result(), other.result())
         assert one.finish_reasons == other.finish_reasons and one.lengths == other.lengths
@@ -468,7 +468,7 @@ def test_stop_strings_of_many_requests() -> None:
 
 
 class Failing:
-    """A processor, criterion or streamer that raises at its third call."""
+    """A processor, criterion or streamer that raises at the third call."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -604,7 +604,7 @@ def test_processors_that_hold_a_value_for_each_row() -> None:
     try:
         processors.append(known.RepetitionPenaltyLogitsProcessor(1.5, torch.tensor([0, 2, 4, 6, 8, 9])))
     except ValueError:
-        pass  # older transformers take one number for all rows
+        pass  # older transformers accept only one number for all rows
     rows = [4, 1, 3]
     assert are_row_wise(processors, 6) and not are_row_wise(processors, 12)
     assert torch.equal(for_rows(processors, rows, 6)(ids[rows], scores[rows]), processors(ids, scores)[rows])

@@ -1,4 +1,4 @@
-"""Who runs, in which order, and who gives way."""
+"""The scheduler's choices: which requests run, in which order, and which are preempted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZE = 4
 
 
 def make(num_blocks: int = 64, tokens: int = 64, seqs: int = 8, window: Any = None, **options: Any) -> Scheduler:
-    """A scheduler over one pool; no watermark unless told."""
+    """A scheduler over one pool; no watermark by default."""
     caching = options.pop("prefix_caching", True)
     blocks = BlockManager([BlockGroup(BlockPool(num_blocks), GroupSpec(window=window))], SIZE, prefix_caching=caching)
     options = {"watermark": 0.0, **options}
@@ -26,7 +26,7 @@ def make(num_blocks: int = 64, tokens: int = 64, seqs: int = 8, window: Any = No
 
 
 def add(scheduler: Scheduler, name: str, length: int, new_tokens: int = 8, **options: Any) -> Request:
-    """Queues a request whose tokens no other has."""
+    """Queues a request with unique tokens."""
     start = sum(map(ord, name)) * 1000
     request = Request(name, [Sequence(list(range(start, start + length)))], length + new_tokens, **options)
     scheduler.add(request)
@@ -34,7 +34,7 @@ def add(scheduler: Scheduler, name: str, length: int, new_tokens: int = 8, **opt
 
 
 def counts(batch: StepPlan) -> list[tuple[Any, int]]:
-    """What is scheduled, by the requests' names."""
+    """The scheduled token counts, with the requests' names."""
     return [(sequence.request.request_id, query_len) for sequence, query_len in batch.items]
 
 
@@ -91,7 +91,7 @@ def test_prompts_beside_decodes_are_few_tokens_whoever_comes_first() -> None:
     assert counts(scheduler.schedule()) == [("b", 1), ("a", 1), ("c", 3)] and d.status is Status.WAITING
     for each in (a, b):
         each.sequences[0].token_ids.append(1)
-    assert counts(scheduler.schedule()) == [("b", 1), ("a", 1), ("c", 3)]  # which comes before them now
+    assert counts(scheduler.schedule()) == [("b", 1), ("a", 1), ("c", 3)]  # which is now before them
     a.sequences[0].token_ids.append(1)
     assert counts(scheduler.schedule()) == [("a", 1), ("d", 1), ("c", 2)]
     assert counts(scheduler.schedule()) == [("d", 3)] and c.status is Status.RUNNING
@@ -139,7 +139,7 @@ def test_admission_leaves_the_watermark_to_those_who_run() -> None:
     add(scheduler, "a", 16)
     add(scheduler, "b", 20)
     add(scheduler, "c", 4)
-    assert counts(scheduler.schedule()) == [("a", 16)]  # 6 blocks are free: 5 for b, 2 to be left
+    assert counts(scheduler.schedule()) == [("a", 16)]  # 6 blocks are free: 5 for b, 2 must stay free
     alone = make(num_blocks=10, watermark=1.0)
     add(alone, "a", 32)
     assert counts(alone.schedule()) == [("a", 32)]
@@ -197,7 +197,7 @@ def test_a_preempted_request_finds_its_blocks_in_the_prefix_cache() -> None:
         request.sequences[0].token_ids.append(1)
     assert names(scheduler.schedule().preempted) == ["c"]
     scheduler.finish(requests[0])
-    assert counts(scheduler.schedule()) == [("c", 5)]  # of its two blocks, b took the later one
+    assert counts(scheduler.schedule()) == [("c", 5)]  # b took the later one of its two blocks
     assert requests[2].num_hit_tokens == 0, "what counts is what its prompt found when it was first admitted"
 
 
@@ -236,7 +236,7 @@ def test_rows_computed_anew_share_their_prompt_again() -> None:
     for number, sequence in enumerate(request.sequences):
         sequence.token_ids.append(number)
     scheduler.schedule()
-    assert scheduler.blocks.num_free == used - 2  # a tail of its own for each row
+    assert scheduler.blocks.num_free == used - 2  # a separate tail for each row
     for _ in range(12):
         other.sequences[0].token_ids.append(1)
         if scheduler.schedule().preempted:
@@ -322,7 +322,7 @@ def test_a_failed_step_never_happened() -> None:
     scheduler.fail_step()
     assert a.sequences[0].num_to_compute == 1 and b.status is Status.WAITING
     scheduler.finish(b)
-    assert counts(scheduler.schedule()) == [("a", 1), ("c", 10)]  # nothing of b is served
+    assert counts(scheduler.schedule()) == [("a", 1), ("c", 10)]  # none of b's blocks are reused
 
 
 def test_cancellation_anywhere_gives_every_block_back() -> None:

@@ -1,9 +1,9 @@
 """
 Scheduler, manager and pools under every order of events, against a simulated memory.
 
-`Memory` plays the tensors: what each slot holds, where a token's K and V are told by all tokens up to and with it.
-Before anything is "computed" it is garbage. Forwards write and read through block tables as the runner does, so a wrong
-copy-on-write, a stale prefix hit, a lost swap or a window block given back too early shows as wrong content.
+`Memory` simulates the tensors: each slot's content, where a token's K/V depend on all tokens up to and including it.
+Slots hold garbage until they are "computed". Forwards write and read through block tables as the runner does, so a
+wrong copy-on-write, a stale prefix hit, a lost swap or a window block freed too early shows as wrong content.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GARBAGE = ("garbage",)
 
 
 class Memory:
-    """What the slots of one layer group hold."""
+    """Contents of the slots of one layer group."""
 
     def __init__(self, block_size: int) -> None:
         self.slots: dict[tuple[int, int], Any] = {}
@@ -55,13 +55,13 @@ class Memory:
 
 @dataclass(eq=False)
 class Host:
-    """What was swapped out together: for each group, contents by the block ids of then."""
+    """Contents swapped out together, by group and former block id."""
 
     contents: list[dict[int, list[Any]]]
 
 
 class Group(BlockGroup):
-    """A group whose blocks hold what `Memory` says."""
+    """A group whose block contents are in a `Memory`."""
 
     def __init__(self, pool: BlockPool, spec: GroupSpec, memory: Memory) -> None:
         super().__init__(pool, spec, memory.block_size)
@@ -69,7 +69,7 @@ class Group(BlockGroup):
 
 
 class AnyCost(CostModel):
-    """Chooses by chance."""
+    """Chooses at random."""
 
     def __init__(self, generator: random.Random) -> None:
         super().__init__(1.0)
@@ -80,7 +80,7 @@ class AnyCost(CostModel):
 
 
 class FakeSwapper:
-    """Keeps contents, each distinct block once; now and then it refuses."""
+    """Keeps contents, each distinct block once; refuses at random."""
 
     def __init__(self, groups: list[BlockGroup], memories: list[Memory], generator: random.Random) -> None:
         self.groups, self.memories, self.random = groups, memories, generator
@@ -145,8 +145,8 @@ class FakeSwapper:
 
 class Engine(RuleBasedStateMachine):
     """
-    Rules are what callers do. A decoding owns one request, or several that advance together; it gives tokens when all
-    of its open rows have their logits.
+    Rules are the callers' actions. A decoding owns one request, or several that advance together; it gives tokens once
+    all of its open rows have their logits.
     """
 
     @initialize(
@@ -201,7 +201,7 @@ class Engine(RuleBasedStateMachine):
         self.answered: dict[Request, set[int]] = {}
         self.is_beam: dict[Request, bool] = {}
         self.version = 0  # of the weights
-        self.least_version: dict[Request, int] = {}  # of what a request may be served
+        self.least_version: dict[Request, int] = {}  # least weights version that a request may be served
         self.outside: list[list[int]] = [[] for _ in windows]
 
     def room(self, pool: BlockPool, pools: list[BlockPool]) -> Any:
@@ -339,7 +339,7 @@ class Engine(RuleBasedStateMachine):
                         assert version >= self.least_version[request]
 
     def look_ahead(self) -> None:
-        """The next step is launched for all rows, with tokens that turn out to be others."""
+        """The next step is launched for all rows, with tokens that turn out to be wrong."""
         rows = [sequence for request in self.scheduler._running for sequence in request.open_sequences]
         ending = [sequence for sequence in rows if sequence.num_tokens + 1 >= sequence.request.max_num_tokens]
         going = [sequence for sequence in rows if sequence not in ending]
@@ -414,7 +414,7 @@ class Engine(RuleBasedStateMachine):
         for group, outside in zip(self.groups, self.outside):
             group.pool.release(outside)
         self.outside = [[] for _ in self.groups]
-        self.scheduler.max_num_batched_tokens = 64  # one token a step, all rows in turn, takes thousands
+        self.scheduler.max_num_batched_tokens = 64  # one token per step, rows in turn, takes thousands of steps
         steps = 0
         while self.scheduler.has_unfinished:
             self.step(False, False)

@@ -1,4 +1,4 @@
-"""The timeline against what requests really did, step by step; its bounds."""
+"""The timeline against the requests' actual events, step by step; its bounds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make_request(name: str = "r", num_tokens: int = 8) -> Request:
 
 
 def live(timeline: Timeline, name: str) -> None:
-    """A request that comes, is prefilled in one step, decodes in another and goes."""
+    """A request that arrives, is prefilled in one step, decodes in another and ends."""
     request = make_request(name)
     timeline.waits(request)
     request.status = Status.RUNNING
@@ -77,7 +77,7 @@ def test_ids_that_are_used_again_are_other_requests() -> None:
 
 
 def what_it_did(request: Request, before: dict[str, Any], chunks: dict[Request, int]) -> Activity:
-    """What the timeline must say of a request after a step was scheduled, from the request itself."""
+    """The expected timeline entry of a request after a scheduled step, from the request itself."""
     if request.status is Status.WAITING:
         if request.is_swapped:
             return Activity.SWAPPED

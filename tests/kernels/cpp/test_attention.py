@@ -1,4 +1,4 @@
-"""Building, loading and falling back of the C++ kernels; their numbers are in `test_backends.py`."""
+"""Build, load and fallback of the C++ kernels; `test_backends.py` tests their results."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_portable_path_serves_where_the_build_fails(tmp_path: Path, monkeypatch:
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no compiler")
 @pytest.mark.slow
 def test_processes_build_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = tmp_path / "quick-c++"  # ours without the time to optimise
+    compiler = tmp_path / "quick-c++"  # our compiler without optimization, to save time
     compiler.write_text('#!/bin/sh\nexec c++ "$@" -O0\n')
     compiler.chmod(0o755)
     cache = tmp_path / "cache"

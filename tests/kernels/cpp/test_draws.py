@@ -1,4 +1,4 @@
-"""`cpp.multinomial` against `torch.multinomial`: the same draws, and the generator left in the same state."""
+"""`cpp.multinomial` against `torch.multinomial`: the same draws and the same final generator state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_draws_are_those_of_torch(size: int) -> None:
     for case in range(30):
         generator = torch.Generator()
         generator.manual_seed(case)
-        if case % 3:  # anywhere within a block of words, an odd number of them drawn, a normal variate kept
+        if case % 3:  # anywhere within a block of words, an odd number already drawn, a normal variate pending
             torch.rand(draw.randrange(1300), generator=generator)
             torch.randn(1, generator=generator)
         other = generator.clone_state()

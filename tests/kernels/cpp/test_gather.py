@@ -1,4 +1,4 @@
-"""Gathering by the C++ kernel: the portable path's numbers, and nothing read outside of what a step names."""
+"""Gathering by the C++ kernel: results of the portable path, and no reads outside of a step's blocks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def step_of(tables: list[list[int]], columns: range, origins: tuple[int, ...], s
 def test_it_gathers_what_the_portable_path_gathers(dtype, columns, interleaved, monkeypatch):
     size, heads, dim = 8, 3, 5
     data = torch.full((9, 2 * heads, size, 2 * dim if interleaved else dim), float("nan"), dtype=dtype)
-    origins = (0, 4, columns.stop, -3)  # whole, padded, nothing but padding, blocks given back
+    origins = (0, 4, columns.stop, -3)  # whole, padded, only padding, freed blocks
     tables = [[3, 1, 7], [5, 8, 2], [0, 0, 0], [4, 6, 2]]
     blocks = data[:, heads:, :, :dim]
     for row, origin in enumerate(origins):

@@ -1,4 +1,4 @@
-"""The C++ kernels at every width of registers, whatever this machine's is."""
+"""The C++ kernels at every register width, whatever this machine's."""
 
 from __future__ import annotations
 

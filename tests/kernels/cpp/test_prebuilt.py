@@ -1,4 +1,4 @@
-"""Which library of a wheel a processor gets."""
+"""The library of a wheel that a processor gets."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def test_what_there_is_none_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     assert prebuilt.find({"popcnt"}) is None
     best = prebuilt.find(EVERY)
     assert best is not None
-    best.rename(best.with_name(best.name.replace(prebuilt._of_sources(), "0123456789abcdef")))  # of other sources
+    best.rename(best.with_name(best.name.replace(prebuilt._of_sources(), "0123456789abcdef")))  # from other sources
     second = prebuilt.find(EVERY)
     assert second is not None and level_of(second) == "x86-64-v4-bf16"
-    second.write_bytes(second.read_bytes()[:-1])  # cut short: what is loaded would end the process
+    second.write_bytes(second.read_bytes()[:-1])  # truncated: loading it would crash the process
     assert level_of(prebuilt.find(EVERY)) == "x86-64-v4"
     monkeypatch.setattr(prebuilt.platform, "machine", lambda: "aarch64")
     assert prebuilt.find(EVERY) is None

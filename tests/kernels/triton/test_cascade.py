@@ -1,4 +1,4 @@
-"""Cascade attention against the decode kernel's own result and the reference, and parts merged by hand."""
+"""Cascade attention against the decode kernel and the reference, and partial results merged by hand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = available
 SIZE, SCALE = 8, 0.3
 FREE = CascadeCosts(token_bytes=1, state_bytes=0, rows_per_read=1000)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
-# two prompts of samples, a row of its own, and a sample that has just begun; as (prompt, shared blocks, own tokens)
+# two prompts with samples, a lone row, and a sample that has just begun; as (prompt, shared blocks, own tokens)
 ROWS = [("a", 3, 5), ("b", 5, 1), ("a", 3, 17), ("", 0, 30), ("b", 5, 9), ("a", 3, 1)]
 
 
@@ -140,5 +140,5 @@ def test_merging_gives_the_weighted_mean_and_skips_what_saw_nothing(with_tail: b
     expected = (weights * states.nan_to_num(0.0)).sum(0).float()
     torch.testing.assert_close(device[2].cpu()[where], expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(device[3].cpu()[where], all_lse.logsumexp(0), atol=1e-5, rtol=1e-5)
-    if with_tail:  # rows in no group stay what they were
+    if with_tail:  # rows in no group are unchanged
         assert torch.equal(device[2].cpu()[[2, 4]], tail[[2, 4]]) and (device[3][[2, 4]] == 7.0).all()

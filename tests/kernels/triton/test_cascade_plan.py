@@ -1,4 +1,4 @@
-"""Which rows share blocks: the savings of every grouping, counted by hand or by brute force."""
+"""Grouping of rows with shared blocks: the savings of every grouping, counted by hand or by brute force."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_groups_are_valid_and_no_tree_of_prefixes_saves_more(
     tables: list[list[int]], last: int, costs: CascadeCosts
 ) -> None:
     size = 4
-    # ids that name their whole prefix, as blocks of a prefix tree do
+    # ids that identify their whole prefix, like blocks of a prefix tree
     tables = [[int("1" + "".join(map(str, table[: i + 1]))) for i in range(len(table))] for table in tables]
     seq_lens = [(len(table) - 1) * size + last for table in tables]
     groups = plan_cascade(tables, seq_lens, size, costs)
@@ -101,7 +101,7 @@ def test_groups_are_valid_and_no_tree_of_prefixes_saves_more(
     for partition in partitions(list(range(len(tables)))):
         prefixes = tuple(SharedPrefix(rows, n) for rows in partition if len(rows) > 1 and (n := shared(rows)))
         best = max(best, saving(prefixes, costs, size))
-    if costs.rows_per_read > 2:  # with few rows a read, parts of a branch may be cheaper than the whole of it
+    if costs.rows_per_read > 2:  # with few rows per read, parts of a branch may be cheaper than the whole
         assert saving(groups, costs, size) == best
     else:
         assert 0 <= saving(groups, costs, size) <= best

@@ -1,4 +1,4 @@
-"""Every kernel compiled for chips that are not here: no spilled registers, no more shared memory than there is, and
+"""Every kernel compiled for chips that this machine lacks: no spilled registers, shared memory within the limit, and
 the instructions that make it fast."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def test_fits_its_chip(compiled: list[Compiled]) -> None:
 
 @pytest.mark.slow
 def test_decode_loads_tiles_ahead(compiled: list[Compiled]) -> None:
-    """Keys and values go to shared memory asynchronously (LDGSTS), and half-precision products to the tensor cores."""
+    """K/V are copied to shared memory asynchronously (LDGSTS), and half-precision products use the tensor cores."""
     rows = [
         row
         for row in compiled
@@ -50,7 +50,7 @@ def test_decode_loads_tiles_ahead(compiled: list[Compiled]) -> None:
 
 @pytest.mark.slow
 def test_decode_fits_smaller_chips(compiled: list[Compiled]) -> None:
-    """Chips of 8.6, 8.9 and 12.0 have 99 KiB for a block."""
+    """Chips of 8.6, 8.9 and 12.0 have 99 KiB per block."""
     assert not [
         row
         for row in compiled
@@ -60,7 +60,7 @@ def test_decode_fits_smaller_chips(compiled: list[Compiled]) -> None:
 
 @pytest.mark.slow
 def test_loads_and_stores_are_wide(compiled: list[Compiled]) -> None:
-    """What is not specialised on its address must not narrow the loads of queries, keys, values and parts."""
+    """Arguments whose address is not specialised must not narrow the loads of queries, keys, values and parts."""
     for kernel, operations in (
         ("_store_kernel", ("LDG.128", "STG.128")),
         ("attention_kernel", ("LDG.128",)),
@@ -82,7 +82,7 @@ def test_the_main_loop_of_decodes_is_short(compiled: list[Compiled]) -> None:
 
 @pytest.mark.parametrize("chip", ["sm_90", "gfx942"])
 def test_mixed_steps_compile_few_variants(chip: str) -> None:
-    """200 steps of decodes of any number of rows and of chunks, with metadata at any address."""
+    """200 steps of decodes with any row count, and of chunks, with metadata at any address."""
     found = run_apart("tests.support.kernels.variants", "--chip", chip)
     most = {"_store_kernel": 1, "merge_kernel": 3, "attention_kernel of one query": 3}
     # few queries fill 16, 32 or 64 rows of a tile, chunks half of one or more; both are split or not
@@ -109,7 +109,7 @@ def test_a_problem_is_seen() -> None:
 
 
 def test_residency() -> None:
-    """What a multiprocessor holds, and why not more: figures of the occupancy calculators."""
+    """Resident blocks of a multiprocessor and the limiting resource: figures of the occupancy calculators."""
     assert CHIPS["sm_90"].residency(128, 72192, 4) == (3, "shared memory")
     assert CHIPS["sm_90"].residency(80, 12928, 4) == (6, "registers")
     assert CHIPS["sm_90"].residency(32, 0, 4) == (16, "registers")
@@ -118,7 +118,7 @@ def test_residency() -> None:
 
 
 def test_the_main_loop_is_found() -> None:
-    """Not what lies behind the program's end and jumps back, nor a trap that jumps to itself."""
+    """Code after the program's end that jumps back, or a trap that jumps to itself, is no loop."""
     lines = ["S2R R0 ;", "IADD R1, R0 ;", "@P0 BRA 0x10 ;", "BRA.DIV ~URZ, 0x60 ;", "@!UP0 BRA 0x10 ;", "EXIT ;"]
     lines += ["WARPSYNC R2 ;", "BRA 0x30 ;", "BRA 0x80 ;"]
     code = parse_sass("\n".join(f"        /*{16 * i:04x}*/     {line}     /* 0x0 */" for i, line in enumerate(lines)))

@@ -1,4 +1,4 @@
-"""The choice of launch parameters: the tables that `benchmarks/tune.py` writes, and the rule without them."""
+"""The choice of launch parameters: the tables that `benchmarks/tune.py` writes, and the rule without a table."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def test_tune_leaves_out_what_is_wrong_or_does_not_fit() -> None:
 
 @available
 def test_tune_compares_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is timed is what the reference computes: a configuration of each kernel, at sizes of this machine."""
+    """The timed function computes what the reference does: a configuration of each kernel, at sizes for this
+    machine."""
     monkeypatch.setitem(tune.SHAPES, 16, (4, 2, 16, 16))
     torch.manual_seed(0)
     decode = tune.Problem.make(16, torch.float32, 2, 1, 40, DEVICE)
@@ -107,7 +108,7 @@ def test_tune_says_that_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tune_compiles_without_a_gpu(tmp_path: Path) -> None:
-    """What the first run compiled the second finds."""
+    """The second run finds the first run's compiled kernels."""
     arguments = "--compile-only --target sm_90 --dims 64 --kernels decode --jobs 1 --quick".split()
     command = [sys.executable, "-m", "benchmarks.tune", *arguments, "--cache", str(tmp_path)]
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -1,4 +1,4 @@
-"""The Triton copy of blocks against the plain one of `cache.copies`."""
+"""The Triton copy of blocks against the PyTorch one of `cache.copies`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNALIGNED = [(1, 3, 5), (2, 8, 16), (1, 1, 1), (3, 7, 201)]
 
 
 def blocks(num_blocks: int, shapes: list[tuple[int, ...]], dtype: torch.dtype, offset: int = 0) -> list[torch.Tensor]:
-    """NaN in every block of even id, as far as the dtype has it, and nothing the same twice in the others."""
+    """NaN in every block with an even id, if the dtype has NaN, and distinct values in the others."""
     found = []
     for number, shape in enumerate(shapes):
         size = num_blocks * torch.Size(shape).numel()
@@ -32,7 +32,7 @@ def blocks(num_blocks: int, shapes: list[tuple[int, ...]], dtype: torch.dtype, o
 @pytest.mark.parametrize("shapes", [ALIGNED, UNALIGNED], ids=["aligned", "unaligned"])
 @pytest.mark.parametrize("offset", [0, 1], ids="offset{}".format)
 def test_copies_what_the_plain_one_copies(shapes: list[tuple[int, ...]], dtype: torch.dtype, offset: int) -> None:
-    """Sources in other order than targets, a source with two targets, blocks of NaN as sources and as targets."""
+    """Sources in another order than targets, a source with two targets, blocks of NaN as sources and as targets."""
     from hf_paged.kernels.triton import copy
 
     pairs = torch.tensor([(5, 0), (1, 3), (2, 7), (5, 4), (8, 6)])
@@ -46,7 +46,7 @@ def test_copies_what_the_plain_one_copies(shapes: list[tuple[int, ...]], dtype: 
 
 
 def _moved(tensor: torch.Tensor) -> torch.Tensor:
-    """On `DEVICE`, with the place that it has in its memory."""
+    """The tensor on `DEVICE`, at the same offset in its memory."""
     memory = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).to(DEVICE)
     return memory.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 

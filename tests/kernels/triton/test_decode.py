@@ -1,5 +1,5 @@
-"""The Triton decode kernel against a dense float64 computation; slots that must not be read hold NaN, ids of blocks
-that must not be followed point far outside of the pool."""
+"""The Triton decode kernel against a dense float64 computation; slots that must not be read hold NaN, block ids that
+must not be followed are far out of range."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.attention import test_backends
 from tests.attention.test_backends import TOLERANCE, Call, Case, any_cases, build
 from tests.support.kernels.device import available, on_device
 
-# the interpreter's numpy notes that the dtype's minimum in a mask becomes -inf on its way into an exponential
+# the interpreter's numpy warns that the dtype's minimum in a mask becomes -inf before an exponential
 pytestmark = [available, pytest.mark.filterwarnings("ignore:overflow encountered in multiply:RuntimeWarning")]
 
 ONE_SPLIT = 256
@@ -34,7 +34,7 @@ WIDE = [
 
 
 def run(call: Call, split_tokens: int, tile: int = 16, block_m: int = 16, **options: Any) -> Any:
-    """The kernel with splits of at least this number of tokens, on a chip that always has room for another program."""
+    """The kernel with splits of at least `split_tokens` tokens, on a chip that always has room for another program."""
     from hf_paged.kernels.triton import attention, configs
 
     call = on_device(call)
@@ -199,7 +199,7 @@ def test_a_bias_too_short_raises_where_the_host_knows() -> None:
         ({"query": torch.zeros(3, 14, 1, 64).requires_grad_()}, "a gradient is wanted"),
         ({"step": replace(build(Case()).step, block_size=48)}, "block size 48: a power of two from 4 to 256"),
         ({"step": replace(build(Case()).step, query_start=tuple(range(8194)))}, "8193 rows: at most 8192"),
-        # of more queries a row, which the prefill kernel takes
+        # of more queries per row, which the prefill kernel handles
         ({**PROMPT, "query": torch.zeros(2, 4, 20, 16, dtype=torch.float16)}, "blocks of a wider dtype"),
         ({**PROMPT, "value_blocks": torch.zeros(9, 2, 8, 520)}, "values of 520 dimensions: at most 512"),
         ({**PROMPT, "options": {"scale": 0.0}}, "a scale of 0.0: it must be positive"),
@@ -213,7 +213,7 @@ def test_says_what_it_does_not_take(change: dict[str, Any], reason: str) -> None
 
 
 def _row_keys(call: Call, row: int, length: int) -> torch.Tensor:
-    """`(length, heads, dim)` float64, K/V heads repeated for their groups."""
+    """`(length, heads, dim)` float64, K/V heads repeated over their groups."""
     t = torch.arange(length)
     size = call.step.block_size
     keys = call.key_blocks[call.step.block_tables[row].long()[t // size], :, t % size].double()

@@ -72,7 +72,7 @@ def test_a_captured_launch_is_right_for_other_lengths() -> None:
     tables, lengths = moved.step.block_tables.clone(), seq_lens.clone()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        seq_lens.fill_(1)  # captured with lengths that are not those of the replay
+        seq_lens.fill_(1)  # captured with lengths other than the replay's
         attend(triton, *moved.inputs, **moved.options)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""No access of a kernel is out of bounds: their small tests once more under NVIDIA's compute-sanitizer, on a GPU."""
+"""Kernels access no memory out of bounds: their small tests under NVIDIA's compute-sanitizer, on a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent
 
 
 def find_sanitizer() -> str | None:
-    """From the path, the CUDA toolkit, or the wheel `nvidia-cuda-sanitizer-api`."""
+    """Finds it in the path, the CUDA toolkit, or the wheel `nvidia-cuda-sanitizer-api`."""
     places = [shutil.which("compute-sanitizer") or "", f"{CUDA_HOME}/bin/compute-sanitizer"]
     for folder in site.getsitepackages():
         places += glob.glob(f"{folder}/nvidia/**/compute-sanitizer", recursive=True)
@@ -31,7 +31,7 @@ def test_memcheck(name: str) -> None:
     sanitizer = find_sanitizer()
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not installed")
-    # one allocation a tensor, so that what lies behind it belongs to none
+    # one allocation per tensor, so that the memory after it is unallocated
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     environment.pop("TRITON_INTERPRET", None)
     tests = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(FOLDER / f"test_{name}.py")]

@@ -52,7 +52,7 @@ def test_block_sizes(block: int, dtype: torch.dtype) -> None:
 
 
 def test_a_captured_launch_follows_lengths_that_change() -> None:
-    """Rows and tables are read on the device: a replay with other lengths is right."""
+    """The kernel reads rows and tables on the device, so a replay with other lengths is right."""
     cases = [
         Case(((0, 40), (90, 24)), block=16, dtype=torch.bfloat16),
         Case(((70, 24), (8, 40)), block=16, dtype=torch.bfloat16),

@@ -1,4 +1,4 @@
-"""The Triton hash against the plain one of `kernels.hashing`, which it repeats bit for bit."""
+"""The Triton hash against the PyTorch one of `kernels.hashing`, bit for bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES = [0, 1, 7, 8, 9, 0, 0, TILE_BYTES - 1, TILE_BYTES, TILE_BYTES + 1, 3 * TI
 
 
 def placed(content: bytes, offset: int = 0) -> torch.Tensor:
-    """The bytes on `DEVICE`, from an address that is `offset` past one that is a multiple of 64, others around them."""
+    """The bytes on `DEVICE`, `offset` past a multiple of 64, with other bytes around them."""
     memory = np.frombuffer(b"?" * (64 + offset) + content + b"?" * 9, np.uint8).copy()
     return torch.from_numpy(memory).to(DEVICE)[64 + offset : 64 + offset + len(content)]
 
@@ -33,7 +33,7 @@ def contents(seed: int = 0) -> list[bytes]:
 
 @pytest.mark.parametrize("programs", [1, 2, 5, 16, 1000], ids="programs{}".format)
 def test_hashes_what_the_plain_one_hashes(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs that hash many tensors, a part of one, or a part of each of two; tensors at every alignment."""
+    """Programs that hash many tensors, a part of one, or parts of two; tensors at every alignment."""
     from hf_paged.kernels.triton import hash as module
 
     monkeypatch.setattr(module, "PROGRAMS_PER_SM", 1)
@@ -54,7 +54,7 @@ def test_tensors_of_any_dtype_and_shape(dtype: torch.dtype) -> None:
 
 
 def test_every_change_of_the_content_shows_and_none_beside_it() -> None:
-    """One bit anywhere, exchanged words of 1 to 8 bytes and exchanged runs of them: all in one launch, all distinct."""
+    """Any flipped bit, swapped words of 1 to 8 bytes and swapped runs of them: all in one launch, all distinct."""
     from hf_paged.kernels.triton.hash import hash_all
 
     size = TILE_BYTES + 13  # a tile of words, and a tail of a word and five bytes
@@ -93,7 +93,7 @@ def test_exchanged_tensors_and_moved_bytes_show() -> None:
 
 
 class Operations(TorchDispatchMode):
-    """Counts PyTorch's operations, all of which but views are launches or copies on a device."""
+    """Counts PyTorch's operations; on a device all except views are launches or copies."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Operations(TorchDispatchMode):
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The grids of the kernel's launches, in a process in which the kernel hashes all tensors."""
+    """Grids of the kernel's launches, in a process in which the kernel hashes all tensors."""
     from hf_paged.kernels.triton import hash as module
 
     grids: list[Any] = []

@@ -10,12 +10,12 @@ from tests.support.kernels.device import DEVICE, available
 
 pytestmark = available
 
-DEPTH, WIDTH = 70, 97  # of no whole number of tiles
+DEPTH, WIDTH = 70, 97  # no multiples of the tile
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
 def parts(ranges: list[tuple[int, int, int]], dtype: torch.dtype) -> list[Part]:
-    """For each range `(start, end, rank)` weights of its own, every other one with a bias."""
+    """Separate weights for each range `(start, end, rank)`, every other one with a bias."""
     found: list[Part] = []
     for number, (start, end, rank) in enumerate(ranges):
         draw = torch.Generator().manual_seed(number)
@@ -30,7 +30,7 @@ def parts(ranges: list[tuple[int, int, int]], dtype: torch.dtype) -> list[Part]:
     "ranges", [[(0, 1, 1), (1, 2, 3)], [(2, 21, 4), (21, 22, 17), (25, 43, 8)]], ids=["decodes", "chunks"]
 )
 def test_adds_what_plain_products_add(ranges: list[tuple[int, int, int]], dtype: torch.dtype) -> None:
-    """Rows between and behind the parts are NaN, and stay as they are; rows of memory lie apart."""
+    """Rows between and after the parts are NaN and stay unchanged; rows are strided in memory."""
     from hf_paged.kernels.triton import lora
 
     rows, draw = ranges[-1][1] + 3, torch.Generator().manual_seed(7)
@@ -67,7 +67,7 @@ def test_a_row_does_not_depend_on_other_parts() -> None:
 
 
 def test_ranges_that_change() -> None:
-    """One table serves whichever rows have which weights, or none."""
+    """One table serves any assignment of weights, or none, to rows."""
     from hf_paged.kernels.triton import lora
 
     weights = [each for *_, each in parts([(0, 1, 4), (1, 2, 17), (2, 3, 2)], torch.float32)]

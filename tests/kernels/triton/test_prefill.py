@@ -1,5 +1,5 @@
-"""The Triton prefill kernel against the reference, row by row; slots that must not be read hold NaN, ids of blocks that
-must not be followed point far outside of the pool."""
+"""The Triton prefill kernel against the reference, row by row; slots that must not be read hold NaN, block ids that
+must not be followed are far out of range."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ CASES = [
 
 @dataclass
 class Built:
-    """Arguments of `prefill_attention`, and for each row the step that the reference takes."""
+    """Arguments of `prefill_attention`, and the reference's step for each row."""
 
     query: torch.Tensor
     key_blocks: torch.Tensor
@@ -157,7 +157,7 @@ def build(case: Case, seed: int = 0) -> Built:
         bias=random(1, case.heads, 1, max(lens)) if case.bias else None,
         num_splits=case.splits,
     )
-    # as a model makes them: heads behind tokens in memory
+    # a model's memory layout: heads after tokens
     return Built(random(num_tokens, case.heads, case.key_dim).to(case.dtype), *blocks, step, rows, options)
 
 
@@ -175,7 +175,7 @@ def expected(built: Built) -> tuple[torch.Tensor, torch.Tensor]:
         query = built.query[rows].double().transpose(0, 1)[None]
         arguments = (query, key_blocks, value_blocks, step)
         outputs.append(attend(reference, *arguments, sinks=sinks, **options)[0])
-        # The share that one more logit of 0 takes is 1 / (1 + exp(lse)); taken from a sink and values of one.
+        # A sink, one more logit of 0, takes the share 1 / (1 + exp(lse)); taken from a sink and values of one.
         ones = torch.ones_like(value_blocks[..., :1])
         zero = torch.zeros(heads, dtype=torch.float64)
         share = attend(reference, query, key_blocks, ones, step, sinks=zero, **options)[0, ..., 0]
@@ -190,7 +190,7 @@ def run(built: Built, config: tuple[int, int] | None = None, **options: Any) -> 
     def move(value: Any) -> Any:
         return value.to(DEVICE) if isinstance(value, torch.Tensor) else value
 
-    # a view of the pool stays one: `.to` keeps strides only of tensors that are dense
+    # keeps a view of the pool a view: `.to` keeps strides only of dense tensors
     pools = [torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=DEVICE).copy_(x)
              for x in (built.key_blocks, built.value_blocks)]  # fmt: skip
     options = {name: move(value) for name, value in {**built.options, **options}.items()}
@@ -201,7 +201,7 @@ def run(built: Built, config: tuple[int, int] | None = None, **options: Any) -> 
 
 
 def compare(built: Built, dtype: torch.dtype, config: tuple[int, int] | None = None, **options: Any) -> None:
-    """The output, and the parts that it is merged from."""
+    """The output, and the partial results that are merged into it."""
     output = run(built, config, **options)
     parts, lse = run(built, config, is_merged=False, **options)
     want, want_lse = expected(built)

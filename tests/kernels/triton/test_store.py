@@ -1,4 +1,4 @@
-"""The Triton store kernel against the plain one of `cache.storage`."""
+"""The Triton store kernel against the PyTorch one of `cache.storage`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_stores_what_the_plain_one_stores(
     blocks = found[..., :key_dim], found[..., key_dim:]
     keys, values = keys.to(DEVICE), values.to(DEVICE)
     kernel.store(keys, values, *blocks, slots)
-    # the interpreter cuts float32 to bfloat16, where a GPU rounds
+    # the interpreter truncates float32 to bfloat16, where a GPU rounds
     is_cut = DEVICE.type == "cpu" and target == torch.bfloat16 != source
     torch.testing.assert_close(found.cpu(), expected, atol=0, rtol=2**-7 if is_cut else 0)
 
@@ -65,7 +65,7 @@ def test_slots_outside_the_pool_are_not_written() -> None:
     from hf_paged.kernels.triton.store import store
 
     memory = torch.zeros(6, 4, 8, 16, device=DEVICE)
-    pool = memory[1:5]  # a block before and one after it, to be hit by a kernel that does not look
+    pool = memory[1:5]  # guard blocks before and after, to detect out-of-bounds writes
     states = torch.ones(1, 2, 4, 16, device=DEVICE)
     store(states, states, pool[:, :2], pool[:, 2:], torch.tensor([[-1, 4 * 8, 31, -7]], device=DEVICE))
     assert memory.count_nonzero() == 4 * 16 and (pool[3, :, 7] == 1).all()

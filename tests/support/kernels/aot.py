@@ -1,5 +1,5 @@
-"""Every kernel compiled ahead of time for chips that need not be here, by `benchmarks/aot.py`: `python -m
-tests.support.kernels.aot`. `compile_cases` starts the process without `TRITON_INTERPRET` that this needs."""
+"""Compiles every kernel ahead of time for chips that this machine lacks, with `benchmarks/aot.py`: `python -m
+tests.support.kernels.aot`. `compile_cases` starts a process without `TRITON_INTERPRET`, as compiling needs."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ ALL = (*NVIDIA, "gfx942")
 class AotCase:
     """
     Args:
-        name (`str`): Kernel first, then what tells this case from others.
+        name (`str`): Kernel first, then the distinctive part.
         call (`Callable[[], Any]`): Calls a launcher with tensors on the meta device.
-        chips (`tuple[str, ...]`): Chips to compile for, by their names in `CHIPS`.
-        instructions (`dict[str, tuple[str, ...]]`): What the code for a chip must hold, such as `HGMMA`.
+        chips (`tuple[str, ...]`): Names in `CHIPS` of the chips to compile for.
+        instructions (`dict[str, tuple[str, ...]]`): Instructions that the code for a chip must contain, such as
+            `HGMMA`.
     """
 
     name: str
@@ -48,7 +49,7 @@ def cases() -> list[AotCase]:
 
 
 def run_apart(module: str, *arguments: str) -> Any:
-    """The JSON in the last line that a module of ours prints, run in a process whose kernels are not interpreted."""
+    """The JSON in the last output line of one of our modules, run in a process whose kernels are not interpreted."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
@@ -68,7 +69,7 @@ _LINE = "{:44} {:16} {:>7} {:>5} {:>6} {:>4} {:>5} {:>5} {:>6} {:>5}  {}"
 
 
 def line(row: Compiled | None) -> str:
-    """A row of the table for readers, or its head."""
+    """A readable row of the table, or its header."""
     if row is None:
         names = ("chip", "warps", "stages", "regs", "stack", "spill", "shared", "loop")
         return _LINE.format("case", "kernel", *names, "instructions; problems")

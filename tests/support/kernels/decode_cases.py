@@ -1,4 +1,4 @@
-"""What `aot.py` compiles of the store and decode kernels."""
+"""AOT cases of the store and decode kernels."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _decode(
 
 
 def _case(name: str, *args: Any, everywhere: bool = False, **options: Any) -> AotCase:
-    chips = ALL if everywhere else ("sm_90",)  # compiling all for all takes minutes
+    chips = ALL if everywhere else ("sm_90",)  # all cases on all chips take minutes
     return AotCase(f"decode-{name}", functools.partial(_decode, *args, **options), chips)
 
 

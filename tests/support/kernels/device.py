@@ -1,4 +1,4 @@
-"""Where the kernels' tests run: on the GPU if there is one, else in Triton's interpreter."""
+"""Device of the kernels' tests: the GPU if there is one, else Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ available = pytest.mark.skipif(not triton.is_available(DEVICE), reason="no Trito
 
 
 def on_device(call: Call) -> Call:
-    """The call with its tensors on `DEVICE`, K and V views of what they were views of, lengths unknown to the host."""
+    """The call with its tensors on `DEVICE`; K and V stay views of shared tensors; lengths are unknown to the host."""
     moved: dict[int, Tensor] = {}
 
     def move(tensor: Any) -> Any:
@@ -46,6 +46,6 @@ def on_device(call: Call) -> Call:
 
 
 def poisoned_tables(step: StepMetadata) -> Tensor:
-    """The block tables, with ids far outside of the pool where a row has no tokens."""
+    """The block tables, with out-of-range ids where a row has no tokens."""
     first = torch.arange(step.block_tables.shape[1])[None, :] * step.block_size
     return step.block_tables.masked_fill(first >= torch.tensor(step.seq_lens)[:, None], 2**30)

@@ -1,4 +1,4 @@
-"""What `aot.py` compiles of lists of small operations, as layers have them."""
+"""AOT cases of fused sequences of small operations, as in layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS = 3
 
 
 def _compile(function: Callable[..., Any], *sizes: tuple[int, ...], dtype: torch.dtype) -> None:
-    """The lists that a function of tensors of these sizes becomes."""
+    """Compiles the sequences traced from a function of tensors of these sizes."""
     inputs = [torch.randn(size).to(dtype) for size in sizes]
 
     def compute() -> tuple[Tensor, ...]:

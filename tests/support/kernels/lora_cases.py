@@ -1,4 +1,4 @@
-"""Cases of the segmented products of LoRA adapters, to compile for chips that are not here."""
+"""AOT cases of the segmented products of LoRA adapters."""
 
 from __future__ import annotations
 

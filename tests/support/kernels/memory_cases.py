@@ -1,4 +1,4 @@
-"""What `aot.py` compiles of the kernels that hash tensors and copy blocks."""
+"""AOT cases of the kernels that hash tensors and copy blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `aot.py` compiles of the prefill and merge kernels."""
+"""AOT cases of the prefill and merge kernels."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _prefill(
 
 
 def _prefix(dim: int, queries: int) -> None:
-    """The shared blocks of a cascade."""
+    """The shared prefix of a cascade."""
     kv_heads, heads, groups = 8, 32, 2
 
     def empty(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:

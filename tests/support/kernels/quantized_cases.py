@@ -1,4 +1,4 @@
-"""What `aot.py` compiles of the kernels over quantized blocks."""
+"""AOT cases of the kernels over quantized blocks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""How many variants of each kernel mixed steps of one model compile: `python -m tests.support.kernels.variants`.
+"""Counts the variants of each kernel that mixed steps of one model compile: `python -m tests.support.kernels.variants`.
 
-Triton compiles a kernel once for each key: types, constants, and what it specialises on, which is whether an address
-or a number is a multiple of 16, and whether a number is 1. Here launchers are called with tensors on the CPU, whose
-addresses are real, and only the keys are found: nothing is compiled or run.
+Triton compiles a kernel once per key: types, constants, and specialisations, namely whether an address or a number is a
+multiple of 16, and whether a number is 1. Here launchers are called with CPU tensors, whose addresses are real, and
+only the keys are computed: nothing is compiled or run.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ KERNELS = (attention_kernel.attention_kernel, merge.merge_kernel, store._store_k
 
 
 def _ints(offset: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-    """Metadata that begins `offset` numbers into a larger buffer."""
+    """Metadata that begins `offset` elements into a larger buffer."""
     size = offset + torch.Size(shape).numel()
     return torch.empty(size, dtype=dtype, device="cpu")[offset:].view(shape)
 
 
 def mixed_steps(seed: int = 0) -> Iterator[StepMetadata]:
-    """Decodes of any number of rows, as recorded steps have them, rows of 2 to 16 queries, and packed steps of decodes
-    and chunks; tables that grow; metadata at every offset of four bytes."""
+    """Decodes of any row count, as in recorded steps, rows of 2 to 16 queries, and packed steps of decodes and chunks;
+    tables that grow; metadata at every offset of four bytes."""
     draw = random.Random(seed)
     for index in range(STEPS):
         width, offset = 4 + index // 2, index % 4
@@ -66,10 +66,10 @@ def mixed_steps(seed: int = 0) -> Iterator[StepMetadata]:
 
 
 def run(step: StepMetadata, blocks: Tensor) -> None:
-    """The store and the attention of a layer."""
+    """Runs the store and the attention of a layer."""
     half = {"dtype": torch.bfloat16, "device": "cpu"}
     tokens = step.num_tokens
-    states = torch.empty(1, tokens, 2 * KV_HEADS, DIM, **half).transpose(1, 2)  # as one projection gives them
+    states = torch.empty(1, tokens, 2 * KV_HEADS, DIM, **half).transpose(1, 2)  # layout of one fused projection
     keys, values = blocks.chunk(2, dim=1)
     store.store(states[:, :KV_HEADS], states[:, KV_HEADS:], keys, values, step.slots)
     query = torch.empty(tokens, HEADS, DIM, **half)
@@ -77,7 +77,8 @@ def run(step: StepMetadata, blocks: Tensor) -> None:
 
 
 def count(steps: Iterator[StepMetadata], chip: str) -> dict[str, int]:
-    """Variants by kernel; that of attention counts as three, for rows of one query, equally many of few, and others."""
+    """Variants by kernel. Attention counts as three: one query per row, equally many (few) queries per row, and
+    others."""
     blocks = torch.empty(NUM_BLOCKS, 2 * KV_HEADS, BLOCK_SIZE, DIM, dtype=torch.bfloat16, device="cpu")
     with only_compile(CHIPS[chip], is_compiling=False) as launches:
         for step in steps:
@@ -92,7 +93,7 @@ def count(steps: Iterator[StepMetadata], chip: str) -> dict[str, int]:
 
 
 def specialize_on_all() -> None:
-    """Takes the kernels' exceptions back, as if they were declared without any."""
+    """Removes the kernels' specialisation exceptions, as if none were declared."""
     for kernel in KERNELS:
         for parameter in kernel.params:
             parameter.do_not_specialize = parameter.do_not_specialize_on_alignment = False

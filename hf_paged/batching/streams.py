@@ -102,8 +102,8 @@ class RequestStream:
         return [results[place] for place in sorted(results)]
 
     async def astream(self) -> AsyncGenerator[RequestOutput, None]:
-        """`stream` with each step in a worker thread. Readers of one event loop take one step at a time, whose outputs
-        all of them receive. A cancelled reader does not wait for the step's end."""
+        """`stream` with each step in a worker thread. Readers of one event loop take one step at a time, which fills
+        the outboxes of all. A cancelled reader does not wait for the step's end."""
         outputs, nothing = self._closing(), object()
         reading = threading.Lock()  # a generator cannot be closed while it runs
         steps = self.engine.readers.setdefault(asyncio.get_running_loop(), asyncio.Lock())

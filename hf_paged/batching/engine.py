@@ -51,9 +51,9 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         tokenizer (*optional*): Needed for text prompts, stop strings, and text in the results.
 
     Raises:
-        ValueError: for a model that cannot generate; for what only `generate` serves: an encoder-decoder model with a
-            cache class of its own, states kept in modules, prompt learning; for a tokenizer's name instead of a
-            tokenizer; for a sharded model in any process but process 0 (`hf_paged.serve_rank`).
+        ValueError: for a model that cannot generate; for models that only `generate` serves: encoder-decoder models
+            with a custom cache, models with states in their modules, prompt learning; for a tokenizer's name instead
+            of a tokenizer; for a sharded model in any process but process 0 (`hf_paged.serve_rank`).
 
     Example:
 

@@ -50,7 +50,7 @@ from .ranks import lead
 from .results import FIRST_TOKEN_SECONDS, OUTPUT_TOKEN_SECONDS, RequestOutput, RequestResult
 from .scheduling.timeline import Timeline
 
-MAX_UNREAD = 1 << 14  # outputs without a result, some megabytes
+MAX_UNREAD = 1 << 14  # kept outputs without a result, some megabytes
 _OF_LOOPS = (
     *("num_generated_tokens", "num_preemptions", "num_steps", "seconds"),
     *("num_drafts", "num_draft_tokens", "num_accepted_tokens"),

@@ -67,7 +67,7 @@ def make_loop(
     memory = cache.memory
     blocks, runner = make_runner(model, cache, layout, config.batch_invariant)
     is_packed = layout.unsupported_reason is None
-    # the manager outlives a call, its config does not
+    # the manager outlives the call whose config this is
     blocks.prefix_caching = config.prefix_caching and (is_packed or layout.continues)
     reason = set_tier(model, memory, blocks, config)
     guard = WeightsGuard(model, memory, blocks)

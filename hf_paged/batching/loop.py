@@ -183,7 +183,7 @@ class StepLoop:
         batch, logits = self._compute(untold, isolates)
         try:
             ready = self._deliver(batch, logits)
-        except BaseException as cause:  # out of memory, say
+        except BaseException as cause:  # out of memory, for instance
             lost = self._generations_of([sequence for sequence, _ in batch.items if not sequence.num_to_compute])
             self._fail_all(lost, cause, untold)
             raise

@@ -105,7 +105,7 @@ class BeamDecoding(Decoding):
         return SampledTokens(tokens, parents, finished, rows)
 
     def _continue(self, logits: Tensor) -> dict[str, Tensor]:
-        """transformers' `_get_top_k_continuations`, which can draw only from the global generator, with ours."""
+        """Like transformers' `_get_top_k_continuations`, but draws from `self.generator` if there is one."""
         logits = self._of_all_rows(logits.to(dtype=torch.float32, device=self._ids.device, copy=True))
         raw = torch.nn.functional.log_softmax(logits, dim=-1)
         log_probs = self.logits_processor(self._ids, raw.clone() if self.record_logprobs else raw)

@@ -44,9 +44,7 @@ class LoopCall(NamedTuple):
 
     method: str  # method name in `GenerationMixin`
     arguments: dict[str, Any]
-    unexpanded: (
-        tuple[Tensor, dict[str, Any]] | None
-    )  # token ids and other model inputs, before rows are repeated
+    unexpanded: tuple[Tensor, dict[str, Any]] | None  # token ids and other model inputs, before rows are repeated
 
 
 class Capture:

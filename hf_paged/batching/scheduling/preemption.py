@@ -158,7 +158,7 @@ class Preemption:
     def _swap_in(self, request: Request, reserve: int, is_alone: bool) -> bool:
         assert self.swapper is not None
         manager = self.blocks
-        # beside others, every row must be able to go on
+        # beside other requests, every row must have room for one more block
         growth = [0 if is_alone else request.num_open_rows] * len(manager.groups)
         if self.swapper.num_blocks(request) + sum(growth) + reserve > manager.num_free:
             return False

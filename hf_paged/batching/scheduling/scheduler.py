@@ -88,7 +88,7 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self.blocks, self._chunks = self.preemption.blocks, self.preemption.chunks
-        # every running sequence must be able to decode in every step, and one prompt to go on beside them
+        # every running sequence must be able to decode in every step, and one prefill to advance beside them
         self.max_num_seqs = min(self.max_num_seqs, self.max_num_batched_tokens)
         self._running: list[Request] = []  # sorted by key
         self._waiting: list[Request] = []  # sorted by key; preempted ones may just wait for a token

@@ -39,11 +39,11 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
     2309.06180). A request gets the tokens that `model.generate` gives for its prompt alone.
 
     You may change the model between calls and between steps: later requests reuse no K/V computed with other weights.
-    Unfinished requests keep their K/V, unless you change the model within `weights_update`. The engine decides whether
-    the model runs packed while it has no unfinished request: add forward hooks, dropout, attention functions and code
-    that depends on shapes only then, otherwise unfinished requests, and requests that join them, may get other tokens.
-    Several threads may call the methods; a thread that changes the model while others take steps does so within
-    `weights_update` or `pause`.
+    Unfinished requests keep their K/V; `weights_update` can recompute them. The engine decides whether the model runs
+    packed while it has no unfinished request: add forward hooks, dropout, attention functions and code that depends on
+    shapes only then, otherwise unfinished requests, and requests that join them, may get other tokens. Several threads
+    may call the methods; a thread that changes the model while others take steps does so within `weights_update` or
+    `pause`.
 
     Args:
         model ([`PreTrainedModel`] or `PeftModel`): A decoder-only model.
@@ -136,7 +136,8 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
             inputs (`dict`, *optional*): What the model's `generate` takes beside or instead of token ids, for one
                 prompt: `{"pixel_values": ..., "image_grid_thw": ...}` for images, `{"input_features": ...}` for sound.
                 Encoders of encoder-decoder models run in this call, in `generate`'s own preparation; vision towers run
-                with the prefill. Prompts that differ only in text, length and float inputs share one prefill forward.
+                with the prefill, or in this call if the model does not run packed. Prompts that differ only in text,
+                length and float inputs share one prefill forward.
             generation_config ([`GenerationConfig`] or `dict`, *optional*): Overrides the model's own, as in `generate`.
                 A dict acts as `generate`'s keyword arguments: `{"eos_token_id": None}` disables EOS. `max_time` counts
                 from the step that first runs the request.
@@ -430,7 +431,8 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
 
         Raises:
             ValueError: for an incomplete file, or one computed by another model (other weights, code, dtype, adapters,
-                `block_size` or `batch_invariant`).
+                `block_size`, `kv_dtype` or `batch_invariant`); with `idle_release_seconds=0`, no tier and no unfinished
+                request, since the pool would be freed at once.
             OutOfBlocksError: if the pool has no room.
             OSError: if the file cannot be read.
         """

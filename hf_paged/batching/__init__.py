@@ -1,1 +1,1 @@
-"""Continuous batching: many requests, one packed forward a step."""
+"""Continuous batching: many requests, one packed forward per step."""

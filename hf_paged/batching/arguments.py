@@ -1,4 +1,4 @@
-"""What callers pass, prompts in all their forms included: taken, or refused by name before anything is allocated."""
+"""Checks and converts callers' arguments, prompts included; rejects wrong ones by name before memory is allocated."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ from .. import compat
 from ..config import is_whole
 from ..model.capability import is_stock
 
-# list[int], 1-D or (1, length) tensor, where the engine has a tokenizer str or a chat's messages, or what a tokenizer
-# makes of one text
+# list[int], 1-D or (1, length) tensor, a tokenizer's output for one text; with a tokenizer also str or chat messages
 Prompt = Any
 
 
-MAX_TOP_LOGPROBS = 1 << 20  # more than any vocabulary has; those there are, are given
+MAX_TOP_LOGPROBS = 1 << 20  # more than any vocabulary; at most the whole vocabulary is returned
 
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """What `PagedEngine.add_request` takes beside the prompt and its generation config, as callers pass it."""
+    """Arguments of `PagedEngine.add_request` beside the prompt and its generation config, unchecked."""
 
     request_id: Any = None
     priority: Any = 0
@@ -52,23 +51,24 @@ class RequestOptions:
 
 
 def shown(value: Any) -> str:
-    """`repr`, cut short; of what cannot be shown, its type."""
+    """Returns a shortened `repr`, or the type's name if `repr` fails."""
     try:
         return reprlib.repr(value)
-    except Exception:  # an object's own, or an integer of too many digits
+    except Exception:  # from the object's `__repr__`, or an integer with too many digits
         return f"a value of type {type(value).__name__}"
 
 
 def as_whole(name: str, value: Any, low: int, high: int, before: str = "", after: str = "") -> int:
-    """A whole number within these limits. Raises `ValueError`, with `before` and `after` around what is allowed."""
+    """Returns `value` as an int. Raises `ValueError` unless it is a whole number from `low` to `high`; the message has
+    `before` and `after` around this range."""
     if not is_whole(value) or not low <= value <= high:
         raise ValueError(f"`{name}` is {shown(value)}: it must be {before}a whole number from {low} to {high}{after}")
     return int(value)
 
 
 def check_generates(model: Any) -> None:
-    """Raises `ValueError` for what is no model, or has no head, an encoder with a cache of its own, or states in its
-    modules."""
+    """Raises `ValueError` unless `model` is a model with a head; also for encoder-decoder models with their own cache
+    class, and for models that keep states in their modules."""
     if not callable(getattr(model, "can_generate", None)):
         raise ValueError(
             f"`model` is {shown(model)}: it must be a model, from `AutoModelForCausalLM.from_pretrained` for instance"
@@ -111,7 +111,7 @@ def check_names(request_id: Any, adapter: Any) -> None:
 
 
 def check_logprobs(options: RequestOptions) -> int:
-    """How many alternatives are asked for."""
+    """Returns the checked number of alternatives (`top_logprobs`)."""
     for name in ("return_logprobs", "prompt_logprobs"):
         if not isinstance(getattr(options, name), bool):
             value = shown(getattr(options, name))
@@ -123,7 +123,7 @@ def check_logprobs(options: RequestOptions) -> int:
 
 
 def as_list(name: str, value: Any) -> list[Any]:
-    """Processors or criteria. Raises `ValueError` for one that is in no list, and for what cannot be called."""
+    """Returns processors or criteria as a list. Raises `ValueError` if `value` is no list of callables."""
     if value is None:
         return []
     if not isinstance(value, (list, tuple)):
@@ -140,7 +140,7 @@ def check_streamer(value: Any) -> None:
 
 
 def check_streamed_rows(streamer: Any, num_rows: int, instead: str) -> None:
-    """Raises `ValueError` if a streamer of one row is to get several; `instead` says what to do."""
+    """Raises `ValueError` for several rows with a streamer that takes one; `instead` says what to do."""
     if isinstance(streamer, TextStreamer) and num_rows > 1:
         raise ValueError(
             f"`streamer` is a {type(streamer).__name__}, which takes one row, and there are {num_rows}: {instead}"
@@ -148,7 +148,7 @@ def check_streamed_rows(streamer: Any, num_rows: int, instead: str) -> None:
 
 
 def check_ids(value: Any) -> None:
-    """Raises `ValueError` for a tensor `(rows, length)` of what are no token ids, or of no rows."""
+    """Raises `ValueError` for a tensor `(rows, length)` whose dtype is not int64 or int32, or without rows."""
     is_tensor = isinstance(value, Tensor)
     if is_tensor and value.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"`input_ids` are {value.dtype}: token ids must be torch.int64 or torch.int32")
@@ -157,13 +157,13 @@ def check_ids(value: Any) -> None:
 
 
 def check_numbers(options: Mapping[str, Any], *, check_range: bool = True) -> None:
-    """Raises `ValueError` for options that are no numbers; with `check_range`, for bools and counts below 1, too."""
+    """Raises `ValueError` for options that are not numbers; with `check_range` also for bools and counts below 1."""
     for name in ("num_beams", "num_return_sequences"):
         value = options.get(name)
         is_count = isinstance(value, Integral) and (not check_range or (is_whole(value) and int(value) >= 1))
         if value is not None and not is_count:
             raise ValueError(f"`{name}` is {shown(value)}: it must be a whole number of at least 1")
-    # plain `generate` takes 3.0 as well, and has an error of its own for numbers that are too low
+    # plain `generate` accepts 3.0 as well, and raises for numbers that are too low
     for name in ("max_new_tokens", "max_length", "min_new_tokens", "min_length"):
         if not isinstance(options.get(name), (Real, Tensor, type(None))):
             raise ValueError(f"`{name}` is {shown(options[name])}: it must be a whole number (tokens)")
@@ -179,19 +179,19 @@ def as_config(value: GenerationConfig | Mapping[str, Any] | None) -> GenerationC
         raise ValueError(f"the generation config is {shown(value)}: pass a `GenerationConfig` or a dict of its options")
     known = vars(GenerationConfig())
     unknown = [str(name) for name in value if name not in known]
-    if unknown:  # transformers would keep them as attributes without a use
+    if unknown:  # transformers would keep them as unused attributes
         raise ValueError(f"`GenerationConfig` has no options {', '.join(sorted(unknown))}{meant(unknown)}")
     check_numbers(value)
     for name in ("num_beams", "num_return_sequences"):
         if (
             name in value and value[name] is None and not is_saved(value)
-        ):  # which `generate` does not take as a keyword argument either
+        ):  # `generate` rejects it as a keyword argument, too
             raise ValueError(f"`{name}` is None: leave it out, or pass a whole number of at least 1")
     return GenerationConfig(**value)
 
 
 def is_saved(value: Any) -> bool:
-    """Whether a dict is a whole `GenerationConfig` (`to_dict`), in which what is not given is None."""
+    """Whether `value` is the dict of a whole `GenerationConfig` (`to_dict`), in which None means "not set"."""
     return isinstance(value, Mapping) and "transformers_version" in value
 
 
@@ -203,8 +203,8 @@ def meant(names: Iterable[str]) -> str:
 
 
 def split_inputs(prompt: Prompt, inputs: Any) -> tuple[Prompt, dict[str, Any] | None]:
-    """A prompt, and what its model takes beside token ids, which may be in a mapping that a processor made. Raises
-    `ValueError` for inputs that are not those of one prompt."""
+    """Returns the prompt and its inputs beside token ids (`None` without any), taken from `inputs` and from `prompt` if
+    that is a processor's mapping. Raises `ValueError` for inputs that are not those of one prompt."""
     if inputs is not None and not isinstance(inputs, Mapping):
         raise ValueError(f"`inputs` is {shown(inputs)}: pass a dict of what the model takes beside token ids")
     given = dict(inputs or {})
@@ -223,13 +223,13 @@ def split_inputs(prompt: Prompt, inputs: Any) -> tuple[Prompt, dict[str, Any] | 
 
 
 def has_inputs(prompt: Mapping[str, Any]) -> bool:
-    """Whether what a processor made is more than token ids and their mask."""
+    """Whether a processor's output holds more than token ids and their mask."""
     return any(name not in ("input_ids", "attention_mask") and value is not None for name, value in prompt.items())
 
 
 def is_chat(prompt: Prompt) -> bool:
-    """Whether a prompt is the messages of a chat. Raises `ValueError` if only some of them have a role."""
-    if not isinstance(prompt, (list, tuple)) or (prompt and isinstance(prompt[0], int)):  # token ids, most often
+    """Whether a prompt is a list of chat messages. Raises `ValueError` if only some of them have a role."""
+    if not isinstance(prompt, (list, tuple)) or (prompt and isinstance(prompt[0], int)):  # usually token ids
         return False
     roles = [isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in prompt]
     if any(roles) and not all(roles):
@@ -256,12 +256,12 @@ def _chat_ids(messages: Any, tokenizer: Any) -> Any:
             )
     try:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-    except Exception as error:  # a template's own, of jinja2
+    except Exception as error:  # raised by the jinja2 template
         raise ValueError(f"the tokenizer's chat template does not take these messages: {error}") from error
 
 
 def prompt_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
-    """The token ids of one prompt. Raises `ValueError` for what is none, and for text without a tokenizer."""
+    """Returns the token ids of one prompt. Raises `ValueError` for anything else, and for text without a tokenizer."""
     if isinstance(prompt, Mapping):
         rows = _mapped(prompt)[0]
         if len(rows) != 1:
@@ -285,7 +285,7 @@ def prompt_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
     nothing: Any = None
     try:
         return [operator.index(nothing if isinstance(token, bool) else token) for token in prompt]
-    except TypeError:  # not a sequence, or not of whole numbers
+    except TypeError:  # not iterable, or not whole numbers
         what = reprlib.repr(prompt)
         raise ValueError(f"the prompt is {what}: pass token ids, one list of whole numbers for each request") from None
 
@@ -293,7 +293,7 @@ def prompt_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
 def split_prompts(
     prompts: Iterable[Prompt] | Mapping[str, Any], generation_config: Any, attention_mask: Any
 ) -> list[tuple[Prompt, Any]]:
-    """The prompts of `PagedEngine.generate`, each with its generation config. Raises its errors."""
+    """Returns the prompts of `PagedEngine.generate`, each with its generation config. Raises `generate`'s errors."""
     is_one = isinstance(prompts, str) or (isinstance(prompts, Tensor) and prompts.dim() < 2) or is_chat(prompts)
     if attention_mask is not None and not is_one:
         if not isinstance(prompts, Tensor) or prompts.dim() != 2:
@@ -331,7 +331,7 @@ def _unpadded(rows: list[Any], masks: list[Any]) -> list[Prompt]:
 
 
 def _mapped(inputs: Mapping[str, Any]) -> tuple[list[Prompt], bool]:
-    """What a tokenizer returns: the ids of every text without padding, and whether it was a single text."""
+    """Returns, from a tokenizer's output, the unpadded ids of every text, and whether it was a single text."""
     if "input_ids" not in inputs:
         raise ValueError("the mapping of prompts has no `input_ids`")
     ids = _listed("input_ids", inputs["input_ids"])

@@ -35,25 +35,25 @@ _MEMORY = (
 
 class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
     """
-    Generates for many requests at the same time (iteration-level scheduling, Orca, OSDI'22; blocks, PagedAttention,
-    arXiv 2309.06180). A request's tokens are those of `model.generate` on its prompt alone.
+    Generates for many requests at once (iteration-level scheduling, Orca, OSDI'22; blocks, PagedAttention, arXiv
+    2309.06180). A request gets the tokens that `model.generate` gives for its prompt alone.
 
-    The model may be changed between calls and between steps: later requests are served nothing that other weights
-    computed. Unfinished ones go on with the keys and values that they have, unless the change is made within
-    `weights_update`. Whether the model runs packed is decided while no request is unfinished: add forward hooks,
-    dropout, attention functions and code that acts on shapes then, or unfinished requests, and those that join them,
-    may get other tokens. Methods may be called from several threads; one that changes the model while others take
-    steps does so within `weights_update` or `pause`.
+    You may change the model between calls and between steps: later requests reuse no K/V computed with other weights.
+    Unfinished requests keep their K/V; `weights_update` can recompute them. The engine decides whether the model runs
+    packed while it has no unfinished request: add forward hooks, dropout, attention functions and code that depends on
+    shapes only then, otherwise unfinished requests, and requests that join them, may get other tokens. Several threads
+    may call the methods; a thread that changes the model while others take steps does so within `weights_update` or
+    `pause`.
 
     Args:
         model ([`PreTrainedModel`] or `PeftModel`): A decoder-only model.
         config ([`PagedConfig`] or `dict`, *optional*): Block size, budgets, preemption.
-        tokenizer (*optional*): For prompts and stop strings that are text, and for text in the results.
+        tokenizer (*optional*): Needed for text prompts, stop strings, and text in the results.
 
     Raises:
-        ValueError: for what cannot generate; for an encoder-decoder model or prompt learning, which `generate` serves;
-            for the name of a tokenizer in its place; in another process than the first of those that hold shards of the
-            model (`hf_paged.serve_rank`).
+        ValueError: for a model that cannot generate; for models that only `generate` serves: encoder-decoder models
+            with a custom cache, models with states in their modules, prompt learning; for a tokenizer's name instead
+            of a tokenizer; for a sharded model in any process but process 0 (`hf_paged.serve_rank`).
 
     Example:
 
@@ -84,17 +84,17 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         **loading: Any,
     ) -> PagedEngine:
         """
-        An engine for a saved model, or a name on the Hub, which transformers loads (with accelerate).
+        Makes an engine for a saved model or a name on the Hub; transformers loads the model (with accelerate).
 
         Args:
-            name_or_path (`str` or path): A model, or a PEFT adapter, whose base model is then loaded with it.
-            config ([`PagedConfig`] or `dict`, *optional*): The engine's.
-            tokenizer (*optional*): In place of the one that was saved beside the model, if one was.
-            loading: What `from_pretrained` of the model's class takes: `dtype`, `device_map`, `quantization_config`,
+            name_or_path (`str` or path): A model, or a PEFT adapter, which is loaded with its base model.
+            config ([`PagedConfig`] or `dict`, *optional*): The engine's config.
+            tokenizer (*optional*): Replaces the tokenizer saved beside the model, if any.
+            loading: Arguments of the model's `from_pretrained`: `dtype`, `device_map`, `quantization_config`,
                 `revision`, `attn_implementation`, ...
 
         Raises:
-            OSError, ValueError: what `from_pretrained` raises, and the errors of [`PagedEngine`].
+            OSError, ValueError: the errors of `from_pretrained` and of [`PagedEngine`].
         """
         config = PagedConfig.coerce(config)  # before anything is loaded
         check_tokenizer(tokenizer)
@@ -126,55 +126,56 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         assistant_tokenizer: Any = None,
     ) -> str:
         """
-        Queues a request and returns its id. Nothing is computed before the next `step`, but for what `inputs` say.
+        Queues a request and returns its id. Computes nothing before the next `step`, except some `inputs` (see there).
 
         Args:
             input_ids (`list[int]`, `torch.Tensor` of shape `(length,)` or `(1, length)`, `str`, `list[dict]`, or a
-                mapping): The prompt, for the encoder where the model has one; a list of dicts is the messages of a
-                chat, `[{"role": "user", "content": ...}, ...]`, which the tokenizer's template puts before the answer;
-                a mapping is what a tokenizer or a processor makes of one text, with its images or sound.
+                mapping): The prompt, which goes to the encoder if the model has one. A list of dicts is a chat,
+                `[{"role": "user", "content": ...}, ...]`, rendered with the tokenizer's chat template; a mapping is the
+                output of a tokenizer or processor for one text, with its images or sound.
             inputs (`dict`, *optional*): What the model's `generate` takes beside or instead of token ids, for one
-                prompt, as `{"pixel_values": ..., "image_grid_thw": ...}` of images or `{"input_features": ...}` of
-                sound. Encoders of encoder-decoder models run here, in the preparation that is `generate`'s own; vision
-                towers with the prompt. Prompts that differ in text, length and floats alone begin in one forward.
-            generation_config ([`GenerationConfig`] or `dict`, *optional*): Over the model's own, as in `generate`; a
-                dict's are as its keyword arguments: `{"eos_token_id": None}` is without EOS. `max_time` counts from
-                the step that first runs the request.
-            request_id (`str`, *optional*): A name; one is made up otherwise.
-            priority (`int`, within 2**31): Lower runs earlier; waiting makes up for any difference in the end.
+                prompt: `{"pixel_values": ..., "image_grid_thw": ...}` for images, `{"input_features": ...}` for sound.
+                Encoders of encoder-decoder models run in this call, in `generate`'s own preparation; vision towers run
+                with the prefill, or in this call if the model does not run packed. Prompts that differ only in text,
+                length and float inputs share one prefill forward.
+            generation_config ([`GenerationConfig`] or `dict`, *optional*): Overrides the model's own, as in `generate`.
+                A dict acts as `generate`'s keyword arguments: `{"eos_token_id": None}` disables EOS. `max_time` counts
+                from the step that first runs the request.
+            request_id (`str`, *optional*): A name; the engine makes one up by default.
+            priority (`int`, within 2**31): Lower runs earlier; a long wait outweighs any priority.
             logits_processor, stopping_criteria (lists, *optional*): As in `generate`, over this request's rows.
-            streamer (*optional*): As in `generate`; gets the prompt at once. It is ended however the request ends.
-            adapter (`str` or path, *optional*): The PEFT adapter to run with: the name of one of the model's,
-                `"__base__"` for none, or a folder with a LoRA adapter, whose weights are loaded when they are needed
-                and take the place of blocks of the pool; else the active one. Rows with different LoRA adapters share
-                forwards.
+            streamer (*optional*): As in `generate`; gets the prompt in this call, and `end` however the request ends.
+            adapter (`str` or path, *optional*): The PEFT adapter to run with: the name of a loaded adapter,
+                `"__base__"` for none, or a folder with a LoRA adapter, whose weights are loaded on demand into memory
+                of the block pool. Default: the active adapter. Rows with different LoRA adapters share forwards.
             seed (`int` from -2**63 to 2**64 - 1, *optional*): Draws as `generate` does after `torch.manual_seed(seed)`.
             return_logprobs (`bool`): Record log-probabilities of the new tokens, under the model and under the
                 distribution that they were chosen from ([`SequenceResult`]).
-            top_logprobs (`int`): How many alternatives to record beside each of these tokens, the most probable ones.
-            prompt_logprobs (`bool`): Record log-probabilities of the prompt's tokens ([`RequestResult`]), all of which
-                are computed then: the request neither finds nor leaves cached prefixes.
-            cache_salt (`str`, *optional*): As in [`PagedConfig`], for this request; else the config's. Requests with
-                different salts share no cached prefix.
-            schema (`dict`, JSON as `str`, or a pydantic model's class, *optional*): The new tokens are JSON that this
-                schema allows, and then EOS (xgrammar, which the extra `structured` brings).
-            regex, grammar (`str`, *optional*): ... text that this regular expression matches, or that this grammar
-                (GBNF, from the rule `root` on) derives. Of the three a request has one.
-            assistant_model ([`PreTrainedModel`], *optional*): As in `generate`: a smaller model proposes the next
-                tokens, which one forward verifies, several a step. Rows of one assistant are computed together, in
-                blocks of this engine's memory, and beside rows that have none. Greedy requests get the tokens that they
-                get without; sampled ones are distributed as without (speculative sampling, arXiv 2211.17192).
-                `prompt_lookup_num_tokens` and `assistant_early_exit` of the generation config are served as well.
-            assistant_tokenizer (*optional*): Of an assistant whose tokens are not the model's; the engine then needs
-                its own `tokenizer`.
+            top_logprobs (`int`): How many of the most probable alternatives to record for each of these tokens.
+            prompt_logprobs (`bool`): Record log-probabilities of the prompt's tokens ([`RequestResult`]). The whole
+                prompt is then computed: the request neither uses nor fills the prefix cache.
+            cache_salt (`str`, *optional*): As in [`PagedConfig`], for this request; default: the config's. Requests
+                with different salts share no cached prefix.
+            schema (`dict`, JSON as `str`, or a pydantic model's class, *optional*): Restricts the new tokens to JSON
+                that this schema allows, then EOS (xgrammar, installed by the extra `structured`).
+            regex, grammar (`str`, *optional*): Restricts the new tokens to text that this regular expression matches,
+                or that this grammar (GBNF, start rule `root`) derives. `schema`, `regex` and `grammar` exclude each
+                other.
+            assistant_model ([`PreTrainedModel`], *optional*): As in `generate`: a smaller model drafts tokens, and one
+                forward verifies several of them. Rows with the same assistant are drafted together, in blocks of this
+                engine's memory; rows without an assistant run beside them. Greedy requests get the same tokens as
+                without; sampled ones the same distribution (speculative sampling, arXiv 2211.17192).
+                `prompt_lookup_num_tokens` and `assistant_early_exit` of the generation config work as well.
+            assistant_tokenizer (*optional*): The assistant's tokenizer, if its tokens differ from the model's; the
+                engine then needs its own `tokenizer`.
 
         Raises:
             ValueError: for an empty prompt, ids outside the vocabulary, messages without a chat template, an id in use,
                 an unknown adapter, arguments of another type or outside their limits, options that contradict each
-                other, that only `generate` serves or that the engine's config decides, and under another autocast than
-                unfinished requests have; for a schema, an expression or a grammar that cannot be compiled, or without
-                EOS tokens.
-            ImportError: for one of these without xgrammar.
+                other, that only `generate` serves or that the engine's config decides; for an autocast dtype other than
+                that of unfinished requests; for a schema, expression or grammar that cannot be compiled, or without EOS
+                tokens.
+            ImportError: for a schema, expression or grammar without xgrammar.
             OutOfBlocksError: if the request can never fit into the budget.
         """
         callers_own = logits_processor, stopping_criteria, streamer
@@ -184,8 +185,8 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         return self._core.add(self.tokenizer, input_ids, generation_config, options)
 
     def cancel(self, request_id: str) -> None:
-        """Ends a request at any point and gives its blocks back; its result, with what it has, comes with the next
-        step. Raises `ValueError` if no unfinished request has that id."""
+        """Ends a request at any point and frees its blocks; the next step returns its result, with the tokens so far.
+        Raises `ValueError` if no unfinished request has that id."""
         with self._core.lock:
             state = self._core.requests.get(request_id)
             if state is None:
@@ -194,18 +195,20 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether `step` has anything to do, or the end of a request to report."""
+        """Whether `step` has anything to compute, or outputs to return."""
         return bool(self._core.requests or self._core.unread)
 
     def step(self) -> list[RequestOutput]:
         """
-        One forward over whatever fits, and one token for each sequence that is ready. Requests that `generate` or
-        `stream` wait for report to those. Where other threads take the steps, outputs of the other requests wait for
-        the next call: all results, and the last 16,384 outputs without one; tokens of older ones are in the results.
+        Runs one forward over the requests that fit, and samples one token for each sequence that is ready. Returns the
+        outputs of requests made with `add_request`; `generate` and `stream` get those of theirs. Outputs of steps that
+        other threads took wait for the next call: all results, and the last 16,384 outputs without a result (the
+        results hold the tokens of dropped ones).
 
-        The model may change between two steps. A change of whole weights is seen by a quick look in each step, one of a
-        few elements by a fingerprint (about the time of a decode step) when cached blocks of earlier steps are about to
-        be served. One that this misses, and that is undone while requests are unfinished, needs `weights_update`.
+        You may change the model between two steps. A quick check in each step notices a change of whole weights; a
+        fingerprint (about the time of a decode step) notices a change of a few elements, when cached blocks of earlier
+        steps are about to be reused. A change that is undone while requests are unfinished may escape both: use
+        `weights_update`.
 
         Waits while another thread has paused the engine. Raises `RuntimeError` if this thread has.
         """
@@ -218,7 +221,7 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
                     self._core.step(Window())
                 told = self._core.unread.copy()
                 self._core.unread.clear()
-        except BaseException:  # also an interrupt that waited for the end: the next step tells it
+        except BaseException:  # also a deferred interrupt: the next step returns these outputs
             with self._core.lock:
                 self._core.unread[:0] = told
             raise
@@ -234,28 +237,28 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         **options: Any,
     ) -> list[RequestResult]:
         """
-        Results of all prompts, in order. A request that cannot be served has its error in its result.
+        Returns the results of all prompts, in order. The result of a request that cannot be served holds its error.
 
         Args:
-            prompts (iterable of prompts, or a mapping): As in `add_request`. Rows of a 2-D
-                tensor are taken as they are, padding included, unless a mask is given. A mapping is what a tokenizer
-                makes of several texts: `input_ids`, less the padding that `attention_mask` hides. With images or sound
-                pass a list of mappings, one a prompt.
+            prompts (iterable of prompts, or a mapping): Each as in `add_request`. Rows of a 2-D tensor are used as
+                they are, padding included, unless a mask is given. A mapping is a tokenizer's output for several texts:
+                `input_ids`, whose padding `attention_mask` removes. With images or sound pass a list of mappings, one
+                a prompt.
             generation_config ([`GenerationConfig`], `dict`, or a list of them, *optional*): One for all, or one each.
-            attention_mask (`torch.Tensor`, *optional*): Of the shape of `prompts`, a 2-D tensor; zero where these are
+            attention_mask (`torch.Tensor`, *optional*): For `prompts` as a 2-D tensor, in the same shape; zero at
                 padding, on the left or right, which is dropped.
             progress (`bool`): Show a progress bar (tqdm).
-            options: `request_id` (of a single prompt), `priority`, `logits_processor`, `stopping_criteria`, `streamer`
-                and `inputs` (of a single prompt), `adapter`, `seed`, `return_logprobs`, `top_logprobs`,
-                `prompt_logprobs`, `cache_salt`, `schema`, `regex`, `grammar`, `assistant_model` and
-                `assistant_tokenizer` of `add_request`, for all; a list of
-                `adapter`, `cache_salt`, `grammar`, `priority`, `regex`, `schema` or `seed` has one for each prompt.
+            options: Arguments of `add_request`, for all prompts: `priority`, `logits_processor`, `stopping_criteria`,
+                `adapter`, `seed`, `return_logprobs`, `top_logprobs`, `prompt_logprobs`, `cache_salt`, `schema`,
+                `regex`, `grammar`, `assistant_model`, `assistant_tokenizer`; with a single prompt also `request_id`,
+                `streamer` and `inputs`. `adapter`, `cache_salt`, `grammar`, `priority`, `regex`, `schema` and `seed`
+                may be lists with one value a prompt.
 
         Raises:
             TypeError: for options that `add_request` does not have.
-            ValueError: for a single prompt, a wrong number of configs or of an option's values, a mask that does not
-                fit, a mapping of several rows with other inputs, and `request_id`, `streamer` or `inputs` with several
-                prompts.
+            ValueError: for one bare prompt instead of a list, a wrong number of configs or of an option's values, a
+                mask that does not fit, a mapping of several rows with other inputs, and `request_id`, `streamer` or
+                `inputs` with several prompts.
         """
         stream = RequestStream(self._core, self.tokenizer, options, prompts, generation_config, attention_mask)
         return stream.results(progress)
@@ -263,22 +266,22 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
     def stream(
         self, prompts: Iterable[Prompt], generation_config: Any = None, *, attention_mask: Any = None, **options: Any
     ) -> Generator[RequestOutput, None, None]:
-        """Outputs of all prompts as they come. The ids are `add_request`'s, in the order of the prompts; closing the
-        iterator cancels what is left. Arguments, `options` and errors are those of `generate`."""
+        """Yields the outputs of all prompts as they come. Request ids are assigned in the order of the prompts; closing
+        the iterator cancels unfinished requests. Arguments, `options` and errors are those of `generate`."""
         return RequestStream(self._core, self.tokenizer, options, prompts, generation_config, attention_mask).stream()
 
     def astream(
         self, prompts: Iterable[Prompt], generation_config: Any = None, *, attention_mask: Any = None, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """`stream` for `async for`: steps run in a worker thread, and several streams share them. A reader that is
-        cancelled goes at once; its requests do after the step in progress."""
+        """`stream` for `async for`: steps run in a worker thread, and several streams share them. A cancelled reader
+        returns at once; its requests end after the step in progress."""
         stream = RequestStream(self._core, self.tokenizer, options, prompts, generation_config, attention_mask)
         return stream.astream()
 
     def pause(self) -> contextlib.ExitStack:
-        """Waits until the step in progress is done; then no thread takes a step until `resume`, or until the end of
-        `with engine.pause():`. Requests may be added meanwhile. Other threads wait in `step`, `generate`, `stream` and
-        `astream`, which raise in this one. Several threads may pause: steps go on after the last has resumed."""
+        """Waits for the step in progress, then blocks further steps until `resume` or the end of `with
+        engine.pause():`. Requests may be added meanwhile. `step`, `generate`, `stream` and `astream` wait in other
+        threads, and raise in this one. Several threads may pause: steps continue once all have resumed."""
         with self._core.lock:
             self._core.paused_by.append(threading.get_ident())
         stack = contextlib.ExitStack()
@@ -286,7 +289,7 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         return stack
 
     def resume(self) -> None:
-        """Ends a pause, that of this thread first. Raises `RuntimeError` if the engine is not paused."""
+        """Ends one pause, preferably this thread's. Raises `RuntimeError` if the engine is not paused."""
         with self._core.lock:
             threads, mine = self._core.paused_by, threading.get_ident()
             if not threads:
@@ -297,14 +300,14 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
     @contextlib.contextmanager
     def weights_update(self, policy: str = "recompute") -> Iterator[None]:
         """
-        The model may be changed within this context, in any way and from any thread: the engine pauses, and nothing
-        that was computed before is served afterwards, however the context ends. Without this context a change between
-        two steps is found out (`step`), and is as with `"keep"`.
+        Pauses the engine, so that any thread may change the model in any way; afterwards, however the context ends, no
+        cached block from before is reused. Outside of this context `step` detects a change between two steps, and acts
+        as with `"keep"`.
 
         Args:
-            policy (`str`): What becomes of unfinished requests, whose tokens stay. `"recompute"`: their keys and values
-                are computed again with the new weights, as after a preemption. `"keep"`: they go on with those that
-                they have, and only what is new comes from the new weights. Another raises `ValueError`.
+            policy (`str`): What happens to unfinished requests, which keep their tokens. `"recompute"`: their K/V are
+                computed again with the new weights, as after a preemption. `"keep"`: they keep their K/V, and only new
+                tokens use the new weights. Any other value raises `ValueError`.
         """
         if policy not in ("recompute", "keep"):
             raise ValueError(f"`policy` is {policy!r}: it must be one of 'recompute', 'keep'")
@@ -320,12 +323,12 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
 
     @property
     def route(self) -> Route | None:
-        """How requests are served and why so; `None` before the first. `last_route(model)` tells the same."""
+        """How requests are served, and why; `None` before the first. `last_route(model)` returns the same."""
         with self._core.lock:
             return self._core.route
 
     def stats(self) -> EngineStats:
-        """What the engine holds and has done."""
+        """Returns the engine's current state and its counters."""
         core = self._core
         with core.lock:
             memory, counts = self.memory.stats(), core.counts()
@@ -347,21 +350,21 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
 
     @property
     def memory(self) -> PagedMemory:
-        """The blocks of the requests; another memory once the model's layers, dtype or device, or block sizes that are
-        left to the engine, have changed."""
+        """The memory that holds the requests' blocks. A new one replaces it when the model's layers, dtype or device
+        change, or block sizes that the engine chooses."""
         return self._core.memory
 
     def block_map(self) -> dict[int | None, list[int]]:
-        """For each layer group, by its window (`None`: full attention), what every block of the pool is: 0 free, -1
+        """Returns, for each layer group, by its window (`None`: full attention), the state of every block: 0 free, -1
         cached, else the number of sequences that hold it."""
         with self._core.lock, self.memory.lock:
             groups = self._core.loop.blocks.groups if self._core.loop is not None else []
             return {group.spec.window: group.pool.states() for group in groups if group.spec.kind == "self"}
 
     def plot_memory(self, ax: Any = None) -> Any:
-        """A matplotlib `Figure` of `block_map`: which blocks are free, used, shared by how many, cached. It is drawn
-        into `ax` (`matplotlib.axes.Axes`), otherwise into a new figure, 800 pixels wide. Raises `ImportError` without
-        matplotlib, which the extra `viz` brings."""
+        """Plots `block_map`: which blocks are free, used, shared by how many sequences, cached. Returns a matplotlib
+        `Figure`: that of `ax` (`matplotlib.axes.Axes`), or a new one, 800 pixels wide. Raises `ImportError` without
+        matplotlib, which the extra `viz` installs."""
         block_map, total = self.block_map(), self.config.num_blocks
         used = sum(state > 0 for states in block_map.values() for state in states)
         title = f"{type(self.model).__name__}: {used:,} blocks in use"
@@ -371,10 +374,11 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         return plot_block_map(block_map, title, ax)
 
     def plot_timeline(self, unit: str = "steps", ax: Any = None, max_requests: int = MAX_REQUESTS) -> Any:
-        """As `plot_memory`, who was in the batch when, over `unit` (`"steps"` or `"seconds"`), a row for each of the
-        last `max_requests` requests: prefill, decode, recompute; waiting, preempted, swapped out; of each step that
-        verified a draft, how many tokens it had and how many were accepted. It is drawn from `timeline.intervals()` and
-        `timeline.verifications()`, the last thousands. Raises `ValueError` for another unit or fewer than 1 request."""
+        """Plots, like `plot_memory`, which requests were in the batch when, over `unit` (`"steps"` or `"seconds"`). One
+        row for each of the last `max_requests` requests shows prefill, decode, recompute, waiting, preempted, swapped
+        out; and for each step that verified a draft, its length and how many tokens were accepted. Reads the last
+        thousands of `timeline.intervals()` and `timeline.verifications()`. Raises `ValueError` for another unit or
+        fewer than 1 request."""
         with self._core.lock:
             intervals, verifications = self.timeline.intervals(), self.timeline.verifications()
         return plot_intervals(intervals, unit, ax, max_requests, verifications)
@@ -391,19 +395,20 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         cache_salt: str | None = None,
     ) -> int:
         """
-        Writes the keys and values of a prompt to a safetensors file, for `load_prefix` of this engine or of one on the
-        same model in another process. What of them is not cached is computed, with one token behind it. Returns how
-        many tokens are in the file, those of the prompt's whole blocks.
+        Writes the K/V of a prompt to a safetensors file, for `load_prefix` of this engine or of one on the same model
+        in another process. Runs the prompt first, with one new token, to compute what is not cached. Returns the number
+        of tokens in the file: those of the prompt's full blocks.
 
         Args:
             prompt (as in `add_request`): Token ids, text, or the messages of a chat.
-            path (`str` or path): The file, which is replaced if it is there, in one go.
-            adapter, cache_salt (`str`, *optional*): Those of the requests that it is to serve, as in `add_request`.
+            path (`str` or path): The file; an existing one is replaced atomically.
+            adapter, cache_salt (`str`, *optional*): Those of the requests that will use the prefix, as in
+                `add_request`.
 
         Raises:
-            ValueError: for a prompt of less than a block, or of more than token ids; for a model whose prefixes are
-                not cached, or have states (linear attention).
-            OutOfBlocksError: if the pool does not hold the prompt.
+            ValueError: for a prompt shorter than a block, or with inputs beside token ids; for a model whose prefixes
+                are not cached, or have states (linear attention).
+            OutOfBlocksError: if the pool cannot hold the prompt.
             OSError: if the file cannot be written.
         """
         text, inputs = split_inputs(prompt, None)
@@ -421,20 +426,20 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
 
     def load_prefix(self, path: str | os.PathLike[str]) -> int:
         """
-        Brings the blocks of a file of `save_prefix` into the pool, where they are cached like any prefix: later
-        requests with its adapter and cache salt that begin with its tokens find them. Returns how many tokens they
-        hold.
+        Loads the blocks of a `save_prefix` file into the pool's prefix cache: later requests with the same adapter and
+        cache salt whose prompt begins with its tokens reuse them. Returns how many tokens the blocks hold.
 
         Raises:
-            ValueError: for a file that is not whole, or that another model computed (other weights, code, dtype,
-                adapters, `block_size` or `batch_invariant`).
+            ValueError: for an incomplete file, or one computed by another model (other weights, code, dtype, adapters,
+                `block_size`, `kv_dtype` or `batch_invariant`); with `idle_release_seconds=0`, no tier and no unfinished
+                request, since the pool would be freed at once.
             OutOfBlocksError: if the pool has no room.
             OSError: if the file cannot be read.
         """
         return load(self._core, path)
 
     def reset_prefix_cache(self) -> None:
-        """Forgets the keys and values kept of finished requests."""
+        """Drops all cached blocks of finished requests."""
         with self._core.lock, self.memory.lock:
             if self._core.loop is not None:
                 self._core.loop.blocks.drop_cached()
@@ -447,7 +452,7 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
                 self._core.loop.blocks.check_integrity()
 
     def free(self) -> None:
-        """Cancels every request and gives every byte back. The engine can be used again."""
+        """Cancels every request and frees all memory. The engine can be used again."""
         with self._core.lock:
             for state in list(self._core.requests.values()):
                 self._core.end(state, "cancelled")

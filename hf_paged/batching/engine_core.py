@@ -1,4 +1,4 @@
-"""The requests of an engine, added, stepped, told of and ended under its lock, and the loop that runs them."""
+"""The engine's unfinished requests and the step loop that runs them, under one lock."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from .ranks import lead
 from .results import FIRST_TOKEN_SECONDS, OUTPUT_TOKEN_SECONDS, RequestOutput, RequestResult
 from .scheduling.timeline import Timeline
 
-MAX_UNREAD = 1 << 14  # outputs without a result, some megabytes
+MAX_UNREAD = 1 << 14  # kept outputs without a result, some megabytes
 _OF_LOOPS = (
     *("num_generated_tokens", "num_preemptions", "num_steps", "seconds"),
     *("num_drafts", "num_draft_tokens", "num_accepted_tokens"),
@@ -60,36 +60,37 @@ _COUNTS = (*_OF_LOOPS, "num_swaps", "num_captured_steps", "num_finished", "num_p
 
 
 class EngineCore:
-    """The unfinished requests of an engine, and the step loop that fits its model as it is now."""
+    """Adds, runs and ends an engine's requests, and keeps a step loop that fits the model's current state."""
 
     def __init__(self, model: PreTrainedModel, config: PagedConfig) -> None:
         self.model, self.config = model, config
-        self.leader = lead(model, self)  # of the processes that hold other shards of the model
-        self.lock = PatientLock()  # held by all methods, and by others around what they read
+        self.leader = lead(model, self)  # drives the processes that hold other shards of the model
+        self.lock = PatientLock()  # all methods hold it, and callers while they read
         self.requests: dict[Hashable, RequestState] = {}  # unfinished ones, by id
-        self.unread: list[RequestOutput] = []  # what waits for `PagedEngine.step`
-        self.loop: StepLoop | None = None  # `None` while no memory is taken
-        self.memory = self._new_memory()  # the loop's
-        self.timeline = Timeline()  # of all loops
+        self.unread: list[RequestOutput] = []  # outputs for the next `PagedEngine.step`
+        self.loop: StepLoop | None = None  # `None` while no memory is allocated
+        self.memory = self._new_memory()  # the loop's memory
+        self.timeline = Timeline()  # shared by successive loops
         self.layout = Layout()  # of the loop's forwards
-        # held by the reader in an event loop that waits for a step; its readers keep it, and it the loop
+        # by event loop, the lock of the reader that waits for a step; readers keep the lock alive, the lock the loop
         self.readers: weakref.WeakValueDictionary[asyncio.AbstractEventLoop, asyncio.Lock]
         self.readers = weakref.WeakValueDictionary()
         self.grammars = Grammars()
-        self.paused_by: list[int] = []  # threads that asked that no step be taken
+        self.paused_by: list[int] = []  # ids of the threads that paused the engine
         self.resumed = threading.Condition(self.lock.lock)
-        self._made_for: tuple[Any, ...] = ()  # what the loop depends on
-        self._verdicts: dict[Hashable, Any] = {}  # on prompts with inputs, while a request is unfinished
-        self._empty: Any = None  # the cache of these prompts' checks
-        self._config_text = ""  # of the model's config then
+        self._made_for: tuple[Any, ...] = ()  # the model properties that the loop was made for
+        self._verdicts: dict[Hashable, Any] = {}  # results of checks of prompts with inputs, until the next loop check
+        self._empty: Any = None  # the empty cache that these checks use
+        self._config_text = ""  # the model's config when the loop was made
         self._counts = Counter(dict.fromkeys(_COUNTS, 0))  # of requests, and of earlier loops
         self.first_token_seconds, self.output_token_seconds = FIRST_TOKEN_SECONDS, OUTPUT_TOKEN_SECONDS
         self._shares_prefills = False
-        self._unstarted: list[RequestState] = []  # whose `max_time` does not run yet
-        self._leaving: list[RequestState] | None = None  # cancelled within a step, for after it; `None` between steps
-        self._num_keeping = 0  # calls for which the pool stays without requests (`keeping_pool`)
-        self._short_since = 0.0  # when other models left no memory for a step, by `time.perf_counter`; 0: they do
-        self._numbers = itertools.count()  # of the ids that are made up
+        self._unstarted: list[RequestState] = []  # requests whose `max_time` clock has not started
+        self._leaving: list[RequestState] | None = None  # cancelled in a step, to end after it; `None` between steps
+        self._num_keeping = 0  # open `keeping_pool` contexts
+        # since when other models leave no memory for a step, by `time.perf_counter`; 0 if they do not
+        self._short_since = 0.0
+        self._numbers = itertools.count()  # for generated ids
         forks.in_child(self)
 
     def make_id(self) -> str:
@@ -104,9 +105,9 @@ class EngineCore:
         options: RequestOptions,
         outbox: deque[RequestOutput] | None = None,
     ) -> str:
-        """Queues a request, which reports to `outbox`, else to `unread`. Raises the errors of `add_request`."""
+        """Queues a request whose outputs go to `outbox`, or to `unread`. Raises the errors of `add_request`."""
         state: RequestState | None = None
-        # which may take long: steps go on meanwhile
+        # compiling may take long: without the lock, steps go on meanwhile
         constraint = self.grammars.processor(options, tokenizer, self.model)
         if constraint is not None:
             own = as_list("logits_processor", options.logits_processor)
@@ -129,7 +130,7 @@ class EngineCore:
                 )
                 box = self.unread if outbox is None else outbox
                 new = RequestState(self.model, tokenizer, prompt, generation_config, options, box)
-                loop = self.get_loop()  # takes memory: not for what is refused
+                loop = self.get_loop()  # allocates memory, so only after the checks above
                 self._take_inputs(new)
                 self._check_prompt_logprobs(new)
                 self._choose_speculation(new, loop)
@@ -148,7 +149,7 @@ class EngineCore:
                         options.streamer.put(new.decoding.input_ids.cpu())
                 self._counts["num_prompt_tokens"] += len(new.prompt_ids)
                 return new.request_id
-        except BaseException:  # of the streamer, or an interrupt: the request was never added
+        except BaseException:  # from the streamer, or an interrupt: take the request out again
             with self.lock:
                 if state is not None and self.requests.get(state.request_id) is state:
                     self.remove(state)
@@ -158,8 +159,8 @@ class EngineCore:
     def end(
         self, state: RequestState, reason: str | None, tokens: dict[int, int] | None = None, text: str | None = None
     ) -> None:
-        """Takes a request out, whose blocks go back, and tells how it ended, with what its last step brought. Code
-        that runs within a step, or a finalizer that comes then, cancels it for the end of that step."""
+        """Removes a request, frees its blocks and outputs its result with the last step's tokens. A cancellation during
+        a step (from a caller's code or a finalizer) takes effect after the step."""
         if self._leaving is not None and reason == "cancelled":
             self._leaving.append(state)
             return
@@ -181,7 +182,7 @@ class EngineCore:
             self.output_token_seconds = self.output_token_seconds.with_value((last - first) / others)
 
     def remove(self, state: RequestState) -> None:
-        """Takes a request out, of which nothing is told. With the last of them nothing is in flight any more."""
+        """Removes a request without any output. After the last one the executor rests and the memory is unused."""
         if self.loop is not None:
             self.loop.drop(state)
         del self.requests[state.request_id]
@@ -195,7 +196,7 @@ class EngineCore:
 
     @contextlib.contextmanager
     def keeping_pool(self) -> Iterator[None]:
-        """Within it the pool is not given back for want of requests."""
+        """Keeps the pool within this context, even without requests."""
         with self.lock:
             self._num_keeping += 1
             begin_use(self.memory)
@@ -207,7 +208,7 @@ class EngineCore:
                 self._end_use()
 
     def close(self, outbox: deque[RequestOutput], window: Window) -> None:
-        """Ends the requests that report to `outbox`, which is not read any more, and the window of their steps."""
+        """Cancels the requests that report to `outbox`, whose reader is gone, and ends the window of their steps."""
         with self.lock:
             if self.loop is not None:
                 self.loop.executor.leave(window)
@@ -216,7 +217,7 @@ class EngineCore:
                     self.end(state, "cancelled")
 
     def after_fork(self, freed: set[Any]) -> None:
-        """In a child process, where this thread is the only one: a step of another leaves nothing that can go on."""
+        """In a forked child, where only this thread exists: drops all requests if another thread was in a step."""
         self.resumed = threading.Condition(self.lock.lock)
         self.paused_by = [thread for thread in self.paused_by if thread == threading.get_ident()]
         self._num_keeping = 0
@@ -225,7 +226,7 @@ class EngineCore:
             self.retire()
 
     def step_for(self, outbox: deque[RequestOutput], request_ids: set[str], window: Window) -> None:
-        """A step, unless one of another thread has put something into `outbox`, where these requests report."""
+        """Takes a step for the requests that report to `outbox`, unless another thread's step has filled it."""
         with self.lock:
             self.wait_for_resume()
             if outbox:
@@ -239,7 +240,7 @@ class EngineCore:
                 self.trim_unread()
 
     def trim_unread(self) -> None:
-        """Drops all but the last `MAX_UNREAD` outputs without a result, whose tokens are in the results."""
+        """Drops all but the last `MAX_UNREAD` outputs without a result; the results will hold their tokens."""
         others = [output for output in self.unread if not output.finished]
         dropped = set(map(id, others[:-MAX_UNREAD]))
         self.unread[:] = [output for output in self.unread if id(output) not in dropped]
@@ -255,7 +256,7 @@ class EngineCore:
 
     def step(self, window: Window) -> None:
         loop = self.get_loop()
-        now = time.time()  # as the criteria count
+        now = time.time()  # the clock of `MaxTimeCriteria`
         self._unstarted = [s for s in self._unstarted if s.request.admitted_at is None and not s.is_closed]
         for limit in (limit for state in self._unstarted for limit in state.limits):
             limit.initial_timestamp = now
@@ -268,9 +269,9 @@ class EngineCore:
             except OutOfBlocksError:
                 if not self._waits(loop):
                     raise
-            while loop.untold:  # one stays there if an interrupt comes while it is told
+            while loop.untold:  # an interrupt leaves the current one in the queue
                 state = loop.untold[0]
-                # else it has ended
+                # skips requests that have ended
                 if isinstance(state, RequestState) and self.requests.get(state.request_id) is state:
                     *earlier, (tokens, text) = state.outputs()
                     state.outbox.extend(RequestOutput(state.request_id, *output) for output in earlier)
@@ -288,7 +289,7 @@ class EngineCore:
             self._note_route()
 
     def _waits(self, loop: StepLoop) -> bool:
-        """After a step for which other models left no memory: whether to try it again."""
+        """Whether to retry a step that ran out of blocks because other models hold the memory (for `PATIENCE`)."""
         now = time.perf_counter()
         self._short_since = self._short_since or now
         if not loop.blocks.num_withheld() or now - self._short_since > budget.PATIENCE:
@@ -299,14 +300,15 @@ class EngineCore:
         return True
 
     def get_loop(self) -> StepLoop:
-        """The loop; while no request is unfinished, another one if the model is no longer what it was made for."""
+        """Returns the loop. While no request is unfinished, makes a new one if the model has changed since, or if
+        better block sizes are known."""
         model = self.model
         if self.loop is not None and self.requests:
             return self.loop
         if self.leader is not None:
             self.leader.check_served(model, self.config)
             self.leader.choose_layout(self.config)
-        empty = self._empty = empty_cache(model, PagedMemory(self.config))  # which keeps no blocks
+        empty = self._empty = empty_cache(model, PagedMemory(self.config))  # holds no blocks
         self._verdicts = {}
         layout = choose_layout(model, empty, self.config.batch_invariant)
         if self.leader is not None and layout.unsupported_reason is not None:
@@ -320,7 +322,7 @@ class EngineCore:
         if self.loop is None or made_for != self._made_for or sizes is not None:
             self.retire()
             cache = empty_cache(model, self.memory)
-            # growing step by step would copy what is there
+            # growing step by step would copy the existing blocks
             cache.reserve(self.config.num_blocks or MANY_BLOCKS, self.config.max_num_seqs)
             max_num_seqs, leader = self.config.max_num_seqs, self.leader
             self.loop = make_loop(model, cache, layout, self.config, max_num_seqs=max_num_seqs, leader=leader)
@@ -329,12 +331,12 @@ class EngineCore:
             self.loop.scheduler.timeline = self.timeline
             self.layout, self._counters = layout, cache.counters
             self._made_for, self._config_text = made_for, _config_text(model)
-            if not model.config.is_encoder_decoder:  # else the first request tells
+            if not model.config.is_encoder_decoder:  # else known from the first request
                 self._note_route()
         return self.loop
 
     def _take_inputs(self, state: RequestState) -> None:
-        """Makes a prompt with inputs ready for the loop. Raises `ValueError` if its forwards cannot take it."""
+        """Prepares a prompt with inputs for the loop. Raises `ValueError` if the loop's forwards cannot take it."""
         if state.request.inputs is None:
             return
         prompts, model, keys = state.request.inputs[0], self.model, None
@@ -353,7 +355,7 @@ class EngineCore:
             reason = reason_against_rows(model, cache, prompts, known=self._verdicts)
             if reason is None:
                 prompts.set_joins(how_rows_join(model, cache, prompts, known=self._verdicts))
-                if prompts.joins is not None and not self.layout.side_by_side:  # as far as requests tell
+                if prompts.joins is not None and not self.layout.side_by_side:  # known only from a request
                     self.layout = self.layout._replace(side_by_side=True)
             self._note_route()
         if reason is not None:
@@ -364,7 +366,7 @@ class EngineCore:
         prompts.give(state.request, 0, keys)
 
     def _check_prompt_logprobs(self, state: RequestState) -> None:
-        """Raises `ValueError` if those of the prompt are asked for, and no forward gives them."""
+        """Raises `ValueError` if the request wants `prompt_logprobs` and no forward of it returns the logits."""
         reason = self.layout.unsupported_reason
         if state.request.inputs is not None:
             reason = "the prompt is more than token ids"
@@ -375,7 +377,7 @@ class EngineCore:
             )
 
     def _choose_speculation(self, state: RequestState, loop: StepLoop) -> None:
-        """Whether the request's row speculates. Raises `ValueError` if it is to, and cannot."""
+        """Sets or clears the request's assistance. Raises `ValueError` if it asks for assistance that cannot run."""
         assistance, config = state.assistance, state.decoding.config
         assert assistance is not None
         reason = self.layout.reason_against_drafts
@@ -395,14 +397,14 @@ class EngineCore:
             state.assistance = dataclasses.replace(assistance, ngrams=self.config.speculation == "ngram")
 
     def _check_fits_unfinished(self) -> None:
-        """Raises `ValueError` if the layer groups, or the dtype of autocast, are not those of unfinished requests."""
+        """Raises `ValueError` if layer groups or autocast dtype differ from those of unfinished requests."""
         if not self.requests or self.loop is None:
             return
         began, dtype = self.loop.executor.autocast, autocast_dtype(compute_device(self.model))
         if dtype != began:
             raise ValueError(f"autocast to {dtype} here, to {began} in unfinished requests: add it after their end")
         if _config_text(self.model) == self._config_text:
-            return  # as nearly always, and quickly known
+            return  # the usual case, checked quickly
         before, now = self._made_for[0], _layers(empty_cache(self.model, self.memory))
         if now != before:
             windows = ([window for _, window in layers] for layers in (now, before))
@@ -412,7 +414,7 @@ class EngineCore:
             )
 
     def _check_leads(self, prompt: Prompt, options: RequestOptions) -> None:
-        """Raises `ValueError` for what an engine over several processes does not serve, before any forward of it."""
+        """Raises `ValueError` for requests that an engine over several processes does not serve."""
         if self.leader is None:
             return
         self.leader.check_served(self.model, self.config)
@@ -435,16 +437,16 @@ class EngineCore:
         return memory
 
     def retire(self) -> None:
-        """Gives the loop and its memory up; what it counted stays."""
+        """Drops the loop and its memory; keeps its counters."""
         self._counts = self.counts()
         if self.leader is not None:
             self.leader.retire()
         self.memory.give_up_cached()
-        self.memory.graphs = {}  # a cache that is held has no use for graphs
+        self.memory.graphs = {}  # a cache that someone still holds needs no graphs
         self.loop, self.memory = None, self._new_memory(self.memory.sizes)
 
     def counts(self) -> Counter[str]:
-        """The fields of [`EngineStats`] that only grow."""
+        """Returns the fields of [`EngineStats`] that only grow."""
         counts = self._counts.copy()
         if self.loop is not None:
             counts.update({name: getattr(self.loop, name) for name in _OF_LOOPS})

@@ -1,4 +1,4 @@
-"""The layout of a model's forwards, packed where it can be and else rectangles, and the `StepLoop` that runs them."""
+"""Chooses the layout of a model's forwards (packed if possible, else rectangles) and builds the `StepLoop`."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from .scheduling.scheduler import Scheduler
 from .speculator import Speculator
 
 UNLIMITED = 1 << 60
-MANY_BLOCKS = 1 << 40  # as many as there is memory for; it is taken when it is touched
-CPU_CHUNK_TOKENS = 256  # beside decodes: a processor computes no more tokens in a few times a decode step's time
+MANY_BLOCKS = 1 << 40  # more than memory holds; pages are committed when touched
+CPU_CHUNK_TOKENS = 256  # prefill tokens beside decodes: as many as a CPU computes in a few decode steps' time
 
 
 def empty_cache(model: PreTrainedModel, memory: PagedMemory) -> PagedCache:
-    """The cache that `generate` would build for the model, with nothing in it."""
+    """Returns the cache that `generate` would build for the model, empty."""
     config = model.config.get_text_config(decoder=True)
     cache = PagedCache.from_empty(DynamicCache(config=config), memory)
     if model.config.is_encoder_decoder:
@@ -61,13 +61,13 @@ def make_loop(
     max_num_seqs: int,
     leader: Any = None,
 ) -> StepLoop:
-    """A loop that runs forwards in this layout, on the memory of `cache`, which is the model's and empty. `config`: not
-    the memory's, which calls of other threads may replace meanwhile. Of a model whose shards are in several processes
-    each has a loop with the same generations, or one has it with a `leader` (`batching.ranks`)."""
+    """Makes a loop that runs forwards in this layout, on the memory of `cache`, the model's empty cache. `config` is
+    passed because calls of other threads may replace the memory's. With a model sharded over several processes, each
+    process has a loop with the same generations, or one process has it with a `leader` (`batching.ranks`)."""
     memory = cache.memory
     blocks, runner = make_runner(model, cache, layout, config.batch_invariant)
     is_packed = layout.unsupported_reason is None
-    # the manager outlives a call, its config does not
+    # the manager outlives the call whose config this is
     blocks.prefix_caching = config.prefix_caching and (is_packed or layout.continues)
     reason = set_tier(model, memory, blocks, config)
     guard = WeightsGuard(model, memory, blocks)
@@ -92,7 +92,7 @@ def make_loop(
         own = assistant_cache(assistant, memory)
         layout = capability.choose_layout(assistant, own, make_runner)
         made = make_runner(assistant, own, layout)
-        if commits_when_touched(compute_device(assistant)):  # what grows is copied, and its graphs are recorded again
+        if commits_when_touched(compute_device(assistant)):  # growing would copy, and need new graphs
             own.reserve(config.num_blocks or MANY_BLOCKS, config.max_num_seqs)
         return Assistant(assistant, own, made, proxy, min(max_tokens, max_chunk or max_tokens))
 
@@ -104,7 +104,7 @@ def make_loop(
         made = memory.manager(own.groups), MtpRunner(own_model, own)
         return MtpHeads(runner, own, made, proxy, max_tokens)
 
-    proxy = weakref.proxy(scheduler)  # which holds the speculator: no cycle keeps the model and its memory
+    proxy = weakref.proxy(scheduler)  # it holds the speculator: a cycle would keep the model and its memory alive
     speculator = Speculator(model, make_assistant, heads)
     scheduler.reclaim, scheduler.num_lent = speculator.reclaim, lambda: speculator.num_lent
     executor = Executor(model, memory, runner, scheduler, guard)
@@ -121,7 +121,7 @@ def make_loop(
 
 
 def reason_against_assistance(model: PreTrainedModel, config: Any, assistance: Assistance) -> str | None:
-    """Why rows with this generation config cannot be assisted on the engine, as far as it is not their layout."""
+    """Returns why the engine cannot assist rows with this generation config, layout aside; `None` if it can."""
     assistant = assistance.model
     if config.speculation_type is not None:
         return "candidates are made of hidden states, one row a call"
@@ -142,7 +142,8 @@ def reason_against_assistance(model: PreTrainedModel, config: Any, assistance: A
 
 
 def set_tier(model: PreTrainedModel, memory: PagedMemory, blocks: BlockManager, config: PagedConfig) -> str | None:
-    """What keeps the blocks that the prefix cache gives up, as `config.prefix_tiers` says; or why nothing does."""
+    """Sets the tier that keeps blocks evicted from the prefix cache, by `config.prefix_tiers`. Returns why a wanted
+    tier cannot be set, else `None`."""
     wanted, reason = config.prefix_tiers, reason_against_saving(memory, blocks)
     if wanted is not None and wanted.disk_path is None and compute_device(model).type == "cpu":
         reason = "the pool is in host memory, below which there is only the disk: give a `disk_path`"
@@ -154,7 +155,7 @@ def set_tier(model: PreTrainedModel, memory: PagedMemory, blocks: BlockManager, 
 
 
 def reason_against_saving(memory: PagedMemory, blocks: BlockManager) -> str | None:
-    """Why cached prefixes cannot leave the pool; `None` if they can."""
+    """Returns why cached prefixes cannot leave the pool; `None` if they can."""
     if not blocks.prefix_caching:
         return "prompts of this model are not cached"
     if memory.least is not None:
@@ -165,14 +166,14 @@ def reason_against_saving(memory: PagedMemory, blocks: BlockManager) -> str | No
 
 
 def make_store(model: PreTrainedModel, memory: PagedMemory, blocks: BlockManager, tiers: PrefixTiers) -> PrefixStore:
-    """What copies the cached blocks of this manager, and names them."""
+    """Makes the store that copies and names this manager's cached blocks."""
     devices = {parameter.device for parameter in model.parameters()} - {torch.device("meta")}
-    device = compute_device(model) if len(devices) < 2 else None  # which layer is where its first forward tells
+    device = compute_device(model) if len(devices) < 2 else None  # layers' devices are known from the first forward
     return PrefixStore(tiers, memory, memory.groups_of(blocks), device)
 
 
 def choose_layout(model: PreTrainedModel, cache: PagedCache, batch_invariant: bool = False) -> Layout:
-    """`capability.choose_layout`. Raises `ValueError` if the model cannot be `batch_invariant` and is to be."""
+    """`capability.choose_layout`; raises `ValueError` if `batch_invariant` is wanted and the model cannot be."""
     layout = capability.choose_layout(model, cache, make_runner)
     if batch_invariant:
         make = functools.partial(make_runner, is_invariant=True)
@@ -183,7 +184,7 @@ def choose_layout(model: PreTrainedModel, cache: PagedCache, batch_invariant: bo
 
 
 def not_invariant(model: PreTrainedModel, reason: str) -> ValueError:
-    """What `batch_invariant` raises where rows would depend on one another, for a `reason` in words."""
+    """Makes the error for `batch_invariant` where rows depend on one another; `reason` says why."""
     return ValueError(
         f"`batch_invariant` is True, and rows of {type(model).__name__} would depend on one another: {reason}. It "
         "needs packed forwards of token ids, on the CPU, and the C++ kernels: leave it out"
@@ -193,7 +194,7 @@ def not_invariant(model: PreTrainedModel, reason: str) -> ValueError:
 def make_runner(
     model: PreTrainedModel, cache: PagedCache, layout: Layout, is_invariant: bool = False
 ) -> tuple[BlockManager, Runner]:
-    """What runs sequences in this layout, and what gives these their blocks."""
+    """Makes the block manager and the runner of sequences for this layout."""
     if layout.unsupported_reason is None:
         runner = PackedRunner(model, cache)
         runner.is_invariant = is_invariant

@@ -1,4 +1,4 @@
-"""One unit of work: a decoding, the sequences that its rows are, and what is kept of them between two steps."""
+"""Units of work of a step loop: a decoding, the sequences of its rows, and their state between two steps."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ from .execution.prompts import Prompts, prompts_of
 from .request import Request, Sequence
 from .results import RequestOutput, RequestResult, SequenceResult, TextTracker, Timings
 
-_MAX_PRIORITY = 2**31 - 1  # so that a priority times `AGING`, plus a count of arrivals, is exact as a float
+_MAX_PRIORITY = 2**31 - 1  # keeps `arrivals + priority * AGING` exact as a float
 
 
 @dataclass(eq=False, repr=False)
 class Generation:
-    """A decoding with the sequences that its rows are: of a `generate` call, or of one request ([`RequestState`])."""
+    """A decoding and the sequences of its rows: a `generate` call, or one request of an engine ([`RequestState`])."""
 
     decoding: Any  # a `Decoding`
-    rows: list[tuple[Request, int]]  # for each row of the decoding, its request and which sequence of it
-    keep_blocks: bool = False  # of rows that have ended, for a cache that is returned
-    assistance: Assistance | None = None  # what proposes tokens, where each row advances by itself
-    # with `keep_blocks`: of a row that has ended, its blocks and how many tokens they hold
+    rows: list[tuple[Request, int]]  # for each row of the decoding, its request and the sequence's index in it
+    keep_blocks: bool = False  # keep the blocks of ended rows, for a cache that `generate` returns
+    assistance: Assistance | None = None  # the source of drafts, if each row advances by itself
+    # with `keep_blocks`, by ended row: its blocks and how many tokens they hold
     kept: dict[int, tuple[SequenceBlocks, int]] = field(default_factory=dict, init=False)
     parts: list[Generation] = field(default_factory=list, init=False)  # after `split`, one a row
-    # of the last step, by row; empty for beams; several where a draft was accepted
+    # of the last step, by row; no entry for beams; several entries if a draft was accepted
     new_tokens: list[dict[int, int]] = field(default_factory=list, init=False)
-    speculation: Speculation | None = field(default=None, init=False)  # what proposes tokens of its only row
-    error: Exception | None = field(default=None, init=False)  # what ended it early
-    is_closed: bool = field(default=False, init=False)  # its rows need no step any more
+    speculation: Speculation | None = field(default=None, init=False)  # drafts for its only row
+    error: Exception | None = field(default=None, init=False)  # the error that ended it early
+    is_closed: bool = field(default=False, init=False)  # its rows need no further step
     is_sampling: bool = field(default=False, init=False)  # it has the logits of all open rows, and no tokens yet
-    is_released: bool = field(default=False, init=False)  # the loop has given it back, for another to add it
-    whole: Generation | None = field(default=None, init=False)  # what this is a part of
-    _logits: dict[int, Tensor] = field(default_factory=dict, init=False)  # of rows that wait for the others
+    is_released: bool = field(default=False, init=False)  # the loop has released it, for another loop to add
+    whole: Generation | None = field(default=None, init=False)  # the generation that this is a part of
+    _logits: dict[int, Tensor] = field(default_factory=dict, init=False)  # of rows that wait for other rows
 
     @property
     def requests(self) -> list[Request]:
@@ -66,11 +66,11 @@ class Generation:
 
     @property
     def can_split(self) -> bool:
-        """Whether it has several requests, whose rows need not wait for one another."""
+        """Whether it has several requests whose rows can advance independently."""
         return len(self.requests) > 1 and not (self.parts or self.is_sampling) and self.decoding.can_split
 
     def split(self) -> None:
-        """From here on each row advances by itself, as one of `parts`; blocks and logits go over to these."""
+        """Makes each row one of `parts`, which advance independently; moves blocks and logits to them."""
         parts = []
         for row, decoding in enumerate(self.decoding.split()):
             part = Generation(decoding, [self.rows[row]], self.keep_blocks, self.assistance)
@@ -80,10 +80,11 @@ class Generation:
             if row in self._logits and not part.is_closed:
                 part._logits[0] = self._logits[row]
             parts.append(part)
-        self.kept, self._logits, self.parts = {}, {}, parts  # all at once: its caller may look whether it is done
+        self.kept, self._logits, self.parts = {}, {}, parts  # at once: another thread may read `is_done`
 
     def add_logits(self, logits: Tensor, places: dict[int, int]) -> Tensor | None:
-        """Takes logits `(n, vocab)`, of row `r` at `places[r]`; returns as `take_logits`, with copies of what waits."""
+        """Takes logits `(n, vocab)`, with row `r` at `places[r]`, and returns as `take_logits`. Copies logits of rows
+        that wait for other rows."""
         rows = self.decoding.open_rows
         if self._logits or len(places) != len(rows):
             for row, place in places.items():
@@ -96,7 +97,7 @@ class Generation:
         return logits[to_device(torch.tensor(wanted, device="cpu"), logits.device)]
 
     def take_logits(self) -> Tensor | None:
-        """The logits of all open rows, in order, if they are here; they are handed out once."""
+        """Returns the logits of all open rows, in order, and forgets them; `None` if some are missing."""
         rows = self.decoding.open_rows
         if not rows or len(self._logits) < len(rows):
             return None
@@ -109,7 +110,7 @@ class Generation:
 
 
 class RequestState(Generation):
-    """A request of an engine, which reports to `outbox`. Raises the errors of `PagedEngine.add_request`."""
+    """A request of an engine, whose outputs go to `outbox`. Raises the errors of `PagedEngine.add_request`."""
 
     def __init__(
         self,
@@ -138,10 +139,10 @@ class RequestState(Generation):
             if isinstance(processor, GrammarProcessor):
                 processor.set_stop_tokens(compat.special_token(decoding.config, "eos"))
         check_streamed_rows(options.streamer, decoding.num_rows, "ask for one sequence a request")
-        self._start = decoding.length  # tokens of the prompt, the decoder's where the model has an encoder
+        self._start = decoding.length  # number of prompt tokens (of the decoder, if the model has an encoder)
         tokens, namespace = decoding.input_ids[0].tolist(), (adapter_namespace(adapter), options.cache_salt)
         prompts = None if call is None else _prompts_of(model, call)
-        num_unseen = 0 if prompts is None else prompts.length - len(tokens)  # embeddings
+        num_unseen = 0 if prompts is None else prompts.length - len(tokens)  # positions given as embeddings
         sequences = [Sequence([0] * num_unseen + tokens)]
         size = decoding.max_length + num_unseen, decoding.num_rows
         self.request = Request(options.request_id, sequences, *size, priority, namespace, adapter)
@@ -149,14 +150,14 @@ class RequestState(Generation):
             self.request.adapter_bytes = adapter.num_bytes
         if options.prompt_logprobs:
             self.request.prompt_logprobs = PromptLogprobs(tokens, int(options.top_logprobs))
-            self.request.namespace = UNCACHED  # all of it is computed
+            self.request.namespace = UNCACHED  # the whole prompt must be computed
         self._prepare = prepare if call is not None else None
         if prompts is not None:
             self.request.inputs, self.request.num_encoder_tokens = (prompts, 0), prompts.num_encoder_tokens
         super().__init__(decoding, [(self.request, index) for index in range(decoding.num_rows)])
         self.assistance = Assistance(options.assistant_model, tokenizer, options.assistant_tokenizer)
         self.request_id, self.outbox = options.request_id, outbox
-        # of `max_time`, whose clock starts with the step that first runs the request
+        # the criteria of `max_time`, whose clock starts with the step that first runs the request
         own = options.stopping_criteria or ()
         self.limits = [c for c in decoding.stopping_criteria if type(c) is MaxTimeCriteria and c not in own]
         self._streamer, self._tokenizer = options.streamer, tokenizer
@@ -165,7 +166,7 @@ class RequestState(Generation):
         self._first_token: float | None = None  # seconds, as in `Timings`
 
     def prepare_again(self, model: PreTrainedModel) -> None:
-        """The weights are others: so is what an encoder gives."""
+        """Prepares the inputs again after the weights changed, encoder outputs included."""
         if self._prepare is not None and self.request.inputs is not None:
             call, prompts = self._prepare()[1], self.request.inputs[0]
             assert call is not None
@@ -175,23 +176,24 @@ class RequestState(Generation):
                 self.encode_media(model)
 
     def encode_media(self, model: PreTrainedModel) -> None:
-        """Before the first forward, as `generate` does: in one that others share, images that fail would fail all."""
+        """Encodes images and sound before the prefill, as `generate` does: in a shared forward, an error in one
+        request's media would fail all."""
         assert self.request.inputs is not None
         prompts = self.request.inputs[0]
         with step_lock(model), let_in(), use_adapter(model, self.request.adapter), torch.no_grad():
             prompts.model_kwargs = compat.encode_media(model, prompts.model_kwargs)
 
     def outputs(self) -> list[tuple[dict[int, int], str | None]]:
-        """New tokens of the last step, and text, one after another, if it has not failed. Sets `error` if the tokenizer
-        raises."""
+        """Returns the last step's new tokens with their text, in order; no tokens after an error. Sets `error` if the
+        tokenizer raises."""
         if self.error is not None:
-            return [({}, None)]  # the tokens are of an earlier step
+            return [({}, None)]  # `new_tokens` is from an earlier step
         if self.is_done:
             self._streamer = None  # the decoding has ended it
         if self._first_token is None:
             self._first_token = time.perf_counter() - self._added
         decoding, found = self.decoding, list[tuple[dict[int, int], str | None]]()
-        if len(self.rows) > 1 and self.new_tokens:  # without those that rows get behind their ends while others go on
+        if len(self.rows) > 1 and self.new_tokens:  # drops padding of rows that ended earlier
             lengths, (new,) = decoding.lengths, self.new_tokens
             self.new_tokens = [{row: token for row, token in new.items() if lengths[row] == decoding.length}]
         for place, new in enumerate(self.new_tokens or [{}], 1):
@@ -207,11 +209,12 @@ class RequestState(Generation):
         return found
 
     def result(self, reason: str | None) -> RequestResult:
-        """How it ended: by itself, or for a reason (`"cancelled"`, `"error"`). What goes wrong here is its error."""
+        """Makes the result; `reason` is `"cancelled"` or `"error"`, or `None` if the request ended by itself. Errors
+        raised here go into the result."""
         sequences: list[SequenceResult] = []
         try:
             sequences, failure = self._sequences(reason)
-        except Exception as caught:  # what an interrupt left of the decoding is no more to be read
+        except Exception as caught:  # after an interrupt the decoding may be inconsistent
             failure = caught
         admitted_at, recorded = self.request.admitted_at, self.request.prompt_logprobs
         queued = None if admitted_at is None else admitted_at - self._added
@@ -231,7 +234,7 @@ class RequestState(Generation):
         )
 
     def end_streamer(self) -> None:
-        """After the end, once it is told, unless the decoding has done it."""
+        """Ends the streamer after the result is output, unless the decoding has ended it."""
         if self._streamer is not None:
             with contextlib.suppress(Exception), let_in(waiting=False):
                 self._streamer.end()
@@ -239,12 +242,12 @@ class RequestState(Generation):
     def _sequences(self, reason: str | None) -> tuple[list[SequenceResult], Exception | None]:
         decoding, ids, scores = self.decoding, self.decoding.input_ids, None
         if isinstance(decoding, BeamDecoding):
-            if not decoding.is_done:  # nothing is settled
+            if not decoding.is_done:  # no sequence is final
                 return [SequenceResult([], reason or "cancelled") for _ in decoding.finish_reasons], None
             if decoding.finish_reasons[0] is None:
                 nothing = RuntimeError("no beam could end: the scores contain nan, or too few tokens have a finite one")
                 return [SequenceResult([], "error") for _ in decoding.finish_reasons], nothing
-            reason = "error"  # of beams that could not end, beside some that did
+            reason = "error"  # for beams that could not end, if others did
             scores, ids = decoding.returned(decoding.beam_scores).tolist(), decoding.returned(decoding.sequences)
         results: list[SequenceResult] = []
         failure: Exception | None = None
@@ -263,11 +266,11 @@ class RequestState(Generation):
 
 
 def _prompts_of(model: PreTrainedModel, call: LoopCall) -> Prompts:
-    """The one prompt of a request."""
+    """Returns a request's single prompt. Raises `ValueError` if its inputs make several different prompts."""
     given = call.arguments["model_kwargs"]
     unexpanded = call.unexpanded or (call.arguments["input_ids"], given)
     prompts = prompts_of(unexpanded, given, model.config.is_encoder_decoder)
-    if (count := len(prompts.paddings)) > 1:  # repeated by a `generate` of the model's own
+    if (count := len(prompts.paddings)) > 1:  # repeated by the model's own `generate`
         given = tensors_of((prompts.input_ids, prompts.model_kwargs))
         if any(len(x) == count and bool((x != x[:1]).any()) for x in given):
             raise ValueError(f"`inputs` make {count} prompts: pass those of one")

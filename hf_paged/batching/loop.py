@@ -26,8 +26,8 @@ from .request import Request, Sequence
 from .scheduling.scheduler import NeverFits, Scheduler, StepPlan
 from .speculator import Speculator
 
-MAX_IDLE_STEPS = 8  # that neither computed nor sampled
-MAX_FRUITLESS_STEPS = 10_000  # that preempted and brought no token, in a row
+MAX_IDLE_STEPS = 8  # steps in a row that neither computed nor sampled
+MAX_FRUITLESS_STEPS = 10_000  # steps in a row that preempted and produced no token
 _INTERRUPTED = "interrupted by {!r} while its token was chosen"
 
 Ready = list[tuple[Generation, Tensor]]
@@ -35,28 +35,29 @@ Ready = list[tuple[Generation, Tensor]]
 
 
 class EngineStalledError(RuntimeError):
-    """Several steps in a row neither computed nor sampled anything. The message holds the state."""
+    """Several steps in a row produced no token. The message holds the scheduler's state."""
 
 
 @dataclass(eq=False, repr=False)
 class StepLoop:
-    """Runs generations on one model, within `interrupts.held`: the bookkeeping of a step happens as a whole."""
+    """Runs generations on one model, within `interrupts.held`, so that no interrupt splits a step's bookkeeping."""
 
     executor: Executor
-    memory: PagedMemory  # its lock guards the tables
-    blocks: BlockManager  # whose tables the runner reads
+    memory: PagedMemory  # its lock guards the block tables
+    blocks: BlockManager  # owner of the block tables that the runner reads
     scheduler: Scheduler
     speculator: Speculator
-    ranks: Ranks | None = None  # processes that run the same generations in loops of their own
+    ranks: Ranks | None = None  # processes that each run the same generations in a loop
     num_steps: int = 0
     num_generated_tokens: int = 0
     num_preemptions: int = 0
     seconds: float = 0.0  # spent in steps
 
     def __post_init__(self) -> None:
-        self.untold: deque[Generation] = deque()  # that advanced or failed; callers take out what they have told
-        self._rows: dict[Request, list[tuple[Generation, int]]] = {}  # of unfinished requests: what each sequence is
-        self._split: list[Generation] = []  # that may have their logits already
+        # generations that advanced or failed and are not reported yet; callers remove those that they have reported
+        self.untold: deque[Generation] = deque()
+        self._rows: dict[Request, list[tuple[Generation, int]]] = {}  # by unfinished request, each sequence's row
+        self._split: list[Generation] = []  # new parts, which may have their logits already
         self._idle_steps = self._fruitless_steps = 0
 
     @property
@@ -84,7 +85,7 @@ class StepLoop:
         return self.speculator.counts()[2]
 
     def add(self, generation: Generation) -> None:
-        """Queues its requests. Raises `OutOfBlocksError`, with none queued, if one can never fit."""
+        """Queues the generation's requests. Raises `OutOfBlocksError`, with none queued, if one can never fit."""
         try:
             for part in generation.parts or [generation]:
                 if self.executor.runner.takes_drafts:
@@ -105,7 +106,7 @@ class StepLoop:
             self._split += generation.parts
 
     def release(self, generation: Generation) -> None:
-        """Between steps: takes out an unfinished generation, with nothing computed, for another loop to `add`."""
+        """Between steps: removes an unfinished generation, drops its K/V, and leaves it to another loop to `add`."""
         with self.memory.lock:
             for request in generation.requests:
                 if self._rows.pop(request, None) is not None and not request.is_finished:
@@ -117,7 +118,7 @@ class StepLoop:
 
     @property
     def first_waiting(self) -> Generation | None:
-        """Whose request is to be admitted next."""
+        """The generation whose request is to be admitted next."""
         request = self.scheduler.first_waiting
         return None if request is None else self._rows[request][0][0]
 
@@ -131,7 +132,7 @@ class StepLoop:
         generation.kept.clear()
 
     def change_weights(self, recompute: bool) -> None:
-        """Between steps: the weights are others now; `recompute` forgets the K and V of unfinished requests."""
+        """Between steps: notes that the weights changed; `recompute` drops the K/V of unfinished requests."""
         self.speculator.change_weights()
         with self.executor.lock:
             self.executor.change_weights()
@@ -140,8 +141,8 @@ class StepLoop:
                     self._loosen(self.scheduler.recompute())
 
     def step(self, window: Window) -> None:
-        """Schedules, computes and samples once, unless something is `untold`. An interrupt of the forward undoes the
-        step, one of a caller's own code ends its request. Raises `OutOfBlocksError` and `EngineStalledError`."""
+        """Schedules, computes and samples once, unless `untold` is not empty. An interrupt of the forward undoes the
+        step; an interrupt of a caller's code ends that request. Raises `OutOfBlocksError` and `EngineStalledError`."""
         if self.untold:
             return
         start = time.perf_counter()
@@ -164,25 +165,25 @@ class StepLoop:
             raise
 
     def propose(self, untold: deque[Generation]) -> None:
-        """Before `compute`, outside of `executor.attention`: candidates for the rows that speculate. Those whose source
-        fails are added to `untold`."""
+        """Drafts tokens for the rows that speculate, before `compute` and outside of `executor.attention`. Adds
+        generations whose source fails to `untold`."""
         if not self.speculator.is_due():
             return
 
         def fail(generation: Generation, error: Exception) -> None:
             self._fail(generation, error, untold)
 
-        # each source holds the lock of what it runs alone: two models may be each other's assistants
+        # a source locks only the model that it runs: two models may be each other's assistants
         self.speculator.propose(self.executor.num_embeddings, self.scheduler.num_rows, fail)
 
     def compute(self, untold: deque[Generation], isolates: bool = False) -> Ready:
-        """Schedules and computes once, within `executor.attention`. Returns the generations all of whose open rows have
-        their logits now; those whose forward failed are added to `untold` or, if it `isolates` and there are several,
-        released. Raises as `step`."""
+        """Schedules and computes once, within `executor.attention`. Returns the generations all of whose open rows now
+        have logits. Adds generations whose forward failed to `untold`; with `isolates`, if several failed together,
+        releases them instead. Raises as `step`."""
         batch, logits = self._compute(untold, isolates)
         try:
             ready = self._deliver(batch, logits)
-        except BaseException as cause:  # out of memory, say
+        except BaseException as cause:  # out of memory, for instance
             lost = self._generations_of([sequence for sequence, _ in batch.items if not sequence.num_to_compute])
             self._fail_all(lost, cause, untold)
             raise
@@ -196,8 +197,9 @@ class StepLoop:
         return ready
 
     def sample(self, ready: Ready, untold: deque[Generation], fetch: Fetch | None = None) -> BaseException | None:
-        """The next tokens of generations that `compute` returned, which are added to `untold`; `fetch` is
-        `sample_step`'s. Returns what interrupted a caller's own code. Another thread may compute others meanwhile."""
+        """Samples the next tokens of generations that `compute` returned, and adds these to `untold`; `fetch` as in
+        `sample_step`. Returns an interrupt of a caller's code. Another thread may compute other generations
+        meanwhile."""
         interrupt: BaseException | None = None
         try:
             results: list[Any] = sample_step([(generation.decoding, taken) for generation, taken in ready], fetch)
@@ -210,18 +212,18 @@ class StepLoop:
                         self._apply(generation, result)
                         generation.is_sampling = False
                         untold.append(generation)
-        except BaseException as cause:  # how far those that are not settled came is not known
+        except BaseException as cause:  # the progress of the remaining generations is unknown
             self._fail_all([generation for generation, _ in ready], cause, untold)
             raise
         return interrupt
 
     def _compute(self, untold: deque[Generation], isolates: bool) -> tuple[StepPlan, Tensor | None]:
-        """What was scheduled, and its logits, unless there was nothing to compute or that failed."""
+        """Returns the scheduled step and its logits; `None` if there was nothing to compute or the forward failed."""
         with self.executor.lock, self.executor.runner.ordered():
-            with self.memory.lock:  # no other thread changes tables before the copies that they await are made
+            with self.memory.lock:  # no other thread changes tables until their pending copies are made
                 try:
                     batch = self.scheduler.schedule()
-                except NeverFits as error:  # those behind it go on
+                except NeverFits as error:  # the requests behind it go on
                     for generation in self._generations_of(error.request.sequences):
                         self._fail(generation, error, untold)
                     return StepPlan(), None
@@ -232,7 +234,7 @@ class StepLoop:
                     self.undo_step()
                     raise
             try:
-                self.executor.notice_model()  # a hit may have been looked into
+                self.executor.notice_model()  # a prefix cache hit may have taken the model's fingerprint
                 self._loosen(batch.preempted)
                 self.executor.prefetch(self.scheduler.next_adapters())
                 logits = self._run(batch, untold, isolates) if batch.items else None
@@ -256,9 +258,9 @@ class StepLoop:
                 raise
             cause = error.cause if isinstance(error, PromptsError) else error
             if isinstance(cause, OutOfBlocksError) and self.blocks.num_unsized < num_unsized:
-                return None  # more is known now of how many blocks there can be: the step is taken again
+                return None  # the forward showed the blocks' true size, so that fewer fit: the step is repeated
             failed = self._generations_of([sequence for sequence, _ in batch.items])
-            if isinstance(error, AdapterError):  # the others take the step again
+            if isinstance(error, AdapterError):  # the other generations repeat the step
                 failed = [generation for generation in failed if generation.requests[0].adapter == error.adapter]
             if isinstance(error, PromptsError):
                 failed = [generation for generation in failed if _has_prompts(generation, error.prompts)]
@@ -282,11 +284,11 @@ class StepLoop:
         return logits
 
     def undo_step(self) -> None:
-        """Blocks already have the names of what was not computed, and states may have moved on."""
+        """Undoes the scheduled step: blocks are already named for tokens not computed, and states may have advanced."""
         with self.memory.lock:
             self.scheduler.fail_step()
             if self.executor.runner.has_states:
-                self.num_preemptions += len(self.scheduler.recompute())  # not for want of blocks: rows stay together
+                self.num_preemptions += len(self.scheduler.recompute())  # blocks are not short: no need to split rows
 
     def _deliver(self, batch: StepPlan, logits: Tensor | None) -> Ready:
         found: dict[Generation, dict[int, int]] = {}
@@ -322,7 +324,8 @@ class StepLoop:
         return ready
 
     def _unknown_token(self, sampled: SampledTokens) -> Exception | None:
-        """An error if the next forward would get an id that has no embedding: a caller's own code chose it."""
+        """Returns an error if the next forward would get an id without an embedding, which only a caller's code can
+        choose."""
         num_embeddings = self.executor.num_embeddings
         for row in sampled.rows:
             token = sampled.tokens[row]
@@ -371,10 +374,10 @@ class StepLoop:
             self._close(generation)
 
     def _settle_draft(self, generation: Generation, accepted: tuple[int, ...]) -> None:
-        """A row gets these tokens of its draft, and what is behind them is forgotten."""
+        """Appends the accepted draft tokens to the row, and drops the rest of the draft."""
         ((request, index),) = generation.rows
         sequence = request.sequences[index]
-        self.scheduler.settle_draft(sequence, len(accepted))  # unless it was preempted meanwhile
+        self.scheduler.settle_draft(sequence, len(accepted))  # does nothing if it was preempted meanwhile
         assert generation.decoding.draft is not None
         self.scheduler.timeline.verified(request, len(generation.decoding.draft.tokens), len(accepted))
         sequence.token_ids += accepted
@@ -383,7 +386,7 @@ class StepLoop:
         generation.decoding.draft = None
 
     def _loosen(self, preempted: list[Request]) -> None:
-        """Once blocks are short, rows that need not wait for one another no longer do."""
+        """Splits preempted generations whose rows are independent, so that these need not wait for each other."""
         self.num_preemptions += len(preempted)
         for request in preempted:
             with self.memory.lock:  # other threads may end requests
@@ -401,7 +404,8 @@ class StepLoop:
         return list(dict.fromkeys(generation for request in requests for generation, _ in self._rows.get(request, ())))
 
     def _fail(self, generation: Generation, error: BaseException, untold: deque[Generation]) -> BaseException | None:
-        """Ends it with an error, which is still to be told. Returns an interrupt, which is the caller's to raise."""
+        """Ends a generation with an error and adds it to `untold`. Returns `error` for the caller to raise if it is an
+        interrupt."""
         self.drop(generation)
         untold.append(generation)
         if isinstance(error, Exception):
@@ -426,7 +430,7 @@ class StepLoop:
 
     def _close(self, generation: Generation) -> None:
         for request, index in () if generation.parts else generation.rows:
-            # other parts may have rows of the request that go on
+            # other parts may still have open rows of the request
             if all(other is generation or other.is_closed for other, _ in self._rows.get(request, ())):
                 self._finish(request)
             elif index < len(request.sequences):
@@ -440,7 +444,7 @@ class StepLoop:
 
 
 def _tokens_of(plan: StepPlan) -> Iterator[int]:
-    """What a step computes, as far as it is the same in every process: blocks may have other ids."""
+    """Yields the part of a step that must be equal in every process; block ids may differ."""
     for sequence, query_len in plan.items:
         end = sequence.num_computed_tokens
         yield from (end, query_len, len(sequence.draft), zlib.crc32(repr(sequence.request.adapter).encode()))

@@ -1,5 +1,5 @@
-"""An engine over several processes, each of which holds a shard of the model's weights and the heads of keys and values
-that belong to it: the first one schedules and samples, the others take its steps (`serve_rank`)."""
+"""An engine over several processes, each with a shard of the model's weights and the K/V heads of that shard. Process 0
+schedules and samples; the others compute its steps (`serve_rank`)."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from .loop import StepLoop
 logger = logging.getLogger(__name__)
 
 Changes = list[tuple[int, list[int]]]
-"""Of each block table of a step: how many of the block ids that the table in its place had it begins with, and those
-behind them."""
+"""For each block table of a step: how many leading block ids it shares with the previous table at its position, and the
+block ids after them."""
 
 
 class HeldThere(NamedTuple):
-    """In the place of what each process has in its own host memory."""
+    """Stands for `HostBlocks`, which each process keeps in its own host memory."""
 
     number: int
 
 
 class TableHistory:
-    """Block tables of a step as what changed since the step before, as most only grow."""
+    """Encodes a step's block tables as changes since the previous step, as most tables only grow."""
 
     def __init__(self) -> None:
         self._known: list[list[int]] = []
@@ -60,15 +60,15 @@ class TableHistory:
         return found
 
     def tables(self, changes: Changes) -> list[list[int]]:
-        """What `changes` was given in the other process."""
+        """Returns the tables that the other process passed to `changes`."""
         tables = [[*self._known[row][:count], *new] if count else new for row, (count, new) in enumerate(changes)]
         self._known[: len(changes)] = map(list, tables)
         return tables
 
 
 class Leader:
-    """The side of the first process: has the others do to their blocks and models what is done here, in the same order.
-    What needs no answer waits for the next message; each step is one."""
+    """Process 0's side: makes the other processes repeat its operations on blocks and models, in the same order.
+    Operations that need no answer are queued until the next message; each step sends one."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self._pid, self._is_open = ranks, os.getpid(), True
@@ -79,7 +79,8 @@ class Leader:
         ranks.take()
 
     def check_served(self, model: PreTrainedModel, config: PagedConfig) -> None:
-        """Raises `ValueError` for what an engine over several processes cannot do, `RuntimeError` once it is closed."""
+        """Raises `ValueError` for options that an engine over several processes does not serve, `RuntimeError` once
+        the engine is closed."""
         if not self._is_open:
             raise RuntimeError(
                 "the engine was closed, and `serve_rank` has returned in the other processes: make a new one"
@@ -97,7 +98,7 @@ class Leader:
                 )
 
     def choose_layout(self, config: PagedConfig) -> None:
-        """`factory.choose_layout` comes next."""
+        """Makes the others call `factory.choose_layout`, which this process calls next."""
         self._send("choose_layout", config)
 
     def make(self, model: PreTrainedModel, config: PagedConfig, loop: StepLoop) -> None:
@@ -106,7 +107,7 @@ class Leader:
         self._note("make", config)
 
     def begin(self) -> None:
-        """Work begins on the model as it is now."""
+        """Makes the others begin work, on the model's current state."""
         self._note("begin")
 
     def retire(self) -> None:
@@ -144,7 +145,7 @@ class Leader:
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Around a forward: if it fails here, it is looked into whether it came to its end in all processes."""
+        """Wraps a forward: if it fails here, checks whether it ended in all processes."""
         try:
             yield
         except RankLostError:
@@ -164,7 +165,7 @@ class Leader:
 
     def moved(self, name: str, group: GroupMemory, arguments: tuple[Any, ...], result: Any) -> None:
         number = next((number for number, each in enumerate(self._groups) if each is group), None)
-        if number is None:  # of a model that is here alone
+        if number is None:  # memory of a model that only this process has
             return
         named = [HeldThere(id(x)) if isinstance(x, HostBlocks) else x for x in arguments]
         self._note("move", name, number, named, id(result))
@@ -172,7 +173,7 @@ class Leader:
             weakref.finalize(result, self._note, "forget", id(result)).atexit = False
 
     def close(self) -> None:
-        """The other processes go on behind their `serve_rank`."""
+        """Makes `serve_rank` return in the other processes."""
         if self._is_open and self._pid == os.getpid():
             try:
                 with contextlib.suppress(RankLostError):
@@ -191,8 +192,8 @@ class Leader:
 
 
 def lead(model: PreTrainedModel, owner: Any) -> Leader | None:
-    """What an engine tells the other processes that hold shards of its model, for as long as `owner` lives; `None`
-    without such. Raises `ValueError` in those."""
+    """Returns the leader of the processes that hold shards of the model, closed when `owner` is collected; `None` if
+    the model is in one process. Raises `ValueError` in processes other than 0."""
     ranks = ranks_of(model)
     if ranks is None:
         return None
@@ -208,7 +209,7 @@ def lead(model: PreTrainedModel, owner: Any) -> Leader | None:
 
 
 class Follower:
-    """The side of the other processes. Methods are what a [`Leader`] orders, by name."""
+    """The other processes' side. A [`Leader`] calls its methods by name."""
 
     def __init__(self, model: PreTrainedModel, ranks: Ranks) -> None:
         self.model, self.ranks = model, ranks
@@ -216,12 +217,12 @@ class Follower:
         self._runner: Any
         self._executor: Any
         self._groups: list[GroupMemory]
-        self._hosts: dict[int, HostBlocks]  # what went to host memory, by the leader's name for it
-        self._failure: Exception | None = None  # of the last forward, if the leader's did not fail, too
+        self._hosts: dict[int, HostBlocks]  # swapped-out blocks, by the leader's number
+        self._failure: Exception | None = None  # the last forward's error, until the leader reports that it failed, too
         self.retire()
 
     def serve(self) -> None:
-        """Until the leader's engine is closed."""
+        """Executes orders until the leader's engine is closed."""
         while True:
             for name, num_blocks, arguments in pickle.loads(self.ranks.receive()):
                 if name == "end":
@@ -257,10 +258,10 @@ class Follower:
         adapter: Hashable,
         autocast: torch.dtype | None,
     ) -> None:
-        if self._failure is not None:  # which has left the other processes alone in a forward
+        if self._failure is not None:  # only this process failed, and left the others in that forward
             raise self._failure
         using: Any = contextlib.nullcontext()
-        if isinstance(adapter, list):  # before the forward: one that is not here ends this process
+        if isinstance(adapter, list):  # before the forward: a missing adapter ends this process
             using = mixing(self.model, self._adapters.mix_named(adapter))
         elif isinstance(adapter, str):
             check_adapter(self.model, adapter)
@@ -294,7 +295,7 @@ class Follower:
         self._adapters.prefetch(files)
 
     def forget_adapter(self, file: AdapterFile) -> None:
-        if self._executor is not None:  # else told by the loop before
+        if self._executor is not None:  # else the order is from an earlier loop
             self._adapters.store.forget(file)
 
     def forget_model(self) -> None:
@@ -322,7 +323,7 @@ class Follower:
         self._hosts.pop(number, None)
 
     def _grow(self, num_blocks: list[int]) -> None:
-        """Each pool has as many blocks as the leader's, at least."""
+        """Grows each pool to at least the leader's number of blocks."""
         for group, count in zip(self._groups, num_blocks):
             missing = count - group.pool.num_blocks
             if missing > 0:
@@ -332,9 +333,9 @@ class Follower:
 
 def serve_rank(model: Any) -> None:
     """
-    Serves a [`PagedEngine`] of process 0 in the other processes that hold shards of its model, as `from_pretrained(...,
-    tp_plan="auto")` under `torchrun` makes them. Returns when that engine is closed (the end of its `with`), or
-    collected; Ctrl-C waits for that.
+    Serves a [`PagedEngine`] of process 0 in the other processes that hold shards of its model (made by
+    `from_pretrained(..., tp_plan="auto")` under `torchrun`). Returns when that engine is closed (the end of its `with`)
+    or garbage-collected; Ctrl-C waits for that.
 
         if torch.distributed.get_rank() == 0:
             with hf_paged.PagedEngine(model, tokenizer=tokenizer) as engine:
@@ -346,8 +347,8 @@ def serve_rank(model: Any) -> None:
         model ([`PreTrainedModel`] or `PeftModel`): This process's shard, in the mode (train or eval) of process 0's.
 
     Raises:
-        ValueError: in process 0, and for a model that is in one process.
-        RankLostError: if another of the processes has ended.
+        ValueError: in process 0, and for a model that is not sharded.
+        RankLostError: if another process has ended.
     """
     own = base_model(model)
     check_generates(own)

@@ -1,4 +1,4 @@
-"""What waits and runs: requests and their sequences. Plain Python: no tensors, no policy."""
+"""Requests and their sequences. Plain Python: no tensors, no policy."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ class Status(Enum):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Sequence:
-    """One row's tokens. Where `num_computed_tokens` equals `num_tokens`, it has its logits and waits for a token."""
+    """One row's tokens. With `num_computed_tokens == num_tokens` it has its logits and waits for the next token."""
 
-    token_ids: list[int]  # prompt and generated tokens; the list becomes the sequence's own
+    token_ids: list[int]  # prompt and generated tokens; the sequence owns the list
     request: Request = field(init=False)
-    index: int = field(default=0, init=False)  # its place in `request.sequences`
-    # whose K and V are in its blocks, or will be after the step
+    index: int = field(default=0, init=False)  # position in `request.sequences`
+    # tokens with K and V in its blocks, counting those of the scheduled step
     num_computed_tokens: int = field(default=0, init=False)
-    # candidates for its next tokens: the step that computes its last token computes them behind it, as rows of their
-    # own, and they are in the tables until it is known which of them are accepted
+    # draft tokens: computed in the same step as the last token, behind it; they stay in the block tables until the
+    # step's sampling has accepted or rejected them
     draft: list[int] = field(default_factory=list, init=False)
-    # meanwhile, where a model has states: its blocks, and its state, as they were before
+    # meanwhile, for models with states: the blocks and the state from before the draft
     before_draft: SequenceBlocks = field(default=NO_BLOCKS, init=False)
-    # while preempted: how many tokens it had when it last had its logits; with no more than that it needs no forward
+    # while preempted: its length when it last had logits; at that length it needs no forward
     num_answered_tokens: int = field(default=0, init=False)
-    blocks: SequenceBlocks = field(default=NO_BLOCKS, init=False)  # also while recomputation is due, and in the end
-    swapped: Any = field(default=None, init=False)  # the swapper's, while its blocks are on the host
+    # `NO_BLOCKS` also while it awaits recomputation, and once it is finished
+    blocks: SequenceBlocks = field(default=NO_BLOCKS, init=False)
+    swapped: Any = field(default=None, init=False)  # the swapper's record, while its blocks are on the host
     is_finished: bool = field(default=False, init=False)
 
     @property
@@ -47,7 +48,7 @@ class Sequence:
 
     @property
     def keys(self) -> list[Any]:
-        """What the prefix index knows its tokens by."""
+        """The prefix index's keys of its tokens: the token ids, or hashable stand-ins for other inputs."""
         keys, inputs = self.request.keys, self.request.inputs
         if keys is None or inputs is None:
             return self.token_ids
@@ -56,11 +57,11 @@ class Sequence:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the next that is computed of it is its prompt, as a whole, with what is more than token ids of it."""
+        """Whether its next forward computes the whole prompt at once, because that has inputs beside token ids."""
         return self.request.inputs is not None and not self.num_computed_tokens
 
     def become(self, other: Sequence, forking: BlockManager | None) -> None:
-        """Goes on as the other does: with a fork of its blocks, or without a manager to fork them, with these."""
+        """Takes over the other's state: a fork of its blocks, or without a manager the blocks themselves."""
         self.blocks = forking.fork(other.blocks) if forking and other.blocks is not NO_BLOCKS else other.blocks
         self.token_ids, self.swapped = list(other.token_ids), other.swapped
         self.num_computed_tokens, self.num_answered_tokens = other.num_computed_tokens, other.num_answered_tokens
@@ -74,32 +75,32 @@ class Request:
     """One prompt with the sequences that grow from it (samples or beams): the unit of admission and of preemption."""
 
     request_id: Hashable
-    sequences: list[Sequence]  # most often one, holding the prompt, which is forked once it is computed
-    max_num_tokens: int  # the longest that a sequence of it can get
-    num_rows: int = 1  # sequences that it will have after forking
+    sequences: list[Sequence]  # usually one, holding the prompt, which is forked once it is computed
+    max_num_tokens: int  # the maximal length of a sequence
+    num_rows: int = 1  # number of sequences after forking
     priority: int = 0  # lower runs earlier
     namespace: Hashable = None  # prefixes are shared only within it: the adapter and the cache salt
-    adapter: Hashable = None  # what its forwards run with: an adapter of the model's, by name, or an `AdapterFile`
-    adapter_bytes: int = 0  # of weights that need a place in the pool while it runs
-    # the call's `Prompts`, which are the runner's, and which row of them it is, where a prompt is more than its token
-    # ids: it is computed as a whole, by the model's own forward
+    adapter: Hashable = None  # the name of an adapter of the model, or an `AdapterFile`
+    adapter_bytes: int = 0  # size of the adapter weights that the pool must hold while it runs
+    # for a prompt with inputs beside token ids: the call's `Prompts`, which the runner reads, and the row in them; the
+    # model's own forward computes such a prompt as a whole
     inputs: tuple[Any, int] | None = None
-    num_encoder_tokens: int = 0  # whose keys and values all its rows attend to
-    encoded: SequenceBlocks = field(default=NO_BLOCKS, init=False)  # what holds these, while it runs
-    keys: list[Hashable] | None = None  # what the prefix index knows the prompt's tokens by, if not by their ids
-    num_content: int = 0  # tokens up to the last that stands for other content: a prefix that is served holds them all
+    num_encoder_tokens: int = 0  # length of the encoder output that all its rows attend to
+    encoded: SequenceBlocks = field(default=NO_BLOCKS, init=False)  # blocks of the encoder output, while it runs
+    keys: list[Hashable] | None = None  # the prefix index's keys of the prompt's tokens, if not their ids
+    num_content: int = 0  # tokens up to the last placeholder of media content: a reused prefix must cover them all
     status: Status = Status.WAITING
-    key: tuple[float, int] = (0, 0)  # the scheduler's order; how many requests came before
+    key: tuple[float, int] = (0, 0)  # sort key of the scheduler; number of earlier arrivals
     admitted_at: float | None = None  # when it was first in a batch, in seconds of `time.perf_counter`
     num_prompt_tokens: int = field(init=False)  # of its shortest sequence when it was added
-    num_open_rows: int = field(init=False)  # that are not finished, those still to be forked included
-    num_shared_tokens: int = 0  # while its rows are recomputed: tokens that the first computes for all of them
+    num_open_rows: int = field(init=False)  # unfinished sequences, including those still to be forked
+    num_shared_tokens: int = 0  # while its rows are recomputed: tokens that the first row computes for all
     num_preemptions: int = 0
-    drafts_first: bool = False  # its first token has a draft, too: the last of its prompt is computed by itself
-    num_tokens_alone: int = -1  # of its sequences when it last gave up its blocks while no other request ran
-    rope_factors: int = 0  # what stands for those of its rotary embeddings (`Scheduler.rope`)
-    num_hit_tokens: int = 0  # of its prompt that the prefix cache had when it was first admitted
-    prompt_logprobs: Any = None  # what records those of its prompt as it is computed (`scores.PromptLogprobs`)
+    drafts_first: bool = False  # the first new token is drafted, too: a step of its own computes the last prompt token
+    num_tokens_alone: int = -1  # total length of its sequences when it was last preempted while it ran alone
+    rope_factors: int = 0  # identifies its rotary factors (`Scheduler.rope`)
+    num_hit_tokens: int = 0  # prompt tokens found in the prefix cache when it was first admitted
+    prompt_logprobs: Any = None  # recorder of the prompt's log-probabilities (`scores.PromptLogprobs`)
 
     def __post_init__(self) -> None:
         sequences, self.sequences = self.sequences, []
@@ -126,12 +127,12 @@ class Request:
 
     @property
     def is_computed(self) -> bool:
-        """Whether all tokens that it has are computed: it waits for the next ones."""
+        """Whether all its tokens are computed, so that it waits for the next ones."""
         return not any(sequence.num_to_compute for sequence in self.sequences if not sequence.is_finished)
 
     @property
     def is_answered(self) -> bool:
-        """Whether, being preempted, it has nothing to compute until a sequence gets a token."""
+        """Whether it was preempted and has nothing to compute until a sequence gets a token."""
         return all(sequence.num_answered_tokens == len(sequence.token_ids) for sequence in self.open_sequences)
 
     def fork(self, blocks: BlockManager, count: int) -> None:
@@ -141,10 +142,10 @@ class Request:
             twin.become(first, blocks)
 
     def permute(self, blocks: BlockManager, parents: list[int], tokens: list[int]) -> None:
-        """Sequence `i` becomes what `parents[i]` was, then `tokens[i]`: no K or V moves. Finished ones stay."""
+        """Replaces sequence `i` by `parents[i]` plus `tokens[i]`; copies no K or V. Finished sequences stay."""
         old = [copy.copy(sequence) for sequence in self.sequences]
         moved = [row for row, parent in enumerate(parents) if row != parent and not old[row].is_finished]
-        taken = set(range(len(old))) - set(moved)  # whose tables are taken already
+        taken = set(range(len(old))) - set(moved)  # rows whose tables already have an owner
         for row in moved:
             self.sequences[row].become(old[parents[row]], blocks if parents[row] in taken else None)
             taken.add(parents[row])

@@ -1,4 +1,4 @@
-"""What a `PagedEngine` gives back: new tokens as they come, and a result for each request."""
+"""Outputs of a `PagedEngine`: new tokens of each step, results of requests, statistics."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class SequenceResult:
     One sequence of a request.
 
     Args:
-        token_ids (`list[int]`): The new tokens, up to and including the one that ended it.
-        finish_reason (`str`): `"eos"`, `"length"`, `"stop_string"`, `"criteria"`, `"cancelled"` or `"error"`, which a
-            single beam may have when fewer were found than were asked for.
-        text (`str`, *optional*): The new tokens decoded, when the engine has a tokenizer (that can decode them).
+        token_ids (`list[int]`): The new tokens, up to and including the last one.
+        finish_reason (`str`): `"eos"`, `"length"`, `"stop_string"`, `"criteria"`, `"cancelled"` or `"error"`. Single
+            beams get `"error"` if beam search found fewer sequences than requested.
+        text (`str`, *optional*): The decoded new tokens, if the engine has a tokenizer (that can decode them).
         logprobs (`list[tuple[float, float]]`, *optional*): For each new token its log-probability under the model (full
             vocabulary, no processors: `log_softmax` of `output_logits`) and under the distribution it was chosen from
-            (`log_softmax` of `output_scores`; of beams, the number that their score adds up).
+            (`log_softmax` of `output_scores`; for beams, its summand in the beam's score).
         score (`float`, *optional*): The score of a beam, length penalty included.
         top_logprobs (`list[list[tuple[int, float, float]]]`, *optional*): For each new token the `top_logprobs` most
             probable tokens under the model, best first, each with its log-probabilities as in `logprobs`.
@@ -48,22 +48,23 @@ class SequenceResult:
 @dataclass(frozen=True)
 class RequestResult:
     """
-    How a request ended. `token_ids`, `text`, `finish_reason` and `logprobs` are those of its first sequence.
+    The result of a request. `token_ids`, `text`, `finish_reason` and `logprobs` are those of its first sequence.
 
     Args:
-        request_id (`str`): As given to, or by, `add_request`.
+        request_id (`str`): The id passed to, or returned by, `add_request`.
         prompt_ids (`list[int]`): The prompt.
         sequences (`list[SequenceResult]`): One, or `num_return_sequences`, best beam first.
-        error (`Exception`, *optional*): What ended the request early, or what the tokenizer raised over its tokens.
-        timings ([`Timings`]): When what happened.
+        error (`Exception`, *optional*): The error that ended the request early, or that the tokenizer raised.
+        timings ([`Timings`]): Time in the queue, to the first token, and to the end.
         num_prefix_hit_tokens (`int`): Prompt tokens found in the prefix cache when it was first admitted.
-        num_preemptions (`int`): How often the request had to give its blocks up.
-        prompt_logprobs (`list[float | None]`, *optional*): Of each token of the prompt the log-probability under the
-            model, behind those before it; `None` for the first, and for those that were not computed before the end.
-        prompt_top_logprobs (`list[list[tuple[int, float]]]`, *optional*): In the place of each token of the prompt the
-            `top_logprobs` most probable ones, best first, with their log-probabilities; none where there is no number.
-        num_drafts, num_draft_tokens, num_accepted_tokens (`int`): How often forwards verified candidates for its
-            tokens, how many, and those of them that became its tokens.
+        num_preemptions (`int`): How often the request was preempted.
+        prompt_logprobs (`list[float | None]`, *optional*): The log-probability of each prompt token under the model,
+            given the tokens before it; `None` for the first, and for tokens not computed before the request ended.
+        prompt_top_logprobs (`list[list[tuple[int, float]]]`, *optional*): At the position of each prompt token, the
+            `top_logprobs` most probable tokens, best first, with their log-probabilities; empty where
+            `prompt_logprobs` is `None`.
+        num_drafts, num_draft_tokens, num_accepted_tokens (`int`): Number of verified drafts, of tokens in them, and of
+            accepted tokens.
     """
 
     request_id: str
@@ -99,13 +100,13 @@ class RequestResult:
 @dataclass(frozen=True)
 class RequestOutput:
     """
-    What one step did for one request: one of several, in order, where it brought several tokens of a sequence.
+    New tokens of one request from one step. A step that accepts a draft returns several of them, in order.
 
     Args:
-        request_id (`str`): Whose.
-        new_tokens (`dict[int, int]`): By sequence of the request, its new token. Empty for beams, whose tokens are not
-            settled before the end.
-        text (`str`, *optional*): What the first sequence's new tokens add to its text, when the engine has a tokenizer.
+        request_id (`str`): The request's id.
+        new_tokens (`dict[int, int]`): The new token of each sequence, by its index in the request. Empty for beam
+            search, whose tokens are final only at the end.
+        text (`str`, *optional*): The text that the first sequence's new tokens add, if the engine has a tokenizer.
         result ([`RequestResult`], *optional*): Set when the request has ended.
     """
 
@@ -123,11 +124,12 @@ class RequestOutput:
 @dataclass(frozen=True)
 class Histogram:
     """
-    How many values were at most how large.
+    Counts of values by upper limit.
 
     Args:
-        bounds (`tuple[float, ...]`): Upper limits, in rising order.
-        counts (`tuple[int, ...]`): For each limit the values above the limit before it, and last those above all.
+        bounds (`tuple[float, ...]`): Upper limits (inclusive), in rising order.
+        counts (`tuple[int, ...]`): For each limit, the number of values up to it and above the previous one; last, the
+            number above all limits.
         total (`float`): The sum of the values.
     """
 
@@ -136,13 +138,13 @@ class Histogram:
     total: float = 0.0
 
     def with_value(self, value: float) -> Histogram:
-        """The same with one value more."""
+        """Returns a copy with one more value."""
         counts = list(self.counts or [0] * (len(self.bounds) + 1))
         counts[bisect_left(self.bounds, value)] += 1
         return Histogram(self.bounds, tuple(counts), self.total + value)
 
 
-# Seconds: 1, 2, 5 times powers of ten, as in Prometheus' own metrics; from what a small model needs to minutes.
+# Seconds: 1, 2, 5 times powers of ten, as in Prometheus' own metrics; from small models' times to minutes.
 FIRST_TOKEN_SECONDS = Histogram((0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0))
 OUTPUT_TOKEN_SECONDS = Histogram((0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0))
 
@@ -150,34 +152,32 @@ OUTPUT_TOKEN_SECONDS = Histogram((0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.
 @dataclass(frozen=True)
 class EngineStats:
     """
-    What a `PagedEngine` holds and has done since it was made.
+    The current state of a `PagedEngine`, and counters since it was made.
 
     Args:
         num_blocks (`int`, *optional*): Blocks that may be in use at once; `None`: no limit was set.
         used_blocks, shared_blocks, cached_blocks, peak_blocks (`int`): Blocks held by a sequence; by more than one;
-            kept for the prefix cache; the most that were held since `PagedEngine.memory` was made.
-        used_bytes, peak_bytes (`int`): Bytes of those blocks over all layers.
+            kept for the prefix cache; the most held at once since `PagedEngine.memory` was made.
+        used_bytes, peak_bytes (`int`): Bytes of the used blocks, and of the peak, over all layers.
         budget_bytes, tier_host_bytes, tier_disk_bytes, tier_kept_blocks, tier_restored_blocks, block_sizes: As in
             [`MemoryStats`].
-        waste_percent (`float`): Slots allocated and not used at the peak.
+        waste_percent (`float`): Share of allocated slots that were unused at the peak.
         num_running, num_waiting (`int`): Requests in the batch, and waiting for room.
         num_finished, num_preemptions, num_swaps (`int`): Since the engine was made.
         num_prompt_tokens, num_prefix_hit_tokens, num_generated_tokens, num_steps (`int`): Since the engine was made.
-        num_captured_steps (`int`): Forwards that were replays of a graph; a step with adapters that need forwards of
-            their own has several.
-        num_drafts, num_draft_tokens, num_accepted_tokens (`int`): How often candidates were verified behind the last
-            token of a row, how many, and those of them that became tokens (`PagedConfig.speculation`,
-            `assistant_model`), since the engine was made.
-        num_adapter_hits, num_adapter_loads, num_adapter_evictions (`int`): Of adapters in folders, since the engine was
-            made: requests that were admitted while theirs had a place in the pool already, loads from files, and how
-            often one lost its place.
+        num_captured_steps (`int`): Forwards replayed from a graph; a step with adapters that cannot share a forward
+            has several forwards.
+        num_drafts, num_draft_tokens, num_accepted_tokens (`int`): Verified drafts, tokens in them, and accepted tokens
+            (`PagedConfig.speculation`, `assistant_model`), since the engine was made.
+        num_adapter_hits, num_adapter_loads, num_adapter_evictions (`int`): For adapters in folders, since the engine
+            was made: requests admitted while the pool already held their adapter, loads from files, and evictions.
         seconds (`float`): Time spent in steps.
         tokens_per_second (`float`): Generated tokens over `seconds`.
-        first_token_seconds, output_token_seconds ([`Histogram`]): Of the requests that ended since the engine was made:
-            from their arrival to their first new token; a token after the first, on average over the longest sequence
-            of a request.
+        first_token_seconds, output_token_seconds ([`Histogram`]): For the requests that ended since the engine was
+            made: time from arrival to the first new token; mean time of each later token, over a request's longest
+            sequence.
         route ([`Route`], *optional*): How requests are served, as `PagedEngine.route`.
-        kv_dtype (`str`, *optional*): What keys and values are stored in (`PagedConfig.kv_dtype`).
+        kv_dtype (`str`, *optional*): The storage dtype of K/V (`PagedConfig.kv_dtype`).
     """
 
     num_blocks: int | None
@@ -224,10 +224,10 @@ class TextTracker:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.token_ids: list[int] = []
-        self._start = self._shown = 0  # tokens decoded for context; tokens whose text was given out
+        self._start = self._shown = 0  # first token that is decoded, for context; number of tokens already returned
 
     def add(self, token_ids: list[int], last: bool = False) -> str:
-        """What `token_ids` add to the text so far. If the tokenizer raises, they have not been added."""
+        """Returns the text that `token_ids` add. If the tokenizer raises, they have not been added."""
         token_ids = self.token_ids + token_ids
         ends = self._shown, len(token_ids)
         before, now = (self.tokenizer.decode(token_ids[self._start : end], skip_special_tokens=True) for end in ends)

@@ -1,4 +1,4 @@
-"""Prefixes that a user saves to a file and loads again: the cached blocks of one prompt of an engine."""
+"""Saves and loads prefixes: the cached blocks of one prompt of an engine, in a file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from .loop import StepLoop
 
 @contextlib.contextmanager
 def _between_steps(core: EngineCore) -> Iterator[tuple[StepLoop, PrefixStore]]:
-    """The engine's loop, once the fingerprint of the weights of now is that of its blocks, and what names these."""
+    """Yields, between two steps, the engine's loop and a store that names and copies its blocks, after verifying the
+    blocks against the fingerprint of the current weights."""
     with core.lock:
         core.wait_for_resume()
         loop = core.get_loop()
@@ -51,12 +52,12 @@ def _between_steps(core: EngineCore) -> Iterator[tuple[StepLoop, PrefixStore]]:
 
 
 def _needed(loop: StepLoop, links: Sequence[Link]) -> list[range]:
-    """The blocks of each group that a sequence behind this path needs."""
+    """Returns, for each group, the positions of the blocks that a sequence after these links needs."""
     return [loop.blocks.index.needed(group, len(links)) for group in range(len(loop.blocks.groups))]
 
 
 def saved_to(path: Any) -> Path:
-    """The file of that path. Raises `OSError` where none can be."""
+    """Returns `path` as a `Path`. Raises `OSError` if no file can be written there."""
     target = Path(os.fspath(path))
     if not target.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "there is no such folder", str(target.parent))
@@ -66,7 +67,7 @@ def saved_to(path: Any) -> Path:
 
 
 def save(core: EngineCore, token_ids: list[int], namespace: tuple[Hashable, ...], target: Path) -> int:
-    """Writes the cached full blocks of these tokens; returns how many tokens they hold."""
+    """Writes the cached full blocks of `token_ids` to `target`; returns how many tokens they hold."""
     with _between_steps(core) as (loop, store):
         manager, rope = loop.blocks, loop.scheduler.rope
         num_tokens = len(token_ids) // manager.block_size * manager.block_size
@@ -102,7 +103,7 @@ def save(core: EngineCore, token_ids: list[int], namespace: tuple[Hashable, ...]
 
 
 def load(core: EngineCore, path: Any) -> int:
-    """Brings the blocks of such a file into the pool, cached; returns how many tokens they hold."""
+    """Loads the blocks of a saved file into the pool's prefix cache; returns how many tokens they hold."""
     try:
         parts, metadata = from_bytes(Path(os.fspath(path)).read_bytes())
         token_ids, namespace = json.loads(metadata["token_ids"]), _tuples(json.loads(metadata["namespace"]))
@@ -141,11 +142,11 @@ def load(core: EngineCore, path: Any) -> int:
 
 
 def _tuples(value: Any) -> Any:
-    """What JSON has made lists of."""
+    """Converts JSON's nested lists back to tuples."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _row(layers: Layers, place: int) -> Layers:
-    """One block of each layer."""
+    """Cuts the block at `place` out of each layer."""
     cut = {i: (layer, [tensor[place : place + 1] for tensor in layer.blocks.data]) for i, layer in layers.items()}
     return {i: HostLayer(layer.blocks.like(data), layer.device) for i, (layer, data) in cut.items()}

@@ -1,4 +1,4 @@
-"""One `StepLoop` for the `generate` calls that overlap on a model: they share forwards, and each samples by itself."""
+"""One `StepLoop` for overlapping `generate` calls on a model: they share forwards, and each samples in its thread."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from .generation import Generation
 from .loop import Ready, StepLoop
 
 MIN_PATIENCE, MAX_PATIENCE = 0.002, 0.05  # seconds that a step waits for callers that sample
-_POLL = 0.05  # seconds after which a waiting thread looks for signals, and for blocks that were short
-_MAX_SHORT = 60.0  # seconds after which calls that hold blocks are taken to wait for those that need them
+_POLL = 0.05  # seconds after which a waiting thread checks for signals, and for missing blocks
+_MAX_SHORT = 60.0  # seconds of waiting for blocks after which a deadlock with the calls that hold them is assumed
 
 T = TypeVar("T")
 MakeLoop = Callable[[], StepLoop]
@@ -43,24 +43,24 @@ class Caller:
     ready: Ready = field(default_factory=list)  # logits that it has not taken yet
     error: Exception | None = None
     samples_since: float | None = None  # by `time.perf_counter`; `None` while it waits for logits
-    is_late: bool = False  # its last tokens took longer than the others wait
+    is_late: bool = False  # its last sampling took longer than the others wait
 
 
 class SharedLoop:
-    """Iteration-level scheduling (Orca, OSDI 2022) over callers: the thread of one that waits for logits takes the step
-    for all, if no other does. It waits for callers that still sample, but not for long, and not for one that was late
-    before. Each caller's processors, criteria and streamer run in its own thread, with no lock held."""
+    """Iteration-level scheduling (Orca, OSDI 2022) over callers: the thread of a caller that waits for logits takes the
+    step for all, unless another thread does. It first waits briefly for callers that still sample, except for those
+    that were late before. A caller's processors, criteria and streamer run in its own thread, with no lock held."""
 
     def __init__(self, loop: StepLoop) -> None:
         self.loop = loop
-        self.num_users = 0  # of `shared_loop`, which counts them
+        self.num_users = 0  # open `shared_loop` contexts
         self._lock = forks.rlock()
         self._callers: dict[Generation, Caller] = {}
-        self._stepper: Caller | None = None  # whose thread computes now
-        self._leaving: list[Generation] = []  # dropped once the step is over, which may write to their blocks
-        self._step_seconds = 0.0  # of the last step
-        self._short_since = 0.0  # when nothing could run for want of blocks, by `time.perf_counter`; 0: it can
-        self._retry_at = 0.0  # no step before
+        self._stepper: Caller | None = None  # the caller whose thread takes a step now
+        self._leaving: list[Generation] = []  # dropped after the current step, which may write to their blocks
+        self._step_seconds = 0.0  # duration of the last step
+        self._short_since = 0.0  # since when no step could run for lack of blocks, by `time.perf_counter`; 0 otherwise
+        self._retry_at = 0.0  # earliest time of the next step
         forks.in_child(self)
 
     def run(
@@ -71,11 +71,12 @@ class SharedLoop:
         finish: Callable[[StepLoop], T],
         make: MakeLoop,
     ) -> T:
-        """Runs the generation to its end and returns `finish(loop)`, called before its blocks go. Raises what ended it:
-        an error of its forward once that was computed without the other callers' rows, in a loop of its own that `make`
-        returns. `checks_weights` and `replays` as in `Executor.begin`. For use within `interrupts.held`."""
-        stepper = self._stepper  # which another thread may change
-        if stepper is None or stepper.thread != threading.get_ident():  # else within a forward of its own
+        """Runs the generation to its end and returns `finish(loop)`, called before its blocks are freed. Raises the
+        error that ended the generation. If a forward shared with other callers fails, the generation is computed again
+        in a separate loop from `make`, and an error there is raised. `checks_weights` and `replays` as in
+        `Executor.begin`. For use within `interrupts.held`."""
+        stepper = self._stepper  # a copy: another thread may change it
+        if stepper is None or stepper.thread != threading.get_ident():  # else this call is nested in this thread's step
             executor = self.loop.executor
             window = Window(is_call=True, is_open=not (checks_weights or replays), is_settled=not checks_weights)
             is_released = False
@@ -111,7 +112,7 @@ class SharedLoop:
                 raise generation.error
 
     def _fetch(self, caller: Caller, run_ahead: Fetch, tokens: Tensor) -> list[int]:
-        """The next step is launched ahead by a caller that is alone."""
+        """Brings tokens to the host; a caller that is alone also launches the next step ahead (`run_ahead`)."""
         with self._lock:
             if len(self._callers) > 1 or self._stepper is not None:
                 found: list[int] = tokens.tolist()
@@ -123,7 +124,7 @@ class SharedLoop:
             self._end_step([], [])
 
     def _wait_for_logits(self, caller: Caller) -> Ready:
-        """Logits of the caller's rows; an empty list once it is released. Raises what a forward raised."""
+        """Returns logits of the caller's rows; an empty list once it is released. Raises the error of a forward."""
         now = time.perf_counter()
         with self._lock:
             if caller.samples_since is not None:
@@ -153,20 +154,20 @@ class SharedLoop:
         return min(max(MIN_PATIENCE, self._step_seconds), MAX_PATIENCE)
 
     def _delay(self) -> float:
-        """Seconds that the next step waits for callers that sample, or for blocks."""
+        """Returns how many seconds the next step waits for callers that sample, or for blocks."""
         since = [each.samples_since for each in self._callers.values() if each.samples_since and not each.is_late]
         return max(self._retry_at, max(since) + self._patience if since else 0.0) - time.perf_counter()
 
     def _is_short(self) -> bool:
-        """Whether to wait for blocks that others hold, since calls of other threads go on, which then give theirs back;
-        or to look once more, as one may just have ended."""
+        """Whether to wait for blocks that others hold: calls of other threads still advance and will free theirs, or
+        other models hold the memory (for `PATIENCE`). The first shortage always waits: a call may just have ended."""
         now, me = time.perf_counter(), threading.get_ident()
         self._retry_at, since, self._short_since = now + _POLL, self._short_since, self._short_since or now
         callers = [(self, caller) for caller in self._callers.values()]
         with _guard:
             for loop in _loops.get(self.loop.memory, {}).values():
                 stepper = loop._stepper
-                if stepper is None or stepper.thread != me:  # else its forward waits for this call
+                if stepper is None or stepper.thread != me:  # else that loop's step waits for this call
                     callers += [(loop, caller) for caller in list(loop._callers.values())]
         others = [(loop, caller) for loop, caller in callers if caller.thread != me]
         go_on = any(caller.samples_since is not None or not loop._short_since for loop, caller in others)
@@ -183,7 +184,7 @@ class SharedLoop:
             with self.loop.executor.attention():
                 ready = self.loop.compute(failed, isolates=True)
             self._short_since = self._retry_at = 0.0
-        except OutOfBlocksError as error:  # that of the first request in the queue, whose blocks others hold
+        except OutOfBlocksError as error:  # others hold the blocks that the first waiting request needs
             first = self.loop.first_waiting
             if first is None:
                 raise
@@ -208,7 +209,7 @@ class SharedLoop:
                     owner.error = generation.error
             for generation, logits in ready:
                 owner = self._callers.get(generation.whole or generation)
-                if owner is not None:  # else it left meanwhile
+                if owner is not None:  # else it has left meanwhile
                     owner.ready.append((generation, logits))
                     owner.samples_since = now if owner.samples_since is None else owner.samples_since
             for caller in self._callers.values():
@@ -217,7 +218,7 @@ class SharedLoop:
             self._hand_over()
 
     def _hand_over(self) -> None:
-        """Wakes a caller that has no logits: it may take the next step."""
+        """Wakes a caller that waits for logits, to take the next step."""
         waiting = next((each for each in self._callers.values() if each.samples_since is None), None)
         if waiting is not None:
             waiting.wake.notify()
@@ -232,7 +233,7 @@ class SharedLoop:
             self._hand_over()
 
     def after_fork(self, freed: set[Any]) -> None:
-        """In a child process, where the calls of other threads do not go on."""
+        """In a forked child: undoes a step of another thread, and drops other threads' calls, which do not go on."""
         me = threading.get_ident()
         if self._stepper is not None and self._stepper.thread != me:
             self.loop.undo_step()
@@ -245,14 +246,14 @@ class SharedLoop:
 
 _guard = forks.lock()
 _loops: weakref.WeakKeyDictionary[PagedMemory, dict[Hashable, SharedLoop]] = weakref.WeakKeyDictionary()
-if hasattr(os, "register_at_fork"):  # those of the parent have callers that do not go on
+if hasattr(os, "register_at_fork"):  # the parent's callers do not go on in the child
     os.register_at_fork(after_in_child=lambda: _loops.clear())
 
 
 @contextlib.contextmanager
 def shared_loop(memory: PagedMemory, key: Hashable, make: MakeLoop) -> Iterator[SharedLoop]:
-    """The loop of the calls of this key that run on this memory, which the first of them makes; it goes with the last,
-    since it holds the model. Calls of equal keys can share a forward."""
+    """Yields the loop that calls of equal `key` share on this memory. The first call makes the loop, and the last one
+    drops it, since it holds the model. Calls of equal keys can share a forward."""
     with _guard:
         loops = _loops.setdefault(memory, {})
         if key not in loops:

@@ -1,4 +1,4 @@
-"""What proposes candidates for the rows of a loop: who gets which source, and one round of proposals before a step."""
+"""Speculative decoding of a loop's rows: chooses each row's source of drafts, and drafts before each step."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ Fail = Callable[[Generation, Exception], None]
 
 
 class Speculator:
-    """Proposes for the rows of one loop. `make_assistant`: for a model with the same tokens; `heads`: the model's own
-    for several tokens."""
+    """Drafts tokens for the rows of one loop. `make_assistant` makes the assistant for a model with the same tokens,
+    `heads` the model's own multi-token prediction heads."""
 
     def __init__(
         self,
@@ -45,17 +45,17 @@ class Speculator:
         heads: Callable[[], MtpHeads],
     ) -> None:
         self.model, self._make_assistant, self._heads = model, make_assistant, heads
-        self._ended = (0, 0, 0)  # `counts` of rows that have ended
+        self._ended = (0, 0, 0)  # `counts` of ended rows
         self.costs = StepCosts()
         self._step = 0
         self._index = NgramIndex()
         self._numbers = itertools.count()
         self._rows: dict[Generation, Speculation] = {}
         self._assistants: dict[int, Assistant] = {}  # those that have rows
-        self._lock = forks.lock()  # of this dict: rows of other threads' calls end while one is added
+        self._lock = forks.lock()  # guards `_assistants`: other threads' rows end while a row is added
 
     def attach(self, generation: Generation) -> None:
-        """A generation of one row speculates as its config and its caller want."""
+        """Gives a generation of one row the source of drafts that its config and its caller ask for, if any."""
         decoding, assistance = generation.decoding, generation.assistance
         if assistance is None or not isinstance(decoding, SampleDecoding) or len(generation.rows) != 1:
             return
@@ -63,8 +63,8 @@ class Speculator:
             return
         config, generator = decoding.config, decoding.generator
         if assistance.is_asked_for(config):
-            # rows that accept as the assistant draws propose as transformers' do: a seed gives the same tokens,
-            # however long steps take
+            # sampled rows use transformers' fixed draft lengths: a seed then gives the same tokens, whatever the
+            # steps' times
             adapts = not decoding.do_sample
             source: Any
             by_heads = assistance.by_heads(config)
@@ -79,7 +79,7 @@ class Speculator:
             elif assistance.is_joint and config.assistant_early_exit is None:
                 assistant = self._assistants.get(id(assistance.model)) or self._make_assistant(assistance.model)
                 source = AssistantRow(assistant, decoding)
-                with self._lock:  # it may have left with its last row meanwhile
+                with self._lock:  # its last row may have removed it meanwhile
                     self._assistants[id(assistance.model)] = assistant
                 most = source.max_draft
             else:
@@ -89,7 +89,7 @@ class Speculator:
             generation.rows[0][0].drafts_first = not adapts and not by_heads
         elif assistance.ngrams:
             ((request, _),) = generation.rows
-            own = request.namespace is UNCACHED  # which shares with no other
+            own = request.namespace is UNCACHED  # shares its n-grams with no other request
             number = hash(("alone", next(self._numbers)) if own else request.namespace)
             source = Ngrams(self._index, request.num_prompt_tokens, number)
             generation.speculation = Speculation(source, MAX_DRAFT, DraftLength(MAX_DRAFT), generator)
@@ -98,7 +98,7 @@ class Speculator:
         self._rows[generation] = generation.speculation
 
     def _generated(self, decoding: SampleDecoding, assistance: Assistance) -> tuple[Generated, int]:
-        """Of transformers' generators, for one row, and the most that it proposes at a time."""
+        """Makes transformers' candidate generator for one row; returns it with its maximal draft length."""
         config, is_lookup = decoding.config, decoding.config.prompt_lookup_num_tokens is not None
         generator = compat.candidate_generator(
             self.model,
@@ -124,16 +124,16 @@ class Speculator:
                 self._assistants = {key: found for key, found in self._assistants.items() if found.rows}
 
     def counts(self) -> tuple[int, int, int]:
-        """Drafts that were verified, candidates in them, and those of these that were accepted."""
+        """Returns the numbers of verified drafts, of tokens in them, and of accepted tokens."""
         return functools.reduce(_added, list(self._rows.values()), self._ended)
 
     def reclaim(self) -> bool:
-        """Gives the blocks of all assistants back; returns whether there were any."""
+        """Frees the blocks of all assistants; returns whether there were any."""
         return sum(assistant.reclaim() for assistant in list(self._assistants.values())) > 0
 
     @property
     def num_lent(self) -> int:
-        """Blocks that `reclaim` would give back."""
+        """Number of blocks that `reclaim` would free."""
         return sum(assistant.blocks.num_used for assistant in list(self._assistants.values()))
 
     def change_weights(self) -> None:
@@ -141,22 +141,22 @@ class Speculator:
             assistant.change_weights()
 
     def _give(self, speculation: Speculation, sequence: Sequence, draft: Draft | None, num_embeddings: int) -> None:
-        if draft is not None:  # an assistant may know tokens that the model has no embedding of
+        if draft is not None:  # an assistant may draft tokens for which the model has no embedding
             known = next((place for place, token in enumerate(draft.tokens) if token >= num_embeddings), None)
             if known is not None:
                 draft.forget(known)
         sequence.draft = speculation.take(draft, self._step)
 
     def is_due(self) -> bool:
-        """Whether any row proposes in the step that begins now."""
+        """Begins a step; returns whether any row drafts in it."""
         self._step += 1
         step = self._step
         return any(row.wake_at <= step for row in list(self._rows.values()))
 
     def propose(self, num_embeddings: int, num_rows: int, fail: Fail) -> None:
-        """Before a step of `num_rows` rows, candidates for those that run and have one token to compute. What a source
-        raises ends its rows (`fail`)."""
-        rows = list(self._rows.items())  # to which calls of other threads add theirs
+        """Drafts, before a step of `num_rows` rows, for those that run and have one token to compute. If a source
+        raises, `fail` ends its rows."""
+        rows = list(self._rows.items())  # a copy: other threads' calls add rows
         awake = [row for row in rows if row[1].wake_at <= self._step]
         ready = [(*row, sequence) for row in awake if (sequence := _waiting_row(row[0])) is not None]
         if not ready:
@@ -166,7 +166,7 @@ class Speculator:
         for generation, speculation, sequence in ready:
             source = speculation.source
             if isinstance(source, MtpRow) and sequence.num_tokens <= sequence.request.num_prompt_tokens:
-                continue  # as transformers' do, they begin behind the first new token
+                continue  # as in transformers, these heads draft only after the first new token
             price, most = price_alone, speculation.most
             if isinstance(source, AssistantRow):
                 price, most = self.costs.price(num_rows, source.assistant.seconds_a_token), source.most
@@ -201,7 +201,7 @@ def _added(counts: tuple[int, int, int], row: Speculation) -> tuple[int, int, in
 
 
 def _waiting_row(generation: Generation) -> Sequence | None:
-    """The row's sequence, if the next step computes its last token."""
+    """Returns the row's sequence if the next step computes its last token, else `None`."""
     ((request, index),) = generation.rows
     if request.status is not Status.RUNNING or generation.is_sampling or index >= len(request.sequences):
         return None
@@ -210,8 +210,8 @@ def _waiting_row(generation: Generation) -> Sequence | None:
 
 
 def _fit(drafts: list[list[int]], num_rows: int) -> None:
-    """Cuts drafts, where a step of `num_rows` rows and these is nearer to the next smaller size of recorded steps than
-    to that which it is padded to: padding is computed as well."""
+    """Shortens drafts if the step's size (`num_rows` plus draft tokens) is at least as close to the captured size below
+    as to the captured size that it would be padded to: padding is computed, too."""
     total = num_rows + sum(map(len, drafts))
     below = max((size for size in map(draft_bucket, range(num_rows, total + 1)) if size <= total), default=num_rows)
     excess = total - max(below, num_rows)

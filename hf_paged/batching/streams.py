@@ -1,4 +1,4 @@
-"""Callers that wait for requests: they queue them, take the steps that these need, and cancel what is left."""
+"""Callers of `generate` and `stream`: they queue requests, take steps until these end, and cancel the rest on exit."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .engine_core import EngineCore
 from .execution.executor import Window
 from .results import RequestOutput, RequestResult
 
-# options of which callers may pass a list, one a prompt
+# options that may be lists with one value a prompt
 _ONE_EACH = ("adapter", "cache_salt", "grammar", "priority", "regex", "schema", "seed")
 
 
 class RequestStream:
-    """One caller of `PagedEngine.generate` or `stream`, who takes the steps that its requests need."""
+    """One call of `PagedEngine.generate`, `stream` or `astream`, which takes steps until its requests end."""
 
     def __init__(self, engine: EngineCore, tokenizer: Any, options: dict[str, Any], *prompts: Any) -> None:
         unknown = sorted(set(options) - {field.name for field in dataclasses.fields(RequestOptions)})
@@ -44,20 +44,20 @@ class RequestStream:
                 raise ValueError(f"{len(values)} values of `{name}` were passed for {count} prompts")
         rows = [{name: values[place] for name, values in each.items()} for place in range(count)]
         self._queue = [(*given, RequestOptions(**{**options, **own})) for given, own in zip(queue, rows)]
-        self.outbox: deque[RequestOutput] = deque()  # where the engine puts what the requests' steps brought
+        self.outbox: deque[RequestOutput] = deque()  # the engine adds the requests' outputs here
         self.window = Window()
-        self.places: dict[str, int] = {}  # among the prompts, by request id
+        self.places: dict[str, int] = {}  # by request id, its position among the prompts
         self.unfinished: set[str] = set()
 
     def _run(self) -> Iterator[RequestOutput | None]:
-        """`None` once all are added, then their outputs."""
+        """Yields `None` once all requests are added, then their outputs."""
         for place, (prompt, config, options) in enumerate(self._queue):
             try:
                 name = self.engine.add(self.tokenizer, prompt, config, options, self.outbox)
             except Exception as error:
                 given, ids = options.request_id, list[int]()
                 name = given if isinstance(given, str) else self.engine.make_id()
-                with contextlib.suppress(Exception):  # whatever a prompt that is none may raise
+                with contextlib.suppress(Exception):  # an invalid prompt may raise anything
                     ids = prompt_ids(split_inputs(prompt, None)[0], None)
                 self.outbox.append(RequestOutput(name, result=RequestResult(name, ids, error=error)))
             self.places[name] = place
@@ -80,14 +80,14 @@ class RequestStream:
             self.engine.close(self.outbox, self.window)
 
     def stream(self) -> Generator[RequestOutput, None, None]:
-        """All outputs; closing the generator cancels what is left."""
+        """Yields all outputs; closing the generator cancels unfinished requests."""
         with contextlib.closing(self._closing()) as outputs:
             yield from filter(None, outputs)
 
     def results(self, progress: bool) -> list[RequestResult]:
         self.window.is_call = True
         results: dict[int, RequestResult] = {}
-        # none where it is not shown: a bar takes a lock, which a child process may find held
+        # no bar if it is not shown: tqdm takes a lock, which a forked child may find held
         shown = tqdm(unit="request", total=len(self._queue)) if progress else contextlib.nullcontext()
         with shown as bar, held():
             try:
@@ -102,8 +102,8 @@ class RequestStream:
         return [results[place] for place in sorted(results)]
 
     async def astream(self) -> AsyncGenerator[RequestOutput, None]:
-        """`stream`, each step in a worker thread: one at a time for all readers of an event loop, who find there what
-        it brought. A reader that is cancelled does not wait for a step to end."""
+        """`stream` with each step in a worker thread. Readers of one event loop take one step at a time, which fills
+        the outboxes of all. A cancelled reader does not wait for the step's end."""
         outputs, nothing = self._closing(), object()
         reading = threading.Lock()  # a generator cannot be closed while it runs
         steps = self.engine.readers.setdefault(asyncio.get_running_loop(), asyncio.Lock())
@@ -113,7 +113,7 @@ class RequestStream:
                 return function(*args)
 
         async def read() -> Any:
-            async with steps if self.unfinished else contextlib.nullcontext():  # adding and ending take no step
+            async with steps if self.unfinished else contextlib.nullcontext():  # to add requests, or end, needs no step
                 return None if self.outbox else await asyncio.to_thread(locked, next, outputs, nothing)
 
         pending: asyncio.Task[Any] | None = None
@@ -123,7 +123,7 @@ class RequestStream:
                     output = next(outputs)  # does not wait
                 else:
                     pending = asyncio.ensure_future(read())
-                    output = await asyncio.shield(pending)  # a cancelled thread would run on unseen
+                    output = await asyncio.shield(pending)  # cancellation cannot stop the thread
                 if output is nothing:
                     return
                 if output is not None:
@@ -132,5 +132,5 @@ class RequestStream:
             closing = asyncio.get_running_loop().run_in_executor(None, locked, outputs.close)
             if pending is None or pending.done():
                 await asyncio.shield(closing)
-            else:  # no reader waits for what the step brings or raises
+            else:  # retrieves the step's exception, which no reader awaits
                 pending.add_done_callback(lambda task: task.cancelled() or task.exception())

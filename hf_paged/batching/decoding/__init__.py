@@ -1,1 +1,1 @@
-"""Logits to tokens: transformers' decoding loops, stopped between two forwards."""
+"""From logits to tokens: transformers' decoding loops, suspended between two forwards."""

@@ -1,4 +1,4 @@
-"""transformers' `_beam_search` (with and without sampling), stopped between two forwards."""
+"""transformers' `_beam_search` (with and without sampling), suspended between two forwards."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ... import compat
 from .base import Alternatives, Decoding, LoopInputs, SampledTokens, stop_string_hits
 from .scores import are_row_wise, values_at
 
-_NEVER = -1.0e9  # what transformers adds to the score of a beam that must not be chosen
+_NEVER = -1.0e9  # transformers adds this to the score of a beam that must not be chosen
 
 
 class BeamDecoding(Decoding):
     """Beam search over a batch of prompts, with the model's own helper methods. Row `prompt * num_beams + beam` is a
-    running beam. Rows of a prompt whose result is settled leave `open_rows`, where no other code sees the batch."""
+    running beam. Rows of a prompt whose result is final leave `open_rows`, unless a caller's code sees the batch."""
 
     def __init__(self, model: PreTrainedModel, inputs: LoopInputs):
         config: Any = inputs.generation_config
@@ -33,21 +33,21 @@ class BeamDecoding(Decoding):
         self.beams_to_keep = max(2, 1 + (0 if eos is None else len(eos))) * beams
         self._runs_known_code = are_row_wise(self.logits_processor, self.num_rows) and not self.stop_checker.others
         self._may_close = self._runs_known_code and not config.return_dict_in_generate
-        # of each step, by row and token continued with: its two log-probabilities
+        # for each step, by (row, next token): the token's two log-probabilities
         self._history: list[dict[tuple[int, int], tuple[float, float]]] = []
-        self._top_history: list[list[Alternatives]] = []  # of each step, by row
+        self._top_history: list[list[Alternatives]] = []  # for each step, by row
         # running beams and finished ones, [prompts, beams, max_length]
         fill = int(pad or eos[0]) if eos is not None else -1
         self.running = torch.full((prompts, beams, self.max_length), fill, dtype=torch.int64, device=device)
         self.running[:, :, : self.length] = inputs.input_ids.unflatten(0, (prompts, beams))
         self.sequences = self.running.clone()
-        # only the first beam of a prompt is a candidate at first: they are all the same
+        # at first all beams of a prompt are equal: only the first one is a candidate
         self.running_scores = torch.zeros((prompts, beams), device=device)
         self.running_scores[:, 1:] = _NEVER
         self.beam_scores = torch.full((prompts, beams), _NEVER, device=device)
         self.is_finished = torch.zeros((prompts, beams), dtype=torch.bool, device=device)
         self.may_improve = torch.ones((prompts, 1), dtype=torch.bool, device=device)
-        # the row that each generated token came from, [prompts, beams, new tokens]
+        # the row that each generated token continued, [prompts, beams, new tokens]
         self.running_indices = torch.full_like(self.running[:, :, self.length :], -1, dtype=torch.int32)
         self.beam_indices = self.running_indices.clone()
         self._top_beams = torch.arange(self.beams_to_keep, device=device) < beams
@@ -57,7 +57,7 @@ class BeamDecoding(Decoding):
         return (self.prompt_length + (self.returned(self.beam_indices) >= 0).sum(dim=1)).tolist()
 
     def returned(self, of_beams: Tensor) -> Tensor:
-        """`(prompts, beams, ...)` to what is returned of it, `(prompts * num_return_sequences, ...)`."""
+        """Selects the returned beams of `(prompts, beams, ...)`, as `(prompts * num_return_sequences, ...)`."""
         return of_beams[:, : self.config.num_return_sequences].flatten(0, 1)
 
     def result(self, past_key_values: Any = None) -> Tensor | GenerateBeamDecoderOnlyOutput:
@@ -75,7 +75,7 @@ class BeamDecoding(Decoding):
         )
 
     def step(self, logits: Tensor) -> SampledTokens:
-        """Takes `(len(open_rows), vocab)` logits of any float dtype to the next running beams."""
+        """Chooses the next running beams from `(len(open_rows), vocab)` logits of any float dtype."""
         rows = self.open_rows
         with self._callers_code():
             best = self._continue(logits)
@@ -105,7 +105,7 @@ class BeamDecoding(Decoding):
         return SampledTokens(tokens, parents, finished, rows)
 
     def _continue(self, logits: Tensor) -> dict[str, Tensor]:
-        """As transformers' `_get_top_k_continuations`, which draws from the global random numbers alone."""
+        """Like transformers' `_get_top_k_continuations`, but draws from `self.generator` if there is one."""
         logits = self._of_all_rows(logits.to(dtype=torch.float32, device=self._ids.device, copy=True))
         raw = torch.nn.functional.log_softmax(logits, dim=-1)
         log_probs = self.logits_processor(self._ids, raw.clone() if self.record_logprobs else raw)
@@ -153,9 +153,10 @@ class BeamDecoding(Decoding):
         )
 
     def _close_settled(self) -> list[int]:
-        """Rows of the prompts whose result can change no more, which leave: `num_beams` sequences are finished and, but
-        for `early_stopping=True`, none can improve. Both last: `_update_finished_beams` adds -1e9 to new candidates,
-        `_check_early_stop_heuristic` never takes its answer back. Nor do such prompts keep the others going."""
+        """Closes prompts whose result is final, and returns their rows: `num_beams` sequences are finished and, unless
+        `early_stopping=True`, none can improve. Both conditions persist: `_update_finished_beams` adds -1e9 to new
+        candidates, and `_check_early_stop_heuristic` never takes its answer back. Closed prompts do not keep the others
+        running."""
         if not self._may_close:
             return []
         settled = self.is_finished.all(dim=1) & (self.beam_scores.amin(dim=1) > _NEVER / 10)
@@ -165,7 +166,7 @@ class BeamDecoding(Decoding):
         closing = [row for row in self.open_rows if is_settled[row // self.num_beams]]
         if closing:
             self.may_improve[settled] = False
-            self.running_scores[settled] = 0.0  # finite for ever, whatever they were
+            self.running_scores[settled] = 0.0  # keeps them finite in later steps
             self.open_rows = [row for row in self.open_rows if not is_settled[row // self.num_beams]]
         return closing
 

@@ -1,4 +1,4 @@
-"""Answers that a JSON schema, a regular expression or a grammar allows: by masks of xgrammar (arXiv 2411.15100)."""
+"""Constrained decoding by JSON schema, regular expression or grammar, with xgrammar's masks (arXiv 2411.15100)."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from ...step import to_device
 from ..arguments import RequestOptions, shown
 
 NAMES = ("schema", "regex", "grammar")
-CACHE_BYTES = 1 << 28  # of compiled grammars that an engine keeps; the last used stay
+CACHE_BYTES = 1 << 28  # size of an engine's LRU cache of compiled grammars
 
 
 class Grammars:
-    """Compiles what requests of an engine ask for, each once. For use by several threads."""
+    """Compiles and caches the grammars of an engine's requests. For use by several threads."""
 
     def __init__(self) -> None:
-        self._compiler: tuple[Any, int, Any] | None = None  # the tokenizer and the number of tokens that it is for
+        self._compiler: tuple[Any, int, Any] | None = None  # (tokenizer, vocabulary size, compiler for these)
 
     def processor(self, options: RequestOptions, tokenizer: Any, model: PreTrainedModel) -> GrammarProcessor | None:
-        """What holds a request to its `schema`, `regex` or `grammar`; `None` without. Raises `ValueError` for two of
-        them, for one that cannot be compiled, and without a tokenizer; `ImportError` without xgrammar."""
+        """Returns the logits processor for a request's `schema`, `regex` or `grammar`; `None` without any. Raises
+        `ValueError` for more than one, for one that cannot be compiled, and without a tokenizer; `ImportError` without
+        xgrammar."""
         given = {name: value for name in NAMES if (value := getattr(options, name)) is not None}
         if not given:
             return None
@@ -44,7 +45,7 @@ class Grammars:
         }[name]
         try:
             return GrammarProcessor(compile_value(value))
-        except Exception as error:  # of several types, which xgrammar does not document
+        except Exception as error:  # xgrammar raises several undocumented types
             raise ValueError(f"`{name}` cannot be compiled: {error}") from error
 
     def _compiler_for(self, tokenizer: Any, vocab_size: int) -> Any:
@@ -61,18 +62,18 @@ class Grammars:
 
 
 class GrammarProcessor(LogitsProcessor):
-    """Leaves the tokens that may follow, of each row of one request. A row's matcher is found by the row's tokens, and
-    forked where several rows go on from one: rows may be samples, or beams that change places."""
+    """Masks the tokens that may not follow, for each row of one request. Looks up a row's matcher by the row's tokens,
+    since rows may be beams that change places, and forks it if several rows continue it."""
 
     def __init__(self, compiled: Any) -> None:
         self._compiled, self._matcher_type = compiled, _xgrammar().GrammarMatcher
         self._vocab_size = compiled.tokenizer_info.vocab_size
         self._stops: list[int] = []
-        self._start: int | None = None  # tokens of the prompt
-        self._matchers: dict[tuple[int, ...], Any] = {}  # of the last step, by new tokens; `None` behind the end
+        self._start: int | None = None  # number of prompt tokens
+        self._matchers: dict[tuple[int, ...], Any] = {}  # of the last step, by new tokens; `None` after the end
 
     def set_stop_tokens(self, tokens: Tensor | None) -> None:
-        """The EOS tokens, which may come once the text is complete. Raises `ValueError` if there are none."""
+        """Sets the EOS tokens, allowed once the text is complete. Raises `ValueError` if there are none."""
         if tokens is None:
             raise ValueError("an answer that follows a grammar ends with an EOS token: set `eos_token_id`")
         self._stops = tokens.flatten().tolist()
@@ -92,7 +93,7 @@ class GrammarProcessor(LogitsProcessor):
                     )
         bits = to_device(mask, scores.device)[:, :, None] >> torch.arange(32, device=scores.device) & 1
         allowed = bits.flatten(1)[:, : self._vocab_size].bool()  # [rows, vocab]
-        missing = scores.shape[1] - self._vocab_size  # columns that stand for no token, or tokens without a column
+        missing = scores.shape[1] - self._vocab_size  # columns without a token; negative: tokens without a column
         allowed = torch.nn.functional.pad(allowed, (0, missing))
         ended = [row for row, tokens in enumerate(rows) if self._matchers[tokens] is None]
         for token in self._stops if ended else ():
@@ -100,7 +101,7 @@ class GrammarProcessor(LogitsProcessor):
         return scores.masked_fill(~allowed, float("-inf"))
 
     def _advanced(self, rows: list[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
-        """The matchers of the rows' tokens, from those of the last step."""
+        """Returns the matchers for the rows' tokens, advanced from those of the last step."""
         found: dict[tuple[int, ...], Any] = {}
         parents = Counter(tokens[:-1] for tokens in set(rows) if tokens)
         for tokens in rows:
@@ -110,7 +111,7 @@ class GrammarProcessor(LogitsProcessor):
                 found[tokens] = self._matcher_type(self._compiled, override_stop_tokens=self._stops)
             elif (parent := self._matchers.get(tokens[:-1])) is not None:
                 parents[tokens[:-1]] -= 1
-                matcher = parent.fork() if parents[tokens[:-1]] else parent  # the last one takes it
+                matcher = parent.fork() if parents[tokens[:-1]] else parent  # the last child reuses the parent
                 goes_on = matcher.accept_token(tokens[-1]) and not matcher.is_terminated()
                 found[tokens] = matcher if goes_on else None
             else:

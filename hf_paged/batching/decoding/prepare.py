@@ -1,4 +1,4 @@
-"""What `generate` prepares before its loop, for one prompt of an engine."""
+"""Prepares the decoding of one prompt of an engine as `generate` does before its loop."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _REPORTS = ("output_attentions", "output_hidden_states")
 _OUTPUTS = ("return_dict_in_generate", "output_scores", "output_logits")
 _NO_OUTPUTS = "is for `generate`: leave it out, and ask for log-probabilities with `return_logprobs=True`"
 _SHARED = "is the engine's, whose requests share memory and forwards as its `PagedConfig` decides: leave it out"
-# options that an engine could only ignore: values that ask for nothing, and why others are refused
+# options that an engine cannot serve: their harmless values, and why other values are rejected
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(_REPORTS, ((None, False), "is served by `generate` only: leave it out of the request's config")),
     **dict.fromkeys(_OUTPUTS, ((None, False), _NO_OUTPUTS)),
@@ -40,17 +40,15 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 class LoopCall(NamedTuple):
-    """What `generate` would call its decoding loop with."""
+    """A decoding loop that `generate` would call, with its arguments."""
 
-    method: str  # its name among those of `GenerationMixin`
+    method: str  # method name in `GenerationMixin`
     arguments: dict[str, Any]
-    unexpanded: (
-        tuple[Tensor, dict[str, Any]] | None
-    )  # token ids and other inputs of the model, before rows were repeated
+    unexpanded: tuple[Tensor, dict[str, Any]] | None  # token ids and other model inputs, before rows are repeated
 
 
 class Capture:
-    """Calls of a model's decoding loops, which do not run; each is answered with a sequence that ends at once."""
+    """Records calls of a model's decoding loops without running them; each returns the ids plus one end token."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -68,18 +66,18 @@ capturing: ContextVar[Capture | None] = ContextVar("hf_paged_capturing", default
 
 
 def captured_call(model: PreTrainedModel, **arguments: Any) -> LoopCall:
-    """What `model.generate(**arguments)` prepares: with encoders' outputs, but images as they are, which the first
-    forward encodes. No decoding loop runs, and no memory of ours is taken. Raises what `generate` raises, and
-    `ValueError` if it is more than one loop. For use under the model's `step_lock`."""
+    """Returns the loop call that `model.generate(**arguments)` prepares, with encoder outputs, but with raw images,
+    which the first forward encodes. Runs no decoding loop and allocates no paged memory. Raises `generate`'s errors,
+    and `ValueError` if `generate` runs more than one loop. For use under the model's `step_lock`."""
     options: dict[str, Any] = {"cache_implementation": "dynamic"}
-    if arguments.get("generation_config") is not None:  # with which transformers takes no options
+    if arguments.get("generation_config") is not None:  # transformers then accepts no options beside it
         config = arguments["generation_config"] = copy.deepcopy(arguments["generation_config"])
         config.cache_implementation, options = "dynamic", {}
     capture = Capture(model)
     token = capturing.set(capture)
     try:
         model.generate(**{**arguments, **options})
-    except Exception:  # what a `generate` of the model's own makes of the answer is of no interest
+    except Exception:  # the model's own `generate` may fail on the fake result after the captured call
         if not capture.calls:
             raise
     finally:
@@ -96,9 +94,9 @@ def request_decoding(
     options: RequestOptions,
     tokenizer: Any = None,
 ) -> tuple[SampleDecoding | BeamDecoding, LoopCall | None]:
-    """The decoding of one prompt, prepared by the model's own methods; the streamer gets new tokens alone. Where the
-    prompt is more than its token ids, as that of a model with an encoder, also what `generate` made of it. Raises
-    `ValueError` for an empty prompt, ids outside the vocabulary, all that only `generate` serves or that it refuses."""
+    """Prepares the decoding of one prompt with the model's own methods; the streamer gets only new tokens. For a model
+    with an encoder, or a prompt with inputs beside token ids, also returns the captured loop call. Raises `ValueError`
+    for an empty prompt, ids outside the vocabulary, and options that only `generate` serves or that it rejects."""
     generator, streamer = None, options.streamer
     if options.seed is not None:
         seed = as_whole("seed", options.seed, -(2**63), 2**64 - 1, before="None or ")  # as torch does
@@ -155,7 +153,7 @@ def _captured_request(
     criteria: StoppingCriteriaList,
     tokenizer: Any,
 ) -> LoopCall:
-    """What `generate` prepares for a prompt with inputs beside its token ids, of which there may be none."""
+    """Captures the loop call of a prompt with inputs beside token ids; there may be no token ids."""
     given = {name: _on(compute_device(model), value) for name, value in (options.inputs or {}).items()}
     if len(input_ids):
         given["input_ids"] = torch.tensor([list(input_ids)], dtype=torch.long, device=compute_device(model))
@@ -184,8 +182,8 @@ def _check_no_streamer(streamer: Any) -> None:
 
 
 def _keywords(host: Any, generation_config: GenerationConfig | Mapping[str, Any] | None) -> dict[str, Any]:
-    """As keyword arguments of `generate`, to which an option of a dict that is None is not one that is not given.
-    Raises `ValueError` for what cannot be served."""
+    """Returns the generation config as keyword arguments of `generate`, where None in a dict differs from a missing
+    option. Raises `ValueError` for options that cannot be served."""
     keywords: dict[str, Any] = {"generation_config": as_config(generation_config)}
     own = host.generation_config
     for name, (harmless, why) in _REFUSED.items() if generation_config is not None else ():
@@ -220,14 +218,15 @@ def _check_mode(config: Any, assistance: Assistance | None = None) -> Any:
 
 
 def _prepared_config(host: Any, ids: Tensor, keywords: dict[str, Any], assisting: dict[str, Any]) -> Any:
-    """The config as transformers' loops get it, for `(1, length)` ids. Raises `ValueError` on what cannot be served."""
+    """Returns the config that transformers' loops would get for `(1, length)` ids. Raises `ValueError` for options that
+    cannot be served."""
     own = host.generation_config
     default_max, default_min = (
         getattr(own, name) is None and _given(keywords, name) is None for name in ("max_length", "min_length")
     )
     config, _ = compat.prepare_generation_config(host, **keywords)
     mode = _check_mode(config, Assistance(assisting.get("assistant_model")))
-    for name in (*_REPORTS, *_OUTPUTS):  # the model's: they say how `generate` is to answer
+    for name in (*_REPORTS, *_OUTPUTS):  # the model's defaults: they concern only the output of `generate`
         setattr(config, name, False)
     compat.validate_generation_mode(host, mode, config, assisting)
     compat.prepare_special_tokens(host, config, True, device=ids.device, batch_size=1)
@@ -237,8 +236,8 @@ def _prepared_config(host: Any, ids: Tensor, keywords: dict[str, Any], assisting
 
 
 def num_embeddings(model: PreTrainedModel) -> int:
-    """Rows of the model's input embedding: the token ids below it can be computed."""
+    """Returns the number of rows of the input embedding; valid token ids are below it."""
     try:
         return int(model.get_input_embeddings().weight.shape[0])
-    except (AttributeError, NotImplementedError):  # it does not tell
+    except (AttributeError, NotImplementedError):  # unknown
         return sys.maxsize

@@ -1,4 +1,4 @@
-"""transformers' `_sample` (greedy search and sampling), stopped between two forwards; a streamer for every row."""
+"""transformers' `_sample` (greedy search and sampling), suspended between two forwards; streamers for single rows."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from .scores import BatchableProcessors, are_row_wise, draw, for_rows, pick
 
 
 class RowStreamers(BaseStreamer):
-    """Gives each row that `generate` returns to a streamer of its own: the row's prompt without padding, where the
-    `(prompts, length)` attention mask is zero, its tokens until it ends, and `end` there."""
+    """Sends each row that `generate` returns to a separate streamer: the prompt without padding (by the `(prompts,
+    length)` attention mask), the row's tokens until it ends, then `end`."""
 
     def __init__(self, streamers: Sequence[BaseStreamer], attention_mask: Tensor | None = None) -> None:
         self.streamers, self.attention_mask = list(streamers), attention_mask
         self._ended: set[int] = set()
-        self.ending: set[int] = set()  # rows that the criteria ended: the next `put` is their last
+        self.ending: set[int] = set()  # rows that the criteria have ended: the next `put` is their last
 
     def put(self, value: Tensor) -> None:
-        """Prompts `(rows, length)`, then one token of each row, `(rows,)`. Raises `ValueError` on another number."""
+        """Takes prompts `(rows, length)`, then one token of each row, `(rows,)`. Raises `ValueError` unless there is
+        one streamer a row."""
         if len(value) != len(self.streamers):
             raise ValueError(f"{len(self.streamers)} streamers were passed for {len(value)} rows: pass one a row")
         for row, streamer in enumerate(self.streamers):
@@ -40,14 +41,14 @@ class RowStreamers(BaseStreamer):
         self.end(self.ending)
 
     def end(self, rows: Iterable[int] | None = None) -> None:
-        """Ends these rows, or all, as far as they have not ended."""
+        """Ends the streamers of `rows` (default: all) that have not ended."""
         for row in sorted({*(range(len(self.streamers)) if rows is None else rows)} - self._ended):
             self._ended.add(row)
             self.streamers[row].end()
 
 
 class ObservedCriteria(StoppingCriteriaList):
-    """The same criteria; `streamers` hears which rows they end."""
+    """Stopping criteria that also tell `streamers` which rows they end."""
 
     def __init__(self, criteria: StoppingCriteriaList, streamers: RowStreamers) -> None:
         super().__init__(criteria)
@@ -60,9 +61,9 @@ class ObservedCriteria(StoppingCriteriaList):
 
 
 class SampleDecoding(Decoding):
-    """Greedy search or sampling of rows that advance together: processors and criteria see the whole batch, and draws
-    are taken over all rows, so that one seed gives the tokens of `generate`. If the criteria include EOS, rows that
-    ended leave `open_rows`, or get padding where scores are kept. Raises `ValueError` if no token can pad them."""
+    """Greedy search or sampling of rows that advance together: processors and criteria see the whole batch, and tokens
+    are drawn over all rows, so that one seed gives `generate`'s tokens. If the criteria include EOS, ended rows leave
+    `open_rows`, or get padding if scores are kept. Raises `ValueError` if there is no padding token for them."""
 
     def __init__(self, inputs: LoopInputs, streamer: BaseStreamer | None = None):
         super().__init__(inputs, num_returned=len(inputs.input_ids))
@@ -73,27 +74,27 @@ class SampleDecoding(Decoding):
         if pad is None and checker.has_eos:
             raise ValueError("rows may end at an EOS token: set `pad_token_id`, which fills them up")
         self._pad_token_id = 0 if pad is None else int(pad)
-        self._ends = [0] * self.num_rows  # length at which the row ended
+        self._ends = [0] * self.num_rows  # length at which the row ended; 0: it has not
         self._keeps_scores = self.scores is not None or self.raw_logits is not None
         self._runs_known_code = are_row_wise(processors, self.num_rows)
-        # the processors then run on open rows alone: no code sees the others
+        # the processors then run only on open rows: no caller's code sees the others
         self._narrows = self._runs_known_code and not self._keeps_scores
         self._narrowed = (self.open_rows, processors)  # rows, and the processors for them
-        # whether the next token is the best of the logits as they are, and nothing else is asked for
+        # whether the next token is simply the argmax of the logits
         self.takes_maximum = self._narrows and not (self.do_sample or self.record_logprobs or processors)
-        # whether nothing but `stop_checker` looks at its tokens
+        # whether only `stop_checker` reads the tokens, so that several can be accepted at once
         looks = bool(checker.others or checker.stop_strings) or streamer is not None
         self.takes_runs = self.takes_maximum and self.num_rows == 1 and not looks
         by_itself = self.num_rows == 1 and not self._keeps_scores and not checker.others
         self.batchable = BatchableProcessors.of(processors, inputs.input_ids) if by_itself else None
-        # no code of a caller's own sees the batch, and nothing of a row depends on when others end; draws come from
-        # one stream of random numbers, whose order is another once the rows are split
+        # no caller's code sees the batch, and no row depends on when others end; sampled rows share one stream of
+        # random numbers, which they consume in another order once they are split
         sees_batch = checker.others or not (streamer is None or isinstance(streamer, RowStreamers))
         self.can_split = self._narrows and not sees_batch and (checker.has_eos or not checker.stop_strings)
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of every row up to its own last, prompt and padding included."""
+        """Length of every row up to its last token, prompt and padding included."""
         return [end or self.length for end in self._ends]
 
     def result(self, past_key_values: Any = None) -> Tensor | GenerateDecoderOnlyOutput:
@@ -105,7 +106,7 @@ class SampleDecoding(Decoding):
 
     @property
     def batch_key(self) -> Hashable | None:
-        """Single rows of equal keys are sampled as one batch in the next step; `None`: this one is its own batch."""
+        """Key under which single rows are sampled as one batch in the next step; `None`: not batched with others."""
         own = self.batchable
         if self.draft is not None and self.draft.scores is not None:
             return None
@@ -114,7 +115,7 @@ class SampleDecoding(Decoding):
         return own.key, self.do_sample
 
     def process(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """`(open rows, vocab)` logits as float32, and the scores that the processors make of them."""
+        """Returns the `(open rows, vocab)` logits as float32, and the scores after the processors."""
         rows = self.open_rows
         narrows = self._narrows and len(rows) < self.num_rows
         logits = logits.to(dtype=torch.float32, device=self._ids.device, copy=True)
@@ -136,7 +137,7 @@ class SampleDecoding(Decoding):
         return pick(raw, rows), pick(scores, rows)
 
     def draw(self, probs: Tensor) -> Tensor:
-        """A token for each row of `(open rows, vocab)` probabilities, drawn over all rows as transformers does."""
+        """Draws a token for each row of `(open rows, vocab)` probabilities, over all rows as transformers does."""
         if self.draft is not None and self.draft.scores is not None:
             return self.draft.sample(probs, self.generator)
         device, probs = probs.device, self._of_all_rows(probs)
@@ -149,7 +150,7 @@ class SampleDecoding(Decoding):
         return new if len(new) == count else self._ids[row, len(new) - count :].tolist() + new
 
     def accept(self, chosen: list[int], records: Sequence[Record] = (), stopped: Sequence[bool] = ()) -> SampledTokens:
-        """Appends a token to every open row. `stopped`: which of them complete a stop string, if any does."""
+        """Appends a token to every open row. `stopped`: whether each completes a stop string; empty if none does."""
         rows, tokens, checker = self.open_rows, chosen, self.stop_checker
         going = [(at, row) for at, row in enumerate(rows) if not self._ends[row]]
         for at, row in going if records else ():
@@ -187,13 +188,13 @@ class SampleDecoding(Decoding):
             with let_in(waiting=False):
                 if isinstance(self.streamer, RowStreamers):
                     self.streamer.ending.update(newly)
-                self.streamer.put(torch.tensor(given, device="cpu"))  # as chosen, before criteria write
+                self.streamer.put(torch.tensor(given, device="cpu"))  # as chosen, before criteria overwrote them
                 if self.is_done:
                     self.streamer.end()
         return SampledTokens(tokens, None, finished, rows)
 
     def accept_run(self, tokens: list[int]) -> SampledTokens:
-        """As `accept` of these tokens one after another, up to the first that ends the only row (`takes_runs`)."""
+        """Accepts `tokens` one after another, like `accept`, up to the first that ends the only row (`takes_runs`)."""
         checker, reason, count = self.stop_checker, None, 0
         while reason is None and count < len(tokens):
             reason = checker.reason(tokens[count], self.length + count + 1, False)
@@ -209,7 +210,7 @@ class SampleDecoding(Decoding):
         return SampledTokens(tokens[-1:], None, finished, [0], tuple(tokens[:-1]))
 
     def split(self) -> list[SampleDecoding]:
-        """One decoding a row, carrying on from here; each keeps its padding."""
+        """Returns one decoding per row that continues from here; each keeps its padding."""
         if not self.can_split:
             raise ValueError("these rows depend on one another: only `can_split` decodings can be split")
         parts = []
@@ -225,7 +226,7 @@ class SampleDecoding(Decoding):
         return parts
 
     def join(self, parts: Sequence[SampleDecoding]) -> SampleDecoding:
-        """Takes the rows back from the decodings that `split` returned, and returns itself."""
+        """Takes the rows back from the decodings that `split` returned; returns `self`."""
         pad = torch.nn.utils.rnn.pad_sequence
         self._ids = pad([part.input_ids[0] for part in parts], batch_first=True, padding_value=self._pad_token_id)
         self._new, self.length = [], self._ids.shape[1]

@@ -1,4 +1,4 @@
-"""One step of many decodings: logits to tokens, which are chosen on the device and accepted on the host."""
+"""One step of many decodings: tokens are chosen from logits on the device, and accepted on the host."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from .sample import SampleDecoding
 from .scores import alternatives, argmax, invert, logprobs_of, pick, stack_rows, together
 
 Result = SampledTokens | BaseException
-_NO_TOKEN = -1  # of a row whose scores have none to draw
+_NO_TOKEN = -1  # for a row whose scores allow no token
 
 
 @dataclass
 class Choice:
     """The next tokens of a batch of decodings, on their device."""
 
-    places: list[int]  # of the decodings among those of the step
+    places: list[int]  # positions of the decodings in the step
     batch: list[SampleDecoding]
-    tokens: Tensor  # (open rows,) int64, `_NO_TOKEN` included
-    # (recorded rows,) log-probabilities of the model's own distribution, and of the processed one, if any is recorded;
-    # then, if any has alternatives, of these (recorded rows, k) ids and both log-probabilities
+    tokens: Tensor  # (open rows,) int64, may contain `_NO_TOKEN`
+    # if any row is recorded: (recorded rows,) log-probabilities before and after processors; if any has alternatives:
+    # their (recorded rows, k) ids and both log-probabilities
     logprobs: list[Tensor]
 
     def records(self) -> list[Record]:
-        """Of each open row, zeros where they are not recorded; nothing if none is."""
+        """Returns a record for each open row, zeros for rows that are not recorded; empty if none is recorded."""
         recorded = zip(*(values.tolist() for values in self.logprobs))
         rows = [decoding for decoding in self.batch for _ in decoding.open_rows] if self.logprobs else []
         return [
@@ -49,9 +49,9 @@ def _record(raw: float, processed: float, *rest: Any) -> Record:
 
 
 def sample_step(ready: Sequence[tuple[Decoding, Tensor]], fetch: Fetch | None = None) -> list[Result]:
-    """One step of each decoding with its logits, `(len(open_rows), vocab)` of any float dtype; of one with a draft of
-    `n` tokens, `(n + 1, vocab)`. Such a one takes tokens as long as they are those of its draft, each as if it were
-    alone in a step, and one more. `fetch` is `sample_position`'s."""
+    """Takes one step of each decoding with its logits, `(len(open_rows), vocab)` of any float dtype; `(n + 1, vocab)`
+    for a decoding with a draft of `n` tokens. Such a decoding accepts tokens as long as they equal the draft's, and one
+    more, each as if sampled in a separate step. `fetch` as in `sample_position`."""
     if all(decoding.draft is None for decoding, _ in ready):
         return sample_position(ready, fetch)
     results: dict[int, Result] = {}
@@ -72,7 +72,7 @@ def _takes_maximum(decoding: Decoding) -> bool:
 
 
 def _accept_best(members: list[tuple[int, Any, Tensor]]) -> dict[int, Result]:
-    """Of decodings that take the best token of each position: what they accept, found for all at once."""
+    """Accepts drafts of greedy decodings without processors, with one argmax for all."""
     places, batch, parts = zip(*members)
     tokens, start = argmax(torch.cat(parts)).tolist(), 0
     found: dict[int, Result] = {}
@@ -83,7 +83,7 @@ def _accept_best(members: list[tuple[int, Any, Tensor]]) -> dict[int, Result]:
 
 
 def _accept_run(decoding: SampleDecoding, chosen: list[int]) -> Result:
-    """Accepts tokens of consecutive positions, as long as they are those of the draft."""
+    """Accepts tokens of consecutive positions, as long as they equal the draft's, and one more."""
     if decoding.takes_runs and decoding.draft is not None:
         pairs = enumerate(zip(chosen, decoding.draft.tokens), 1)
         last = next((place for place, (token, guess) in pairs if token != guess), len(chosen))
@@ -111,7 +111,8 @@ def _with_earlier(before: Result | None, result: Result) -> Result:
 
 
 def _goes_on(decoding: Decoding, result: Result) -> bool:
-    """Whether the token just chosen is that of the draft, and there are logits behind it, which are the next then."""
+    """Whether the token just chosen is the draft's, so that the logits behind it are valid; advances `draft.position`
+    then."""
     draft = decoding.draft
     if draft is None or not isinstance(result, SampledTokens) or decoding.is_done:
         return False
@@ -122,16 +123,16 @@ def _goes_on(decoding: Decoding, result: Result) -> bool:
 
 
 def _at(logits: Tensor, decoding: Decoding) -> Tensor:
-    """Those that choose its next token."""
+    """Returns the logits for the decoding's next token."""
     return logits if decoding.draft is None else logits[decoding.draft.position : decoding.draft.position + 1]
 
 
 @torch.no_grad()
 def sample_position(ready: Sequence[tuple[Decoding, Tensor]], fetch: Fetch | None = None) -> list[Result]:
-    """One step of each decoding with its logits, `(len(open_rows), vocab)` of any float dtype. Decodings of one row
-    and of equal `batch_key` are one batch and, without a generator of their own, draw by `invert`. What goes wrong or
-    interrupts a caller's code is the entry of its decoding alone. `fetch` brings the tokens of all open rows to the
-    host, those of each decoding behind the one before's; it is called at most once, and only if all have tokens."""
+    """Takes one step of each decoding with its logits, `(len(open_rows), vocab)` of any float dtype. One-row decodings
+    with equal `batch_key` are sampled as one batch; those without a seeded generator draw by `invert`. An error or an
+    interrupt in a caller's code becomes the result of its decoding only. `fetch` brings the tokens of all open rows to
+    the host, in the order of the decodings; it is called at most once, and only if all have tokens."""
     groups: dict[Hashable, list[int]] = {}
     for place, (decoding, _) in enumerate(ready):
         key = decoding.batch_key if isinstance(decoding, SampleDecoding) else None
@@ -148,7 +149,8 @@ def sample_position(ready: Sequence[tuple[Decoding, Tensor]], fetch: Fetch | Non
 
 
 def _choose_or_fail(members: list[tuple[int, Any, Tensor]], choices: list[Choice], results: dict[int, Result]) -> None:
-    """Adds a choice of these decodings, which share a batch, or of each that has one where the batch fails."""
+    """Adds a choice for these decodings, which share a batch; if the batch fails, chooses for each one separately, and
+    stores the errors of those that fail."""
     (place, decoding, logits), *others = members
     try:
         if isinstance(decoding, BeamDecoding):
@@ -167,7 +169,7 @@ def _choose_or_fail(members: list[tuple[int, Any, Tensor]], choices: list[Choice
 
 
 def _choose(places: list[int], batch: list[SampleDecoding], logits: Tensor) -> Choice:
-    """Of `(n, vocab)` logits of all open rows."""
+    """Chooses tokens from the `(n, vocab)` logits of all open rows of the batch."""
     if all(decoding.takes_maximum for decoding in batch):
         return Choice(places, batch, argmax(logits), [])
     if len(batch) == 1:
@@ -191,14 +193,14 @@ def _choose(places: list[int], batch: list[SampleDecoding], logits: Tensor) -> C
 
 
 def _draw(batch: list[SampleDecoding], scores: Tensor) -> Tensor:
-    """Tokens `(n,)` drawn by `(n, vocab)` scores. Raises torch's error for scores of a single decoding on the CPU that
-    have none to draw."""
+    """Draws tokens `(n,)` from `(n, vocab)` scores; `_NO_TOKEN` for rows whose scores allow none. For a single decoding
+    on the CPU, raises torch's error instead."""
     probs = torch.nn.functional.softmax(scores, dim=-1)
     if len(batch) == 1 and probs.is_cpu:
         return batch[0].draw(probs)
     is_drawn = probs.sum(dim=-1) > 0
     if not probs.is_cpu or not is_drawn.all():
-        probs = torch.where(is_drawn[:, None], probs, 1.0)  # the others draw what they would draw anyway
+        probs = torch.where(is_drawn[:, None], probs, 1.0)  # keeps the draws of the other rows as they are
     return torch.where(is_drawn, _draw_rows(batch, probs), _NO_TOKEN)
 
 
@@ -219,7 +221,8 @@ def _draw_rows(batch: list[SampleDecoding], probs: Tensor) -> Tensor:
 def _fetch_or_fail(
     choices: list[Choice], fetch: Fetch, results: dict[int, Result]
 ) -> list[tuple[Choice, list[int], list[Record]]]:
-    """Each choice with its tokens and log-probabilities on the host; one that cannot come there fails alone."""
+    """Returns each choice with its tokens and records on the host. If fetching fails, fetches each choice separately,
+    and stores the errors of those that fail."""
     try:
         return [(choice, found, choice.records()) for choice, found in zip(choices, _fetch(choices, fetch))]
     except Exception as error:
@@ -230,7 +233,7 @@ def _fetch_or_fail(
 
 
 def _fetch(choices: list[Choice], fetch: Fetch) -> list[list[int]]:
-    """The tokens of each choice on the host, all by one call of `fetch`."""
+    """Returns the tokens of each choice, brought to the host by one call of `fetch`."""
     if len(choices) < 2:
         return [fetch(choice.tokens) for choice in choices]
     device = choices[0].tokens.device
@@ -244,7 +247,7 @@ def _fetch(choices: list[Choice], fetch: Fetch) -> list[list[int]]:
 
 
 def _accept(batch: list[SampleDecoding], tokens: list[int], records: list[Record]) -> list[Result]:
-    """What each decoding makes of the tokens of its open rows, of which `records` are given if it records them."""
+    """Lets each decoding accept the tokens of its open rows, with their records; returns the results."""
     ends = list(itertools.accumulate(len(decoding.open_rows) for decoding in batch))
     parts = [slice(end - len(decoding.open_rows), end) for decoding, end in zip(batch, ends)]
     try:
@@ -269,7 +272,7 @@ def _accept(batch: list[SampleDecoding], tokens: list[int], records: list[Record
 
 
 def _stopped(rows: list[tuple[SampleDecoding, int]], tokens: list[int]) -> set[int]:
-    """Which of the rows complete a stop string with their new tokens; equal criteria are asked once."""
+    """Returns which rows complete a stop string with their new tokens. Evaluates equal criteria once."""
     groups: dict[Hashable, tuple[Any, list[int]]] = {}
     for i, (decoding, _) in enumerate(rows):
         for criterion in decoding.stop_checker.stop_strings:

@@ -1,4 +1,4 @@
-"""`(rows, vocab)` scores: which of transformers' logits processors share a call, and one token a row."""
+"""Operations on `(rows, vocab)` scores: batched calls of transformers' logits processors, argmax, draws, logprobs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ...kernels import cpp
 from ...step import to_device
 
 _PENALTY = known.RepetitionPenaltyLogitsProcessor
-CHUNK = 128  # tokens of the vocabulary whose maximum, or sum, is taken at once
+CHUNK = 128  # tokens of the vocabulary per partial maximum or sum
 
-# They read the scores alone; with the number that may differ from row to row in one call.
+# Processors that read only the scores, with the name of the number that may differ between rows of one call.
 _SEQUENCE_FREE: dict[type, str | None] = {
     known.TemperatureLogitsWarper: "temperature",
     known.TopKLogitsWarper: "top_k",
@@ -33,7 +33,7 @@ _SEQUENCE_FREE: dict[type, str | None] = {
     known.LogitNormalization: None,
 }
 
-# They read the scores and the number of tokens, and leave the scores as they are unless these hold of (self, tokens).
+# Processors that read only the scores and the length, and change nothing unless the predicate of (self, length) holds.
 _LENGTH_BOUND: dict[type, Callable[[Any, int], bool]] = {
     known.MinLengthLogitsProcessor: lambda p, length: length < p.min_length,
     known.MinNewTokensLengthLogitsProcessor: lambda p, length: length < p.prompt_length_to_skip + p.min_new_tokens,
@@ -45,7 +45,7 @@ _LENGTH_BOUND: dict[type, Callable[[Any, int], bool]] = {
 
 _LEAST_LENGTHS = (known.MinLengthLogitsProcessor, known.MinNewTokensLengthLogitsProcessor)
 
-# The last ones read each row's own tokens; some hold a value for each row of the call.
+# Processors that compute each row from that row alone; some hold a value for each row of the call (`for_rows`).
 _ROW_WISE = {
     *_SEQUENCE_FREE,
     *_LENGTH_BOUND,
@@ -60,20 +60,20 @@ _ROW_WISE = {
 
 
 def are_row_wise(processors: LogitsProcessorList, num_rows: int) -> bool:
-    """Whether a row's scores depend on that row alone, and no code of a caller's own sees the `num_rows` rows."""
+    """Whether each row's scores depend on that row alone, and no caller's code sees the `num_rows` rows."""
     kind = known.EncoderRepetitionPenaltyLogitsProcessor
-    # with fewer prompts than rows, which rows of a prompt it treats differs between versions of transformers
+    # with fewer prompts than rows, transformers' versions differ in which rows of a prompt it affects
     is_known = all(len(p.encoder_input_ids) == num_rows for p in processors if type(p) is kind)
     return is_known and type(processors) is LogitsProcessorList and all(type(p) in _ROW_WISE for p in processors)
 
 
 def leaves_rows_alone(processor: Any) -> bool:
-    """Whether it may run over tokens that a row does not have yet: it holds no state, and forces no token."""
+    """Whether the processor may run on tokens that are only drafted: it holds no state, and forces no token."""
     return type(processor) in _ROW_WISE and (type(processor) not in _LENGTH_BOUND or type(processor) in _LEAST_LENGTHS)
 
 
 def for_rows(processors: LogitsProcessorList, rows: Sequence[int], num_rows: int) -> LogitsProcessorList:
-    """The processors of a call over `num_rows` rows, for a batch of only `rows` of them. They must be row-wise."""
+    """Narrows the row-wise processors of a call over `num_rows` rows to a batch of `rows`."""
     narrowed = LogitsProcessorList()
     for processor in processors:
         own = copy.copy(processor)
@@ -92,36 +92,37 @@ def for_rows(processors: LogitsProcessorList, rows: Sequence[int], num_rows: int
 
 
 def _constants(processor: Any) -> tuple[Any, ...]:
-    """What must be equal for two processors of one type to share a call."""
+    """Returns the attributes that must be equal for two processors of one type to share a call."""
     varies = _SEQUENCE_FREE.get(type(processor))
     values = (value for name, value in sorted(vars(processor).items()) if name != varies)
     return tuple(tuple(v.flatten().tolist()) if isinstance(v, Tensor) else v for v in values)
 
 
 class BatchableProcessors:
-    """Processors of a one-row decoding that run together with those of others of equal `key`, which differ at most in
-    the tokens that were `seen` and in numbers that `together` takes one a row. `bound`: those of `_LENGTH_BOUND`."""
+    """Processors of a one-row decoding that share calls with those of decodings of equal `key`. These differ at most in
+    their `seen` tokens and in the numbers that `together` takes per row. `bound`: processors in `_LENGTH_BOUND`."""
 
     def __init__(self, processors: LogitsProcessorList, input_ids: Tensor):
         self.processors = [p for p in processors if type(p) not in _LENGTH_BOUND]
         self.bound = [(_LENGTH_BOUND[type(p)], p) for p in processors if type(p) in _LENGTH_BOUND]
         self.key = tuple((type(p), *(() if type(p) is _PENALTY else _constants(p))) for p in self.processors)
         ignored = next((int(p.prompt_ignore_length or 0) for p in self.processors if type(p) is _PENALTY), None)
-        self.unseen: list[int] = [] if ignored is None else input_ids[0, ignored:].tolist()  # not in `seen` yet
-        self.seen: Tensor | None = None  # (1, vocab) bool: the tokens that are penalised for having been there
+        self.unseen: list[int] = [] if ignored is None else input_ids[0, ignored:].tolist()  # to be added to `seen`
+        self.seen: Tensor | None = None  # (1, vocab) bool: tokens to which the repetition penalty applies
 
     @classmethod
     def of(cls, processors: LogitsProcessorList, input_ids: Tensor) -> BatchableProcessors | None:
-        """Of a row of `(1, length)` ids. `None` if a processor needs the order of its tokens or is a caller's own."""
+        """Makes them for a row of `(1, length)` ids. `None` if a processor depends on the order of tokens or is a
+        caller's."""
         batchable = sum(type(p) in _SEQUENCE_FREE or type(p) in _LENGTH_BOUND for p in processors)
-        batchable += any(type(p) is _PENALTY for p in processors)  # one of them
+        batchable += any(type(p) is _PENALTY for p in processors)  # at most one
         is_plain = type(processors) is LogitsProcessorList
         return cls(processors, input_ids) if is_plain and batchable == len(processors) else None
 
 
 def _seen_by(members: Sequence[BatchableProcessors], vocab: int, device: torch.device) -> Tensor:
-    """`(members, vocab)` bool: the tokens that were there. Rows that were asked for together lie side by side from
-    then on, so that the next step copies none of them and writes its tokens at once."""
+    """Returns the members' `seen`, updated, as `(members, vocab)` bool. Afterwards these rows are adjacent in one
+    tensor, so that the next step with the same members copies none and writes all new tokens at once."""
     for member in members:
         if member.seen is None:
             member.seen = torch.zeros((1, vocab), dtype=torch.bool, device=device)
@@ -138,7 +139,7 @@ def _seen_by(members: Sequence[BatchableProcessors], vocab: int, device: torch.d
 
 
 def stack_rows(parts: Sequence[Tensor]) -> Tensor:
-    """`(1, vocab)` each, to `(n, vocab)`: a view where they lie one after the other in one tensor."""
+    """Concatenates `(1, vocab)` parts to `(n, vocab)`; a view if they are adjacent in one tensor."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -151,7 +152,7 @@ def stack_rows(parts: Sequence[Tensor]) -> Tensor:
 
 
 def together(scores: Tensor, members: Sequence[BatchableProcessors]) -> Tensor:
-    """`(rows, vocab)` float32 scores through the processors of each row's member. All have one key."""
+    """Applies each row's processors to `(rows, vocab)` float32 scores. All members have the same key."""
     for stage in zip(*(member.processors for member in members)):
         first: Any = stage[0]
         name = _SEQUENCE_FREE.get(type(first))
@@ -166,9 +167,9 @@ def together(scores: Tensor, members: Sequence[BatchableProcessors]) -> Tensor:
             sizes = _column([min(value, scores.shape[1]) for value in values], scores)
             best = torch.topk(scores, min(max(values), scores.shape[1]))[0]
             scores = scores.masked_fill(scores < best.gather(1, sizes - 1), first.filter_value)
-        else:  # transformers' formula takes a `(rows, 1)` column as well
+        else:  # transformers' formula broadcasts a `(rows, 1)` column
             column = _column(values, scores, torch.double)
-            # as transformers rounds them: top_p once it is subtracted from 1, the others as they are
+            # rounds to float32 where transformers does: `1 - top_p`, and the other numbers themselves
             column = 1 - (1 - column).float().double() if name == "top_p" else column.float()
             shared = copy.copy(first)
             setattr(shared, name, column)
@@ -177,12 +178,12 @@ def together(scores: Tensor, members: Sequence[BatchableProcessors]) -> Tensor:
 
 
 def _column(values: list[Any], scores: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """`(len(values), 1)`, beside the scores."""
+    """Returns `values` as a `(len(values), 1)` tensor on the device of `scores`."""
     return to_device(torch.tensor(values, dtype=dtype, device="cpu"), scores.device)[:, None]
 
 
 def argmax(scores: Tensor) -> Tensor:
-    """`argmax(dim=-1)`, first of equals: on CPU torch finds a maximum ten times faster than its index."""
+    """`argmax(dim=-1)`, first of equals. On the CPU torch finds a maximum ten times faster than its index."""
     rows, vocab = scores.shape
     if scores.device.type != "cpu" or vocab < 8 * CHUNK:
         return scores.argmax(dim=-1)
@@ -194,21 +195,24 @@ def argmax(scores: Tensor) -> Tensor:
 
 
 def draw(probs: Tensor, generator: torch.Generator | None) -> Tensor:
-    """`torch.multinomial(probs, 1, generator=generator).squeeze(1)` of `(rows, vocab)`: the same tokens, and the
-    generator left in the same state. On a device without waiting for it, and for rows that torch refuses any tokens."""
+    """Draws as `torch.multinomial(probs, 1, generator=generator).squeeze(1)` for `(rows, vocab)` probabilities: same
+    tokens, same generator state afterwards. On a device without a sync, and with arbitrary tokens for rows that torch
+    rejects."""
     if probs.is_cpu or not _races(probs.device):
         return cpp.multinomial(probs, generator)
     return race(probs, generator)
 
 
 def race(probs: Tensor, generator: torch.Generator | None) -> Tensor:
-    """A token for each row: the first of independent exponential clocks of these rates to ring, as in `multinomial`."""
+    """Draws a token for each row: the smallest of independent exponential variables with these rates, as
+    `multinomial`."""
     return probs.div(torch.empty_like(probs).exponential_(1, generator=generator)).argmax(dim=-1)
 
 
 @functools.cache
 def _races(device: torch.device) -> bool:
-    """Whether `race` draws what this build of torch draws on `device`, whose algorithm torch does not promise."""
+    """Whether `race` draws the same tokens as this torch build's `multinomial` on `device`; torch does not document its
+    algorithm."""
     first, second = (torch.Generator(device).manual_seed(0) for _ in range(2))
     for rows, vocab in ((1, 777), (5, 32000)):
         probs = torch.randn((rows, vocab), generator=second.clone_state(), device=device).mul_(3).softmax(dim=-1)
@@ -219,7 +223,8 @@ def _races(device: torch.device) -> bool:
 
 
 def invert(probs: Tensor) -> Tensor:
-    """Draws an index of each row of `(rows, vocab)` probabilities: a chunk of the vocabulary, then an index in it."""
+    """Draws an index for each row of `(rows, vocab)` probabilities: first a chunk of the vocabulary, then an index in
+    it."""
     probs = torch.nn.functional.pad(probs, (0, -probs.shape[1] % CHUNK))
     chunks = probs.unflatten(1, (-1, CHUNK))  # [rows, chunks, CHUNK]
     first = _invert_cumulated(chunks.sum(dim=-1).double().cumsum(dim=-1))  # [rows]
@@ -229,32 +234,32 @@ def invert(probs: Tensor) -> Tensor:
 
 def _invert_cumulated(mass: Tensor) -> Tensor:
     level = torch.rand((len(mass), 1), dtype=torch.double, device=mass.device) * mass[:, -1:]
-    # the first index whose mass exceeds the level: never one of no probability
+    # the first index whose cumulated mass exceeds the level: never one with probability zero
     return torch.searchsorted(mass, level, right=True).squeeze(1).clamp(max=mass.shape[1] - 1)
 
 
 def values_at(scores: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
-    """`scores[rows, tokens]`, minus infinity for tokens behind the last column, which a processor may have added."""
+    """`scores[rows, tokens]`; minus infinity for tokens past the last column, which a processor may have added."""
     last = scores.shape[1] - 1
     return scores[rows, tokens.clamp(max=last)].masked_fill(tokens > last, float("-inf"))
 
 
 def logprobs_of(scores: Tensor, tokens: Tensor) -> Tensor:
-    """Log-probabilities `(rows,)` of one token a row under `(rows, vocab)` scores."""
+    """Returns log-probabilities `(rows,)` of one token a row under `(rows, vocab)` scores."""
     rows = torch.arange(len(scores), device=scores.device)
     return values_at(scores, rows, tokens.to(scores.device)) - scores.logsumexp(dim=-1)
 
 
 def pick(values: Tensor, rows: list[int]) -> Tensor:
-    """`values[rows]`; the tensor itself where these are all of its rows, in order."""
+    """`values[rows]` for rising `rows`; the tensor itself if these are all rows."""
     if len(rows) == len(values):
         return values
     return values[to_device(torch.tensor(rows, dtype=torch.long, device="cpu"), values.device)]
 
 
 def alternatives(raw: Tensor, scores: Tensor, count: int) -> list[Tensor]:
-    """The `count` best tokens of each row of `(rows, vocab)` logits: `(rows, count)` ids, and log-probabilities under
-    these and under the scores that processors made of them."""
+    """Returns the `count` best tokens of each row of `(rows, vocab)` logits: `(rows, count)` ids, and their
+    log-probabilities under the logits and under the processed scores."""
     best, ids = raw.topk(min(count, raw.shape[1]), dim=-1)
     rows = torch.arange(len(ids), device=ids.device)[:, None]
     processed = values_at(scores, rows, ids) - scores.logsumexp(dim=-1, keepdim=True)
@@ -262,9 +267,9 @@ def alternatives(raw: Tensor, scores: Tensor, count: int) -> list[Tensor]:
 
 
 class PromptLogprobs:
-    """Log-probabilities of a prompt's tokens, of which the first has none, chunk by chunk, and perhaps again."""
+    """Records log-probabilities of a prompt's tokens (except the first) chunk by chunk; recomputation overwrites."""
 
-    MAX_ROWS = 256  # of logits that are converted at once
+    MAX_ROWS = 256  # rows of logits converted to float32 at once
 
     def __init__(self, token_ids: Sequence[int], num_top: int) -> None:
         self.token_ids, self.num_top = token_ids, num_top
@@ -272,11 +277,11 @@ class PromptLogprobs:
         self.top: list[list[tuple[int, float]]] = [[] for _ in token_ids]
 
     def num_wanted(self, start: int, end: int) -> int:
-        """Of the tokens from `start` to `end`, which are computed now: how many have one of the prompt behind them."""
+        """Returns how many of the computed tokens `start` to `end` are followed by another prompt token."""
         return max(0, min(end, len(self.token_ids) - 1) - start)
 
     def record(self, start: int, logits: Tensor) -> None:
-        """`(n, vocab)` logits, in the model's dtype, of the tokens from `start` on."""
+        """Records from the `(n, vocab)` logits, in the model's dtype, of the tokens from `start` on."""
         for part in logits.split(self.MAX_ROWS):
             behind = slice(start + 1, start + 1 + len(part))
             part = part.float()

@@ -1,7 +1,7 @@
-"""Candidates for a row's next tokens, which one forward verifies (speculative decoding, arXiv 2211.17192; prompt
-lookup; transformers' candidate generators): where they come from, and how many of them a row's own acceptance pays for.
-What is accepted is what the row would have got token by token: the step's logits are sampled position after position,
-as always, for as long as the token chosen is the candidate."""
+"""Drafts of a row's next tokens, which one forward verifies (speculative decoding, arXiv 2211.17192; prompt lookup;
+transformers' candidate generators): their sources, and how many tokens pay off at the row's acceptance rate. A row gets
+the tokens that it would get without drafts: the step's logits are sampled as usual, position after position, as long as
+the chosen token is the draft's."""
 
 from __future__ import annotations
 
@@ -20,57 +20,58 @@ from torch import Tensor
 from ...interrupts import let_in, step_lock
 from .scores import draw
 
-NGRAM = 3  # tokens that must have come before
-MAX_DRAFT = 16  # candidates of a row by n-grams
-INDEX_SIZE = 1 << 16  # n-grams of other texts that are kept
+NGRAM = 3  # length of the n-grams that are looked up
+MAX_DRAFT = 16  # maximal length of an n-gram draft
+INDEX_SIZE = 1 << 16  # number of n-grams in the index
 _SIZE = array("q").itemsize  # bytes of a token
 
 
 @dataclass(frozen=True)
 class Assistance:
-    """What a caller passes to `generate`, or with a request, beside its generation config."""
+    """Arguments of assisted generation that a caller passes beside the generation config."""
 
     model: Any = None  # a smaller `PreTrainedModel`
-    tokenizer: Any = None  # the target's, where the assistant has another
+    tokenizer: Any = None  # the target's, if the assistant's differs
     assistant_tokenizer: Any = None
-    ngrams: bool = False  # where nothing else proposes
+    ngrams: bool = False  # draft by n-grams if nothing else drafts
 
     def by_heads(self, config: Any) -> bool:
-        """Whether the model's own heads for several tokens propose (`use_mtp`), as transformers chooses."""
+        """Whether the model's multi-token prediction heads draft (`use_mtp`), by transformers' precedence."""
         return bool(config.use_mtp) and config.assistant_early_exit is None and config.prompt_lookup_num_tokens is None
 
     @property
     def is_joint(self) -> bool:
-        """Whether it is a model with the target's tokens, whose rows run together."""
+        """Whether the assistant is a model with the target's tokens, so that its rows can be batched."""
         return self.model is not None and (self.tokenizer is None or self.assistant_tokenizer is None)
 
     def is_asked_for(self, config: Any) -> bool:
-        """Whether transformers would call it assisted generation, with this generation config."""
+        """Whether transformers would run assisted generation with this generation config."""
         given = self.model, config.prompt_lookup_num_tokens, config.assistant_early_exit, config.use_mtp or None
         return any(each is not None for each in given)
 
 
 @dataclass
 class Draft:
-    """What a row proposed in this step: `tokens`, or the first of them, are verified. With `scores` `(n, vocab)`, the
-    logits that the `n` tokens were drawn from, these are accepted as in algorithm 1 of the paper; `levels` are the
-    numbers that it draws for all of them before."""
+    """A row's draft in this step. The forward verifies `tokens`, which may be shortened. With `scores` `(n, vocab)`,
+    the logits that the `n` tokens were drawn from, tokens are accepted as in algorithm 1 of the paper; `levels` are
+    its uniform random numbers, drawn in advance."""
 
     tokens: list[int]
     scores: Tensor | None = None
     levels: Tensor | None = None
-    drawn: list[int] = field(init=False)  # all tokens: the first that is not verified may be the next one all the same
-    position: int = field(default=0, init=False)  # of the token that is chosen now
+    drawn: list[int] = field(init=False)  # the unshortened draft: `sample` may accept its first unverified token, too
+    position: int = field(default=0, init=False)  # position of the token that is chosen next
 
     def __post_init__(self) -> None:
         self.drawn = list(self.tokens)
 
     def forget(self, first: int) -> None:
-        """Of the tokens from here on nothing is known."""
+        """Drops the draft's tokens from position `first` on."""
         del self.tokens[first:], self.drawn[first:]
 
     def sample(self, probs: Tensor, generator: torch.Generator | None) -> Tensor:
-        """The next token `(1,)` by `(1, vocab)` probabilities: the candidate, or one of the residual distribution."""
+        """Returns the next token `(1,)` for `(1, vocab)` probabilities: the draft's, or one drawn from the residual
+        distribution."""
         assert self.scores is not None and self.levels is not None
         if self.position < len(self.drawn):
             token = self.drawn[self.position]
@@ -79,28 +80,28 @@ class Draft:
                 return torch.tensor([token], device=probs.device)
             residual = (probs - proposed).clamp(min=0)
             mass = residual.sum()
-            probs = residual / mass if float(mass) > 0 else probs  # zero where both are equal but for rounding
+            probs = residual / mass if float(mass) > 0 else probs  # zero if both are equal up to rounding
         return draw(probs, generator)
 
 
 class Source(Protocol):
-    """What proposes candidates for one row (`Ngrams`, `Generated`). For an `AssistantRow` its `Assistant` does, for all
-    of its rows together."""
+    """The source of one row's drafts (`Ngrams`, `Generated`). An `AssistantRow`'s drafts come from its `Assistant`, for
+    all of that one's rows together."""
 
     def propose(self, token_ids: list[int], count: int) -> Draft | None:
-        """Up to `count` candidates behind these tokens."""
+        """Drafts up to `count` tokens to follow `token_ids`; `None` without any."""
 
     def observe(self, token_ids: list[int], num_accepted: int) -> None:
-        """`num_accepted` tokens of the last draft were accepted; `token_ids` are those that the row has now."""
+        """Records that `num_accepted` tokens of the last draft were accepted; `token_ids`: the row's tokens now."""
 
     def close(self) -> None:
-        """The row has ended."""
+        """Ends the row."""
 
 
 class StepCosts:
-    """Seconds of a step of decodes by its number of tokens: a line through the last steps."""
+    """Fits the seconds of a decode step as a line in its number of tokens, over the last steps."""
 
-    FADING, MIN_STEPS, UNKNOWN = 0.97, 8, 1 / 16  # the last: a token's price before anything is known
+    FADING, MIN_STEPS, UNKNOWN = 0.97, 8, 1 / 16  # `UNKNOWN`: a token's price before there are enough observations
 
     def __init__(self) -> None:
         self._sums = [0.0] * 5  # weights, tokens, tokens^2, seconds, tokens * seconds
@@ -108,17 +109,17 @@ class StepCosts:
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         mean = self._sums[3] / self._sums[0] if self._count else seconds
-        if seconds > 4 * mean:  # something was recorded, or the machine was busy
+        if seconds > 4 * mean:  # an outlier: a graph was captured, or the machine was busy
             return
-        if seconds < mean / 4:  # so it was before
+        if seconds < mean / 4:  # the earlier steps were outliers
             self._sums, self._count = [0.0] * 5, 0
         new = 1.0, num_tokens, num_tokens**2, seconds, num_tokens * seconds
         self._sums = [self.FADING * old + value for old, value in zip(self._sums, new)]
         self._count += 1
 
     def price(self, num_rows: int, more: float = 0.0) -> float:
-        """What a candidate costs, as a share of what an accepted one saves: its share of a step of `num_rows` rows.
-        `more` seconds are spent to propose one for each."""
+        """Returns the cost of a draft token in a step of `num_rows` rows, as a share of the time that an accepted token
+        saves. Drafting one token for each row takes `more` seconds."""
         num_rows = max(num_rows, 1)
         count, x, xx, y, xy = self._sums
         spread = count * xx - x * x
@@ -130,28 +131,28 @@ class StepCosts:
 
 
 class DraftLength:
-    """How many candidates pay: the `k`-th does while the chance that all of the first `k` are accepted is above its
-    price. A row whose candidates are refused, or that finds none, tries again after pauses that double."""
+    """Chooses draft lengths: the `k`-th token pays off while the probability that the first `k` are all accepted is
+    above its price. A row whose drafts are rejected, or whose source finds none, pauses for twice as long each time."""
 
     FADING, FIRST_PAUSE, MAX_PAUSE, MAX_SEARCH = 0.8, 8, 1 << 10, 16
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.pause = 0  # steps without a proposal from the next on
+        self.pause = 0  # number of following steps without a draft
         self._accepted, self._tried = 1.6, 2.0
         self._refusal, self._search = self.FIRST_PAUSE, 0  # the next pauses
 
     def choose(self, price: float) -> int:
-        """The length of the next draft; 0 for none, and there is a pause."""
+        """Returns the length of the next draft; 0 begins a pause."""
         rate = min(self._accepted / self._tried, 0.999)
         length = int(math.log(min(max(price, 1e-6), 0.999)) / math.log(rate)) if rate > 0 else 0
         if not length:
             self.pause, self._refusal = self._refusal, min(2 * self._refusal, self.MAX_PAUSE)
-            self._accepted, self._tried = max(self._accepted, 0.5), 1.0  # one candidate is tried then
+            self._accepted, self._tried = max(self._accepted, 0.5), 1.0  # tries one token after the pause
         return min(length, self.most)
 
     def find_nothing(self) -> None:
-        """There was nothing to propose."""
+        """Begins a pause because the source had no draft."""
         self.pause, self._search = self._search, min(2 * self._search + 1, self.MAX_SEARCH)
 
     def observe(self, num_proposed: int, num_accepted: int) -> None:
@@ -162,14 +163,14 @@ class DraftLength:
 
 
 class NgramIndex:
-    """What came behind the last tokens in texts of other rows and of earlier requests, within a namespace: for `NGRAM`
-    tokens the next ones, the newest `INDEX_SIZE` of all. Kept as bytes, which no collection of garbage looks at."""
+    """Maps n-grams of `NGRAM` tokens to the tokens that followed them in other rows and earlier requests of the same
+    namespace. Keeps the latest `INDEX_SIZE` n-grams, as bytes, which the garbage collector does not traverse."""
 
     def __init__(self) -> None:
         self._behind: OrderedDict[bytes, bytes] = OrderedDict()
 
     def add(self, token_ids: list[int], start: int, end: int, namespace: int = 0) -> None:
-        """What stands behind the first `n` of these tokens, for each `n` of a range."""
+        """Adds the tokens that follow the first `n` of `token_ids`, for each `n` in `range(start, end)`."""
         packed, size, own = _packed(token_ids), _SIZE, _packed([namespace])
         for at in range(max(start, NGRAM) * size, end * size, size):
             key = own + packed[at - NGRAM * size : at]
@@ -191,17 +192,17 @@ def _packed(token_ids: list[int]) -> bytes:
 
 
 class Ngrams:
-    """Proposes what came behind a row's last tokens before: in its own text, else in others' (`index`). Behind a token
-    that was not the candidate, where these tell nothing, it goes on behind the candidate: a copy with another word."""
+    """Drafts the tokens that followed the row's last n-gram before, in the row's text or else in others' (`index`).
+    If neither has it after a rejected token, continues behind that place in the copied text: one word may differ."""
 
     def __init__(self, index: NgramIndex, num_prompt_tokens: int, namespace: int = 0) -> None:
         self.index, self.namespace = index, namespace
-        self._text = bytearray()  # the row's own tokens, which are searched as bytes: that takes less than a table
-        self._num_told = num_prompt_tokens  # tokens that are in `index`, with what is behind them
+        self._text = bytearray()  # the row's tokens; searching bytes is cheaper than a table
+        self._num_told = num_prompt_tokens  # number of tokens that are in `index`, with their continuations
         self._token_ids: list[int] = []
-        self._source: int | None = None  # where the last proposal begins in the row's own text
-        self._next: int | None = None  # where the next would, if the row copies
-        self._is_guess = False  # whether the last one began there
+        self._source: int | None = None  # position of the last draft in the row's text
+        self._next: int | None = None  # position of the next draft if the row goes on copying
+        self._is_guess = False  # whether the last draft was taken from `_next`
 
     def propose(self, token_ids: list[int], count: int) -> Draft | None:
         end, found = len(token_ids), list[int]()
@@ -214,12 +215,12 @@ class Ngrams:
         self._source, self._next = start, None
         if start is not None and start < end:
             found = token_ids[start : start + count]
-            if len(found) < count:  # what repeats itself goes on doing so
+            if len(found) < count:  # the text repeats itself: continue the repetition
                 found = list(itertools.islice(itertools.cycle(found), count))
         return Draft(found) if found else None
 
     def _find(self, token_ids: list[int]) -> int | None:
-        """Where the last n-gram ended in the text before."""
+        """Returns where the latest earlier occurrence of the row's last n-gram ends, or `None`."""
         text, size = self._text, _SIZE
         text += _packed(token_ids[len(text) // size :])
         self._token_ids = token_ids
@@ -227,7 +228,7 @@ class Ngrams:
         while (at := text.rfind(ngram, 0, at)) >= 0:
             if at % size == 0:
                 return at // size + NGRAM
-            at += len(ngram) - 1  # bytes of two tokens
+            at += len(ngram) - 1  # a match across token boundaries: search on
         return None
 
     def observe(self, token_ids: list[int], num_accepted: int) -> None:
@@ -238,7 +239,7 @@ class Ngrams:
             self._tell(len(token_ids) - MAX_DRAFT)
 
     def _tell(self, end: int) -> None:
-        """Others get what stands behind each of the row's new tokens, up to `end`."""
+        """Adds the continuations of the row's new tokens, up to `end`, to the index."""
         first = max(0, self._num_told - NGRAM)
         self.index.add(self._token_ids[first:], self._num_told - first, end - first, self.namespace)
         self._num_told = max(self._num_told, end)
@@ -248,7 +249,8 @@ class Ngrams:
 
 
 class Generated:
-    """Candidates of one of transformers' generators, a row at a time. A row with a seed lets it draw by `draws`."""
+    """Drafts from one of transformers' candidate generators, for one row. With `draws`, the generator of a row with a
+    seed, drafts are drawn from it."""
 
     def __init__(
         self, generator: Any, device: torch.device, keeps_scores: bool, draws: torch.Generator | None = None
@@ -271,7 +273,7 @@ class Generated:
     def observe(self, token_ids: list[int], num_accepted: int) -> None:
         if self._last is not None:
             ids, num_proposed = self._last
-            # of the scores it reads the number alone
+            # it reads only the number of scores
             scores = torch.empty((1, num_proposed + 1, 1), device=ids.device)
             self.generator.update_candidate_strategy(ids, scores, num_accepted)
             self._last = None
@@ -281,8 +283,8 @@ class Generated:
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
-        """Around the forwards of the generator's model. Early exit takes layers out of its config, which an error or an
-        interrupt must not leave so."""
+        """Wraps forwards of the generator's model. Early exit lowers `num_hidden_layers` in the model's config, which
+        is restored even after an error or an interrupt."""
         model = getattr(self.generator, "assistant_model", None)
         if model is None:
             yield
@@ -300,7 +302,7 @@ class Generated:
 
 @contextlib.contextmanager
 def _drawing_by(generator: torch.Generator) -> Iterator[None]:
-    """torch's own generator of this device draws what this one would."""
+    """Makes torch's global generator of the device draw, and advance, as `generator` would."""
     device: Any = generator.device
     own = torch.random if device.type == "cpu" else torch.get_device_module(device)
     where = () if device.type == "cpu" else (device,)
@@ -315,20 +317,21 @@ def _drawing_by(generator: torch.Generator) -> Iterator[None]:
 
 @dataclass(eq=False)
 class Speculation:
-    """A row's source of candidates, and what became of them. Without a `length`, it proposes `most` whenever it can."""
+    """A row's source of drafts, with counts of drafted and accepted tokens. Without `length`, drafts are always `most`
+    tokens long."""
 
     source: Source
     most: int
     length: DraftLength | None
     generator: torch.Generator | None = None
     draft: Draft | None = field(default=None, init=False)
-    wake_at: int = field(default=0, init=False)  # the step from which on it proposes again
+    wake_at: int = field(default=0, init=False)  # the first step in which it drafts again
     num_proposed: int = field(default=0, init=False)
     num_accepted: int = field(default=0, init=False)
     num_drafts: int = field(default=0, init=False)
 
     def num_wanted(self, price: float, step: int) -> int:
-        """How many tokens to propose in this step, by its number."""
+        """Returns how many tokens to draft in step number `step`."""
         if self.length is None:
             return self.most
         count = self.length.choose(price)
@@ -337,7 +340,7 @@ class Speculation:
         return count
 
     def take(self, draft: Draft | None, step: int) -> list[int]:
-        """The tokens of what was proposed for the next step, by its number."""
+        """Keeps the draft for step number `step`; returns its tokens."""
         self.draft = draft
         if draft is None or not draft.tokens:
             self.draft = None
@@ -351,7 +354,7 @@ class Speculation:
         return draft.tokens
 
     def observe(self, token_ids: list[int], num_proposed: int, num_accepted: int) -> None:
-        """The step is over: of its candidates, as many as were computed, some were accepted."""
+        """Records a step's result: `num_proposed` verified draft tokens, `num_accepted` accepted ones."""
         self.num_proposed += num_proposed
         self.num_accepted += num_accepted
         self.num_drafts += num_proposed > 0

@@ -1,1 +1,1 @@
-"""Which sequences run in a step, who holds blocks and who waits. Plain Python: no tensors."""
+"""Scheduling: which sequences run in a step, which requests hold blocks or wait. Plain Python: no tensors."""

@@ -1,4 +1,4 @@
-"""How the blocks of a whole request come and go, and what that costs. Plain Python: no tensors."""
+"""Allocates, swaps and frees the blocks of whole requests, with a cost model. Plain Python: no tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...cache.block_pool import OutOfBlocksError
 from ...config import PREEMPTION
 from ..request import Request, Sequence
 
-if TYPE_CHECKING:  # it has tensors
+if TYPE_CHECKING:  # not imported at run time: it uses tensors
     from ...cache.swap import BlockSwapper
 
 
@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 
 class CostModel:
     """Chooses between recompute and swap (PagedAttention, arXiv 2309.06180, section 7.3). Seconds per token and bytes
-    per second are means in which an observation counts half as much `HALF_LIFE` observations later; the former include
-    what a step costs whatever its size."""
+    per second are means in which the weight of an observation halves every `HALF_LIFE` observations; seconds per token
+    include a step's fixed cost."""
 
     HALF_LIFE = 32
 
     def __init__(self, bytes_per_second: float = 10e9) -> None:
-        self._given_speed = bytes_per_second  # between blocks and host memory, a guess until a swap was observed
+        self._given_speed = bytes_per_second  # between pool and host memory; an estimate until a swap is observed
         self._prefills = self._swaps = 0.0, 0.0  # (tokens, seconds) and (bytes, seconds)
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
@@ -43,7 +43,7 @@ class CostModel:
 
     @property
     def seconds_per_token(self) -> float | None:
-        """Of a prefill; `None` before any was seen."""
+        """Seconds per prefill token; `None` before any was observed."""
         tokens, seconds = self._prefills
         return seconds / tokens if tokens else None
 
@@ -58,37 +58,38 @@ class CostModel:
         return "swap" if 2 * num_bytes / self.bytes_per_second < num_tokens * per_token else "recompute"
 
 
-# In rectangles, what follows a hit or a snapshot is a forward of its own, which takes about as long as so many tokens:
-# so many must be saved, or be so by the next prompt where others were seen to begin like this one. A snapshot that may
-# never serve is taken where that is a small part of the prompt.
+# In rectangles, the tokens behind a cache hit or a snapshot need a separate forward, which takes about as long as
+# `FORWARD_TOKENS` tokens: a hit must save at least that many, and so must a snapshot where other prompts diverged. The
+# snapshot at the end of a prompt may never be reused: it must be `SNAPSHOT_TOKENS` past the previous one.
 FORWARD_TOKENS, SNAPSHOT_TOKENS = 32, 256
 
 
 @dataclass(eq=False)
 class Preemption:
-    """Takes and gives back blocks for all sequences of a request together, so that what they share stays shared."""
+    """Allocates and frees the blocks of all sequences of a request together, so that shared blocks stay shared."""
 
     blocks: BlockManager
     preempt: str = "recompute"  # or "swap", or "auto": as `cost` chooses
     swapper: BlockSwapper | None = None  # without one, everything is recomputed
-    # whether blocks of before this window may be served (`BlockManager.needs_vouching`); if not, it has dropped them
+    # returns whether cached blocks from before this window are still valid (`BlockManager.needs_vouching`); if not, it
+    # has dropped them
     vouch: Callable[[], bool] | None = None
     chunks: bool = True  # whether a sequence may be computed in chunks; else as a whole, then token by token
-    replays: bool = False  # without chunks: whether all requests do as `replays_prompt` says
-    encoder_blocks: BlockManager | None = None  # gives the requests of a model with an encoder those of its output
-    cost: CostModel | None = None  # is told how long prefills and swaps take
-    agree: Callable[[int], int] = int  # of processes that schedule alike, and have measured other times: the first's
-    num_swaps: int = 0  # requests whose blocks went to host memory
+    replays: bool = False  # without chunks: whether `replays_prompt` holds for all requests
+    encoder_blocks: BlockManager | None = None  # for a model with an encoder: the blocks of its output
+    cost: CostModel | None = None  # learns from times of prefills and swaps
+    # for processes that must schedule alike but measure different times: returns the first process's value
+    agree: Callable[[int], int] = int
+    num_swaps: int = 0  # requests swapped out
 
     def replays_prompt(self, request: Request) -> bool:
-        """Whether its prompt is computed as a whole, also when computed again, and then token by token."""
+        """Whether recomputation runs the prompt as a whole again, and then token by token."""
         return not self.chunks and (self.replays or request.inputs is not None)
 
     def check_fits(self, request: Request, num_lent: int = 0) -> None:
-        """Raises `OutOfBlocksError` if the request could not finish even if it had all blocks for itself, and those
-        that are lent."""
+        """Raises `OutOfBlocksError` if the request could not finish even with all blocks, `num_lent` included."""
         size, rows = self.blocks.block_size, request.num_rows
-        # rows that are recomputed share all full blocks short of a prompt's last token
+        # recomputed rows share all full blocks before the prompt's last token
         shares = rows > 1 and (self.chunks or self.replays_prompt(request))
         shared = (request.num_prompt_tokens - 1) // size * size if shares else 0
         longest = max(1, request.max_num_tokens - 1, *(len(sequence.token_ids) for sequence in request.sequences))
@@ -108,9 +109,9 @@ class Preemption:
             )
 
     def bring_in(self, request: Request, chunk: int, reserve: int, is_alone: bool) -> bool:
-        """Swaps a waiting request in, or lets its rows begin with cached blocks, if there is room for all that it has
-        to compute, at most `chunk` tokens at a time, with `reserve` blocks left. While no other request runs
-        (`is_alone`), one that cannot be swapped in is recomputed, since there will never be more room."""
+        """Swaps a waiting request in, or gives its rows their cached blocks, if there is room for all that it has to
+        compute, at most `chunk` tokens at a time, with `reserve` blocks left; returns whether it did. While no other
+        request runs (`is_alone`), a request that cannot be swapped in is recomputed: there will never be more room."""
         manager = self.blocks
         if request.is_swapped:
             if self._swap_in(request, reserve, is_alone):
@@ -137,7 +138,7 @@ class Preemption:
             raise
         if not is_served:
             self.forget(request)
-            # `vouch` has dropped the old blocks, of packed sequences
+            # `vouch` has dropped the old blocks: try again without them
             return has_room and self.bring_in(request, chunk, reserve, is_alone)
         if is_restorable:
             self._restore(request)
@@ -157,7 +158,7 @@ class Preemption:
     def _swap_in(self, request: Request, reserve: int, is_alone: bool) -> bool:
         assert self.swapper is not None
         manager = self.blocks
-        # beside others, every row must be able to go on
+        # beside other requests, every row must have room for one more block
         growth = [0 if is_alone else request.num_open_rows] * len(manager.groups)
         if self.swapper.num_blocks(request) + sum(growth) + reserve > manager.num_free:
             return False
@@ -172,16 +173,16 @@ class Preemption:
         return False
 
     def _attach(self, request: Request) -> list[tuple[Sequence, int]]:
-        """Gives open rows what the prefix cache has of them; returns with each the tokens that it starts with. What all
-        rows begin with is shared again: if it is not cached, the first row computes it (`num_until_shared`); with
-        `replays`, that is the prompt."""
+        """Gives open rows their cached blocks; returns each row with its number of cached or shared tokens. The common
+        beginning of all rows (with `replays`, the prompt) is shared again: if it is not cached, the first row computes
+        it (`num_until_shared`)."""
         manager, rows, size = self.blocks, request.open_sequences, self.blocks.block_size
         for sequence in rows:
             sequence.blocks = manager.new()
             sequence.num_computed_tokens = self._match(sequence, sequence.keys)
             if not request.num_preemptions:
                 sequence.blocks.stops = self._stops(sequence)
-        shared = 0  # whole blocks that all rows begin with, short of the last token of the shortest
+        shared = 0  # tokens in full blocks common to all rows, excluding the last token of the shortest
         if len(rows) > 1 and self.replays_prompt(request):
             shared = request.num_prompt_tokens
         elif len(rows) > 1 and request.inputs is not None:
@@ -200,7 +201,7 @@ class Preemption:
         return [(first, first.num_computed_tokens), *((sequence, shared) for sequence in rows[1:])]
 
     def _is_restorable(self, request: Request) -> bool:
-        """Whether the tier below the pool has more of what its one row begins with than the row was given."""
+        """Whether the request has one row, and the tier below the pool holds a longer prefix of it than the pool."""
         if self.blocks.tier is None or len(request.open_sequences) > 1 or self.replays_prompt(request):
             return False
         (sequence,) = request.open_sequences
@@ -208,13 +209,13 @@ class Preemption:
         return self.blocks.num_tokens(links) > sequence.num_computed_tokens
 
     def _restore(self, request: Request) -> None:
-        """Lets its row begin with that, in blocks that are taken for it, as those of a request that was swapped out."""
+        """Copies that prefix from the tier into newly allocated blocks of the row, as after a swap."""
         (sequence,) = request.open_sequences
         try:
             found = self.blocks.restore(sequence.keys, request.namespace, sequence.num_computed_tokens)
-        except OutOfBlocksError:  # under `hf_paged.budget`: then it is computed, when there is room
+        except OutOfBlocksError:  # under `hf_paged.budget`: it is computed instead, when there is room
             return
-        except (MemoryError, RuntimeError, ValueError) as error:  # no memory, or other layers: it is computed
+        except (MemoryError, RuntimeError, ValueError) as error:  # no memory, or other layers: it is computed instead
             logger.warning("prefix blocks are not brought back, and their tokens are computed: %s", error)
             return
         if found:
@@ -228,14 +229,14 @@ class Preemption:
         request = sequence.request
         if self.replays_prompt(request):
             return 0
-        if request.drafts_first:  # a step computes what is in front of the last token
+        if request.drafts_first:  # leaves a token for the step before the last token's
             keys = keys[:-1]
         least = max(request.num_content, 0 if self.chunks else FORWARD_TOKENS)
         return self.blocks.match(sequence.blocks, keys, request.namespace, least)
 
     def _stops(self, sequence: Sequence) -> tuple[int, ...]:
-        """Where snapshots of its states are taken: where other prompts parted from this one, so that the next need not
-        compute what they share (as SGLang does for hybrid models), and behind its last full block."""
+        """Returns the positions for snapshots of its states: where other prompts diverged from this one, so that later
+        prompts can reuse the common part (as SGLang does for hybrid models), and after its last full block."""
         request, size, stops = sequence.request, self.blocks.block_size, []
         if not self.blocks.keeps_states or request.namespace is UNCACHED or self.replays_prompt(request):
             return ()
@@ -248,7 +249,8 @@ class Preemption:
         return tuple(stops)
 
     def num_until_shared(self, request: Request, sequence: Sequence) -> int:
-        """Tokens that `sequence` may compute before the rows of its request part, which they do here."""
+        """Returns how many tokens `sequence` may compute before the rows of its request diverge; once the first row
+        has computed the shared ones, forks its blocks for the others."""
         rows, shared = request.open_sequences, request.num_shared_tokens
         if sequence is not rows[0]:
             return 0
@@ -260,18 +262,18 @@ class Preemption:
         return sequence.num_to_compute
 
     def send_out(self, request: Request) -> None:
-        """Takes the blocks of a preempted request: to the host, or for good, but for what the prefix cache keeps."""
+        """Swaps out the blocks of a preempted request, or frees them; the prefix cache may keep full blocks."""
         for sequence in request.sequences:
             self._register(sequence)
         rows = request.open_sequences
-        # what replays its prompt begins with more than what is in its blocks
+        # a request that replays its prompt needs more than the content of its blocks
         can_swap = not self.replays_prompt(request) and all(sequence.blocks is not NO_BLOCKS for sequence in rows)
         if self.swapper is not None and can_swap:
             how, num_bytes = self.preempt, 0
             if self.cost is not None:
                 num_bytes = self.swapper.num_held_bytes(request)
                 num_tokens = sum(sequence.num_computed_tokens for sequence in rows)
-                # what others hold stays, and is found again; a copy of it would take blocks of its own
+                # blocks shared with others stay in the pool and are found again; swapped copies would need new blocks
                 is_shared = any(self.blocks.num_shared(sequence.blocks, len(rows)) for sequence in rows)
                 choice = "recompute" if is_shared else self.cost.choose(num_tokens, num_bytes)
                 how = PREEMPTION[self.agree(PREEMPTION.index(choice))]
@@ -283,19 +285,19 @@ class Preemption:
                     if self.cost is not None and num_bytes:
                         self.cost.observe_swap(num_bytes, time.perf_counter() - start)
                     for sequence in rows:
-                        sequence.blocks.capacity = 0  # what comes back is looked at before it is written to
+                        sequence.blocks.capacity = 0  # after swap-in the first write must take the slow path
                     return
         self.forget(request)
 
     def forget(self, request: Request) -> None:
-        """Gives up what is held of a request, here and on the host: nothing counts as computed any more."""
+        """Frees all blocks of a request, in the pool and on the host, and resets its computed tokens."""
         for sequence in request.sequences:
             self._free(sequence)
         self._free_encoder_blocks(request)
         request.num_shared_tokens = 0
 
     def end_sequence(self, sequence: Sequence) -> None:
-        """Ends a sequence and gives up what is held of it, here and on the host; the prefix cache keeps full blocks."""
+        """Ends a sequence and frees its blocks, in the pool and on the host; the prefix cache keeps full blocks."""
         if sequence.swapped is None:
             self._register(sequence)
         sequence.is_finished = True
@@ -305,7 +307,7 @@ class Preemption:
             self._free_encoder_blocks(sequence.request)
 
     def _register(self, sequence: Sequence) -> None:
-        sequence.blocks.stops = ()  # no step of it follows, which would copy the state
+        sequence.blocks.stops = ()  # no further step would copy the state
         self.blocks.register(sequence.blocks, sequence.keys, sequence.num_computed_tokens, sequence.request.namespace)
 
     def _free_encoder_blocks(self, request: Request) -> None:

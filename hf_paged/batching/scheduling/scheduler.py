@@ -1,4 +1,4 @@
-"""Who runs in this step, with how many tokens. Plain Python: no tensors."""
+"""Schedules each step: which sequences run, with how many tokens. Plain Python: no tensors."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from .timeline import Timeline
 logger = logging.getLogger(__name__)
 
 NUM_NEXT = 16  # waiting requests whose adapters may be loaded before they are admitted
-AGING = 256.0  # arrivals that one step of priority is worth
+AGING = 256.0  # one unit of priority weighs as much as this many arrivals
 _by_key = attrgetter("key")
 
 
 @dataclass
 class StepPlan:
-    """One step. `num_computed_tokens` counts its tokens already, and the tables have room for them."""
+    """One step. `num_computed_tokens` already counts its tokens, and the block tables have room for them."""
 
-    decodes: list[tuple[Sequence, int]] = field(default_factory=list)  # with one token to compute, and its draft
-    chunks: list[tuple[Sequence, int]] = field(default_factory=list)  # with more
-    preempted: list[Request] = field(default_factory=list)  # lost their blocks in this step
+    decodes: list[tuple[Sequence, int]] = field(default_factory=list)  # one token to compute, plus a draft
+    chunks: list[tuple[Sequence, int]] = field(default_factory=list)  # chunks of prefill or recomputation
+    preempted: list[Request] = field(default_factory=list)  # preempted in this step
     admitted: list[Request] = field(default_factory=list)
 
     @property
@@ -39,13 +39,13 @@ class StepPlan:
         return self.decodes + self.chunks
 
     def __str__(self) -> str:
-        """Request id, number of the sequence in it, tokens to compute, logits wanted, adapter."""
+        """A list of (request id, sequence index, tokens to compute, logits wanted, adapter)."""
         rows = ((s.request, s.index, count, int(not s.num_to_compute)) for s, count in self.items)
         return str([(request.request_id, *row, request.adapter) for request, *row in rows])
 
 
 class NeverFits(OutOfBlocksError):
-    """`request` needs more blocks than there are, while no other holds any."""
+    """`request` needs more blocks than there are, and no other request holds any."""
 
     def __init__(self, request: Request, message: str) -> None:
         super().__init__(message)
@@ -53,15 +53,15 @@ class NeverFits(OutOfBlocksError):
 
 
 class Rope(Protocol):
-    """What keys depend on beside tokens and positions (`model.rope.LengthRope`)."""
+    """Rotary factors that depend on the sequence's length (`model.rope.LengthRope`)."""
 
-    restarts: bool  # whether a sequence is computed again where it comes to have other factors
+    restarts: bool  # whether a sequence is recomputed when its factors change
 
     def factors(self, length: int) -> int: ...
 
 
 class RopeNamespace(NamedTuple):
-    """Where prefixes with factors of their own are shared."""
+    """The namespace of prefixes computed with other rotary factors than usual."""
 
     own: Hashable
     factors: int
@@ -71,31 +71,31 @@ class RopeNamespace(NamedTuple):
 class Scheduler:
     """Iteration-level scheduling (Orca, OSDI 2022) with chunked prefills (SARATHI, arXiv 2308.16369), which do not
     stall decodes (Sarathi-Serve, arXiv 2403.02310, section 4.2), and preemption of whole requests (PagedAttention,
-    arXiv 2309.06180, section 4.5). In the order of `arrival + priority * aging` running requests get their tokens, and
-    preempt later ones; then waiting ones are admitted while the first of them fits."""
+    arXiv 2309.06180, section 4.5). In the order of `arrival + priority * aging`, running requests get their tokens and
+    may preempt later ones; then waiting requests are admitted as long as the first of them fits."""
 
     preemption: Preemption
-    max_num_batched_tokens: int  # in a step
-    max_num_seqs: int  # that run at a time, unless a single request has more, or requests wait for each other
-    max_chunk_tokens: int | None = None  # of prompts, in a step that decodes; `None`: as many as fit into the step
-    watermark: float = 0.01  # share of all blocks that admission leaves to those already running
+    max_num_batched_tokens: int  # per step
+    max_num_seqs: int  # running sequences; exceeded only by one large request, or if running requests wait for others
+    max_chunk_tokens: int | None = None  # prefill tokens in a step with decodes; `None`: as many as fit into the step
+    watermark: float = 0.01  # share of all blocks that admission leaves to running requests
     aging: float = AGING
-    rope: Rope | None = None  # where keys of a sequence depend on its length
-    timeline: Timeline = field(default_factory=Timeline)  # is told which requests come and go
-    # gives blocks back on which only speed depends; returns whether there were any
-    reclaim: Callable[[], bool] | None = None
-    num_lent: Callable[[], int] = int  # how many it would give back
-    adapters: AdapterPages | None = None  # where adapters that are not the model's have their place
+    rope: Rope | None = None  # set if keys depend on the sequence's length
+    timeline: Timeline = field(default_factory=Timeline)  # records when requests run and wait
+    reclaim: Callable[[], bool] | None = None  # frees blocks of assistants; returns whether there were any
+    num_lent: Callable[[], int] = int  # number of blocks that `reclaim` would free
+    adapters: AdapterPages | None = None  # memory in the pool for adapters that are loaded from folders
 
     def __post_init__(self) -> None:
         self.blocks, self._chunks = self.preemption.blocks, self.preemption.chunks
-        # every running sequence must be able to decode in every step, and one prompt to go on beside them
+        # every running sequence must be able to decode in every step, and one prefill to advance beside them
         self.max_num_seqs = min(self.max_num_seqs, self.max_num_batched_tokens)
-        self._running: list[Request] = []  # by key
-        self._waiting: list[Request] = []  # by key; preempted ones may have nothing to compute until they get a token
+        self._running: list[Request] = []  # sorted by key
+        self._waiting: list[Request] = []  # sorted by key; preempted ones may just wait for a token
         self._num_rows = 0  # open rows of running requests
         self._arrivals = 0
-        self._refused: Request | None = None  # the first waiting one, for which this step had no seats or blocks
+        # the first waiting request, if this step had no room for it (`max_num_seqs`, blocks)
+        self._refused: Request | None = None
         self._plan = StepPlan()
 
     @property
@@ -104,12 +104,12 @@ class Scheduler:
 
     @property
     def num_rows(self) -> int:
-        """Sequences of running requests."""
+        """Number of open sequences of running requests."""
         return self._num_rows
 
     @property
     def num_waiting(self) -> int:
-        """Requests that hold none: new and preempted ones."""
+        """Number of requests that do not run: new and preempted ones."""
         return len(self._waiting)
 
     @property
@@ -118,7 +118,7 @@ class Scheduler:
 
     @property
     def first_waiting(self) -> Request | None:
-        """The request that is to be admitted next."""
+        """The request to admit next."""
         return next((request for request in self._waiting if not request.is_answered), None)
 
     def add(self, *requests: Request) -> None:
@@ -132,13 +132,13 @@ class Scheduler:
             self._wait(request)
 
     def schedule(self) -> StepPlan:
-        """The next step. Raises `OutOfBlocksError` if others hold the blocks that the first request needs, `NeverFits`
-        if none does."""
+        """Returns the next step. Raises `OutOfBlocksError` if others hold the blocks that the first request needs,
+        `NeverFits` if no other holds any."""
         try:
             plan = self._schedule()
         except OutOfBlocksError:  # nothing was scheduled
             raise
-        except BaseException:  # what was counted will never be computed
+        except BaseException:  # the tokens already counted as computed will not be
             self.blocks.index.undo_step()
             self._plan = StepPlan()
             for request in list(self._running):
@@ -150,10 +150,10 @@ class Scheduler:
 
     def _schedule(self) -> StepPlan:
         for sequence, _ in self._plan.chunks:
-            if sequence.request.inputs is not None:  # whether it may be served is known behind its forward
+            if sequence.request.inputs is not None:  # only after its forward may others reuse its blocks
                 namespace = sequence.request.namespace
                 self.blocks.register(sequence.blocks, sequence.keys, sequence.num_computed_tokens, namespace)
-            self.blocks.trim(sequence.blocks)  # what only these could see
+            self.blocks.trim(sequence.blocks)  # frees window blocks that only the chunk's tokens could see
         self.blocks.index.begin_step()
         plan, self._refused = StepPlan(), None
         self._plan = plan
@@ -161,19 +161,19 @@ class Scheduler:
             for request in list(self._running):
                 if self._turn(request):
                     self._preempt(request, keeps=False)
-                    plan.preempted.pop()  # it is not short of blocks, and goes on in this step
+                    plan.preempted.pop()  # not for lack of blocks: this step may admit it again
         left = self._continue_running()
         if not plan.preempted:
             self._admit(left)
         is_released = False
         while not plan.items and self.first_waiting is not None:
-            # every running request waits for a token that depends on one that does not run
+            # every running request waits for a token that depends on a request that does not run
             self._admit(self.max_num_batched_tokens, any_rows=True)
             if plan.items:
                 break
             victim = next((request for request in reversed(self._running) if request.is_computed), None)
             if victim is None:
-                if plan.preempted:  # the next step starts with the blocks that this one took back
+                if plan.preempted:  # the next step can use the blocks that preemption freed
                     break
                 if not is_released and self.blocks.release_unused():
                     is_released = True
@@ -183,13 +183,13 @@ class Scheduler:
         return plan
 
     def _continue_running(self) -> int:
-        """Gives running requests their tokens; returns how many are left of the budget for prompts."""
+        """Schedules tokens of running requests; returns the token budget left for prefills."""
         decodes = self._plan.decodes
         left = self.max_num_batched_tokens
-        beside = left if self.max_chunk_tokens is None else self.max_chunk_tokens  # left of what decodes wait for
-        reserved = -1  # tokens for the decodes that are still to come, from the first chunk on
-        spare = left - self._num_rows  # that drafts may take
-        for request in self._running:  # only requests behind this one, or itself, are taken out meanwhile
+        beside = left if self.max_chunk_tokens is None else self.max_chunk_tokens  # budget of chunks beside decodes
+        reserved = -1  # tokens reserved for later decodes in this loop; counted at the first chunk
+        spare = left - self._num_rows  # budget of drafts
+        for request in self._running:  # the body removes only this request, or later ones
             for sequence in request.sequences:
                 num_tokens = len(sequence.token_ids)
                 to_compute = num_tokens - sequence.num_computed_tokens
@@ -204,7 +204,7 @@ class Scheduler:
                         spare -= num_drafted
                         left -= 1 + num_drafted
                         continue
-                    if num_tokens <= blocks.capacity:  # the tail block has room and is the sequence's own
+                    if num_tokens <= blocks.capacity:  # the tail block has room and is not shared
                         for table in blocks.tables:
                             table.num_tokens = num_tokens
                         sequence.num_computed_tokens = num_tokens
@@ -218,7 +218,7 @@ class Scheduler:
                         reserved = sum(each.num_to_compute == 1 for each in unfinished)
                     limit = min(left - reserved, beside) if decodes or reserved else left
                     if (first := self.first_waiting) is not None and first.key < request.key:
-                        limit -= limit // 2  # a request with more priority may begin, if there are blocks for it
+                        limit -= limit // 2  # leaves budget to admit a waiting request that sorts before this one
                 query_len = self._catch_up(request, sequence, limit)
                 left -= query_len
                 beside -= query_len if query_len > 1 else 0
@@ -227,8 +227,8 @@ class Scheduler:
         return min(left, beside) if decodes else left
 
     def _with_draft(self, sequence: Sequence, limit: int) -> int:
-        """Schedules a sequence's last token with its draft, of which up to `limit` tokens are kept; returns how many.
-        None, and nothing is scheduled, where blocks are short: no request gives its own up for candidates."""
+        """Schedules a sequence's last token with up to `limit` tokens of its draft; returns the number of draft tokens.
+        If blocks are short, schedules nothing and returns 0: drafts preempt no request."""
         blocks, num_tokens = sequence.blocks, len(sequence.token_ids)
         del sequence.draft[max(0, limit) :]
         count = len(sequence.draft)
@@ -244,8 +244,9 @@ class Scheduler:
         return 0
 
     def settle_draft(self, sequence: Sequence, num_accepted: int = 0) -> None:
-        """Forgets the K and V of a draft but for its first `num_accepted` tokens, which are the sequence's own now. A
-        state cannot forget: unless all were accepted, all that the step computed is computed again."""
+        """Drops the K and V of a draft except for its first `num_accepted` tokens. A state cannot be truncated: with
+        states, unless all tokens were accepted, restores the state from before the step, whose tokens are then
+        recomputed."""
         if not sequence.draft:
             return
         before, sequence.before_draft = sequence.before_draft, NO_BLOCKS
@@ -259,8 +260,8 @@ class Scheduler:
         sequence.draft = []
 
     def _catch_up(self, request: Request, sequence: Sequence, limit: int, may_preempt: bool = True) -> int:
-        """Schedules up to `limit` tokens of `sequence`; returns how many. Where blocks are short, requests behind this
-        one go first, then the chunk gets smaller, then `request` goes itself."""
+        """Schedules up to `limit` tokens of `sequence`; returns how many. If blocks are short, preempts later requests,
+        then shrinks the chunk, then preempts `request` itself."""
         query_len, is_whole = sequence.num_to_compute, sequence.is_whole
         if request.num_shared_tokens:
             query_len = min(query_len, self.preemption.num_until_shared(request, sequence))
@@ -271,7 +272,7 @@ class Scheduler:
         elif limit < query_len and not self._shares_forward(request):
             return 0
         if request.num_tokens_alone >= 0 and self._chunks and self.blocks.has_windows:
-            # a chunk's blocks that leave the window are those of its layers alone, where a limit is in bytes
+            # under a limit in bytes, blocks that leave the window can be reused only by layers of that window
             query_len = min(query_len, self.blocks.block_size)
         if sequence.blocks.stops:
             done = sequence.num_computed_tokens
@@ -290,7 +291,7 @@ class Scheduler:
             if may_preempt and self._running[-1] is not request:
                 self._preempt(self._running[-1])
             elif query_len > 1 and self.blocks.has_windows and self._chunks and not is_whole:
-                query_len //= 2  # fewer tokens need fewer blocks only there
+                query_len //= 2  # only with windows do fewer tokens need fewer blocks
             else:
                 plan = self._plan
                 has_started = any(done and done[-1][0].request is request for done in (plan.decodes, plan.chunks))
@@ -299,18 +300,18 @@ class Scheduler:
                     is_alone = not self.blocks.num_withheld()
                     self._preempt(request)
                     if not self._running and is_alone:
-                        if request.num_tokens_alone == num_tokens:  # it would come as far as this again
+                        if request.num_tokens_alone == num_tokens:  # no progress since it was last preempted alone
                             raise self._out_of_blocks(request) from self.blocks.refusal
                         request.num_tokens_alone = num_tokens
                         if self.blocks.release_unused() and self.blocks.has_windows:
-                            request.namespace = UNCACHED  # window blocks that it named would keep their bytes
+                            request.namespace = UNCACHED  # cached window blocks would keep their bytes
                 return 0
         sequence.num_computed_tokens += query_len
-        if request.num_shared_tokens:  # where the rows part, this one is looked at before it goes on
+        if request.num_shared_tokens:  # no fast path past the point where the rows diverge
             blocks.capacity = sequence.num_computed_tokens
         if query_len > 1 or is_whole:
             if self._chunks and not is_whole:
-                # requests later in this step may share them: a layer stores all K and V before any attention reads
+                # later requests of this step may share the blocks: each layer stores all K and V before attention
                 self.blocks.register(blocks, sequence.keys, sequence.num_computed_tokens, request.namespace)
             self._plan.chunks.append((sequence, query_len))
         else:
@@ -318,7 +319,7 @@ class Scheduler:
         return query_len
 
     def _out_of_blocks(self, request: Request) -> OutOfBlocksError:
-        """What is wrong where nothing can be scheduled for want of blocks for `request`."""
+        """Makes the error for a step that could schedule nothing for lack of blocks for `request`."""
         manager = self.blocks
         total = "any number of" if manager.num_total >= sys.maxsize else f"{manager.num_free} of {manager.num_total}"
         said = (
@@ -338,16 +339,17 @@ class Scheduler:
         )
 
     def _shares_forward(self, request: Request) -> bool:
-        """Whether all prompts of the step, if there are any, are computed by the one forward that this one needs: a
-        prompt that is computed as a whole may exceed the budget then."""
+        """Whether the step's prefills all run in the forward that this prompt needs. Then a prompt computed as a whole
+        may exceed the token budget."""
         if request.inputs is None:
             return False
         others = (sequence.request.inputs for sequence, _ in self._plan.chunks)
         return all(inputs is not None and inputs[0] is request.inputs[0] for inputs in others)
 
     def reserve_next(self, sequences: list[Sequence], num_ending: int = 0) -> bool:
-        """Takes the blocks for one more token of each sequence, all of which have their logits, if the next step will
-        be that and nothing else: the others that run, `num_ending`, end before, and none that waits can be admitted."""
+        """Allocates blocks for one more token of each sequence (all have their logits), if the next step will contain
+        exactly these decodes. Other running sequences, `num_ending`, end before. Returns `False` if a waiting request
+        might be admitted, or if blocks are short."""
         if self._num_rows != len(sequences) + num_ending:
             return False
         if self._waiting and (num_ending or self._refused is None or self._refused is not self.first_waiting):
@@ -372,7 +374,8 @@ class Scheduler:
                 self._refused = request
                 return
             reserve = 0 if is_alone else int(self.watermark * self.blocks.num_total)
-            # alone, a chunk may shrink as far as that; a whole sequence skips what is outside its windows
+            # a request alone may shrink its chunks to one token; a sequence computed as a whole skips blocks outside
+            # its windows
             chunk = 1 if is_alone or not self._chunks else self.max_num_batched_tokens
             needs = request, chunk, reserve, is_alone
             if not self._bring_in(*needs) and not (
@@ -388,13 +391,13 @@ class Scheduler:
             for sequence in request.open_sequences:
                 if sequence.num_to_compute:
                     left -= self._catch_up(request, sequence, left, may_preempt=False)
-            if left == before:  # one group is short of blocks, though not all together
+            if left == before:  # a single layer group is short of blocks
                 self._send_back(request, keeps=True)
                 return
             self._plan.admitted.append(request)
 
     def _bring_in(self, request: Request, chunk: int, reserve: int, is_alone: bool) -> bool:
-        """`Preemption.bring_in`, with a place for the weights of its adapter until it runs no more."""
+        """`Preemption.bring_in`, which also pins the adapter's weights in the pool while the request runs."""
         if self.adapters is None or not request.adapter_bytes:
             return self.preemption.bring_in(request, chunk, reserve, is_alone)
         is_in = False
@@ -409,13 +412,14 @@ class Scheduler:
         return is_in
 
     def next_adapters(self) -> list[Hashable]:
-        """Those whose weights requests need that are admitted next, without those that have a place."""
+        """Returns the adapters of the first `NUM_NEXT` waiting requests that have no place in the pool yet."""
         known, first = self.adapters, self._waiting[:NUM_NEXT]
         found = dict.fromkeys(request.adapter for request in first if request.adapter_bytes)
         return [] if known is None else [adapter for adapter in found if adapter not in known]
 
     def _turn(self, request: Request) -> bool:
-        """Whether keys of the request's have other factors than it had. Prefixes with others are kept apart."""
+        """Updates the request's rotary factors and namespace; returns whether they changed. Prefixes with different
+        factors are not shared."""
         rope, lengths = self.rope, [sequence.num_tokens for sequence in request.open_sequences]
         if rope is None or (factors := rope.factors(max(lengths) if rope.restarts else request.num_prompt_tokens)) == (
             request.rope_factors
@@ -440,7 +444,7 @@ class Scheduler:
         self._send_back(request, keeps)
 
     def recompute(self) -> list[Request]:
-        """Between steps: forgets what was computed of unfinished requests. Returns those that ran, now preempted."""
+        """Between steps: drops the K/V of unfinished requests. Returns those that were running, now preempted."""
         self._plan = StepPlan()
         for request in list(self._running):
             self._preempt(request, keeps=False)
@@ -449,24 +453,24 @@ class Scheduler:
         return self._plan.preempted
 
     def _send_back(self, request: Request, keeps: bool = False) -> None:
-        """A running request waits again: with nothing computed, or with what `Preemption.send_out` keeps."""
+        """Returns a running request to the queue: with nothing computed, or with what `Preemption.send_out` keeps."""
         self._remove(request)
         for sequence in request.open_sequences:
             self.settle_draft(sequence)
         try:
             give_up = self.preemption.send_out if keeps else self.preemption.forget
             give_up(request)
-        except BaseException:  # no memory to swap to, or interrupted: recompute it
+        except BaseException:  # no host memory, or an interrupt: recompute it
             self.preemption.forget(request)
             raise
         finally:
             self._wait(request)
 
     def fail_step(self) -> None:
-        """The step just scheduled never happened: its forward raised."""
+        """Undoes the step just scheduled, whose forward raised."""
         self.blocks.index.undo_step()
         plan, self._plan = self._plan, StepPlan()
-        for request in plan.admitted:  # these may hold blocks that others were to write in this step
+        for request in plan.admitted:  # they may hold blocks that other requests should have written in this step
             if request.status is Status.RUNNING:
                 self._send_back(request)
         for sequence, query_len in plan.items:
@@ -477,7 +481,7 @@ class Scheduler:
                 sequence.draft, sequence.before_draft = [], NO_BLOCKS
 
     def finish_sequence(self, sequence: Sequence) -> None:
-        """The sequence needs nothing any more; its request ends with the last of them."""
+        """Ends a sequence, and its request with the last one."""
         if sequence.is_finished:
             return
         request = sequence.request
@@ -490,17 +494,17 @@ class Scheduler:
             self._num_rows -= 1
 
     def finish(self, request: Request) -> None:
-        """The request needs nothing any more, wherever it is. Not between `schedule` and the end of the forward."""
+        """Ends a request, running or waiting. Not to be called between `schedule` and the end of the forward."""
         if request.status is Status.FINISHED:
             return
-        self._remove(request)  # before its blocks are cached: its adapter may take blocks then, and would evict them
+        self._remove(request)  # before its blocks are cached: unpinning its adapter may evict cached blocks
         request.status = Status.FINISHED
         self.timeline.finished(request)
         for sequence in request.open_sequences:
             self.preemption.end_sequence(sequence)
 
     def withdraw(self, request: Request) -> None:
-        """Between steps: takes an unfinished request out, with nothing computed, for another scheduler to add."""
+        """Between steps: removes an unfinished request and drops its K/V, for another scheduler to add."""
         if request.status is Status.RUNNING:
             self._preempt(request, keeps=False)
         else:

@@ -1,4 +1,4 @@
-"""Who was in the batch when: what a scheduler says of its requests, kept as intervals. Plain Python: no tensors."""
+"""Records what each request did in which steps, as intervals. Plain Python: no tensors."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import NamedTuple
 
 from ..request import Request, Sequence, Status
 
-MAX_INTERVALS = 4096  # a request that is never preempted leaves three
+MAX_INTERVALS = 4096  # a request without preemption has three
 MAX_VERIFICATIONS = 4096
 
 
 class Activity(Enum):
-    """What a request does from one step to another. The last three hold no blocks of the pool."""
+    """What a request does over some steps. In the last three it holds no blocks of the pool."""
 
     PREFILL = "prefill"
-    RECOMPUTE = "recompute"  # a prefill of what was computed before
+    RECOMPUTE = "recompute"  # a prefill after a preemption
     DECODE = "decode"
     WAITING = "waiting"
-    PREEMPTED = "preempted"  # its blocks were given up
+    PREEMPTED = "preempted"  # its blocks were freed
     SWAPPED = "swapped out"  # its blocks are in host memory
 
 
 class Interval(NamedTuple):
-    """Steps `[first_step, end_step)` through which a request did one thing."""
+    """Steps `[first_step, end_step)` in which a request had one activity."""
 
-    number: int  # of the request, in the order in which they came; ids may be used again
+    number: int  # of the request, in order of arrival; ids may be reused
     request_id: Hashable
     activity: Activity
     first_step: int
@@ -46,17 +46,17 @@ class Verification(NamedTuple):
     start: float  # seconds since the timeline was made
     end: float
     num_draft_tokens: int
-    num_accepted_tokens: int  # of these
+    num_accepted_tokens: int
 
 
 class Timeline:
-    """The latest `max_intervals` intervals of requests, about 250 bytes each, and one of each unfinished request; as
-    well the latest `MAX_VERIFICATIONS` verifications of drafts."""
+    """Keeps the latest `max_intervals` closed intervals, about 250 bytes each, one open interval for each unfinished
+    request, and the latest `MAX_VERIFICATIONS` verifications of drafts."""
 
     def __init__(self, max_intervals: int = MAX_INTERVALS) -> None:
         self.num_steps = 0  # scheduled so far
         self._closed: deque[Interval] = deque(maxlen=max_intervals)
-        self._open: dict[Request, Interval] = {}  # what each unfinished request is doing; it ends now
+        self._open: dict[Request, Interval] = {}  # the current interval of each unfinished request
         self._prefilling: set[Request] = set()  # in the last step
         self._num_requests = 0
         self._verifications: deque[Verification] = deque(maxlen=MAX_VERIFICATIONS)
@@ -64,7 +64,7 @@ class Timeline:
         self._origin = time.perf_counter()
 
     def waits(self, request: Request) -> None:
-        """The request is new, or has just lost its blocks."""
+        """Records that a request waits: it is new, or has just lost its blocks."""
         self._prefilling.discard(request)
         before = self._open.get(request)
         was_in_batch = before is not None and before.activity is not Activity.WAITING
@@ -72,7 +72,7 @@ class Timeline:
         self._change(request, Activity.SWAPPED if request.is_swapped else activity)
 
     def stepped(self, admitted: list[Request], chunks: list[tuple[Sequence, int]]) -> None:
-        """The next step computes these chunks, beside decodes, with these requests for the first time or again."""
+        """Records the next step: the requests admitted in it, and its chunks beside decodes."""
         if admitted or self._prefilling or chunks:
             chunked = {sequence.request for sequence, _ in chunks}
             for request in self._prefilling | chunked | set(admitted):
@@ -82,7 +82,7 @@ class Timeline:
                 if request not in chunked and request.is_computed:
                     self._change(request, Activity.DECODE)
                     self._prefilling.discard(request)
-                else:  # where it has no chunk in this step, the next one is still to come
+                else:  # without a chunk in this step, its next chunk is still to come
                     redone = before in (Activity.PREEMPTED, Activity.RECOMPUTE)
                     self._change(request, Activity.RECOMPUTE if redone else Activity.PREFILL)
                     self._prefilling.add(request)
@@ -90,7 +90,7 @@ class Timeline:
         self.num_steps += 1
 
     def verified(self, request: Request, num_draft_tokens: int, num_accepted_tokens: int) -> None:
-        """The last step verified a draft of this request."""
+        """Records that the last step verified a draft of this request."""
         if request in self._open:
             number, step = self._open[request].number, self.num_steps - 1
             counts = num_draft_tokens, num_accepted_tokens
@@ -102,12 +102,12 @@ class Timeline:
             self._close(request, is_last=True)
 
     def intervals(self) -> list[Interval]:
-        """All that is kept, by request in the order in which they came; what still goes on ends now."""
+        """Returns all intervals, by request in order of arrival; open ones end now."""
         going_on = [interval._replace(end_step=self.num_steps, end=self._now()) for interval in self._open.values()]
         return sorted([*self._closed, *going_on], key=lambda interval: (interval.number, interval.start))
 
     def verifications(self) -> list[Verification]:
-        """All that are kept, in the order in which they came."""
+        """Returns the kept verifications, oldest first."""
         return list(self._verifications)
 
     def _now(self) -> float:

@@ -109,7 +109,7 @@ class GroupMemory(BlockGroup):
         # weak, to avoid a cycle: the pool is freed with the memory's last user, not by the garbage collector
         self.memory: PagedMemory = weakref.proxy(memory)
         self.storage: Any = self._make_storage(memory.config)
-        self._expected_bytes = 0  # of a block over all layers, estimated from the first layer that writes
+        self._expected_bytes = 0  # of a block over all layers, estimated from the first layer
         self._is_short = False  # a layer could not be allocated for all blocks of the pool
         self._is_making = False  # a layer is being made, without content for cached blocks
 
@@ -128,13 +128,13 @@ class GroupMemory(BlockGroup):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all blocks of the pool."""
+        """Bytes of the pool's blocks; with runs of blocks at most the storage's physical bytes."""
         held = self.pool.num_blocks * (self.storage.block_bytes if self._is_short else self.block_bytes)
         return min(held, self.storage.physical_bytes) if self.pool.run_length > 1 else held
 
     @property
     def taken_bytes(self) -> int:
-        """Of the memory that is no longer free."""
+        """Bytes that are no longer free."""
         return self.held_bytes if self.storage.is_elastic else max(self.held_bytes, self.storage.nbytes)
 
     @property
@@ -148,7 +148,7 @@ class GroupMemory(BlockGroup):
         return self._is_making or not self.storage.layers
 
     def expect(self, block_bytes: int) -> None:
-        """Notes the bytes of a block over all layers. Raises `OutOfBlocksError` if the pool then exceeds the budget."""
+        """Notes a block's bytes over all layers. Raises `OutOfBlocksError` if the pool is then over the budget."""
         self._expected_bytes = max(block_bytes, self._expected_bytes)
         if not budget.charge(self.memory):
             self._is_short = True
@@ -158,9 +158,9 @@ class GroupMemory(BlockGroup):
             )
 
     def make_room(self, num_blocks: int) -> None:
-        """Makes `num_blocks` blocks allocatable. Raises `OutOfBlocksError`. With a budget the pool grows up to it before
-        it evicts cached blocks, unless that needs larger tensors; without one it evicts first, except that it keeps a
-        few snapshots of states."""
+        """Makes `num_blocks` blocks allocatable. Raises `OutOfBlocksError`. With a budget the pool grows up to it
+        before it evicts cached blocks, unless that needs larger tensors; without one it evicts first, except that it
+        keeps a few snapshots of states."""
         memory, pool, config = self.memory, self.pool, self.memory.config
         if self._is_short:  # the call that failed has freed its blocks since
             self._is_short = False
@@ -307,7 +307,7 @@ class PagedMemory:
         self.groups: dict[GroupSpec, GroupMemory] = {}
         self.managers: dict[tuple[GroupSpec, ...], BlockManager] = {}  # by the groups of a model
         self.fingerprint: Hashable = None  # of the weights that computed cached blocks (`weights.WeightsGuard`)
-        self.graphs: dict[Hashable, Any] = {}  # CUDA graphs, which hold block addresses, by the specs of a model's groups
+        self.graphs: dict[Hashable, Any] = {}  # graphs, which hold block addresses, by a model's specs
         self._limit_bytes: int | None = None
         self._released_peak_bytes = 0  # of layers freed since the last reset
         self.num_copied = self._peak_blocks = 0  # copied by copy-on-write since the last reset
@@ -389,7 +389,7 @@ class PagedMemory:
 
     @property
     def taken_bytes(self) -> int:
-        """Of the memory that is no longer free."""
+        """Bytes that are no longer free."""
         return sum(group.taken_bytes for group in self.groups.values())
 
     @property
@@ -462,8 +462,8 @@ class PagedMemory:
         return int((self.config.memory_fraction or 1) * (free + self.taken_bytes))
 
     def release_unused(self, but: GroupMemory | None = None) -> bool:
-        """With a limit in bytes, frees the memory of groups, except `but`, in which no table holds a block, for others to
-        take. Returns whether there were any."""
+        """With a limit in bytes, frees the memory of groups, except `but`, in which no table holds a block, so that
+        others can take it. Returns whether there were any."""
         if self.config.memory_fraction is None and budget.limit(self) is None:
             return False
         unused = [group for group in self.groups.values() if group is not but and not group.pool.num_used]
@@ -502,9 +502,9 @@ class PagedMemory:
         self._waste = unused / slots if slots else 0.0
 
     def release(self) -> bool:
-        """Frees all memory (on devices: to PyTorch's allocator), cached blocks and graphs, unless a table holds a block;
-        returns whether it did. May be called at any moment, from any thread: running sequences hold blocks, and the
-        next write allocates the layers again."""
+        """Frees all memory (on devices: to PyTorch's allocator), cached blocks and graphs, unless a table holds a
+        block; returns whether it did. May be called at any moment, from any thread: running sequences hold blocks, and
+        the next write allocates the layers again."""
         with held(), self.lock:
             if any(group.pool.num_used for group in self.groups.values()):
                 return False

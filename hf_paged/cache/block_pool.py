@@ -280,9 +280,9 @@ class BlockTable:
         return self.num_new_blocks(num_tokens) + (num_tokens > 0 and self.shared_tail is not None)
 
     def append(self, num_tokens: int, new_ids: Sequence[int] | None = None) -> tuple[int, int] | None:
-        """Makes room for `num_tokens` more tokens and counts them as held. `new_ids`: `num_needed(num_tokens)` allocated
-        blocks; allocates them if `None`. Returns the copy `(source_block, target_block)` to make before any write, or
-        `None`. Raises `OutOfBlocksError`, with the table unchanged."""
+        """Makes room for `num_tokens` more tokens and counts them as held. `new_ids`: `num_needed(num_tokens)`
+        allocated blocks; allocates them if `None`. Returns the copy `(source_block, target_block)` to make before any
+        write, or `None`. Raises `OutOfBlocksError`, with the table unchanged."""
         if num_tokens == 0:
             return None
         tail = self.shared_tail
@@ -322,8 +322,8 @@ class BlockTable:
             self.num_dropped += count
 
     def truncate(self, num_tokens: int) -> None:
-        """Forgets all tokens from `num_tokens` on and frees the blocks that held only those. Raises `ValueError` if the
-        end falls in dropped blocks."""
+        """Forgets all tokens from `num_tokens` on and frees the blocks that held only those. Raises `ValueError` if
+        the new end is in dropped blocks."""
         if num_tokens >= self.num_tokens:
             return
         if num_tokens < self.num_dropped * self.block_size:

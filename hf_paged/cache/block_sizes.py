@@ -46,8 +46,8 @@ class Held(NamedTuple):
         return cls(sum(min(length, window) for length in lengths), sum(1 + (length > window) for length in lengths))
 
     def losses(self, block_size: int, times: dict[int, float]) -> tuple[float, float]:
-        """Returns the share of the group's memory without tokens, at half a block per end, and the share of the kernel's
-        time that the fastest block size would save."""
+        """Returns the share of the group's memory without tokens, at half a block per end, and the share of the
+        kernel's time that the fastest block size would save."""
         wasted = self.num_ends * block_size / 2
         return wasted / (self.num_tokens + wasted), 1 - min(times.values()) / times[block_size]
 

@@ -208,8 +208,8 @@ class PagedCache(DynamicCache):
                     layer.lazy_initialization(blocks.keys, blocks.values)
 
     def begin(self, steps: Sequence[StepMetadata | None], positions: torch.Tensor | None = None) -> None:
-        """Starts a packed forward: `[1, sum(query_len)]` tokens of many sequences at `positions`, of the same shape, with
-        one step per group of `groups`; `None` ends it. The cache itself holds no rows then."""
+        """Starts a packed forward: `[1, sum(query_len)]` tokens of many sequences at `positions`, of the same shape,
+        with one step per group of `groups`; `None` ends it. The cache itself holds no rows then."""
         self._positions = positions
         for group, step in zip(self.groups.values(), steps):
             group.packed = step

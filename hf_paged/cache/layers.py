@@ -1,4 +1,4 @@
-"""`transformers` cache layers whose keys and values are stored in blocks; subclasses of the stock layers they replace."""
+"""`transformers` cache layers with keys and values in blocks; subclasses of the stock layers that they replace."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class PagedLayer(cache_utils.DynamicLayer):
         self.num_operations = group.rows.num_operations
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Stores new K/V `(batch, heads, n, dim)` and returns handles to all visible K/V. Raises `OutOfBlocksError` with
-        nothing allocated, `ValueError` with nothing stored if the batch size differs or K/V do not fit, `NotPackable`
-        if the shape is not that of the packed step."""
+        """Stores new K/V `(batch, heads, n, dim)` and returns handles to all visible K/V. Raises `OutOfBlocksError`
+        with nothing allocated, `ValueError` with nothing stored if the batch size differs or K/V do not fit,
+        `NotPackable` if the shape is not that of the packed step."""
         if torch.compiler.is_dynamo_compiling():  # checked here, since the wrapper of `disable` slows every call
             return self._update_untraced(key_states, value_states)
         return self._update(key_states, value_states)
@@ -295,7 +295,7 @@ SPECS: dict[type, type[GroupSpec]] = {}
 
 
 def spec_of(layer: Any, kind: str) -> GroupSpec | None:
-    """Returns the group spec of a stock or paged layer in a cache of this kind; `None` if no paged layer replaces it."""
+    """Returns the group spec of a stock or paged layer in a cache of this kind; `None` if it has no paged class."""
     if isinstance(layer, PagedLayer):
         return dataclasses.replace(layer.group.spec, kind=kind)
     if type(layer) not in _STAND_INS:

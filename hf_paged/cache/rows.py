@@ -22,7 +22,7 @@ from .memory import PagedMemory
 
 
 class LayerGroup:
-    """The block tables of one layer group, one per row. The first layer that updates in a step advances them for all."""
+    """The block tables of one layer group, one per row. The first layer to update in a step advances them for all."""
 
     def __init__(self, rows: CacheRows, spec: GroupSpec) -> None:
         self.num_layers = 0
@@ -63,7 +63,8 @@ class LayerGroup:
         self.__dict__.update(state)
 
     def num_begun(self, context_len: int) -> int | None:
-        """Counts the tables with blocks that a step after `context_len` positions writes to; `None` if any has content."""
+        """Counts the tables with blocks that a step after `context_len` positions writes to; `None` if any has
+        content."""
         step = self.packed
         if step is None:
             return None if context_len else sum(bool(table.block_ids) for table in self.tables)

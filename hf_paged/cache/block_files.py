@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 FORMAT = "hf_paged prefix 1"
 FOLDER, SUFFIX = "hf_paged-", ".safetensors"
 _OWN = re.compile(r"hf_paged-[0-9a-f]{32}/[0-9a-f]{32}-\d+(\.safetensors|\.[0-9a-f]{32}\.part)")
-"""Only these files in a tier's folder are ever deleted: another folder's name may begin like ours, such as a model's."""
+"""Only these files in a tier's folder are ever deleted: the name of another folder, say a model's, may begin alike."""
 RETRY_SECONDS = 60.0  # after which a write is tried again once one has failed
 _ABANDONED_SECONDS = 600.0  # after which a partial file counts as left by a killed process
 
@@ -58,7 +58,7 @@ def to_bytes(parts: dict[int, Layers], name: str, **others: str) -> bytes:
 
 
 def from_bytes(content: bytes) -> tuple[dict[int, Layers], dict[str, str]]:
-    """Reverses `to_bytes`: returns the blocks, on the CPU, and the metadata with the name. Raises [`Corrupt`]."""
+    """Inverse of `to_bytes`: returns the blocks, on the CPU, and the metadata with the name. Raises [`Corrupt`]."""
     try:
         metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
         if metadata["format"] != FORMAT:
@@ -110,8 +110,8 @@ def _hash(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
 
 
 class DiskFolder:
-    """A folder of files with at most `max_bytes`, which other processes may use, too: it reads the directory rather than
-    keep an index, and deletes the least recently used files first. Errors are logged once per kind and count as misses."""
+    """A folder of files with at most `max_bytes`, which other processes may use, too: scans the directory rather than
+    keep an index, and deletes the least recently used files first. Errors are logged once per kind, and are misses."""
 
     def __init__(self, path: str, max_bytes: int) -> None:
         self.path, self.max_bytes = Path(path), max_bytes

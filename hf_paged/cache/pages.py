@@ -101,11 +101,11 @@ class Pages(Protocol):
         """Returns the bytes of physical memory that pages take."""
 
     def fresh(self) -> Pages:
-        """Returns a copy with the same offsets but no pages, for a child process to map instead of its parent's."""
+        """Returns a twin with the same offsets but no pages, for a child process to map instead of its parent's."""
 
 
 def pages_for(device: torch.device, page_bytes: int | None = None) -> Pages:
-    """Returns the `Pages` of this device, in groups of `page_bytes`. Raises `ValueError` if the device is not supported,
+    """Returns the `Pages` of this device, in groups of `page_bytes`. Raises `ValueError` if the device is unsupported,
     `cuda.bindings` is missing, or `page_bytes` is no multiple of the page size."""
     pages: Pages | None = None
     if device.type == "cuda":
@@ -162,8 +162,8 @@ def _extents() -> Extents:
 
 
 def reserved(size: int) -> Tensor:
-    """Returns `(size,)` bytes of host memory on Linux, committed when written to. They do not limit `fork`: Linux counts
-    other reservations as if the fork copied them, and refuses more than the machine has. Raises `MemoryError`."""
+    """Returns `(size,)` bytes of host memory on Linux, committed when written to. They never make `fork` fail: Linux
+    counts other reservations as copied by it, and refuses more than the machine has. Raises `MemoryError`."""
     address = _mmap(None, size, _READ | _WRITE, _PRIVATE | _ANONYMOUS | _NORESERVE)
     give_up = functools.partial(_munmap, address, size)
     return Addresses(address, size, MemoryFile._tensor, give_up).tensor(torch.uint8)

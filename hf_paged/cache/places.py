@@ -35,7 +35,7 @@ class Planes:
 
     @classmethod
     def fit(cls, shape: tuple[int, ...], dtype: torch.dtype, parts: int, page: int) -> Planes | None:
-        """Returns a layout in which each block `(heads, block_size, width)` fills whole pages in each plane, or `None`."""
+        """Returns a layout in which each block `(heads, block_size, width)` fills whole pages per plane, or `None`."""
         heads, block_size, width = shape
         for count, inner, own in ((heads, 1, parts), (1, heads, 1)):
             planes = cls(count, inner, width, block_size, dtype, own)
@@ -48,7 +48,7 @@ class Region:
     """One block tensor of a layer, `(num_blocks, heads, block_size, width)`, and the places of its rows."""
 
     def __init__(self, pages: Pages, planes: Planes, num_blocks: int, offset: int | None = None) -> None:
-        """Uses the pages from `offset` on, by default new ones. Raises `MemoryError` if addresses cannot be reserved."""
+        """Uses the pages from `offset` on, by default new ones. Raises `MemoryError` without free addresses."""
         self.pages, self.planes, self.num_blocks = pages, planes, num_blocks
         self.offset = pages.extend(planes.count * PLANE_BYTES) if offset is None else offset
         self.num_mapped = 0  # blocks

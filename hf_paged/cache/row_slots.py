@@ -54,7 +54,7 @@ class RowSlots:
         self._clock = 0
 
     def place(self, step: StepMetadata, together: bool) -> Placement | None:
-        """Returns slots for the rows of a step, consecutive in the step's order if `together`; `None` if unavailable."""
+        """Returns slots for the rows of a step, consecutive if `together`; `None` if there are none."""
         if len(step.seq_lens) != step.num_rows or not step.num_rows:
             return None
         if self._num_full:

@@ -83,7 +83,7 @@ def validate_generation_mode(model: Any, mode: Any, config: Any, given: dict[str
     _validate_generation_mode(model, mode, config, given)
 
 
-# between two forwards
+# methods called between two forwards
 update_inputs = _method(UPDATE_INPUTS)
 prepare_position_ids = _method("_prepare_position_ids_for_generation")
 supports_logits_to_keep = _method("_supports_logits_to_keep")
@@ -140,7 +140,7 @@ def special_token(config: Any, name: str) -> Any:
 
 
 _made = getattr(getattr(GenerationMixin, "_prepare_special_tokens", None), "__code__", None)
-for _attribute in ("_pad_token_tensor", "_eos_token_tensor"):  # which that method sets
+for _attribute in ("_pad_token_tensor", "_eos_token_tensor"):  # attributes that `_prepare_special_tokens` sets
     if _made is not None and _attribute not in _made.co_names:
         _missing.append(f"GenerationConfig.{_attribute}")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 4, 256
 AUTO = "auto"
-MAX_VIRTUAL_BLOCK_SIZE = 1 << 14  # of pages of 2 MiB
+MAX_VIRTUAL_BLOCK_SIZE = 1 << 14  # with pages of 2 MiB
 SPECULATION = (None, "ngram")
 PREEMPTION = ("auto", "recompute", "swap")
 KV_DTYPES = ("int8", "fp8_e4m3", "fp8_e5m2")
@@ -215,9 +215,12 @@ class PagedConfig:
         speculation (`str`, *optional*):
             `"ngram"`: where a row's last tokens occurred before, in its text or in what other requests of its
             `cache_salt` generated, drafts the tokens that followed and verifies them in one forward (prompt lookup
-            decoding). The generated tokens do not change; a row whose drafts are rejected stops drafting. Sampled
-            rows of one `generate` call do not draft, since they draw from one random stream. `None`: only what a call
-            or request asks for (`prompt_lookup_num_tokens`, `assistant_model`).
+            decoding). The generated tokens do not change; a row whose drafts are rejected pauses, longer each time.
+            Sampled rows of one `generate` call do not draft, since they draw from one random stream. `None`: only what
+            a call or request asks for (`prompt_lookup_num_tokens`, `assistant_model`).
+        prefix_tiers ([`PrefixTiers`], `dict` or `str`, *optional*):
+            Host memory and disk for prefix blocks that the pool evicts; a `str` is the folder. Needs `prefix_caching`.
+            `None`: evicted blocks are dropped.
         storage (`str` or [`VirtualStorage`], defaults to `"blocks"`):
             `"virtual"`: a row's blocks are also mapped into a contiguous address range, so that a model's custom
             attention code, and hosts without a C++ compiler, read keys and values without gathering. Blocks then hold
@@ -302,7 +305,7 @@ class PagedConfig:
         return cls(**value)
 
     def to_dict(self) -> dict[str, Any]:
-        """The plain dict that a `GenerationConfig` stores and saves."""
+        """Returns the plain dict that a `GenerationConfig` stores and saves."""
         return {name: value.item() if hasattr(value, "item") else value for name, value in asdict(self).items()}
 
 

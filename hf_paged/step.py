@@ -44,7 +44,7 @@ class ReadCounters:
     latent: int = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReadCounters:
-        return ReadCounters()  # a copied cache has read nothing yet
+        return ReadCounters()  # a copied cache starts at 0
 
 
 class Lengths(NamedTuple):

@@ -87,7 +87,7 @@ class BlockManager:
         self.tier: Tier | None = None  # keeps blocks that the prefix cache evicts (`set_tier`)
         self.num_withheld: Callable[[], int] = lambda: (
             0
-        )  # blocks that `num_free` lacks while other models' pools are used
+        )  # blocks missing in `num_free` while other models' pools are in use
         # with a limit in bytes: frees the memory of groups without used blocks; returns whether there were any
         self.release_unused: Callable[[], bool] = lambda: False
         self._num_free = num_free

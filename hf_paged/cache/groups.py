@@ -62,7 +62,7 @@ class StateSpec(GroupSpec):
     is a state that the prefix cache keeps, in a slot that no sequence writes to."""
 
     kind: str = "states"
-    is_empty: bool = False  # the model has no states: the slot only tells sequences apart
+    is_empty: bool = False  # without states in the model: the slot only identifies the sequence
 
     def block_size(self, num_tokens: int) -> int:
         return UNBOUNDED

@@ -198,7 +198,7 @@ class GroupMemory(BlockGroup):
         if not added:
             return
         new_rows = added if self.storage.is_elastic else max(0, pool.num_blocks + added - self.storage.num_rows)
-        if not budget.charge(memory, new_rows * self.block_bytes):  # another thread was faster
+        if not budget.charge(memory, new_rows * self.block_bytes):  # another thread took the budget meanwhile
             raise self._over_budget(num_blocks, pool.num_available)
         try:
             left = budget.left()
@@ -552,7 +552,7 @@ class PagedMemory:
                 shared_blocks=sum(group.pool.num_shared for group in groups),
                 budget_bytes=budget.limit(),
                 tier_host_bytes=sum(tier.host_bytes for tier in tiers),
-                tier_disk_bytes=max((tier.disk_bytes for tier in tiers), default=0),  # of one folder
+                tier_disk_bytes=max((tier.disk_bytes for tier in tiers), default=0),  # all share one folder
                 tier_kept_blocks=sum(tier.num_kept for tier in tiers),
                 tier_restored_blocks=sum(tier.num_restored for tier in tiers),
             )
@@ -579,6 +579,6 @@ class PagedMemory:
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """Returns the autocast dtype on `device` in this thread; `None` if autocast is off."""
-    if device.type == "meta":  # torch knows no autocast there
+    if device.type == "meta":  # without autocast in torch
         return None
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None

@@ -278,7 +278,7 @@ class CudaPages:
     def unmap(self, address: int, size: int) -> None:
         found = [at for at in range(address, address + size, self.granularity) if at in self._mapped]
         if found:
-            self._call("cuCtxSynchronize")  # kernels in flight may read there
+            self._call("cuCtxSynchronize")  # running kernels may read there
         for at in found:
             self._call("cuMemUnmap", at, self.granularity)
             self._mapped.discard(at)

@@ -31,7 +31,7 @@ class Node:
     def __init__(
         self, parent: Node | None, tokens: tuple[Hashable, ...], num_groups: int, namespace: Hashable = None
     ) -> None:
-        self.parent: Node | None = parent or self  # None once the index has forgotten the node
+        self.parent: Node | None = parent or self  # `None` once removed from the index
         self.tokens, self.namespace = tokens, namespace
         self.children: dict[tuple[Hashable, ...], Node] = {}
         self.block_ids: list[int | None] = [None] * num_groups
@@ -253,7 +253,7 @@ class PrefixIndex:
             parent, node.parent = node.parent, None
             del parent.children[node.tokens]
             node = parent
-        if node.parent is node and not node.children:  # tenants come and go
+        if node.parent is node and not node.children:  # else namespaces of past tenants would accumulate
             self._roots.pop(node.namespace, None)
 
     def check_integrity(self) -> None:

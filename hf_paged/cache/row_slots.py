@@ -37,7 +37,7 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    slots: list[int]  # of each row of a step
+    slots: list[int]  # per row of a step
     firsts: list[int]  # position in the slot, in tokens, of each row's position 0 in the step
 
 

@@ -216,8 +216,8 @@ class PagedConfig:
             `"ngram"`: where a row's last tokens occurred before, in its text or in what other requests of its
             `cache_salt` generated, drafts the tokens that followed and verifies them in one forward (prompt lookup
             decoding). The generated tokens do not change; a row whose drafts are rejected pauses, longer each time.
-            Sampled rows of one `generate` call do not draft, since they draw from one random stream. `None`: only what
-            a call or request asks for (`prompt_lookup_num_tokens`, `assistant_model`).
+            Several sampled rows of one `generate` call do not draft, since they draw from one random stream. `None`:
+            only what a call or request asks for (`prompt_lookup_num_tokens`, `assistant_model`).
         prefix_tiers ([`PrefixTiers`], `dict` or `str`, *optional*):
             Host memory and disk for prefix blocks that the pool evicts; a `str` is the folder. Needs `prefix_caching`.
             `None`: evicted blocks are dropped.

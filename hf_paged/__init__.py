@@ -1,14 +1,14 @@
 """
-Paged KV memory for Hugging Face `generate`: plain's tokens, in blocks of a pool that rows share.
+Paged KV memory for Hugging Face `generate`: the same tokens, with K/V in blocks of a pool that rows share.
 
-    model.generate(**inputs, cache_implementation="paged")            # any model; calls of threads share forwards
-    model.generate(**inputs, cache_implementation="paged", cache_config={"num_blocks": 4096})  # a limit
-    hf_paged.last_route(model), hf_paged.memory_stats(model)          # which road the call took, and why; bytes
+    model.generate(**inputs, cache_implementation="paged")            # any model; threads' calls share forwards
+    model.generate(**inputs, cache_implementation="paged", cache_config={"num_blocks": 4096})  # with a limit
+    hf_paged.last_route(model), hf_paged.memory_stats(model)          # how the call was served, and why; bytes
 
     with hf_paged.PagedEngine(model, tokenizer=tokenizer) as engine:  # many requests: continuous batching
         results = engine.generate(["a prompt", "another"], {"max_new_tokens": 64})
 
-`PagedConfig` has every knob. `PagedCache` is a `transformers.Cache` of its own, for decoding loops that you write.
+`PagedConfig` has every option. `PagedCache` is a `transformers.Cache` for decoding loops that you write yourself.
 """
 
 from .batching.engine import PagedEngine

@@ -1,8 +1,8 @@
 """
 Commands of hf_paged:
 
-    python -m hf_paged run [--engine] [--paged] [--set NAME=VALUE] TOOL [ARGUMENTS]    a program, with hf_paged
-    python -m hf_paged.inspect MODEL                                                   what a model's memory will be
+    python -m hf_paged run [--engine] [--paged] [--set NAME=VALUE] TOOL [ARGUMENTS]    run a program with hf_paged
+    python -m hf_paged.inspect MODEL                                                   report a model's K/V memory
 
 Each prints its help with --help.
 """
@@ -26,7 +26,7 @@ from . import config
 from .config import PagedConfig
 from .generation import install
 
-STARTUP = Path(__file__).resolve().with_name("tools") / "startup"  # has the `sitecustomize` of these processes
+STARTUP = Path(__file__).resolve().with_name("tools") / "startup"  # contains `sitecustomize`
 OPTIONS = {"engine": "continuous_batching", "paged": "by_default"}  # of `install`
 
 RUN = """
@@ -43,7 +43,7 @@ the program.
 
 
 def setting(text: str) -> tuple[str, Any]:
-    """`"block_size=32"` as a name and a value: what Python reads, else text."""
+    """Parses `"block_size=32"` into a name and a value: a Python literal, else text."""
     name, separator, value = text.partition("=")
     if not separator:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
@@ -54,14 +54,14 @@ def setting(text: str) -> tuple[str, Any]:
 
 
 def scripts() -> str:
-    """The folders of this environment's console scripts, and of the user's own."""
+    """Returns the script folders of this environment and of the user's site, as a path list."""
     own = sysconfig.get_path("scripts"), sysconfig.get_path("scripts", sysconfig.get_preferred_scheme("user"))
     return os.pathsep.join(own)
 
 
 def command_of(tool: str, is_module: bool) -> list[str]:
-    """What starts a tool. Raises `ValueError` if there is no such console script, file or module, if a file is not to
-    be run, and if Python would run a console script without us."""
+    """Returns the command that starts a tool. Raises `ValueError` if there is no such console script, file or module,
+    if a file cannot be run, or if a console script's Python flags would keep hf_paged from being loaded."""
     if not is_module:
         if os.path.basename(tool) == tool and (script := shutil.which(tool, path=scripts())):
             if flags := re.search(r"python[\d.]* .*?(-[a-zA-Z]*[IES])", interpreter(script)):
@@ -75,7 +75,7 @@ def command_of(tool: str, is_module: bool) -> list[str]:
     try:
         if find_spec(tool) is not None:
             return [sys.executable, "-m", tool]
-    except (ImportError, ValueError):  # its package is missing, or the name is none
+    except (ImportError, ValueError):  # its package is missing, or the name is invalid
         pass
     if is_module:
         raise ValueError(f"no module {tool!r} is installed for {sys.executable}")
@@ -85,19 +85,20 @@ def command_of(tool: str, is_module: bool) -> list[str]:
 
 
 def interpreter(path: str) -> str:
-    """What a file's first line says that runs it; empty if it does not."""
+    """Returns the interpreter in a file's `#!` line; empty if there is none."""
     with open(path, "rb") as file:
         first = file.readline(1024)
     return first[2:].decode(errors="replace").strip() if first.startswith(b"#!") else ""
 
 
 def command_of_file(path: str) -> list[str]:
-    """A Python script runs in this environment, an executable file as it says. Raises `ValueError` for others."""
+    """Returns the command for a file: Python scripts run in this environment, executable files directly. Raises
+    `ValueError` for other files."""
     named = interpreter(path)
     if os.path.splitext(path)[1].startswith(".py") or re.search(r"\bpython[\d.]*( |$)", named):
         return [sys.executable, path]
     content = Path(path).read_bytes()
-    if os.access(path, os.X_OK) and (named or b"\0" in content):  # of a program
+    if os.access(path, os.X_OK) and (named or b"\0" in content):  # a binary
         return [path]
     try:
         if not named:
@@ -112,7 +113,7 @@ def command_of_file(path: str) -> list[str]:
 
 
 def environment(settings: dict[str, Any], options: list[str]) -> dict[str, str]:
-    """This process's, for a program in which `hf_paged` has these defaults and these options of `install`."""
+    """Returns the environment for a program in which `hf_paged` has these defaults and these options of `install`."""
     paths = [str(STARTUP), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     known = json.loads(os.environ.get(config.VARIABLE) or "{}"), os.environ.get(install.VARIABLE, "").split(",")
     return {
@@ -124,7 +125,7 @@ def environment(settings: dict[str, Any], options: list[str]) -> dict[str, str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Becomes the program, or prints what is wrong and returns 2."""
+    """Replaces this process by the program, or prints the error and exits with 2; prints help without a command."""
     parser = argparse.ArgumentParser(
         prog="python -m hf_paged", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -163,7 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
     sys.stdout.flush()
     try:
         os.execve(command[0], [*command, *options.arguments], environment(settings, names))
-    except OSError as error:  # of another machine, or its interpreter is missing
+    except OSError as error:  # built for another machine, or its interpreter is missing
         run.error(f"{command[0]!r} cannot be run: {error}")
 
 

@@ -1,4 +1,4 @@
-"""transformers' private names, looked for on import. Functions that stand for a method take the model first."""
+"""The private names of transformers that hf_paged uses, checked on import. Wrappers of methods take the model first."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def _method(name: str, owner: type = GenerationMixin) -> Callable[..., Any]:
     return call
 
 
-# Runs vision towers before the first forward, which without it does so itself, as in older versions; `None` there.
-MEDIA = "mm_encoder_outputs"  # among the inputs: what they made
+# Method that runs vision towers before the first forward; `None` in older versions, where the forward runs them.
+MEDIA = "mm_encoder_outputs"  # input that holds the towers' outputs
 _encodes = "_prepare_multimodal_encoder_kwargs_for_generation"
 ENCODE_MEDIA = _encodes if hasattr(GenerationMixin, _encodes) else None
 
 
 def encode_media(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """The inputs of a decoder-only model's first forward, with images as its vision tower encodes them, if `generate`
-    does that before."""
+    """Returns the inputs of a decoder-only model's first forward, with images encoded by its vision tower if `generate`
+    does so before the forward."""
     inputs = dict(inputs)
     if ENCODE_MEDIA is None or not model._supports_mm_encoder_outputs():
         return inputs
@@ -76,14 +76,14 @@ _STATEFUL = _name(PreTrainedModel, "_is_stateful")
 
 
 def validate_generation_mode(model: Any, mode: Any, config: Any, given: dict[str, Any]) -> None:
-    """As transformers does, but for assisted generation of models with states: the engine takes these back."""
+    """Validates as transformers does, but allows assisted generation of stateful models: the engine restores states."""
     if getattr(model, _STATEFUL):
         model = copy.copy(model)
         setattr(model, _STATEFUL, False)
     _validate_generation_mode(model, mode, config, given)
 
 
-# between two forwards
+# methods called between two forwards
 update_inputs = _method(UPDATE_INPUTS)
 prepare_position_ids = _method("_prepare_position_ids_for_generation")
 supports_logits_to_keep = _method("_supports_logits_to_keep")
@@ -96,12 +96,12 @@ beams_are_unfinished = _method("_beam_search_has_unfinished_sequences")
 
 
 candidate_generator = _method("_get_candidate_generator")
-READS_TARGETS_CACHE = ("Gemma4Assistant", "Gemma4UnifiedAssistant")  # assistants that `generate` tells by their names
+READS_TARGETS_CACHE = ("Gemma4Assistant", "Gemma4UnifiedAssistant")  # `generate` recognizes them by name, too
 
 
 def assisted_candidates(input_ids: Any, assistant: Any, config: Any, processors: Any) -> tuple[Any, Any]:
-    """transformers' candidate generator for an assistant with the same tokens, and the processors that its `generate`
-    would build: the assistant's own beside those of the target."""
+    """Returns transformers' candidate generator for an assistant with the target's vocabulary, and the logits
+    processors that its `generate` would build: the assistant's and the target's."""
     inputs = {"use_cache": True}
     generator = AssistedCandidateGenerator(input_ids, assistant, config, inputs, logits_processor=processors)
     own = copy.copy(generator.generation_config)
@@ -113,14 +113,14 @@ def assisted_candidates(input_ids: Any, assistant: Any, config: Any, processors:
     return generator, found
 
 
-# Heads for several tokens, which older versions lack.
+# Multi-token prediction heads, which older versions lack.
 _MtpModel: Any = getattr(modeling_layers, "MtpModel", None)
 _HEAD = "_project_to_logits"
 HAS_MTP = hasattr(_MtpModel, "forward_layer") and hasattr(_MtpModel, _HEAD)
 
 
 def load_mtp(model: Any) -> Any:
-    """The `MtpModel` of a model's checkpoint, as `generate` loads it."""
+    """Loads the `MtpModel` from a model's checkpoint, as `generate` does."""
     device = next(parameter.device for parameter in model.get_decoder().layers[-1].parameters())
     return _MtpModel.from_pretrained(model, device_map={"": device})
 
@@ -129,18 +129,18 @@ def mtp_logits(mtp: Any, hidden: Any) -> Any:
     return getattr(mtp, _HEAD)(hidden)
 
 
-# inputs that only the first forward gets, in models with a cache
+# inputs that only the first forward gets when there is a cache
 _name(generation_utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL")
 PREFILL_INPUTS = frozenset(getattr(generation_utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))
 
 
 def special_token(config: Any, name: str) -> Any:
-    """Tensor of the `"pad"` or `"eos"` ids of a config that `prepare_special_tokens` has been through, or `None`."""
+    """Returns the tensor of `"pad"` or `"eos"` ids that `prepare_special_tokens` put on a config, or `None`."""
     return getattr(config, f"_{name}_token_tensor")
 
 
 _made = getattr(getattr(GenerationMixin, "_prepare_special_tokens", None), "__code__", None)
-for _attribute in ("_pad_token_tensor", "_eos_token_tensor"):  # which that method sets
+for _attribute in ("_pad_token_tensor", "_eos_token_tensor"):  # attributes that `_prepare_special_tokens` sets
     if _made is not None and _attribute not in _made.co_names:
         _missing.append(f"GenerationConfig.{_attribute}")
 
@@ -150,24 +150,24 @@ _CACHES = _name(configuration_utils, "ALL_CACHE_IMPLEMENTATIONS")
 _MAPPING = _name(ALL_ATTENTION_FUNCTIONS, "_global_mapping")
 _name(ALL_MASK_ATTENTION_FUNCTIONS, _MAPPING)
 
-CACHED_MANAGER = "_cached_continuous_batching_manager"  # attribute of a model: one that is kept for the next session
-SERVED_MANAGER = "_cb"  # of the manager of `transformers serve` (`CBGenerateManager`): the one of continuous batching
+CACHED_MANAGER = "_cached_continuous_batching_manager"  # attribute of a model: the manager kept for the next session
+SERVED_MANAGER = "_cb"  # attribute of `CBGenerateManager` (`transformers serve`): the continuous batching manager
 
 from_config = _method("_from_config", PreTrainedModel)
 
 
 def attention_of(config: PreTrainedConfig) -> Any:
-    """The name of the attention implementation that models with `config` look up."""
+    """Returns the name of the attention implementation that models with `config` look up."""
     return getattr(config, _IMPLEMENTATION)
 
 
 def set_attention(config: PreTrainedConfig, implementation: Any) -> None:
-    """As it is: without a check, and for this config alone, not for those inside it."""
+    """Sets the implementation unchecked, and only on this config, not on its sub-configs."""
     setattr(config, _IMPLEMENTATION, implementation)
 
 
 def mask_function(implementation: str) -> Callable[..., Any] | None:
-    """What makes the masks of that implementation; `None` if it gets none, whatever an instance of the mapping adds."""
+    """Returns the globally registered mask function of an implementation, or `None`; ignores per-instance overrides."""
     known = ALL_MASK_ATTENTION_FUNCTIONS
     return known[implementation] if implementation in getattr(known, _MAPPING) else None
 
@@ -179,19 +179,19 @@ def forget_attention(implementation: str) -> None:
 
 
 def allow_cache_implementation(name: str, is_allowed: bool) -> None:
-    """Whether `GenerationConfig` takes it."""
+    """Sets whether `GenerationConfig` accepts the cache implementation `name`."""
     others = tuple(value for value in getattr(configuration_utils, _CACHES) if value != name)
     setattr(configuration_utils, _CACHES, (*others, name) if is_allowed else others)
 
 
 def is_pipeline(model: Any) -> bool:
-    """Whether `from_pretrained` has left this process some of the model's layers, and others the rest."""
+    """Whether `from_pretrained` gave this process only some of the model's layers (pipeline parallelism)."""
     return getattr(model, "_pp_stage", None) is not None
 
 
 def shard_ranks(model: Any) -> list[int] | None:
-    """The global ranks of the processes among which `from_pretrained` has split each forward of the model (tensor and
-    pipeline parallelism), in order; `None` if there is one. Replicas that compute other data are not among them."""
+    """Returns the global ranks, in order, of the processes among which `from_pretrained` split the model (tensor and
+    pipeline parallelism), without data-parallel replicas; `None` if there is only one."""
     mesh = getattr(model, "_device_mesh", None)
     if mesh is None:
         return None
@@ -203,15 +203,14 @@ def shard_ranks(model: Any) -> list[int] | None:
 
 
 def shard_style(model: Any, name: str) -> str | None:
-    """How `from_pretrained` has split the weights of a module over processes, by transformers' name of it; `None` if
-    not at all."""
+    """Returns transformers' name for how `from_pretrained` sharded a module's weights; `None` if they are whole."""
     plan = getattr(model, "tp_plan", None) or {}
     style: str | None = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
     return style
 
 
 def split_heads(model: Any) -> tuple[int, int] | None:
-    """Heads of keys that `from_pretrained` has split over processes, and over how many; `None` where they are whole."""
+    """Returns the total number of KV heads and the processes they are sharded over; `None` if they are not sharded."""
     plan, size = getattr(model, "tp_plan", None) or {}, getattr(model, "tp_size", None) or 1
     projections = "k_proj", "qkv_proj", "query_key_value"
     are_split = any(name.rsplit(".", 1)[-1] in projections and how == "colwise" for name, how in plan.items())

@@ -1,4 +1,4 @@
-"""`PagedConfig`: every knob of the paged memory, its unit and its validation."""
+"""`PagedConfig`: every option of the paged memory, with units and validation."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 4, 256
 AUTO = "auto"
-MAX_VIRTUAL_BLOCK_SIZE = 1 << 14  # of pages of 2 MiB
+MAX_VIRTUAL_BLOCK_SIZE = 1 << 14  # with pages of 2 MiB
 SPECULATION = (None, "ngram")
 PREEMPTION = ("auto", "recompute", "swap")
 KV_DTYPES = ("int8", "fp8_e4m3", "fp8_e5m2")
 MAX_PAGE_BYTES = 2 << 20
-VARIABLE = "HF_PAGED_CONFIG"  # of the environment: other defaults for this process, as JSON
+VARIABLE = "HF_PAGED_CONFIG"  # environment variable: JSON that overrides the defaults in this process
 
 
 def is_whole(value: Any) -> bool:
@@ -40,20 +40,20 @@ def _with_defaults_of_environment(cls: type) -> type:
 @dataclass(frozen=True)
 class PrefixTiers:
     """
-    Where prefix blocks go that the pool gives up, and are found again.
+    Storage tiers for prefix blocks that the pool evicts; later prompts can restore them from there.
 
     Args:
         disk_path (`str`, *optional*):
-            A folder, made if it is not there, that processes and engines may share: blocks of any model are in it, one
-            a safetensors file, named by what they depend on. `None`: none go to disk.
+            Folder, created if missing, that processes and engines may share. It holds blocks of any model, one
+            safetensors file each, named by a hash of what the block depends on. `None`: no disk tier.
         disk_bytes (`int`, defaults to 16 GiB):
-            Most bytes of these files; those used longest ago are deleted first.
+            Maximum size of these files in bytes; the least recently used are deleted first.
         host_bytes (`int`, defaults to 4 GiB):
-            Most bytes of host memory for blocks of a pool on another device, in front of the disk. A pool that is in
-            host memory itself has no such tier.
+            Maximum host memory in bytes for blocks of a pool on another device, used before the disk. A pool in host
+            memory has no host tier.
 
     Raises:
-        ValueError: if a value is outside what is allowed.
+        ValueError: if a value is out of range.
     """
 
     disk_path: str | None = None
@@ -74,7 +74,7 @@ class PrefixTiers:
 
     @classmethod
     def coerce(cls, value: Any) -> PrefixTiers | None:
-        """From what a config has: one of these, a dict with its fields, or the folder alone."""
+        """Converts a config value: a `PrefixTiers`, a dict of its fields, or only the folder's path."""
         if value is None or isinstance(value, cls):
             return value
         if isinstance(value, (str, os.PathLike)):
@@ -91,24 +91,25 @@ class PrefixTiers:
 @dataclass(frozen=True)
 class VirtualStorage:
     """
-    Keys and values of a row as plain strided tensors: pages are mapped where a row's addresses have been reserved, on
-    demand (vAttention, arXiv 2405.04437). On Linux for models on the CPU, and on CUDA devices with `cuda.bindings`.
+    Presents the keys and values of a row as plain strided tensors: pages are mapped on demand into the row's reserved
+    address range (vAttention, arXiv 2405.04437). For models on the CPU under Linux, and on CUDA devices with
+    `cuda.bindings`.
 
     Args:
         page_bytes (`int`, *optional*):
-            Bytes of a group of pages, the least that is mapped at once: a power of two of whole pages of the system or
-            the device, up to 2 MiB. `None`: one page, the least there is.
+            Bytes of a page group, the smallest unit that is mapped: a power of two, a multiple of the system's or
+            device's page size, up to 2 MiB. `None`: one page.
         keep_mappings (`bool`, defaults to `True`):
-            Leave what a row had mapped in its place when it ends, for the next row that gets the same blocks (deferred
-            reclamation, section 6.1.2). `False`: its addresses are unmapped before another row gets them.
+            Keep a finished row's mappings for the next row that gets the same blocks (deferred reclamation, section
+            6.1.2). `False`: unmap the addresses before another row gets them.
         blocks_ahead (`int`, defaults to 0):
-            How many blocks more are mapped behind a row's last one in the same call (eager mapping). They are the ones
-            that follow it in the pool, which then gives rows their blocks in runs.
+            How many extra blocks to map after a row's last one in the same call (eager mapping): those that follow it
+            in the pool, which then allocates blocks in contiguous runs.
         background (`bool`, defaults to `False`):
-            Map `blocks_ahead` in a thread, while the step computes (section 6.1.1), which needs at least one.
+            Map `blocks_ahead` in a thread while the step computes (section 6.1.1); needs `blocks_ahead` of at least 1.
 
     Raises:
-        ValueError: if a value is outside what is allowed.
+        ValueError: if a value is out of range.
     """
 
     page_bytes: int | None = None
@@ -130,7 +131,7 @@ class VirtualStorage:
 
     @classmethod
     def coerce(cls, value: Any) -> VirtualStorage | str:
-        """From what a config has: `"blocks"`, `"virtual"`, one of these or a dict with its fields."""
+        """Converts a config value: `"blocks"`, `"virtual"`, a `VirtualStorage` or a dict of its fields."""
         if isinstance(value, cls) or value == "blocks":
             return value
         if value == "virtual":
@@ -151,80 +152,83 @@ _NESTED: dict[str, Any] = {"prefix_tiers": PrefixTiers, "storage": VirtualStorag
 @_with_defaults_of_environment
 class PagedConfig:
     """
-    The knobs of the paged key/value memory. Pass one, or the same keys as a dict, as `cache_config`. The environment
-    variable HF_PAGED_CONFIG, which `python -m hf_paged run --set` writes, holds other defaults as JSON.
+    The options of the paged key/value memory. Pass one, or a dict of the same keys, as `cache_config`. The environment
+    variable HF_PAGED_CONFIG, which `python -m hf_paged run --set` writes, overrides the defaults with JSON.
 
     Args:
         block_size (`int` or `str`, defaults to 16):
-            Tokens in a block; a power of two from 4 to 256 (PagedAttention, arXiv 2309.06180, section 7.2). `"auto"`:
-            of each layer group what wastes least of memory and of the kernels' time, by the lengths of the sequences
+            Tokens per block; a power of two from 4 to 256 (PagedAttention, arXiv 2309.06180, section 7.2). `"auto"`:
+            chosen for each layer group to waste the least memory and kernel time, from the lengths of the sequences
             seen and the times that `benchmarks.tune` measured (docs/guide/memory.md); not with `num_blocks`.
         num_blocks (`int`, *optional*):
-            Most blocks that may be in use at once, over all layer groups (full attention, each sliding window, cross
+            Maximum number of blocks in use at once, over all layer groups (full attention, each sliding window, cross
             attention, the states of a sequence). `None`: as many as the call needs.
         memory_fraction (`float`, *optional*):
-            Most of the memory that is free when the pool is made that its blocks may take, in (0, 1]. `None`: no limit
-            but the machine's.
+            Maximum share, in (0, 1], of the memory that is free when the pool is created. `None`: limited only by the
+            machine.
         prefix_caching (`bool`, defaults to `True`):
-            Keep full blocks after their request ends, for prompts that begin with the same tokens. They are given up
-            whenever blocks are needed, and when the model's weights or active adapter changed.
+            Keep full blocks after their request ends, for prompts that begin with the same tokens. They are evicted
+            when blocks are needed, and when the model's weights or active adapter change.
         kv_dtype (`str`, *optional*):
-            Store keys and values in one byte a number, `"int8"`, `"fp8_e4m3"` or `"fp8_e5m2"`, with a float32 scale for
-            each token and head: about half the bytes of bfloat16. Attention reads them in place. The tokens are then
-            those of a model whose keys and values were rounded, not those of plain `generate`; states of linear
-            attention stay as they are. `None`: as the model computes them.
+            Store keys and values in one byte per number, `"int8"`, `"fp8_e4m3"` or `"fp8_e5m2"`, with a float32 scale
+            per token and head: about half the bytes of bfloat16. Attention reads them in place. Generated tokens are
+            then those of a model with rounded keys and values, not those of plain `generate`. States of linear
+            attention are not quantized. `None`: the dtype that the model computes.
         max_num_batched_tokens (`int`, defaults to 2048):
-            Most tokens in one forward of the engine. Prompts longer than what is left of it after the decoding
+            Maximum number of tokens in one forward of the engine. Prompts that do not fit beside the decoding
             sequences are computed in chunks (SARATHI, arXiv 2308.16369).
         max_chunk_tokens (`int`, *optional*):
-            Most tokens of prompts in a packed forward that also decodes, so that tokens of running requests come
-            steadily while prompts begin (stall-free batching of Sarathi-Serve, arXiv 2403.02310, section 4.2). Fewer
-            make gaps between tokens shorter, and first tokens later. Prompts that cannot be parted (pictures, sound)
-            begin one a forward then. `None`: 256 on the CPU, elsewhere as many as `max_num_batched_tokens` leaves.
+            Maximum number of prompt tokens in a packed forward that also decodes, so that prefill does not stall
+            running requests (stall-free batching of Sarathi-Serve, arXiv 2403.02310, section 4.2). A lower limit
+            shortens the gaps between tokens and delays first tokens. Prompts that cannot be split (images, audio)
+            then begin one per forward. `None`: 256 on the CPU, elsewhere as many as `max_num_batched_tokens` leaves.
         max_num_seqs (`int`, defaults to 256):
-            Most sequences that a `PagedEngine` runs at the same time; `generate` runs the rows it is given.
+            Maximum number of sequences that a `PagedEngine` runs at once; `generate` runs the rows it is given.
         preemption (`str`, defaults to `"auto"`):
-            What happens to a request whose blocks another one needs: `"recompute"` forgets its keys and values,
-            `"swap"` copies them to host memory, `"auto"` does what measured speeds say is sooner done
-            (PagedAttention, arXiv 2309.06180, section 4.5).
+            What happens to a request whose blocks another one needs: `"recompute"` drops its keys and values, `"swap"`
+            copies them to host memory, `"auto"` does whichever is faster by measured speeds (PagedAttention,
+            arXiv 2309.06180, section 4.5).
         capture (`bool`, defaults to `True`):
-            Record decode steps and replay them: as CUDA graphs where the Triton kernels serve, steps with up to 512
-            tokens of prompts too, with small operations that follow one another as one kernel where that gives the
-            forward's logits; on the CPU as lists of C++ calls, in which products of few rows in half precision are our
-            own (up to 256 with AMX, or where PyTorch has none for the dtype, else 64). A model whose forward waits for
-            the device or draws random numbers runs without; the log says so. Code of a forward that changes anything
-            but tensors (a counter, a log) runs only when it is recorded. What is recorded is kept with the pool, and
+            Record decode steps and replay them. With the Triton kernels they become CUDA graphs, also steps with up to
+            512 prompt tokens, and consecutive small operations are fused where that gives the forward's logits. On the
+            CPU they become lists of C++ calls, with hf_paged's matrix products for few rows in half precision (up to
+            256 with AMX, or where PyTorch has none for the dtype, else 64). A model whose forward synchronizes with
+            the device or draws random numbers runs uncaptured, and the log says so. Side effects of a forward other
+            than on tensors (a counter, a log) happen only while recording. Recordings are kept with the pool;
             `hf_paged.free(model)` or `engine.free()` frees both.
         batch_invariant (`bool`, defaults to `False`):
-            Give a row the same bits whatever rows are computed beside it, and however it is scheduled: alone or in any
-            batch, in chunks, after preemption, with or without cached prefixes. On the CPU, with the C++ kernels, for
-            models whose forwards are packed; others raise `ValueError`. It costs time (docs/guide/engine.md). The name
-            is that of Thinking Machines' `batch_invariant_ops` and of vLLM's option.
+            Compute the same bits for a row whatever the batch and schedule: alone or in any batch, in chunks, after
+            preemption, with or without cached prefixes. Only on the CPU, with the C++ kernels, for models whose
+            forwards are packed; others raise `ValueError`. It costs time (docs/guide/engine.md). Named after Thinking
+            Machines' `batch_invariant_ops` and vLLM's option.
         cache_salt (`str`, *optional*):
-            Whose prompts these are. Cached blocks serve only requests with the salt of the request that computed them:
-            how soon a first token comes then tells a tenant nothing about the prompts of others (the idea is vLLM's
-            `cache_salt`). Choose it where you know the tenant, not from what a tenant sends: equal salts share. A saved
-            `GenerationConfig` holds it as text. `PagedEngine.add_request` takes one for each request. `None`: all
-            requests without a salt share with one another.
+            Identifies the tenant. Cached blocks serve only requests with the salt of the request that computed them,
+            so that time to first token reveals nothing about other tenants' prompts (as vLLM's `cache_salt`). Derive
+            it from the authenticated tenant, not from request data: equal salts share. A saved `GenerationConfig`
+            holds it as text. `PagedEngine.add_request` takes one per request. `None`: all requests without a salt
+            share blocks.
         idle_release_seconds (`float`, *optional*, defaults to 60):
-            How long, in seconds, no call may have used the pool before its memory goes back to the system, with cached
-            prefixes and recorded steps; the next call allocates again, and gives the same tokens. 0: after each call,
-            or once an engine has no unfinished request, as where training follows each rollout. `None`: never, but
-            for `hf_paged.free(model)` or `engine.free()`. Blocks that a caller's cache holds keep the pool.
+            Seconds without a call after which the pool's memory goes back to the system, with cached prefixes and
+            recorded steps; the next call allocates again and generates the same tokens. 0: after each call, or once an
+            engine has no unfinished request, for example when training follows each rollout. `None`: only with
+            `hf_paged.free(model)` or `engine.free()`. Blocks that a caller's cache holds keep the pool alive.
         speculation (`str`, *optional*):
-            `"ngram"`: several tokens a step where a row's last tokens came before, in its own text or in what other
-            requests of its `cache_salt` generated: what stood behind them is proposed, and one forward verifies it
-            (prompt lookup decoding). The tokens are those without; a row whose proposals are refused stops proposing.
-            Sampled rows of one `generate` call, which draw from one stream of random numbers, do not propose. `None`:
-            only what a call or a request asks for itself (`prompt_lookup_num_tokens`, `assistant_model`).
+            `"ngram"`: where a row's last tokens occurred before, in its text or in what other requests of its
+            `cache_salt` generated, drafts the tokens that followed and verifies them in one forward (prompt lookup
+            decoding). The generated tokens do not change; a row whose drafts are rejected pauses, longer each time.
+            Several sampled rows of one `generate` call do not draft, since they draw from one random stream. `None`:
+            only what a call or request asks for (`prompt_lookup_num_tokens`, `assistant_model`).
+        prefix_tiers ([`PrefixTiers`], `dict` or `str`, *optional*):
+            Host memory and disk for prefix blocks that the pool evicts; a `str` is the folder. Needs `prefix_caching`.
+            `None`: evicted blocks are dropped.
         storage (`str` or [`VirtualStorage`], defaults to `"blocks"`):
-            `"virtual"`: keys and values of a row also lie side by side in addresses, into which its blocks are mapped,
-            so that attention code of a model's own, and hosts without a C++ compiler, read them without gathering.
-            Blocks then have as many tokens as fill whole pages, if `block_size` is less. Not with `kv_dtype`. A
-            [`VirtualStorage`], or a dict of its fields, says how. `"blocks"`: they lie in blocks alone.
+            `"virtual"`: a row's blocks are also mapped into a contiguous address range, so that a model's custom
+            attention code, and hosts without a C++ compiler, read keys and values without gathering. Blocks then hold
+            enough tokens to fill whole pages, if `block_size` is less. Not with `kv_dtype`. A [`VirtualStorage`], or a
+            dict of its fields, sets the details. `"blocks"`: in blocks only.
 
     Raises:
-        ValueError: if a value is outside what is allowed; the message names the option, the value and the limits.
+        ValueError: if a value is out of range; the message names the option, the value and the limits.
     """
 
     block_size: int | str = 16
@@ -287,7 +291,7 @@ class PagedConfig:
 
     @classmethod
     def coerce(cls, value: PagedConfig | Mapping[str, Any] | None) -> PagedConfig:
-        """A `PagedConfig` from what a caller passed as `cache_config`; `ValueError` on unknown keys."""
+        """Converts a `cache_config` to a `PagedConfig`. Raises `ValueError` on unknown keys."""
         if value is None:
             return cls()
         if isinstance(value, cls):
@@ -301,12 +305,12 @@ class PagedConfig:
         return cls(**value)
 
     def to_dict(self) -> dict[str, Any]:
-        """The plain dict that a `GenerationConfig` stores and saves."""
+        """Returns the plain dict that a `GenerationConfig` stores and saves."""
         return {name: value.item() if hasattr(value, "item") else value for name, value in asdict(self).items()}
 
 
 def check_cache_salt(value: Any) -> None:
-    """Raises `ValueError` unless `value` can be a `cache_salt`. Empty text is a tenant's missing name, not a tenant."""
+    """Raises `ValueError` unless `value` is a valid `cache_salt`; empty text, likely a missing name, is not."""
     if value is not None and (not isinstance(value, str) or not value):
         raise ValueError(f"`cache_salt` is {value!r}: it must be None or text of at least one character")
 

@@ -1,5 +1,5 @@
-"""After `os.fork`, only the thread that forked goes on in the child: locks that others held are free again there, and
-what they were about to change is let go."""
+"""Locks that survive `os.fork`: only the forking thread runs on in the child, so locks that other threads held are
+reset there, and objects drop what those threads left half changed."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ _survivors: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def lock() -> threading.Lock:
-    """A lock that a child process finds free. The thread that holds it must not fork."""
+    """Makes a lock that is free in a child process. The thread that holds it must not fork."""
     made = threading.Lock()
     _locks.add(made)
     return made
 
 
 def rlock() -> threading.RLock:
-    """A reentrant lock that a child process finds free, unless the thread that forked holds it."""
+    """Makes a reentrant lock that is free in a child process, unless the forking thread holds it."""
     made = threading.RLock()
     _locks.add(made)
     return made
 
 
 def in_child(survivor: Any) -> None:
-    """Child processes call `survivor.after_fork(freed)`: what the locks `freed` guard may be half changed by others."""
+    """Makes child processes call `survivor.after_fork(freed)`; what the locks `freed` guard may be half changed."""
     _survivors.add(survivor)
 
 
 def _after_fork() -> None:
     freed = set()
     for lock in list(_locks):
-        if lock.acquire(blocking=False):  # free, or this thread's own
+        if lock.acquire(blocking=False):  # free, or held by this thread
             lock.release()
         else:
-            lock._at_fork_reinit()  # as the standard library does with its own
+            lock._at_fork_reinit()  # as the standard library does
             freed.add(lock)
     for survivor in list(_survivors):
         survivor.after_fork(freed)

@@ -1,10 +1,10 @@
-"""Bytes of keys and values, what fits this machine, the road and the kernels that a model would take.
+"""Reports a model's K/V memory, how many sequences fit this machine, its route and its kernels.
 
     python -m hf_paged.inspect MODEL [--block-size N|auto] [--dtype DTYPE] [--device DEVICE] [--length TOKENS]
                               [--kv-dtype DTYPE] [--json]
 
-MODEL is a folder with a config.json or such a file, a model type (llama), or a class of transformers (Qwen2Config,
-LlamaForCausalLM). No weights are read and nothing is downloaded.
+MODEL is a folder with a config.json, the path of such a file, a model type (llama), or a class of transformers
+(Qwen2Config, LlamaForCausalLM). It reads no weights and downloads nothing.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ class Group:
     """Layers that share block tables."""
 
     name: str
-    kind: str  # "self", or "cross", whose tokens are those of the encoder
-    window: int | None  # tokens that its layers look back; `None`: all
+    kind: str  # "self", or "cross" for the encoder's tokens
+    window: int | None  # sliding window in tokens; `None`: full attention
     num_layers: int
-    layers: dict[str, int]  # how many layers store keys and values of which shape
+    layers: dict[str, int]  # number of layers by K/V shape
     is_latent: bool
     block_size: int  # tokens
-    reason: str | None  # why, where it was left to us
-    block_bytes: int  # over all these layers
+    reason: str | None  # for the block size, with "auto"
+    block_bytes: int  # over all layers of the group
     token_bytes: int
     kernels: dict[str, str]  # the backend of a decode and of a prefill chunk
 
     def num_blocks(self, length: int) -> int:
-        """Most blocks that a sequence which grows to `length` tokens holds at a time."""
+        """Returns the most blocks that a sequence holds at once while it grows to `length` tokens."""
         return GroupSpec(self.kind, self.window).num_spanned(0, length, 1, 0, self.block_size)
 
 
@@ -63,16 +63,16 @@ class Report:
     num_parameters: int
     weight_bytes: int
     free_bytes: int  # on the device now
-    left_bytes: int  # that the weights leave to blocks
+    left_bytes: int  # free for blocks beside the weights
     max_positions: int | None
-    token_bytes: int  # over all layers, before any window has passed it
-    tokens_per_gib: int  # of a limit in bytes: `hf_paged.budget`, or a tier in host memory or on disk
-    other_layers: dict[str, int]  # layers of the cache that hold something else, by class
+    token_bytes: int  # over all layers, while the token is in every sliding window
+    tokens_per_gib: int  # of `hf_paged.budget`, or of a tier in host memory or on disk
+    other_layers: dict[str, int]  # number of cache layers without blocks, by class
     dtype: str
-    kv_dtype: str | None  # what keys and values are stored in, if that is not what they are computed in
+    kv_dtype: str | None  # dtype in which K/V are stored, if not the computed one
     device: str
     groups: list[Group]
-    fits: list[dict[str, int]]  # by their length in tokens, how many sequences fit beside the weights
+    fits: list[dict[str, int]]  # how many sequences of each length fit beside the weights
     route: Route
 
     def to_dict(self) -> dict[str, Any]:
@@ -89,10 +89,9 @@ def examine(
     length: int | None = None,
     kv_dtype: str | None = None,
 ) -> Report:
-    """Looks at a model (as in `find_model`) without its weights. `dtype` is the configuration's unless given, else
-    float32; `length` 2,048 tokens, or the model's positions if fewer; `kv_dtype` as in `PagedConfig`, and `block_size`,
-    which `"auto"` chooses for sequences of `length` tokens. Raises
-    `ValueError` for what is not allowed."""
+    """Examines a model (named as in `find_model`) without its weights. `dtype` `"auto"` is the configuration's, else
+    float32; `length` defaults to 2,048 tokens, or the model's positions if fewer; `kv_dtype` and `block_size` are as in
+    `PagedConfig`, and `"auto"` chooses for sequences of `length` tokens. Raises `ValueError` for invalid arguments."""
     PagedConfig(block_size=block_size, kv_dtype=kv_dtype)
     if length is not None and length < 1:
         raise ValueError(f"`length` is {length}: it must be at least 1 (tokens)")
@@ -172,7 +171,7 @@ def _shape(layer: KVBlocks, is_latent: bool) -> str:
 
 
 def print_report(report: Report) -> None:
-    """Prints it as lines of at most 80 columns."""
+    """Prints the report in lines of at most 80 columns."""
     groups, weights, free = report.groups, format_bytes(report.weight_bytes), format_bytes(report.free_bytes)
     lines = [f"{report.model} ({report.model_type}), {report.dtype}, on {report.device}"]
     lines.append(f"{report.num_parameters:,} parameters, {weights} of weights")
@@ -207,7 +206,7 @@ def print_report(report: Report) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints the report and returns 0, or what is wrong and returns 2."""
+    """Prints the report and returns 0, or prints the error and returns 2."""
     parser = argparse.ArgumentParser(
         prog="python -m hf_paged.inspect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -215,7 +214,7 @@ def main(arguments: list[str] | None = None) -> int:
     devices = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
 
     def device(name: str) -> torch.device:
-        with contextlib.suppress(RuntimeError):  # no device's name
+        with contextlib.suppress(RuntimeError):  # not a device name
             if torch.device(name).type in devices:
                 return torch.device(name)
         raise argparse.ArgumentTypeError(f"{name!r} is not here: this machine has {', '.join(devices)}")

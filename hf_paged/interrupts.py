@@ -1,13 +1,13 @@
-"""Signals wait until the bookkeeping is done, and locks within which they wait.
+"""Defers signals during bookkeeping, and provides locks that do so.
 
-Python runs a signal's handler between any two bytecodes of the main thread. Within [`held`] the handler takes note, and
-the signal's own is called on leaving; [`let_in`] opens a window for what takes long or is a caller's code. Not held:
-exceptions that one thread sets in another (`PyThreadState_SetAsyncExc`), and signals other than `SIGNALS`.
+Python runs signal handlers between any two bytecodes of the main thread. Within [`held`] signals are only noted, and
+their handlers are called on leaving; [`let_in`] lets signals through during long operations and callers' code. Not
+deferred: exceptions that one thread sets in another (`PyThreadState_SetAsyncExc`), and signals other than `SIGNALS`.
 """
 
 from __future__ import annotations
 
-import _signal  # the functions of `signal` are these in a wrapper of ten times the time
+import _signal  # `signal` wraps the same functions at ten times the cost
 import os
 import signal
 import sys
@@ -24,8 +24,8 @@ from . import forks
 _NAMES = ("SIGINT", "SIGTERM", "SIGALRM")
 SIGNALS: tuple[int, ...] = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
 
-_handlers: dict[int, Any] | None = None  # those in whose place `_note` is; `None` while nothing is held
-_holder = 0  # ident of the thread that holds
+_handlers: dict[int, Any] | None = None  # the handlers that `_note` replaces; `None` while signals are not deferred
+_holder = 0  # ident of the thread that defers signals
 _pending: list[int] = []
 
 
@@ -35,9 +35,9 @@ def _note(signum: int, frame: FrameType | None) -> None:
 
 
 def _hold() -> None:
-    """Signals are noted from here on. Raises what came before; then they are not."""
+    """Starts to defer signals. If a handler raises meanwhile, raises that and defers none."""
     global _handlers, _holder
-    # the system's own ways, "ignore" and "default", raise nothing
+    # only Python handlers: "ignore" and "default" raise nothing
     handlers = {signum: handler for signum in SIGNALS if callable(handler := _signal.getsignal(signum))}
     try:
         for signum in handlers:
@@ -49,18 +49,18 @@ def _hold() -> None:
 
 
 def _release(raises: bool = True) -> None:
-    """Puts the handlers back and raises what was noted."""
+    """Puts the handlers back and, if `raises`, calls those of the noted signals."""
     global _handlers
     handlers, _handlers = _handlers, None
     try:
         _put_back(handlers or {})
-    finally:  # also if a handler that is back has just raised
+    finally:  # also if a restored handler has just raised
         if _pending and raises:
             _raise_pending()
 
 
 def _put_back(handlers: dict[int, Any]) -> None:
-    # a handler that is back may raise after any call and on entering a function: nothing else runs until all are back
+    # a restored handler may raise after any call and on entering a function: run nothing else until all are restored
     put, ours = _signal.signal, [item for item in handlers.items() if _signal.getsignal(item[0]) is _note]
     ours += [(0, None)] * (len(_NAMES) - len(ours))
     (first, a), (second, b), (third, c) = ours
@@ -80,17 +80,17 @@ def _raise_pending() -> None:
     signum = _pending.pop(0)
     handler = _signal.getsignal(signum)
     try:
-        if callable(handler):  # not raised again: the file of `signal.set_wakeup_fd` has already told of it
+        if callable(handler):  # called directly: raising the signal would write to `signal.set_wakeup_fd` again
             handler(signum, sys._getframe())
-        elif handler == signal.SIG_DFL:  # the system's own way, which a caller's code has set since
+        elif handler == signal.SIG_DFL:  # set by a caller's code since
             signal.raise_signal(signum)
-    finally:  # each has its turn, also if the one before raised
+    finally:  # handle the others even if this handler raised
         if _pending:
             _raise_pending()
 
 
 class held:
-    """Within it signals wait; they are raised on leaving the outermost one. Takes one to two microseconds."""
+    """Context in which signals are deferred until the outermost `held` exits. Takes one to two microseconds."""
 
     __slots__ = ("_is_outermost",)
 
@@ -106,8 +106,8 @@ class held:
 
 class let_in:
     """
-    Within it, inside [`held`], signals are raised as if there were no `held`; on entering, if `waiting`, those that
-    waited. Afterwards gradients are on or off as before: torch's own contexts lose that where an interrupt ends them.
+    Context, inside [`held`], in which signals are handled at once; if `waiting`, deferred signals are handled on
+    entering. On exit it restores gradient mode, which torch's contexts lose when an interrupt ends them.
     """
 
     __slots__ = ("_grad", "_waiting", "_was_held")
@@ -129,7 +129,7 @@ class let_in:
         if self._was_held:
             try:
                 _hold()
-            except BaseException:  # one more came first: it is raised, and what follows it is held
+            except BaseException:  # a signal came first: it is raised, and later ones are deferred
                 _hold()
                 raise
             finally:
@@ -137,14 +137,14 @@ class let_in:
 
 
 class PatientLock:
-    """A reentrant lock within which signals wait (`held`); they are let in while another thread has it."""
+    """A reentrant lock that defers signals while held (`held`), and handles them while it waits for another thread."""
 
     def __init__(self) -> None:
         self.lock = forks.rlock()
-        self._holds: dict[int, list[held]] = {}  # by thread; one that waits for a condition has some, too
+        self._holds: dict[int, list[held]] = {}  # by thread, including threads that wait for a condition
 
     def wait_for(self, condition: threading.Condition) -> None:
-        """Waits for a moment, or until the condition is notified, and lets signals in."""
+        """Waits at most 50 ms for the condition, then handles deferred signals."""
         condition.wait(timeout=0.05)
         with let_in():
             pass
@@ -172,13 +172,14 @@ _locks: weakref.WeakKeyDictionary[nn.Module, PatientLock] = weakref.WeakKeyDicti
 
 
 def step_lock(model: nn.Module) -> PatientLock:
-    """Held from scheduling to a forward's end, and while the model's state is read: all callers share its adapters."""
+    """Returns the model's lock, held from scheduling to the end of a forward and while the model's state is read: all
+    callers share its adapters."""
     with _guard:
         return _locks.setdefault(model, PatientLock())
 
 
 def _forget() -> None:
-    """In a child process: what another thread held there is held by none here."""
+    """In a child process: stops deferring signals if another thread of the parent did."""
     if _handlers is not None and threading.get_ident() != _holder:
         _pending.clear()
         _release()

@@ -1,11 +1,11 @@
 """
-Many machines by way of Ray, one `PagedEngine` in each of its workers. Needs the extra `ray`.
+Runs one `PagedEngine` in each Ray worker, on many machines. Needs the extra `ray`.
 
     ds = ds.map_batches(hf_paged.ray.LLMPredictor, fn_constructor_args=(name, {"max_new_tokens": 64}),
                         concurrency=2, num_gpus=1, batch_size=256)                              # Ray Data
     app = serve.deployment(hf_paged.ray.LLMServer).bind(name, {"max_new_tokens": 64})           # Ray Serve
 
-Ray starts the workers, gives them their devices, restarts those that died and repeats what these had in hand.
+Ray starts the workers, assigns devices, restarts workers that died and repeats their unfinished work.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ except ImportError as error:
     raise ImportError('`hf_paged.ray` needs Ray: pip install "hf_paged[ray]"') from error
 
 ERROR = "__inference_error__"
-"""The column of `ray.data.llm` that says why a row failed: empty for those that did not."""
+"""The `ray.data.llm` column with the error of a failed row; empty for other rows."""
 
-_FIELDS = {"generation_config", "prompt", "seed"}  # of a body: what a client may choose
+_FIELDS = {"generation_config", "prompt", "seed"}  # of an HTTP body
 
 
 class _Worker:
-    """An engine that its process made on its own, and the generation options of requests that have none."""
+    """An engine created in the worker process, and default generation options for its requests."""
 
     def __init__(
         self,
@@ -53,51 +53,50 @@ class _Worker:
                 f"`model_source` made a {type(self.engine).__name__}: it must be the name or the folder of a model, or "
                 "a function that returns a `PagedEngine`"
             )
-        as_config(generation_config)  # else each request would be refused
+        as_config(generation_config)  # raises now rather than in each request
         self._options = _options(generation_config)
-        if isinstance(generation_config, Mapping):  # whose None is one, as in `PagedEngine.add_request`
+        if isinstance(generation_config, Mapping):  # keep its `None` values, as `PagedEngine.add_request` does
             self._options = dict(generation_config)
 
     def _config(self, own: Any) -> Any:
-        """The generation config of a request, whose own options come first. One that is none the engine refuses."""
+        """Merges a request's options over the defaults. Returns invalid types as they are, for the engine to refuse."""
         return {**self._options, **_options(own)} if isinstance(own, (GenerationConfig, Mapping, type(None))) else own
 
 
 class LLMPredictor(_Worker):
     """
-    A callable class for `ray.data.Dataset.map_batches`: prompts in, tokens out.
+    A callable class for `ray.data.Dataset.map_batches`: generates tokens for a batch of prompts.
 
-    Each worker makes an engine of its own and runs a batch through it, in the order of its rows. A row that cannot be
-    served has its error in a column, and the others finish. A worker that dies is started again by Ray, which repeats
-    the batches that it had in hand; they give the same rows.
+    Each worker creates an engine and runs batches through it, keeping the order of rows. A row that cannot be served
+    gets its error in a column, and the others finish. If a worker dies, Ray restarts it and repeats its unfinished
+    batches, which give the same rows.
 
-    The prompts are a column of text, of token ids or of chat messages. Two more columns are read where a batch has
-    them. `generation_config`: options of the row, over those of all; nulls, with which Arrow fills missing fields, set
-    nothing. (Where rows set different options, pass `batch_format="pyarrow"`: NumPy and pandas have no missing whole
-    numbers and make floats of all of them.) `seed`: draws of the row, as `PagedEngine.add_request` takes it. It belongs
-    to the row, not to its place in a batch, so that samples are the same however rows are parted, ordered and repeated.
-    Without one they depend on all of that.
+    Prompts are a column of text, token ids or chat messages. Two optional columns are read. `generation_config`:
+    options of the row, which override those of all rows; nulls, with which Arrow fills missing fields, are ignored.
+    (Where rows set different options, pass `batch_format="pyarrow"`: NumPy and pandas have no missing integers and
+    convert the column to floats.) `seed`: the row's seed for sampling, as in `PagedEngine.add_request`. With it the
+    samples do not depend on how rows are batched, ordered and repeated; without it they do.
 
-    All columns are kept, and these are added, with the names of `ray.data.llm`: `generated_text` (of the first
-    sequence), `generated_tokens` (`list[int64]`, of the same), `num_input_tokens`, `num_generated_tokens`,
-    `finish_reason`, `sequences` (all of the row, as structs with the fields of [`SequenceResult`]), `prompt_logprobs`
-    and `prompt_top_logprobs` (null unless `options` ask for them), and `__inference_error__` (`"ValueError: ..."`, or
+    All columns are kept, and these are added, named as in `ray.data.llm`: `generated_text` and `generated_tokens`
+    (`list[int64]`) of the first sequence, `num_input_tokens`, `num_generated_tokens`, `finish_reason`, `sequences`
+    (all sequences of the row, as structs with the fields of [`SequenceResult`]), `prompt_logprobs` and
+    `prompt_top_logprobs` (null unless requested in `options`), and `__inference_error__` (`"ValueError: ..."`, or
     empty).
 
     Args:
         model_source (`str` or callable): A name or folder for `PagedEngine.from_pretrained`, or a function that returns
             a `PagedEngine`; it runs in the worker.
-        generation_config ([`GenerationConfig`] or `dict`, *optional*): Over the model's own.
-        engine_kwargs (`dict`, *optional*): Keywords of `from_pretrained`, or of the function: `config`, `tokenizer`,
-            `dtype`, `device_map`, ...
-        prompt_column (`str`): Where the prompts are.
-        row_options (`tuple[str, ...]`): The columns that are options of a row: `generation_config`, and those of which
-            `PagedEngine.generate` takes a list (`adapter`, `schema`, `seed`, ...).
-        options: Those of `PagedEngine.generate` for all rows.
+        generation_config ([`GenerationConfig`] or `dict`, *optional*): Overrides the model's.
+        engine_kwargs (`dict`, *optional*): Keyword arguments of `from_pretrained`, or of the function: `config`,
+            `tokenizer`, `dtype`, `device_map`, ...
+        prompt_column (`str`): The column of prompts.
+        row_options (`tuple[str, ...]`): The columns with options of a row: `generation_config`, and arguments of
+            `PagedEngine.generate` that may be lists (`adapter`, `schema`, `seed`, ...).
+        options: Arguments of `PagedEngine.generate` for all rows.
 
     Raises:
-        ValueError: for a model that a `PagedEngine` refuses; in a call, for a batch without a column of prompts.
-        torch.AcceleratorError: in a call, where the device is lost to the process.
+        ValueError: for a model that `PagedEngine` refuses; in a call, for a batch without the prompt column.
+        torch.AcceleratorError: in a call, if the process has lost the device.
 
     Example:
 
@@ -121,10 +120,10 @@ class LLMPredictor(_Worker):
     ) -> None:
         super().__init__(model_source, generation_config, engine_kwargs=engine_kwargs)
         self.prompt_column, self.row_options, self.options = prompt_column, row_options, options
-        self.engine.generate([], **options)  # refuses what it does not know
+        self.engine.generate([], **options)  # raises for unknown options
 
     def __call__(self, batch: Any) -> Any:
-        """The rows of a batch with what was generated, a `pyarrow.Table`. The batch is a dict of arrays, a
+        """Returns the batch, with the generated columns, as a `pyarrow.Table`. The batch is a dict of arrays, a
         `pandas.DataFrame` or a `pyarrow.Table`."""
         from ray.data.block import BlockAccessor
 
@@ -139,7 +138,7 @@ class LLMPredictor(_Worker):
         results = self.engine.generate(prompts, [*map(self._config, configs)], **{**self.options, **each})
         for result in results:
             if isinstance(result.error, torch.AcceleratorError):
-                raise result.error  # no row's fault: the device is lost to this process, and all rows would fail
+                raise result.error  # the process has lost the device: all rows would fail
         added = _table(results)
         table = table.select([name for name in names if name not in added.column_names])
         for name in added.column_names:
@@ -149,25 +148,25 @@ class LLMPredictor(_Worker):
 
 class LLMServer(_Worker):
     """
-    A deployment for Ray Serve, one engine a replica: `serve.deployment(LLMServer).bind(name)`.
+    A deployment for Ray Serve with one engine per replica: `serve.deployment(LLMServer).bind(name)`.
 
-    Through a handle, `handle.options(stream=True).generate.remote(prompt, generation_config)` gives the outputs as they
-    come. Over HTTP, a POST of `{"prompt": ..., "generation_config": {...}, "seed": ..., "stream": true}` gives them as
-    server-sent events, without `stream` the result alone, both as JSON with the fields of [`RequestOutput`] and
-    [`RequestResult`]. A client that goes away, or a handle's response that is cancelled, ends its request, and its
-    blocks go back. `max_ongoing_requests` of the deployment, 5 unless set, is how many requests Serve sends to a
-    replica at a time: set it to what the engine is to batch.
+    Through a handle, `handle.options(stream=True).generate.remote(prompt, generation_config)` streams outputs. Over
+    HTTP, a POST of `{"prompt": ..., "generation_config": {...}, "seed": ..., "stream": true}` returns them as
+    server-sent events, or only the result without `stream`, as JSON with the fields of [`RequestOutput`] and
+    [`RequestResult`]. If a client disconnects, or a handle's response is cancelled, its request ends and its blocks
+    are freed. `max_ongoing_requests` of the deployment, by default 5, limits the requests that Serve sends to a
+    replica at once: set it to the batch size that the engine should reach.
 
     Args:
-        model_source, generation_config, engine_kwargs: As those of [`LLMPredictor`].
+        model_source, generation_config, engine_kwargs: As in [`LLMPredictor`].
     """
 
-    _lost: Exception | None = None  # with what the device was lost to this process
+    _lost: Exception | None = None  # the error with which this process lost the device
 
     async def generate(
         self, prompt: Any, generation_config: Any = None, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of one prompt, as `PagedEngine.astream` gives them, with its arguments."""
+        """Streams the outputs of one prompt, with the arguments of `PagedEngine.astream`."""
         outputs = self.engine.astream([prompt], [self._config(generation_config)], **options)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
@@ -176,16 +175,16 @@ class LLMServer(_Worker):
                 yield output
 
     def check_health(self) -> None:
-        """Raises the error with which a device was lost to this process: Serve then starts another replica."""
+        """Raises the error with which this process lost its device, if any: Serve then starts another replica."""
         if self._lost is not None:
             raise self._lost
 
     def stats(self) -> EngineStats:
-        """What the engine of this replica holds and has done."""
+        """Returns the statistics of this replica's engine."""
         return self.engine.stats()
 
     async def __call__(self, request: Any) -> Any:
-        """Answers a `starlette.requests.Request`; what is wrong with it has the status 400."""
+        """Answers a `starlette.requests.Request`; an invalid one gets status 400."""
         from starlette.responses import Response, StreamingResponse
 
         try:
@@ -222,18 +221,18 @@ def _said(error: Exception | None) -> str:
 
 
 def _options(config: GenerationConfig | Mapping[str, Any] | None) -> dict[str, Any]:
-    """Those that a generation config sets."""
+    """Returns the options that a generation config sets."""
     options = config.to_dict() if isinstance(config, GenerationConfig) else config or {}
     return {name: value for name, value in options.items() if not _is_missing(value)}
 
 
 def _is_missing(value: Any) -> bool:
-    """Nulls, which NumPy and pandas have as NaN among numbers."""
+    """Whether a value is null, which NumPy and pandas represent as NaN among numbers."""
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def _table(results: list[RequestResult]) -> Any:
-    """A `pyarrow.Table` of results, whose types do not depend on what is in them: batches are put together."""
+    """Makes a `pyarrow.Table` of results. Types do not depend on values, so that batches can be concatenated."""
     import pyarrow as pa
 
     token, number, text = pa.int64(), pa.float64(), pa.string()

@@ -1,9 +1,9 @@
-"""What one step's attention needs to know of the rows and their block tables: made once, read by every layer. The
-vocabulary of the map (README.md) draws what `seq_len`, `context_len` and `query_len` count.
+"""Attention metadata of one step: rows, lengths and block tables, built once and read by every layer. README.md draws
+what `seq_len`, `context_len` and `query_len` count.
 
-Tokens of all rows lie side by side, row after row. Positions are *table coordinates* of a row: position `t` lives in
-block `block_tables[row, t // block_size]` at offset `t % block_size`. A row whose leading blocks were given back
-(sliding window) counts from its first block that is left.
+Tokens of all rows are concatenated, row after row. Positions are *table coordinates* of a row: position `t` is stored
+in block `block_tables[row, t // block_size]` at offset `t % block_size`. A row whose leading blocks were freed
+(sliding window) counts from its first remaining block.
 """
 
 from __future__ import annotations
@@ -21,23 +21,22 @@ Plan = TypeVar("Plan")
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """A tensor on the CPU as one on `device`. The host does not wait for what is in flight on a CUDA device, as it does
-    for a copy from memory that is not pinned."""
+    """Copies a CPU tensor to `device`; for CUDA through pinned memory, so that the host does not wait."""
     is_cuda = device.type == "cuda"
     return (host.pin_memory() if is_cuda else host).to(device, non_blocking=is_cuda)
 
 
 class NotPackable(RuntimeError):
-    """The model did something with packed keys, values or masks that is only right for one sequence a row."""
+    """The model used packed keys, values or masks in a way that is only correct with one sequence per row."""
 
 
 class NotCapturable(RuntimeError):
-    """A step cannot be recorded to be run again with other inputs: it would do what only the host can."""
+    """A step cannot be captured and replayed with other inputs, because it needs the host."""
 
 
 @dataclasses.dataclass
 class ReadCounters:
-    """How often attention over cached tokens read blocks in place, how often it gathered them first, in decodes too."""
+    """Counts how often attention over cached tokens read blocks in place or gathered them first, also in decodes."""
 
     in_place: int = 0
     gathered: int = 0
@@ -45,19 +44,19 @@ class ReadCounters:
     latent: int = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReadCounters:
-        return ReadCounters()  # a copied cache has read nothing yet
+        return ReadCounters()  # a copied cache starts at 0
 
 
 class Lengths(NamedTuple):
-    """Lengths on the device of the block tables, int32; `query_start` is `None` where the host knows no lengths."""
+    """Lengths as int32 tensors on the block tables' device; `query_start` is `None` where the host knows no lengths."""
 
     seq_lens: Tensor  # (n,)
     starts: Tensor  # (n,)
     query_start: Tensor | None = None  # (n + 1,)
-    origins: Tensor | None = None  # (n,), of packed rows
+    origins: Tensor | None = None  # (n,), for packed rows only
 
     def rows(self, first: int, last: int, start: int) -> Lengths:
-        """Those of rows `[first, last)`, the first of which begins at token `start`."""
+        """Slices to rows `[first, last)`, the first of which begins at token `start`."""
         begins = None if self.query_start is None else self.query_start[first : last + 1]
         return Lengths(
             self.seq_lens[first:last],
@@ -68,44 +67,43 @@ class Lengths(NamedTuple):
 
 
 class Cascade(NamedTuple):
-    """A step of rows of one query, some of which begin with the same blocks, as two (cascade inference, FlashInfer,
+    """A step of one-query rows, some with common leading blocks, split in two (cascade inference, FlashInfer,
     arXiv 2501.01005, sec. 3.1.2)."""
 
-    tails: StepMetadata  # the step, with the rows of groups starting where their prefix ends
-    prefixes: StepMetadata  # a row for each group: its shared tokens and blocks, its members as queries
-    query_index: Tensor  # (n,) int32 on the device: rows that are in a group, group by group
+    tails: StepMetadata  # the step, with grouped rows starting where their shared prefix ends
+    prefixes: StepMetadata  # one row per group: the shared tokens and blocks, with the group's rows as queries
+    query_index: Tensor  # (n,) int32 on the device: grouped rows, group by group
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepMetadata:
-    """`n` rows with `T` tokens in all. A cache makes it for the layers of a group; attention narrows it to what a mask
-    shows. Query `i` of a row sits at position `seq_len - query_len + i`, which is negative for a query that is
-    padding."""
+    """`n` rows with `T` tokens in all. The cache makes one per layer group; attention narrows it to what a mask shows.
+    Query `i` of a row is at position `seq_len - query_len + i`, which is negative for a padding query."""
 
     block_tables: Tensor
-    """`(n, max_blocks)` int32, rows contiguous, on the pool's device. What is past a row's last block is not read."""
+    """`(n, max_blocks)` int32, rows contiguous, on the pool's device. Entries past a row's last block are not read."""
     query_start: tuple[int, ...]  # n + 1: row i has tokens [query_start[i], query_start[i + 1])
-    seq_lens: tuple[int, ...]  # tokens of each row, the new ones included; () where only the device knows them
-    starts: tuple[int, ...]  # first position that each row may see; () with `seq_lens`
+    seq_lens: tuple[int, ...]  # tokens of each row, including new ones; () where only the device knows them
+    starts: tuple[int, ...]  # first visible position of each row; () if `seq_lens` is ()
     block_size: int
-    causal: bool = True  # the query at position p sees keys <= p only, else all of [start, seq_len)
+    causal: bool = True  # the query at position p sees only keys <= p, else all of [start, seq_len)
     window: int | None = None  # with `causal`: keys in (p - window, p] only
     slots: Tensor | None = None
     """`(batch, query_len)` or, packed, `(1, T)` int64: where K and V of each token are stored; negative: nowhere."""
     block_ids: Sequence[list[int]] = ()
-    """Host tables of leading rows with one query each; nothing if no shared blocks shall be looked for."""
+    """Block tables, on the host, of the leading one-query rows; empty if no shared prefix should be looked for."""
     lengths: Lengths | None = None
-    """Where a step that is recorded to be run again reads other lengths. `query_start` then tells what there is room
-    for: how many rows, those of one query in front, and how many tokens in all."""
+    """In a captured step: the tensors from which a replay reads its lengths. `query_start` then gives the capacity:
+    the number of rows, with one-query rows first, and of tokens."""
     cascade: Cascade | None = None
-    """Blocks that leading rows of one query share, of such a step; others look for them in `block_ids`."""
+    """In a captured step: the prefix blocks that its leading one-query rows share; other steps use `block_ids`."""
     key_len: int | None = None
-    """Of packed rows, where the model's own code attends: the keys that it is shown, as many as the longest row has."""
+    """For packed rows with the model's own attention code: number of keys it is shown, that of the longest row."""
     columns: range | None = None
-    """Columns of the padded batch that a layer shows, the new ones included; `None` for packed rows."""
-    origins: tuple[int, ...] = ()  # of each row's position 0, the column with `columns`, else the sequence's position
+    """Columns of the padded batch that a layer shows, including new ones; `None` for packed rows."""
+    origins: tuple[int, ...] = ()  # where each row's position 0 is: a column with `columns`, else a sequence position
     counters: ReadCounters = dataclasses.field(default_factory=ReadCounters)
-    query_len: int | None = dataclasses.field(init=False)  # where all rows have equally many; without rows 1
+    query_len: int | None = dataclasses.field(init=False)  # `None` if rows differ; 1 without rows
     _plans: dict[object, Any] = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -114,13 +112,13 @@ class StepMetadata:
         object.__setattr__(self, "_plans", {})
 
     def plan(self, make: Callable[..., Plan], *args: object) -> Plan:
-        """`make(self, *args)`, made when it is first asked for. Tensors among `args` count by identity."""
+        """Returns `make(self, *args)`, computed once and cached. Tensors in `args` are compared by identity."""
         key = (make, *args) if args else make
         try:
             known: Plan = self._plans[key]
             return known
         except KeyError:
-            pass  # which is no cause of what `make` raises
+            pass  # `make` runs outside, so that its errors are not chained to this one
         found = self._plans[key] = make(self, *args)
         return found
 
@@ -135,7 +133,7 @@ class StepMetadata:
         starts: Iterable[int] | None = None,
         **fields: Any,
     ) -> StepMetadata:
-        """A step of `query_len` tokens of each row; `starts` are 0 if not given."""
+        """Makes a step with `query_len` tokens in each row; `starts` default to 0."""
         seq_lens = tuple(seq_lens)
         num_rows = block_tables.shape[0]
         return cls(
@@ -148,7 +146,7 @@ class StepMetadata:
         )
 
     def on(self, device: torch.device) -> StepMetadata:
-        """With its tensors there: layers that share tables may lie on several devices."""
+        """Returns the step with its tensors on `device`: layers that share tables may be on several devices."""
         return self if self.block_tables.device == device else self.plan(_moved, device)
 
     @property
@@ -165,12 +163,12 @@ class StepMetadata:
 
     @property
     def has_padding(self) -> bool:
-        """Whether `columns` are padding in some row, which is not stored."""
+        """Whether some row has padding in `columns`. Padding is not stored."""
         return self.columns is not None and max(self.origins, default=0) > self.columns.start
 
     @property
     def begins(self) -> bool:
-        """Whether it is plain causal attention on the step's own states, several tokens of each row."""
+        """Whether every row is a first prefill of the same length (at least 2): plain causal attention on new K/V."""
         query_len = self.query_len
         if query_len is None or query_len < 2 or not self.causal or self.lengths is not None:
             return False
@@ -178,7 +176,7 @@ class StepMetadata:
         return sees_all and not any(self.starts) and set(self.seq_lens) <= {query_len}
 
     def rows(self, first: int, last: int) -> StepMetadata:
-        """Rows `[first, last)` as a step of their own."""
+        """Returns rows `[first, last)` as a step."""
         start = self.query_start[first]
         return dataclasses.replace(
             self,
@@ -194,7 +192,7 @@ class StepMetadata:
         )
 
     def visible(self, row: int, query: int) -> tuple[int, int]:
-        """The half-open range `[low, high)` of positions that `query` of `row` attends to; empty for a pad query."""
+        """Returns the range `[low, high)` of positions that `query` of `row` attends to; empty for a padding query."""
         low, high = self.starts[row], self.seq_lens[row]
         if self.causal:
             position = high - (self.query_start[row + 1] - self.query_start[row]) + query
@@ -210,7 +208,7 @@ def _moved(step: StepMetadata, device: torch.device) -> StepMetadata:
 
 
 def _copy_lengths(step: StepMetadata) -> Lengths:
-    # an array's buffer becomes a tensor three times as fast as a list does
+    # making a tensor from an array's buffer is three times as fast as from a list
     origins = step.origins if step.columns is None else ()
     buffer = array("i", (*step.seq_lens, *step.starts, *step.query_start, *origins))
     copied = to_device(torch.frombuffer(buffer, dtype=torch.int32), step.block_tables.device)
@@ -219,7 +217,7 @@ def _copy_lengths(step: StepMetadata) -> Lengths:
 
 
 def row_groups(step: StepMetadata) -> tuple[tuple[slice, StepMetadata], ...]:
-    """Neighbours with equally many queries, which either all begin in the step or none: their tokens and step."""
+    """Splits a step into runs of rows of equal `query_len`, all or none of them first prefills: (token slice, step)."""
 
     def kind(row: int) -> tuple[int, bool]:
         query_len = step.query_start[row + 1] - step.query_start[row]

@@ -1,4 +1,4 @@
-"""Blocks that stand for the weights of adapters (unified paging of S-LoRA, arXiv 2311.03285, section 5.1, by count).
+"""Counts adapter weights as blocks of the pool (unified paging of S-LoRA, arXiv 2311.03285, section 5.1, by count).
 Plain Python: no tensors."""
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from .groups import StateSpec
 class _Pages:
     num_bytes: int
     blocks: SequenceBlocks = NO_BLOCKS  # while a request runs with the adapter
-    cached: list[int] = field(default_factory=list)  # block ids while none does
+    cached: list[int] = field(default_factory=list)  # block ids while no request does
     holders: set[Any] = field(default_factory=set)
-    is_counted: bool = False  # whether it has its blocks: how many is known once the pool's first layer is made
+    is_counted: bool = False  # whether blocks were taken: their number is known once the pool's first layer exists
     was_used: bool = False
 
 
 class AdapterPages:
-    """Which adapters have a place beside keys and values: each as many blocks of the pool as hold its bytes. Those of
-    an adapter that a request runs with are used. Those of others are cached, in one LRU order with cached prefixes, and
-    the adapter goes with the first of them that is evicted. For use under the memory's lock."""
+    """Reserves room for adapters beside keys and values: each takes as many blocks of the pool as hold its bytes.
+    Blocks of an adapter that a request runs with are used; those of other adapters are cached, in one LRU order with
+    cached prefixes, and the adapter is evicted with the first of them. Call under the memory's lock."""
 
     def __init__(self, blocks: BlockManager) -> None:
         self._blocks = blocks
         groups = (i for i, group in enumerate(blocks.groups) if group.spec.is_counted)
         self._group = next((i for i in groups if not isinstance(blocks.groups[i].spec, StateSpec)), None)
         self._pages: dict[Hashable, _Pages] = {}
-        self._owners: dict[int, Hashable] = {}  # of the blocks
-        self.on_evict: Callable[[Any], None] = lambda adapter: None  # is told of an adapter that lost its place
-        itself = weakref.ref(self)  # no cycle: a pool goes with its last user, not with the next collection
+        self._owners: dict[int, Hashable] = {}  # adapter by block id
+        self.on_evict: Callable[[Any], None] = lambda adapter: None  # called with each evicted adapter
+        itself = weakref.ref(self)  # avoids a cycle: a pool is freed with its last user, not by the garbage collector
         self._on_evict = lambda block_id: None if (pages := itself()) is None else pages._evicted(block_id)
-        self.num_hits = self.num_evictions = 0  # admitted requests whose adapter had a place; adapters that lost theirs
+        self.num_hits = self.num_evictions = 0  # admitted requests with a resident adapter; evicted adapters
 
     def __contains__(self, adapter: Hashable) -> bool:
         return adapter in self._pages
@@ -49,11 +49,11 @@ class AdapterPages:
         return sum(pages.num_bytes for pages in self._pages.values())
 
     def pin(self, adapter: Hashable, num_bytes: int, holder: Any) -> bool:
-        """The adapter has a place until `holder` lets it go. `False` if there is no room."""
+        """Keeps the adapter's room until `holder` unpins it. Returns `False` if there is no room."""
         pages = self._pages.get(adapter)
         if pages is None:
             if not self._block_bytes and self._group is not None and self._pages:
-                return False  # what a block takes is known after the first step
+                return False  # a block's bytes are known after the first step
             pages = _Pages(num_bytes)
         if not pages.holders:
             if pages.cached:
@@ -68,7 +68,7 @@ class AdapterPages:
         return True
 
     def use(self, adapter: Hashable) -> None:
-        """A request was admitted with an adapter that it has pinned."""
+        """Notes that a request was admitted with an adapter that it has pinned."""
         pages = self._pages[adapter]
         self.num_hits += pages.was_used
         pages.was_used = True
@@ -80,7 +80,7 @@ class AdapterPages:
         pages.holders.discard(holder)
         if pages.holders:
             return
-        if not pages.is_counted and not self._count(adapter, pages):  # there was no room for it in fact
+        if not pages.is_counted and not self._count(adapter, pages):  # it turns out not to fit
             self._drop(adapter)
             return
         if pages.blocks is NO_BLOCKS:
@@ -106,7 +106,7 @@ class AdapterPages:
         return 0 if self._group is None else self._blocks.groups[self._group].block_bytes
 
     def _count(self, adapter: Hashable, pages: _Pages) -> bool:
-        """Takes the blocks that it needs, if it is known how many these are."""
+        """Takes the adapter's blocks, if a block's bytes are known. Returns `False` if there are too few."""
         if not self._block_bytes:
             return True
         needs = [0] * len(self._blocks.groups)
@@ -128,7 +128,7 @@ class AdapterPages:
     def _evicted(self, block_id: int) -> None:
         adapter = self._owners[block_id]
         pages = self._pages[adapter]
-        if pages.holders:  # a used block is no longer worth keeping once it is let go
+        if pages.holders:  # `unpin` drops the adapter
             return
         pool, ids, pages.cached = self._blocks.groups[self._table].pool, pages.cached, []
         for other in ids:

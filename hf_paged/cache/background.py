@@ -1,4 +1,4 @@
-"""The one thread that maps pages of rows ahead while steps compute. It ends once it has nothing to do."""
+"""A thread that maps pages of rows ahead while steps compute. It ends when idle."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _thread: threading.Thread | None = None
 
 
 def submit(rows: Any, slots: Sequence[int]) -> None:
-    """`rows.map_ahead(slots)` is called, unless `rows` is gone by then."""
+    """Makes the thread call `rows.map_ahead(slots)`, unless `rows` has been freed by then."""
     global _thread
     with _condition:
         _waiting.append((weakref.ref(rows), slots))
@@ -31,7 +31,7 @@ def submit(rows: Any, slots: Sequence[int]) -> None:
             thread = threading.Thread(target=_serve, name="hf_paged mappings", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # the interpreter ends; pages are mapped on demand
+            except RuntimeError:  # interpreter shutdown; pages are mapped on demand
                 _waiting.clear()
                 return
             _thread = thread
@@ -51,7 +51,7 @@ def _serve() -> None:
         try:
             if rows is not None:
                 rows.map_ahead(slots)
-        except Exception:  # the step that needs them tells
+        except Exception:  # the step that needs the pages reports it
             logger.debug("pages were not mapped ahead", exc_info=True)
         del rows
 
@@ -66,7 +66,7 @@ def _stop() -> None:
 
 
 def _forget() -> None:
-    """A child process has no such thread, until it is needed there."""
+    """Resets the state in a child process, which has no such thread yet."""
     global _condition, _thread
     _condition, _thread = threading.Condition(forks.lock()), None
     _waiting.clear()

@@ -1,4 +1,4 @@
-"""Blocks as safetensors files: their form, the hash that they are checked by, and a folder of them that is capped."""
+"""Blocks as safetensors files: their format and hash, and a folder of limited size for them."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ logger = logging.getLogger(__name__)
 FORMAT = "hf_paged prefix 1"
 FOLDER, SUFFIX = "hf_paged-", ".safetensors"
 _OWN = re.compile(r"hf_paged-[0-9a-f]{32}/[0-9a-f]{32}-\d+(\.safetensors|\.[0-9a-f]{32}\.part)")
-"""Nothing else in a tier's folder is ever deleted: a model may be in a folder whose name begins like ours."""
-RETRY_SECONDS = 60.0  # after which a disk that took no file is tried again
-_ABANDONED_SECONDS = 600.0  # after which a part of a file is what a killed process left
+"""Only these files in a tier's folder are ever deleted: the name of another folder, say a model's, may begin alike."""
+RETRY_SECONDS = 60.0  # after which a write is tried again once one has failed
+_ABANDONED_SECONDS = 600.0  # after which a partial file counts as left by a killed process
 
 Layers = dict[int, HostLayer]
-"""By layer of the model the blocks of one group, each of the same number, in host memory."""
+"""Host copies of one group's blocks by layer index, the same number of blocks in each layer."""
 
 
 class Corrupt(ValueError):
-    """A file that is not what was written."""
+    """A file does not have the content that was written."""
 
 
 def num_bytes(layers: Layers) -> int:
@@ -44,8 +44,8 @@ def num_bytes(layers: Layers) -> int:
 
 
 def to_bytes(parts: dict[int, Layers], name: str, **others: str) -> bytes:
-    """A safetensors file of the blocks of some groups: a tensor `{group}.{layer}.{part}` of shape `(num_blocks, ...)`
-    for each of `KVBlocks.data`, with a hash over all of it."""
+    """Serializes the blocks of some groups as a safetensors file: one tensor `{group}.{layer}.{part}` of shape
+    `(num_blocks, ...)` for each of `KVBlocks.data`, and a hash over everything."""
     tensors = {
         f"{group}.{index}.{part}": tensor.contiguous()
         for group, layers in parts.items()
@@ -58,8 +58,7 @@ def to_bytes(parts: dict[int, Layers], name: str, **others: str) -> bytes:
 
 
 def from_bytes(content: bytes) -> tuple[dict[int, Layers], dict[str, str]]:
-    """What `to_bytes` was given, the metadata with the name; layers are where the blocks are to go, or on the CPU.
-    Raises [`Corrupt`]."""
+    """Inverse of `to_bytes`: returns the blocks, on the CPU, and the metadata with the name. Raises [`Corrupt`]."""
     try:
         metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
         if metadata["format"] != FORMAT:
@@ -80,12 +79,12 @@ def from_bytes(content: bytes) -> tuple[dict[int, Layers], dict[str, str]]:
         return parts, metadata
     except (Corrupt, MemoryError):
         raise
-    except Exception as error:  # whatever bytes may do to what reads them
+    except Exception as error:  # corrupt bytes may raise anything in the parsers
         raise Corrupt(f"it cannot be read: {type(error).__name__}: {error}") from error
 
 
 def form_of(blocks: KVBlocks) -> list[Any]:
-    """What blocks are beside their tensors (`KVBlocks.form`), as JSON has it."""
+    """Returns `KVBlocks.form`, which describes blocks without their tensors, as JSON values."""
     heads, key_dim, dtypes, codes = blocks.form
     names = [_name(dtype) for dtype in dtypes]
     return [heads, key_dim, names, None if codes is None else [codes[0], _name(codes[1])]]
@@ -111,19 +110,19 @@ def _hash(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
 
 
 class DiskFolder:
-    """Files of at most `max_bytes` in a folder that other processes may use, too: what is there is asked of the system,
-    and the files that were used longest ago go first. What goes wrong is logged, once a kind, and is as a miss."""
+    """A folder of files with at most `max_bytes`, which other processes may use, too: scans the directory rather than
+    keep an index, and deletes the least recently used files first. Errors are logged once per kind, and are misses."""
 
     def __init__(self, path: str, max_bytes: int) -> None:
         self.path, self.max_bytes = Path(path), max_bytes
-        self.num_bytes: int | None = None  # as far as this process knows; `None` before it has looked
+        self.num_bytes: int | None = None  # as far as this process knows; `None` before the first scan
         self._told: set[str] = set()
-        self._lost: set[str] = set()  # what cannot be read, nor deleted
-        self._num_written = 0  # bytes, since it has looked
-        self._retry_at = 0.0  # by `time.monotonic`: no file is written before
+        self._lost: set[str] = set()  # files that cannot be read, nor deleted
+        self._num_written = 0  # bytes since the last scan
+        self._retry_at = 0.0  # `time.monotonic` before which no file is written
 
     def has(self, weights: str | None, name: str) -> bool:
-        """Without `weights`: of any."""
+        """Whether the file exists; without `weights`, for any weights."""
         if name in self._lost:
             return False
         if weights is not None:
@@ -152,7 +151,7 @@ class DiskFolder:
                 self._lost.discard(name)
             return None
         with contextlib.suppress(OSError):
-            os.utime(path)  # used now
+            os.utime(path)  # for LRU order
         return parts
 
     def write(self, weights: str, name: str, parts: dict[int, Layers]) -> None:
@@ -163,7 +162,7 @@ class DiskFolder:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             content = to_bytes(parts, f"{weights}/{name}")
-            if len(content) > self.max_bytes:  # no other file makes way for it
+            if len(content) > self.max_bytes:  # deleting others would not help
                 self._warn(
                     "small", f"`disk_bytes` ({self.max_bytes:,}) has no room for a block of {len(content):,} bytes"
                 )
@@ -176,11 +175,11 @@ class DiskFolder:
             if self.num_bytes + len(content) > self.max_bytes:
                 raise OSError(f"`disk_bytes` is {self.max_bytes:,}, and no files can be deleted")
             part.write_bytes(content)
-            part.replace(path)  # whole, or not there
+            part.replace(path)  # atomic
             self._lost.discard(name)
             self.num_bytes += len(content)
             self._num_written += len(content)
-        except Exception as error:  # no such folder, no right to write, no space, no memory
+        except Exception as error:  # no such folder, no permission, no space, no memory
             with contextlib.suppress(OSError):
                 part.unlink(missing_ok=True)
             self._retry_at = time.monotonic() + RETRY_SECONDS
@@ -193,7 +192,7 @@ class DiskFolder:
         return self.path / f"{FOLDER}{weights}" / f"{name}{SUFFIX}"
 
     def _files(self) -> list[tuple[float, int, Path]]:
-        """When each was last used, and its bytes; parts that killed processes left are deleted."""
+        """Returns (last use, bytes, path) of each file, oldest first; deletes partial files of killed processes."""
         found = []
         for path in self.path.glob(f"{FOLDER}*/*"):
             with contextlib.suppress(OSError):
@@ -213,7 +212,7 @@ class DiskFolder:
         return files
 
     def _trim(self, needed: int) -> None:
-        """Deletes files until `needed` bytes, and a tenth of all, are free."""
+        """Deletes files until `needed` bytes and a tenth of `max_bytes` are free."""
         files = self._look()
         assert self.num_bytes is not None
         for _, size, path in files:
@@ -224,7 +223,7 @@ class DiskFolder:
                 self.num_bytes -= size
         for folder in {path.parent for _, _, path in files}:
             with contextlib.suppress(OSError):
-                folder.rmdir()  # which are empty
+                folder.rmdir()  # fails unless empty
 
     def _warn(self, kind: str, message: str) -> None:
         if kind not in self._told:

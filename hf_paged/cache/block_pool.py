@@ -1,4 +1,4 @@
-"""Block ids and the tables that map sequences to them. Plain Python: no tensors, no requests, no policy."""
+"""Block pools and block tables. Plain Python: no tensors, no requests, no policy."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from dataclasses import dataclass, field
 
 
 class OutOfBlocksError(RuntimeError):
-    """More blocks were asked for than the budget has left. Nothing was allocated when it is raised."""
+    """More blocks were requested than the budget has left. Nothing was allocated."""
 
 
 class BlockPool:
-    """The ids `0 .. num_blocks - 1` of one layer group. A block is used (held by `refcount` block tables), cached (by
-    none, but kept) or free. Cached ones are evicted in LRU order (PagedAttention, arXiv 2309.06180, section 4.2)."""
+    """Block ids `0 .. num_blocks - 1` of one layer group. A block is used (held by `refcount` block tables), cached
+    (held by none, but kept) or free. Cached blocks are evicted in LRU order (PagedAttention, arXiv 2309.06180,
+    section 4.2)."""
 
     def __init__(self, num_blocks: int = 0) -> None:
         self._refcounts: list[int] = []
         self._free: OrderedDict[int, None] = OrderedDict()
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self._kept: dict[int, Callable[[int], None]] = {}  # whom to tell of a block's eviction; used blocks too
+        self._kept: dict[int, Callable[[int], None]] = {}  # `on_evict` of cached blocks, and of used ones to be cached
         self.num_shared = 0  # blocks that more than one table holds
-        self.run_length = 1  # how many blocks that follow each other a table gets, as far as they are free
+        self.run_length = 1  # consecutive blocks per table, as far as they are free
         self._wrong_write: str | None = None
         self.grow(num_blocks)
 
@@ -39,7 +40,7 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` can take: free and cached ones."""
+        """Free and cached blocks, which `allocate` can take."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -50,7 +51,7 @@ class BlockPool:
         return self._refcounts[block_id]
 
     def states(self) -> list[int]:
-        """Of each block the number of tables that hold it; 0 if it is free, -1 if it is cached."""
+        """Returns how many tables hold each block; 0 if it is free, -1 if it is cached."""
         return [-1 if block_id in self._cached else count for block_id, count in enumerate(self._refcounts)]
 
     def is_kept(self, block_id: int) -> bool:
@@ -58,12 +59,12 @@ class BlockPool:
 
     @property
     def kept(self) -> list[int]:
-        """The blocks whose content is to be kept, used ones too."""
+        """Blocks whose content is kept, including used ones."""
         return list(self._kept)
 
     @property
     def is_exclusive(self) -> bool:
-        """Whether any used block may be written to: none has two holders, and no content is to be kept."""
+        """Whether all used blocks may be written to: none is shared or kept."""
         return not (self.num_shared or self._kept)
 
     def grow(self, num_blocks: int) -> None:
@@ -72,21 +73,20 @@ class BlockPool:
         self._free.update((block_id, None) for block_id in range(first, first + num_blocks))
 
     def shrink(self) -> None:
-        """Forgets the last blocks, as far as none of them is used."""
+        """Evicts all cached blocks and removes unused blocks from the end."""
         self.evict(self.num_cached)
         while self._refcounts and not self._refcounts[-1]:
             self._refcounts.pop()
             del self._free[len(self._refcounts)]
 
     def allocate(self, num_blocks: int, after: int | None = None) -> list[int]:
-        """Takes `num_blocks` blocks, each with refcount 1; evicts cached ones if too few are free. Where tables get
-        runs (`run_length`), those that follow block `after` come first. Raises `OutOfBlocksError`, having taken and
-        evicted none."""
+        """Takes `num_blocks` blocks with refcount 1; evicts cached ones if too few are free. With `run_length` above 1,
+        prefers those that follow block `after`. Raises `OutOfBlocksError`, with none taken or evicted."""
         free = self._free
         if num_blocks > self.num_available:
             cached = f" and {self.num_cached} cached" if self._cached else ""
             raise OutOfBlocksError(f"needs {num_blocks} blocks, {self.num_free} of {self.num_blocks} are free{cached}")
-        while num_blocks > len(free):  # a listener that is told of an eviction may drop further blocks
+        while num_blocks > len(free):  # `on_evict` may drop further blocks
             self.evict(1)
         if self.run_length > 1:
             block_ids = self._take_runs(num_blocks, after)
@@ -100,7 +100,7 @@ class BlockPool:
         free, taken, run = self._free, [], self.run_length
         following = -1 if after is None else after + 1
         for _ in range(num_blocks):
-            if following not in free:  # a run that is free as a whole, else what was freed first
+            if following not in free:  # begin a free run, else take the block freed first
                 starts = range(0, self.num_blocks - run + 1, run)
                 whole = (at for at in starts if all(block_id in free for block_id in range(at, at + run)))
                 following = next(whole, next(iter(free)))
@@ -110,7 +110,7 @@ class BlockPool:
         return taken
 
     def acquire(self, block_ids: Iterable[int]) -> None:
-        """One more table holds each of these used or cached blocks."""
+        """Adds a holder to each of these used or cached blocks."""
         for block_id in block_ids:
             refcount = self._refcounts[block_id]
             if refcount == 0:
@@ -122,7 +122,7 @@ class BlockPool:
             self._refcounts[block_id] = refcount + 1
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """One table fewer holds each of these; blocks that no table holds are cached or free, in the order given."""
+        """Removes a holder from each block; blocks without holders become cached or free, in the order given."""
         for block_id in block_ids:
             refcount = self._refcounts[block_id]
             if refcount == 0:
@@ -134,26 +134,26 @@ class BlockPool:
                 self.num_shared -= 1
 
     def keep(self, block_id: int, on_evict: Callable[[int], None]) -> None:
-        """This used block becomes cached, not free, when no table has it; `on_evict(block_id)` is told when it goes."""
+        """Makes a used block become cached, not free, when released; `on_evict(block_id)` is called on its eviction."""
         if self._refcounts[block_id] == 0 or block_id in self._kept:
             raise ValueError(f"block {block_id} is not used or already kept")
         self._kept[block_id] = on_evict
 
     def drop(self, block_id: int) -> None:
-        """The content of this block is no longer worth keeping. `on_evict` is not called."""
+        """Stops keeping a block's content, without calling `on_evict`."""
         del self._kept[block_id]
         if block_id in self._cached:
             del self._cached[block_id]
             self._free[block_id] = None
 
     def lose(self, block_id: int) -> None:
-        """As `drop`, but `on_evict` is told."""
+        """Stops keeping a block's content and calls `on_evict`."""
         on_evict = self._kept[block_id]
         self.drop(block_id)
         on_evict(block_id)
 
     def evict(self, num_blocks: int) -> int:
-        """Turns up to `num_blocks` cached blocks into free ones, least recently released first; returns how many."""
+        """Frees up to `num_blocks` cached blocks, least recently released first; returns how many."""
         before = len(self._cached)
         target = max(0, before - num_blocks)
         while len(self._cached) > target:
@@ -164,8 +164,8 @@ class BlockPool:
         return before - len(self._cached)
 
     def note_write(self, block_ids: Iterable[int]) -> None:
-        """These blocks are about to be written to. Raises `AssertionError`, now and from `check_integrity` ever after,
-        if more than one table holds one of them or its content is to be kept."""
+        """Checks blocks before a write. Raises `AssertionError`, here and from later `check_integrity` calls, if one is
+        shared or kept."""
         if self.is_exclusive:
             return
         for block_id in block_ids:
@@ -177,8 +177,8 @@ class BlockPool:
                 raise AssertionError(self._wrong_write)
 
     def check_integrity(self, tables: Iterable[Sequence[int]], are_all: bool = True) -> None:
-        """Raises `AssertionError` unless refcounts, free and cached blocks and the ids that `tables` hold agree;
-        tables that are not all may hold fewer."""
+        """Raises `AssertionError` unless refcounts, free and cached blocks and the ids in `tables` agree. If not
+        `are_all`, other tables may hold blocks, too."""
         held = Counter(block_id for table in tables for block_id in table)
         for block_id in {*held, *range(self.num_blocks)}:
             refcount = self._refcounts[block_id] if 0 <= block_id < self.num_blocks else 0
@@ -200,9 +200,9 @@ class BlockPool:
 
 @dataclass(slots=True, eq=False)
 class BlockTable:
-    """The blocks that hold tokens `[num_dropped * block_size, num_tokens)` of one sequence: token `t` lives in
-    `block_ids[t // block_size - num_dropped]` at offset `t % block_size`. Tables that share a block never write to it:
-    `append` first replaces a shared tail block and returns the copy to make (copy-on-write)."""
+    """The blocks that hold tokens `[num_dropped * block_size, num_tokens)` of one sequence: token `t` is stored in
+    `block_ids[t // block_size - num_dropped]` at offset `t % block_size`. Shared blocks are never written to: `append`
+    first replaces a shared tail block and returns the copy to make (copy-on-write)."""
 
     pool: BlockPool
     block_size: int
@@ -220,11 +220,11 @@ class BlockTable:
 
     @property
     def num_unused_slots(self) -> int:
-        """Slots allocated past the last token."""
+        """Allocated slots past the last token."""
         return (self.num_dropped + len(self.block_ids)) * self.block_size - self.num_tokens
 
     def num_new_blocks(self, num_tokens: int) -> int:
-        """Blocks that `append(num_tokens)` adds to the table, copy-on-write apart."""
+        """Returns how many blocks `append(num_tokens)` adds to the table, without copy-on-write."""
         if num_tokens == 0:
             return 0
         last = -(-(self.num_tokens + num_tokens) // self.block_size)
@@ -232,20 +232,20 @@ class BlockTable:
 
     @property
     def shared_tail(self) -> int | None:
-        """The partly filled tail block, if other tables hold it too or its content is to be kept: no write to it."""
+        """The tail block with room for the next token, if it is shared or kept and so must not be written to."""
         return next(iter(self.shared_blocks(self.num_tokens, self.num_tokens + 1)), None)
 
     def full_block(self, number: int) -> int | None:
-        """The block that holds tokens `[number, number + 1) * block_size`; `None` if it was given back."""
+        """Returns the block that holds tokens `[number, number + 1) * block_size`; `None` if it was freed."""
         return self.block_ids[number - self.num_dropped] if number >= self.num_dropped else None
 
     def places(self, first: int, last: int) -> range:
-        """Indices into `block_ids` of the blocks that hold tokens `[first, last)`, as far as they are there."""
+        """Returns the indices into `block_ids` of the existing blocks for tokens `[first, last)`."""
         begin, end = first // self.block_size, -(-last // self.block_size)
         return range(max(0, begin - self.num_dropped), max(0, min(end - self.num_dropped, len(self.block_ids))))
 
     def shared_blocks(self, first: int, last: int) -> list[int]:
-        """The blocks that hold tokens `[first, last)` and must not be written to, as `shared_tail` says."""
+        """Returns the blocks of tokens `[first, last)` that must not be written to, since they are shared or kept."""
         pool = self.pool
         if pool.is_exclusive:
             return []
@@ -253,7 +253,7 @@ class BlockTable:
         return [block_id for block_id in found if pool.refcount(block_id) > 1 or pool.is_kept(block_id)]
 
     def own(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Replaces the blocks that `shared_blocks` names; returns the copies to make before anything is written."""
+        """Replaces the blocks in `shared_blocks`; returns the copies `(source, target)` to make before any write."""
         copies = []
         for source in self.shared_blocks(first, last):
             (target,) = self.pool.allocate(1)
@@ -263,7 +263,7 @@ class BlockTable:
         return copies
 
     def slots(self, first: int, end: int) -> list[int]:
-        """Where tokens `[first, end)` are stored, counted from the first that the table holds."""
+        """Returns the slots of tokens `[first, end)`, counted from the table's first token that was not dropped."""
         size, ids = self.block_size, self.block_ids
         if first < 0 or end > len(ids) * size:
             raise ValueError(f"tokens [{first}, {end}) of a table that holds {len(ids)} blocks of {size} tokens")
@@ -276,13 +276,13 @@ class BlockTable:
         return slots
 
     def num_needed(self, num_tokens: int) -> int:
-        """Blocks that `append(num_tokens)` takes, copy-on-write included."""
+        """Returns how many blocks `append(num_tokens)` takes, including copy-on-write."""
         return self.num_new_blocks(num_tokens) + (num_tokens > 0 and self.shared_tail is not None)
 
     def append(self, num_tokens: int, new_ids: Sequence[int] | None = None) -> tuple[int, int] | None:
-        """Makes room for `num_tokens` more tokens and counts them as held, in `num_needed(num_tokens)` blocks that were
-        allocated for this, or that it takes itself. Returns the copy `(source_block, target_block)` to make before
-        anything is written, or `None`. Raises `OutOfBlocksError`; the table is then as it was."""
+        """Makes room for `num_tokens` more tokens and counts them as held. `new_ids`: `num_needed(num_tokens)`
+        allocated blocks; allocates them if `None`. Returns the copy `(source_block, target_block)` to make before any
+        write, or `None`. Raises `OutOfBlocksError`, with the table unchanged."""
         if num_tokens == 0:
             return None
         tail = self.shared_tail
@@ -299,8 +299,8 @@ class BlockTable:
         return copy
 
     def attach(self, block_ids: Sequence[int], num_dropped: int, num_tokens: int | None = None) -> None:
-        """Lets an empty table hold these blocks, which others computed, as if `num_dropped` had gone before. They are
-        full, unless it says `num_tokens`."""
+        """Attaches computed blocks to an empty table, after `num_dropped` dropped ones. They are full unless
+        `num_tokens` is given."""
         if self.block_ids or self.num_tokens:
             raise ValueError(f"a table that holds {self.num_tokens} tokens cannot begin with others")
         self.pool.acquire(block_ids)
@@ -310,11 +310,11 @@ class BlockTable:
         self.num_tokens = full if num_tokens is None else num_tokens
 
     def skip(self, num_tokens: int) -> None:
-        """Starts an empty table at token `num_tokens`, rounded down to a block: what is in front is never stored."""
+        """Starts an empty table at token `num_tokens`, rounded down to a block: earlier tokens are never stored."""
         self.attach([], num_tokens // self.block_size)
 
     def drop_before(self, token: int) -> None:
-        """Gives back the leading blocks that hold only tokens before `token`."""
+        """Frees the leading blocks that hold only tokens before `token`."""
         count = max(0, min(token // self.block_size - self.num_dropped, len(self.block_ids)))
         if count:
             self.pool.release(self.block_ids[:count])
@@ -322,19 +322,20 @@ class BlockTable:
             self.num_dropped += count
 
     def truncate(self, num_tokens: int) -> None:
-        """Forgets all tokens from `num_tokens` on and gives back the blocks that held only those."""
+        """Forgets all tokens from `num_tokens` on and frees the blocks that held only those. Raises `ValueError` if
+        the new end is in dropped blocks."""
         if num_tokens >= self.num_tokens:
             return
         if num_tokens < self.num_dropped * self.block_size:
             raise ValueError(f"truncate to {num_tokens} tokens, but the first {self.first_token} were given back")
         keep = -(-num_tokens // self.block_size) - self.num_dropped
-        # tail first: of what is freed together, the head of a sequence is the more likely to be asked for again
+        # tail first, so that it is evicted first: the head of a sequence is more likely to be reused
         self.pool.release(reversed(self.block_ids[keep:]))
         del self.block_ids[keep:]
         self.num_tokens = num_tokens
 
     def fork(self) -> BlockTable:
-        """A second table over the same tokens; what is reserved for more stays this one's."""
+        """Returns a second table over the same tokens, without blocks reserved for later ones."""
         block_ids = self.block_ids[: -(-self.num_tokens // self.block_size) - self.num_dropped]
         self.pool.acquire(block_ids)
         return BlockTable(self.pool, self.block_size, block_ids, self.num_dropped, self.num_tokens)

@@ -1,4 +1,4 @@
-"""How many tokens a block of each layer group has under `block_size="auto"`. Plain Python: no tensors."""
+"""Chooses the block size of each layer group under `block_size="auto"`. Plain Python: no tensors."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import NamedTuple
 
 from .groups import GroupSpec
 
-DEFAULT_BLOCK_SIZE = 16  # where nothing tells (PagedAttention, arXiv 2309.06180, section 7.2)
-MAX_LENGTHS = 1024  # of sequences, the last that ended
-MIN_GAIN = 0.02  # what a pool is made again for
-MIN_UNSERVED = 64  # sequences that ended, none of which began with a cached prefix: what is cached is worth nothing
+DEFAULT_BLOCK_SIZE = 16  # without data (PagedAttention, arXiv 2309.06180, section 7.2)
+MAX_LENGTHS = 1024  # of the sequences that ended last
+MIN_GAIN = 0.02  # least gain that justifies rebuilding a pool
+MIN_UNSERVED = 64  # sequences that ended without any prefix cache hit after which cached blocks count as worthless
 
 
 class Costs(NamedTuple):
-    """A kernel's time for a token of the context, in any unit, by the tokens in a block."""
+    """Attention time per context token, in any unit, by block size."""
 
     times: dict[int, float]
-    source: str  # where it was measured; or why there are no times
+    source: str  # where times were measured, or why there are none
 
 
 NO_COSTS = Costs({}, "the cache is no model's own")
@@ -27,17 +27,17 @@ NO_COSTS = Costs({}, "the cache is no model's own")
 
 @dataclass(frozen=True)
 class Choice:
-    """A layer group's block size in tokens, and what it was chosen by."""
+    """A layer group's block size in tokens, and the reason for it."""
 
     block_size: int
     reason: str
 
 
 class Held(NamedTuple):
-    """What a group keeps of rows at their ends."""
+    """The tokens that a group holds of finished sequences."""
 
     num_tokens: int
-    num_ends: int  # where a row may end within a block; behind its window it begins there, too
+    num_ends: int  # partly filled blocks: a row's last one and, once its window has moved, its first
 
     @classmethod
     def of(cls, lengths: Sequence[int], window: int | None = None) -> Held:
@@ -46,20 +46,20 @@ class Held(NamedTuple):
         return cls(sum(min(length, window) for length in lengths), sum(1 + (length > window) for length in lengths))
 
     def losses(self, block_size: int, times: dict[int, float]) -> tuple[float, float]:
-        """Which part of the group's memory holds no token, half a block for each end; and which part of the kernel's
-        time the fastest size would save."""
+        """Returns the share of the group's memory without tokens, at half a block per end, and the share of the
+        kernel's time that the fastest block size would save."""
         wasted = self.num_ends * block_size / 2
         return wasted / (self.num_tokens + wasted), 1 - min(times.values()) / times[block_size]
 
 
 def choose(lengths: Sequence[int], costs: Costs, window: int | None = None) -> Choice:
     """
-    The size that loses least: a hundredth of a group's memory counts as a hundredth of its kernel's time.
+    Chooses the block size with the least loss: 1% of the group's memory counts as much as 1% of its kernel's time.
 
     Args:
-        lengths: Tokens of sequences that were seen, of each the most that it had.
-        costs: The kernel's time for a token at each size that may be chosen.
-        window: Tokens that the group's layers look back; `None`: all.
+        lengths: Final lengths, in tokens, of the sequences seen.
+        costs: Attention time per context token for each block size that may be chosen.
+        window: The group's sliding window in tokens; `None`: full attention.
     """
     times = costs.times
     if not times or not lengths:
@@ -75,18 +75,18 @@ def choose(lengths: Sequence[int], costs: Costs, window: int | None = None) -> C
 
 
 class BlockSizes:
-    """The sizes that one memory has, each chosen when its group is made, by the lengths known when the memory is; and
-    the lengths of sequences that end since, for the next memory of the model."""
+    """The block sizes of one memory, each chosen when its group is created, from the lengths known when the memory was
+    created; also records the lengths of sequences that end, for the model's next memory."""
 
     def __init__(self, costs: Costs | None = None, known: Iterable[int] = (), seen: Iterable[int] = ()) -> None:
-        """Without `costs` all are of the default size. `known`: lengths that are expected, where none was `seen`."""
+        """Without `costs` all blocks have the default size. `known`: expected lengths, used if `seen` is empty."""
         self.costs, self.chosen = costs or NO_COSTS, dict[GroupSpec, Choice]()
         self.seen = deque(seen, MAX_LENGTHS)
-        self.num_ended = 0  # sequences since this was made
+        self.num_ended = 0  # sequences since creation
         self._known = tuple(self.seen) or tuple(known)
 
     def of(self, spec: GroupSpec) -> int:
-        """Tokens in a block of this group."""
+        """Returns the group's block size in tokens."""
         if spec not in self.chosen:
             if spec.kind == "cross" and self.costs.times:
                 self.chosen[spec] = Choice(DEFAULT_BLOCK_SIZE, "how long an encoder's outputs are is not seen")
@@ -95,12 +95,12 @@ class BlockSizes:
         return self.chosen[spec].block_size
 
     def note(self, length: int) -> None:
-        """A sequence of `length` tokens has ended."""
+        """Records that a sequence of `length` tokens has ended."""
         self.num_ended += 1
         self.seen.append(length)
 
     def renewed(self) -> BlockSizes | None:
-        """Those by the lengths seen until now; `None` unless a group would lose `MIN_GAIN` less with its new one."""
+        """Returns the sizes chosen by the lengths seen until now; `None` unless a group would lose `MIN_GAIN` less."""
         if not self.num_ended:
             return None
         later, times = BlockSizes(self.costs, seen=self.seen), self.costs.times

@@ -1,4 +1,4 @@
-"""Copies of blocks within the tensors of a storage, as copy-on-write needs them."""
+"""Block copies within the tensors of a storage, for copy-on-write."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ..step import to_device
 
 
 class BlockCopies:
-    """Copies blocks in all tensors of a storage: on a GPU by one transfer of the ids and one launch a device, for which
-    it keeps a table of the tensors' addresses on the device, made again once they are others."""
+    """Copies blocks in all tensors of a storage: on a GPU with one transfer of the ids and one launch per device. For
+    that it keeps a table of the tensors' addresses on the device, rebuilt when they change."""
 
     def __init__(self) -> None:
         self._tables: dict[torch.device, tuple[list[tuple[int, int]], Tensor]] = {}
 
     def make(self, tensors: Iterable[Tensor], copies: Sequence[tuple[int, int]]) -> None:
-        """Block `source` of each contiguous tensor `(num_blocks, ...)` to its block `target`, for each pair of ids, one
-        at least; all are read before one is written. Raises `IndexError` for blocks that a tensor does not have."""
+        """Copies block `source` of each contiguous tensor `(num_blocks, ...)` to its block `target`, for each pair of
+        ids (at least one); all are read before one is written. Raises `IndexError` for blocks out of range."""
         by_device: dict[torch.device, list[Tensor]] = {}
         for tensor in tensors:
             by_device.setdefault(tensor.device, []).append(tensor)
@@ -47,7 +47,7 @@ class BlockCopies:
 
 
 def copy_portable(tensors: Iterable[Tensor], pairs: Tensor) -> None:
-    """The copies of `BlockCopies` in plain PyTorch: tensors of any strides on one device, `pairs` `(n, 2)` int64."""
+    """Does the copies in plain PyTorch, for tensors of any strides on one device; `pairs` `(n, 2)` int64."""
     sources, targets = pairs.unbind(1)
     for tensor in tensors:
         tensor[targets] = tensor[sources]

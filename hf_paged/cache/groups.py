@@ -1,4 +1,4 @@
-"""What the layers of a model keep of a sequence: the specs that tell layer groups apart. Plain Python: no tensors."""
+"""Layer groups and the specs that define them: what their layers keep of a sequence. Plain Python: no tensors."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 
 from .block_pool import BlockPool
 
-UNBOUNDED = 1 << 40  # tokens in a block that holds a sequence of any length
+UNBOUNDED = 1 << 40  # block size of blocks that hold a sequence of any length
 
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """Full attention: all tokens are kept. Layers whose specs are equal share block tables; a subclass with another
-    storage, or other tokens to keep, is a group of its own."""
+    """Attention over all tokens or a sliding window. Layers with equal specs share block tables; a subclass, with other
+    storage or other tokens to keep, forms a separate group."""
 
     kind: str = "self"  # which of a model's caches; or "cross"
-    window: int | None = None  # tokens that a layer looks back, itself included; older ones are given back
+    window: int | None = None  # sliding window in tokens, including the current one; older blocks are freed
 
     def block_size(self, num_tokens: int) -> int:
-        """Tokens in a block, where the config says `num_tokens`."""
+        """Returns the block size, given the configured one."""
         return num_tokens
 
     def storage_dtype(self, dtype: Any) -> Any:
@@ -27,29 +27,29 @@ class GroupSpec:
 
     @property
     def is_counted(self) -> bool:
-        """Whether its blocks are memory, which `num_blocks` bounds."""
+        """Whether its blocks take memory and count toward `num_blocks`."""
         return True
 
     def num_spanned(self, first: int, end: int, chunk: int, num_held: int, block_size: int) -> int:
-        """The most counted blocks at a time for tokens `[first, end)`, appended at most `chunk` at a time, beside the
-        `num_held` that hold what is in front; `first` is where a block begins."""
+        """Returns the most counted blocks at once for tokens `[first, end)`, appended at most `chunk` at a time, beside
+        the `num_held` blocks of earlier tokens; `first` is the start of a block."""
         span = -(-end // block_size) - first // block_size
         if self.window is not None:  # the oldest token seen may be the last of its block
             span = min(span, (self.window + chunk - 3 + block_size) // block_size + 1 - num_held)
         return max(0, span)
 
     def first_visible(self, length: int) -> int:
-        """First position that the next query after `length` positions is shown, as transformers counts."""
+        """Returns the first position that the next query after `length` positions sees, as transformers counts."""
         return 0 if self.window is None else max(0, length - self.window + 1)
 
     @property
     def prefix_window(self) -> int | None:
-        """Tokens that a sequence which begins behind cached ones looks back, its own first included; `None`: all."""
+        """Tokens that the first query after a cached prefix sees, including its own; `None`: all."""
         return self.window
 
     @property
     def label(self) -> tuple[str, int | None]:
-        """What reports name the group by."""
+        """The group's name in reports."""
         return self.kind, self.window
 
 
@@ -58,11 +58,11 @@ FULL_ATTENTION = GroupSpec()
 
 @dataclass(frozen=True)
 class StateSpec(GroupSpec):
-    """States of linear attention and convolutions: one slot a sequence, a block for any number of tokens. A state that
-    the prefix cache keeps, a snapshot, is a slot that no sequence computes on."""
+    """States of linear attention and convolutions: one slot per sequence, a block for any number of tokens. A snapshot
+    is a state that the prefix cache keeps, in a slot that no sequence writes to."""
 
     kind: str = "states"
-    is_empty: bool = False  # the model has no states: the slot only tells sequences apart
+    is_empty: bool = False  # without states in the model: the slot only identifies the sequence
 
     def block_size(self, num_tokens: int) -> int:
         return UNBOUNDED
@@ -76,34 +76,34 @@ class StateSpec(GroupSpec):
 
     @property
     def prefix_window(self) -> int | None:
-        """The snapshot after the token in front."""
+        """2: needs the snapshot after the previous token; 1: without states, needs no block."""
         return 1 if self.is_empty else 2
 
 
 class BlockGroup:
-    """One layer group, as the manager needs it: a pool of fixed size. `cache.memory` has the one with memory."""
+    """One layer group for the manager, with a pool of fixed size. `cache.memory` has a subclass with memory."""
 
     can_grow = False
 
     def __init__(self, pool: BlockPool, spec: GroupSpec = FULL_ATTENTION, block_size: int = 0) -> None:
-        """`block_size`: tokens in a block of this group; 0: as many as the manager says."""
+        """`block_size`: tokens per block of this group; 0: the manager's."""
         self.pool, self.spec, self.block_size = pool, spec, block_size
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers; 0 while that is not known."""
+        """Bytes of one block over all layers; 0 if not known yet."""
         return 0
 
     @property
     def is_sized(self) -> bool:
-        """Whether what a block takes is known, where a limit in bytes asks for it."""
+        """Whether the bytes of a block are known, or no limit in bytes needs them."""
         return True
 
     def make_room(self, num_blocks: int) -> None:
-        """Sees to it that this many blocks can be allocated, or raises `OutOfBlocksError`."""
+        """Makes this many blocks allocatable, or raises `OutOfBlocksError`."""
 
     def take(self, num_blocks: int, after: int | None = None) -> list[int]:
-        """`num_blocks` new blocks with refcount 1, best those `after` a block. Raises `OutOfBlocksError`."""
+        """Takes `num_blocks` new blocks with refcount 1, preferably after block `after`. Raises `OutOfBlocksError`."""
         self.make_room(num_blocks)
         return self.pool.allocate(num_blocks, after)
 

@@ -1,4 +1,4 @@
-"""Lazy tensors that stand for a layer's cached keys or values without gathering them."""
+"""Lazy tensors that represent a layer's cached keys or values without gathering them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OVERRIDES: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 def implements(torch_function: Callable[..., Any]) -> Callable[[Function], Function]:
-    """Decorates what is called in place of `torch_function` where an argument is a `PagedTensor`."""
+    """Decorates the replacement of `torch_function` for calls with a `PagedTensor` argument."""
 
     def register(function: Function) -> Function:
         _OVERRIDES[torch_function] = function
@@ -31,7 +31,7 @@ def implements(torch_function: Callable[..., Any]) -> Callable[[Function], Funct
 
 
 class LazyTensor(Tensor):
-    """A tensor without memory: any operation is given an ordinary tensor in its place."""
+    """A tensor without memory: operations get an ordinary tensor (`read`) in its place."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -39,7 +39,7 @@ class LazyTensor(Tensor):
         raise TypeError(f"a {type(self).__name__} has no numbers")
 
     def read(self) -> Tensor:
-        """`dense` for code that is not ours."""
+        """Returns `dense()` for code outside hf_paged."""
         return self.dense()
 
     @classmethod
@@ -52,9 +52,9 @@ class LazyTensor(Tensor):
 
 
 class PagedTensor(LazyTensor):
-    """A layer's keys or values, `(batch, heads, length, dim)`, left in their blocks. Our attention function reads
-    `blocks` through `step`; any other operation gathers a contiguous tensor, or raises [`NotPackable`] of packed rows,
-    `(1, heads, num_tokens, dim)`. Functions of torch with an implementation of ours (`implements`) are passed to it."""
+    """A handle to a layer's keys or values in blocks, `(batch, heads, length, dim)`. Our attention function reads
+    `blocks` through `step`; any other operation gathers a contiguous tensor, or raises [`NotPackable`] for packed rows,
+    `(1, heads, num_tokens, dim)`. Torch functions registered with `implements` are replaced."""
 
     step: StepMetadata
     layer: KVBlocks
@@ -67,8 +67,8 @@ class PagedTensor(LazyTensor):
     def __new__(
         cls, step: StepMetadata, layer: KVBlocks, is_value: bool, fresh: Tensor | None = None, reader: Any = None
     ) -> PagedTensor:
-        """`fresh`: this step's own states, `(batch, heads, n, dim)`, when there was nothing before them or rows are
-        packed. `reader.gathers` is set when code other than our attention function reads the numbers."""
+        """`fresh`: this step's new K or V, `(batch, heads, n, dim)`, if nothing was cached before or rows are packed.
+        `reader.gathers` is set when code other than our attention function reads the values."""
         blocks = layer.values if is_value else layer.keys
         if fresh is not None:
             shape, strides, dtype = fresh.shape, fresh.stride(), fresh.dtype
@@ -76,7 +76,7 @@ class PagedTensor(LazyTensor):
             assert step.columns is not None
             heads, length, dim = blocks.shape[1], len(step.columns), blocks.shape[3]
             shape = torch.Size((step.num_rows, heads, length, dim))
-            # views are worked out from these strides, so they must be those of what `dense` returns
+            # torch computes views from these strides, so they must match those of `dense()`
             strides, dtype = (heads * length * dim, length * dim, dim, 1), layer.dtypes[is_value]
         handle = Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=blocks.device)
         handle.step, handle.layer, handle.blocks, handle.fresh = step, layer, blocks, fresh
@@ -84,7 +84,7 @@ class PagedTensor(LazyTensor):
         return handle
 
     def dense(self) -> Tensor:
-        """The same as an ordinary tensor, gathered once. Raises [`NotPackable`] for packed rows."""
+        """Returns an ordinary tensor, gathered once. Raises [`NotPackable`] for packed rows."""
         if self._dense is None:
             if self.step.columns is None:
                 raise NotPackable("packed keys or values are read: only the attention interface may")
@@ -106,14 +106,14 @@ class PagedTensor(LazyTensor):
                 handle.make_contiguous()
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
-        except RuntimeError:  # a view that a contiguous tensor has
+        except RuntimeError:  # a view that only works on a contiguous tensor
             if not sum(handle.make_contiguous() for handle in handles):
                 raise
             return super().__torch_dispatch__(func, types, args, kwargs)
 
     def make_contiguous(self) -> bool:
-        """Code of a model's own relies on strides: from now on it is given contiguous tensors of this layer. Returns
-        whether that changes anything."""
+        """Makes this layer return contiguous tensors from now on, for custom model code that relies on strides. Returns
+        whether that changed anything."""
         if self.read().is_contiguous():
             return False
         self.layer.rows.is_read, self._dense = False, self.dense().contiguous()
@@ -129,7 +129,7 @@ class PagedTensor(LazyTensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _OVERRIDES:
             return _OVERRIDES[func](*args, **(kwargs or {}))
-        if func in _MEMORY_READERS or len(types) > 1:  # other subclasses, as of quantized weights, take it from here
+        if func in _MEMORY_READERS or len(types) > 1:  # other subclasses (quantized weights) handle it
             args, kwargs = tree_map_only(PagedTensor, PagedTensor.read, (args, kwargs or {}))
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
@@ -137,11 +137,11 @@ class PagedTensor(LazyTensor):
 
 
 class DeferredTensor(LazyTensor):
-    """A tensor of a packed step whose numbers only our attention knows. What `functions` has, by name, is put off until
-    then; anything else raises [`NotPackable`]."""
+    """A tensor of a packed step whose values only our attention can read. Functions named in `functions` are deferred
+    until attention; any other read raises [`NotPackable`]."""
 
     functions: ClassVar[dict[str, Callable[..., Any]]] = {}
-    sizes: tuple[int, ...]  # its shape and dtype, for code of ours: torch takes longer to tell
+    sizes: tuple[int, ...]  # shape, and below dtype, for our code: torch's attributes are slower
     kind: torch.dtype
 
     def dense(self) -> Tensor:
@@ -150,7 +150,7 @@ class DeferredTensor(LazyTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__
-        if name != "__get__":  # of shape, dtype and so on
+        if name != "__get__":  # shape, dtype and other attributes
             function = cls.functions.get(name) or cls.functions.get(name.strip("_"))
             if function is not None:
                 return function(func, *args, **(kwargs or {}))
@@ -159,8 +159,8 @@ class DeferredTensor(LazyTensor):
 
 
 class RowTensor(DeferredTensor):
-    """Keys or values of whichever row of a packed step a query is of, `(1, heads, key_len, dim)`, or without the first
-    axis, or with the last two exchanged."""
+    """Keys or values of a packed step, which show each query those of its row: `(1, heads, key_len, dim)`, possibly
+    without the first axis or with the last two transposed."""
 
     step: StepMetadata
     layer: KVBlocks
@@ -187,15 +187,15 @@ class RowTensor(DeferredTensor):
     def but(
         self, ndim: int | None = None, dtype: torch.dtype | None = None, is_transposed: bool | None = None
     ) -> RowTensor:
-        """The same, seen in another way."""
+        """Returns the same data with another number of axes, dtype or orientation."""
         turned = self.is_transposed if is_transposed is None else is_transposed
         return RowTensor(self.step, self.layer, self.blocks, dtype or self.kind, ndim or len(self.sizes), turned)
 
 
-# Functions that are given strides, which are those of a contiguous tensor.
+# Functions whose stride arguments assume a contiguous tensor.
 _READS_STRIDES = {torch.ops.aten.as_strided.default, torch.ops.aten._reshape_alias.default}
 
-# Functions that torch does not dispatch: they go to a tensor's memory, and a handle has none.
+# Functions that torch does not dispatch: they access a tensor's memory, and a handle has none.
 _MEMORY_READERS = {
     *(Tensor.__array__, Tensor.__cuda_array_interface__.__get__, Tensor.__dlpack__, Tensor.apply_, Tensor.data_ptr),
     *(Tensor.map_, Tensor.numpy, Tensor.share_memory_, Tensor.storage, Tensor.tolist, Tensor.untyped_storage),
@@ -203,7 +203,7 @@ _MEMORY_READERS = {
 
 
 def read_rows(step: StepMetadata, layer: KVBlocks, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """`gather` of a layer's keys or values; a view where rows lie side by side."""
+    """Returns a layer's keys or values: a view if virtual storage has the rows contiguous, else `gather`."""
     found = None if layer.rows is None else layer.rows.lend(step, blocks is layer.values)
     if found is None:
         return gather(step, blocks, dtype)
@@ -212,8 +212,8 @@ def read_rows(step: StepMetadata, layer: KVBlocks, blocks: Tensor, dtype: torch.
 
 
 def gather(step: StepMetadata, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """All `step.columns` of every row as one tensor `(batch, heads, len(columns), dim)`, contiguous, padding as zeros.
-    `blocks` `(num_blocks, heads, block_size, dim)` are keys or values of one layer."""
+    """Gathers all `step.columns` of every row as one contiguous tensor `(batch, heads, len(columns), dim)`, with zeros
+    for padding. `blocks`: keys or values of one layer, `(num_blocks, heads, block_size, dim)`."""
     assert step.columns is not None
     step.counters.gathered += 1
     step.counters.gathered_decodes += step.query_len == 1
@@ -224,7 +224,7 @@ def gather(step: StepMetadata, blocks: Tensor, dtype: torch.dtype) -> Tensor:
         return quantized.join([cpp_gather(step, plane) for plane in quantized.planes(blocks)], blocks, dtype)
     if quantized.is_quantized(blocks):
         return _read(step, blocks, dtype)
-    stride = blocks.stride(2)  # blocks and heads lie whole rows of one token and head apart
+    stride = blocks.stride(2)  # block and head strides are multiples of it
     step_block, step_head = blocks.stride(0) // stride, blocks.stride(1) // stride
     rows, hidden = step.plan(_rows, step_block, step_head, heads, blocks.device)
     num_rows = max(0, (blocks.shape[0] - 1) * step_block + (heads - 1) * step_head + size)
@@ -235,7 +235,7 @@ def gather(step: StepMetadata, blocks: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _read(step: StepMetadata, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """`gather` of quantized blocks in plain PyTorch."""
+    """Does `gather` for quantized blocks in plain PyTorch."""
     slots, hidden = step.plan(_rows, step.block_size, 1, 1, blocks.device)
     index = slots // step.block_size, slice(None), slots % step.block_size
     dense = quantized.read(blocks, index, dtype).unflatten(0, (step.num_rows, -1))  # (batch, length, heads, dim)
@@ -247,7 +247,8 @@ def _read(step: StepMetadata, blocks: Tensor, dtype: torch.dtype) -> Tensor:
 def _rows(
     step: StepMetadata, step_block: int, step_head: int, heads: int, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
-    """Where `gather` finds what it returns, and which of it is padding, for all layers that are laid out alike."""
+    """Returns the row indices that `gather` reads, and those of its result that are padding; the same for all layers
+    with one layout."""
     assert step.columns is not None
     tables, columns = step.block_tables.to(device), step.columns
     tokens = torch.arange(columns.start, columns.stop, device=device)[None, :]
@@ -258,7 +259,7 @@ def _rows(
         tokens = tokens.clamp_(min=0)
     if tables.shape[1]:
         slots = tables.gather(1, tokens // step.block_size).long() * step_block + tokens % step.block_size
-    else:  # padding is all there is
+    else:  # only padding
         slots = torch.zeros_like(tokens)
     rows = slots[:, None] + torch.arange(0, heads * step_head, step_head, device=device)[:, None]
     return rows.flatten(), hidden

@@ -1,4 +1,4 @@
-"""A model's last hidden states, kept of each token beside its keys and values: as one more layer of their group."""
+"""Stores a model's last hidden state of each token beside its keys and values, as one more layer of their group."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from .groups import GroupSpec
 from .layers import PagedLayer
 from .paged_cache import PagedCache
 
-MAX_DIM = 128  # of the heads that a hidden state is stored as
+MAX_DIM = 128  # head dim when a hidden state is stored as heads
 
 
 def reason_against_hidden_states(cache: PagedCache, hidden_size: int) -> str | None:
-    """Why those of a model with this cache cannot be kept; `None` if they can."""
+    """Returns why the hidden states of a model with this cache cannot be stored; `None` if they can."""
     if hidden_size % 2:
         return f"a hidden state of {hidden_size} numbers cannot be stored as keys and values of equal sizes"
     return None if GroupSpec() in cache.groups else "no layer keeps all tokens: hidden states have no blocks to lie in"
 
 
 class HiddenStates:
-    """They lie in the blocks of the layers that keep all tokens, so that they are shared, copied, swapped and served by
-    the prefix cache as these are; one half of each as the keys, the other as the values of a layer."""
+    """Hidden states in the blocks of the full-attention layers, so that they are shared, copied, swapped and cached
+    with K/V; half of each is stored as the keys and half as the values of a layer."""
 
     def __init__(self, cache: PagedCache) -> None:
         self._layer = PagedLayer(cache.groups[GroupSpec()], len(cache.layers))
 
     def store(self, hidden: Tensor) -> None:
-        """Those of the packed step that runs now, `(1, n, hidden_size)`, in its slots."""
+        """Stores the hidden states `(1, n, hidden_size)` of the current packed step in its slots."""
         half = hidden.shape[2] // 2
         heads = half // (dim := math.gcd(half, MAX_DIM))
         states = hidden.reshape(1, -1, 2 * heads, dim)
         keys, values = states[:, :, :heads].transpose(1, 2), states[:, :, heads:].transpose(1, 2)
         layer, group = self._layer, self._layer.group
-        with group.memory.lock:  # the other layers are there: their bytes are not to be guessed from those of this one
+        with group.memory.lock:  # `num_layers` is 1: do not estimate the other layers' bytes from this one
             group.blocks.layer(layer.index, keys, values, 1, group.num_begun(0))
         layer.update(keys, values)
         layer.packed_handles = None
 
     def read(self, wanted: Iterable[tuple[SequenceBlocks, int, int]]) -> Tensor:
-        """`(1, n, hidden_size)`: of tokens `[first, end)` of each sequence, one after another."""
+        """Returns the hidden states `(1, n, hidden_size)` of tokens `[first, end)` of each sequence, concatenated."""
         group = self._layer.group
         slots = [slot for blocks, first, end in wanted for slot in blocks.tables[group.number].slots(first, end)]
         with group.memory.lock:

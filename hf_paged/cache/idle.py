@@ -1,4 +1,4 @@
-"""Pools that no call uses any more: when they go back to the system. One thread waits for all of them."""
+"""Frees idle pools after `idle_release_seconds`. One thread serves all pools."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .memory import PagedMemory
 
 logger = logging.getLogger(__name__)
 
-MIN_WAIT = 1.0  # seconds after which a pool is looked at again whose blocks a caller's cache still holds
+MIN_WAIT = 1.0  # seconds before the next try to free a pool that a caller's cache still uses
 _MAX_WAIT = 3600.0  # seconds: less than any system's limit
 
 _condition = threading.Condition(forks.rlock())
@@ -24,17 +24,17 @@ _thread: threading.Thread | None = None  # a daemon, alive while there are deadl
 
 
 def begin_use(memory: PagedMemory) -> None:
-    """A call, or an engine with unfinished requests, uses the pool: it is not idle."""
+    """Marks the pool as used by a call, or by an engine with unfinished requests."""
     memory.last_used = time.monotonic()
     with _condition:
         _deadlines.pop(memory, None)
 
 
 def end_use(memory: PagedMemory) -> None:
-    """A call has ended, or an engine's last request: without another one, the pool is given back after
-    `idle_release_seconds`, at once with 0. Blocks that a caller's cache holds keep the whole pool until they go."""
+    """Marks the end of a call, or of an engine's last request: unless used again, the pool is freed after
+    `idle_release_seconds`, at once with 0. Blocks that a caller's cache holds keep the whole pool alive."""
     seconds = memory.config.idle_release_seconds
-    # in step with the pools of other processes, whose clocks are others
+    # must free in step with the pools of other processes, whose clocks differ
     is_in_step = memory.least is not None and memory.mirror is None
     if seconds is None or (seconds == 0 and memory.release()) or is_in_step:
         begin_use(memory)
@@ -52,10 +52,10 @@ def _watch(memory: PagedMemory, seconds: float) -> None:
             thread = threading.Thread(target=_serve, name="hf_paged idle pools", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # the interpreter ends, and all memory with it
+            except RuntimeError:  # interpreter shutdown
                 return
             _thread = thread
-        elif deadline < first:  # else it wakes early enough by itself
+        elif deadline < first:  # else the thread wakes early enough
             _condition.notify_all()
 
 
@@ -77,7 +77,7 @@ def _serve() -> None:
 
 
 def _take_due() -> tuple[list[weakref.ref[PagedMemory]], float | None]:
-    """Pools whose time has come, without keeping one alive, and the seconds to the next."""
+    """Removes and returns weak references to pools past their deadline, and the seconds to the next deadline."""
     now = time.monotonic()
     due = [memory for memory, deadline in _deadlines.items() if deadline <= now]
     for memory in due:
@@ -105,7 +105,7 @@ def _release(ref: weakref.ref[PagedMemory]) -> None:
 
 
 def _stop() -> None:
-    """No thread frees memory while the interpreter takes itself apart."""
+    """Stops the thread, so that it frees no memory during interpreter shutdown."""
     with _condition:
         _deadlines.clear()
         _condition.notify_all()
@@ -115,7 +115,7 @@ def _stop() -> None:
 
 
 def _forget() -> None:
-    """A child process has no such thread, until a pool is used there."""
+    """Resets the state in a child process, which has no such thread yet."""
     global _condition, _thread
     _condition, _thread = threading.Condition(forks.rlock()), None
     _deadlines.clear()

@@ -1,4 +1,4 @@
-"""`transformers` cache layers whose keys and values live in blocks. They subclass the stock layers they stand for."""
+"""`transformers` cache layers with keys and values in blocks; subclasses of the stock layers that they replace."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from .handles import PagedTensor, RowTensor, read_rows
 from .rows import LayerGroup
 from .storage import Look, looks
 
-# Until 5.17, `crop` also took the length to keep, as a positive number.
+# Up to 5.17, `crop` also accepted the length to keep, as a positive number.
 _CROP_TAKES_A_LENGTH = Version(transformers.__version__) < Version("5.18")
 
-# Layers that hold nothing, as those that read another layer's keys and values; older transformers leave them out.
+# Layers that hold nothing, such as those that read another layer's K/V; older transformers have no such class.
 EMPTY_LAYERS: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 
 
 class PagedLayer(cache_utils.DynamicLayer):
-    """Keys and values of one layer in the blocks of its group; stands for `DynamicLayer`. Its `update`, `keys` and
-    `values` return [`PagedTensor`] handles. Within a packed step (`PagedCache.begin`) the layer holds no rows."""
+    """Keys and values of one layer in the blocks of its group; replaces `DynamicLayer`. Its `update`, `keys` and
+    `values` return [`PagedTensor`] handles. During a packed step (`PagedCache.begin`) the layer holds no rows."""
 
     def __init__(self, group: LayerGroup, index: int) -> None:
         cache_utils.CacheLayerMixin.__init__(self)
         self.group, self.index = group, index
         self.num_seen = 0
-        self.gathers = False  # code of the model's own read values of a decode step: it gets ordinary tensors from then
+        self.gathers = False  # set once the model's own code reads values of a decode: decodes then gather at once
         self.packed_handles: tuple[PagedTensor, PagedTensor] | None = None  # of the last packed step
         self._packed_look: Look | None = None
         group.num_layers += 1
         self.num_operations = group.rows.num_operations
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Stores new states `(batch, heads, n, dim)` and returns handles to all that the layer shows. Raises
-        `OutOfBlocksError` with nothing allocated, `ValueError` with nothing stored for another batch size or keys and
-        values that do not fit, `NotPackable` for states of another shape than a packed step's."""
-        if torch.compiler.is_dynamo_compiling():  # asked here, since the wrapper of `disable` costs every layer time
+        """Stores new K/V `(batch, heads, n, dim)` and returns handles to all visible K/V. Raises `OutOfBlocksError`
+        with nothing allocated, `ValueError` with nothing stored if the batch size differs or K/V do not fit,
+        `NotPackable` if the shape is not that of the packed step."""
+        if torch.compiler.is_dynamo_compiling():  # checked here, since the wrapper of `disable` slows every call
             return self._update_untraced(key_states, value_states)
         return self._update(key_states, value_states)
 
@@ -88,7 +88,7 @@ class PagedLayer(cache_utils.DynamicLayer):
                 self.packed_handles, self._packed_look = made, look
             return made
         if needs_grad:
-            # the past is stored without its graph; the new states keep theirs
+            # cached K/V have no autograd graph; the new ones keep theirs
             past = [read_rows(step, blocks, x, dtype)[:, :, :-query_len] for x, dtype in blocks.pair]
             return torch.cat([past[0], key_states], dim=2), torch.cat([past[1], value_states], dim=2)
         if self.gathers and query_len == 1:
@@ -103,7 +103,7 @@ class PagedLayer(cache_utils.DynamicLayer):
     _update_untraced = torch.compiler.disable(_update)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
-        """Notes dtype and device; blocks are taken by `update`."""
+        """Notes dtype and device; `update` allocates blocks."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
@@ -128,18 +128,18 @@ class PagedLayer(cache_utils.DynamicLayer):
     keys, values = _shown(False), _shown(True)
 
     def get_seq_length(self) -> int:
-        """Logical positions seen, padding included."""
+        """Returns the logical positions seen, including padding."""
         return self.num_seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and first position of the keys that the next `query_length` queries are shown."""
+        """Returns the length and first position of the keys that the next `query_length` queries are shown."""
         if self.group.packed is not None and self.group.packed.key_len is not None:
             return self.group.packed.key_len, 0
         first = self.group.spec.first_visible(self.num_seen)
         return self.num_seen + query_length - first, first
 
     def _once(self, operation: Callable[..., None], *args: Any) -> None:
-        """The `operation` on all rows if this layer is the first to ask; one that raises counts as not asked for."""
+        """Runs an operation on all rows if this layer is the first to ask for it; if it raises, it is not counted."""
         if self.group.packed is not None:
             raise NotPackable(f"layer {self.index} of a packed step has no rows to change")
         rows = self.group.rows
@@ -156,7 +156,8 @@ class PagedLayer(cache_utils.DynamicLayer):
             )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row `i` becomes row `beam_idx[i]`, by permuting block tables. Raises `IndexError`, with nothing changed."""
+        """Makes row `i` a copy of row `beam_idx[i]` by permuting block tables. Raises `IndexError`, with nothing
+        changed."""
         beam_idx = _as_tensor(beam_idx)
         if beam_idx.numel() and (beam_idx.dim() != 1 or beam_idx.dtype not in (torch.int32, torch.int64)):
             raise IndexError(
@@ -170,11 +171,11 @@ class PagedLayer(cache_utils.DynamicLayer):
         self.reorder_cache(row_numbers(indices, len(self.group.rows.held)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row `repeats` times in a row, sharing its blocks."""
+        """Repeats each row `repeats` times, sharing its blocks."""
         self._once(self.group.rows.select, torch.arange(len(self.group.rows.held)).repeat_interleave(repeats).tolist())
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Forgets the last `-tokens_to_remove` positions (and, in a sliding layer, what left the window)."""
+        """Forgets the last `-tokens_to_remove` positions and, in a sliding layer, tokens outside the window."""
         count = int(tokens_to_remove)
         if count > 0:
             if not _CROP_TAKES_A_LENGTH:
@@ -188,18 +189,18 @@ class PagedLayer(cache_utils.DynamicLayer):
             )
         removed = min(self.num_seen, -count)
         self.num_seen -= removed
-        # another layer may hold more: what is too long is written over
+        # another layer may hold more: excess tokens are overwritten
         self._once(self.group.rows.crop, removed)
 
     def reset(self) -> None:
-        """Empties the layer; blocks go back to the pool."""
+        """Empties the layer and frees its blocks."""
         self.num_seen = 0
         self.is_initialized = False
         self._once(self.group.rows.free)
 
 
 class PagedSlidingWindowLayer(PagedLayer, cache_utils.DynamicSlidingWindowLayer):
-    """A layer that looks back `sliding_window` tokens; stands for `DynamicSlidingWindowLayer`."""
+    """A layer with a sliding window; replaces `DynamicSlidingWindowLayer`."""
 
     def __init__(self, group: LayerGroup, index: int) -> None:
         super().__init__(group, index)
@@ -211,7 +212,7 @@ class PagedSlidingWindowLayer(PagedLayer, cache_utils.DynamicSlidingWindowLayer)
 
     @property
     def record_past(self) -> bool:
-        """Whether what left the window is kept until the next `crop`."""
+        """Whether tokens outside the window are kept until the next `crop`."""
         return self.group.record_past
 
     @record_past.setter
@@ -220,7 +221,7 @@ class PagedSlidingWindowLayer(PagedLayer, cache_utils.DynamicSlidingWindowLayer)
 
 
 class PagedIndexedLayer(cache_utils.DynamicIndexedLayer, PagedLayer):
-    """A layer with an indexer's keys, which stay dense, beside its K/V; stands for `DynamicIndexedLayer`."""
+    """A layer with dense indexer keys beside its paged K/V; replaces `DynamicIndexedLayer`."""
 
     def __init__(self, group: LayerGroup, index: int) -> None:
         PagedLayer.__init__(self, group, index)
@@ -233,7 +234,7 @@ class PagedIndexedLayer(cache_utils.DynamicIndexedLayer, PagedLayer):
 
 
 class PagedHybridLayer(PagedLayer, cache_utils.LinearAttentionAndFullAttentionLayer):
-    """Paged K/V beside a linear-attention state; stands for `LinearAttentionAndFullAttentionLayer`."""
+    """A layer with paged K/V and a linear-attention state; replaces `LinearAttentionAndFullAttentionLayer`."""
 
     _linear = cache_utils.LinearAttentionLayer
 
@@ -262,12 +263,12 @@ class PagedHybridLayer(PagedLayer, cache_utils.LinearAttentionAndFullAttentionLa
 
 
 def _as_tensor(rows: Any) -> Tensor:
-    """Where it is: the default device may be one without numbers."""
+    """Returns a tensor, made on the CPU if needed: the default device may be `meta`."""
     return rows if isinstance(rows, Tensor) else torch.as_tensor(rows, device="cpu")
 
 
 def row_numbers(indices: Tensor, num_rows: int) -> Tensor:
-    """The rows that `indices` names among `num_rows`: positions, or a boolean mask. Raises `IndexError`."""
+    """Returns the row numbers for `indices`: positions, or a boolean mask of `num_rows`. Raises `IndexError`."""
     indices = _as_tensor(indices)
     if indices.dtype != torch.bool:
         return indices
@@ -290,12 +291,11 @@ _STAND_INS: dict[type, type[PagedLayer]] = {
     cache_utils.LinearAttentionAndFullAttentionLayer: PagedHybridLayer,
 }
 SPECS: dict[type, type[GroupSpec]] = {}
-"""What layers of a stock class keep, where that is not [`GroupSpec`]."""
+"""The spec class of a stock layer class, if it is not [`GroupSpec`]."""
 
 
 def spec_of(layer: Any, kind: str) -> GroupSpec | None:
-    """The group of a stock layer, or of one like a paged layer, in a cache of this kind; `None` for one that no paged
-    layer stands for."""
+    """Returns the group spec of a stock or paged layer in a cache of this kind; `None` if it has no paged class."""
     if isinstance(layer, PagedLayer):
         return dataclasses.replace(layer.group.spec, kind=kind)
     if type(layer) not in _STAND_INS:
@@ -304,8 +304,8 @@ def spec_of(layer: Any, kind: str) -> GroupSpec | None:
 
 
 def stand_in(layer: Any, group: LayerGroup | None, index: int) -> Any:
-    """The paged layer for a stock layer that holds nothing yet, number `index` of a cache and of the group of
-    `spec_of`; without a group (Mamba states, compressed layers that a model defines) the layer itself."""
+    """Returns the paged layer that replaces an empty stock layer, number `index` of a cache, in the group of `spec_of`;
+    without a group (Mamba states, a model's own compressed layers) the layer itself."""
     if group is None:
         return layer
     paged: Any = _STAND_INS.get(type(layer), type(layer))

@@ -1,4 +1,4 @@
-"""All layer groups' pools and storages under one budget: what hangs on a model, or belongs to one `PagedCache`."""
+"""The pools and storages of all layer groups under one budget, for one model or one `PagedCache`."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ from .states import StateStorage
 from .storage import KVBlocks, Storage, commits_when_touched, free_bytes, trim
 from .virtual import MappedStorage
 
-# Fresh block ids are made a few at a time, so that freed blocks, whose pages are warm, are used again first.
+# New block ids are added a few at a time, so that freed blocks, whose pages are warm, are used again first.
 GROWTH_STEP = 16
-MANY_RUNS = 16  # of blocks that a pool of pages has beyond those in use, for rows to begin in
-KEPT_STATES = 16  # snapshots of states that are not given up for a new one, where no budget says how many can be
+MANY_RUNS = 16  # runs of blocks that a pool with virtual storage adds at once, for rows to begin in
+KEPT_STATES = 16  # state snapshots up to which a pool without a budget grows rather than evicts
 
 
 @dataclass(frozen=True)
 class MemoryStats:
     """
-    What a paged memory holds. "Peak" is since it was made or since the last reset.
+    Memory statistics. "Peak" is since the memory was created or since the last reset.
 
     Args:
-        block_size (`int`): Tokens in a block; with `"auto"` in the largest.
-        block_sizes (`dict`): With `"auto"`, by the name of each layer group, its `block_size` and the `reason` of the
+        block_size (`int`): Tokens per block; with `"auto"` of the largest.
+        block_sizes (`dict`): With `"auto"`, the `block_size` of each layer group by its name, and the `reason` of the
             choice (`cache.block_sizes.Choice`).
-        kv_dtype (`str`, *optional*): What keys and values are stored in (`PagedConfig.kv_dtype`).
+        kv_dtype (`str`, *optional*): The dtype of stored keys and values (`PagedConfig.kv_dtype`).
         used_blocks, peak_blocks (`int`): Blocks in use, over all layer groups.
         used_bytes, peak_bytes (`int`): Bytes of those blocks, over all layers.
-        held_bytes (`int`): Bytes of every block that was ever in use and not given back since.
-        waste (`float`): Share of the slots that were allocated but unused at the peak.
+        held_bytes (`int`): Bytes of all blocks that were ever in use and not given back since.
+        waste (`float`): Share of the allocated slots that were unused at the peak.
         copied_blocks (`int`): Blocks copied by copy-on-write.
-        cached_blocks (`int`): Blocks that no table holds, kept for their tokens until their place is needed.
+        cached_blocks (`int`): Blocks that no table holds, kept for the prefix cache until evicted.
         shared_blocks (`int`): Blocks in use that more than one block table holds.
-        budget_bytes (`int`, *optional*): What `hf_paged.budget` allows all pools of the process together.
-        tier_host_bytes (`int`): Bytes of host memory in which prefix blocks are that the pool gave up.
-        tier_disk_bytes (`int`): Bytes of the files of the folder of `prefix_tiers`, as far as this process knows.
-        tier_kept_blocks, tier_restored_blocks (`int`): Blocks that went there, and that came back.
+        budget_bytes (`int`, *optional*): Limit of `hf_paged.budget` on all pools of the process together.
+        tier_host_bytes (`int`): Bytes of evicted prefix blocks in host memory.
+        tier_disk_bytes (`int`): Bytes of the files in the folder of `prefix_tiers`, as far as this process knows.
+        tier_kept_blocks, tier_restored_blocks (`int`): Blocks copied to the tiers, and restored from them.
     """
 
     block_size: int = 0
@@ -75,19 +75,19 @@ class MemoryStats:
 
 
 class Mirror(Protocol):
-    """What is told of all that is done to the content of blocks, in order, but for what forwards write."""
+    """Is notified, in order, of all changes to the content of blocks except what forwards write."""
 
     def moved(self, name: str, group: GroupMemory, arguments: tuple[Any, ...], result: Any) -> None:
-        """`MOVES[name](group, *arguments)` gave `result`."""
+        """Called after `MOVES[name](group, *arguments)` returned `result`."""
 
 
 MOVES: dict[str, Callable[..., Any]] = {}
-"""What is done to the content of a group's blocks, by name (`mirrored`)."""
+"""Functions that move the content of a group's blocks, by name (`mirrored`)."""
 
 
 def mirrored(move: Callable[..., Any]) -> Any:
-    """A function of a [`GroupMemory`] and others, which moves the content of its blocks: the memory's mirror is told.
-    Nothing else may call what writes to blocks (`tests/cache/test_mirror.py` walks the callers)."""
+    """Decorates a function of a [`GroupMemory`] that moves the content of its blocks, to notify the memory's mirror.
+    Only such functions may call code that writes to blocks (`tests/cache/test_mirror.py` checks the callers)."""
     MOVES[move.__name__] = move
 
     @functools.wraps(move)
@@ -104,14 +104,14 @@ class GroupMemory(BlockGroup):
     can_grow = True
 
     def __init__(self, memory: PagedMemory, spec: GroupSpec) -> None:
-        self.holds_states = isinstance(spec, StateSpec)  # its blocks are slots for states
+        self.holds_states = isinstance(spec, StateSpec)  # blocks are slots for states
         super().__init__(BlockPool(), spec, UNBOUNDED if self.holds_states else memory.block_size_of(spec))
-        # no cycle: a pool goes with its last user, who holds the memory, not with the next collection
+        # weak, to avoid a cycle: the pool is freed with the memory's last user, not by the garbage collector
         self.memory: PagedMemory = weakref.proxy(memory)
         self.storage: Any = self._make_storage(memory.config)
-        self._expected_bytes = 0  # of a block in all layers, as far as the first that wrote tells
-        self._is_short = False  # a layer got no memory for all blocks of the pool
-        self._is_making = False  # a layer is about to be made, which holds nothing of the cached blocks
+        self._expected_bytes = 0  # of a block over all layers, estimated from the first layer
+        self._is_short = False  # a layer could not be allocated for all blocks of the pool
+        self._is_making = False  # a layer is being made, without content for cached blocks
 
     def _make_storage(self, config: PagedConfig) -> Storage | StateStorage:
         if self.holds_states:
@@ -128,27 +128,27 @@ class GroupMemory(BlockGroup):
 
     @property
     def held_bytes(self) -> int:
-        """Of the blocks that were ever in use."""
+        """Bytes of the pool's blocks; with runs of blocks at most the storage's physical bytes."""
         held = self.pool.num_blocks * (self.storage.block_bytes if self._is_short else self.block_bytes)
         return min(held, self.storage.physical_bytes) if self.pool.run_length > 1 else held
 
     @property
     def taken_bytes(self) -> int:
-        """Of the memory that is no longer free."""
+        """Bytes that are no longer free."""
         return self.held_bytes if self.storage.is_elastic else max(self.held_bytes, self.storage.nbytes)
 
     @property
     def is_sized(self) -> bool:
-        """Whether it is known how many bytes a block takes, or that does not matter."""
+        """Whether the bytes of a block are known, or do not matter."""
         return budget.limit(self.memory) is None or self.holds_states or self.block_bytes > 0
 
     @property
     def is_incomplete(self) -> bool:
-        """Whether what the layers have of a cached block is not all of it."""
+        """Whether the layers hold only part of a cached block's content."""
         return self._is_making or not self.storage.layers
 
     def expect(self, block_bytes: int) -> None:
-        """A block takes these bytes over all layers. Raises `OutOfBlocksError` if the pool's are too many then."""
+        """Notes a block's bytes over all layers. Raises `OutOfBlocksError` if the pool is then over the budget."""
         self._expected_bytes = max(block_bytes, self._expected_bytes)
         if not budget.charge(self.memory):
             self._is_short = True
@@ -158,11 +158,11 @@ class GroupMemory(BlockGroup):
             )
 
     def make_room(self, num_blocks: int) -> None:
-        """Sees to it that `num_blocks` blocks can be allocated. Raises `OutOfBlocksError`. With a budget the pool grows
-        as far as that allows before cached blocks are given up, if there is memory for it without other tensors;
-        without one, once no cached blocks are left, or no more than a few snapshots of states."""
+        """Makes `num_blocks` blocks allocatable. Raises `OutOfBlocksError`. With a budget the pool grows up to it
+        before it evicts cached blocks, unless that needs larger tensors; without one it evicts first, except that it
+        keeps a few snapshots of states."""
         memory, pool, config = self.memory, self.pool, self.memory.config
-        if self._is_short:  # those of the call that failed went back since
+        if self._is_short:  # the call that failed has freed its blocks since
             self._is_short = False
             pool.shrink()
             self.storage.capacity = pool.num_blocks
@@ -182,10 +182,10 @@ class GroupMemory(BlockGroup):
                 return
         affordable = memory.num_affordable(self)
         step = 0 if self.holds_states or not self.is_sized else min(GROWTH_STEP, pool.num_blocks)
-        if affordable < sys.maxsize and len(memory.groups) > 1:  # another group may need what this one could have
+        if affordable < sys.maxsize and len(memory.groups) > 1:  # leave the rest to other groups
             step = 0
         if pool.run_length > 1 and self.storage.is_elastic and not has_budget:
-            step = MANY_RUNS * pool.run_length  # numbers alone: what is never written to takes no memory
+            step = MANY_RUNS * pool.run_length  # only ids: blocks take no memory before they are written to
         spare = self.storage.num_rows - pool.num_blocks
         added = max(missing, step if missing > spare else min(step, spare))
         if num_blocks > pool.num_available + max(0, affordable) and memory.release_unused(self):
@@ -198,10 +198,10 @@ class GroupMemory(BlockGroup):
         if not added:
             return
         new_rows = added if self.storage.is_elastic else max(0, pool.num_blocks + added - self.storage.num_rows)
-        if not budget.charge(memory, new_rows * self.block_bytes):  # another thread was faster
+        if not budget.charge(memory, new_rows * self.block_bytes):  # another thread took the budget meanwhile
             raise self._over_budget(num_blocks, pool.num_available)
         try:
-            left = budget.left()  # of which idle pools have nothing any more
+            left = budget.left()
             most = affordable if left is None else min(affordable, added + left // max(1, self.block_bytes))
             self.storage.grow(pool.num_blocks + added, most=pool.num_blocks + most)
             pool.grow(added)
@@ -235,9 +235,9 @@ class GroupMemory(BlockGroup):
     def layer(
         self, index: int, keys: torch.Tensor, values: torch.Tensor, num_layers: int, num_begun: int | None
     ) -> KVBlocks:
-        """The blocks of layer `index`, of `num_layers`, for states like these, made on first use; `num_begun` tables
-        are written to, if none has content in this layer yet. Raises `ValueError` if what the layer holds has other
-        heads, dims or device, `OutOfBlocksError` if there is no memory."""
+        """Returns the blocks of layer `index` of `num_layers` for K/V like these, allocated on first use. `num_begun`:
+        tables with blocks that the step writes to, `None` if any has content. Raises `ValueError` if the layer's blocks
+        have other heads, dims or device, `OutOfBlocksError` if there is no memory."""
         layer: KVBlocks | None = self.storage.find(index, keys, values)
         if layer is not None:
             return layer
@@ -249,7 +249,7 @@ class GroupMemory(BlockGroup):
                     return layer
             self._is_making = True
             try:
-                self.pool.evict(self.pool.num_cached)  # what they held of this layer is gone, or never was
+                self.pool.evict(self.pool.num_cached)  # cached blocks have no content in the new layer
             finally:
                 self._is_making = False
             self._expected_bytes = 0
@@ -267,13 +267,13 @@ class GroupMemory(BlockGroup):
 
     @mirrored
     def release(self) -> None:
-        """Gives all memory up, where no table holds a block. What a block takes is known from now on."""
+        """Frees all memory, if no table holds a block. Remembers the bytes of a block."""
         self.pool.shrink()
         self._expected_bytes, self._is_short = self.block_bytes, False
         self.storage.clear()
 
     def live_tables(self) -> Iterable[BlockTable]:
-        """Every table that holds blocks of the group, or may."""
+        """Yields the group's tables of all living sequences."""
         for manager in self.memory.managers.values():
             if self in manager.groups:
                 yield from manager.tables(manager.groups.index(self))
@@ -295,28 +295,29 @@ def _budget_text() -> str:
 
 class PagedMemory:
     """Pools, storages and the budget of one model or one standalone cache. `lock` guards allocation, growth and writes.
-    Readers need no lock: growing a tensor leaves the old one as it was."""
+    Readers need no lock: growing a tensor leaves the old one unchanged."""
 
     def __init__(self, config: PagedConfig, is_bounded: bool = True, sizes: BlockSizes | None = None) -> None:
-        """`is_bounded`: whether `hf_paged.budget` counts it; not so where a model is checked for a moment. `sizes`: of
-        blocks where the config leaves them to us; without it all are of the default size."""
+        """`is_bounded`: whether `hf_paged.budget` counts it; `False` for short checks of a model. `sizes`: block sizes
+        with `block_size` `"auto"`; without it all blocks have the default size."""
         self.config, self.is_bounded = config, is_bounded
         self.sizes = (sizes or BlockSizes()) if config.block_size == AUTO else None
         self.lock = forks.rlock()
-        self.outer_lock: Any = None  # an engine's, which is taken before `lock`, in finalizers of its streams, too
+        self.outer_lock: Any = None  # an engine's lock, taken before `lock`, also in finalizers of its streams
         self.groups: dict[GroupSpec, GroupMemory] = {}
-        self.managers: dict[tuple[GroupSpec, ...], BlockManager] = {}  # of models that differ in their groups
-        self.fingerprint: Hashable = None  # of the model that cached blocks were computed with (`weights.WeightsGuard`)
-        self.graphs: dict[Hashable, Any] = {}  # by the specs of a model's groups: graphs, which know where blocks are
+        self.managers: dict[tuple[GroupSpec, ...], BlockManager] = {}  # by the groups of a model
+        self.fingerprint: Hashable = None  # of the weights that computed cached blocks (`weights.WeightsGuard`)
+        self.graphs: dict[Hashable, Any] = {}  # graphs, which hold block addresses, by a model's specs
         self._limit_bytes: int | None = None
-        self._released_peak_bytes = 0  # of layers that were given back since the last reset
+        self._released_peak_bytes = 0  # of layers freed since the last reset
         self.num_copied = self._peak_blocks = 0  # copied by copy-on-write since the last reset
         self._peak_used: dict[GroupSpec, int] = {}
         self._waste = 0.0
-        self.charged_bytes = 0  # of `hf_paged.budget`
+        self.charged_bytes = 0  # to `hf_paged.budget`
         self.last_used = time.monotonic()  # by a call, or an engine
-        # where other processes hold other heads of the same blocks: the least of a number that each of them has, and
-        # what is told of all that is done to blocks, if those leave the bookkeeping to this process
+        # With sharded heads, where other processes hold other heads of the same blocks. `least` returns the minimum of
+        # a number over all processes; `mirror` is notified of changes to blocks if this process does the bookkeeping
+        # for all.
         self.least: Callable[[int], int] | None = None
         self.mirror: Mirror | None = None
         if is_bounded:
@@ -329,21 +330,21 @@ class PagedMemory:
         return PagedMemory, (self.config, True, self.sizes)  # each layer group pickles the blocks it holds
 
     def block_size_of(self, spec: GroupSpec) -> int:
-        """Tokens in a block of the group, unless it holds states."""
+        """Returns the tokens per block of a group that does not hold states."""
         size = self.config.block_size
         return self.sizes.of(spec) if isinstance(size, str) and self.sizes is not None else int(size)
 
     @property
     def block_size(self) -> int:
-        """The largest of the groups', states apart."""
+        """The largest block size of the groups, except those of states."""
         sizes = (group.block_size for group in list(self.groups.values()) if not group.holds_states)
         size = self.config.block_size
         return max(sizes, default=DEFAULT_BLOCK_SIZE) if isinstance(size, str) else int(size)
 
     def better_sizes(self) -> BlockSizes | None:
-        """What a memory made now would have, where that is better by the lengths seen since; `None` as long as a table
-        holds a block, or cached prefixes are worth more: one has served, or few sequences came that it could have. May
-        be asked without the lock."""
+        """Returns better block sizes for the lengths seen since, if any, for a new memory. `None` while a table holds a
+        block, or while cached prefixes are worth keeping: one has been hit, or few sequences have ended so far. May be
+        called without the lock."""
         if self.sizes is None or self.is_used:
             return None
         has_served = any(manager.num_hits for manager in list(self.managers.values()))
@@ -359,11 +360,11 @@ class PagedMemory:
             return self.groups[spec]
 
     def manager(self, specs: Iterable[GroupSpec]) -> BlockManager:
-        """What gives sequences with a table in each of these groups their blocks, and caches their prefixes."""
+        """Returns the manager of sequences with a table in each of these groups."""
         specs = tuple(specs)
         with self.lock:
             if specs not in self.managers:
-                memory = weakref.proxy(self)  # nothing that hangs on the memory may hold it
+                memory = weakref.proxy(self)  # no cycle
                 groups = [self.group(spec) for spec in specs]
                 made = BlockManager(groups, self.block_size, lambda: memory.num_obtainable(groups))
                 if self.sizes is not None:
@@ -373,51 +374,51 @@ class PagedMemory:
             return self.managers[specs]
 
     def groups_of(self, blocks: BlockManager) -> list[GroupMemory]:
-        """Those that a manager of this memory gives blocks of."""
+        """Returns the groups of a manager of this memory."""
         return [self.groups[group.spec] for group in blocks.groups]
 
     @property
     def num_used(self) -> int:
-        """Counted blocks that a table holds, over all groups."""
+        """Blocks that a table holds, over all counted groups."""
         return sum(group.pool.num_used for group in self.groups.values() if group.spec.is_counted)
 
     @property
     def is_used(self) -> bool:
-        """Whether any table holds a block. May be asked without the lock."""
+        """Whether any table holds a block. May be read without the lock."""
         return any(group.pool.num_used for group in list(self.groups.values()))
 
     @property
     def taken_bytes(self) -> int:
-        """Of the memory that is no longer free."""
+        """Bytes that are no longer free."""
         return sum(group.taken_bytes for group in self.groups.values())
 
     @property
     def num_cached(self) -> int:
-        """Blocks that no table holds and whose content is kept, over all groups."""
+        """Cached blocks, which no table holds, over all groups."""
         return sum(group.pool.num_cached for group in self.groups.values())
 
     def num_obtainable(self, groups: Sequence[GroupMemory]) -> int:
-        """Blocks that these groups may still take, cached ones included; `sys.maxsize` without a budget. Where a limit
-        is in bytes and the groups' blocks differ in theirs, as many as there could be of the smallest."""
+        """Returns how many blocks these groups may still take, including cached ones; `sys.maxsize` without a budget.
+        With a limit in bytes and blocks of different bytes, counts the smallest."""
         limit = sys.maxsize if self.config.num_blocks is None else self.config.num_blocks - self.num_used
         sizes = [group.block_bytes for group in groups if group.block_bytes]
         total = self._most_bytes() if sizes else None
         if total is None:
             return limit
         used = sum(group.pool.num_used * group.block_bytes for group in self.groups.values())
-        held = sum(group.pool.num_available for group in groups)  # a budget may have become less than that
+        held = sum(group.pool.num_available for group in groups)  # may exceed a budget that was lowered
         return min(limit, max(held, (total - used) // min(sizes)))
 
     @property
     def num_withheld(self) -> int:
-        """Blocks that this could have, under `hf_paged.budget`, if no other pool were in use."""
+        """Blocks that `hf_paged.budget` would allow in addition if no other pool were in use."""
         total, sizes = budget.limit(self), [group.block_bytes for group in self.groups.values() if group.block_bytes]
         if total is None or not sizes:
             return 0
         return max(0, total - (budget.share(self) or 0)) // min(sizes)
 
     def make_place(self, needed: int, first: GroupMemory) -> None:
-        """Evicts cached blocks, those of `first` first, so that `num_blocks` holds with `needed` more used ones."""
+        """Evicts cached blocks, those of `first` first, so that `needed` more used blocks stay within `num_blocks`."""
         total, used = self.config.num_blocks, self.num_used
         if total is None or not first.spec.is_counted:
             return
@@ -430,7 +431,7 @@ class PagedMemory:
             excess -= group.pool.evict(excess)
 
     def _most_bytes(self) -> int | None:
-        """What `memory_fraction` and `hf_paged.budget` let this hold; `None` without both."""
+        """Returns the bytes that `memory_fraction` and `hf_paged.budget` allow; `None` without either."""
         most, fraction = budget.share(self), self.config.memory_fraction
         if fraction is not None and self._limit_bytes is None:
             own = self.affordable_bytes()
@@ -438,7 +439,7 @@ class PagedMemory:
         return min((limit for limit in (most, self._limit_bytes) if limit is not None), default=None)
 
     def num_affordable(self, group: GroupMemory) -> int:
-        """Blocks that `memory_fraction` and `hf_paged.budget` allow `group` beyond those it has."""
+        """Returns how many more blocks `memory_fraction` and `hf_paged.budget` allow `group`."""
         block_bytes = group.block_bytes
         total = self._most_bytes() if block_bytes else None
         if total is None:
@@ -449,20 +450,20 @@ class PagedMemory:
         )
 
     def affordable_bytes(self) -> int:
-        """What `memory_fraction` allows the blocks to take, those there are included."""
-        held = Counter[torch.device]()  # bytes of a block of all layers there
+        """Returns the bytes that `memory_fraction` allows, including those already taken."""
+        held = Counter[torch.device]()  # bytes of a block over the device's layers
         for group in self.groups.values():
             for layer in group.storage.layers.values():
                 held[layer.keys.device] += layer.block_bytes
         total = sum(held.values())
-        # the device that is full first decides
+        # the device that fills up first decides
         each = [free_bytes(device) * total // count if count else free_bytes(device) for device, count in held.items()]
         free = min(each) if each else free_bytes(torch.device("cpu"))
         return int((self.config.memory_fraction or 1) * (free + self.taken_bytes))
 
     def release_unused(self, but: GroupMemory | None = None) -> bool:
-        """Gives up the memory of the groups in which no table holds a block; returns whether there were any. Under a
-        limit in bytes it is then another's to take, such as that of `but`."""
+        """With a limit in bytes, frees the memory of groups, except `but`, in which no table holds a block, so that
+        others can take it. Returns whether there were any."""
         if self.config.memory_fraction is None and budget.limit(self) is None:
             return False
         unused = [group for group in self.groups.values() if group is not but and not group.pool.num_used]
@@ -485,7 +486,7 @@ class PagedMemory:
         return sum(group.held_bytes for group in self.groups.values())
 
     def note_peak(self) -> None:
-        """Records the blocks in use if they are the most so far."""
+        """Updates the peak if more blocks are in use than before."""
         used = self.num_used
         if used < self._peak_blocks or not used:
             return
@@ -501,9 +502,9 @@ class PagedMemory:
         self._waste = unused / slots if slots else 0.0
 
     def release(self) -> bool:
-        """Gives every byte back to the system (on other devices: to PyTorch's allocator), with what is cached and
-        recorded, unless a table holds a block; returns whether it did. What runs holds some, and the next that is
-        written makes the layers again: it may be called at any moment, from any thread."""
+        """Frees all memory (on devices: to PyTorch's allocator), cached blocks and graphs, unless a table holds a
+        block; returns whether it did. May be called at any moment, from any thread: running sequences hold blocks, and
+        the next write allocates the layers again."""
         with held(), self.lock:
             if any(group.pool.num_used for group in self.groups.values()):
                 return False
@@ -516,7 +517,7 @@ class PagedMemory:
         return True
 
     def give_up_cached(self) -> None:
-        """Cached blocks go to the tiers below, where there are any."""
+        """Evicts all cached blocks to the tiers, if there are any."""
         with held(), self.lock:
             for group in self.groups.values() if any(each.tier for each in self.managers.values()) else ():
                 group.pool.evict(group.pool.num_cached)
@@ -532,7 +533,7 @@ class PagedMemory:
         self.note_peak()
 
     def stats(self) -> MemoryStats:
-        """The figures of now."""
+        """Returns the current statistics."""
         with self.lock:
             groups = self.groups.values()
             tiers: list[Any] = [manager.tier for manager in self.managers.values() if manager.tier is not None]
@@ -551,7 +552,7 @@ class PagedMemory:
                 shared_blocks=sum(group.pool.num_shared for group in groups),
                 budget_bytes=budget.limit(),
                 tier_host_bytes=sum(tier.host_bytes for tier in tiers),
-                tier_disk_bytes=max((tier.disk_bytes for tier in tiers), default=0),  # of one folder
+                tier_disk_bytes=max((tier.disk_bytes for tier in tiers), default=0),  # all share one folder
                 tier_kept_blocks=sum(tier.num_kept for tier in tiers),
                 tier_restored_blocks=sum(tier.num_restored for tier in tiers),
             )
@@ -562,12 +563,12 @@ class PagedMemory:
         return {f"{names[spec]}{group_label(spec.label)}": choice for spec, choice in found.items()}
 
     def block_map(self) -> dict[Hashable, list[int]]:
-        """By layer group, of every block the tables that hold it; 0 if it is free, -1 if it is cached."""
+        """Returns, by layer group, how many tables hold each block; 0 if it is free, -1 if it is cached."""
         with self.lock:
             return {spec.label: group.pool.states() for spec, group in self.groups.items()}
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` unless every pool agrees with the tables that are alive."""
+        """Raises `AssertionError` unless every pool agrees with the living tables."""
         with self.lock:
             for group in self.groups.values():
                 group.pool.check_integrity([table.block_ids for table in group.live_tables()])
@@ -577,7 +578,7 @@ class PagedMemory:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """What autocast computes in on `device`, in this thread now; `None` if it is off."""
-    if device.type == "meta":  # torch knows no autocast there
+    """Returns the autocast dtype on `device` in this thread; `None` if autocast is off."""
+    if device.type == "meta":  # without autocast in torch
         return None
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None

@@ -24,15 +24,15 @@ from .rows import CacheRows, LayerGroup
 from .storage import Reservation
 from .virtual import fit_blocks
 
-# Attributes of a layer that another cache's has its own of.
+# Attributes of a layer that belong to one cache, and are not copied to another's layer.
 _OF_ONE_CACHE = {"group", "index", "num_operations", "packed_handles"}
 
 
-SHARE = 0.5  # of the memory that is free, where no `memory_fraction` says how much may be reserved
+SHARE = 0.5  # of free memory that may be reserved without `memory_fraction`
 
 
 class _WeaklyBound:
-    """A method that a model puts on a cache (RecurrentGemma); it does not keep the cache, and its blocks, alive."""
+    """A method that a model sets on a cache (RecurrentGemma), without a reference that keeps cache and blocks alive."""
 
     def __init__(self, function: Callable[..., Any], cache: PagedCache) -> None:
         self._function, self._cache = function, weakref.ref(cache)
@@ -47,18 +47,18 @@ class _WeaklyBound:
 
 class PagedCache(DynamicCache):
     """
-    A cache like any other of transformers, whose keys and values live in blocks of a pool (PagedAttention,
-    arXiv 2309.06180, section 4). Layers of one kind share block tables; rows share blocks until one writes
-    (copy-on-write); layers with a sliding window give blocks back once they leave it. `copy.deepcopy` shares blocks.
+    A transformers cache whose keys and values are stored in blocks of a pool (PagedAttention, arXiv 2309.06180,
+    section 4). Layers of one kind share block tables; rows share blocks until one writes (copy-on-write); layers with
+    a sliding window free blocks once they leave it. `copy.deepcopy` shares blocks.
 
     Args:
-        config ([`PreTrainedConfig`], *optional*): The model's configuration, which tells the layers' kinds. Without it,
-            every layer is a full attention layer, made when it first updates.
-        paged_config ([`PagedConfig`] or `dict`, *optional*): Block size and budget, of a memory of its own.
-        memory ([`PagedMemory`], *optional*): A memory to share with other caches; its own if left out.
+        config ([`PreTrainedConfig`], *optional*): The model's configuration, which gives the layers' kinds. Without it,
+            every layer is a full attention layer, created on its first update.
+        paged_config ([`PagedConfig`] or `dict`, *optional*): Options of a new memory for this cache.
+        memory ([`PagedMemory`], *optional*): A memory to share with other caches; creates a new one if left out.
         kind (`str`): Names this cache's groups in the memory.
-        offloading, offload_only_non_sliding (`bool`): Ignored, as blocks stay where they are; models that rebuild a
-            cache pass them.
+        offloading, offload_only_non_sliding (`bool`): Ignored, since blocks are not offloaded; accepted for models that
+            rebuild a cache.
 
     Example:
 
@@ -68,9 +68,9 @@ class PagedCache(DynamicCache):
     ```
     """
 
-    _positions: torch.Tensor | None = None  # of the tokens of the packed forward that runs now
+    _positions: torch.Tensor | None = None  # of the tokens in the current packed forward
     cross: PagedCache | None = None
-    """Of a cache that stands for those of a model with an encoder: the one of its cross attention."""
+    """For a model with an encoder: the cache of its cross attention."""
 
     def __init__(
         self,
@@ -96,8 +96,8 @@ class PagedCache(DynamicCache):
     def from_empty(
         cls, cache: DynamicCache, memory: PagedMemory, kind: str = "self", borrows: ReadCounters | None = None
     ) -> PagedCache:
-        """The paged cache that stands for a `DynamicCache` which holds nothing yet, layer by layer. With `borrows`,
-        where reads are counted, its tables are those that `take` is given."""
+        """Makes a paged cache with the layers of an empty `DynamicCache`. With `borrows`, the counters for reads, it
+        uses the tables passed to `take` and owns none."""
         paged = cls.__new__(cls)
         paged._setup(memory, kind, cache, borrows)
         return paged
@@ -105,7 +105,7 @@ class PagedCache(DynamicCache):
     def empty_twin(
         self, memory: PagedMemory, borrows: ReadCounters | None = None, kind: str | None = None
     ) -> PagedCache:
-        """A cache with layers like these, which hold nothing yet, on `memory`; `borrows` as in `from_empty`."""
+        """Makes an empty cache on `memory` with the same layers; `borrows` as in `from_empty`."""
         stock = DynamicCache()
         stock.layers = [layer if isinstance(layer, PagedLayer) else copy.deepcopy(layer) for layer in self.layers]
         stock.layer_class_to_replicate = self.layer_class_to_replicate
@@ -119,8 +119,8 @@ class PagedCache(DynamicCache):
         super().__setattr__(name, value)
 
     def continue_from(self, other: PagedCache) -> None:
-        """An empty cache gets what `other`, with layers like these, holds beside blocks. Both have the same tensors, to
-        which nothing is to be written before an operation on rows."""
+        """Copies into this empty cache what `other`, a cache with the same layers, holds besides blocks. They share the
+        tensors, which must not be written to before an operation on rows."""
         while len(self.layers) < len(other.layers):
             self.layers.append(self._next_layer())
         for mine, its in zip(self.layers, other.layers):
@@ -145,7 +145,7 @@ class PagedCache(DynamicCache):
 
     @property
     def layer_class_to_replicate(self) -> Any:
-        """What makes the next layer of a cache that was not told its layers."""
+        """Creates the next layer of a cache without a configuration; else `None`."""
         return self._next_layer if self._grows else None
 
     @layer_class_to_replicate.setter
@@ -157,23 +157,23 @@ class PagedCache(DynamicCache):
 
     @property
     def is_compileable(self) -> bool:
-        """Never: tables live on the host. (A cache of Mamba states alone would otherwise be compiled.)"""
+        """`False`, since block tables are on the host. (Else a cache with only Mamba states would be compiled.)"""
         return False
 
     @property
     def is_empty(self) -> bool:
-        """Whether no token is held."""
+        """Whether the cache holds no tokens."""
         return not any(group.length for group in self.groups.values())
 
     def expect_padding(self, paddings: tuple[int, ...], length: int) -> None:
-        """Rows of the first prefill, `length` positions, start with this padding, which is not stored."""
+        """Announces the left padding of each row in a first prefill of `length` positions; padding is not stored."""
         for group in self.groups.values():
             if not group.paddings:
                 group.expected_paddings = paddings, length
 
     def reserve(self, num_blocks: int, num_sequences: int) -> None:
-        """Expect up to `num_blocks` blocks a layer of the largest size, and as many tokens in others, of
-        `num_sequences` at a time, so that memory need not grow step by step."""
+        """Reserves memory, so that it need not grow step by step, for up to `num_blocks` blocks of the largest size per
+        layer, as many tokens in other layers, and `num_sequences` at a time."""
         config, groups = self.memory.config, [group.blocks for group in self.groups.values()]
         num_tokens, sizes = num_blocks * self.memory.block_size, {group.spec: group.block_size for group in groups}
         live = {
@@ -183,16 +183,16 @@ class PagedCache(DynamicCache):
         }
         wanted = {spec: -(-num_tokens // size) for spec, size in sizes.items()}
         counts = Counter(layer.group.spec for layer in self.layers if isinstance(layer, PagedLayer))
-        num_layers = {spec: max(1, counts[spec]) for spec in self.groups}  # of a cache that was told no layers: one
+        num_layers = {spec: max(1, counts[spec]) for spec in self.groups}  # without a configuration: one
         reservation = Reservation(wanted, live, num_layers, config.memory_fraction or SHARE)
         with held(), self.memory.lock:
             for blocks in groups:
                 blocks.storage.reserve(reservation, drops=not (blocks.pool.num_used or blocks.pool.num_cached))
 
     def take(self, rows: list[SequenceBlocks], paddings: tuple[int, ...], length: int | None) -> None:
-        """Holds, from now on, what these rows hold, as if the model had written it here; or borrows them for a step.
-        `paddings`: leading positions of each row that are not in its tables. `length`: logical positions of every row,
-        padding included; without it what layers and groups counted stays."""
+        """Takes over these rows, or borrows them for a step. `paddings`: leading positions of each row that are not in
+        its tables. `length`: logical positions of every row, including padding; `None` leaves the lengths of layers and
+        groups unchanged."""
         with held(), self.memory.lock:
             if not self.rows.borrows:
                 self.rows.free()
@@ -201,39 +201,39 @@ class PagedCache(DynamicCache):
                 group.paddings, group.length = paddings, group.length if length is None else length
                 group.forget_steps()
         for layer in self.layers:
-            if isinstance(layer, PagedLayer) and length is not None:  # others read what another layer wrote
-                layer.num_seen, layer.packed_handles = length, None  # a copy would gather what these no longer show
+            if isinstance(layer, PagedLayer) and length is not None:
+                layer.num_seen, layer.packed_handles = length, None  # a deep copy would gather stale handles
                 blocks = layer.group.blocks.storage.layers.get(layer.index)
                 if length and blocks is not None:
                     layer.lazy_initialization(blocks.keys, blocks.values)
 
     def begin(self, steps: Sequence[StepMetadata | None], positions: torch.Tensor | None = None) -> None:
-        """The next forward is packed: `[1, sum(query_len)]` tokens of many sequences at `positions`, of the same shape,
-        with the step of each of `groups`; `None` ends it. The cache holds nothing itself."""
+        """Starts a packed forward: `[1, sum(query_len)]` tokens of many sequences at `positions`, of the same shape,
+        with one step per group of `groups`; `None` ends it. The cache itself holds no rows then."""
         self._positions = positions
         for group, step in zip(self.groups.values(), steps):
             group.packed = step
         if None in steps:
-            for layer in self.layers:  # their handles are used again; what these show goes now, as blocks that grow do
+            for layer in self.layers:  # handles are reused; release their tensors now, as blocks may be replaced
                 for handle in getattr(layer, "packed_handles", None) or ():
                     handle.step = handle.fresh = handle.layer = handle.blocks = None
 
     def get_seq_length(self, layer_idx: int | None = None) -> Any:
-        """Logical positions seen, padding included. A layer that asks for itself in a packed forward counts positions
-        from there: it gets, `(sum(query_len),)`, what makes 0, 1, 2, ... the positions of the tokens."""
+        """Returns the logical positions seen, including padding. In a packed forward, a layer that asks by its index
+        gets the offsets `(sum(query_len),)` that turn 0, 1, 2, ... into the tokens' positions."""
         if layer_idx is None or self._positions is None:
             return super().get_seq_length(layer_idx or 0)
         return self._positions[0] - torch.arange(self._positions.shape[1], device=self._positions.device)
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
-        """What makes 0, 1, 2, ... the positions of the queries under a mask."""
-        if self._positions is None:  # a model may have put a `get_seq_length` of its own on the cache
+        """Returns the offset that turns 0, 1, 2, ... into the positions of the queries under a mask."""
+        if self._positions is None:  # a model may have replaced `get_seq_length`
             return super().get_query_offset(layer_idx)
         shows_rows = any(group.packed is not None and group.packed.key_len for group in self.groups.values())
         return self.get_seq_length(layer_idx) if shows_rows else super().get_seq_length(layer_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row `repeats` times in a row, sharing its blocks; linear-attention states are copied."""
+        """Repeats each row `repeats` times, sharing its blocks; linear-attention states are copied."""
         for layer in self.layers:
             if hasattr(layer, "batch_repeat_interleave"):
                 layer.batch_repeat_interleave(repeats)
@@ -246,28 +246,28 @@ class PagedCache(DynamicCache):
         self.reorder_cache(row_numbers(indices, max((len(self.rows.held), *rows))))
 
     def reset(self) -> None:
-        """Gives every block back; the cache is empty and can be used again."""
+        """Frees every block; the cache is then empty and can be reused."""
         super().reset()
         for layer in self.layers:
             if isinstance(layer, PagedLayer):
-                layer.num_operations = self.rows.num_operations  # what it missed is gone
+                layer.num_operations = self.rows.num_operations  # the missed operations no longer matter
 
     def free(self) -> None:
-        """Does what `reset` does."""
+        """Same as `reset`."""
         self.reset()
 
     def discard(self) -> None:
-        """`free` after a failure: handles that a traceback still holds are not gathered first."""
+        """Frees the cache after a failure, without gathering the handles that a traceback still holds."""
         self.rows.free(keep_snapshots=False)
         self.reset()
 
     def stats(self) -> MemoryStats:
-        """What the memory behind this cache holds."""
+        """Returns the statistics of the memory behind this cache."""
         return self.memory.stats()
 
     def plot_memory(self, ax: Any = None) -> Any:
         """
-        A matplotlib `Figure` of the blocks of the memory behind this cache; `ax` and errors as in
+        Plots the blocks of the memory behind this cache, as a matplotlib `Figure`; `ax` and errors as in
         [`PagedEngine.plot_memory`].
         """
         return plot_block_map(self.memory.block_map(), f"{self.memory.num_used:,} blocks in use", ax)

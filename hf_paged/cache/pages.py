@@ -1,9 +1,8 @@
-"""Physical memory as pages that are mapped into reserved addresses, as one page as often as wanted: those of a memory
-file on Linux, those of a CUDA device by its driver (vAttention, arXiv 2405.04437, section 5).
+"""Physical pages that can be mapped into reserved addresses, each any number of times: pages of a memory file on Linux,
+or of a CUDA device through its driver (vAttention, arXiv 2405.04437, section 5).
 
-Pages are named by their offset in one space of offsets, which takes no memory. Who maps keeps to the stricter driver's
-rules: `map` gets addresses at which nothing is mapped, and `release` offsets that are mapped nowhere, unless the driver
-`maps_over`.
+A page is identified by its offset in one offset space, which takes no memory. Callers follow the rules of the stricter
+driver: unless it `maps_over`, `map` only unmapped addresses, and `release` only offsets that are mapped nowhere.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ import torch
 from torch import Tensor
 
 PLANE_BYTES = 1 << 38
-"""Distance of what grows by itself in the space of offsets: no plane of a layer has as many bytes."""
+"""Distance between planes in the offset space, more than the bytes of any plane, so that each can grow."""
 
 
 class Addresses:
-    """Reserved addresses. They are given up once there is no tensor of them any more, nor this."""
+    """A reserved address range, given up once this object and all its tensors are freed."""
 
     def __init__(
         self, address: int, size: int, view: Callable[[Addresses], Tensor], give_up: Callable[[], None] | None = None
@@ -38,21 +37,20 @@ class Addresses:
             weakref.finalize(self, give_up).atexit = False
 
     def lend(self) -> Addresses:
-        """The same, for tensors whose end is to be noticed."""
+        """Returns the same range as a new object, whose lifetime shows when its tensors are freed."""
         lent = Addresses(self.address, self.size, self._view)
         lent._lender = self
         return lent
 
     def tensor(self, dtype: torch.dtype) -> Tensor:
-        """All of them as one dimension of `dtype`, which may be written to where something is mapped."""
-        with torch.inference_mode(False):  # outlives the call, as all blocks do
+        """Returns the range as a one-dimensional tensor of `dtype`, writable where pages are mapped."""
+        with torch.inference_mode(False):  # the tensor outlives the call
             return self._view(self).view(dtype)
 
 
 class Extents:
-    """Counts the stretches of addresses that all rows of a process are mapped into: what lies side by side in addresses
-    and in pages is one. Linux allows `vm.max_map_count` a process, and all that allocates memory takes some, so that
-    rows take half of them at most."""
+    """Counts the extents of all rows of a process: ranges that are contiguous in addresses and pages. Linux allows
+    `vm.max_map_count` mappings per process, which other allocations need, too, so that rows take at most half."""
 
     def __init__(self, limit: float = math.inf) -> None:
         self.limit, self.count = limit, 0
@@ -61,14 +59,14 @@ class Extents:
     def of_linux(cls) -> Extents:
         try:
             return cls(int(Path("/proc/sys/vm/max_map_count").read_text()) // 2)
-        except (OSError, ValueError):  # not to be read: what Linux allows if nothing else is said
+        except (OSError, ValueError):  # not readable: use Linux's default
             return cls(65530 // 2)
 
     def add(self, count: int) -> None:
         self.count += count
 
     def check(self) -> None:
-        """Raises `MemoryError` if there are too many."""
+        """Raises `MemoryError` if there are too many extents."""
         if self.count > self.limit:
             raise MemoryError(
                 f"rows would take {self.count:,} mappings, and half of `vm.max_map_count` is {self.limit:,}: raise it, "
@@ -77,38 +75,38 @@ class Extents:
 
 
 class Pages(Protocol):
-    """What maps pages. Sizes, offsets and addresses are in bytes, in whole multiples of `granularity`."""
+    """Maps pages. Sizes, offsets and addresses are in bytes, in multiples of `granularity`."""
 
     granularity: int
-    maps_over: bool  # whether `map` may replace what is mapped, and `release` take pages that are mapped
-    is_sparse: bool  # whether pages that are mapped take no memory before they are written to
-    extents: Extents  # of addresses of rows
+    maps_over: bool  # whether `map` may replace mappings, and `release` may take mapped pages
+    is_sparse: bool  # whether mapped pages take no memory before they are written to
+    extents: Extents  # of the rows' mappings
 
     def reserve(self, size: int) -> Addresses:
-        """Raises `MemoryError` where there are none."""
+        """Reserves addresses. Raises `MemoryError` if that fails."""
 
     def extend(self, size: int) -> int:
-        """The first of `size` more offsets, which may be mapped from now on."""
+        """Adds `size` offsets that may be mapped; returns the first."""
 
     def map(self, address: int, offset: int, size: int) -> None:
-        """Pages `[offset, offset + size)`, made where they are not, at an address. Raises `MemoryError`."""
+        """Maps pages `[offset, offset + size)`, created if missing, at an address. Raises `MemoryError`."""
 
     def unmap(self, address: int, size: int) -> None:
-        """Nothing is mapped there any more; it may have been so before."""
+        """Unmaps addresses, some of which may be unmapped already."""
 
     def release(self, offset: int, size: int) -> None:
-        """Pages go back to the system, where there are any."""
+        """Returns existing pages to the system."""
 
     def physical_bytes(self) -> int:
-        """Of memory that pages take."""
+        """Returns the bytes of physical memory that pages take."""
 
     def fresh(self) -> Pages:
-        """One without pages that knows the same offsets: what a child process maps in the place of its parent's."""
+        """Returns a twin with the same offsets but no pages, for a child process to map instead of its parent's."""
 
 
 def pages_for(device: torch.device, page_bytes: int | None = None) -> Pages:
-    """What maps pages of this device, in groups of `page_bytes`. Raises `ValueError` where nothing does, if
-    `cuda.bindings` is missing, or if no group of whole pages has `page_bytes`."""
+    """Returns the `Pages` of this device, in groups of `page_bytes`. Raises `ValueError` if the device is unsupported,
+    `cuda.bindings` is missing, or `page_bytes` is no multiple of the page size."""
     pages: Pages | None = None
     if device.type == "cuda":
         pages = CudaPages(device)
@@ -164,16 +162,15 @@ def _extents() -> Extents:
 
 
 def reserved(size: int) -> Tensor:
-    """`(size,)` bytes of the host on Linux, which take memory as they are written to. A process can fork however many
-    it has: what else is reserved Linux counts as if it were copied, and refuses more than the machine has. Raises
-    `MemoryError`."""
+    """Returns `(size,)` bytes of host memory on Linux, committed when written to. They never make `fork` fail: Linux
+    counts other reservations as copied by it, and refuses more than the machine has. Raises `MemoryError`."""
     address = _mmap(None, size, _READ | _WRITE, _PRIVATE | _ANONYMOUS | _NORESERVE)
     give_up = functools.partial(_munmap, address, size)
     return Addresses(address, size, MemoryFile._tensor, give_up).tensor(torch.uint8)
 
 
 class MemoryFile:
-    """Pages of a sparse file in memory (`memfd_create`). Addresses at which nothing is mapped read as zeros."""
+    """Pages of a sparse in-memory file (`memfd_create`). Unmapped addresses read as zeros."""
 
     maps_over, is_sparse = True, True
 
@@ -221,7 +218,7 @@ class MemoryFile:
 
 
 class CudaPages:
-    """Pages of a CUDA device, by its driver's virtual memory management. `api`: the module `cuda.bindings.driver`."""
+    """Pages of a CUDA device, from its driver's virtual memory management. `api`: the module `cuda.bindings.driver`."""
 
     maps_over, is_sparse = False, False
 
@@ -238,8 +235,8 @@ class CudaPages:
         least = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         self.granularity = int(self._call("cuMemGetAllocationGranularity", self._properties, least))
         self._handles: dict[int, Any] = {}  # by offset, of `granularity` bytes each
-        self._mapped: set[int] = set()  # addresses at which one is mapped
-        self._size = 0  # of the space of offsets
+        self._mapped: set[int] = set()  # addresses with a mapped page
+        self._size = 0  # of the offset space
 
     def _call(self, name: str, *args: Any) -> Any:
         error, *found = getattr(self._api, name)(*args)
@@ -281,7 +278,7 @@ class CudaPages:
     def unmap(self, address: int, size: int) -> None:
         found = [at for at in range(address, address + size, self.granularity) if at in self._mapped]
         if found:
-            self._call("cuCtxSynchronize")  # kernels in flight may read there
+            self._call("cuCtxSynchronize")  # running kernels may read there
         for at in found:
             self._call("cuMemUnmap", at, self.granularity)
             self._mapped.discard(at)
@@ -300,7 +297,7 @@ class CudaPages:
 
 
 class _CudaArray:
-    """Addresses of a device, for torch, whose tensor holds them."""
+    """Device addresses as a CUDA array for torch; the tensor keeps them alive."""
 
     def __init__(self, addresses: Addresses) -> None:
         self._addresses = addresses

@@ -1,4 +1,4 @@
-"""The pages of one tensor of a layer, and the places of rows into which they are mapped a second time."""
+"""The pages of one block tensor of a layer, and the places: the rows' address ranges, where they are mapped again."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from .row_slots import Row
 
 @dataclass(frozen=True)
 class Planes:
-    """How one tensor of a layer's blocks lies in planes of pages: tokens side by side, of one head or of all."""
+    """The layout of one block tensor in planes of pages: consecutive tokens, of one head or of all heads."""
 
     count: int
-    inner: int  # heads side by side in each token of a plane
-    width: int  # numbers of a head
+    inner: int  # heads per token of a plane
+    width: int  # head dim
     block_size: int
     dtype: torch.dtype
-    parts: int  # keys and values lie in one tensor of blocks, and apart in rows
+    parts: int  # 2 if one block tensor has keys and values, which are separate in rows; else 1
 
     @property
     def unit(self) -> int:
-        """Numbers of a token in a plane."""
+        """Elements per token in a plane."""
         return self.inner * self.width
 
     @property
@@ -35,7 +35,7 @@ class Planes:
 
     @classmethod
     def fit(cls, shape: tuple[int, ...], dtype: torch.dtype, parts: int, page: int) -> Planes | None:
-        """For blocks `(heads, block_size, width)`, each of which fills whole pages in each plane; `None` if none do."""
+        """Returns a layout in which each block `(heads, block_size, width)` fills whole pages per plane, or `None`."""
         heads, block_size, width = shape
         for count, inner, own in ((heads, 1, parts), (1, heads, 1)):
             planes = cls(count, inner, width, block_size, dtype, own)
@@ -45,11 +45,10 @@ class Planes:
 
 
 class Region:
-    """One tensor of a layer's blocks, `(num_blocks, heads, block_size, width)`, and the places of its rows."""
+    """One block tensor of a layer, `(num_blocks, heads, block_size, width)`, and the places of its rows."""
 
     def __init__(self, pages: Pages, planes: Planes, num_blocks: int, offset: int | None = None) -> None:
-        """Its pages are those from `offset` on, by default new ones. Raises `MemoryError` where there are no
-        addresses."""
+        """Uses the pages from `offset` on, by default new ones. Raises `MemoryError` without free addresses."""
         self.pages, self.planes, self.num_blocks = pages, planes, num_blocks
         self.offset = pages.extend(planes.count * PLANE_BYTES) if offset is None else offset
         self.num_mapped = 0  # blocks
@@ -67,7 +66,7 @@ class Region:
         return self.offset + plane * PLANE_BYTES + block_id * self.planes.block_bytes
 
     def back(self, num_blocks: int) -> None:
-        """So many blocks may be written to: their pages are mapped. Raises `MemoryError`."""
+        """Maps the pages of the first `num_blocks` blocks, so that they can be written. Raises `MemoryError`."""
         size, first = self.planes.block_bytes, self.num_mapped
         if num_blocks > first:
             for plane in range(self.planes.count):
@@ -76,18 +75,18 @@ class Region:
             self.num_mapped = num_blocks
 
     def grown(self, num_blocks: int) -> Region:
-        """The same pages at other addresses, where there is room for `num_blocks` blocks."""
+        """Returns a region with the same pages at new addresses, with room for `num_blocks` blocks."""
         region = Region(self.pages, self.planes, num_blocks, self.offset)
         region.back(num_blocks if self.pages.is_sparse else self.num_mapped)
         return region
 
     def map_fresh(self, pages: Pages) -> None:
-        """In a child process: other pages at the same addresses."""
+        """In a child process: maps other pages at the same addresses."""
         num_mapped, self.pages, self.num_mapped, self.places = self.num_mapped, pages, 0, None
         self.back(num_mapped)
 
     def close(self) -> None:
-        """Its pages go back to the system. No table holds a block."""
+        """Releases its pages to the system. No table may hold a block."""
         size, places = self.planes.block_bytes, self.places
         if places is not None:
             places.settle()
@@ -102,32 +101,32 @@ class Region:
 
 @dataclass(eq=False)
 class Loan:
-    """A view of rows that code of a model's own has been given."""
+    """A view of rows lent to the model's own code."""
 
-    addresses: weakref.ref[Addresses]  # dead with the last tensor of it
+    addresses: weakref.ref[Addresses]  # dead once all its tensors are freed
     part: int
     slots: range
-    positions: range  # blocks in each slot
+    positions: range  # in blocks, in each slot
 
 
 class Places:
-    """Where rows of a region are: `views[part]` `(num_slots, heads, max_len, width)`, of which rows and heads merge
-    into one dimension where planes are of one head."""
+    """The rows of a region: `views[part]` `(num_slots, heads, max_len, width)`. Slots and heads can be merged into one
+    dimension if planes have one head."""
 
     def __init__(self, region: Region, num_slots: int, max_len: int) -> None:
         planes = region.planes
         self.region, self.num_slots, self.max_len = region, num_slots, max_len
-        self.heads = planes.count // planes.parts  # planes of a part
-        self.row_bytes = max_len * planes.unit * planes.dtype.itemsize  # of a plane
+        self.heads = planes.count // planes.parts  # planes per part
+        self.row_bytes = max_len * planes.unit * planes.dtype.itemsize  # per plane
         addresses = region.pages.reserve(planes.count * num_slots * self.row_bytes)
         self.address, self.size = addresses.address, addresses.size
         self._addresses = addresses
         self.views = self._views(addresses)
-        self.mapped: list[list[int | None]] = [[] for _ in range(num_slots)]  # blocks of each slot, by position
+        self.mapped: list[list[int | None]] = [[] for _ in range(num_slots)]  # block ids of each slot, by position
         self.versions, self.owners = [0] * num_slots, [0] * num_slots
         self._num_extents = [0]
         weakref.finalize(addresses, _forget, region.pages.extents, self._num_extents).atexit = False
-        self.seen = -1  # changes of the books that were made here
+        self.seen = -1
         self.loans: list[Loan] = []
 
     def _views(self, addresses: Addresses) -> tuple[Tensor, ...]:
@@ -143,7 +142,7 @@ class Places:
         return self.address + ((part * self.num_slots + slot) * self.heads + head) * self.row_bytes
 
     def follow(self, slot: int, row: Row, ahead: int, keeps: bool) -> None:
-        """Maps what is to be in a slot, and `ahead` blocks behind it. Raises `MemoryError`."""
+        """Maps a row's blocks in a slot, and `ahead` blocks after them. Raises `MemoryError`."""
         have, want = self.mapped[slot], row.block_ids
         if self.owners[slot] != row.owner and not keeps:
             self._unmap(slot, 0, len(have))
@@ -151,7 +150,7 @@ class Places:
             for position in range(min(row.first, len(have))):
                 if have[position] is not None:
                     self._unmap(slot, position, 1)
-        runs: list[list[int]] = []  # neighbours in the row and among blocks: position, block, how many
+        runs: list[list[int]] = []  # consecutive positions with consecutive block ids: position, block id, count
         for position in range(row.first, row.first + len(want)):
             block_id = want[position - row.first]
             if position < len(have) and have[position] == block_id:
@@ -167,12 +166,12 @@ class Places:
         self.versions[slot], self.owners[slot] = row.version, row.owner
 
     def _room(self, position: int, block_id: int) -> int:
-        """How many blocks from this one on there are, and can be mapped from that position on."""
+        """Returns how many blocks from `block_id` on exist and fit from `position` on."""
         positions = self.max_len // self.region.planes.block_size
         return max(0, min(positions - position, self.region.num_mapped - block_id))
 
     def map_ahead(self, slot: int, row: Row, ahead: int) -> None:
-        """Maps `ahead` blocks behind those of a row, as far as they are not. Raises `MemoryError`."""
+        """Maps `ahead` blocks after those of a row, unless mapped already. Raises `MemoryError`."""
         if self.versions[slot] != row.version or not row.block_ids:
             return
         position, block_id = row.first + len(row.block_ids), row.block_ids[-1] + 1
@@ -183,7 +182,7 @@ class Places:
             self._map(slot, position + same, block_id + same, count)
 
     def drop(self, slot: int) -> None:
-        """Nothing is mapped in a slot any more."""
+        """Unmaps a slot."""
         self._unmap(slot, 0, len(self.mapped[slot]))
         self.mapped[slot].clear()
         self.versions[slot] = -1
@@ -199,7 +198,7 @@ class Places:
                 address = self._at(slot, plane) + position * size
                 region.pages.map(address, region.offset_of(plane, block_id), count * size)
         except BaseException:
-            self._note(slot, position, [None] * count)  # some planes are mapped, perhaps
+            self._note(slot, position, [None] * count)  # some planes may be mapped
             raise
 
     def _unmap(self, slot: int, position: int, count: int) -> None:
@@ -209,7 +208,7 @@ class Places:
         self._note(slot, position, [None] * min(count, max(0, len(self.mapped[slot]) - position)))
 
     def _note(self, slot: int, position: int, found: list[int | None]) -> None:
-        """Books what is mapped from a position on, and counts extents."""
+        """Records what is mapped from `position` on, and counts extents."""
         have, end = self.mapped[slot], position + len(found)
         have += [None] * (end - len(have))
         before = _num_ends(have, position, end)
@@ -219,17 +218,17 @@ class Places:
         self.region.pages.extents.add(more)
 
     def lend(self, part: int, slots: range, first: int, end: int) -> Tensor:
-        """Tokens `[first, end)` of neighbouring slots, for code that is not ours."""
+        """Returns a view of tokens `[first, end)` of consecutive slots, for the model's own code."""
         lent = self._addresses.lend()
         size = self.region.planes.block_size
         self.loans.append(Loan(weakref.ref(lent), part, slots, range(first // size, -(-end // size))))
         return self._views(lent)[part][slots.start : slots.stop, :, first:end]
 
     def settle(self) -> None:
-        """Views that outlived their step keep what they show: it is copied to pages of their own, and rows get other
-        addresses. To be called before anything is mapped over, or written."""
+        """Preserves lent views that are still alive: copies their content to separate pages at the same addresses; rows
+        get new addresses. Call before mapping over, or writing to, blocks."""
         size, pages = self.region.planes.block_bytes, self.region.pages
-        spots: dict[int, None] = {}  # addresses of blocks, as far as any are mapped
+        spots: dict[int, None] = {}  # addresses of mapped blocks
         for loan in self.loans:
             for slot in loan.slots if loan.addresses() is not None else ():
                 have = [at for at in loan.positions if self.mapped[slot][at : at + 1] not in ([], [None])]
@@ -245,14 +244,14 @@ class Places:
                 if not pages.maps_over:
                     pages.unmap(spot, size)
                 pages.map(spot, offset + number * size, size)
-            # with the last of the views
+            # released with the last view
             weakref.finalize(self._addresses, _drop, pages, list(spots), size, offset).atexit = False
             self.region.places = None
         self.loans = []
 
 
 def _num_ends(have: list[int | None], first: int, end: int) -> int:
-    """Of extents: where a block, or none, is behind something that it does not follow."""
+    """Counts extent boundaries: positions whose block, or lack of one, does not continue the one before."""
     beside = itertools.pairwise(
         [have[first - 1] if first else None, *have[first : end + 1], *[None][: end >= len(have)]]
     )

@@ -1,4 +1,4 @@
-"""Which full blocks hold which tokens: a tree of token blocks. Plain Python: no tensors, no policy."""
+"""The prefix index: a tree of token blocks that finds full blocks by tokens. Plain Python: no tensors, no policy."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from typing import Any, NamedTuple
 
 from .block_pool import BlockPool
 
-_MARSHAL_VERSION = 2  # bytes that depend on the values alone; later versions look at reference counts
+_MARSHAL_VERSION = 2  # bytes depend only on values; with later versions also on reference counts
 
 
 class Link(NamedTuple):
-    """One block of tokens on a path, in the pool or not."""
+    """One block of tokens on a path, whether or not the pool has it."""
 
     tokens: tuple[Hashable, ...]
-    digest: bytes  # of these tokens, all before them and their namespace: the same in every process
+    digest: bytes  # hash of these tokens, all earlier ones and the namespace; the same in every process
     node: Node | None
 
 
 class Node:
-    """The tokens of one full block after those of its ancestors, and the block of each layer group that holds their K
-    and V, as far as one is still there; or, without tokens and its own parent, the root of a namespace's prefixes."""
+    """The tokens of one full block, after those of its ancestors, and for each layer group the block with their K/V, if
+    it still exists. The root of a namespace has no tokens and is its own parent."""
 
     __slots__ = ("block_ids", "children", "digest", "epoch", "namespace", "parent", "tokens")
 
     def __init__(
         self, parent: Node | None, tokens: tuple[Hashable, ...], num_groups: int, namespace: Hashable = None
     ) -> None:
-        self.parent: Node | None = parent or self  # None once the index has forgotten the node
+        self.parent: Node | None = parent or self  # `None` once removed from the index
         self.tokens, self.namespace = tokens, namespace
         self.children: dict[tuple[Hashable, ...], Node] = {}
         self.block_ids: list[int | None] = [None] * num_groups
-        self.epoch = sys.maxsize  # of the oldest sequence whose block it names
-        self.digest = b""  # of `Link`, once it was asked for
+        self.epoch = sys.maxsize  # of the oldest sequence that filled one of its blocks
+        self.digest = b""  # `Link.digest`, once computed
 
 
 class PrefixIndex:
-    """Finds blocks by the tokens they hold and all tokens before them (prefix caching as in SGLang's RadixAttention,
-    arXiv 2312.07104, section 3, in steps of whole blocks). A look-up compares the tokens, never only their hash. Only
-    the first of several blocks with the same content has a name. A node without its block in a full-attention group is
-    forgotten with everything below it; in a window group blocks may be missing. A group of states is one with a window
-    that needs the last block alone: the snapshot after its tokens. Nodes hold `block_size` tokens, as the smallest
-    blocks do. A block of `ratios[group]` times that size is held by the last of its nodes."""
+    """Finds blocks by their tokens and all earlier tokens (prefix caching as in SGLang's RadixAttention,
+    arXiv 2312.07104, section 3, by whole blocks). A look-up compares tokens, never only their hash. Of several blocks
+    with the same content only the first is registered. A node without its block in a full-attention group is removed
+    with its subtree; in a window group blocks may be missing. A group of states is a window group that needs only the
+    last block: the snapshot after its tokens. A node has `block_size` tokens, the smallest block size. A block of
+    `ratios[group]` times that size belongs to the last of its nodes."""
 
     def __init__(
         self,
@@ -56,24 +56,24 @@ class PrefixIndex:
     ) -> None:
         self.block_size = block_size
         self._ratios = [1] * len(pools) if ratios is None else list(ratios)
-        self.stride = max(self._ratios, default=1)  # nodes from one where blocks of all groups end to the next
+        self.stride = max(self._ratios, default=1)  # nodes between positions where blocks of all groups end
         self._pools, self._windows = list(pools), list(windows)
         self._roots: dict[Hashable, Node] = {}
         self._named: list[dict[int, Node]] = [{} for _ in pools]
         self._on_evict = [functools.partial(self._evicted, group) for group in range(len(self._pools))]
-        # (group, block id) named since `begin_step`; `None` between steps
+        # (group, block id) registered since `begin_step`; `None` between steps
         self._step: dict[tuple[int, int], None] | None = None
-        # told the group, the id and the digest of a computed block whose place is needed, while it has its content
+        # called with group, id and digest of a computed block on its eviction, before it is overwritten
         self.spill: Callable[[int, int, bytes], None] | None = None
 
     def root(self, namespace: Hashable) -> Node:
-        """Where the prefixes of a namespace begin, for `add`."""
+        """Returns the root node of a namespace, for `add`."""
         if namespace not in self._roots:
             self._roots[namespace] = Node(None, (), len(self._pools), namespace)
         return self._roots[namespace]
 
     def needed(self, group: int, num_nodes: int) -> range:
-        """Those of `num_nodes` nodes whose blocks of the group a query right behind them can see."""
+        """Returns which of `num_nodes` nodes have blocks of the group that a query right after them can see."""
         window, ratio = self._windows[group], self._ratios[group]
         visible = 0 if window is None else max(0, num_nodes * self.block_size - window + 1)
         return range((visible // (self.block_size * ratio) + 1) * ratio - 1, num_nodes, ratio)
@@ -81,14 +81,14 @@ class PrefixIndex:
     def find(
         self, token_ids: Sequence[Hashable], namespace: Hashable, max_nodes: int, without: int | None = None
     ) -> list[Node]:
-        """The longest path of at most `max_nodes` nodes along `token_ids` behind which a sequence can start; or could,
-        `without` what it needs of this group."""
+        """Returns the longest path of at most `max_nodes` nodes along `token_ids` after which a sequence can start;
+        ignores the blocks that it needs of group `without`."""
         node: Node | None = self._roots.get(namespace)
         if node is None:
             return []
         size, usable = self.block_size, 0
         path: list[Node] = []
-        present = [0] * len(self._pools)  # blocks in a row, up to and with this node's, that the group has
+        present = [0] * len(self._pools)  # consecutive existing blocks of each group, up to this node
         while len(path) < max_nodes:
             found = node.children.get(tuple(token_ids[len(path) * size : (len(path) + 1) * size]))
             if found is None:
@@ -107,7 +107,7 @@ class PrefixIndex:
     def reach(
         self, token_ids: Sequence[Hashable], namespace: Hashable, max_nodes: int, has: Callable[[int, bytes], bool]
     ) -> list[Link]:
-        """As `find`, as if the pools had the blocks, too, that something below them has: `has(group, digest)`."""
+        """Returns the path that `find` would return if the pools also had the tier's blocks: `has(group, digest)`."""
         node, digest = self._roots.get(namespace), _first_digest(namespace)
         links: list[Link] = []
         usable, size, present = 0, self.block_size, [0] * len(self._pools)
@@ -137,7 +137,7 @@ class PrefixIndex:
         return links[:usable]
 
     def digest(self, node: Node) -> bytes:
-        """That of `Link`; empty if what names the tokens has no bytes that every process finds."""
+        """Returns `Link.digest` of a node; empty if its tokens cannot be hashed the same way in every process."""
         path = []
         while not node.digest and node.parent is not None and node.parent is not node:
             path.append(node)
@@ -148,8 +148,8 @@ class PrefixIndex:
         return digest
 
     def add(self, parent: Node, tokens: tuple[Hashable, ...], block_ids: Sequence[int | None], epoch: int = 0) -> Node:
-        """The node of `tokens` behind `parent`; the block of each group that has one, which a sequence of this epoch
-        filled, is named by it where no other is yet."""
+        """Returns the node of `tokens` after `parent`, created if missing. Registers the given blocks, filled by a
+        sequence of this epoch, in groups where the node has no block yet."""
         node = parent.children.get(tokens)
         if node is None:
             node = parent.children[tokens] = Node(parent, tokens, len(self._pools))
@@ -164,15 +164,15 @@ class PrefixIndex:
         return node
 
     def begin_step(self) -> None:
-        """What is named from now on can be undone."""
+        """Starts to record registrations, for `undo_step`."""
         self._step = {}
 
     def end_step(self) -> None:
-        """What was named is computed."""
+        """Marks the blocks registered since `begin_step` as computed."""
         self._step = None
 
     def undo_step(self) -> None:
-        """Forgets the names given since `begin_step`: the content of those blocks was never computed."""
+        """Removes the blocks registered since `begin_step`: they were never computed."""
         for group, block_id in self._step or ():
             if block_id in self._named[group]:
                 self._pools[group].drop(block_id)
@@ -180,13 +180,13 @@ class PrefixIndex:
         self._step = {}
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Removes all nodes."""
         for root in self._roots.values():
             self._forget(root)
         self._roots.clear()
 
     def forget_before(self, epoch: int) -> None:
-        """Forgets every node of an earlier epoch, with all below it."""
+        """Removes every node of an earlier epoch with its subtree."""
         pending = list(self._roots.values())
         while pending:
             for child in list(pending.pop().children.values()):
@@ -196,7 +196,7 @@ class PrefixIndex:
                     pending.append(child)
 
     def _evicted(self, group: int, block_id: int) -> None:
-        """The pool gives this block to others, who have not written to it yet."""
+        """Handles the eviction of a block, which still has its content."""
         try:
             if self.spill is not None:
                 self._spill(self._named[group][block_id], group)
@@ -204,7 +204,7 @@ class PrefixIndex:
             self._unname(group, block_id)
 
     def _spill(self, node: Node, group: int) -> None:
-        """Tells of the blocks that go with this one: in full attention all behind it."""
+        """Spills the blocks that are removed with this one: in full attention the whole subtree."""
         assert self.spill is not None
         pending = [node]
         while pending:
@@ -219,7 +219,7 @@ class PrefixIndex:
                 pending.extend(lost.children.values())
 
     def _unname(self, group: int, block_id: int) -> None:
-        """The pool no longer keeps this block."""
+        """Removes a block that the pool no longer keeps from its node."""
         node = self._named[group].pop(block_id)
         node.block_ids[group] = None
         if self._windows[group] is None:
@@ -228,7 +228,7 @@ class PrefixIndex:
             self._forget_empty(node)
 
     def _forget(self, node: Node) -> None:
-        """Forgets a node and all below it; nodes above that led nowhere else go too."""
+        """Removes a node with its subtree, and ancestors that become empty."""
         parent = node.parent
         assert parent is not None
         if parent is not node:
@@ -253,11 +253,12 @@ class PrefixIndex:
             parent, node.parent = node.parent, None
             del parent.children[node.tokens]
             node = parent
-        if node.parent is node and not node.children:  # tenants come and go
+        if node.parent is node and not node.children:  # else namespaces of past tenants would accumulate
             self._roots.pop(node.namespace, None)
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` unless names and nodes agree, and every node can be reached and has its blocks."""
+        """Raises `AssertionError` unless registered blocks and nodes agree, and every node is reachable and has its
+        blocks."""
         seen: list[dict[int, Node]] = [{} for _ in self._pools]
         pending = [(root, 1) for root in self._roots.values()]
         while pending:
@@ -280,13 +281,13 @@ class PrefixIndex:
 
 
 def _first_digest(namespace: Hashable) -> bytes:
-    """Namespaces are made of text, numbers and tuples, named or not, whose `repr` tells them."""
+    """Hashes the `repr` of a namespace, which consists of text, numbers and tuples (named or not)."""
     return hashlib.blake2b(repr(namespace).encode(), digest_size=16).digest()
 
 
 def _next_digest(digest: bytes, tokens: tuple[Any, ...]) -> bytes:
     try:
         content = marshal.dumps(tokens, _MARSHAL_VERSION)
-    except ValueError:  # of another type than numbers, bytes and tuples
+    except ValueError:  # a type that marshal does not support
         return b""
     return hashlib.blake2b(digest + content, digest_size=16).digest() if digest else b""

@@ -1,4 +1,4 @@
-"""Which row is in which slot of a layer's addresses, the same in all layers. No tensors are read or written."""
+"""Assigns rows to slots of a layer's address range, the same in all layers. No tensors are read or written."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from .. import forks
 from ..step import StepMetadata
 
 MIN_ROWS, MAX_ROWS = 64, 1024
-FULL_STEPS = 256  # that gather, before mapping is tried again
-MIN_ROW_TOKENS = 4096  # addresses of a slot, which take no memory
+FULL_STEPS = 256  # steps that gather before mapping is tried again
+MIN_ROW_TOKENS = 4096  # for which a slot has addresses, which take no memory
 
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """What is to be mapped in one slot, in all layers."""
+    """The blocks to map in one slot, in all layers."""
 
-    first: int = 0  # position, in blocks, of the first
+    first: int = 0  # position of the first block, in blocks
     block_ids: list[int] = field(default_factory=list)
-    hides: bool = False  # whether there is padding in front of it
+    hides: bool = False  # whether padding precedes it
     version: int = 0  # counts changes
-    owner: int = 0  # counts rows that had nothing in common with the one before
+    owner: int = 0  # counts unrelated rows in this slot
     user: weakref.ref[StepMetadata] | None = None  # the last step that reads it
-    used: int = 0  # when that was
+    used: int = 0  # time of that step
 
     @property
     def is_free(self) -> bool:
@@ -37,24 +37,24 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    slots: list[int]  # of each row of a step
-    firsts: list[int]  # of each row the position in its slot, in tokens, of what the step counts as its first
+    slots: list[int]  # per row of a step
+    firsts: list[int]  # position in the slot, in tokens, of each row's position 0 in the step
 
 
 class RowSlots:
-    """Which row is in which slot, the same in all layers of a storage."""
+    """The rows in the slots of a storage, the same in all its layers."""
 
     def __init__(self) -> None:
         self.lock = forks.rlock()
         self.num_slots, self.max_len = MIN_ROWS, MIN_ROW_TOKENS
         self.rows = [Row() for _ in range(MIN_ROWS)]
-        self._num_full = 0  # steps that are to gather, as the system maps no more
-        self._tails: dict[int, int] = {}  # the slot of a row, by its last block
-        self._runs: dict[int, int] = {}  # the first of the neighbours that were taken last, by their number
+        self._num_full = 0  # remaining steps that gather, since mapping failed
+        self._tails: dict[int, int] = {}  # slot by the row's last block
+        self._runs: dict[int, int] = {}  # first slot of the last run of consecutive slots, by the run's length
         self._clock = 0
 
     def place(self, step: StepMetadata, together: bool) -> Placement | None:
-        """Slots for the rows of a step, neighbours in the step's order if `together`; `None` if they cannot be had."""
+        """Returns slots for the rows of a step, consecutive if `together`; `None` if there are none."""
         if len(step.seq_lens) != step.num_rows or not step.num_rows:
             return None
         if self._num_full:
@@ -63,7 +63,7 @@ class RowSlots:
         size, known = step.block_size, len(step.block_ids) == step.num_rows
         tables = list(step.block_ids) if known else step.block_tables.tolist()
         origins = step.origins or (0,) * step.num_rows
-        # a row whose first block is number `n` of its sequence, or column, begins there
+        # (first, ids): a row begins at the block position of its origin in the sequence or the columns
         rows = [(at // size, ids[: -(-end // size)]) for at, ids, end in zip(origins, tables, step.seq_lens)]
         with self.lock:
             slots = self._choose(rows, together)
@@ -77,11 +77,11 @@ class RowSlots:
 
     @property
     def is_full(self) -> bool:
-        """Whether the next steps gather."""
+        """Whether the next steps must gather."""
         return bool(self._num_full)
 
     def fill(self) -> None:
-        """The system maps no more: the next steps gather."""
+        """Makes the next `FULL_STEPS` steps gather, since mapping failed."""
         self._num_full = FULL_STEPS
 
     def _fit_length(self, num_tokens: int) -> None:
@@ -115,7 +115,7 @@ class RowSlots:
         return [next(free) if slot is None else slot for slot in found]
 
     def _find(self, first: int, ids: list[int], taken: set[int]) -> int | None:
-        """The slot where a row was in its last step, which appended to it at most."""
+        """Returns the slot of the row's last step, found by one of its last two blocks."""
         for place in range(len(ids) - 1, max(-1, len(ids) - 3), -1):
             slot = self._tails.get(ids[place])
             if slot is None or slot in taken:
@@ -141,7 +141,7 @@ class RowSlots:
         return list(range(begin, begin + count))
 
     def _free_run(self, count: int) -> int | None:
-        """The run of slots that were all unused for longest."""
+        """Returns the first slot of the run of free slots that was least recently used."""
         best, best_used, begin = None, math.inf, 0
         for slot, row in enumerate(self.rows):
             if not row.is_free:

@@ -1,4 +1,4 @@
-"""The rows of a cache: what each holds in each layer group, moved on once per step for all of the group's layers."""
+"""The rows of a cache and their block tables, advanced once per step for all layers of a group."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .memory import PagedMemory
 
 
 class LayerGroup:
-    """The block tables of one layer group, one a row. The first layer that updates in a step moves them on for all."""
+    """The block tables of one layer group, one per row. The first layer to update in a step advances them for all."""
 
     def __init__(self, rows: CacheRows, spec: GroupSpec) -> None:
         self.num_layers = 0
-        self.record_past = False  # what left the window is kept until the next `crop`
+        self.record_past = False  # whether tokens outside the window are kept until the next `crop`
         self._attach(rows, spec)
         self.clear()
 
@@ -34,27 +34,27 @@ class LayerGroup:
         self.rows, self.spec, self.number = rows, spec, rows.specs.index(spec)
         self.memory, self.blocks = rows.memory, rows.memory.group(spec)
         rows.groups[spec] = self
-        self.packed: StepMetadata | None = None  # of the packed forward that runs now; no rows are held then
+        self.packed: StepMetadata | None = None  # the step of the current packed forward; no rows are held then
         self.forget_steps()
 
     def clear(self) -> None:
-        self.length = 0  # logical positions, padding included
-        self.paddings: tuple[int, ...] = ()  # leading ones of each row that are not stored
-        self.expected_paddings: tuple[tuple[int, ...], int] | None = None  # those of a first step, and its length
+        self.length = 0  # logical positions, including padding
+        self.paddings: tuple[int, ...] = ()  # leading positions of each row that are not stored
+        self.expected_paddings: tuple[tuple[int, ...], int] | None = None  # paddings of the first step, and its length
         self.forget_steps()
 
     def forget_steps(self) -> None:
-        """The tables are others than they were."""
+        """Drops cached steps, since the tables have changed."""
         self._step: StepMetadata | None = None
         self._view: StepMetadata | None = None
-        self._block_tables: Tensor | None = None  # None: tables changed since they were taken
+        self._block_tables: Tensor | None = None  # `None`: out of date
 
     @property
     def tables(self) -> list[BlockTable]:
         return [blocks.tables[self.number] for blocks in self.rows.held]
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickles and `copy.deepcopy`: tables and memory come with the rows."""
+        """State for pickle and `copy.deepcopy`: the rows bring tables and memory."""
         names = ("length", "paddings", "expected_paddings", "record_past", "num_layers", "rows", "spec")
         return {name: getattr(self, name) for name in names}
 
@@ -63,7 +63,8 @@ class LayerGroup:
         self.__dict__.update(state)
 
     def num_begun(self, context_len: int) -> int | None:
-        """Tables with blocks that a step behind `context_len` positions writes to; `None` if one has content."""
+        """Counts the tables with blocks that a step after `context_len` positions writes to; `None` if any has
+        content."""
         step = self.packed
         if step is None:
             return None if context_len else sum(bool(table.block_ids) for table in self.tables)
@@ -74,8 +75,8 @@ class LayerGroup:
         self, batch_size: int, context_len: int, query_len: int, device: torch.device | str = "cpu"
     ) -> StepMetadata:
         """Makes logical positions `[context_len, context_len + query_len)` writable in every row; returns the step on
-        `device`. Raises `OutOfBlocksError` with nothing allocated, `ValueError` for another batch size, `NotPackable`
-        for other sizes than a packed step's."""
+        `device`. Raises `OutOfBlocksError` with nothing allocated, `ValueError` if the batch size differs,
+        `NotPackable` if sizes are not those of the packed step."""
         if self.packed is not None:
             if (batch_size, query_len) != (1, self.packed.num_tokens):
                 raise NotPackable(
@@ -96,7 +97,7 @@ class LayerGroup:
         tables = self.tables
         has_room = (padding + table.num_tokens >= length for table, padding in zip(tables, self.paddings))
         if self.rows.borrows and context_len == self.length and all(has_room):
-            self.length, self._block_tables = length, None  # the tables' owner made room, and copied what was shared
+            self.length, self._block_tables = length, None  # the tables' owner has made room and copied shared blocks
         else:
             self._make_room(tables, context_len, length)
         self._view = None
@@ -104,14 +105,14 @@ class LayerGroup:
         return self._step
 
     def _make_room(self, tables: list[BlockTable], context_len: int, length: int) -> None:
-        """Some of the tokens `[context_len, length)` are there already where a layer holds fewer than another of
-        the group. Borrowed tables have room, but for tokens that a model adds of its own."""
+        """Makes tokens `[context_len, length)` writable. Some exist already if this layer holds fewer than another of
+        the group. Borrowed tables have room, except for tokens that a model adds."""
         ranges = [(max(0, context_len - padding), max(0, length - padding)) for padding in self.paddings]
         try:
             with held():
                 self._extend(tables, ranges, context_len, length)
         except OutOfBlocksError:
-            if not self.length:  # nothing is held: be as if never asked
+            if not self.length:  # undo: the rows were empty before
                 for table in tables:
                     table.free()
                 self.clear()
@@ -130,11 +131,11 @@ class LayerGroup:
                     f"a layer starts with {length} tokens where another of its kind holds {self.length}, of which the "
                     f"first {self.paddings} of each row were padding and are not stored: pass rows without padding"
                 )
-            self._check_window(context_len or length)  # a first prefill attends to its own states
+            self._check_window(context_len or length)  # a first prefill attends only to its new K/V
         if length > self.length and window is not None and not self.record_past:
             self._drop_outside_window(tables, context_len)
             if context_len == 0 and length >= window and not (self.length or self.rows.borrows):
-                # a first prefill attends to its own states: what will be outside the window is never stored
+                # a first prefill attends only to its new K/V: tokens that will be outside the window are not stored
                 for table, padding in zip(tables, self.paddings):
                     table.skip(max(0, self.spec.first_visible(length) - padding))
         if any(table.shared_blocks(*tokens) for table, tokens in zip(tables, ranges)):
@@ -145,7 +146,7 @@ class LayerGroup:
         self.memory.note_peak()
 
     def _check_window(self, length: int) -> None:
-        """Raises `ValueError` unless what the next query after `length` positions is shown is still there."""
+        """Raises `ValueError` unless all tokens that the next query after `length` positions sees are still stored."""
         if self._given_back > self.spec.first_visible(length):
             raise ValueError(
                 f"a layer looks {self.spec.window} tokens back from token {length}, of which the first "
@@ -155,7 +156,7 @@ class LayerGroup:
 
     @property
     def _given_back(self) -> int:
-        """Logical positions in front of which a block of some row was given back."""
+        """The logical position before which some row has freed blocks."""
         rows = zip(self.tables, self.paddings)
         return max((padding + table.first_token for table, padding in rows if table.first_token), default=0)
 
@@ -186,7 +187,7 @@ class LayerGroup:
             seq_lens.append(end)
             origins.append(origin)
         first = self.spec.first_visible(length - query_len)
-        if self.record_past and not query_len:  # outside a step: all that is still there
+        if self.record_past and not query_len:  # outside a step: everything still stored
             first = min(first, self._given_back)
         return StepMetadata.rectangle(
             self._block_tables.to(device),
@@ -201,7 +202,7 @@ class LayerGroup:
         )
 
     def view(self, length: int, device: torch.device) -> StepMetadata:
-        """A step without queries over the first `length` logical positions."""
+        """Returns a step without queries over the first `length` logical positions."""
         view = self._view
         if view is None or view.columns is None or view.columns.stop != length or self.length != length:
             if length < self.length:
@@ -210,7 +211,7 @@ class LayerGroup:
         return view
 
     def crop(self, length: int) -> None:
-        """Forgets logical positions from `length` on, and what is outside the window then."""
+        """Forgets logical positions from `length` on, then tokens outside the window."""
         tables = self.tables
         for table, padding in zip(tables, self.paddings):
             table.truncate(max(0, length - padding))
@@ -221,13 +222,13 @@ class LayerGroup:
 
 
 def _tensor(values: array[int], dtype: torch.dtype, *shape: int) -> Tensor:
-    """An array's buffer becomes a tensor three times as fast as a list does."""
+    """Makes a tensor from an array's buffer, which is three times as fast as from a list."""
     return (torch.frombuffer(values, dtype=dtype) if values else torch.empty(0, dtype=dtype, device="cpu")).view(shape)
 
 
 class CacheRows:
-    """Rows of a batch, each of which holds a block table a layer group; if it `borrows`, the rows are others' (`take`).
-    Every layer asks for an operation on rows and counts it; the first layer to ask does it for all."""
+    """Rows of a batch, each with one block table per layer group; if it `borrows`, another owner's rows (`take`). Every
+    layer asks for each operation on rows and counts it; the first layer to ask runs it for all."""
 
     def __init__(
         self, memory: PagedMemory, specs: Iterable[GroupSpec], counters: ReadCounters, borrows: bool = False
@@ -243,27 +244,27 @@ class CacheRows:
         if getattr(self, "held", None) and not self.borrows:
             try:
                 self.free()
-            except BaseException:  # an interrupt before signals were held, which Python drops here
+            except BaseException:  # an interrupt before signals were deferred; Python ignores exceptions in `__del__`
                 self.free()
                 raise
 
     def remember(self, handle: PagedTensor) -> PagedTensor:
-        """Keeps what `handle` shows true: it is gathered before its blocks are given back, or left to other tables."""
+        """Tracks `handle`, to gather it before its blocks change, are freed or are left to other tables."""
         if len(self._snapshots) > 64:
             self._snapshots = [ref for ref in self._snapshots if ref() is not None]
         self._snapshots.append(weakref.ref(handle))
         return handle
 
     def keep_snapshots(self) -> None:
-        """Gathers what handles show: their blocks are about to change."""
+        """Gathers all living handles, since their blocks are about to change."""
         for ref in self._snapshots:
             if (handle := ref()) is not None:
                 handle.dense()
         self._snapshots.clear()
 
     def select(self, indices: Sequence[int]) -> None:
-        """Row `i` becomes what row `indices[i]` was: tables are permuted and forked, nothing is copied. Borrowed ones
-        are their owner's to change (`PagedCache.take`)."""
+        """Makes row `i` what row `indices[i]` was, by permuting and forking tables, without copies. Does nothing to
+        borrowed rows: their owner changes them (`PagedCache.take`). Raises `IndexError`."""
         old = self.held
         if self.borrows or not old or list(indices) == list(range(len(old))):
             return
@@ -272,7 +273,7 @@ class CacheRows:
             if missing := [i for i in indices if not -len(old) <= i < len(old)]:
                 raise IndexError(f"rows {missing} are asked for, the cache holds rows 0 to {len(old) - 1}")
             indices = [range(len(old))[i] for i in indices]
-            # a row that stays where it is keeps what it holds
+            # a row that keeps its place keeps its blocks
             self.held = [old[i] if i == row else self.manager.fork(old[i]) for row, i in enumerate(indices)]
             for row, blocks in enumerate(old):
                 if row >= len(indices) or indices[row] != row:
@@ -283,14 +284,14 @@ class CacheRows:
             self.memory.note_peak()
 
     def crop(self, num_removed: int) -> None:
-        """Forgets the last `num_removed` logical positions, and what is outside the windows then."""
+        """Forgets the last `num_removed` logical positions, then tokens outside the windows."""
         with held(), self.memory.lock:
             self.keep_snapshots()
             for group in self.groups.values():
                 group.crop(max(0, group.length - num_removed))
 
     def free(self, keep_snapshots: bool = True) -> None:
-        """Forgets everything and gives every block back; handles still alive are gathered first if `keep_snapshots`."""
+        """Frees every block; with `keep_snapshots` first gathers the handles that are still alive."""
         with held(), self.memory.lock:
             try:
                 if keep_snapshots:
@@ -304,20 +305,20 @@ class CacheRows:
                     group.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheRows:
-        """Second rows over the same blocks, to which copies of the groups attach themselves."""
+        """Returns rows over the same blocks, to which copies of the groups attach themselves."""
         twin = CacheRows(self.memory, self.specs, copy.deepcopy(self.counters, memo), self.borrows)
         memo[id(self)] = twin
         twin.num_operations = self.num_operations
         with held(), self.memory.lock:
             twin.held = list(self.held) if self.borrows else [self.manager.fork(blocks) for blocks in self.held]
         for group in self.groups.values():
-            group.forget_steps()  # a layer that is still to write its part of the step shares the blocks now
+            group.forget_steps()  # layers that have not written this step yet must copy the blocks, now shared
         return twin
 
     _OWN = ("memory", "specs", "counters", "borrows", "num_operations")
 
     def __getstate__(self) -> dict[str, Any]:
-        """With the blocks that the tables hold, renumbered from 0."""
+        """State for pickle, with the content of the tables' blocks, renumbered from 0."""
         state = {name: getattr(self, name) for name in self._OWN} | {"tables": [], "contents": []}
         for number, group in enumerate(self.manager.groups):
             tables = [blocks.tables[number] for blocks in self.held]

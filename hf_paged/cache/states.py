@@ -1,4 +1,4 @@
-"""States of linear attention and convolutions: no tokens, one slot a sequence."""
+"""Storage for states of linear attention and convolutions: one slot per sequence, no tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .block_pool import BlockPool
 
 
 class StateRows:
-    """Copies of the states of some rows, which no forward moves on."""
+    """Copies of the states of some rows, which no forward changes."""
 
     def __init__(self, parts: Sequence[tuple[Sequence[Any], list[int]]], device: torch.device | None = None) -> None:
         self.state_layers = [SimpleNamespace() for _ in parts[0][0]]
@@ -22,13 +22,13 @@ class StateRows:
 
 
 class StateStorage:
-    """The storage of a group of states: which row of which holder has the state of each slot, a block id of `pool`. A
-    slot that was copied is the same row until one is computed again. Their runner keeps steps alive (`holders`), the
-    storage itself keeps `StateRows`."""
+    """The storage of a group of states: maps each slot, a block id of `pool`, to the row and holder of its state. A
+    copied slot refers to the same row until one of the two is computed again. The runner keeps steps alive that are
+    holders (`holders`); the storage keeps `StateRows` alive."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.capacity, self.block_bytes, self.nbytes, self.num_rows, self.is_elastic = 0, 0, 0, 0, True
-        self.layers: dict[int, Any] = {}  # as a `Storage` has them: no layer has blocks
+        self.layers: dict[int, Any] = {}  # always empty; `Storage` has this attribute
         self._pool = pool
         self._rows: dict[int, tuple[Callable[[], Any], int]] = {}
 
@@ -36,23 +36,23 @@ class StateStorage:
         self.capacity = max(self.capacity, num_blocks)
 
     def clear(self) -> None:
-        """No slot is used or kept any more."""
+        """Forgets all states. No slot may be used or kept."""
         self._rows, self.capacity = {}, 0
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Slot `target` gets the state of slot `source`, for each pair; all are read before one is written."""
+        """Copies the state of slot `source` to slot `target`, for each pair; all are read before one is written."""
         found = [(target, self._rows[source]) for source, target in copies if source in self._rows]
         self._rows.update(found)
 
     def put(self, slots: Sequence[int], holder: Any, row_bytes: int) -> None:
-        """Row `i` of `holder.state_layers`, as `gather_states` takes them, is the state of `slots[i]` from now on.
-        `row_bytes`: bytes of one row over all layers."""
+        """Makes row `i` of `holder.state_layers` (see `gather_states`) the state of `slots[i]`. `row_bytes`: bytes of
+        one row over all layers."""
         ref = weakref.ref(holder)
         self._rows.update((slot, (ref, row)) for row, slot in enumerate(slots))
         self.block_bytes = row_bytes
 
     def find(self, slot: int) -> tuple[Any, int]:
-        """The holder and the row of a slot's state. Raises `KeyError` where it has none."""
+        """Returns the holder and the row of a slot's state. Raises `KeyError` if it has none."""
         get, row = self._rows[slot]
         holder = get()
         if holder is None:
@@ -60,7 +60,7 @@ class StateStorage:
         return holder, row
 
     def holders(self) -> dict[Any, set[int]]:
-        """By holder the slots whose state it has; what is neither in use nor kept is forgotten."""
+        """Returns the slots by the holder of their state; drops slots that are neither used nor kept."""
         found: dict[Any, set[int]] = {}
         for slot, (get, _) in list(self._rows.items()):
             holder = get()
@@ -71,8 +71,8 @@ class StateStorage:
         return found
 
     def copy_kept(self) -> None:
-        """States that the prefix cache keeps become copies, as their rows will move on; those that are lost, as their
-        step is no longer alive, lose their names."""
+        """Copies the states that the prefix cache keeps, since forwards will change their rows. Evicts those whose step
+        is no longer alive from the prefix cache."""
         for slot in self._pool.kept:
             try:
                 holder, row = self.find(slot)
@@ -83,12 +83,12 @@ class StateStorage:
                     self._keep([slot], StateRows([(holder.state_layers, [row])]))
 
     def copy_out(self, slots: Iterable[int]) -> StateRows:
-        """The states of these slots, one at least, in host memory. Raises `KeyError` where one has none."""
+        """Copies the states of these slots (at least one) to host memory. Raises `KeyError` if one has none."""
         parts = [(holder.state_layers, [row]) for holder, row in map(self.find, slots)]
         return StateRows(parts, torch.device("cpu"))
 
     def put_back(self, host: StateRows, slots: dict[int, int]) -> None:
-        """Row `row` of the copies becomes the state of `slots[row]`, on the device that it came from."""
+        """Makes row `row` of the copies the state of `slots[row]`, on the original device."""
         self._keep(list(slots.values()), StateRows([(host.state_layers, list(slots))]))
 
     def _keep(self, slots: Sequence[int], rows: StateRows) -> None:
@@ -96,7 +96,7 @@ class StateStorage:
 
 
 def state_layers(cache: Any) -> list[Any]:
-    """The layers of a cache, or of none, that hold states."""
+    """Returns the layers of a cache that hold states; none if `cache` is `None`."""
     return [layer for layer in getattr(cache, "layers", ()) if hasattr(layer, "recurrent_states")]
 
 
@@ -108,8 +108,8 @@ def num_state_bytes(layers: Sequence[Any]) -> int:
 def gather_states(
     layers: Sequence[Any], parts: Sequence[tuple[Sequence[Any], list[int]]], device: torch.device | None = None
 ) -> None:
-    """Fills the states of `layers`, of transformers' linear-attention classes, which have none: `parts` are layers of
-    the same model and the rows that are taken of them, in order. On `device`, or where they are computed."""
+    """Fills empty `layers`, of transformers' linear-attention classes, with rows of other layers of the same model:
+    `parts` are pairs of layers and their rows, in order. The states go to `device`, by default that of the layers."""
     for place, layer in enumerate(layers):
         sources = [(held[place], rows) for held, rows in parts]
         like = sources[0][0]

@@ -1,4 +1,4 @@
-"""The memory itself: per-layer block tensors of one layer group, block copies, growth, the store."""
+"""Block tensors of the layers of one layer group: allocation, growth, block copies and the K/V store."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ try:
     import resource
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
-MIN_RESERVED_BYTES = 32 << 20  # larger ones the C library, too, maps one by one
+MIN_RESERVED_BYTES = 32 << 20  # the C library also maps larger allocations individually
 _UNLIMITED = -1 if resource is None else resource.RLIM_INFINITY
 
 Look: TypeAlias = tuple[Any, ...]
@@ -35,27 +35,27 @@ Store: TypeAlias = Callable[[Tensor, Tensor, Tensor], None]
 
 @dataclass(eq=False)
 class KVBlocks:
-    """Blocks of one layer: `keys` and `values` `(num_blocks, heads, block_size, dim)` as views of `data`, for states of
-    `dtypes`, which may be stored in another (`GroupSpec.storage_dtype`). Where K and V agree in heads, dims and dtype,
-    `data` is one tensor `(num_blocks, 2 * kv_heads, block_size, head_dim)`, K heads first; where only the dims differ
-    (MLA: latent and rotary key) one `(num_blocks, kv_heads, block_size, key_dim + value_dim)`, else two. Of quantized
-    blocks `data` are tiles of bytes, `(num_blocks, heads, tile_bytes)`, which hold the scales, too
-    (`kernels.quantized`); a latent and its rotary key have one, K and V of other dims two tensors."""
+    """Blocks of one layer: `keys` and `values` `(num_blocks, heads, block_size, dim)` as views of `data`, for K/V of
+    `dtypes`, which may be stored in another dtype (`GroupSpec.storage_dtype`). If K and V agree in heads, dims and
+    dtype, `data` is one tensor `(num_blocks, 2 * kv_heads, block_size, head_dim)`, K heads first; if only the dims
+    differ (MLA: latent and rotary key), one `(num_blocks, kv_heads, block_size, key_dim + value_dim)`; else two. With
+    quantization, `data` are byte tiles `(num_blocks, heads, tile_bytes)`, which include the scales
+    (`kernels.quantized`): one tensor for a latent and its rotary key, two for other K and V of different dims."""
 
     data: tuple[Tensor, ...]
     keys: Tensor
     values: Tensor
     dtypes: tuple[torch.dtype, torch.dtype] = ()  # type: ignore[assignment]
     look: Look | None = field(default=None, init=False, repr=False)
-    """That of the states that were last stored (`looks`), which these blocks fit."""
+    """`looks` of the K/V that were last stored, which these blocks fit."""
     quantized_dtype: torch.dtype | None = field(default=None, init=False)
-    """That of codes, if what is stored are codes and scales."""
+    """Dtype of the codes, if blocks are quantized."""
     shares_scales: bool = field(default=False, init=False)
-    """Whether keys and values beside each other have one for both."""
+    """Whether keys and values are quantized side by side with one common scale."""
     rows: Any = field(default=None, init=False, repr=False)
-    """Where rows lie side by side, too (`virtual.LayerRows`)."""
+    """With virtual storage, the rows as contiguous tensors (`virtual.LayerRows`)."""
     attention: cpp_attention.Attention | None = field(default=None, init=False, repr=False)
-    """The C++ kernel's last call on these blocks, for the next one that looks the same."""
+    """The prepared C++ kernel call on these blocks, reused by calls with the same tensor layouts."""
 
     _store: Store | None = field(default=None, init=False, repr=False)
     _latents: KVBlocks | None = field(default=None, init=False, repr=False)
@@ -67,7 +67,7 @@ class KVBlocks:
 
     @property
     def pair(self) -> tuple[tuple[Tensor, torch.dtype], tuple[Tensor, torch.dtype]]:
-        """Keys and values, each with the dtype of the states that it stands for."""
+        """Keys and values, each with the dtype that the model computes."""
         return (self.keys, self.dtypes[0]), (self.values, self.dtypes[1])
 
     @property
@@ -77,7 +77,8 @@ class KVBlocks:
         return self.data if dtype is None else tuple(quantized.codes(x, self.keys.shape[2], dtype) for x in self.data)
 
     def store(self, look: Look, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Writes states of this look (`choose_store`). Finding out how takes longer than a small store."""
+        """Writes K/V to `slots` (`choose_store`). Reuses the chosen function while `look` is the same, since choosing
+        takes longer than a small store."""
         blocks = self
         if self.rows is not None:
             self.rows.settle()
@@ -89,16 +90,16 @@ class KVBlocks:
         self._store(keys, values, slots)
 
     def no_states(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Keys and values of no rows and tokens, like those that are stored."""
+        """Returns empty keys and values (no rows, no tokens) with the heads, dims and dtypes of the stored ones."""
         keys, values = (x.new_empty(0, x.shape[1], 0, x.shape[3], dtype=dtype, device=device) for x, dtype in self.pair)
         return keys, values
 
     def at(self, block_ids: list[int]) -> KVBlocks:
-        """Copies of some blocks."""
+        """Returns copies of some blocks."""
         return self.like([tensor[block_ids] for tensor in self.data])
 
     def put_blocks(self, block_ids: Tensor | list[int], found: KVBlocks) -> None:
-        """Writes all of `found`, blocks of the same heads and dims of any device, to these."""
+        """Writes all blocks of `found`, of the same heads and dims on any device, to `block_ids`."""
         if self.rows is not None:
             self.rows.settle()
         if self.quantized_dtype is not None:
@@ -109,7 +110,7 @@ class KVBlocks:
 
     @property
     def latents(self) -> KVBlocks:
-        """Keys and values beside each other as one, which serve as keys and as values."""
+        """Keys and values, stored side by side, as one tensor used both as keys and as values."""
         if self._latents is None:
             (tile,) = self.tiles
             self._latents = KVBlocks(self.data, tile, tile, self.dtypes)
@@ -129,8 +130,8 @@ class KVBlocks:
         spec: GroupSpec = FULL_ATTENTION,
         kv_dtype: str | None = None,
     ) -> KVBlocks:
-        """Uninitialised blocks for states like `keys` and `values`, each `(batch, heads, n, dim)`; `kv_dtype` as in
-        `PagedConfig`."""
+        """Allocates uninitialised blocks for K/V like `keys` and `values`, each `(batch, heads, n, dim)`; `kv_dtype` as
+        in `PagedConfig`."""
         (heads, key_dim), (value_heads, value_dim) = keys.shape[1::2], values.shape[1::2]
         if kv_dtype is not None:
             if (heads, key_dim) == (value_heads, value_dim):
@@ -162,8 +163,8 @@ class KVBlocks:
         dtypes: tuple[torch.dtype, torch.dtype],
         codes: tuple[int, torch.dtype] | None = None,
     ) -> KVBlocks:
-        """Keys, of this many heads and dims, and values as views of `data`; of quantized ones `codes` tells the tokens
-        of a block and the dtype."""
+        """Makes blocks whose keys, of `heads` and `key_dim`, and values are views of `data`. For quantized blocks,
+        `codes` is the block size and the codes' dtype."""
         tiles = data if codes is None else tuple(quantized.codes(tensor, *codes) for tensor in data)
         if len(tiles) == 2:
             return cls(data, *tiles, dtypes)
@@ -177,7 +178,7 @@ class KVBlocks:
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """What `view` needs beside the tensors."""
+        """The arguments of `view` after the tensors."""
         (_, heads, block_size, dim), dtype = self.keys.shape, self.quantized_dtype
         return heads, dim, self.dtypes, None if dtype is None else (block_size, dtype)
 
@@ -192,7 +193,7 @@ class KVBlocks:
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    # outlives the call: a tensor made in inference mode could not be written to by a call outside it
+    # the tensor outlives the call: one made in inference mode could not be written to outside it
     with torch.inference_mode(False):
         size = math.prod(shape) * dtype.itemsize
         if device.type == "cpu" and sys.platform == "linux" and size >= MIN_RESERVED_BYTES:
@@ -205,10 +206,10 @@ def _sizes(keys: Tensor, values: Tensor) -> list[tuple[int, int, torch.device]]:
 
 
 class Reservation:
-    """What a call, or an engine, is expected to use, so that memory need not grow step by step: `num_blocks[spec]`
-    blocks of each layer, as far as `share` of the memory that is free when the first of them is made allows. Where
-    memory is taken when it is allocated, no more than `live[spec]`, which running sequences hold; what layers do not
-    take is left to the others, `num_layers[spec]` of each spec, all alike."""
+    """Expected memory use of a call or an engine, so that memory need not grow step by step: `num_blocks[spec]` blocks
+    per layer, within `share` of the memory that is free when the first layer is allocated. On devices where allocation
+    commits memory, at most `live[spec]` blocks, which running sequences hold. Memory that layers do not need is divided
+    among the other layers, of which `num_layers[spec]` have that spec."""
 
     def __init__(
         self,
@@ -218,22 +219,22 @@ class Reservation:
         share: float,
     ) -> None:
         self.num_blocks, self._live, self._num_layers = num_blocks, live, num_layers
-        self._share, self._budget = share, -1  # bytes, once they are known
+        self._share, self._budget = share, -1  # bytes; -1: not known yet
 
     def limit(self, free: int) -> None:
-        """There are `free` bytes."""
+        """Sets the budget from `free` bytes of memory."""
         self._budget = int(self._share * free)
 
     def renew(self) -> None:
-        """How much memory is free is asked again."""
+        """Makes the next `num_rows` query free memory again."""
         self._budget = -1
 
     def num_rows(self, spec: GroupSpec, block_bytes: int, device: torch.device) -> int:
-        """Blocks of a layer with this spec, each of which takes these bytes there."""
+        """Returns the blocks to allocate for a layer with this spec, whose blocks take `block_bytes`."""
         if self._budget < 0:
             try:
                 self.limit(free_bytes(device))
-            except ValueError:  # it is not known: blocks are made as they are used
+            except ValueError:  # unknown: allocate blocks as they are used
                 self.limit(0)
             left = budget.left()
             if left is not None and not commits_when_touched(device):
@@ -252,13 +253,13 @@ class Reservation:
 
 
 def commits_when_touched(device: torch.device) -> bool:
-    """Whether memory that is allocated and not written to yet takes none."""
+    """Whether allocated memory is committed only when first written to."""
     return device.type == "cpu"
 
 
 class Storage:
-    """The block tensors of one layer group, a `KVBlocks` a layer, made when the layer first writes, as large as is
-    reserved. When full they grow to what is reserved, or by half."""
+    """The block tensors of one layer group, one `KVBlocks` per layer, allocated when the layer first writes, at the
+    reserved size. When full they grow to the reserved size, or by half."""
 
     def __init__(self, block_size: int, spec: GroupSpec = FULL_ATTENTION, kv_dtype: str | None = None) -> None:
         self.block_size, self.spec, self.kv_dtype = block_size, spec, kv_dtype
@@ -273,22 +274,22 @@ class Storage:
 
     @property
     def num_rows(self) -> int:
-        """Blocks for which every layer has memory."""
+        """Blocks for which every layer has allocated memory."""
         return min((layer.keys.shape[0] for layer in self.layers.values()), default=0)
 
     @property
     def is_elastic(self) -> bool:
-        """Whether blocks that were never used take no memory."""
+        """Whether blocks take no memory until first used."""
         return all(commits_when_touched(layer.keys.device) for layer in self.layers.values())
 
     @property
     def nbytes(self) -> int:
-        """Of all blocks for which there is memory, used or not."""
+        """Allocated bytes, of used and unused blocks."""
         return sum(tensor.nbytes for layer in self.layers.values() for tensor in layer.data)
 
     def reserve(self, reservation: Reservation, drops: bool) -> None:
-        """Layers made from now on, or that grow, do as it says. With `drops` layers go that hold fewer blocks, and for
-        which fewer were wanted; no table holds their content."""
+        """Sets the sizes of layers allocated or grown from now on. With `drops`, allowed only while no block is used or
+        cached, drops smaller layers if more blocks are wanted than before."""
         before, self._reservation = self._reservation, reservation
         num_blocks = reservation.num_blocks[self.spec]
         if drops and (before is None or before.num_blocks.get(self.spec, 0) < num_blocks):
@@ -299,8 +300,8 @@ class Storage:
         return 0 if reservation is None else reservation.num_rows(self.spec, block_bytes, device)
 
     def promote(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks:
-        """The blocks of layer `index` in a dtype that holds both what is stored and new states. Raises `ValueError` if
-        heads, dims or device differ."""
+        """Converts layer `index` to dtypes that hold both the stored and the new K/V, and returns its blocks. Raises
+        `ValueError` if heads, dims or device differ."""
         layer = self.layers[index]
         for held, new in zip(_sizes(layer.keys, layer.values), _sizes(keys, values)):
             if held != new:
@@ -314,14 +315,14 @@ class Storage:
         elif (key_dtype, value_dtype) != layer.dtypes:
             like = keys[:, :, :0].to(key_dtype), values[:, :, :0].to(value_dtype)
             wider = self._allocate(layer.keys.shape[0], *like)
-            used = slice(self.capacity)  # what is behind was never written, and takes no memory before it is
+            used = slice(self.capacity)  # later blocks were never written: copying would commit their memory
             wider.keys[used], wider.values[used] = layer.keys[used], layer.values[used]
             self.layers[index] = layer = wider
         return layer
 
     def grow(self, num_blocks: int, most: int) -> None:
-        """Makes room for `num_blocks` blocks in every layer: as many as are reserved, or half as many again as there
-        were, and no more than `most`."""
+        """Makes room for `num_blocks` blocks in every layer; grows to the reserved size or by half, whichever is more,
+        but beyond `num_blocks` no further than `most`."""
         for index, layer in self.layers.items():
             rows = layer.keys.shape[0]
             if rows < num_blocks:
@@ -346,7 +347,7 @@ class Storage:
         return KVBlocks.allocate(num_blocks, self.block_size, keys, values, self.spec, self.kv_dtype)
 
     def block_bytes_of(self, keys: Tensor, values: Tensor) -> int:
-        """Bytes of a block of a layer with states like these."""
+        """Returns the bytes of a block of a layer with K/V like these."""
         return self._allocate(1, *(x[:, :, :0].to("meta") for x in (keys, values))).block_bytes
 
     def make(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks:
@@ -361,7 +362,7 @@ class Storage:
                     raise
                 num_blocks = max(self.capacity, num_blocks // 2)
         if num_blocks < wanted and self._reservation is not None:
-            # there is less than the system promises: the layers get their shares of what there is
+            # less memory than the system reports: divide what there is among the layers
             layer = None
             self._reservation.limit(num_blocks * block_bytes)
             num_blocks = max(self.capacity, self._num_reserved(block_bytes, keys.device))
@@ -370,19 +371,19 @@ class Storage:
         return layer
 
     def clear(self) -> None:
-        """Gives all memory up: no table holds a block."""
+        """Frees all memory. No table may hold a block."""
         self.layers, self.capacity = {}, 0
         if self._reservation is not None:
             self._reservation.renew()
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Block `source` to block `target` in every layer, for each pair; all are read before one is written."""
+        """Copies block `source` to block `target` in every layer, for each pair; all are read before one is written."""
         self._copies.make((tensor for layer in self.layers.values() for tensor in layer.data), copies)
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes of memory free on `device`; on the CPU no more than the process may still map (`ulimit -v`). Raises
-    `ValueError` for a device of which torch does not tell."""
+    """Returns the bytes of free memory on `device`; on the CPU at most what the process may still map (`ulimit -v`).
+    Raises `ValueError` for a device whose free memory torch does not report."""
     if device.type == "mps":
         return max(0, torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
     if device.type != "cpu":
@@ -397,13 +398,13 @@ def free_bytes(device: torch.device) -> int:
 
 
 def limits_addresses() -> bool:
-    """Whether the process may map only so much (`ulimit -v`)."""
+    """Whether the process's address space is limited (`ulimit -v`)."""
     return resource is not None and resource.getrlimit(resource.RLIMIT_AS)[0] != _UNLIMITED
 
 
 def trim() -> None:
-    """Pages of host memory that were freed and that the C library still holds go back to the system. (It maps large
-    tensors one by one, and unmaps them when they are freed; those of small layers lie between others.)"""
+    """Returns freed host memory that the C library still holds to the system. (It unmaps large tensors when they are
+    freed, but keeps the memory of small ones.)"""
     if (malloc_trim := _malloc_trim()) is not None:
         malloc_trim(0)
 
@@ -417,7 +418,7 @@ def _malloc_trim() -> Any:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error`, or what it was raised from, says that an allocation failed: torch has no one type for that."""
+    """Whether `error`, or its cause, says that an allocation failed: torch has no single type for that."""
     if error.__cause__ is not None and is_out_of_memory(error.__cause__):
         return True
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
@@ -425,26 +426,26 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
 
 
-# of the allocators for the CPU (on Linux and macOS, on Windows) and of the devices that raise a plain RuntimeError
+# from the CPU allocators (Linux and macOS, Windows) and from devices that raise a plain RuntimeError
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 def _attended(keys: torch.dtype, values: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-    """What attention computes in, of states in these dtypes. Autocast leaves keys in float32 where these were rotated
-    in it, beside values in half precision, to which it then rounds both."""
+    """Returns the dtypes of K and V in attention. Under autocast, rotated keys stay in float32 beside values in half
+    precision, and attention rounds both to half precision."""
     is_mixed = keys is torch.float32 and values in (torch.bfloat16, torch.float16)
     return (values, values) if is_mixed else (keys, values)
 
 
 def looks(keys: Tensor, values: Tensor) -> Look:
-    """Equal for states that the same blocks and the same way of storing serve."""
+    """Returns a key that is equal for K/V that fit the same blocks and the same store function."""
     return keys.shape, keys.stride(), keys.dtype, keys.device, values.shape, values.stride(), values.dtype
 
 
 def choose_store(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor) -> Store:
-    """What writes states `(batch, heads, n, dim)`, any strides, into blocks `(num_blocks, heads, block_size, dim)`, in
-    their dtype or quantized, for all arguments that look like these. `slots` `(batch, n)` int64: `block_id * block_size
-    + offset` of each token, each at most once; negative for a token that is not stored."""
+    """Returns a function that writes K/V `(batch, heads, n, dim)`, any strides, into blocks `(num_blocks, heads,
+    block_size, dim)`, in their dtype or quantized, for arguments with the same `looks`. `slots` `(batch, n)` int64:
+    `block_id * block_size + offset` of each token, each at most once; negative for tokens that are not stored."""
     chosen = store_portable
     fits = keys.size(1) == values.size(1)
     if uses_triton(key_blocks):
@@ -457,10 +458,10 @@ def choose_store(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks:
     elif fits and cpp.is_available():
         casts = (keys.dtype, values.dtype) != (key_blocks.dtype, value_blocks.dtype)
         if quantized.is_quantized(key_blocks):
-            with contextlib.suppress(TypeError):  # the kernel does not take such states
+            with contextlib.suppress(TypeError):  # the kernel does not support such K/V
                 return cpp_attention.Store(keys, values, key_blocks, value_blocks, slots)
             return _store_again(chosen, key_blocks, value_blocks)
-        with contextlib.suppress(TypeError):  # the kernel does not take such tensors
+        with contextlib.suppress(TypeError):  # the kernel does not support such tensors
             stored = keys.to(key_blocks.dtype), values.to(value_blocks.dtype)
             store: Store = cpp_attention.Store(*stored, key_blocks, value_blocks, slots)
             return _cast_first(store, key_blocks.dtype, value_blocks.dtype) if casts else store
@@ -477,7 +478,7 @@ def _cast_first(store: Store, key_dtype: torch.dtype, value_dtype: torch.dtype) 
 
 
 def store_portable(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor) -> None:
-    """The store of `choose_store` in plain PyTorch, on any device."""
+    """Writes K/V as `choose_store` describes, in plain PyTorch on any device."""
     slots = slots.to(key_blocks.device)
     rows, tokens = (slots >= 0).nonzero(as_tuple=True)
     slot = slots[rows, tokens]

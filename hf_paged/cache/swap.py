@@ -27,7 +27,7 @@ class HostLayer(NamedTuple):
     def put_back(self, storage: Storage, index: int, block_ids: dict[int, int]) -> None:
         """Writes row `row` of the copies to block `block_ids[row]` of layer `index`."""
         states = self.blocks.no_states(self.device)
-        # the storage may have grown, changed its dtype, or have been made again since
+        # since then, the storage may have grown, changed its dtype or been recreated
         target = (storage.promote if index in storage.layers else storage.make)(index, *states)
         ids, rows = torch.tensor(list(block_ids.values()), device=self.device), list(block_ids)
         moved = []
@@ -39,7 +39,7 @@ class HostLayer(NamedTuple):
 
 
 class HostStates(NamedTuple):
-    """Copies of the states of some slots in host memory."""
+    """Host copies of the states of some slots."""
 
     rows: StateRows
 
@@ -48,12 +48,12 @@ class HostStates(NamedTuple):
 
 
 class HostBlocks(dict[int, Any]):
-    """Blocks of a group, each layer by its index ([`HostLayer`]); of slots all states together ([`HostStates`])."""
+    """Host copies of a group's blocks: a [`HostLayer`] by layer index, or one [`HostStates`] for a group of states."""
 
 
 @mirrored
 def copy_out(group: GroupMemory, block_ids: list[int]) -> HostBlocks:
-    """These blocks in host memory. Raises `KeyError` if a state was never computed."""
+    """Copies blocks to host memory. Raises `KeyError` if a state was never computed."""
     if not group.holds_states:
         layers = group.storage.layers.items()
         return HostBlocks((index, HostLayer.copy_of(layer, block_ids)) for index, layer in layers)
@@ -62,7 +62,7 @@ def copy_out(group: GroupMemory, block_ids: list[int]) -> HostBlocks:
 
 @mirrored
 def put_back(group: GroupMemory, host: HostBlocks, block_ids: dict[int, int]) -> None:
-    """Row `row` of the copies to block `block_ids[row]`."""
+    """Writes row `row` of the copies to block `block_ids[row]`."""
     for index, layer in host.items() if block_ids else ():
         layer.put_back(group.storage, index, block_ids)
 
@@ -71,44 +71,44 @@ def _to_cpu(tensor: torch.Tensor, block_ids: list[int]) -> torch.Tensor:
     blocks = tensor.index_select(0, torch.tensor(block_ids, device=tensor.device))
     if tensor.is_cpu:
         return blocks
-    # waits for the copy: preempting is rare, and its measured time is then true
+    # synchronous: preemption is rare, and its measured time is then exact
     return torch.empty(blocks.shape, dtype=blocks.dtype, device="cpu", pin_memory=tensor.is_cuda).copy_(blocks)
 
 
 @dataclass(frozen=True, eq=False)
 class SwappedSequence:
-    """What a sequence holds while its blocks are in host memory."""
+    """The state of a sequence whose blocks are in host memory."""
 
-    host: list[HostBlocks]  # of each group, of all sequences of its request together
-    rows: list[list[int]]  # for each group, where each block of the sequence's table is among the host's
+    host: list[HostBlocks]  # per group, shared by all sequences of the request
+    rows: list[list[int]]  # per group, the row in `host` of each block of the sequence's table
 
 
 class BlockSwapper:
-    """Copies a request's blocks to host memory (pinned where there is a CUDA device) and back, into blocks that are
-    free then; what is shared stays so. Tables of a sequence with `swapped` keep their counts of tokens."""
+    """Copies a request's blocks to host memory (pinned for CUDA) and back into free blocks; its sequences go on sharing
+    blocks. Tables of swapped-out sequences keep their token counts."""
 
     def __init__(self, groups: Sequence[GroupMemory], flush_copies: Callable[[], Any]) -> None:
         self.groups = list(groups)
         self.flush_copies = flush_copies
 
     def num_blocks(self, request: Any) -> int:
-        """Counted blocks that `swap_in` takes, over all groups."""
+        """Returns how many blocks `swap_in` takes, over all counted groups."""
         rows = zip(self.groups, self._rows(_swapped(request)))
         return sum(len(ids) for group, ids in rows if group.spec.is_counted)
 
     def num_held_bytes(self, request: Any) -> int:
-        """Bytes of the distinct blocks of sequences that are not finished, over all layers."""
+        """Returns the bytes of the distinct blocks of unfinished sequences, over all layers."""
         rows = [sequence.blocks.tables for sequence in request.open_sequences]
         ids = [_numbered(tables[g].block_ids for tables in rows) for g in range(len(self.groups))]
         return sum(len(held) * group.storage.block_bytes for held, group in zip(ids, self.groups))
 
     def swap_out(self, request: Any) -> bool:
-        """Copies every block of `request` to host memory and gives it back to the pool. Blocks that others hold too
-        stay theirs. `False`, with nothing changed, if the host has no memory for it, or a state is not known."""
+        """Copies every block of `request` to host memory and releases it; other holders keep shared blocks. Returns
+        `False`, with nothing changed, if the host has too little memory, or a state is missing."""
         self.flush_copies()
         held = [(sequence, sequence.blocks.tables) for sequence in request.sequences if sequence.blocks.tables]
         with self.groups[0].memory.lock:
-            # the distinct blocks of each group, in the order met, and their rows in host memory
+            # per group: distinct block ids, in order of appearance, to rows in host memory
             rows = [_numbered(tables[g].block_ids for _, tables in held) for g in range(len(self.groups))]
             try:
                 host = [copy_out(group, list(ids)) for group, ids in zip(self.groups, rows)]
@@ -124,8 +124,8 @@ class BlockSwapper:
         return True
 
     def swap_in(self, request: Any) -> None:
-        """Takes blocks for the sequences of `request` that are swapped out, one at least, copies their content back and
-        gives the tables what they had. Raises `OutOfBlocksError`, with nothing changed."""
+        """Takes blocks for the swapped-out sequences of `request` (at least one), copies their content back and
+        restores the tables. Raises `OutOfBlocksError`, with nothing changed."""
         swapped = _swapped(request)
         rows, host = self._rows(swapped), swapped[0][1].host
         taken: list[list[int]] = []
@@ -141,12 +141,12 @@ class BlockSwapper:
                         table.block_ids = [block_ids[row] for row in held]
                         table.pool.acquire(table.block_ids)
                     sequence.swapped = None
-            finally:  # the tables hold what they need by themselves now
+            finally:  # the tables hold their blocks now
                 for group, new_ids in zip(self.groups, taken):
                     group.pool.release(reversed(new_ids))
 
     def _rows(self, swapped: Sequence[tuple[Any, SwappedSequence]]) -> list[dict[int, int]]:
-        """The host blocks that the swapped sequences still need, for each group; one that is gone needs none."""
+        """Returns, per group, the host rows that the remaining swapped sequences need, numbered from 0."""
         return [_numbered(state.rows[g] for _, state in swapped) for g in range(len(self.groups))]
 
 

@@ -1,4 +1,4 @@
-"""Prefix blocks below the pool: in host memory, and in files of a folder that a thread writes."""
+"""Tiers for evicted prefix blocks: host memory, and files that a thread writes to a folder."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .memory import GroupMemory, PagedMemory
 from .storage import free_bytes
 from .swap import HostBlocks, HostLayer, put_back
 
-QUEUE_BYTES = 256 << 20  # that wait to be written, at least, however little memory is free
-PENDING_BYTES = 64 << 20  # that wait for a fingerprint before one is taken for them alone
+QUEUE_BYTES = 256 << 20  # that may wait to be written or confirmed even if little memory is free
+PENDING_BYTES = 64 << 20  # of unconfirmed blocks above which a fingerprint is taken just to confirm them
 
 
 class _Entry(NamedTuple):
@@ -29,13 +29,13 @@ class _Entry(NamedTuple):
     num_bytes: int
 
 
-_Key = tuple[str, str]  # the weights and what else blocks depend on; the tokens and the group
+_Key = tuple[str, str]  # hash of weights and options; hash of tokens with the group
 
 
 class PrefixStore:
-    """The tiers below the pool of one memory, for the groups of one manager (`block_manager.Tier`). What a pool gives
-    up is copied to host memory at once, before others write to it; a thread, alive while there is something to write,
-    puts it on disk. Methods of `Tier` are called with the memory's lock held."""
+    """The tiers of one memory, for the groups of one manager (`block_manager.Tier`). Evicted blocks are copied to host
+    memory at once, before they are overwritten; a thread, alive while there is something to write, writes them to disk.
+    Methods of `Tier` are called with the memory's lock held."""
 
     def __init__(
         self,
@@ -44,9 +44,9 @@ class PrefixStore:
         groups: Sequence[GroupMemory],
         device: torch.device | None,
     ) -> None:
-        """`device`: where layers are that no forward has made yet; `None` if that is not known."""
+        """`device`: that of layers not allocated yet; `None` if it is not known."""
         self.config, self._device = config, device
-        # neither the memory nor its groups: while the thread writes, what was freed goes
+        # weak: the writing thread must not keep the memory or its groups alive
         self._memory: PagedMemory = weakref.proxy(memory)
         self._groups = [weakref.proxy(group) for group in groups]
         given = memory.config
@@ -56,9 +56,9 @@ class PrefixStore:
         self._disk = None if config.disk_path is None else DiskFolder(config.disk_path, config.disk_bytes)
         self._host_bytes = 0 if device is not None and device.type == "cpu" else config.host_bytes
         self._lock = forks.rlock()
-        self._pending: dict[str, _Entry] = {}  # of weights that are still to be looked at
-        self._held: OrderedDict[_Key, _Entry] = OrderedDict()  # in host memory, those used last behind
-        self._unwritten: OrderedDict[_Key, None] = OrderedDict()  # of these: what is to go to disk
+        self._pending: dict[str, _Entry] = {}  # blocks whose weights are unconfirmed
+        self._held: OrderedDict[_Key, _Entry] = OrderedDict()  # in host memory, in LRU order, most recent last
+        self._unwritten: OrderedDict[_Key, None] = OrderedDict()  # keys of `_held` still to be written to disk
         self._sizes = {"pending": 0, "held": 0, "unwritten": 0}
         self._thread: threading.Thread | None = None
         self.num_kept = self.num_restored = self.num_skipped = 0  # blocks
@@ -68,7 +68,7 @@ class PrefixStore:
 
     @property
     def _weights(self) -> str | None:
-        """What blocks depend on beside tokens, as far as it is known: its `repr` is the same in every process."""
+        """Hash of what blocks depend on besides tokens, the same in every process; `None` without a fingerprint."""
         fingerprint = self._memory.fingerprint
         if fingerprint is None:
             return None
@@ -79,24 +79,24 @@ class PrefixStore:
 
     @property
     def weights(self) -> str:
-        """... once a fingerprint was taken."""
+        """`_weights`, after a fingerprint was taken."""
         weights = self._weights
         assert weights is not None
         return weights
 
     @property
     def host_bytes(self) -> int:
-        """Of host memory that the tier holds now."""
+        """Bytes of host memory that the tier holds now."""
         return self._sizes["held"] + self._sizes["pending"]
 
     @property
     def disk_bytes(self) -> int:
-        """Of all files in the folder, as far as this process knows."""
+        """Bytes of all files in the folder, as far as this process knows."""
         return 0 if self._disk is None else self._disk.num_bytes or 0
 
     @property
     def wants_confirmation(self) -> bool:
-        """Whether much waits for a fingerprint."""
+        """Whether more than `PENDING_BYTES` are unconfirmed."""
         return self._sizes["pending"] > PENDING_BYTES
 
     def keep(self, group: int, block_id: int, digest: bytes, is_vouched_for: bool) -> None:
@@ -109,7 +109,7 @@ class PrefixStore:
             if self._disk is not None and self._disk.has(weights, name):
                 return
             if self._sizes["unwritten"] + self._sizes["pending"] > QUEUE_BYTES + free_bytes(torch.device("cpu")) // 4:
-                self.num_skipped += 1  # the disk is slower than what comes
+                self.num_skipped += 1  # the disk is slower than evictions
                 return
             try:
                 layers = self.copy_out(group, [block_id])
@@ -156,7 +156,7 @@ class PrefixStore:
                 self._held.move_to_end(key)
                 return entry.layers
         parts = None if self._disk is None else self._disk.read(self.weights, name)
-        if parts is None:  # `has` says no from now on
+        if parts is None:  # make `has` return `False` from now on
             with self._lock:
                 lost = self._pending.pop(name, None)
                 self._sizes["pending"] -= 0 if lost is None else lost.num_bytes
@@ -192,7 +192,7 @@ class PrefixStore:
         self._trim()
 
     def _trim(self) -> None:
-        """Host memory within its limit, but for what is still to be written."""
+        """Evicts written blocks, in LRU order, until host memory, without unwritten blocks, is within its limit."""
         over = self._sizes["held"] - self._sizes["unwritten"] - self._host_bytes
         for key in list(self._held) if over > 0 else ():
             if over <= 0:
@@ -203,9 +203,9 @@ class PrefixStore:
 
     def _begin_writing(self) -> None:
         if self._thread is None:
-            # no daemon: the interpreter waits for what is left to write
+            # not a daemon: the interpreter waits until all is written
             thread = threading.Thread(target=self._write, name="hf_paged prefix blocks")
-            with contextlib.suppress(RuntimeError):  # the interpreter ends: `_keep_all` writes
+            with contextlib.suppress(RuntimeError):  # interpreter shutdown: `_keep_all` writes
                 thread.start()
                 self._thread = thread
 
@@ -231,13 +231,13 @@ class PrefixStore:
         return True
 
     def wait(self) -> None:
-        """Until all that was given up is on disk, or cannot be written there."""
+        """Waits until all evicted blocks are on disk, or failed to be written."""
         thread = self._thread
         if thread is not None:
             thread.join()
 
     def after_fork(self, freed: set[Any]) -> None:
-        """In a child process: what waits to be written the parent writes."""
+        """In a child process: drops unwritten blocks, which the parent writes, and unconfirmed ones."""
         self._thread = None
         for key in self._unwritten:
             if key in self._held:
@@ -255,15 +255,15 @@ _stores: weakref.WeakSet[PrefixStore] = weakref.WeakSet()
 
 
 def stores_of(memory: PagedMemory) -> Iterable[PrefixStore]:
-    """The tiers below a memory."""
+    """Returns the prefix stores of a memory."""
     tiers = (manager.tier for manager in list(memory.managers.values()))
     return [tier for tier in tiers if isinstance(tier, PrefixStore)]
 
 
 def _keep_all() -> None:
-    """What is cached when the process ends goes to disk."""
+    """Writes all cached blocks to disk when the process ends."""
     for store in list(_stores):
-        with contextlib.suppress(ReferenceError):  # its memory is gone
+        with contextlib.suppress(ReferenceError):  # its memory was freed
             lock = store._memory.lock
             if store._disk is not None and lock.acquire(timeout=1):
                 try:

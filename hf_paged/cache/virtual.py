@@ -1,8 +1,8 @@
-"""Blocks whose rows also lie side by side in addresses (vAttention, arXiv 2405.04437): the pages of a block are mapped
-twice, where blocks lie, which all kernels, copies and files read and write, and in the place of each row that reads.
+"""Virtual storage: rows as contiguous tensors (vAttention, arXiv 2405.04437). A block's pages are mapped at the block's
+address, which kernels, copies and files use, and again in the address range (place) of each row that reads it.
 
-A place belongs to whichever row has its blocks mapped there: the next step of the same row finds it by its last block,
-maps what is new, and reads plain strided tensors. So nothing is to be told of rows that begin, fork or end.
+A place belongs to the row whose blocks are mapped there: the row's next step finds it by its last block, maps new
+blocks, and reads plain strided tensors. So this storage needs no notice when rows begin, fork or end.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ from .storage import KVBlocks, Storage, limits_addresses
 
 logger = logging.getLogger(__name__)
 
-MAX_ROOM_BYTES = 64 << 30  # of addresses for the blocks of a layer, beyond which they are mapped again as they grow
+MAX_ROOM_BYTES = 64 << 30  # of addresses for the blocks of a layer; growth beyond it maps them at other addresses
 
 
 def fit_blocks(config: PagedConfig, model_config: Any, device: torch.device) -> PagedConfig:
-    """With blocks of as many tokens as whole pages hold of one head's keys, or, where pages are large, of all heads'
-    keys and values; of a model as its configuration tells, in half precision. Raises `ValueError` where pages cannot be
-    mapped."""
+    """Raises the block size so that a block's keys of one head, or with large pages its keys and values of all heads,
+    fill whole pages in half precision, by the model's configuration. Raises `ValueError` if pages cannot be mapped."""
     if not isinstance(config.storage, VirtualStorage):
         return config
     page = pages_for(device, config.storage.page_bytes).granularity
@@ -46,12 +45,12 @@ def fit_blocks(config: PagedConfig, model_config: Any, device: torch.device) -> 
     tokens = page // math.gcd(page, 2 * width)
     if tokens > MAX_BLOCK_SIZE:
         tokens = page // math.gcd(page, 2 * width * 2 * heads)
-    size = config.block_size  # "auto": as few as there can be
+    size = config.block_size  # "auto": the smallest possible
     return config if not isinstance(size, str) and size >= tokens else dataclasses.replace(config, block_size=tokens)
 
 
 def _widths(config: Any) -> tuple[int, int]:
-    """Heads of keys, and numbers of a token in one of them."""
+    """Returns the number of KV heads and the head dim."""
     text = config.get_text_config(decoder=True) if config is not None else None
     heads = getattr(text, "num_attention_heads", None) or 1
     latent = getattr(text, "kv_lora_rank", None)
@@ -62,14 +61,14 @@ def _widths(config: Any) -> tuple[int, int]:
 
 
 class LayerRows:
-    """The rows of one layer, as strided tensors."""
+    """The rows of one layer as strided tensors."""
 
     def __init__(self, storage: MappedStorage, regions: Sequence[Region], form: tuple[Any, ...]) -> None:
         self.slots, self.config, self.regions, self._form = storage.slots, storage.config, list(regions), form
-        self.is_read = True  # whether code of a model's own takes tensors that are not contiguous
+        self.is_read = True  # whether the model's own code accepts tensors that are not contiguous
 
     def place(self, step: StepMetadata, together: bool = False) -> Placement | None:
-        """Where each row of a step is to be read, which is mapped then; `None` if it cannot be."""
+        """Maps each row of a step and returns where it can be read; `None` if it cannot be mapped."""
         placement: Placement | None = step.plan(self.slots.place, together)
         if placement is not None:
             slots = self.slots
@@ -109,7 +108,7 @@ class LayerRows:
                 background.submit(self, stale)
 
     def drop(self, some: Sequence[int]) -> None:
-        """Nothing is mapped in these slots any more."""
+        """Unmaps these slots."""
         for region in self.regions:
             if region.places is not None:
                 region.places.settle()
@@ -118,7 +117,7 @@ class LayerRows:
                     region.places.drop(slot)
 
     def map_ahead(self, some: Sequence[int]) -> None:
-        """What the next steps of rows in these slots will need, while this one computes."""
+        """Maps the next blocks of the rows in these slots, while the step computes."""
         for region in self.regions:
             for slot in some:
                 with self.slots.lock:
@@ -126,7 +125,7 @@ class LayerRows:
                         region.places.map_ahead(slot, self.slots.rows[slot], self.config.blocks_ahead)
 
     def views(self) -> tuple[Tensor, Tensor]:
-        """Keys and values `(slots, heads, max_len, dim)`; what is not placed there must not be read."""
+        """Returns keys and values `(slots, heads, max_len, dim)`; only placed rows may be read."""
         found = [view for region in self.regions for view in region.places.views]  # type: ignore[union-attr]
         if len(found) == 2:
             return found[0], found[1]
@@ -134,8 +133,8 @@ class LayerRows:
         return both.keys, both.values
 
     def lend(self, step: StepMetadata, is_value: bool) -> Tensor | None:
-        """All `step.columns` of every row, `(rows, heads, len(columns), dim)`, padding as zeros; `None` if rows do not
-        lie so that one tensor shows them."""
+        """Returns all `step.columns` of every row as a view `(rows, heads, len(columns), dim)`, with zeros for padding;
+        `None` if no single view covers the rows."""
         columns, size = step.columns, step.block_size
         if columns is None or not len(columns) or not step.num_rows or not self.is_read:
             return None
@@ -143,7 +142,7 @@ class LayerRows:
         if any(origin % size != shift for origin in step.origins):
             return None
         if step.has_padding and not self.regions[0].pages.maps_over:
-            return None  # nothing is mapped there
+            return None  # padding is not mapped
         placement = self.place(step, together=True)
         if placement is None:
             return None
@@ -159,7 +158,7 @@ class LayerRows:
         return both.values if is_value else both.keys
 
     def settle(self) -> None:
-        """Blocks are about to be written to (`Places.settle`)."""
+        """Preserves lent views before blocks are written to (`Places.settle`)."""
         for region in self.regions:
             if region.places is not None and region.places.loans:
                 with self.slots.lock:
@@ -172,8 +171,8 @@ class LayerRows:
 
 
 class MappedStorage(Storage):
-    """The blocks of a layer group in pages that are mapped for its rows, too. Layers whose blocks fill no whole pages
-    have blocks alone."""
+    """A storage whose blocks' pages are also mapped for rows. Layers whose blocks do not fill whole pages have plain
+    blocks."""
 
     def __init__(self, block_size: int, spec: GroupSpec, config: VirtualStorage, pool: BlockPool) -> None:
         super().__init__(block_size, spec)
@@ -188,7 +187,7 @@ class MappedStorage(Storage):
 
     @property
     def physical_bytes(self) -> int:
-        """Of pages that are in memory."""
+        """Bytes of pages in physical memory."""
         return 0 if self.pages is None else self.pages.physical_bytes()
 
     @property
@@ -206,7 +205,7 @@ class MappedStorage(Storage):
         return self.physical_bytes + sum(tensor.nbytes for layer in others for tensor in layer.data)
 
     def _num_reserved(self, block_bytes: int, device: torch.device) -> int:
-        """Addresses cost nothing, so that blocks need not move as they grow."""
+        """Reserves much more address space, which costs nothing, so that blocks need not move as they grow."""
         room = 0 if limits_addresses() else MAX_ROOM_BYTES // max(block_bytes, 1)
         return max(room, super()._num_reserved(block_bytes, device))
 
@@ -268,7 +267,7 @@ class MappedStorage(Storage):
             copy_portable(layer.data, pairs.to(layer.keys.device))
 
     def before_fork(self) -> None:
-        """Copies what blocks hold, for the child: pages that are mapped are the parent's there, too."""
+        """Copies the content of blocks for the child, since mapped pages stay shared with the parent."""
         if self.pages is None or not self.pages.is_sparse:
             return
         ids = [block_id for block_id, count in enumerate(self._pool.states()) if count]
@@ -282,7 +281,7 @@ class MappedStorage(Storage):
         self._for_child = {}
 
     def after_in_child(self) -> None:
-        """The child has pages of its own at the same addresses."""
+        """Maps new pages at the same addresses and restores the blocks' content."""
         if self.pages is None or not self.pages.is_sparse:
             return
         self.pages, self.slots, found = self.pages.fresh(), RowSlots(), self._for_child
@@ -300,11 +299,11 @@ _storages: weakref.WeakSet[MappedStorage] = weakref.WeakSet()
 
 
 def _drop_idle(keep: Placement, of: RowSlots) -> None:
-    """Unmaps what no step reads, but for `keep`, which is `of` a storage whose lock is held."""
+    """Unmaps slots that no step reads, in all storages, except `keep` in the slots `of`, whose lock is held."""
     for storage in list(_storages):
         slots = storage.slots
         if not slots.lock.acquire(blocking=False):
-            continue  # another thread maps there
+            continue  # in use by another thread
         try:
             kept = set(keep.slots) if slots is of else ()
             idle = [slot for slot, row in enumerate(slots.rows) if row.is_free and slot not in kept]

@@ -115,7 +115,8 @@ class Places:
 
     def __init__(self, region: Region, num_slots: int, max_len: int) -> None:
         planes = region.planes
-        self.region, self.num_slots, self.max_len = region, num_slots, max_len
+        self._region = weakref.ref(region)  # no cycle: pages are freed with their last user, not by the next collection
+        self.num_slots, self.max_len = num_slots, max_len
         self.heads = planes.count // planes.parts  # planes per part
         self.row_bytes = max_len * planes.unit * planes.dtype.itemsize  # per plane
         addresses = region.pages.reserve(planes.count * num_slots * self.row_bytes)
@@ -126,8 +127,13 @@ class Places:
         self.versions, self.owners = [0] * num_slots, [0] * num_slots
         self._num_extents = [0]
         weakref.finalize(addresses, _forget, region.pages.extents, self._num_extents).atexit = False
-        self.seen = -1
         self.loans: list[Loan] = []
+
+    @property
+    def region(self) -> Region:
+        region = self._region()
+        assert region is not None, "places are used by their region alone"
+        return region
 
     def _views(self, addresses: Addresses) -> tuple[Tensor, ...]:
         planes = self.region.planes

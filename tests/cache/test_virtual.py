@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -256,3 +257,19 @@ def test_idle_rows_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None
         assert rows.place(step_of(tables[:5])) is None
     placement = rows.place(step_of(tables[:5]))
     assert placement is not None and not storage.slots.is_full
+
+
+def test_pages_go_with_their_last_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with a garbage collection, before which other caches may have no mappings left."""
+    pages = MemoryFile()
+    gone, extents = weakref.ref(pages), pages.extents
+    storage, tables = grown(monkeypatch, pages)
+    before = extents.count
+    assert storage.layers[0].rows.place(step_of(tables)) is not None and extents.count > before
+    gc.disable()
+    try:
+        monkeypatch.undo()  # what makes storages holds the pages
+        del storage, pages
+        assert gone() is None and extents.count == before
+    finally:
+        gc.enable()

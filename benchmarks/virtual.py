@@ -169,18 +169,20 @@ class Paged:
         return gather.attend(AttentionCall(self.query, self.storage.layers[layer], self.step, scale=scale))
 
 
-def stages(paged: Paged, functions: dict[str, Callable[[int], torch.Tensor]]) -> None:
-    """Adds contenders for parts of a decode: attention with the step planned before, and the product alone."""
-    planned = Paged(paged.cache, paged.view, paged.storage, paged.query, 1, keeps_step=True)
+def stages(
+    paged: Paged, functions: dict[str, Callable[[int], torch.Tensor]], product: Callable[..., torch.Tensor]
+) -> None:
+    """Adds contenders for parts of a step: attention with the step planned before, and `product` of its keys and
+    values alone."""
+    planned = Paged(paged.cache, paged.view, paged.storage, paged.query, paged.queries, keeps_step=True)
     planned(0)
     assert planned.step is not None
     seen = []
     for layer in paged.storage.layers.values():
         slots = layer.rows.place(planned.step).slots
         seen.append([x[slots[0] : slots[-1] + 1, :, : paged.view.seq_lens[0]] for x in layer.rows.views()])
-    grouped = paged.query.unflatten(1, (seen[0][0].shape[1], -1))
     functions["virtual, planned before"] = planned
-    functions["virtual, SDPA alone"] = lambda layer: F.scaled_dot_product_attention(grouped, *seen[layer])
+    functions["virtual, SDPA alone"] = lambda layer: product(*seen[layer])
 
 
 def attention(turns: int, quick: bool, only: str) -> list[dict[str, Any]]:
@@ -201,12 +203,14 @@ def attention(turns: int, quick: bool, only: str) -> list[dict[str, Any]]:
             packed = query.transpose(1, 2).flatten(0, 1).contiguous()
             functions: dict[str, Callable[[int], torch.Tensor]] = {}
 
-            def contiguous(layer: int, query: Any = query, states: Any = states, mask: Any = mask) -> torch.Tensor:
-                keys, values = states[layer]
+            def product(keys: torch.Tensor, values: torch.Tensor, query: Any = query, mask: Any = mask) -> torch.Tensor:
                 if query.shape[2] == 1:  # much faster in half precision than with `enable_gqa`
                     grouped = query.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
                     return F.scaled_dot_product_attention(grouped, keys, values).reshape(query.shape)
                 return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+
+            def contiguous(layer: int, states: Any = states, product: Any = product) -> torch.Tensor:
+                return product(*states[layer])
 
             functions["contiguous"] = contiguous
             for kind in (BLOCKS, VIRTUAL):
@@ -219,8 +223,8 @@ def attention(turns: int, quick: bool, only: str) -> list[dict[str, Any]]:
 
                 paged = Paged(cache, view, group.blocks.storage, packed, queries)
                 functions[kind] = paged
-                if kind == VIRTUAL and queries == 1:
-                    stages(paged, functions)
+                if kind == VIRTUAL:
+                    stages(paged, functions, product)
                 expected = contiguous(1).transpose(1, 2).flatten(0, 1).float()
                 assert torch.allclose(paged(1).float(), expected, atol=3e-2), f"{what}: {kind} differs"
 

@@ -35,10 +35,15 @@ def choose(times: dict[str, float], seconds: float) -> list[str]:
 
 
 def times_of(report: Path) -> dict[str, float]:
-    """Seconds of each test in pytest's XML, fixtures included, by node id."""
+    """Seconds of each test of pytest's XML, those of its fixtures included, by node id."""
     cases = ElementTree.parse(report).getroot().iter("testcase")
-    found = (case.attrib for case in cases)
-    return {f"{of['classname'].replace('.', '/')}.py::{of['name']}": float(of["time"]) for of in found}
+    return {node_id(case.attrib["classname"], case.attrib["name"]): float(case.attrib["time"]) for case in cases}
+
+
+def node_id(path: str, name: str) -> str:
+    """Pytest's, from the dotted path of a module, and of a class in it, as hypothesis makes."""
+    module, dot, of = path.partition(".Test")
+    return "::".join((f"{module.replace('.', '/')}.py", *([f"Test{of}"] if dot else ()), name))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,12 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = ["-m", "pytest", "-n", str(WORKERS), "--dist", "worksteal", "--junitxml", str(report)]
+        LIST.write_text("")
         try:
-            LIST.write_text("")
             code = subprocess.run([sys.executable, *command], cwd=ROOT).returncode
         finally:
             LIST.write_text(before)
-        if code == 0:
+        if report.exists():
             LIST.write_text("".join(f"{name}\n" for name in choose(times_of(report), options.seconds * WORKERS)))
     return code
 

@@ -178,13 +178,9 @@ inline void put(Float16* p, float x) {
     p->bits = h | ((u >> 16) & 0x8000);
 }
 
-// To a code, of numbers that are none too large for it. Adding 1.5 * 2^23 rounds to an integer.
-inline void put(Int8* p, float x) {
-    uint32_t u;
-    x += 12582912.f;
-    std::memcpy(&u, &x, 4);
-    p->bits = (uint8_t)u;
-}
+// To a code, of numbers that are none too large for it. No sum rounds here: the compiler would fuse it with the product
+// that `x` is, which is then not rounded first, as it is in kernels/quantized.py.
+inline void put(Int8* p, float x) { p->bits = (uint8_t)(int32_t)__builtin_rintf(x); }
 template <int kMantissa, int kBias> inline uint8_t code8(float x) {
     constexpr int kShift = 23 - kMantissa;
     uint32_t u, a, h;

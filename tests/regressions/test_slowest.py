@@ -30,6 +30,7 @@ def test_the_slowest_are_chosen(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     report.write_text(REPORT)
     times = slowest.times_of(report)
+    a, b, c = "tests/cache/test_pages.py::test_a[x-<y>]", "tests/test_step.py::test_b", "tests/test_step.py::test_c"
     assert times == {a: 1.5, b: 0.25, c: 3.0, "tests/test_load.py::TestEngine::runTest": 0.25}
     assert slowest.choose(times, 5) == []
     assert slowest.choose(times, 4) == [c]

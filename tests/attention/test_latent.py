@@ -81,8 +81,10 @@ def restored() -> Iterator[None]:
     own, hooks = DeepseekV3Attention.expand_kv, nn.modules.module._global_forward_hooks
     hf_paged.install()
     yield
+    hf_paged.uninstall()  # or it would take the class as wrapped still
     DeepseekV3Attention.expand_kv = own
     hooks.clear()
+    hf_paged.install()
 
 
 @pytest.mark.parametrize("calls_before", [0, 1])

@@ -318,7 +318,7 @@ class EngineCore:
             )
         device = compute_device(model)
         made_for = (_layers(empty), layout, model.dtype, device, autocast_dtype(device))
-        sizes = None if self.loop is None else self.memory.better_sizes()
+        sizes = None if self.loop is None or self._num_keeping else self.memory.better_sizes()
         if self.loop is None or made_for != self._made_for or sizes is not None:
             self.retire()
             cache = empty_cache(model, self.memory)

@@ -105,6 +105,10 @@ class Generation:
         self._logits = {}
         return logits
 
+    def forget_logits(self) -> None:
+        """Drops the logits of rows that wait for other rows; those rows are computed again."""
+        self._logits = {}
+
     def close(self) -> None:
         self._logits, self.is_closed = {}, True
 

@@ -137,6 +137,9 @@ class StepLoop:
         with self.executor.lock:
             self.executor.change_weights()
             if recompute:
+                for rows in self._rows.values():
+                    for generation, _ in rows:
+                        generation.forget_logits()
                 with self.memory.lock:
                     self._loosen(self.scheduler.recompute())
 

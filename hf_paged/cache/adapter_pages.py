@@ -83,7 +83,9 @@ class AdapterPages:
         if not pages.is_counted and not self._count(adapter, pages):  # it turns out not to fit
             self._drop(adapter)
             return
-        if pages.blocks is NO_BLOCKS:
+        if pages.blocks is NO_BLOCKS:  # no step has run: `pin` refuses other adapters until the first one has
+            if self._group is not None:
+                self._drop(adapter)
             return
         pool, ids = self._blocks.groups[self._table].pool, list(pages.blocks.tables[self._table].block_ids)
         if all(map(pool.is_kept, ids)):

@@ -118,10 +118,11 @@ def first_line(error: BaseException) -> str:
 def choose_layout(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> Layout:
     """The best layout in which each sequence gets the results that it gets alone; `cache`, built for the model, stays
     empty."""
-    packed = _find(self_check, "packed", model, cache, make)
-    if isinstance(packed, Layout):
-        return packed
-    found = _find(side_check, "side by side", model, cache, make)
+    with step_lock(model):  # steps of other threads with several adapters have hooks on the model
+        packed = _find(self_check, "packed", model, cache, make)
+        if isinstance(packed, Layout):
+            return packed
+        found = _find(side_check, "side by side", model, cache, make)
     return (found if isinstance(found, Layout) else TOGETHER)._replace(unsupported_reason=packed)
 
 

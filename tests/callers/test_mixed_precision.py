@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -143,6 +144,7 @@ def _knowing(name: str) -> PreTrainedModel:
 @pytest.mark.parametrize("num_beams", [1, 3])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "t5"])
 def test_item_02_accelerate_bf16(name: str, num_beams: int) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)  # a test of this process may have had an Accelerator
     model = Accelerator(mixed_precision="bf16", cpu=True).prepare(copy.deepcopy(_knowing(name)))
     data = Answers(model.config.is_encoder_decoder, joined=False)
     seen: list[torch.dtype] = []

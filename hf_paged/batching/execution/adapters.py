@@ -25,6 +25,9 @@ class AdapterError(ValueError):
         super().__init__(message)
         self.adapter = adapter
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.adapter, str(self))
+
 
 @dataclass(eq=False)
 class Adapter:

@@ -371,8 +371,9 @@ def _recorded(items: Items[tuple[Sequence, int]]) -> list[tuple[PromptLogprobs, 
     found, start = [], 0
     for sequence, query_len in items:
         recording, end = sequence.request.prompt_logprobs, sequence.num_computed_tokens
-        if recording is not None and (count := recording.num_wanted(end - query_len, end)):
-            found.append((recording, end - query_len, range(start, start + count)))
+        first = end - (query_len - len(sequence.draft))  # a draft is not among the computed tokens
+        if recording is not None and (count := recording.num_wanted(first, end)):
+            found.append((recording, first, range(start, start + count)))
         start += query_len
     return found
 

@@ -8,7 +8,7 @@ from bisect import insort
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ...cache.adapter_pages import AdapterPages
 from ...cache.block_manager import NO_BLOCKS, UNCACHED
@@ -50,6 +50,9 @@ class NeverFits(OutOfBlocksError):
     def __init__(self, request: Request, message: str) -> None:
         super().__init__(message)
         self.request = request
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OutOfBlocksError, (str(self),)  # a copy needs no request, which holds blocks
 
 
 class Rope(Protocol):

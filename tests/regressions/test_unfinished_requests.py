@@ -1,0 +1,112 @@
+"""What happens to an unfinished request while others, other threads or the engine's owner act on the same model."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hf_paged import OutOfBlocksError, PagedConfig, PagedEngine, RequestResult, last_route
+from hf_paged.batching.scheduling.scheduler import NeverFits
+from tests.batching.test_mixed_adapters import many, saved
+from tests.support import models
+from tests.support.engine_helpers import assert_drained, lone_run, prompts, run_all
+
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
+
+
+def greedy(num_tokens: int) -> dict[str, Any]:
+    return {"do_sample": False, "max_new_tokens": num_tokens}
+
+
+@pytest.mark.parametrize("length", [1, 6])
+def test_log_probabilities_of_a_prompt_whose_request_drafts_beside_a_prefill(length: int) -> None:
+    model = models.get("llama")
+    assistant = copy.deepcopy(model)
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+
+    def result(**options: Any) -> RequestResult:
+        with PagedEngine(model, PagedConfig(block_size=8, max_chunk_tokens=4)) as engine:
+            first = engine.add_request(prompts(length)[0], GREEDY, prompt_logprobs=True, **options)
+            engine.step()
+            engine.add_request(prompts(60)[0], GREEDY)
+            return run_all(engine)[first]
+
+    plain, drafted = result(), result(assistant_model=assistant)
+    assert drafted.num_drafts and drafted.token_ids == plain.token_ids
+    assert drafted.prompt_logprobs[0] is plain.prompt_logprobs[0] is None
+    assert len(drafted.prompt_logprobs) == length
+    assert drafted.prompt_logprobs[1:] == pytest.approx(plain.prompt_logprobs[1:], abs=1e-4)
+
+
+def test_an_adapter_that_cannot_be_loaded_keeps_no_other_from_its_place(tmp_path: Path) -> None:
+    wrong = saved(many(1, "gpt2", target_modules=["c_attn"]), tmp_path / "gpt2")[0]
+    right = saved(many(2), tmp_path / "llama")
+    with PagedEngine(models.build("llama"), PagedConfig(block_size=8)) as engine:
+        results = engine.generate(prompts(12, 12, 12), GREEDY, adapter=[wrong, *right])
+        assert "cannot be loaded" in str(results[0].error)
+        assert [result.error for result in results[1:]] == [None, None]
+        assert_drained(engine)
+        for copied in (pickle.loads(pickle.dumps(results[0].error)), copy.deepcopy(results[0].error)):
+            assert type(copied) is type(results[0].error) and str(copied) == str(results[0].error)
+
+
+def test_the_error_of_a_request_that_never_fits_can_be_copied() -> None:
+    error = NeverFits(SimpleNamespace(), "needs 12 blocks")  # type: ignore[arg-type]
+    for copied in (pickle.loads(pickle.dumps(error)), copy.deepcopy(error)):
+        assert type(copied) is OutOfBlocksError and str(copied) == "needs 12 blocks"
+
+
+def test_rows_that_wait_for_others_get_tokens_of_the_new_weights() -> None:
+    model, after, prompt = models.build("llama"), models.build("llama", seed=5), prompts(13)[0]
+    options = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 8, "top_k": 1}
+    with PagedEngine(model, PagedConfig(block_size=8, max_num_batched_tokens=2)) as engine:
+        name = engine.add_request(prompt, options, seed=0)
+        state = engine._core.requests[name]
+        while not (len(state.request.sequences) == 3 and state._logits):
+            engine.step()
+        known = [sequence.token_ids[len(prompt) :] for sequence in state.request.sequences]
+        with engine.weights_update("recompute"):
+            model.load_state_dict(after.state_dict())
+        rows = [sequence.token_ids for sequence in run_all(engine)[name].sequences]
+    assert rows == [row + lone_run(after, prompt + row, greedy(8 - len(row)))[0] for row in known]
+
+
+def test_a_pool_that_is_kept_keeps_its_block_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with PagedEngine(models.get("llama"), PagedConfig(block_size="auto")) as engine:
+        engine.generate(prompts(9), GREEDY)
+        core = engine._core
+        loop = core.get_loop()
+        monkeypatch.setattr(type(core.memory), "better_sizes", lambda memory: memory.sizes)
+        with core.keeping_pool():
+            assert core.get_loop() is loop
+        assert core.get_loop() is not loop
+
+
+def test_steps_with_several_adapters_are_no_hooks_to_calls_of_other_threads() -> None:
+    model = many(3, lora_bias=False)
+    model.set_adapter("a0")
+    base, prompt, stop = model.get_base_model(), prompts(12)[0], threading.Event()
+    ids = torch.tensor([prompt])
+    expected = base.generate(ids, **GREEDY)
+    with PagedEngine(model, PagedConfig(block_size=8, capture=False)) as engine:
+
+        def serve() -> None:
+            while not stop.is_set():
+                engine.generate(prompts(5, 9), GREEDY, adapter=["a1", "a2"])
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            for _ in range(12):
+                assert torch.equal(base.generate(ids, cache_implementation="paged", **GREEDY), expected)
+                assert last_route(base).reason.startswith("packed forwards")
+        finally:
+            stop.set()
+            thread.join()

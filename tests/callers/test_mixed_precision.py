@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -34,8 +33,11 @@ PADDING = 6  # tokens
 @pytest.fixture(autouse=True)
 def no_accelerator_left() -> Iterator[None]:
     """accelerate keeps its mixed precision in globals, which would affect another test's Accelerator or Trainer."""
+    states = (AcceleratorState, GradientState, PartialState)
+    for state in states:  # those of tests of other files
+        state._reset_state()
     yield
-    for state in (AcceleratorState, GradientState, PartialState):
+    for state in states:
         state._reset_state()
 
 
@@ -144,7 +146,6 @@ def _knowing(name: str) -> PreTrainedModel:
 @pytest.mark.parametrize("num_beams", [1, 3])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "t5"])
 def test_item_02_accelerate_bf16(name: str, num_beams: int) -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)  # a test of this process may have had an Accelerator
     model = Accelerator(mixed_precision="bf16", cpu=True).prepare(copy.deepcopy(_knowing(name)))
     data = Answers(model.config.is_encoder_decoder, joined=False)
     seen: list[torch.dtype] = []

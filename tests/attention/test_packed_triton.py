@@ -92,7 +92,7 @@ def test_samples_read_their_prompt_once(launches: list[str], monkeypatch: pytest
 
     free = CascadeCosts(token_bytes=1, state_bytes=0, rows_per_read=1000)
     monkeypatch.setattr(cascade, "default_costs", lambda *tensors: free)
-    model = models.get("llama")
+    model = models.build("llama")  # its pool and steps are no other test's
     inputs = models.prompt("llama", 2, 19)
     options = dict(max_new_tokens=3, do_sample=True, num_return_sequences=3)
     torch.manual_seed(3)

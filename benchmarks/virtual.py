@@ -179,8 +179,9 @@ def stages(
     assert planned.step is not None
     seen = []
     for layer in paged.storage.layers.values():
-        slots = layer.rows.place(planned.step).slots
-        seen.append([x[slots[0] : slots[-1] + 1, :, : paged.view.seq_lens[0]] for x in layer.rows.views()])
+        placed = layer.rows.place(planned.step)
+        slots = placed.placement.slots
+        seen.append([x[slots[0] : slots[-1] + 1, :, : paged.view.seq_lens[0]] for x in placed[1:]])
     functions["virtual, planned before"] = planned
     functions["virtual, SDPA alone"] = lambda layer: product(*seen[layer])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
@@ -93,6 +94,11 @@ class PagedTensor(LazyTensor):
             )
         return self._dense
 
+    def keep(self) -> None:
+        """Gathers a copy, unless `dense` has been called, before blocks change. Takes no lock."""
+        if self._dense is None and self.fresh is None and self.step.columns is not None:
+            self._dense = gather(self.step, self.blocks, self.dtype)
+
     def read(self) -> Tensor:
         if self.reader is not None:
             self.reader.gathers = True
@@ -134,6 +140,29 @@ class PagedTensor(LazyTensor):
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+
+class Handles:
+    """The living handles of a cache, weakly referenced. The memory holds this object, too: Python clears the weak
+    references that are part of a collected cycle before it calls finalizers."""
+
+    def __init__(self) -> None:
+        self._refs: list[weakref.ref[PagedTensor]] = []
+
+    def add(self, handle: PagedTensor) -> None:
+        if len(self._refs) > 64:
+            self._refs[:] = [ref for ref in self._refs if ref() is not None]
+        self._refs.append(weakref.ref(handle))
+
+    def gather(self) -> None:
+        """Gives each handle its own copy of what it shows, and forgets all."""
+        for ref in self._refs:
+            if (handle := ref()) is not None:
+                handle.keep()
+        self._refs.clear()
+
+    def clear(self) -> None:
+        self._refs.clear()
 
 
 class DeferredTensor(LazyTensor):

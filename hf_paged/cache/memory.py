@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,13 +19,16 @@ from ..config import AUTO, PagedConfig, VirtualStorage
 from ..interrupts import held
 from ..tools.pictures import group_label
 from . import budget
-from .block_manager import BlockManager
+from .block_manager import BlockManager, SequenceBlocks
 from .block_pool import BlockPool, BlockTable, OutOfBlocksError
 from .block_sizes import DEFAULT_BLOCK_SIZE, MIN_UNSERVED, BlockSizes, Choice
 from .groups import UNBOUNDED, BlockGroup, GroupSpec, StateSpec
+from .handles import Handles
 from .states import StateStorage
 from .storage import KVBlocks, Storage, commits_when_touched, free_bytes, trim
 from .virtual import MappedStorage
+
+logger = logging.getLogger(__name__)
 
 # New block ids are added a few at a time, so that freed blocks, whose pages are warm, are used again first.
 GROWTH_STEP = 16
@@ -162,6 +166,7 @@ class GroupMemory(BlockGroup):
         before it evicts cached blocks, unless that needs larger tensors; without one it evicts first, except that it
         keeps a few snapshots of states."""
         memory, pool, config = self.memory, self.pool, self.memory.config
+        memory.free_abandoned()
         if self._is_short:  # the call that failed has freed its blocks since
             self._is_short = False
             pool.shrink()
@@ -244,6 +249,7 @@ class GroupMemory(BlockGroup):
         with held():
             if index in self.storage.layers:
                 if num_begun is None or sum(bool(table.block_ids) for table in self.live_tables()) > num_begun:
+                    self.memory.gather_handles()  # of the former dtype
                     layer = self.storage.promote(index, keys, values)
                     budget.note(self.memory)
                     return layer
@@ -313,6 +319,8 @@ class PagedMemory:
         self.num_copied = self._peak_blocks = 0  # copied by copy-on-write since the last reset
         self._peak_used: dict[GroupSpec, int] = {}
         self._waste = 0.0
+        self.handles: dict[int, Handles] = {}  # of each cache, by the id of its rows
+        self._abandoned: deque[tuple[BlockManager, list[SequenceBlocks], Handles]] = deque()
         self.charged_bytes = 0  # to `hf_paged.budget`
         self.last_used = time.monotonic()  # by a call, or an engine
         # With sharded heads, where other processes hold other heads of the same blocks. `least` returns the minimum of
@@ -373,6 +381,36 @@ class PagedMemory:
                 self.managers[specs] = made
             return self.managers[specs]
 
+    def abandon(self, manager: BlockManager, rows: list[SequenceBlocks], handles: Handles) -> None:
+        """Frees the rows of a collected cache without waiting: at once, or, if a thread holds the lock, when blocks are
+        next taken or counted."""
+        self._abandoned.append((manager, rows, handles))
+        if not self.lock._is_owned():  # type: ignore[attr-defined]  # else its holder is in the middle of a change
+            self.free_abandoned()
+
+    def free_abandoned(self) -> None:
+        """Frees the rows of collected caches, unless another thread holds the lock."""
+        if not self._abandoned:
+            return
+        with held():
+            while self._abandoned and self.lock.acquire(blocking=False):
+                try:
+                    manager, rows, handles = self._abandoned.popleft()
+                    try:
+                        handles.gather()
+                    except (MemoryError, RuntimeError) as error:  # torch raises the latter
+                        logger.warning("keys or values that outlive their cache are lost: %s", error)
+                    finally:
+                        for blocks in rows:
+                            manager.end(blocks)
+                finally:
+                    self.lock.release()
+
+    def gather_handles(self) -> None:
+        """Gathers the handles of all caches."""
+        for handles in list(self.handles.values()):
+            handles.gather()
+
     def groups_of(self, blocks: BlockManager) -> list[GroupMemory]:
         """Returns the groups of a manager of this memory."""
         return [self.groups[group.spec] for group in blocks.groups]
@@ -380,11 +418,13 @@ class PagedMemory:
     @property
     def num_used(self) -> int:
         """Blocks that a table holds, over all counted groups."""
+        self.free_abandoned()
         return sum(group.pool.num_used for group in self.groups.values() if group.spec.is_counted)
 
     @property
     def is_used(self) -> bool:
         """Whether any table holds a block. May be read without the lock."""
+        self.free_abandoned()
         return any(group.pool.num_used for group in list(self.groups.values()))
 
     @property
@@ -506,7 +546,7 @@ class PagedMemory:
         block; returns whether it did. May be called at any moment, from any thread: running sequences hold blocks, and
         the next write allocates the layers again."""
         with held(), self.lock:
-            if any(group.pool.num_used for group in self.groups.values()):
+            if self.is_used:
                 return False
             self._released_peak_bytes, self._limit_bytes = self._peak_bytes, None
             for group in self.groups.values():
@@ -535,6 +575,7 @@ class PagedMemory:
     def stats(self) -> MemoryStats:
         """Returns the current statistics."""
         with self.lock:
+            self.free_abandoned()
             groups = self.groups.values()
             tiers: list[Any] = [manager.tier for manager in self.managers.values() if manager.tier is not None]
             return MemoryStats(
@@ -570,6 +611,7 @@ class PagedMemory:
     def check_integrity(self) -> None:
         """Raises `AssertionError` unless every pool agrees with the living tables."""
         with self.lock:
+            self.free_abandoned()
             for group in self.groups.values():
                 group.pool.check_integrity([table.block_ids for table in group.live_tables()])
             total = self.config.num_blocks

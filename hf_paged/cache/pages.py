@@ -14,7 +14,7 @@ import mmap
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,20 +32,42 @@ class Addresses:
         self, address: int, size: int, view: Callable[[Addresses], Tensor], give_up: Callable[[], None] | None = None
     ) -> None:
         self.address, self.size, self._view = address, size, view
-        self._lender: Addresses | None = None
+        self.holds: Any = None  # what must live as long, as the pages that are mapped there
         if give_up is not None:
             weakref.finalize(self, give_up).atexit = False
 
-    def lend(self) -> Addresses:
-        """Returns the same range as a new object, whose lifetime shows when its tensors are freed."""
-        lent = Addresses(self.address, self.size, self._view)
-        lent._lender = self
+    def lend(self, start: int, size: int) -> Addresses:
+        """Returns `size` bytes of the range as a new object, whose lifetime shows when its tensors are freed."""
+        lent = Addresses(self.address + start, size, self._view)
+        lent.holds = self
         return lent
 
     def tensor(self, dtype: torch.dtype) -> Tensor:
         """Returns the range as a one-dimensional tensor of `dtype`, writable where pages are mapped."""
         with torch.inference_mode(False):  # the tensor outlives the call
             return self._view(self).view(dtype)
+
+
+class Backing:
+    """Pages from `offset` on, returned to the system with the last addresses that hold this object, or by `release`."""
+
+    def __init__(self, pages: Pages, offset: int, size: int) -> None:
+        self.pages, self.offset, self.size = pages, offset, size
+        self.release = weakref.finalize(self, pages.release, offset, size)
+        self.release.atexit = False
+        _backings.add(self)
+
+    def fresh(self, pages: Pages) -> Backing:
+        return Backing(pages, self.offset, self.size)
+
+
+_backings: weakref.WeakSet[Backing] = weakref.WeakSet()
+
+
+def leave_to_parent() -> None:
+    """In a child process: never returns pages made so far to the system, which the parent does."""
+    for backing in list(_backings):
+        backing.release.detach()
 
 
 class Extents:
@@ -96,6 +118,10 @@ class Pages(Protocol):
 
     def release(self, offset: int, size: int) -> None:
         """Returns existing pages to the system."""
+
+    def detach(self, addresses: Addresses, spots: Sequence[int], size: int) -> None:
+        """Replaces the pages at `spots`, addresses of `size` bytes in this range, by copies that nothing else maps and
+        that are freed with the range. Raises `MemoryError`."""
 
     def physical_bytes(self) -> int:
         """Returns the bytes of physical memory that pages take."""
@@ -205,6 +231,19 @@ class MemoryFile:
         if _libc().fallocate(self._fd, _PUNCH_HOLE_KEEP_SIZE, offset, size):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
+    def detach(self, addresses: Addresses, spots: Sequence[int], size: int) -> None:
+        runs: list[list[int]] = []  # address and bytes
+        for spot in spots:
+            if runs and sum(runs[-1]) == spot:
+                runs[-1][1] += size
+            else:
+                runs.append([spot, size])
+        for address, count in runs:
+            content = ctypes.string_at(address, count)
+            # private memory: after a fork, each process has its own copy
+            _mmap(address, count, _READ | _WRITE, _PRIVATE | _ANONYMOUS | _NORESERVE | _FIXED)
+            ctypes.memmove(address, content, count)
+
     def physical_bytes(self) -> int:
         return os.fstat(self._fd).st_blocks * 512
 
@@ -286,6 +325,22 @@ class CudaPages:
     def release(self, offset: int, size: int) -> None:
         for found in [each for each in self._handles if offset <= each < offset + size]:
             self._call("cuMemRelease", self._handles.pop(found))
+
+    def detach(self, addresses: Addresses, spots: Sequence[int], size: int) -> None:
+        total = len(spots) * size
+        offset, copies = self.extend(total), self.reserve(total)
+        self.map(copies.address, offset, total)
+        target, source = copies.tensor(torch.uint8).view(-1, size), addresses.tensor(torch.uint8)
+        for number, spot in enumerate(spots):
+            target[number] = source[spot - addresses.address :][:size]
+            self.unmap(spot, size)
+            self.map(spot, offset + number * size, size)
+        weakref.finalize(addresses, self._drop, spots, size, offset).atexit = False
+
+    def _drop(self, spots: Sequence[int], size: int, offset: int) -> None:
+        for spot in spots:
+            self.unmap(spot, size)
+        self.release(offset, len(spots) * size)
 
     def physical_bytes(self) -> int:
         return len(self._handles) * self.granularity

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .pages import PLANE_BYTES, Addresses, Extents, Pages
+from .pages import PLANE_BYTES, Addresses, Backing, Extents, Pages
 from .row_slots import Row
 
 
@@ -47,12 +47,16 @@ class Planes:
 class Region:
     """One block tensor of a layer, `(num_blocks, heads, block_size, width)`, and the places of its rows."""
 
-    def __init__(self, pages: Pages, planes: Planes, num_blocks: int, offset: int | None = None) -> None:
-        """Uses the pages from `offset` on, by default new ones. Raises `MemoryError` without free addresses."""
+    def __init__(self, pages: Pages, planes: Planes, num_blocks: int, backing: Backing | None = None) -> None:
+        """Uses the pages of `backing`, by default new ones. Raises `MemoryError` without free addresses."""
         self.pages, self.planes, self.num_blocks = pages, planes, num_blocks
-        self.offset = pages.extend(planes.count * PLANE_BYTES) if offset is None else offset
+        if backing is None:
+            size = planes.count * PLANE_BYTES
+            backing = Backing(pages, pages.extend(size), size)
+        self.backing = backing
         self.num_mapped = 0  # blocks
-        addresses = pages.reserve(max(1, planes.count * num_blocks) * planes.block_bytes)
+        self._addresses = addresses = pages.reserve(max(1, planes.count * num_blocks) * planes.block_bytes)
+        addresses.holds = backing
         count, inner, width, size = planes.count, planes.inner, planes.width, planes.block_size
         block = size * planes.unit
         self.address = addresses.address
@@ -63,7 +67,7 @@ class Region:
         self.places: Places | None = None
 
     def offset_of(self, plane: int, block_id: int) -> int:
-        return self.offset + plane * PLANE_BYTES + block_id * self.planes.block_bytes
+        return self.backing.offset + plane * PLANE_BYTES + block_id * self.planes.block_bytes
 
     def back(self, num_blocks: int) -> None:
         """Maps the pages of the first `num_blocks` blocks, so that they can be written. Raises `MemoryError`."""
@@ -76,17 +80,18 @@ class Region:
 
     def grown(self, num_blocks: int) -> Region:
         """Returns a region with the same pages at new addresses, with room for `num_blocks` blocks."""
-        region = Region(self.pages, self.planes, num_blocks, self.offset)
+        region = Region(self.pages, self.planes, num_blocks, self.backing)
         region.back(num_blocks if self.pages.is_sparse else self.num_mapped)
         return region
 
     def map_fresh(self, pages: Pages) -> None:
         """In a child process: maps other pages at the same addresses."""
         num_mapped, self.pages, self.num_mapped, self.places = self.num_mapped, pages, 0, None
+        self._addresses.holds = self.backing = self.backing.fresh(pages)
         self.back(num_mapped)
 
     def close(self) -> None:
-        """Releases its pages to the system. No table may hold a block."""
+        """Returns its pages to the system. No table may hold a block."""
         size, places = self.planes.block_bytes, self.places
         if places is not None:
             places.settle()
@@ -96,7 +101,7 @@ class Region:
                 self.pages.unmap(places.address, places.size)
             for plane in range(self.planes.count):
                 self.pages.unmap(self.address + plane * self.num_blocks * size, self.num_mapped * size)
-        self.pages.release(self.offset, self.planes.count * PLANE_BYTES)
+        self.backing.release()
 
 
 @dataclass(eq=False)
@@ -121,6 +126,7 @@ class Places:
         self.row_bytes = max_len * planes.unit * planes.dtype.itemsize  # per plane
         addresses = region.pages.reserve(planes.count * num_slots * self.row_bytes)
         self.address, self.size = addresses.address, addresses.size
+        addresses.holds = region.backing
         self._addresses = addresses
         self.views = self._views(addresses)
         self.mapped: list[list[int | None]] = [[] for _ in range(num_slots)]  # block ids of each slot, by position
@@ -197,8 +203,8 @@ class Places:
         region, size = self.region, self.region.planes.block_bytes
         if not region.pages.maps_over:
             self._unmap(slot, position, count)
-        self._note(slot, position, list(range(block_id, block_id + count)))
         try:
+            self._note(slot, position, list(range(block_id, block_id + count)))
             region.pages.extents.check()
             for plane in range(region.planes.count):
                 address = self._at(slot, plane) + position * size
@@ -225,13 +231,16 @@ class Places:
 
     def lend(self, part: int, slots: range, first: int, end: int) -> Tensor:
         """Returns a view of tokens `[first, end)` of consecutive slots, for the model's own code."""
-        lent = self._addresses.lend()
-        size = self.region.planes.block_size
+        planes, view = self.region.planes, self.views[part][slots.start : slots.stop, :, first:end]
+        # only what the view spans: torch saves whole storages
+        start, last = view.storage_offset(), sum((n - 1) * step for n, step in zip(view.shape, view.stride()))
+        lent = self._addresses.lend(start * planes.dtype.itemsize, (last + 1) * planes.dtype.itemsize)
+        size = planes.block_size
         self.loans.append(Loan(weakref.ref(lent), part, slots, range(first // size, -(-end // size))))
-        return self._views(lent)[part][slots.start : slots.stop, :, first:end]
+        return lent.tensor(planes.dtype).as_strided(view.shape, view.stride())
 
     def settle(self) -> None:
-        """Preserves lent views that are still alive: copies their content to separate pages at the same addresses; rows
+        """Preserves lent views that are still alive: copies their content at the same addresses (`Pages.detach`); rows
         get new addresses. Call before mapping over, or writing to, blocks."""
         size, pages = self.region.planes.block_bytes, self.region.pages
         spots: dict[int, None] = {}  # addresses of mapped blocks
@@ -241,17 +250,7 @@ class Places:
                 for plane in range(loan.part * self.heads, (loan.part + 1) * self.heads):
                     spots.update(dict.fromkeys(self._at(slot, plane) + at * size for at in have))
         if spots:
-            total = len(spots) * size
-            offset, copies = pages.extend(total), pages.reserve(total)
-            pages.map(copies.address, offset, total)
-            target, source = copies.tensor(torch.uint8).view(-1, size), self._addresses.tensor(torch.uint8)
-            for number, spot in enumerate(spots):
-                target[number] = source[spot - self.address :][:size]
-                if not pages.maps_over:
-                    pages.unmap(spot, size)
-                pages.map(spot, offset + number * size, size)
-            # released with the last view
-            weakref.finalize(self._addresses, _drop, pages, list(spots), size, offset).atexit = False
+            pages.detach(self._addresses, list(spots), size)
             self.region.places = None
         self.loans = []
 
@@ -266,9 +265,3 @@ def _num_ends(have: list[int | None], first: int, end: int) -> int:
 
 def _forget(extents: Extents, count: list[int]) -> None:
     extents.add(-count[0])
-
-
-def _drop(pages: Pages, spots: list[int], size: int, offset: int) -> None:
-    for spot in () if pages.maps_over else spots:
-        pages.unmap(spot, size)
-    pages.release(offset, len(spots) * size)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 import weakref
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
 
 from .. import forks
 from ..step import StepMetadata
@@ -23,12 +26,13 @@ class Row:
     hides: bool = False  # whether padding precedes it
     version: int = 0  # counts changes
     owner: int = 0  # counts unrelated rows in this slot
-    user: weakref.ref[StepMetadata] | None = None  # the last step that reads it
-    used: int = 0  # time of that step
+    users: list[weakref.ref[StepMetadata]] = field(default_factory=list)  # steps that read it
+    used: int = 0  # time of the last one
 
     @property
     def is_free(self) -> bool:
-        return self.user is None or self.user() is None
+        """Whether no step reads it any more."""
+        return all(user() is None for user in self.users)
 
     def holds(self, position: int, block_id: int) -> bool:
         place = position - self.first
@@ -39,6 +43,15 @@ class Row:
 class Placement:
     slots: list[int]  # per row of a step
     firsts: list[int]  # position in the slot, in tokens, of each row's position 0 in the step
+
+
+class PlacedRows(NamedTuple):
+    """Where the rows of a step can be read. Stays readable while the step and these views live, whatever else is
+    mapped meanwhile."""
+
+    placement: Placement
+    keys: Tensor  # (slots, heads, max_len, dim); only placed rows may be read
+    values: Tensor
 
 
 class RowSlots:
@@ -66,7 +79,7 @@ class RowSlots:
         # (first, ids): a row begins at the block position of its origin in the sequence or the columns
         rows = [(at // size, ids[: -(-end // size)]) for at, ids, end in zip(origins, tables, step.seq_lens)]
         with self.lock:
-            slots = self._choose(rows, together)
+            slots = self._choose(rows, together, step.has_padding)
             if slots is None:
                 return None
             self._clock += 1
@@ -88,11 +101,11 @@ class RowSlots:
         while self.max_len < num_tokens:
             self.max_len *= 2
 
-    def _choose(self, rows: list[tuple[int, list[int]]], together: bool) -> list[int] | None:
+    def _choose(self, rows: list[tuple[int, list[int]]], together: bool, hides: bool) -> list[int] | None:
         taken: set[int] = set()
         found: list[int | None] = []
         for first, ids in rows:
-            slot = self._find(first, ids, taken)
+            slot = self._find(first, ids, taken, hides)
             found.append(slot)
             if slot is not None:
                 taken.add(slot)
@@ -114,20 +127,22 @@ class RowSlots:
         free = iter(spare)
         return [next(free) if slot is None else slot for slot in found]
 
-    def _find(self, first: int, ids: list[int], taken: set[int]) -> int | None:
+    def _find(self, first: int, ids: list[int], taken: set[int], hides: bool) -> int | None:
         """Returns the slot of the row's last step, found by one of its last two blocks."""
         for place in range(len(ids) - 1, max(-1, len(ids) - 3), -1):
             slot = self._tails.get(ids[place])
             if slot is None or slot in taken:
                 continue
             row = self.rows[slot]
-            if row.holds(first + place, ids[place]) and (row.is_free or self._only_grows(row, first, ids)):
+            if row.holds(first + place, ids[place]) and (row.is_free or self._only_grows(row, first, ids, hides)):
                 return slot
         return None
 
-    def _only_grows(self, row: Row, first: int, ids: list[int]) -> bool:
+    def _only_grows(self, row: Row, first: int, ids: list[int], hides: bool) -> bool:
+        """Whether these blocks may follow in the slot while other steps read it: nothing that they read is unmapped."""
         shift = first - row.first
-        return shift >= 0 and row.block_ids[shift:] == ids[: len(row.block_ids) - shift]
+        keeps = shift == 0 or (shift > 0 and not hides)  # padding unmaps what precedes it
+        return keeps and row.block_ids[shift:] == ids[: len(row.block_ids) - shift]
 
     def _neighbours(self, count: int) -> list[int] | None:
         begin = self._runs.get(count)
@@ -169,4 +184,5 @@ class RowSlots:
             row.version += 1
         if ids:
             self._tails[ids[-1]] = slot
-        row.user, row.used = weakref.ref(step), self._clock
+        row.users = [*(user for user in row.users if user() is not None), weakref.ref(step)]
+        row.used = self._clock

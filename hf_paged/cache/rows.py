@@ -17,7 +17,7 @@ from ..step import NotPackable, ReadCounters, StepMetadata
 from .block_manager import SequenceBlocks
 from .block_pool import BlockTable, OutOfBlocksError
 from .groups import GroupSpec
-from .handles import PagedTensor
+from .handles import Handles, PagedTensor
 from .memory import PagedMemory
 
 
@@ -238,29 +238,23 @@ class CacheRows:
         self.num_operations = 0
         self.held: list[SequenceBlocks] = []
         self.groups: weakref.WeakValueDictionary[GroupSpec, LayerGroup] = weakref.WeakValueDictionary()
-        self._snapshots: list[weakref.ref[PagedTensor]] = []
+        self._handles = memory.handles[id(self)] = Handles()
 
     def __del__(self) -> None:
-        if getattr(self, "held", None) and not self.borrows:
-            try:
-                self.free()
-            except BaseException:  # an interrupt before signals were deferred; Python ignores exceptions in `__del__`
-                self.free()
-                raise
+        """Frees every block, now or later: a finalizer may run in any thread, under any lock, and must not wait."""
+        if "_handles" in self.__dict__:
+            del self.memory.handles[id(self)]
+            if not self.borrows:
+                self.memory.abandon(self.manager, self.held, self._handles)
 
     def remember(self, handle: PagedTensor) -> PagedTensor:
         """Tracks `handle`, to gather it before its blocks change, are freed or are left to other tables."""
-        if len(self._snapshots) > 64:
-            self._snapshots = [ref for ref in self._snapshots if ref() is not None]
-        self._snapshots.append(weakref.ref(handle))
+        self._handles.add(handle)
         return handle
 
     def keep_snapshots(self) -> None:
         """Gathers all living handles, since their blocks are about to change."""
-        for ref in self._snapshots:
-            if (handle := ref()) is not None:
-                handle.dense()
-        self._snapshots.clear()
+        self._handles.gather()
 
     def select(self, indices: Sequence[int]) -> None:
         """Makes row `i` what row `indices[i]` was, by permuting and forking tables, without copies. Does nothing to
@@ -300,7 +294,7 @@ class CacheRows:
                 for blocks in () if self.borrows else self.held:
                     self.manager.end(blocks)
                 self.held = []
-                self._snapshots.clear()
+                self._handles.clear()
                 for group in self.groups.values():
                     group.clear()
 

@@ -20,14 +20,15 @@ import torch
 from torch import Tensor
 
 from ..config import MAX_BLOCK_SIZE, PagedConfig, VirtualStorage
+from ..interrupts import held
 from ..step import StepMetadata
 from . import background
 from .block_pool import BlockPool
 from .copies import copy_portable
 from .groups import GroupSpec
-from .pages import Pages, pages_for
+from .pages import Pages, leave_to_parent, pages_for
 from .places import Places, Planes, Region
-from .row_slots import Placement, RowSlots
+from .row_slots import PlacedRows, Placement, RowSlots
 from .storage import KVBlocks, Storage, limits_addresses
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,11 @@ def fit_blocks(config: PagedConfig, model_config: Any, device: torch.device) -> 
     tokens = page // math.gcd(page, 2 * width)
     if tokens > MAX_BLOCK_SIZE:
         tokens = page // math.gcd(page, 2 * width * 2 * heads)
+    if tokens > MAX_BLOCK_SIZE:
+        raise ValueError(
+            f"`page_bytes` of `VirtualStorage` is {page:,}, and no block of at most {MAX_BLOCK_SIZE:,} tokens of this "
+            f"model, {heads} KV heads of {width}, fills such pages: lower it"
+        )
     size = config.block_size  # "auto": the smallest possible
     return config if not isinstance(size, str) and size >= tokens else dataclasses.replace(config, block_size=tokens)
 
@@ -67,54 +73,78 @@ class LayerRows:
         self.slots, self.config, self.regions, self._form = storage.slots, storage.config, list(regions), form
         self.is_read = True  # whether the model's own code accepts tensors that are not contiguous
 
-    def place(self, step: StepMetadata, together: bool = False) -> Placement | None:
+    def place(self, step: StepMetadata) -> PlacedRows | None:
         """Maps each row of a step and returns where it can be read; `None` if it cannot be mapped."""
-        placement: Placement | None = step.plan(self.slots.place, together)
-        if placement is not None:
-            slots = self.slots
-            with slots.lock:
-                try:
-                    self._follow(placement)
-                except MemoryError:
-                    _drop_idle(keep=placement, of=slots)
-                    try:
-                        self._follow(placement)
-                    except MemoryError as error:
-                        logger.warning("rows are gathered, as no more of them can be mapped: %s", error)
-                        slots.fill()
-                        return None
-        return placement
+        with self.slots.lock:
+            found = self._place(step, together=False)
+        if found is None:
+            return None
+        placement, each = found
+        views = [view for places in each for view in places.views]
+        if len(views) == 2:
+            return PlacedRows(placement, *views)
+        both = KVBlocks.view((views[0],), *self._form)
+        return PlacedRows(placement, both.keys, both.values)
 
-    def _follow(self, placement: Placement) -> None:
-        slots = self.slots
+    def _place(self, step: StepMetadata, together: bool) -> tuple[Placement, list[Places]] | None:
+        """Maps each row of a step; returns the slots, and the places of each region. Needs the slots' lock."""
+        placement: Placement | None = step.plan(self.slots.place, together)
+        if placement is None:
+            return None
+        try:
+            return placement, self._follow(placement)
+        except MemoryError:
+            _drop_idle(keep=placement, of=self.slots)
+            try:
+                return placement, self._follow(placement)
+            except MemoryError as error:
+                logger.warning("rows are gathered, as no more of them can be mapped: %s", error)
+                self.slots.fill()
+                return None
+
+    def _follow(self, placement: Placement) -> list[Places]:
+        found = []
         for region in self.regions:
             places = region.places
-            fits = places is not None and (places.num_slots, places.max_len) == (slots.num_slots, slots.max_len)
-            stale = [
-                slot
-                for slot in placement.slots
-                if not fits or places.versions[slot] != slots.rows[slot].version  # type: ignore[union-attr]
-            ]
-            if not stale:
-                continue
-            if places is not None:
-                places.settle()
-            if not fits or region.places is None:
-                region.places, stale = Places(region, slots.num_slots, slots.max_len), placement.slots
-            config, ahead = self.config, 0 if self.config.background else self.config.blocks_ahead
-            for slot in stale:
-                region.places.follow(slot, slots.rows[slot], ahead, config.keep_mappings)
-            if config.background:
-                background.submit(self, stale)
+            stale = placement.slots if places is None else self._stale(places, placement.slots)
+            if stale:
+                with held():
+                    places = self._map(region, stale, placement)
+            assert places is not None
+            found.append(places)
+        return found
+
+    def _stale(self, places: Places, some: list[int]) -> list[int]:
+        """Returns which of these slots are not mapped as their rows are now."""
+        slots = self.slots
+        if (places.num_slots, places.max_len) != (slots.num_slots, slots.max_len):
+            return some
+        return [slot for slot in some if places.versions[slot] != slots.rows[slot].version]
+
+    def _map(self, region: Region, stale: list[int], placement: Placement) -> Places:
+        slots, places = self.slots, region.places
+        if places is not None:
+            places.settle()
+            if (places.num_slots, places.max_len) != (slots.num_slots, slots.max_len):
+                region.places = None
+        if region.places is None:
+            region.places, stale = Places(region, slots.num_slots, slots.max_len), placement.slots
+        config, ahead = self.config, 0 if self.config.background else self.config.blocks_ahead
+        for slot in stale:
+            region.places.follow(slot, slots.rows[slot], ahead, config.keep_mappings)
+        if config.background:
+            background.submit(self, stale)
+        return region.places
 
     def drop(self, some: Sequence[int]) -> None:
-        """Unmaps these slots."""
-        for region in self.regions:
-            if region.places is not None:
-                region.places.settle()
-            for slot in some:
-                if region.places is not None and slot < region.places.num_slots:
-                    region.places.drop(slot)
+        """Unmaps these slots. Needs the slots' lock."""
+        with held():
+            for region in self.regions:
+                if region.places is not None:
+                    region.places.settle()
+                for slot in some:
+                    if region.places is not None and slot < region.places.num_slots:
+                        region.places.drop(slot)
 
     def map_ahead(self, some: Sequence[int]) -> None:
         """Maps the next blocks of the rows in these slots, while the step computes."""
@@ -123,14 +153,6 @@ class LayerRows:
                 with self.slots.lock:
                     if region.places is not None and slot < region.places.num_slots and not self.slots.is_full:
                         region.places.map_ahead(slot, self.slots.rows[slot], self.config.blocks_ahead)
-
-    def views(self) -> tuple[Tensor, Tensor]:
-        """Returns keys and values `(slots, heads, max_len, dim)`; only placed rows may be read."""
-        found = [view for region in self.regions for view in region.places.views]  # type: ignore[union-attr]
-        if len(found) == 2:
-            return found[0], found[1]
-        both = KVBlocks.view((found[0],), *self._form)
-        return both.keys, both.values
 
     def lend(self, step: StepMetadata, is_value: bool) -> Tensor | None:
         """Returns all `step.columns` of every row as a view `(rows, heads, len(columns), dim)`, with zeros for padding;
@@ -143,29 +165,42 @@ class LayerRows:
             return None
         if step.has_padding and not self.regions[0].pages.maps_over:
             return None  # padding is not mapped
-        placement = self.place(step, together=True)
-        if placement is None:
-            return None
         first, end = columns.start - shift, columns.stop - shift
         if first < 0:
             return None
-        slots, number = range(placement.slots[0], placement.slots[-1] + 1), int(is_value)
-        regions, planes = self.regions, self.regions[0].planes
-        if len(regions) == 2 or planes.parts == 2:
-            region, part = (regions[number], 0) if len(regions) == 2 else (regions[0], number)
-            return region.places.lend(part, slots, first, end)  # type: ignore[union-attr]
-        both = KVBlocks.view((regions[0].places.lend(0, slots, first, end),), *self._form)  # type: ignore[union-attr]
-        return both.values if is_value else both.keys
+        with self.slots.lock, held():
+            found = self._place(step, together=True)
+            if found is None:
+                return None
+            placement, each = found
+            slots, number = range(placement.slots[0], placement.slots[-1] + 1), int(is_value)
+            if len(each) == 2:
+                return each[number].lend(0, slots, first, end)
+            if self.regions[0].planes.parts == 2:
+                return each[0].lend(number, slots, first, end)
+            both = KVBlocks.view((each[0].lend(0, slots, first, end),), *self._form)
+            return both.values if is_value else both.keys
 
     def settle(self) -> None:
         """Preserves lent views before blocks are written to (`Places.settle`)."""
         for region in self.regions:
-            if region.places is not None and region.places.loans:
-                with self.slots.lock:
+            places = region.places  # read once: another thread may change it
+            if places is not None and places.loans:
+                with self.slots.lock, held():
+                    if region.places is not None:
+                        region.places.settle()
+
+    def grow(self, num_blocks: int) -> None:
+        """Gives the regions addresses for `num_blocks` blocks. Raises `MemoryError`, with nothing changed."""
+        regions = [region.grown(num_blocks) for region in self.regions]
+        with self.slots.lock, held():
+            for region in self.regions:  # readers of older blocks read these rows, too
+                if region.places is not None:
                     region.places.settle()
+            self.regions = regions
 
     def close(self) -> None:
-        with self.slots.lock:
+        with self.slots.lock, held():
             for region in self.regions:
                 region.close()
 
@@ -179,6 +214,7 @@ class MappedStorage(Storage):
         self.config, self.slots, self._pool = config, RowSlots(), pool
         self.pages: Pages | None = None
         self._for_child: dict[int, tuple[list[int], KVBlocks]] = {}
+        self._made: weakref.WeakSet[LayerRows] = weakref.WeakSet()  # also of former layers, which handles may hold
         _storages.add(self)
 
     @property
@@ -225,33 +261,28 @@ class MappedStorage(Storage):
             )
             return super()._allocate(num_blocks, keys, values)
         regions = [Region(self.pages, each, num_blocks) for each in planes]
-        return self._mapped_blocks(like, regions, num_blocks if self.pages.is_sparse else self.capacity)
-
-    def _mapped_blocks(self, like: KVBlocks, regions: Sequence[Region], num_mapped: int) -> KVBlocks:
         for region in regions:
-            region.back(num_mapped)
-        blocks = like.like([region.blocks for region in regions])
-        blocks.rows = LayerRows(self, regions, like.form)
+            region.back(num_blocks if self.pages.is_sparse else self.capacity)
+        rows = LayerRows(self, regions, like.form)
+        self._made.add(rows)
+        return self._over(like, rows)
+
+    def _over(self, like: KVBlocks, rows: LayerRows) -> KVBlocks:
+        blocks = like.like([region.blocks for region in rows.regions])
+        blocks.rows = rows
         return blocks
 
     def _grown(self, layer: KVBlocks, num_blocks: int) -> KVBlocks:
         if layer.rows is None:
             return super()._grown(layer, num_blocks)
-        regions = [region.grown(num_blocks) for region in layer.rows.regions]
-        return self._mapped_blocks(layer, regions, regions[0].num_mapped)
+        layer.rows.grow(num_blocks)
+        return self._over(layer, layer.rows)
 
     def grow(self, num_blocks: int, most: int) -> None:
         super().grow(num_blocks, most)
         for rows in self._mapped:
             for region in rows.regions:
                 region.back(num_blocks)
-
-    def promote(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks:
-        before = self.layers[index]
-        after = super().promote(index, keys, values)
-        if after is not before and before.rows is not None:
-            before.rows.close()
-        return after
 
     def clear(self) -> None:
         for rows in self._mapped:
@@ -270,12 +301,12 @@ class MappedStorage(Storage):
         """Copies the content of blocks for the child, since mapped pages stay shared with the parent."""
         if self.pages is None or not self.pages.is_sparse:
             return
+        for rows in list(self._made):
+            rows.settle()
         ids = [block_id for block_id, count in enumerate(self._pool.states()) if count]
         for index, layer in self.layers.items():
-            if layer.rows is not None:
-                layer.rows.settle()
-                if ids:
-                    self._for_child[index] = ids, layer.at(ids)
+            if layer.rows is not None and ids:
+                self._for_child[index] = ids, layer.at(ids)
 
     def after_in_parent(self) -> None:
         self._for_child = {}
@@ -318,9 +349,14 @@ def _tell(name: str) -> None:
         getattr(storage, name)()
 
 
+def _after_in_child() -> None:
+    leave_to_parent()
+    _tell("after_in_child")
+
+
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
         before=functools.partial(_tell, "before_fork"),
         after_in_parent=functools.partial(_tell, "after_in_parent"),
-        after_in_child=functools.partial(_tell, "after_in_child"),
+        after_in_child=_after_in_child,
     )

@@ -33,8 +33,13 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _TORCH_SCALARS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _MAX_DEPTH = 8  # of nested containers: some hold themselves
 _MARSHAL_VERSION = 2  # its bytes depend on values alone; later versions look at reference counts
-# Attributes that transformers sets on a model as notes to itself.
-NOTES = frozenset({"_is_hf_initialized", "_output_capturing_hooks_installed", "warnings_issued"})
+# Attributes that transformers sets on a model or its class as notes to itself.
+NOTES = frozenset(
+    {
+        *("_auto_class", "_can_set_attn_implementation_cached_value", "_can_set_experts_implementation_cached_value"),
+        *("_is_hf_initialized", "_output_capturing_hooks_installed", "warnings_issued"),
+    }
+)
 # Attributes that do not affect the forward: notes, where the model was loaded from, and what torch keeps in every
 # module (parameters, buffers, modules and forward hooks are visited separately).
 _IGNORED = {*vars(nn.Module()), "_compiled_call_impl", "name_or_path", compat.CACHED_MANAGER, *NOTES}
@@ -188,7 +193,7 @@ class ModelState:
                 if isinstance(value, types.FunctionType):
                     self._looks_at_mode[kind] |= is_own and "training" in value.__code__.co_names
                     found.append((name, self._value(value)))
-                elif type(value) in _SCALARS and name[:2] != "__":
+                elif type(value) in _SCALARS and name[:2] != "__" and name not in NOTES:
                     found.append((name, value))
         return found
 

@@ -118,8 +118,7 @@ class Model:
         """Reads some rows, each in a separate slot."""
         rows = self.random.sample(self.rows, self.random.randint(1, len(self.rows)))
         step = self.step(rows, origins=tuple(table.first_token for table, _ in rows))
-        placement = self.layer.rows.place(step)
-        keys, values = self.layer.rows.views()
+        placement, keys, values = self.layer.rows.place(step)
         for (table, tokens), slot, first in zip(rows, placement.slots, placement.firsts):
             expected = torch.tensor(tokens[table.first_token :])
             found = keys[slot, :, first : first + len(expected)]
@@ -255,7 +254,7 @@ def test_idle_rows_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None
     assert rows.place(step_of(tables)) is None and storage.slots.is_full
     for _ in range(FULL_STEPS):
         assert rows.place(step_of(tables[:5])) is None
-    placement = rows.place(step_of(tables[:5]))
+    placement, *_ = rows.place(step_of(tables[:5]))
     assert placement is not None and not storage.slots.is_full
 
 

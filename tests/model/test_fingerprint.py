@@ -95,6 +95,18 @@ def test_a_call_changes_nothing() -> None:
     assert read(model) == before
 
 
+def test_what_transformers_notes_on_a_class_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else blocks of one process are not found by another that has built other models."""
+    model, notes = llama(), ("_can_set_experts_implementation", "_can_set_attn_implementation")
+    for note in notes:
+        monkeypatch.delattr(LlamaForCausalLM, f"{note}_cached_value", raising=False)
+    before = read(model)
+    for note in notes:
+        getattr(LlamaForCausalLM, note)()
+        assert f"{note}_cached_value" in vars(LlamaForCausalLM)
+    assert read(model) == before
+
+
 def test_threads_do_not_count() -> None:
     model = nn.Linear(1000, 1000)
     before, found = torch.get_num_threads(), set()

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...cache.row_slots import Placement
+from ...cache.row_slots import PlacedRows, Placement
 from ...kernels import quantized
 from ...step import StepMetadata
 from . import reference
@@ -113,11 +113,11 @@ def _attend_gathered(call: AttentionCall) -> Tensor:
     (_, heads, _), kv_heads, layouts = call.query.shape, values.shape[1], list[Layout]()
     group = heads // kv_heads
     rows = None if call.needs_grad else call.blocks.rows
-    placement = None if rows is None else rows.place(step)
-    if placement is not None:
-        parts, is_complete = step.plan(plan_rows, kv_heads, placement)
+    placed = None if rows is None else rows.place(step)
+    if placed is not None:
+        parts, is_complete = step.plan(plan_rows, kv_heads, placed.placement)
         if step.query_len == len(parts) == 1 and is_complete and call.is_plain and group > 1:
-            return _decode_in_place(call, parts[0], group)
+            return _decode_in_place(call, parts[0], placed, group)
     elif quantized.is_quantized(keys) and keys.stride(2) != keys.shape[3]:  # tiles that keys and values share
         return reference.attend(call)
     else:
@@ -139,17 +139,18 @@ def _attend_gathered(call: AttentionCall) -> Tensor:
             own_bias = torch.stack([bias[row, some, :, low : low + length] for row, low in part.members])
             own_bias = _of_queries(own_bias, slice(first, None))
         own = call.of_heads(some, query[part.rows, some, first:], own_bias)
-        output = _attend_part(own, part, *_gather(own, part, layouts))
+        gathered = _gather(own, part, layouts) if placed is None else _view(own, part, placed)
+        output = _attend_part(own, part, *gathered)
         if is_complete and len(parts) == 1:
             return output.flatten(0, 1).contiguous()
         out[part.rows, first:, some] = output
     return out.flatten(0, 1)
 
 
-def _decode_in_place(call: AttentionCall, part: Part, group: int) -> Tensor:
+def _decode_in_place(call: AttentionCall, part: Part, placed: PlacedRows, group: int) -> Tensor:
     """`_attend_slice` in as few calls as possible, for one query per row, and rows of one length in neighbouring slots
     of `LayerRows`."""
-    key, value = _gather(call, part, [])
+    key, value = _view(call, part, placed)
     rows, kv_heads, _ = part.shape
     packed = call.query.view(rows, kv_heads, group, call.query.shape[2])
     return F.scaled_dot_product_attention(packed, key, value, scale=call.scale).flatten(1, 2)
@@ -251,12 +252,16 @@ def _step_mask(step: StepMetadata, queries: int, keys: int, dtype: torch.dtype, 
 _scratch = threading.local()  # by device; new memory would cost page faults every time
 
 
+def _view(call: AttentionCall, part: Part, placed: PlacedRows) -> list[Tensor]:
+    """Returns what `_gather` returns as views of rows that are contiguous in memory, if they have the query's dtype."""
+    assert part.place is not None
+    slots, low = part.place
+    return [x[slots, :, low : low + part.length].to(call.query.dtype) for x in (placed.keys, placed.values)]
+
+
 def _gather(call: AttentionCall, part: Part, layouts: list[Layout]) -> list[Tensor]:
     """Gathers K and V of a part, each `[rows, kv_heads, length, dim]` in the query's dtype. They are in this thread's
     scratch until its next call; in new memory if a gradient is wanted."""
-    if part.place is not None:
-        slots, low = part.place
-        return [x[slots, :, low : low + part.length].to(call.query.dtype) for x in call.blocks.rows.views()]
     sizes = [math.prod(part.shape) * layout.shape[3] * layout.itemsize for layout in layouts]
     *begins, end = itertools.accumulate((-(-size // 64) * 64 for size in sizes), initial=0)
     scratch, device = None, call.query.device

@@ -154,6 +154,8 @@ class EngineCore:
                 if state is not None and self.requests.get(state.request_id) is state:
                     self.remove(state)
                     state.end_streamer()
+                else:  # refused
+                    self._rest()
             raise
 
     def end(
@@ -186,6 +188,9 @@ class EngineCore:
         if self.loop is not None:
             self.loop.drop(state)
         del self.requests[state.request_id]
+        self._rest()
+
+    def _rest(self) -> None:
         if self.loop is not None and not self.requests:
             self.loop.executor.rest()
             self._end_use()

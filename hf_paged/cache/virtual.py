@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import MAX_BLOCK_SIZE, PagedConfig, VirtualStorage
+from ..config import MAX_BLOCK_SIZE, MAX_VIRTUAL_BLOCK_SIZE, PagedConfig, VirtualStorage
 from ..interrupts import held
 from ..step import StepMetadata
 from . import background
@@ -46,10 +46,10 @@ def fit_blocks(config: PagedConfig, model_config: Any, device: torch.device) -> 
     tokens = page // math.gcd(page, 2 * width)
     if tokens > MAX_BLOCK_SIZE:
         tokens = page // math.gcd(page, 2 * width * 2 * heads)
-    if tokens > MAX_BLOCK_SIZE:
+    if tokens > MAX_VIRTUAL_BLOCK_SIZE:
         raise ValueError(
-            f"`page_bytes` of `VirtualStorage` is {page:,}, and no block of at most {MAX_BLOCK_SIZE:,} tokens of this "
-            f"model, {heads} KV heads of {width}, fills such pages: lower it"
+            f"`page_bytes` of `VirtualStorage` is {page:,}, and no block of at most {MAX_VIRTUAL_BLOCK_SIZE:,} tokens "
+            f"of this model, {heads} KV heads of {width}, fills such pages: lower it"
         )
     size = config.block_size  # "auto": the smallest possible
     return config if not isinstance(size, str) and size >= tokens else dataclasses.replace(config, block_size=tokens)

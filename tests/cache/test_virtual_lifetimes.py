@@ -251,8 +251,11 @@ def test_views_survive_blocks_that_move(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_page_bytes_that_no_block_fills() -> None:
-    with pytest.raises(ValueError, match=r"`page_bytes` of `VirtualStorage` is 1,048,576"):
-        hf_paged.PagedEngine(models.build("llama"), hf_paged.PagedConfig(storage=VirtualStorage(page_bytes=1 << 20)))
+    with pytest.raises(ValueError, match=r"`page_bytes` of `VirtualStorage` is 2,097,152"):
+        hf_paged.PagedEngine(
+            models.build("llama", num_key_value_heads=1),
+            hf_paged.PagedConfig(storage=VirtualStorage(page_bytes=1 << 21)),
+        )
 
 
 def test_a_saved_slice_does_not_bring_all_rows() -> None:

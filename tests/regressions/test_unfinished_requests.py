@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -110,3 +111,40 @@ def test_steps_with_several_adapters_are_no_hooks_to_calls_of_other_threads() ->
         finally:
             stop.set()
             thread.join()
+
+
+def test_an_idle_pool_is_freed_after_a_request_was_refused() -> None:
+    config = PagedConfig(block_size=8, num_blocks=20, idle_release_seconds=0.1)
+    with PagedEngine(models.build("llama"), config) as engine:
+        engine.generate(prompts(40), GREEDY)
+        with pytest.raises(OutOfBlocksError):
+            engine.add_request(prompts(400)[0], GREEDY)
+        end = time.monotonic() + 30
+        while engine.memory.stats().held_bytes and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not engine.memory.stats().held_bytes
+
+
+@pytest.mark.parametrize("storage", ["blocks", "virtual"])
+def test_an_update_of_the_weights_may_bring_more_tokens(storage: str) -> None:
+    """Unfinished requests may choose these, as a call that begins now may."""
+    model, prompt = models.build("llama"), prompts(13)[0]
+
+    def change() -> None:
+        model.resize_token_embeddings(256)
+        weights = torch.randn(256, model.config.hidden_size, generator=torch.Generator().manual_seed(3))
+        with torch.no_grad():
+            model.lm_head.weight.copy_(weights)
+            model.model.embed_tokens.weight.copy_(weights.flip(0))
+
+    with PagedEngine(model, PagedConfig(block_size=8, storage=storage)) as engine:
+        request = engine.add_request(prompt, GREEDY)
+        for _ in range(3):
+            engine.step()
+        known = list(engine._core.requests[request].request.sequences[0].token_ids)
+        with engine.weights_update("recompute"):
+            change()
+        result = run_all(engine)[request]
+        assert result.error is None
+        expected = lone_run(model, known, greedy(12 - len(known) + len(prompt)))[0]
+        assert max(expected) >= 128 and result.token_ids == known[len(prompt) :] + expected

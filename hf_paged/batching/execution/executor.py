@@ -150,7 +150,6 @@ class Executor:
         `switch_attention` the caller has set the model's attention to `"hf_paged"`."""
         self._device = compute_device(self.model)
         self.autocast = autocast_dtype(self._device)  # of all forwards, whichever thread runs the steps
-        self.num_embeddings = num_embeddings(self.model)  # valid token ids are below this
         self.checks_weights, self.replays, self._switches_attention = check_weights, replays, switch_attention
         self.guard.begin(check_weights, self.autocast)
         self._forget_model()
@@ -189,6 +188,7 @@ class Executor:
     def _forget_model(self) -> None:
         """Drops what is known of the model: no graph is used before its state is read again; configs may differ."""
         self._num_changes, self._configs, self._is_state_due = -1, None, False
+        self.num_embeddings = num_embeddings(self.model)  # valid token ids are below this
         self.ahead.clear()
         if self.adapters is not None:
             self.adapters.forget_model()

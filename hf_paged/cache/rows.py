@@ -244,7 +244,7 @@ class CacheRows:
         """Frees every block, now or later: a finalizer may run in any thread, under any lock, and must not wait."""
         if "_handles" in self.__dict__:
             del self.memory.handles[id(self)]
-            if not self.borrows:
+            if self.held and not self.borrows:
                 self.memory.abandon(self.manager, self.held, self._handles)
 
     def remember(self, handle: PagedTensor) -> PagedTensor:

@@ -97,7 +97,8 @@ class PagedTensor(LazyTensor):
     def keep(self) -> None:
         """Gathers a copy, unless `dense` has been called, before blocks change. Takes no lock."""
         if self._dense is None and self.fresh is None and self.step.columns is not None:
-            self._dense = gather(self.step, self.blocks, self.dtype)
+            with torch.inference_mode(False):  # of whichever thread collects a cache
+                self._dense = gather(self.step, self.blocks, self.dtype)
 
     def read(self) -> Tensor:
         if self.reader is not None:

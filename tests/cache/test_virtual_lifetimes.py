@@ -88,7 +88,7 @@ def test_a_finalizer_waits_for_no_lock(options: dict[str, Any]) -> None:
     def hold() -> None:
         with memory.lock:
             locked.set()
-            done.wait(30)
+            done.wait(120)
 
     def collect() -> None:
         nonlocal cache
@@ -99,7 +99,7 @@ def test_a_finalizer_waits_for_no_lock(options: dict[str, Any]) -> None:
     holder.start()
     locked.wait(30)
     collector.start()
-    collector.join(10)
+    collector.join(60)
     waited = collector.is_alive()
     done.set()
     holder.join()

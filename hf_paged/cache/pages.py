@@ -156,6 +156,7 @@ def pages_for(device: torch.device, page_bytes: int | None = None) -> Pages:
 
 _READ, _WRITE = 1, 2
 _SHARED, _PRIVATE, _FIXED, _ANONYMOUS, _NORESERVE = 1, 2, 0x10, 0x20, 0x4000
+_MAY_MOVE, _MOVE_FIXED = 1, 2
 _PUNCH_HOLE_KEEP_SIZE = 3
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -166,6 +167,8 @@ def _libc() -> Any:
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_int64)
     libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    libc.mremap.restype = ctypes.c_void_p
+    libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
     libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     return libc
 
@@ -180,6 +183,14 @@ def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int =
 
 def _munmap(address: int, size: int) -> None:
     _libc().munmap(address, size)
+
+
+def _move(address: int, size: int, target: int) -> None:
+    """Moves a mapping, in place of others: threads that read there see either. Raises `MemoryError`."""
+    if _libc().mremap(address, size, size, _MAY_MOVE | _MOVE_FIXED, target) == _FAILED:
+        error = os.strerror(ctypes.get_errno())
+        _munmap(address, size)
+        raise MemoryError(f"{size:,} bytes of addresses cannot be mapped: {error} (ulimit -v, vm.max_map_count)")
 
 
 @functools.cache
@@ -239,10 +250,10 @@ class MemoryFile:
             else:
                 runs.append([spot, size])
         for address, count in runs:
-            content = ctypes.string_at(address, count)
             # private memory: after a fork, each process has its own copy
-            _mmap(address, count, _READ | _WRITE, _PRIVATE | _ANONYMOUS | _NORESERVE | _FIXED)
-            ctypes.memmove(address, content, count)
+            copied = _mmap(None, count, _READ | _WRITE, _PRIVATE | _ANONYMOUS | _NORESERVE)
+            ctypes.memmove(copied, address, count)
+            _move(copied, count, address)
 
     def physical_bytes(self) -> int:
         return os.fstat(self._fd).st_blocks * 512

@@ -7,6 +7,7 @@ import gc
 import io
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -147,6 +148,29 @@ def test_placed_rows_stay_readable_while_others_are_placed() -> None:
     assert torch.equal(placed.keys[slot : slot + 1, :, first : first + 70], expected)
     assert torch.equal(placed.values[slot : slot + 1, :, first : first + 70], -expected)
     assert torch.equal(view, expected)
+
+
+def test_a_view_stays_readable_while_it_is_preserved() -> None:
+    """A thread computes with it while another cache of the memory writes: it sees no page between two mappings."""
+    cache, expected = filled(VIRTUAL, length=5000)
+    other, token = cache.empty_twin(cache.memory), numbers(1, 1)
+    view, is_over, found = lent(cache), False, list[bool]()
+
+    def read() -> None:
+        while not is_over:
+            found.append(torch.equal(view, expected))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for _ in range(200):
+            view = lent(cache)
+            time.sleep(0.001)
+            other.update(token, token, 0)
+    finally:
+        is_over = True
+        reader.join()
+    assert len(found) > 50 and all(found)
 
 
 @pytest.mark.parametrize("length", [64, 70])

@@ -163,7 +163,7 @@ def test_a_view_stays_readable_while_it_is_preserved() -> None:
     reader = threading.Thread(target=read)
     reader.start()
     try:
-        for _ in range(200):
+        for _ in range(100):
             view = lent(cache)
             time.sleep(0.001)
             other.update(token, token, 0)

@@ -156,11 +156,17 @@ class Handles:
         self._refs.append(weakref.ref(handle))
 
     def gather(self) -> None:
-        """Gives each handle its own copy of what it shows, and forgets all."""
+        """Gives each handle its own copy of what it shows, and forgets all. Raises the first error, after the last."""
+        failure: Exception | None = None
         for ref in self._refs:
-            if (handle := ref()) is not None:
-                handle.keep()
+            try:
+                if (handle := ref()) is not None:
+                    handle.keep()
+            except Exception as error:  # out of memory
+                failure = failure or error
         self._refs.clear()
+        if failure is not None:
+            raise failure
 
     def clear(self) -> None:
         self._refs.clear()

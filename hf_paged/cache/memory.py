@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import forks
 from ..config import AUTO, PagedConfig, VirtualStorage
@@ -122,7 +123,9 @@ class GroupMemory(BlockGroup):
             return StateStorage(self.pool)
         if isinstance(config.storage, VirtualStorage):
             self.pool.run_length = 1 + config.storage.blocks_ahead
-            return MappedStorage(self.block_size, self.spec, config.storage, self.pool)
+            storage, memory = MappedStorage(self.block_size, self.spec, config.storage, self.pool), self.memory
+            storage.before_move = lambda: memory.gather_handles()  # `memory` is a weak proxy
+            return storage
         return Storage(self.block_size, self.spec, config.kv_dtype)
 
     @property
@@ -249,7 +252,6 @@ class GroupMemory(BlockGroup):
         with held():
             if index in self.storage.layers:
                 if num_begun is None or sum(bool(table.block_ids) for table in self.live_tables()) > num_begun:
-                    self.memory.gather_handles()  # of the former dtype
                     layer = self.storage.promote(index, keys, values)
                     budget.note(self.memory)
                     return layer
@@ -384,6 +386,8 @@ class PagedMemory:
     def abandon(self, manager: BlockManager, rows: list[SequenceBlocks], handles: Handles) -> None:
         """Frees the rows of a collected cache without waiting: at once, or, if a thread holds the lock, when blocks are
         next taken or counted."""
+        if not sys or sys.is_finalizing():  # the interpreter ends, and has cleared modules
+            return
         self._abandoned.append((manager, rows, handles))
         if not self.lock._is_owned():  # type: ignore[attr-defined]  # else its holder is in the middle of a change
             self.free_abandoned()
@@ -397,8 +401,9 @@ class PagedMemory:
                 try:
                     manager, rows, handles = self._abandoned.popleft()
                     try:
-                        handles.gather()
-                    except (MemoryError, RuntimeError) as error:  # torch raises the latter
+                        with torch._C.DisableTorchFunction(), _disable_current_modes():  # those of any thread's code
+                            handles.gather()
+                    except Exception as error:
                         logger.warning("keys or values that outlive their cache are lost: %s", error)
                     finally:
                         for blocks in rows:

@@ -137,6 +137,7 @@ def pages_for(device: torch.device, page_bytes: int | None = None) -> Pages:
     if device.type == "cuda":
         pages = CudaPages(device)
     elif device.type == "cpu" and sys.platform == "linux" and hasattr(os, "memfd_create"):
+        _check_file_size()
         pages = MemoryFile()
     if pages is not None:
         if page_bytes is not None and page_bytes % pages.granularity:
@@ -150,6 +151,17 @@ def pages_for(device: torch.device, page_bytes: int | None = None) -> Pages:
         f"`storage` is 'virtual', and pages cannot be mapped on {device} under {sys.platform}: it needs Linux for "
         "models on the CPU, or a CUDA device. Leave it out"
     )
+
+
+def _check_file_size() -> None:
+    import resource  # not on every system
+
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit != resource.RLIM_INFINITY:
+        raise ValueError(
+            f"`storage` is 'virtual', and files of this process are limited to {limit:,} bytes (ulimit -f), sparse "
+            "ones in memory, too: lift the limit, or leave `storage` out"
+        )
 
 
 # -- Linux ----------------------------------------------------------------------------------------------------------

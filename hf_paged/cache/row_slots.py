@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .. import forks
+from ..interrupts import held
 from ..step import StepMetadata
 
 MIN_ROWS, MAX_ROWS = 64, 1024
@@ -78,7 +79,7 @@ class RowSlots:
         origins = step.origins or (0,) * step.num_rows
         # (first, ids): a row begins at the block position of its origin in the sequence or the columns
         rows = [(at // size, ids[: -(-end // size)]) for at, ids, end in zip(origins, tables, step.seq_lens)]
-        with self.lock:
+        with self.lock, held():
             slots = self._choose(rows, together, step.has_padding)
             if slots is None:
                 return None
@@ -177,6 +178,8 @@ class RowSlots:
 
     def _write(self, step: StepMetadata, slot: int, first: int, ids: list[int], hides: bool) -> None:
         row = self.rows[slot]
+        if not row.is_free and first > row.first:  # other layers may still have to map what other steps read
+            first, ids = row.first, row.block_ids[: first - row.first] + ids
         if (row.first, row.block_ids, row.hides) != (first, ids, hides):
             overlaps = any(row.holds(first + place, block_id) for place, block_id in enumerate(ids[:1]))
             row.owner += not overlaps

@@ -314,13 +314,15 @@ class CacheRows:
     def __getstate__(self) -> dict[str, Any]:
         """State for pickle, with the content of the tables' blocks, renumbered from 0."""
         state = {name: getattr(self, name) for name in self._OWN} | {"tables": [], "contents": []}
-        for number, group in enumerate(self.manager.groups):
-            tables = [blocks.tables[number] for blocks in self.held]
-            ids = list(dict.fromkeys(block_id for table in tables for block_id in table.block_ids))
-            numbers = {block_id: number for number, block_id in enumerate(ids)}
-            state["tables"].append([([numbers[i] for i in t.block_ids], t.num_dropped, t.num_tokens) for t in tables])
-            layers = self.memory.group(group.spec).storage.layers.items() if ids else ()
-            state["contents"].append({index: layer.at(ids) for index, layer in layers})
+        with held(), self.memory.lock:
+            for number, group in enumerate(self.manager.groups):
+                tables = [blocks.tables[number] for blocks in self.held]
+                ids = list(dict.fromkeys(block_id for table in tables for block_id in table.block_ids))
+                numbers = {block_id: number for number, block_id in enumerate(ids)}
+                rows = [([numbers[i] for i in t.block_ids], t.num_dropped, t.num_tokens) for t in tables]
+                state["tables"].append(rows)
+                layers = self.memory.group(group.spec).storage.layers.items() if ids else ()
+                state["contents"].append({index: layer.at(ids) for index, layer in layers})
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -214,12 +214,15 @@ class MappedStorage(Storage):
         self.config, self.slots, self._pool = config, RowSlots(), pool
         self.pages: Pages | None = None
         self._for_child: dict[int, tuple[list[int], KVBlocks]] = {}
-        self._made: weakref.WeakSet[LayerRows] = weakref.WeakSet()  # also of former layers, which handles may hold
+        self._made: weakref.WeakSet[LayerRows] = weakref.WeakSet()  # also of former layers, which views may hold
+        # Gathers all handles. Called before blocks move, since a child process gets pages of its own at the blocks'
+        # addresses alone.
+        self.before_move: Callable[[], None] = lambda: None
         _storages.add(self)
 
     @property
     def _mapped(self) -> list[LayerRows]:
-        return [layer.rows for layer in self.layers.values() if layer.rows is not None]
+        return [layer.rows for layer in list(self.layers.values()) if layer.rows is not None]
 
     @property
     def physical_bytes(self) -> int:
@@ -275,6 +278,7 @@ class MappedStorage(Storage):
     def _grown(self, layer: KVBlocks, num_blocks: int) -> KVBlocks:
         if layer.rows is None:
             return super()._grown(layer, num_blocks)
+        self.before_move()
         layer.rows.grow(num_blocks)
         return self._over(layer, layer.rows)
 
@@ -283,6 +287,10 @@ class MappedStorage(Storage):
         for rows in self._mapped:
             for region in rows.regions:
                 region.back(num_blocks)
+
+    def promote(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks:
+        self.before_move()
+        return super().promote(index, keys, values)
 
     def clear(self) -> None:
         for rows in self._mapped:
@@ -304,7 +312,7 @@ class MappedStorage(Storage):
         for rows in list(self._made):
             rows.settle()
         ids = [block_id for block_id, count in enumerate(self._pool.states()) if count]
-        for index, layer in self.layers.items():
+        for index, layer in list(self.layers.items()):  # other threads may add some
             if layer.rows is not None and ids:
                 self._for_child[index] = ids, layer.at(ids)
 
@@ -346,7 +354,10 @@ def _drop_idle(keep: Placement, of: RowSlots) -> None:
 
 def _tell(name: str) -> None:
     for storage in list(_storages):
-        getattr(storage, name)()
+        try:
+            getattr(storage, name)()
+        except Exception:  # must not keep the others from theirs
+            logger.exception("blocks of a child process may be lost")
 
 
 def _after_in_child() -> None:

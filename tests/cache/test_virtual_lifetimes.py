@@ -6,6 +6,10 @@ import copy
 import gc
 import io
 import os
+import pickle
+import resource
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,11 +18,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_paged
 from hf_paged import PagedCache, VirtualStorage
 from hf_paged.cache import places, virtual
+from hf_paged.cache.row_slots import MIN_ROWS, RowSlots
+from hf_paged.cache.storage import KVBlocks
 from hf_paged.cache.virtual import MappedStorage
+from hf_paged.step import StepMetadata
 from tests.support import models
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memory files")
@@ -60,6 +69,11 @@ def storage_of(cache: PagedCache) -> MappedStorage:
     found = cache.layers[0].group.blocks.storage
     assert isinstance(found, MappedStorage)
     return found
+
+
+class Refusing(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError("on purpose")
 
 
 def in_child(check: Callable[[], bool], before_end: Callable[[], None] = lambda: None) -> bool:
@@ -190,6 +204,70 @@ def test_a_slot_belongs_to_all_steps_that_read_it(length: int) -> None:
     assert torch.equal(cache.layers[0].keys + 0, keys)
 
 
+@BOTH
+def test_a_window_that_moves_leaves_another_step_its_blocks(options: dict[str, Any]) -> None:
+    """A twin's row goes on in the slot of handles of which only those of the first layer have been read."""
+    config = models.build("mistral", sliding_window=192).config
+    cache = PagedCache(config, {**options, "block_size": 128})
+    count, (_, heads, _, dim) = len(cache.layers), (1, config.num_key_value_heads, 0, config.head_dim)
+    states = [torch.randn(1, heads, 256 + 71, dim, generator=torch.Generator().manual_seed(i)) for i in range(count)]
+
+    def update(to: PagedCache, start: int, end: int) -> list[tuple[Tensor, Tensor]]:
+        return [to.update(x[:, :, start:end], -x[:, :, start:end], layer) for layer, x in enumerate(states)]
+
+    update(cache, 0, 255)
+    held = update(cache, 255, 256)
+    shown = held[0][0].shape[2]
+    assert torch.equal(held[0][0] + 0, states[0][:, :, 256 - shown : 256])
+    twin = copy.deepcopy(cache)
+    update(twin, 256, 256 + 70)
+    for layer, (keys, _) in enumerate(update(twin, 256 + 70, 256 + 71)):
+        assert torch.equal(keys + 0, states[layer][:, :, -keys.shape[2] :])
+    for (keys, values), x in zip(held, states):
+        assert torch.equal(keys + 0, x[:, :, 256 - shown : 256])
+        assert torch.equal(values + 0, -x[:, :, 256 - shown : 256])
+
+
+def test_an_interrupt_leaves_slots_whole() -> None:
+    """Signals at every bytecode of `RowSlots` while more rows than there are slots for, some of them longer, are
+    placed."""
+
+    def step_of(num_rows: int, num_blocks: int) -> StepMetadata:
+        tables = torch.arange(num_rows * num_blocks, dtype=torch.int32).view(num_blocks, num_rows).T.contiguous()
+        return StepMetadata.rectangle(tables, [num_blocks * 4] * num_rows, 4)
+
+    codes = {getattr(RowSlots, name).__code__ for name in ("_write", "_grow", "_choose", "place")}
+    num_interrupts, at, was_reached = 0, 0, True
+    while was_reached:
+        slots, at, was_reached = RowSlots(), at + 7, False
+        slots.place(step_of(2, 1), together=False)
+        before = [(row.version, list(row.block_ids)) for row in slots.rows]
+        remaining = at
+
+        def trace(frame: Any, event: str, argument: Any) -> Any:
+            nonlocal remaining, was_reached
+            if frame.f_code not in codes:
+                return None
+            frame.f_trace_opcodes = True
+            remaining -= event == "opcode"
+            if not remaining and not was_reached:
+                was_reached = True
+                signal.raise_signal(signal.SIGINT)
+            return trace
+
+        try:
+            sys.settrace(trace)
+            slots.place(step_of(MIN_ROWS + 2, 2), together=False)
+        except KeyboardInterrupt:
+            num_interrupts += 1
+        finally:
+            sys.settrace(None)
+        assert len(slots.rows) == slots.num_slots
+        for row, (version, block_ids) in zip(slots.rows, before):
+            assert row.version != version or row.block_ids == block_ids
+    assert num_interrupts > 20
+
+
 @pytest.mark.parametrize("at", range(1, 6))
 def test_an_interrupt_while_mappings_are_noted(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """No later call takes a block for mapped that is not."""
@@ -242,6 +320,60 @@ def test_each_process_has_its_own_views(is_settled: bool) -> None:
     assert torch.equal(view, expected)
 
 
+def test_a_fork_while_other_threads_make_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each storage is told of the fork, whatever happens to another one."""
+    (busy, _), (broken, _), (cache, expected) = filled(VIRTUAL), filled(VIRTUAL), filled(VIRTUAL)
+    own, layers = KVBlocks.at, storage_of(busy).layers
+
+    def at(blocks: KVBlocks, block_ids: list[int]) -> KVBlocks:
+        if blocks is layers[0]:
+            layers[len(layers)] = storage_of(cache).layers[0]
+        if blocks is storage_of(broken).layers[0]:
+            raise MemoryError
+        return own(blocks, block_ids)
+
+    monkeypatch.setattr(KVBlocks, "at", at)
+    monkeypatch.setattr(virtual, "_storages", [storage_of(each) for each in (busy, broken, cache)])
+    assert in_child(lambda: torch.equal(cache.layers[0].keys + 0, expected), before_end=lambda: refill(cache))
+    assert len(layers) == 2
+
+
+@pytest.mark.parametrize("mode", [FakeTensorMode, Refusing, torch.inference_mode])
+@BOTH
+def test_a_collection_under_a_mode_of_other_code(options: dict[str, Any], mode: Callable[[], Any]) -> None:
+    """Collections happen in any code: while it exports a model, for instance."""
+    cache, expected = filled(options)
+    memory, keys = cache.memory, cache.layers[0].keys
+    cache.me = cache  # type: ignore[attr-defined]
+    with mode():
+        del cache
+        gc.collect()
+    refill(PagedCache(memory=memory))
+    assert torch.equal(keys + 0, expected)
+    assert not keys.dense().is_inference()
+
+
+def test_a_cache_is_pickled_under_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else another thread could add layers meanwhile."""
+    cache, expected = filled(VIRTUAL)
+    own, found = KVBlocks.at, list[bool]()
+
+    def at(blocks: KVBlocks, block_ids: list[int]) -> KVBlocks:
+        found.append(cache.memory.lock._is_owned())  # type: ignore[attr-defined]
+        return own(blocks, block_ids)
+
+    monkeypatch.setattr(KVBlocks, "at", at)
+    copied = pickle.loads(pickle.dumps(cache))
+    assert found and all(found)
+    assert torch.equal(copied.layers[0].keys + 0, expected)
+
+
+def test_a_limit_on_files_is_told_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1 << 30, 1 << 30))
+    with pytest.raises(ValueError, match=r"limited to 1,073,741,824 bytes \(ulimit -f\)"):
+        hf_paged.PagedEngine(models.build("llama"), hf_paged.PagedConfig(storage="virtual"))
+
+
 def test_keys_of_a_narrower_dtype_outlive_a_promotion() -> None:
     cache, keys = PagedCache(None, VIRTUAL), numbers(70, 0)
     half = keys.bfloat16()
@@ -272,6 +404,19 @@ def test_views_survive_blocks_that_move(monkeypatch: pytest.MonkeyPatch) -> None
     del rows, view, keys, late
     storage.layers.clear()  # as a pool drops layers that are too small, or that could not all be allocated
     assert physical > 0 and storage.physical_bytes == 0
+
+
+def test_keys_of_blocks_that_moved_outlive_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(virtual, "limits_addresses", lambda: True)
+    cache, expected = filled(VIRTUAL)
+    keys, more = cache.layers[0].keys, numbers(64 * 40, 1)
+    cache.update(more, -more, 0)
+
+    def check() -> bool:
+        cache.reset()  # gathers handles
+        return torch.equal(keys + 0, expected)
+
+    assert in_child(check, before_end=lambda: refill(cache, length=64 * 42))
 
 
 def test_page_bytes_that_no_block_fills() -> None:

@@ -15,6 +15,7 @@ from ..step import StepMetadata
 
 MIN_ROWS, MAX_ROWS = 64, 1024
 FULL_STEPS = 256  # steps that gather before mapping is tried again
+MANY_USERS = 8  # references to steps from which dead ones are dropped
 MIN_ROW_TOKENS = 4096  # for which a slot has addresses, which take no memory
 
 
@@ -33,7 +34,10 @@ class Row:
     @property
     def is_free(self) -> bool:
         """Whether no step reads it any more."""
-        return all(user() is None for user in self.users)
+        for user in self.users:  # faster than `all`
+            if user() is not None:
+                return False
+        return True
 
     def holds(self, position: int, block_id: int) -> bool:
         place = position - self.first
@@ -178,7 +182,9 @@ class RowSlots:
 
     def _write(self, step: StepMetadata, slot: int, first: int, ids: list[int], hides: bool) -> None:
         row = self.rows[slot]
-        if not row.is_free and first > row.first:  # other layers may still have to map what other steps read
+        if row.is_free:
+            row.users.clear()
+        elif first > row.first:  # other layers may still have to map what other steps read
             first, ids = row.first, row.block_ids[: first - row.first] + ids
         if (row.first, row.block_ids, row.hides) != (first, ids, hides):
             overlaps = any(row.holds(first + place, block_id) for place, block_id in enumerate(ids[:1]))
@@ -187,5 +193,7 @@ class RowSlots:
             row.version += 1
         if ids:
             self._tails[ids[-1]] = slot
-        row.users = [*(user for user in row.users if user() is not None), weakref.ref(step)]
+        if len(row.users) > MANY_USERS:
+            row.users = [user for user in row.users if user() is not None]
+        row.users.append(weakref.ref(step))
         row.used = self._clock

@@ -52,13 +52,10 @@ class Backing:
     """Pages from `offset` on, returned to the system with the last addresses that hold this object, or by `release`."""
 
     def __init__(self, pages: Pages, offset: int, size: int) -> None:
-        self.pages, self.offset, self.size = pages, offset, size
+        self.offset, self.size = offset, size
         self.release = weakref.finalize(self, pages.release, offset, size)
         self.release.atexit = False
         _backings.add(self)
-
-    def fresh(self, pages: Pages) -> Backing:
-        return Backing(pages, self.offset, self.size)
 
 
 _backings: weakref.WeakSet[Backing] = weakref.WeakSet()

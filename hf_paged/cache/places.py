@@ -87,7 +87,7 @@ class Region:
     def map_fresh(self, pages: Pages) -> None:
         """In a child process: maps other pages at the same addresses."""
         num_mapped, self.pages, self.num_mapped, self.places = self.num_mapped, pages, 0, None
-        self._addresses.holds = self.backing = self.backing.fresh(pages)
+        self._addresses.holds = self.backing = Backing(pages, self.backing.offset, self.backing.size)
         self.back(num_mapped)
 
     def close(self) -> None:

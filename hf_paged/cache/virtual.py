@@ -103,6 +103,7 @@ class LayerRows:
                 return None
 
     def _follow(self, placement: Placement) -> list[Places]:
+        """Maps what is not mapped yet; returns the places of each region. Raises `MemoryError`."""
         found = []
         for region in self.regions:
             places = region.places
@@ -122,6 +123,8 @@ class LayerRows:
         return [slot for slot in some if places.versions[slot] != slots.rows[slot].version]
 
     def _map(self, region: Region, stale: list[int], placement: Placement) -> Places:
+        """Maps the rows in the slots `stale`, or, at new addresses, in all slots of the placement; returns the region's
+        places. Raises `MemoryError`."""
         slots, places = self.slots, region.places
         if places is not None:
             places.settle()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +17,8 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 from transformers.generation.utils import GenerationMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+logger = logging.getLogger(__name__)
 
 _missing: list[str] = []
 
@@ -127,6 +131,27 @@ def load_mtp(model: Any) -> Any:
 
 def mtp_logits(mtp: Any, hidden: Any) -> Any:
     return getattr(mtp, _HEAD)(hidden)
+
+
+# The names under which transformers passes a cache to forwards: "cache" from 5.24 on, "past_key_values" before, and
+# those of special or older models.
+_name(generation_utils, "ALL_CACHE_NAMES")
+CACHE_NAMES: tuple[str, ...] = tuple(getattr(generation_utils, "ALL_CACHE_NAMES", ("past_key_values",)))
+_of_generation = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+_current = [name for name in CACHE_NAMES if name in _of_generation]
+OUTPUT_CACHE = (_current or CACHE_NAMES)[0]  # the installed version's own name, also the field of `generate`'s outputs
+if not _current:
+    logger.warning(
+        "transformers %s passes caches under a name that hf_paged cannot find, so no cache will be paged: install a "
+        "version from 5.17 to 5.24, or a newer hf_paged",
+        transformers.__version__,
+    )
+
+
+def cache_name(model: Any) -> str:
+    """Returns the name of the cache argument of the model's forward: that of the signature, else the version's own."""
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in CACHE_NAMES if name in parameters), OUTPUT_CACHE)
 
 
 # inputs that only the first forward gets when there is a cache

@@ -50,7 +50,7 @@ def test_what_a_newer_version_passes_beside_is_passed_on(monkeypatch: pytest.Mon
         model._prepare_cache_for_generation(config, inputs, None, 1, max_cache_length=16, layout="rows", device="cpu")
         hf_paged.uninstall()
     hf_paged.install()
-    assert seen == [("rows", "cpu")] and type(inputs["past_key_values"]) is hf_paged.PagedCache
+    assert seen == [("rows", "cpu")] and type(inputs[compat.OUTPUT_CACHE]) is hf_paged.PagedCache
 
 
 def test_no_other_module_names_them() -> None:

@@ -217,7 +217,7 @@ def split_inputs(prompt: Prompt, inputs: Any) -> tuple[Prompt, dict[str, Any] | 
                 raise ValueError("the attention mask hides tokens: pass a prompt with other inputs without padding")
             del given["attention_mask"]
     options = vars(GenerationConfig())
-    if refused := sorted(str(name) for name in given if name in ("input_ids", "past_key_values") or name in options):
+    if refused := sorted(str(name) for name in given if name in ("input_ids", *compat.CACHE_NAMES) or name in options):
         raise ValueError(f"`inputs` has {', '.join(refused)}: pass what the model takes beside token ids alone")
     return prompt, given or None
 

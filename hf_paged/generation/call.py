@@ -27,7 +27,7 @@ from ..batching.decoding.prepare import capturing
 from ..batching.decoding.sample import SampleDecoding
 from ..batching.decoding.speculation import Assistance
 from ..batching.execution.adapters import adapter_names, without_adapter_names
-from ..batching.execution.prompts import CACHE_NAMES, Prompts, is_unset, prompts_of, unshared
+from ..batching.execution.prompts import Prompts, is_unset, prompts_of, unshared
 from ..batching.factory import (
     UNLIMITED,
     check_prompts,
@@ -53,7 +53,7 @@ from ..model.capability import TOGETHER, Layout, is_stock
 from ..model.forwards import compute_device
 from ..model.own_loop import cache_parts
 from ..model.ranks import is_sharded
-from ..model.registry import note_route, route_of
+from ..model.registry import note_route, route_of, warn_once
 from ..model.rope import find_length_rope
 from ..step import ReadCounters
 
@@ -64,7 +64,7 @@ MIN_CACHED_TOKENS = 128
 # Running fewer steps without replay takes no longer than reading the model's state, which replays need.
 MIN_REPLAYED_STEPS = 16
 # Model inputs that the engine handles or ignores; `labels` too, where transformers' stock code drops them.
-_KNOWN_INPUTS = {*CACHE_NAMES, "use_cache", "logits_to_keep", "tokenizer", "attention_mask", "position_ids"}
+_KNOWN_INPUTS = {*compat.CACHE_NAMES, "use_cache", "logits_to_keep", "tokenizer", "attention_mask", "position_ids"}
 
 
 def rows_per_prompt(config: GenerationConfig) -> int:
@@ -97,6 +97,7 @@ class Call:
         self.unexpanded: tuple[torch.Tensor, dict[str, Any]] | None = None  # ids and inputs before rows were repeated
         self.swaps_pictures = False  # whether repeated rows got images of other rows
         self.road, self.reason = "plain", "cache_implementation is not 'paged'"
+        self.remedy: str | None = None  # if a paged cache was asked for: how the call gets one
         self.reads_in_place = self.is_running = False
         self.foreign: str | None = None  # why the model's own code reads keys and values
         self.slowed_by: set[str] = set()  # reasons from the kernels
@@ -114,6 +115,12 @@ class Call:
                 if self.reads_in_place:
                     self._switch()
                 yield
+            if self.road == "plain" and self.remedy is not None and capturing.get() is None:
+                warn_once(
+                    self.model,
+                    f'ran on another cache although cache_implementation="paged" was asked for: {self.reason}. '
+                    f"{self.remedy}, or name no cache_implementation",
+                )
         except BaseException:
             # free the caches now: the traceback keeps the frames alive that hold them
             for cache in self.built:
@@ -135,6 +142,10 @@ class Call:
         are_views = any(x.in_place for x in self.counters) and not any(x.gathered for x in self.counters)
         how = "read where rows lie side by side" if are_views else "gathered"
         return f"{self.reason}; keys and values are {how}: {self.foreign}"
+
+    def ask(self, reason: str, remedy: str) -> None:
+        """Notes that a paged cache was asked for, why the call has none (yet), and what to change to get one."""
+        self.reason, self.remedy = reason, remedy
 
     def use(self, caches: list[PagedCache], config: GenerationConfig, is_built: bool) -> None:
         """Makes the call store keys and values in `caches`, which attention reads in place; caches built for the call
@@ -204,7 +215,7 @@ def batch_of(call: Call, method: str, arguments: dict[str, Any]) -> BatchCall | 
 
 def _batch_of(call: Call, method: str, arguments: dict[str, Any], adapters: list[str] | None) -> BatchCall | None:
     given = arguments.get("model_kwargs", {})
-    cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
+    cache = next((given[name] for name in compat.CACHE_NAMES if given.get(name) is not None), None)
     uses_engine = method in (compat.SAMPLE, compat.BEAM_SEARCH, compat.ASSISTED_DECODING) and call.reads_in_place
     if not uses_engine or cache is None or not isinstance(own := cache_parts(cache)[0], PagedCache):
         return None
@@ -521,7 +532,7 @@ class BatchCall:
                 tuple(self.paddings),
                 self.num_unseen + ids.shape[1] - 1,
             )
-        return decoding.result(past_key_values=cache)
+        return decoding.result(cache)
 
 
 def _schedule(loop: StepLoop, sequences: list[Sequence]) -> list[tuple[Sequence, int]]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import transformers
 from torch.nn.modules import module as torch_module
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
@@ -23,7 +24,6 @@ from ..attention.switch import NAME
 from ..batching.arguments import as_list, check_ids, check_numbers, check_streamed_rows, check_streamer, shown
 from ..batching.decoding.prepare import LoopCall, capturing
 from ..batching.decoding.sample import ObservedCriteria, RowStreamers
-from ..batching.execution.prompts import CACHE_NAMES
 from ..batching.factory import not_invariant
 from ..cache.memory import PagedMemory
 from ..cache.paged_cache import PagedCache
@@ -32,7 +32,7 @@ from ..interrupts import held, let_in
 from ..model.forwards import has_foreign_hook
 from ..model.own_loop import cache_parts
 from ..model.ranks import ranks_of
-from ..model.registry import memory_for
+from ..model.registry import memory_for, warn_once
 from . import continuous_batching as _continuous_batching
 from . import manager_config
 from .call import Call, batch_of, current, first_rows, prepared, rows_per_prompt
@@ -49,7 +49,8 @@ _is_default = False  # calls that name no cache are paged
 
 def _generate(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
     config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
-    if _option("cache_implementation", model, config, kwargs) in REQUESTED:
+    call, requested = Call(model), _option("cache_implementation", model, config, kwargs)
+    if requested in REQUESTED:
         _check_arguments(model, config, args, kwargs)
         cache_config = PagedConfig.coerce(_option("cache_config", model, config, kwargs))
         if kwargs.get("cache_config") is not None:
@@ -59,9 +60,19 @@ def _generate(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs:
             kwargs["cache_implementation"] = NAME
         if isinstance(kwargs.get("streamer"), (list, tuple)):
             kwargs["streamer"] = RowStreamers(kwargs["streamer"], kwargs.get("attention_mask"))
+        call.ask(
+            f"{type(model).__name__} prepares its cache in a way of its own",
+            "Use a model that generates as transformers does",
+        )
+    elif requested is None and not _is_default and _option("cache_config", model, config, kwargs) is not None:
+        warn_once(
+            model,
+            "got a `cache_config` and no `cache_implementation`: transformers' own cache is used, and the config has "
+            'no effect. Add cache_implementation="paged", or leave `cache_config` out',
+        )
     prepared.set(None)
     _wrap_overrides(type(model))
-    with held(), Call(model).running(), let_in():
+    with held(), call.running(), let_in():
         return original(model, *args, **kwargs)
 
 
@@ -99,9 +110,10 @@ def _prepare_cache(original: Callable[..., Any], model: Any, /, *args: Any, **kw
     arguments = inspect.signature(original).bind(model, *args, **kwargs).arguments
     generation_config, model_kwargs = arguments["generation_config"], arguments["model_kwargs"]
     call = current.get()
-    passed = any(model_kwargs.get(name) is not None for name in CACHE_NAMES)
+    passed = any(model_kwargs.get(name) is not None for name in compat.CACHE_NAMES)
     chosen = generation_config.cache_implementation
-    requested = chosen in REQUESTED or (_is_default and chosen is None and not passed)
+    is_default = _is_default and chosen is None and not passed and generation_config.use_cache is not False
+    requested = chosen in REQUESTED or is_default
     config = PagedConfig.coerce(generation_config.cache_config) if requested else None
     if requested:
         # not "dynamic": assistants copy this config, and transformers refuses that value for them
@@ -119,16 +131,29 @@ def _prepare_cache(original: Callable[..., Any], model: Any, /, *args: Any, **kw
             call.memory = memory = memory_for(model, config, [length] * num_rows if length else [])
             is_assistant = generation_config.is_assistant
             _swap(memory, length, num_rows, model_kwargs, is_assistant)
-        parts = (part for name in CACHE_NAMES for part in cache_parts(model_kwargs.get(name)))
+        parts = (part for name in compat.CACHE_NAMES for part in cache_parts(model_kwargs.get(name)))
         if caches := [part for part in parts if isinstance(part, PagedCache)]:
             call.use(caches, generation_config, is_built=not passed)
         elif requested:
-            call.reason = "the caller's own cache is used" if passed else "the model has a cache of its own"
-            if not passed and generation_config.use_cache is False:
-                call.reason = "use_cache is False"
+            call.ask(*_why_not_paged(model, passed, generation_config, model_kwargs))
         if config is not None and config.batch_invariant and not call.built:
             raise not_invariant(model, call.reason)
     return result
+
+
+def _why_not_paged(model: Any, passed: bool, config: GenerationConfig, model_kwargs: dict[str, Any]) -> tuple[str, str]:
+    """Why a call that asked for a paged cache has none, and what to change."""
+    if passed:
+        return "the caller's own cache is used", "Pass no cache, or a `hf_paged.PagedCache`"
+    if config.use_cache is False:
+        return "use_cache is False", "Leave `use_cache=False` out"
+    has_cache = any(model_kwargs.get(name) is not None for name in compat.CACHE_NAMES)
+    if has_cache or not compat.supports_dynamic_cache(model):
+        return "the model has a cache of its own", "Use a model whose cache is a `DynamicCache`"
+    return (
+        f"transformers {transformers.__version__} made no cache that hf_paged can see",
+        "Install a version of transformers that this hf_paged supports",
+    )
 
 
 def _swap(memory: PagedMemory, length: int, num_rows: int, model_kwargs: dict[str, Any], is_assistant: bool) -> None:
@@ -144,7 +169,7 @@ def _swap(memory: PagedMemory, length: int, num_rows: int, model_kwargs: dict[st
             twin.activate_past_recording()
         return twin
 
-    for name in CACHE_NAMES:
+    for name in compat.CACHE_NAMES:
         cache = model_kwargs.get(name)
         if isinstance(cache, EncoderDecoderCache):
             cache.self_attention_cache = paged(cache.self_attention_cache, "self")

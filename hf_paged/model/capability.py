@@ -41,7 +41,6 @@ from ..interrupts import held, let_in, step_lock
 from ..kernels import forced
 from .forwards import code_of, compute_device, has_foreign_hook, hooks_of
 from .own_loop import (
-    cache_name,
     first_inputs,
     map_tensors,
     next_logits,
@@ -278,8 +277,9 @@ def _reasons(model: PreTrainedModel, cache: PagedCache, modules: Modules, layout
         yield "its layers are in several processes"
     parameters = inspect.signature(model.forward).parameters
     attends_itself = not calls_interface(module for _, module in modules)
-    needed = ("past_key_values",) if attends_itself else ("position_ids", "past_key_values")  # alibi is in the mask
-    missing = [name for name in needed if name not in parameters]
+    missing = [] if compat.cache_name(model) in parameters else ["cache"]
+    if not attends_itself and "position_ids" not in parameters:  # a model's own attention has alibi in its mask
+        missing.append("position_ids")
     known = {*EMPTY_LAYERS, PagedLayer, PagedSlidingWindowLayer}
     if joins and getattr(model.config, "is_encoder_decoder", False):
         yield "the model has an encoder"
@@ -470,7 +470,7 @@ def rows_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, prom
     with _forwards(model), use_paged_attention(switchable_configs(model.modules())):
         ids = prompts.input_ids
         twin = cache.empty_twin(memory)
-        inputs = {**others.model_kwargs, cache_name(model): with_cross(twin)}
+        inputs = {**others.model_kwargs, compat.cache_name(model): with_cross(twin)}
         for step in range(3):
             logits, inputs = next_logits(model, ids, inputs, begins=not step)
             plain.append(logits)
@@ -627,7 +627,7 @@ def _prompt_logits(model: PreTrainedModel, prompts: Any, new: Tensor, dtypes: se
     """Plain logits `(1 + n, rows, vocab_size)`: after the prompts and after each of the tokens `new` `(n,)`."""
     logits = []
     with _forwards(model):
-        inputs = {**prompts.model_kwargs, "past_key_values": _observed_cache(model, dtypes)}
+        inputs = {**prompts.model_kwargs, compat.cache_name(model): _observed_cache(model, dtypes)}
         for count in range(len(new) + 1):
             ids = torch.cat([prompts.input_ids, new[:count].expand(len(prompts.input_ids), -1)], dim=1)
             found, inputs = next_logits(model, ids, inputs, begins=not count)

@@ -15,11 +15,6 @@ from .. import compat
 from ..cache.paged_cache import PagedCache
 
 
-def cache_name(model: Any) -> str:
-    """The name of the cache argument of the model's forward."""
-    return "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
-
-
 def with_cross(cache: PagedCache) -> PagedCache | EncoderDecoderCache:
     """The cache to pass to the model's forward: with the cross-attention cache if it has one."""
     return cache if cache.cross is None else EncoderDecoderCache(cache, cache.cross)
@@ -37,7 +32,7 @@ def first_inputs(model: Any, ids: Tensor, mask: Tensor, cache: Cache | None) -> 
     if "position_ids" in inspect.signature(model.forward).parameters:
         inputs["position_ids"] = compat.prepare_position_ids(model, ids, inputs)
     if cache is not None:
-        inputs[cache_name(model)] = cache
+        inputs[compat.cache_name(model)] = cache
     return inputs
 
 

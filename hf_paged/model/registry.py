@@ -77,7 +77,7 @@ _lock = forks.rlock()  # signal handlers and finalizers, which run at any moment
 # Weak keys beside the model, not attributes of it: copying and saving a model leave its pool out.
 _memories: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, PagedMemory]] = weakref.WeakKeyDictionary()
 _routes: weakref.WeakKeyDictionary[PreTrainedModel, Route] = weakref.WeakKeyDictionary()
-_told: weakref.WeakKeyDictionary[PreTrainedModel, set[str]] = weakref.WeakKeyDictionary()
+_warned: weakref.WeakKeyDictionary[PreTrainedModel, set[str]] = weakref.WeakKeyDictionary()
 if hasattr(os, "register_at_fork"):  # a child starts without memories: calls of the parent may have been changing these
     os.register_at_fork(after_in_child=lambda: _memories.clear())
 
@@ -129,11 +129,18 @@ def note_route(model: PreTrainedModel, route: Route) -> None:
     """Remembers the route of a call, and logs each reason that slowed it once per model."""
     with _lock:
         _routes[model] = route
-        told = _told.setdefault(model, set())
-        news = [reason for reason in route.slowed_by if reason not in told]
-        told.update(news)
-    for reason in news:
-        logger.warning("%s runs slower than it could: %s", type(model).__name__, reason)
+    for reason in route.slowed_by:
+        warn_once(model, f"runs slower than it could: {reason}")
+
+
+def warn_once(model: PreTrainedModel, message: str) -> None:
+    """Logs a WARNING about a model, once for each message; the model's class is its subject."""
+    with _lock:
+        messages = _warned.setdefault(model, set())
+        is_new = message not in messages
+        messages.add(message)
+    if is_new:
+        logger.warning("%s %s", type(model).__name__, message)
 
 
 def _owners(model: Any) -> list[Any]:

@@ -12,6 +12,8 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from .. import compat
+
 
 class LengthRope:
     """
@@ -134,10 +136,10 @@ def _drops_cache(model: Any, limit: int) -> bool:
     ids = torch.zeros(1, limit + 1, dtype=torch.long, device=model.device)
     prepared = model.prepare_inputs_for_generation(
         ids,
-        past_key_values=cache,
+        **{compat.cache_name(model): cache},
         attention_mask=torch.ones_like(ids),
         next_sequence_length=1,
         is_first_iteration=False,
         use_cache=True,
     )
-    return prepared.get("past_key_values") is not cache
+    return not any(prepared.get(name) is cache for name in compat.CACHE_NAMES)

@@ -152,7 +152,7 @@ def _run(model: PreTrainedModel) -> DynamicCache | EncoderDecoderCache:
         inputs = {"decoder_input_ids": ids, "encoder_outputs": _encoded(model)}
     model.set_experts_implementation("batched_mm")  # does not count the tokens of an expert
     with torch.no_grad():
-        model(**inputs, past_key_values=cache, use_cache=True)
+        model(**inputs, **{compat.cache_name(model): cache}, use_cache=True)
     return cache
 
 

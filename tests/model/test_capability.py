@@ -63,8 +63,8 @@ REFUSED = {
     "BertLMHeadModel": "causal",  # attends in both directions
     "FalconH1ForCausalLM": "PagedHybridLayer",
     "GPTNeoForCausalLM": "are read",  # builds a mask from the batch's columns
-    "OpenAIGPTLMHeadModel": "no past_key_values",
-    "MambaForCausalLM": "no past_key_values",
+    "OpenAIGPTLMHeadModel": "no cache",
+    "MambaForCausalLM": "no cache",
 }
 
 

@@ -60,7 +60,7 @@ class BeamDecoding(Decoding):
         """Selects the returned beams of `(prompts, beams, ...)`, as `(prompts * num_return_sequences, ...)`."""
         return of_beams[:, : self.config.num_return_sequences].flatten(0, 1)
 
-    def result(self, past_key_values: Any = None) -> Tensor | GenerateBeamDecoderOnlyOutput:
+    def result(self, cache: Any = None) -> Tensor | GenerateBeamDecoderOnlyOutput:
         longest = max(self.lengths)
         sequences = self.returned(self.sequences)[:, :longest]
         if not self.config.return_dict_in_generate:
@@ -71,7 +71,7 @@ class BeamDecoding(Decoding):
             scores=self.scores,
             logits=self.raw_logits,
             beam_indices=self.returned(self.beam_indices)[:, : longest - self.prompt_length],
-            past_key_values=past_key_values,
+            **{compat.OUTPUT_CACHE: cache},
         )
 
     def step(self, logits: Tensor) -> SampledTokens:

@@ -97,11 +97,14 @@ class SampleDecoding(Decoding):
         """Length of every row up to its last token, prompt and padding included."""
         return [end or self.length for end in self._ends]
 
-    def result(self, past_key_values: Any = None) -> Tensor | GenerateDecoderOnlyOutput:
+    def result(self, cache: Any = None) -> Tensor | GenerateDecoderOnlyOutput:
         if not self.config.return_dict_in_generate:
             return self.input_ids
         return GenerateDecoderOnlyOutput(
-            sequences=self.input_ids, scores=self.scores, logits=self.raw_logits, past_key_values=past_key_values
+            sequences=self.input_ids,
+            scores=self.scores,
+            logits=self.raw_logits,
+            **{compat.OUTPUT_CACHE: cache},
         )
 
     @property

@@ -78,6 +78,7 @@ class PackedRunner(Runner):
             state.hold()
         parameters = inspect.signature(self.model.forward).parameters
         self._picks_logits, self._takes_positions = "logits_to_keep" in parameters, "position_ids" in parameters
+        self._cache_argument = {compat.cache_name(self.model): self.cache}
         if state is None:
             self._shows_rows = not calls_interface(self.model.modules())  # for models with their own attention code
         if state is not None and self._graphs is not None:
@@ -285,9 +286,9 @@ class PackedRunner(Runner):
             with by_kernels() if self.is_invariant else self._experts(token_ids.shape[1]):
                 outputs = self.model(
                     input_ids=token_ids,
-                    past_key_values=self.cache,
                     use_cache=True,
                     return_dict=True,
+                    **self._cache_argument,
                     **arguments,
                 )
             logits: Tensor = outputs.logits[0]

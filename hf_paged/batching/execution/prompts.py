@@ -27,9 +27,8 @@ from ...model.capability import is_stock, stock_cache
 from ...model.own_loop import map_tensors, next_logits, tensors_of
 from ..request import Request
 
-CACHE_NAMES = ("past_key_values", "cache_params")  # names of a model's cache argument
 # Inputs without prompt content, or with one value per token.
-_COMMON = {*CACHE_NAMES, "use_cache", "logits_to_keep", "tokenizer", "attention_mask", "position_ids"}
+_COMMON = {*compat.CACHE_NAMES, "use_cache", "logits_to_keep", "tokenizer", "attention_mask", "position_ids"}
 # Parts of the config names of placeholder tokens, which stand for images or other media, or mark them.
 _MEDIA = ("image", "video", "audio", "vision", "visual", "speech", "sound", "media", "patch", "frame")
 
@@ -191,7 +190,7 @@ class Prompts:
         cache.take([rows.get(row, nothing) for row in range(len(self.paddings))], tuple(paddings), 0)
         token = attention_observer.set(looks)
         try:
-            inputs = {**self.model_kwargs, "past_key_values": cache}
+            inputs = {**self.model_kwargs, compat.cache_name(model): cache}
             logits, _ = next_logits(model, self.input_ids, inputs, begins=True)
         except Exception as error:
             raise PromptsError(self, error) from error
@@ -216,7 +215,7 @@ class Prompts:
         """Sets `position_ids` by the model's own preparation; if that gives none, the model counts columns."""
         takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         if takes_positions and not is_stock(model, "prepare_inputs_for_generation"):
-            inputs = {**self.model_kwargs, "past_key_values": stock_cache(model)}
+            inputs = {**self.model_kwargs, compat.cache_name(model): stock_cache(model)}
             first = {"next_sequence_length": self.length, "is_first_iteration": True}
             found = model.prepare_inputs_for_generation(self.input_ids, **first, **inputs).get("position_ids")
             self.position_ids = (
@@ -356,7 +355,7 @@ def prompts_of(unexpanded: tuple[Tensor, dict[str, Any]], model_kwargs: dict[str
     """Makes `Prompts` from `generate`'s inputs before it repeated rows, and its `model_kwargs` for the loop.
     `is_decoder`: for a model with an encoder. Only leading zeros of an attention mask count as padding."""
     ids, given = unexpanded
-    given = {name: value for name, value in {**model_kwargs, **given}.items() if name not in CACHE_NAMES}
+    given = {name: value for name, value in {**model_kwargs, **given}.items() if name not in compat.CACHE_NAMES}
     given = {name: map_tensors(_without_graph, value) for name, value in given.items()}
     mask = given.get("decoder_attention_mask" if is_decoder else "attention_mask")
     prompts = Prompts(ids, given, [0] * len(ids), position_ids=given.get("position_ids"))

@@ -24,7 +24,6 @@ from ...interrupts import held
 from ...model.capability import Layout
 from ...model.forwards import compute_device
 from ...model.own_loop import (
-    cache_name,
     cache_parts,
     first_inputs,
     join_rows,
@@ -290,7 +289,7 @@ class RectangleRunner(Runner):
             )
         if begins:
             if rectangle.cache is not None:  # the model may add a cross-attention cache to it
-                rectangle.cache = rectangle.inputs[cache_name(self.model)]
+                rectangle.cache = rectangle.inputs[compat.cache_name(self.model)]
             for name in compat.PREFILL_INPUTS:
                 rectangle.inputs.pop(name, None)
             rectangle.constants = {name for name, value in rectangle.inputs.items() if value is before.get(name)}
@@ -386,7 +385,7 @@ class RectangleRunner(Runner):
         lengths = [width - padding for padding in paddings]
         inputs = dict(prompts.model_kwargs)
         if cache is not None:
-            inputs[cache_name(self.model)] = cache
+            inputs[compat.cache_name(self.model)] = cache
         rectangle = Rectangle(blocks, encoded, lengths, paddings, prompts.input_ids, cache, inputs)
         rectangle.borrow(0)
         return rectangle

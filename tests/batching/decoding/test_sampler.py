@@ -199,7 +199,7 @@ def test_dicts_with_scores_and_logits(do_sample: bool, processors: dict[str, Any
             torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
     assert not decoding.can_split, "what a row computes after its end depends on when others end"
     marker = object()
-    assert decoding.result(past_key_values=marker).past_key_values is marker
+    assert decoding.result(marker).past_key_values is marker
 
 
 def test_stop_strings() -> None:

@@ -1,0 +1,193 @@
+"""`generate` never runs on another cache in silence when a paged one was asked for; the two names that ask for it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM
+from transformers.generation.utils import GenerationMixin
+
+import hf_paged
+from hf_paged import compat
+from tests.support import models
+from tests.support.architecture_configs import tiny_model
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
+ASKED = 'ran on another cache although cache_implementation="paged" was asked for'
+
+
+class OwnCache(LlamaForCausalLM):
+    """Prepares its cache without transformers' `_prepare_cache_for_generation`."""
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: Any, *args: Any) -> None:
+        generation_config.cache_implementation = None
+        model_kwargs[compat.OUTPUT_CACHE] = DynamicCache(config=self.config)
+
+
+@pytest.fixture
+def messages(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
+    def read() -> list[str]:
+        records = [record for record in caplog.records if record.name.startswith("hf_paged")]
+        caplog.clear()
+        return [record.getMessage() for record in records if record.levelno == logging.WARNING]
+
+    yield read
+
+
+def generate(model: Any, **options: Any) -> torch.Tensor:
+    return model.generate(**models.prompt("llama"), **OPTIONS, **options)
+
+
+def own_cache() -> dict[str, Any]:
+    return {compat.OUTPUT_CACHE: DynamicCache()}
+
+
+@pytest.mark.parametrize("name", ["paged", "hf_paged"])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"use_cache": False}, "use_cache is False. Leave `use_cache=False` out"),
+        (own_cache, "the caller's own cache is used. Pass no cache, or a `hf_paged.PagedCache`"),
+    ],
+    ids=["use_cache", "own cache"],
+)
+def test_a_call_that_asked_for_paged_and_got_another_cache_warns_once(
+    name: str, options: Any, words: str, messages: Any
+) -> None:
+    model, plain = models.build("llama"), models.get("llama")
+    for warnings in (1, 0):
+        given = options() if callable(options) else options
+        assert torch.equal(generate(model, cache_implementation=name, **given), generate(plain))
+        assert [f"LlamaForCausalLM {ASKED}: {words}" in message for message in messages()] == [True] * warnings
+    assert hf_paged.last_route(model).road == "plain"
+
+
+@pytest.mark.parametrize("how", ["a generation config", "the model's config"])
+def test_a_configuration_that_asks_warns_as_the_keyword_does(how: str, messages: Any) -> None:
+    model = models.build("llama")
+    if how == "the model's config":
+        model.generation_config.cache_implementation = "paged"
+        generate(model, use_cache=False)
+    else:
+        config = GenerationConfig(**OPTIONS, cache_implementation="paged", use_cache=False, pad_token_id=0)
+        model.generate(**models.prompt("llama"), generation_config=config)
+    assert [ASKED in message for message in messages()] == [True]
+
+
+def test_each_reason_warns(messages: Any) -> None:
+    model = models.build("llama")
+    generate(model, cache_implementation="paged", use_cache=False)
+    generate(model, cache_implementation="paged", **own_cache())
+    assert ["use_cache" in message for message in messages()] == [True, False]
+
+
+def test_a_model_that_prepares_its_cache_itself_warns(messages: Any) -> None:
+    model = OwnCache(models.get("llama").config).eval()
+    generate(model, cache_implementation="paged")
+    (message,) = messages()
+    assert message.startswith(f"OwnCache {ASKED}: OwnCache prepares its cache in a way of its own. Use a model that")
+
+
+def test_a_cache_that_cannot_be_seen_warns(messages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.build("llama")
+    monkeypatch.setattr(compat, "CACHE_NAMES", ("renamed",))
+    assert torch.equal(generate(model, cache_implementation="paged"), generate(models.get("llama")))
+    (message,) = messages()
+    assert "made no cache that hf_paged can see. Install a version of transformers that" in message
+
+
+@pytest.mark.parametrize("name", ["XLNetLMHeadModel", "RwkvForCausalLM"])
+def test_a_model_without_a_dynamic_cache_warns(name: str, messages: Any) -> None:
+    model = tiny_model(getattr(transformers, name))
+    ids = models.token_ids(2, 5)
+    ours, plain = (model.generate(ids, **OPTIONS, **options) for options in ({"cache_implementation": "paged"}, {}))
+    assert torch.equal(ours, plain)
+    (message,) = messages()
+    assert message.startswith(f"{name} {ASKED}: the model has a cache of its own. Use a model whose cache is")
+
+
+def test_a_version_whose_forwards_cannot_be_read_warns_on_import(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def renamed(self: Any, input_ids: Any, renamed: Any = None, **kwargs: Any) -> None: ...
+
+    runpy.run_path(compat.__file__)
+    assert not caplog.records
+    monkeypatch.setattr(GenerationMixin, "prepare_inputs_for_generation", renamed)
+    runpy.run_path(compat.__file__)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "passes caches under a name that hf_paged cannot find" in record.getMessage()
+
+
+def test_calls_that_did_not_ask_are_silent(messages: Any) -> None:
+    model = models.build("llama")
+    generate(model)
+    generate(model, use_cache=False)
+    generate(model, **own_cache())
+    generate(model, cache_implementation="static")
+    assert messages() == []
+
+
+def test_calls_that_got_a_paged_cache_are_silent(messages: Any) -> None:
+    model = models.build("llama")
+    generate(model, cache_implementation="paged")
+    generate(model, cache_implementation="hf_paged")
+    generate(model, cache_implementation="paged", **{compat.OUTPUT_CACHE: hf_paged.PagedCache(model.config)})
+    assert [message for message in messages() if "another cache" in message] == []
+
+
+def test_paged_by_default_is_silent_where_a_call_names_a_cache(messages: Any) -> None:
+    model = models.build("llama")
+    hf_paged.install(by_default=True)
+    try:
+        generate(model, use_cache=False)
+        generate(model, **own_cache())
+        generate(model, cache_implementation="static")
+        assert messages() == []
+    finally:
+        hf_paged.uninstall()
+        hf_paged.install()
+
+
+@pytest.mark.parametrize("how", ["the keyword", "the model's config"])
+def test_a_cache_config_alone_warns(how: str, messages: Any) -> None:
+    model = models.build("llama")
+    given = {"num_blocks": 64}
+    if how == "the model's config":
+        model.generation_config.cache_config = given
+    for warnings in (1, 0):
+        generate(model, **({"cache_config": given} if how == "the keyword" else {}))
+        alone = "got a `cache_config` and no `cache_implementation`"
+        assert [alone in message for message in messages()] == [True] * warnings
+
+
+def test_hf_paged_is_refused_without_the_import() -> None:
+    program = """
+import json, sys, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+model = LlamaForCausalLM(LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+                                     vocab_size=16))
+ids = torch.tensor([[1, 2, 3]])
+try:
+    model.generate(ids, max_new_tokens=2, cache_implementation="hf_paged")
+    result = "ran"
+except ValueError as error:
+    result = str(error)
+assert "hf_paged" not in sys.modules
+print(json.dumps(result))
+"""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True)
+    message = json.loads(done.stdout.splitlines()[-1])
+    assert "cache_implementation" in message and "hf_paged" in message

@@ -92,11 +92,23 @@ update_inputs = _method(UPDATE_INPUTS)
 prepare_position_ids = _method("_prepare_position_ids_for_generation")
 supports_logits_to_keep = _method("_supports_logits_to_keep")
 supports_dynamic_cache = _method("_supports_default_dynamic_cache")
-gather_beams = _method("_gather_beams")
+_top_k_continuations = _method("_get_top_k_continuations")
 running_beams = _method("_get_running_beams_for_next_iteration")
 update_finished_beams = _method("_update_finished_beams")
 check_early_stop = _method("_check_early_stop_heuristic")
 beams_are_unfinished = _method("_beam_search_has_unfinished_sequences")
+
+
+_of_top_k = inspect.signature(getattr(GenerationMixin, "_get_top_k_continuations", lambda: None)).parameters
+
+
+def top_k_continuations(model: Any, log_probs: Any, **given: Any) -> tuple[Any, Any, Any]:
+    """Returns the best continuations of running beams, or drawn ones: their scores, sequences and beam indices, by
+    prompt. `log_probs`: `(prompts, beams * vocab_size)`, with the beams' scores."""
+    if "vocab_size" in _of_top_k:  # up to 5.17
+        given["vocab_size"] = log_probs.shape[-1] // given["num_beams"]
+    result: tuple[Any, Any, Any] = _top_k_continuations(model, accumulated_log_probs=log_probs, **given)
+    return result
 
 
 candidate_generator = _method("_get_candidate_generator")

@@ -36,7 +36,7 @@ def test_a_version_that_lacks_a_name_is_told_of_it(owner: object, name: str, mon
 
 
 def test_what_a_newer_version_passes_beside_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, own, seen = models.get("llama"), GenerationMixin._prepare_cache_for_generation.__wrapped__, []
+    model, seen = models.get("llama"), []
 
     def newer(self, generation_config, model_kwargs, mode, batch_size, max_cache_length, layout, device=None):
         seen.append((layout, device))
@@ -44,6 +44,7 @@ def test_what_a_newer_version_passes_beside_is_passed_on(monkeypatch: pytest.Mon
 
     config, inputs = GenerationConfig(cache_implementation="paged"), {}
     hf_paged.uninstall()
+    own = GenerationMixin._prepare_cache_for_generation
     with monkeypatch.context() as patch:
         patch.setattr(GenerationMixin, "_prepare_cache_for_generation", newer)
         hf_paged.install()

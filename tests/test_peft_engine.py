@@ -223,7 +223,7 @@ def test_a_model_with_the_adapters_of_transformers_own() -> None:
     model, prompt = models.build("llama"), prompts(12)[0]
     bare = lone_run(model, prompt, GREEDY)
     torch.manual_seed(0)
-    model.add_adapter(lora(), adapter_name="own")
+    peft.inject_adapter_in_model(lora(), model, adapter_name="own")  # as `model.add_adapter` of transformers does
     model.eval()
     with PagedEngine(model, CONFIG) as engine:
         results = {name: engine.generate([prompt], GREEDY, adapter=name)[0] for name in ("own", "__base__", None)}

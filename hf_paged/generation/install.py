@@ -318,10 +318,18 @@ _installed: dict[tuple[type, str], tuple[Callable[..., Any], Callable[..., Any]]
 
 
 def _wrapper(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(getattr(original, "__wrapped__", original))  # looks like `generate` below its `no_grad` wrapper
+    """Wraps a method, and what its decorators (`no_grad`, `deprecate_kwarg`) wrap: a caller who takes `generate` out of
+    them gets ours."""
+
+    @functools.wraps(original)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         return replacement(original, self, *args, **kwargs)
 
+    if hasattr(original, "__wrapped__"):
+        wrapper.__wrapped__ = _wrapper(original.__wrapped__, replacement)
+    else:
+        wrapper.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+        del wrapper.__wrapped__
     return wrapper
 
 

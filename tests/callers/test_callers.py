@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import threading
 import weakref
 from collections.abc import Callable
@@ -484,9 +485,9 @@ def test_generate_inside_a_processor(outer: dict[str, Any], inner: str, paged: s
 
 
 def test_generate_without_its_no_grad_is_where_transformers_has_it() -> None:
-    """Callers use `generate.__wrapped__` to differentiate through the logits of new tokens."""
+    """Callers take `generate` out of its decorators to differentiate through the logits of new tokens."""
     model = models.get("llama")
-    output = type(model).generate.__wrapped__(
+    output = inspect.unwrap(type(model).generate)(
         model,
         models.token_ids(1, 5),
         max_new_tokens=2,

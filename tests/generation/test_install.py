@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import runpy
@@ -158,6 +159,16 @@ def test_paged_by_default_is_silent_where_a_call_names_a_cache(messages: Any) ->
     finally:
         hf_paged.uninstall()
         hf_paged.install()
+
+
+def test_generate_without_its_decorators_is_paged() -> None:
+    """Callers take it out of `no_grad`; by the keyword "paged", transformers alone would run its own batching."""
+    model, inner = models.build("llama"), LlamaForCausalLM.generate
+    prompt, expected = models.prompt("llama"), generate(models.get("llama"))
+    while (inner := getattr(inner, "__wrapped__", None)) is not None:
+        assert torch.equal(inner(model, **prompt, **OPTIONS, cache_implementation="paged"), expected)
+        assert hf_paged.last_route(model).road != "plain"
+        assert inspect.signature(inner) == inspect.signature(LlamaForCausalLM.generate)
 
 
 @pytest.mark.parametrize("how", ["the keyword", "the model's config"])

@@ -17,6 +17,7 @@ from torch import nn
 from transformers.integrations.neftune import activate_neftune
 
 import hf_paged
+from hf_paged import compat
 from hf_paged.batching.factory import choose_layout
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedCache
@@ -31,7 +32,7 @@ def cache_for(model: Any, **config: Any) -> PagedCache:
     """The model's own cache, layer by layer, as in a call."""
     kwargs: dict[str, Any] = {}
     model._prepare_cache_for_generation(model.generation_config, kwargs, None, 1, 64)
-    return PagedCache.from_empty(kwargs["past_key_values"], PagedMemory(PagedConfig(**config)))
+    return PagedCache.from_empty(kwargs[compat.OUTPUT_CACHE], PagedMemory(PagedConfig(**config)))
 
 
 def reason(model: Any) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import transformers
 from torch import nn
 
 import hf_paged
-from hf_paged import PagedEngine, last_route
+from hf_paged import PagedEngine, compat, last_route
 from tests.support import models
 
 OPTIONS = {"max_new_tokens": 12, "do_sample": False}
@@ -31,16 +32,11 @@ class _Single(nn.Module):
 class _CountsCached(transformers.LlamaForCausalLM):
     """Shifts its logits by the cached length."""
 
-    def forward(
-        self,
-        input_ids: Any = None,
-        attention_mask: Any = None,
-        position_ids: Any = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        cached = 0 if past_key_values is None else past_key_values.get_seq_length()
-        outputs = super().forward(input_ids, attention_mask, position_ids, past_key_values, **kwargs)
+    @functools.wraps(transformers.LlamaForCausalLM.forward)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get(compat.OUTPUT_CACHE)
+        cached = 0 if cache is None else cache.get_seq_length()
+        outputs = super().forward(*args, **kwargs)
         outputs.logits = torch.roll(outputs.logits, cached, dims=-1)
         return outputs
 

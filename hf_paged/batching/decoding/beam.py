@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
 
@@ -14,6 +16,21 @@ from .base import Alternatives, Decoding, LoopInputs, SampledTokens, stop_string
 from .scores import are_row_wise, values_at
 
 _NEVER = -1.0e9  # transformers adds this to the score of a beam that must not be chosen
+
+
+class _DrawsFrom(TorchFunctionMode):
+    """Makes `torch.multinomial` draw from a generator, on the generator's device."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self._generator = generator
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.multinomial:
+            return func(*args, **(kwargs or {}))
+        probabilities = args[0].to(self._generator.device)
+        drawn = func(probabilities, *args[1:], **(kwargs or {}), generator=self._generator)
+        return drawn.to(args[0].device)
 
 
 class BeamDecoding(Decoding):
@@ -105,7 +122,7 @@ class BeamDecoding(Decoding):
         return SampledTokens(tokens, parents, finished, rows)
 
     def _continue(self, logits: Tensor) -> dict[str, Tensor]:
-        """Like transformers' `_get_top_k_continuations`, but draws from `self.generator` if there is one."""
+        """Chooses `beams_to_keep` continuations of each prompt's beams, as transformers' `_beam_search` does."""
         logits = self._of_all_rows(logits.to(dtype=torch.float32, device=self._ids.device, copy=True))
         raw = torch.nn.functional.log_softmax(logits, dim=-1)
         log_probs = self.logits_processor(self._ids, raw.clone() if self.record_logprobs else raw)
@@ -113,28 +130,27 @@ class BeamDecoding(Decoding):
             self.raw_logits += (logits,)
         if self.scores is not None:
             self.scores += (log_probs.clone(),)
-        vocab = log_probs.shape[-1]
         totals = log_probs.unflatten(0, (self.num_prompts, self.num_beams)) + self.running_scores[:, :, None]
-        totals = totals.flatten(1)  # [prompts, beams * vocab]
-        if self.config.do_sample:
-            probs = torch.nn.functional.softmax(totals, dim=-1)
-            if self.generator is not None:
-                probs = probs.to(self.generator.device)
-            best = torch.multinomial(probs, self.beams_to_keep, generator=self.generator).to(totals.device)
-            best_scores = totals.gather(1, best)
-        else:
-            best_scores, best = torch.topk(totals, self.beams_to_keep)
-        beams, tokens = best // vocab, best % vocab  # [prompts, beams_to_keep]
-        first_rows = torch.arange(self.num_prompts, device=totals.device)[:, None] * self.num_beams
-        sequences, indices = (compat.gather_beams(self.model, of, beams) for of in (self.running, self.running_indices))
-        sequences[:, :, self.length] = tokens
-        indices[:, :, self.length - self.prompt_length] = beams + first_rows
+        with contextlib.nullcontext() if self.generator is None else _DrawsFrom(self.generator):
+            scores, sequences, indices = compat.top_k_continuations(
+                self.model,
+                totals.flatten(1),  # [prompts, beams * vocab]
+                running_sequences=self.running,
+                running_beam_indices=self.running_indices,
+                cur_len=self.length,
+                decoder_prompt_len=self.prompt_length,
+                do_sample=self.config.do_sample,
+                beams_to_keep=self.beams_to_keep,
+                num_beams=self.num_beams,
+                batch_size=self.num_prompts,
+            )
         if self.record_logprobs:
-            rows, ids = (beams + first_rows).flatten(), tokens.flatten()
-            pairs = zip(values_at(raw, rows, ids).tolist(), log_probs[rows, ids].tolist())
-            self._history.append(dict(zip(zip(rows.tolist(), ids.tolist()), pairs)))
+            rows = indices[:, :, self.length - self.prompt_length].flatten().long()
+            tokens = sequences[:, :, self.length].flatten()
+            pairs = zip(values_at(raw, rows, tokens).tolist(), log_probs[rows, tokens].tolist())
+            self._history.append(dict(zip(zip(rows.tolist(), tokens.tolist()), pairs)))
             self._top_history.append(self._alternatives(raw, log_probs))
-        return dict(topk_log_probs=best_scores, topk_running_sequences=sequences, topk_running_beam_indices=indices)
+        return dict(topk_log_probs=scores, topk_running_sequences=sequences, topk_running_beam_indices=indices)
 
     def _alternatives(self, raw: Tensor, log_probs: Tensor) -> list[Alternatives]:
         best, ids = raw.topk(min(self.num_top, raw.shape[1]), dim=-1)

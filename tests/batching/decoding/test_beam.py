@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
+from hf_paged import compat
 from hf_paged.batching.arguments import RequestOptions
 from hf_paged.batching.decoding.beam import BeamDecoding
 from hf_paged.batching.decoding.prepare import request_decoding
@@ -102,7 +103,7 @@ def test_dicts(do_sample: bool) -> None:
         output_scores=True,
         output_logits=True,
     )
-    assert type(ours) is type(plain) and ours.keys() | {"past_key_values"} == plain.keys() | {"past_key_values"}
+    assert type(ours) is type(plain) and ours.keys() | {compat.OUTPUT_CACHE} == plain.keys() | {compat.OUTPUT_CACHE}
     assert torch.equal(plain.sequences, ours.sequences)
     assert torch.equal(plain.beam_indices, ours.beam_indices) and plain.beam_indices.dtype == ours.beam_indices.dtype
     torch.testing.assert_close(plain.sequences_scores, ours.sequences_scores, atol=1e-4, rtol=1e-4)

@@ -11,6 +11,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, WatermarkingConfig
 from transformers.generation import logits_process as known
 
+from hf_paged import compat
 from hf_paged.batching.arguments import RequestOptions
 from hf_paged.batching.decoding import sampler
 from hf_paged.batching.decoding.base import SampledTokens
@@ -190,7 +191,7 @@ def test_dicts_with_scores_and_logits(do_sample: bool, processors: dict[str, Any
         do_sample=do_sample,
         **processors,
     )
-    assert type(ours) is type(plain) and ours.keys() | {"past_key_values"} == plain.keys() | {"past_key_values"}
+    assert type(ours) is type(plain) and ours.keys() | {compat.OUTPUT_CACHE} == plain.keys() | {compat.OUTPUT_CACHE}
     assert torch.equal(plain.sequences, ours.sequences) and len(set(decoding.lengths)) > 1
     for theirs, mine in ((plain.scores, ours.scores), (plain.logits, ours.logits)):
         assert isinstance(mine, tuple) and len(mine) == len(theirs)

@@ -277,9 +277,11 @@ def _reasons(model: PreTrainedModel, cache: PagedCache, modules: Modules, layout
         yield "its layers are in several processes"
     parameters = inspect.signature(model.forward).parameters
     attends_itself = not calls_interface(module for _, module in modules)
-    missing = [] if compat.cache_name(model) in parameters else ["cache"]
+    missing = []
     if not attends_itself and "position_ids" not in parameters:  # a model's own attention has alibi in its mask
         missing.append("position_ids")
+    if compat.cache_name(model) not in parameters:
+        missing.append("cache")
     known = {*EMPTY_LAYERS, PagedLayer, PagedSlidingWindowLayer}
     if joins and getattr(model.config, "is_encoder_decoder", False):
         yield "the model has an encoder"

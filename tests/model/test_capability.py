@@ -65,7 +65,7 @@ REFUSED = {
     "FalconH1ForCausalLM": "PagedHybridLayer",
     "GPTNeoForCausalLM": "are read",  # builds a mask from the batch's columns
     "OpenAIGPTLMHeadModel": "no cache",
-    "MambaForCausalLM": "no cache",
+    "MambaForCausalLM": "does not know its layers",
 }
 
 

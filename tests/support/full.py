@@ -23,9 +23,22 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULT = report.RESULTS / "full.json"
 PYTEST = ["-m", "pytest", "-n", "2", "--dist", "worksteal"]
 ECOSYSTEM_PYTHON = ".venv-ecosystem/bin/python"
-OTHER_PYTHON = ".venv-transformers-5.17/bin/python"
 MATRIX = "tests/test_parity_matrix.py"
 FAULTS = ["tests/test_faults.py", "tests/batching/test_engine_faults.py", "tests/regressions"]
+
+
+
+def with_transformers(name: str, requirement: str) -> list[list[str]]:
+    """The commands that run the fast part in an environment `name` with this transformers, the newest that fits, and
+    PyTorch as pinned."""
+    python = f".venv-{name}/bin/python"
+    return [
+        [sys.executable, "-m", "venv", str(Path(python).parents[1])],
+        [python, "-m", "pip", "install", "-q", "-c", "constraints.txt", "torch"],
+        [python, "-m", "pip", "install", "-q", "--upgrade", "-e", ".[test]", requirement],
+        [python, *PYTEST],
+    ]
+
 
 PARTS: dict[str, list[list[str]]] = {
     "matrix": [[sys.executable, *PYTEST, "-m", "", MATRIX]],
@@ -41,12 +54,8 @@ PARTS: dict[str, list[list[str]]] = {
         [ECOSYSTEM_PYTHON, "-m", "pip", "install", "-q", "-c", "constraints-ecosystem.txt", "-e", ".[test,ecosystem]"],
         [ECOSYSTEM_PYTHON, "-m", "pytest", "-m", "", "tests/ecosystem"],
     ],
-    "transformers-5.17": [
-        [sys.executable, "-m", "venv", str(Path(OTHER_PYTHON).parents[1])],
-        [OTHER_PYTHON, "-m", "pip", "install", "-q", "-c", "constraints.txt", "torch"],
-        [OTHER_PYTHON, "-m", "pip", "install", "-q", "-e", ".[test]", "transformers==5.17.*"],
-        [OTHER_PYTHON, *PYTEST],
-    ],
+    "transformers-5.17": with_transformers("transformers-5.17", "transformers==5.17.*"),
+    "transformers-newest": with_transformers("transformers-newest", "transformers"),
 }
 """Commands of each part, from the root of the checkout; the first failure ends the part."""
 

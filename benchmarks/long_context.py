@@ -20,6 +20,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 import hf_paged
 from benchmarks.machine import facts
 from benchmarks.report import markdown
+from hf_paged import compat
 
 NEW_TOKENS, LAYERS = 16, 4
 COLUMNS = ("system", "equal", "prefill_s", "ms_per_token", "kv_mib")
@@ -58,7 +59,7 @@ def run(num_tokens: int, turns: int, new_tokens: int = NEW_TOKENS) -> list[dict[
         "engine": lambda count: engine.generate([ids[0].tolist()], options(count))[0].token_ids,
     }
     cache = DynamicCache(config=model.config)
-    expected = model.generate(ids, **options(new_tokens), past_key_values=cache)[0, num_tokens:].tolist()
+    expected = model.generate(ids, **options(new_tokens), **{compat.OUTPUT_CACHE: cache})[0, num_tokens:].tolist()
     equal = {name: name == "plain" or call(new_tokens) == expected for name, call in systems.items()}  # also a warm-up
     held = {"plain": sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)}
     held["generate"], held["engine"] = hf_paged.memory_stats(model).peak_bytes, engine.stats().peak_bytes

@@ -30,7 +30,7 @@ import hf_paged
 from benchmarks import paired
 from benchmarks.machine import facts
 from benchmarks.report import markdown
-from hf_paged import PagedCache, VirtualStorage
+from hf_paged import PagedCache, VirtualStorage, compat
 from hf_paged.attention.backends import gather
 from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.cache import pages
@@ -100,13 +100,13 @@ def compare(what: str, times: dict[str, list[float]], base: str, targets: dict[s
 def stepper(model: PreTrainedModel, cache: Any, ids: torch.Tensor, steps: int) -> Callable[[], float]:
     """Seconds per decode step, over some steps after the same prompt; then crops the cache."""
     length = ids.shape[1]
-    model(ids, past_key_values=cache, use_cache=True)
+    model(ids, **{compat.OUTPUT_CACHE: cache}, use_cache=True)
     token = ids[:, -1:]
 
     def work() -> float:
         begin = time.perf_counter()
         for _ in range(steps):
-            model(token, past_key_values=cache, use_cache=True)
+            model(token, **{compat.OUTPUT_CACHE: cache}, use_cache=True)
         seconds = (time.perf_counter() - begin) / steps
         cache.crop(length - cache.get_seq_length())
         return seconds
@@ -253,10 +253,10 @@ def mechanisms(turns: int, quick: bool, only: str) -> list[dict[str, Any]]:
         own(self, *args)
 
     def work(name: str, cache: PagedCache) -> float:
-        model(ids, past_key_values=cache, use_cache=True)
+        model(ids, **{compat.OUTPUT_CACHE: cache}, use_cache=True)
         calls[0], begin = 0, time.perf_counter()
         for _ in range(steps):
-            model(ids[:, -1:], past_key_values=cache, use_cache=True)
+            model(ids[:, -1:], **{compat.OUTPUT_CACHE: cache}, use_cache=True)
         seconds = (time.perf_counter() - begin) / steps
         counts[name].append(calls[0])
         cache.reset()

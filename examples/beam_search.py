@@ -31,7 +31,7 @@ def compare_generate(model: Any, inputs: Any, options: dict[str, Any]) -> tuple[
     paged = model.generate(**inputs, **options, cache_implementation="paged")
     stats = hf_paged.memory_stats(model)
 
-    contiguous = tiny_model.cache_bytes(plain.past_key_values)
+    contiguous = tiny_model.cache_bytes(plain)
     print(f"plain: {contiguous / 1024:,.0f} KiB of keys and values, each beam with its own copy of the prompt")
     print(f"paged: {stats.peak_bytes / 1024:,.0f} KiB at most ({stats.peak_bytes / contiguous:.0%}), ", end="")
     print(f"{stats.peak_blocks} blocks of {stats.block_size} tokens, {stats.copied_blocks} copied on write")

@@ -60,7 +60,7 @@ def compare(name: str, model: Any, inputs: Any, repeats: int, **options: Any) ->
         return output, time.perf_counter() - start
 
     plain, _ = call(return_dict_in_generate=True)
-    contiguous_bytes = tiny_model.cache_bytes(plain.past_key_values)
+    contiguous_bytes = tiny_model.cache_bytes(plain)
     call(cache_implementation="paged")
     hf_paged.memory_stats(model, reset=True)
 

@@ -188,9 +188,10 @@ def save_and_reload(
         return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
 
 
-def cache_bytes(past_key_values: Any) -> int:
-    """Bytes of K/V in a plain cache."""
-    return sum(tensor.nbytes for layer in past_key_values.layers for tensor in (layer.keys, layer.values))
+def cache_bytes(output: Any) -> int:
+    """Bytes of K/V in the plain cache that `generate` returned with its output."""
+    cache = output.cache if "cache" in output else output.past_key_values  # the name up to transformers 5.23
+    return sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values))
 
 
 def print_table(rows: list[tuple[str, ...]]) -> None:

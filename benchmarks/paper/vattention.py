@@ -23,7 +23,7 @@ from benchmarks.paper.rows import READ, TOLD_S1, VATTENTION, Row, Size, ranged
 from benchmarks.paper.traces import SHAREGPT, make_trace
 from benchmarks.paper.turns import Times, backend, details_of, measured, said, small_shape
 from benchmarks.virtual import in_turns
-from hf_paged import PagedCache, VirtualStorage
+from hf_paged import PagedCache, VirtualStorage, compat
 from hf_paged.cache import pages
 from hf_paged.cache.virtual import fit_blocks
 from hf_paged.config import MIN_BLOCK_SIZE
@@ -76,7 +76,7 @@ def contiguous_first_token(model: Any, shape: Shape, ids: Tensor) -> int:
     """First token after a prompt `[1, n]`, computed in chunks as transformers' loop does."""
     cache = reserved(shape, ids.shape[1])
     for part in ids.split(CHUNK, dim=1):
-        hidden = model.model(part, past_key_values=cache, use_cache=True).last_hidden_state
+        hidden = model.model(part, **{compat.OUTPUT_CACHE: cache}, use_cache=True).last_hidden_state
     return int(model.lm_head(hidden[0, -1]).argmax())
 
 
@@ -208,7 +208,7 @@ def decode_times(size: Size) -> dict[str, Times]:
             with backend(forced):
                 start = time.perf_counter()
                 for _ in range(steps):  # every cache grows by the same number of tokens in each turn
-                    logits[name] = model(token, past_key_values=cache, use_cache=True).logits
+                    logits[name] = model(token, **{compat.OUTPUT_CACHE: cache}, use_cache=True).logits
                 return (time.perf_counter() - start) / steps
 
         works = {name: functools.partial(work, name) for name in systems}
@@ -438,7 +438,7 @@ def latencies(model: Any, storage: Any, states: list[tuple[Tensor, Tensor]], ste
     with backend(None if storage == "blocks" else "gather"), Counted() as counted:
         for _ in range(steps):
             before, start = counted.calls, time.perf_counter()
-            model(token, past_key_values=cache, use_cache=True)
+            model(token, **{compat.OUTPUT_CACHE: cache}, use_cache=True)
             found.append((time.perf_counter() - start, counted.calls - before))
     cache.reset()
     return found

@@ -64,7 +64,7 @@ class PagedCache(DynamicCache):
 
     ```python
     cache = PagedCache(model.config)
-    model(**inputs, past_key_values=cache)
+    model(**inputs, cache=cache)  # up to transformers 5.23: past_key_values=cache
     ```
     """
 

@@ -21,7 +21,7 @@ ROOT = readme.ROOT
 CONSTANTS = ("MIN_CACHED_TOKENS", "LINE", "MAX_CHUNK_TOKENS")  # constants of the package that the text names
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "guide").glob("*.md"))]
 # the paper, the licence, a file mode, transformers, nothing, statuses of HTTP, Ray Serve's default
-CITED = {"2023", "2309.06180", "2.0", "700", "5.17", "5.18", "5.24", "0", "400", "500", "5"}
+CITED = {"2023", "2309.06180", "2.0", "700", "5.17", "5.18", "5.23", "5.24", "0", "400", "500", "5"}
 
 
 def prose(text: str, marks: list[str]) -> str:

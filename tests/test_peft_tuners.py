@@ -94,18 +94,18 @@ UNNAMED = {"ADAPTION_PROMPT", "SHADOW"}
 ONE_ADAPTER = {"ADALORA"}
 """Tuners that PEFT gives no second adapter to train."""
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "alora_invocation_tokens": {"alora_invocation_tokens": PROMPT[5:8]},
-    "arrow_config": {},  # `peft.create_arrow_model` makes its config
-    "kasa_config": {"kasa_config": lora.KasaConfig()},
-    "monteclora_config": {"monteclora_config": lora.MontecloraConfig()},
-    "use_bdlora": {
+VARIANTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "alora_invocation_tokens": lambda: {"alora_invocation_tokens": PROMPT[5:8]},
+    "arrow_config": dict,  # `peft.create_arrow_model` makes its config
+    "kasa_config": lambda: {"kasa_config": lora.KasaConfig()},
+    "monteclora_config": lambda: {"monteclora_config": lora.MontecloraConfig()},
+    "use_bdlora": lambda: {
         "use_bdlora": lora.BdLoraConfig(
             nblocks=2, target_modules_bd_a=["down_proj"], target_modules_bd_b=["q_proj", "v_proj"]
         )
     },
-    "use_dora": {"use_dora": True},
-    "velora_config": {"velora_config": lora.VeloraConfig()},
+    "use_dora": lambda: {"use_dora": True},
+    "velora_config": lambda: {"velora_config": lora.VeloraConfig()},
 }
 """Options of each variant of LoRA, by the field of its config that asks for it."""
 
@@ -246,7 +246,7 @@ def test_a_tuner_is_served_or_refused(name: str, tmp_path_factory: pytest.TempPa
 def test_a_variant_of_lora_is_served_or_refused(variant: str, tmp_path: Path) -> None:
     if variant not in VARIANTS:
         pytest.fail(f"PEFT has a new variant of LoRA: add options of {variant} to VARIANTS")
-    config = peft.LoraConfig(task_type="CAUSAL_LM", **RANK, **VARIANTS[variant])
+    config = peft.LoraConfig(task_type="CAUSAL_LM", **RANK, **VARIANTS[variant]())
     if variant == "arrow_config":
         arrow = lora.ArrowConfig(top_k=1, router_temperature=1.0)
         model = peft.create_arrow_model(models.build("llama"), list(expert_folders(tmp_path).values()), arrow).eval()

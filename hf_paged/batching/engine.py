@@ -52,8 +52,9 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
 
     Raises:
         ValueError: for a model that cannot generate; for models that only `generate` serves: encoder-decoder models
-            with a custom cache, models with states in their modules, prompt learning; for a tokenizer's name instead
-            of a tokenizer; for a sharded model in any process but process 0 (`hf_paged.serve_rank`).
+            with a custom cache, models with states in their modules, PEFT's prompt learning and X-LoRA; for a
+            tokenizer's name instead of a tokenizer; for a sharded model in any process but process 0
+            (`hf_paged.serve_rank`).
 
     Example:
 
@@ -171,10 +172,10 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
 
         Raises:
             ValueError: for an empty prompt, ids outside the vocabulary, messages without a chat template, an id in use,
-                an unknown adapter, arguments of another type or outside their limits, options that contradict each
-                other, that only `generate` serves or that the engine's config decides; for an autocast dtype other than
-                that of unfinished requests; for a schema, expression or grammar that cannot be compiled, or without EOS
-                tokens.
+                an unknown adapter, one that PEFT's own `generate` computes (aLoRA, Poly), arguments of another type or
+                outside their limits, options that contradict each other, that only `generate` serves or that the
+                engine's config decides; for an autocast dtype other than that of unfinished requests; for a schema,
+                expression or grammar that cannot be compiled, or without EOS tokens.
             ImportError: for a schema, expression or grammar without xgrammar.
             OutOfBlocksError: if the request can never fit into the budget.
         """

@@ -31,6 +31,7 @@ from ..model.ranks import is_sharded
 from ..model.registry import Route, block_sizes, note_route, route_of
 from .arguments import Prompt, RequestOptions, as_list, check_assistant, check_names, split_inputs
 from .decoding.grammar import Grammars
+from .execution.adapters import AdapterError, check_served, has_activated
 from .execution.executor import Window
 from .factory import (
     MANY_BLOCKS,
@@ -259,8 +260,22 @@ class EngineCore:
         while self.paused_by:
             self.lock.wait_for(self.resumed)
 
+    def _end_unserved(self) -> None:
+        """Ends requests whose adapter only PEFT's own `generate` computes: it may have become active since `add`."""
+        if not has_activated(self.model):
+            return
+        for state in list(self.requests.values()):
+            try:
+                check_served(self.model, state.request.adapter)
+            except AdapterError as error:
+                state.error = error
+                self.end(state, "error")
+
     def step(self, window: Window) -> None:
         loop = self.get_loop()
+        self._end_unserved()
+        if not self.requests:
+            return
         now = time.time()  # the clock of `MaxTimeCriteria`
         self._unstarted = [s for s in self._unstarted if s.request.admitted_at is None and not s.is_closed]
         for limit in (limit for state in self._unstarted for limit in state.limits):

@@ -27,6 +27,7 @@ from ..attention.switch import NAME
 from ..batching.arguments import as_config, prompt_ids
 from ..batching.decoding.prepare import num_embeddings
 from ..batching.engine import PagedEngine
+from ..batching.execution.adapters import base_model, check_served
 from ..config import PagedConfig
 from ..model.forwards import compute_device
 from .manager_config import paged_config
@@ -359,6 +360,7 @@ def _generate_batch(
 ) -> dict[str, GenerationOutput]:
     if not len(inputs):
         return {}
+    check_served(base_model(model), None)  # one `generate` call would compute no more than the layers in the model
     base = model.generation_config if generation_config is None else generation_config
     given = {name: value for name, value in options.items() if value is not None}
     config = _request_config(model, base, {name: value for name, value in given.items() if name != "tokenizer"})
@@ -460,3 +462,14 @@ REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "generate_batch": _generate_batch,
 }
 """Replacements by name of the `ContinuousMixin` method."""
+
+
+def through_wrapper(name: str) -> Callable[..., Any]:
+    """A method for wrappers of models, which pass this name on to the model inside, where the wrapper is not known.
+    Raises `ValueError` for adapters that only the wrapper's own `generate` computes."""
+
+    def method(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(base_model(wrapper), name)(*args, **kwargs)
+
+    method.__name__ = name
+    return method

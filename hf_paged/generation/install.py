@@ -35,6 +35,7 @@ from ..model.ranks import ranks_of
 from ..model.registry import memory_for, warn_once
 from . import continuous_batching as _continuous_batching
 from . import manager_config
+from .after_import import after_import, forget_import
 from .call import Call, batch_of, current, first_rows, prepared, rows_per_prompt
 
 REQUESTED = ("paged", NAME)
@@ -313,8 +314,8 @@ _REPLACEMENTS: dict[str, Callable[..., Any]] = {
     compat.ASSISTED_DECODING: _decode,
     compat.WARN_OF_PADDING: _warn_of_padding,
 }
-_installed: dict[tuple[type, str], tuple[Callable[..., Any], Callable[..., Any]]] = {}
-"""By class and name of each replaced method: the original, and the wrapper that replaced it."""
+_installed: dict[tuple[type, str], tuple[Callable[..., Any] | None, Callable[..., Any]]] = {}
+"""By class and name of each replaced method: the original, if there was one, and the wrapper that replaced it."""
 
 
 def _wrapper(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
@@ -355,6 +356,17 @@ def _replace(owner: type, name: str, replacement: Callable[..., Any] | None = No
     setattr(owner, name, wrapper)
 
 
+def _add_to_peft(module: Any) -> None:
+    """Adds the names of continuous batching to `PeftModel`, which passes them on to the model inside."""
+    owner = module.PeftModel
+    with _lock:
+        for name in ("init_continuous_batching", "continuous_batching_context_manager", "generate_batch"):
+            if (ContinuousMixin, name) in _installed and (owner, name) not in _installed:
+                wrapper = _continuous_batching.through_wrapper(name)
+                _installed[owner, name] = (vars(owner).get(name), wrapper)
+                setattr(owner, name, wrapper)
+
+
 def _wrap_overrides(model_class: type) -> None:
     """Wraps the input expansion of classes that override it (Qwen2-VL on transformers 5.17), to note their inputs."""
     name = compat.EXPAND_INPUTS
@@ -390,6 +402,8 @@ def install(continuous_batching: bool | PagedConfig | Mapping[str, Any] = False,
             for name, replacement in _continuous_batching.REPLACEMENTS.items():
                 if (ContinuousMixin, name) not in _installed:
                     _replace(ContinuousMixin, name, replacement)
+    if continuous_batching is not False:
+        after_import("peft.peft_model", _add_to_peft)
 
 
 def install_of_environment() -> None:
@@ -410,10 +424,14 @@ def uninstall() -> None:
                 message = f"`{owner.__name__}.{name}` was replaced after hf_paged was installed: undo that first"
                 raise RuntimeError(message)
         _is_default = False
+        forget_import(_add_to_peft)
         _continuous_batching.destroy_kept()
         while _installed:
             (owner, name), (original, _) = _installed.popitem()
-            setattr(owner, name, original)
+            if original is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
         compat.allow_cache_implementation(NAME, False)
         compat.forget_attention(NAME)
         unwrap_expansions()

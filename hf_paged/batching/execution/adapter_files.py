@@ -19,7 +19,16 @@ from torch import Tensor, nn
 from ...cache.storage import free_bytes
 from ...kernels.lora import LoraWeights
 from .adapter_shards import own_part
-from .adapters import BASE, Adapter, AdapterError, check_adapter, has_adapter, unmixable_layer
+from .adapters import (
+    BASE,
+    Adapter,
+    AdapterError,
+    check_adapter,
+    check_served,
+    has_adapter,
+    unmixable_layer,
+    wrapper_reason,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +54,7 @@ def is_adapter_folder(name: str) -> bool:
 def resolve_adapter(model: nn.Module, name: str | None) -> str | AdapterFile | None:
     """Resolves the name in a request: an adapter of the model, else one in a folder saved by PEFT. Raises
     [`AdapterError`]."""
+    check_served(model, name)
     if name is None or has_adapter(model, name) or not is_adapter_folder(name):
         if name is not None:
             check_adapter(model, name)
@@ -97,6 +107,8 @@ def _find_config(path: str) -> Any:
         message = '`adapter` names a folder, which PEFT reads: pip install "hf_paged[integrations]"'
         raise ImportError(message) from error
     config = peft.PeftConfig.from_pretrained(path)
+    if (reason := wrapper_reason(config)) is not None:
+        raise AdapterError(path, f"the adapter in {path!r} {reason}")
     if not isinstance(config, peft.LoraConfig):
         raise _not_served(path, f"it is no LoRA adapter ({type(config).__name__})")
     variants = [field.name for field in dataclasses.fields(config) if field.metadata.get("is_lora_variant")]

@@ -57,21 +57,98 @@ class Adapter:
 
 
 def base_model(model: Any) -> Any:
-    """The transformers model inside a PEFT wrapper, or the model itself. Raises `ValueError` for prompt learning."""
-    if not hasattr(model, "get_base_model"):
-        return model
-    for name, config in getattr(model, "peft_config", {}).items():
-        if getattr(config, "is_prompt_learning", False):
-            raise ValueError(
-                f"adapter {name!r} is prompt learning ({type(config).__name__}): its virtual tokens are made by PEFT's "
-                'own `generate`. Call `model.generate(..., cache_implementation="paged")` instead of an engine'
-            )
-    return model.get_base_model()
+    """The transformers model inside a PEFT wrapper, or the model itself. Raises [`AdapterError`], a `ValueError`, for
+    adapters that PEFT's own `generate` computes and that cannot be inactive."""
+    base = model
+    if hasattr(model, "get_base_model"):
+        base = model.get_base_model()
+    elif _is_of_peft(model) and "base_model" in model._modules:
+        base = model.base_model.model  # `PeftMixedModel` has no such method
+    for name, config in _configs(model).items():
+        # prompt learning and X-LoRA have no layers of these names, in which `check_served` sees whether they are active
+        if not has_adapter(base, name) and (reason := wrapper_reason(config)) is not None:
+            raise AdapterError(name, f"adapter {name!r} {reason}")
+    return base
+
+
+def _configs(model: Any) -> dict[str, Any]:
+    return dict(getattr(model, "peft_config", None) or {})  # a copy: another thread may add adapters
+
+
+def wrapper_reason(config: Any) -> str | None:
+    """Why an adapter with this PEFT config is computed by the `generate` of the surrounding `PeftModel`, not by layers
+    in the model alone; `None` if it is not."""
+    kind, reason = type(config).__name__, None
+    if getattr(config, "is_prompt_learning", False):
+        reason = f"is prompt learning ({kind}): its virtual tokens are made by PEFT's own `generate`"
+    elif is_activated(config):
+        reason = f"begins at its `alora_invocation_tokens` ({kind}), which PEFT's own `generate` finds in the prompt"
+    else:
+        from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+
+        tuner = PEFT_TYPE_TO_TUNER_MAPPING.get(config.peft_type)
+        if hasattr(tuner, "generate"):  # PEFT's tuners leave it to the model, unless they act around it
+            reason = f"is computed around the model ({kind}), by PEFT's own `{tuner.__name__}.generate`"
+    if reason is None:
+        return None
+    call = '`peft_model.generate(..., cache_implementation="paged")`'
+    return f"{reason}. Call {call} instead of an engine or `generate_batch`"
+
+
+def is_activated(config: Any) -> bool:
+    """Whether this PEFT config is of an activated LoRA (aLoRA), which adds to the tokens from its invocation on."""
+    return bool(getattr(config, "alora_invocation_tokens", None))
+
+
+def has_activated(model: nn.Module) -> bool:
+    return any(map(is_activated, _configs(model).values()))
+
+
+def check_served(model: nn.Module, name: Hashable) -> None:
+    """Raises [`AdapterError`] if layers in the model do not compute what PEFT computes with the adapter `name` (`None`:
+    as the model is)."""
+    if name is not None and (reason := _unswitchable(model)) is not None:
+        raise AdapterError(
+            name,
+            f"adapter {name!r} cannot be chosen for a request: {reason}. Activate it by `peft_model.set_adapter`, or "
+            "disable all, and leave `adapter` out",
+        )
+    reasons = {known: wrapper_reason(config) for known, config in _configs(model).items()}
+    reasons = {known: reason for known, reason in reasons.items() if reason is not None}
+    if not reasons:
+        return
+    for known in _active_names(model) if name is None else [name]:
+        if known in reasons:
+            raise AdapterError(name, f"adapter {known!r} {reasons[known]}")
+
+
+def _unswitchable(model: nn.Module) -> str | None:
+    """Why the active adapter cannot be replaced in PEFT's layers alone."""
+    modules = [model]
+    while modules:
+        module = modules.pop()
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            owner = getattr(hook, "__self__", None)
+            if _is_of_peft(owner):
+                return f"{type(owner).__name__} computes the active one in hooks"
+        if not _is_of_peft(module):
+            modules.extend(module.children())
+        elif not _is_layer(module):
+            return f"{type(module).__name__} has no adapters by name"
+    return None
+
+
+def _is_of_peft(part: Any) -> bool:
+    return isinstance(part, nn.Module) and type(part).__module__.partition(".")[0] == "peft"
+
+
+def _is_layer(module: nn.Module) -> bool:
+    # by attributes of PEFT's BaseTunerLayer and AuxiliaryTrainingWrapper (`modules_to_save`), without importing PEFT
+    return all(hasattr(module, key) for key in _STATE)
 
 
 def peft_layers(model: nn.Module) -> list[Any]:
-    # by attributes of PEFT's BaseTunerLayer and AuxiliaryTrainingWrapper (`modules_to_save`), without importing PEFT
-    return [module for module in model.modules() if all(hasattr(module, key) for key in _STATE)]
+    return [module for module in model.modules() if _is_layer(module)]
 
 
 def _has(layer: Any, name: str) -> bool:
@@ -122,9 +199,14 @@ def active_adapter(model: nn.Module) -> str | None:
     layers = peft_layers(model)
     if all(layer._disable_adapters for layer in layers):
         return BASE
-    held = (layer._active_adapter for layer in layers)
-    active = {name for names in held for name in ([names] if isinstance(names, str) else names)}
+    active = _active_names(model)
     return active.pop() if len(active) == 1 and not any(layer._disable_adapters for layer in layers) else None
+
+
+def _active_names(model: nn.Module) -> set[str]:
+    """The names of the active adapters, including those that have no layer."""
+    held = (layer._active_adapter for layer in peft_layers(model) if not layer._disable_adapters)
+    return {name for names in held for name in ([names] if isinstance(names, str) else names)}
 
 
 def unmixable_layer(module: nn.Module) -> str | None:

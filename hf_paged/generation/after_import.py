@@ -1,0 +1,49 @@
+"""Runs code once an optional library has been imported, without importing it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+class _AfterImport(MetaPathFinder):
+    def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
+        self.name, self.action = name, action
+
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != self.name:
+            return None
+        others = [finder for finder in sys.meta_path if not isinstance(finder, _AfterImport)]
+        specs = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            run = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                del loader.exec_module
+                run(module)
+                self.action(module)
+
+            loader.exec_module = exec_module
+        return spec
+
+
+def after_import(name: str, action: Callable[[ModuleType], None]) -> None:
+    """Runs `action` with the module `name`: now if it has been imported, else once it is. Idempotent."""
+    if name in sys.modules:
+        action(import_module(name))  # waits for another thread that is importing it
+    elif not any(isinstance(finder, _AfterImport) and finder.action == action for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport(name, action))
+
+
+def forget_import(action: Callable[[ModuleType], None]) -> None:
+    """Undoes `after_import` for modules that are not imported yet."""
+    waiting = [finder for finder in sys.meta_path if isinstance(finder, _AfterImport) and finder.action == action]
+    for finder in waiting:
+        sys.meta_path.remove(finder)

@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from transformers import GenerationConfig
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
@@ -206,6 +208,9 @@ def refusal(config: Any, adapter: str = "default") -> str:
     return rf"adapter '{adapter}' .*\({type(config).__name__}\).*PEFT's own `.*generate`.*Call `peft_model.generate"
 
 
+IS_OLD = Version(peft.__version__) < Version(MIN_PEFT_VERSION)  # than transformers asks for
+
+
 @pytest.mark.usefixtures("native_names")
 @pytest.mark.parametrize("name", [kind.value for kind in mapping.PEFT_TYPE_TO_CONFIG_MAPPING])
 def test_a_tuner_is_served_or_refused(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -214,7 +219,9 @@ def test_a_tuner_is_served_or_refused(name: str, tmp_path_factory: pytest.TempPa
     model = tuned(config)
     task = {"task_ids": torch.tensor([1])} if name in ("POLY", "MULTITASK_PROMPT_TUNING") else {}
     first = tokens(model, **task)
-    assert first != base_tokens(), "the adapter does nothing: the test would show nothing"
+    # an older PEFT passes its prefixes under a name that this transformers ignores, with and without us
+    is_ignored = name in ("CARTRIDGE", "PREFIX_TUNING") and IS_OLD
+    assert is_ignored or first != base_tokens(), "the adapter does nothing: the test would show nothing"
     assert tokens(model, **task, **models.PAGED) == first
     if name in REFUSED:
         assert_refused(model, refusal(config))

@@ -27,7 +27,6 @@ MATRIX = "tests/test_parity_matrix.py"
 FAULTS = ["tests/test_faults.py", "tests/batching/test_engine_faults.py", "tests/regressions"]
 
 
-
 def with_transformers(name: str, requirement: str) -> list[list[str]]:
     """The commands that run the fast part in an environment `name` with this transformers, the newest that fits, and
     PyTorch as pinned."""

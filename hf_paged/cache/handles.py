@@ -18,6 +18,12 @@ from .storage import KVBlocks
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+WRITTEN = (
+    "cached keys and values were written to in place, and their blocks may be shared by other rows and prefixes: store "
+    "changed copies (`cache.layers[i].keys.clone()`) in an empty cache with `update(keys, values, i)`, or pass a "
+    "`DynamicCache`"
+)
+
 _OVERRIDES: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 

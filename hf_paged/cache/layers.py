@@ -10,6 +10,7 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor
+from torch.autograd import forward_ad
 from transformers import cache_utils
 
 from ..step import NotPackable, StepMetadata
@@ -58,8 +59,8 @@ class GraphStates(NamedTuple):
 class PagedLayer(cache_utils.DynamicLayer):
     """Keys and values of one layer in the blocks of its group; replaces `DynamicLayer`. Its `update`, `keys` and
     `values` return [`PagedTensor`] handles. During a packed step (`PagedCache.begin`) the layer holds no rows.
-    Keys and values computed with gradients are also kept as tensors with their graph, as `DynamicLayer` keeps them: until
-    an update or an operation on rows without gradients, or `PagedCache.detach`."""
+    Keys and values computed with gradients are also kept as tensors with their graph, as `DynamicLayer` keeps them:
+    until an update or an operation on rows without gradients, or `PagedCache.detach`."""
 
     def __init__(self, group: LayerGroup, index: int) -> None:
         cache_utils.CacheLayerMixin.__init__(self)
@@ -76,7 +77,8 @@ class PagedLayer(cache_utils.DynamicLayer):
         """Stores new K/V `(batch, heads, n, dim)` and returns handles to all visible K/V. Raises `OutOfBlocksError`
         with nothing allocated, `ValueError` with nothing stored if the batch size differs or K/V do not fit,
         `NotPackable` if the shape is not that of the packed step. With gradients enabled, returns tensors through which
-        gradients reach the new K/V and all that were stored with gradients."""
+        gradients reach the new K/V and all that were stored with gradients; raises `RuntimeError`, with nothing stored,
+        for K/V with tangents of forward-mode differentiation, which blocks would lose."""
         if torch.compiler.is_dynamo_compiling():  # checked here, since the wrapper of `disable` slows every call
             return self._update_untraced(key_states, value_states)
         return self._update(key_states, value_states)
@@ -89,6 +91,13 @@ class PagedLayer(cache_utils.DynamicLayer):
                 "both need (batch, heads, tokens, dim), with one batch size and one number of tokens"
             )
         self._check_turn()
+        if forward_ad._current_level >= 0 and any(
+            forward_ad.unpack_dual(states).tangent is not None for states in (key_states, value_states)
+        ):
+            raise RuntimeError(
+                f"layer {self.index} got keys or values with tangents: forward-mode differentiation needs a "
+                "`DynamicCache`, as blocks hold numbers only"
+            )
         needs_grad = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
         keys, values = (key_states.detach(), value_states.detach()) if needs_grad else (key_states, value_states)
         group, context_len, query_len = self.group, self.num_seen, key_shape[2]

@@ -259,10 +259,9 @@ class PagedCache(DynamicCache):
         for layer in self.layers:
             if isinstance(layer, PagedLayer):
                 layer.graph_states = None
-            states = {
-                name: value for name, value in vars(layer).items() if isinstance(value, (dict, list, torch.Tensor))
-            }
-            vars(layer).update(tree_map_only(torch.Tensor, torch.Tensor.detach, states))
+            # states of linear attention, keys of indexers
+            tensors = {name: x for name, x in vars(layer).items() if isinstance(x, (dict, list, torch.Tensor))}
+            vars(layer).update(tree_map_only(torch.Tensor, torch.Tensor.detach, tensors))
 
     def free(self) -> None:
         """Same as `reset`."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch.autograd import forward_ad
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -67,7 +68,7 @@ def assert_same_gradients(config: PreTrainedConfig, run: Callable[[Any, DynamicC
         results.append(gradients(model))
     assert results[0].keys() == results[1].keys()
     for name, gradient in results[0].items():
-        torch.testing.assert_close(results[1][name], gradient, rtol=1e-4, atol=1e-4, msg=lambda text: f"{name}: {text}")
+        torch.testing.assert_close(results[1][name], gradient, rtol=1e-4, atol=1e-4)
 
 
 def forward(model: Any, cache: Any, length: int, seed: int, rows: int = 2) -> torch.Tensor:
@@ -278,3 +279,16 @@ def test_gradients_are_not_kept_in_a_forward_that_enables_them_in_an_engine(monk
     monkeypatch.setattr(attention, "forward", torch.enable_grad()(attention.forward))
     assert torch.equal(model.generate(tokens(2, 9), **options, cache_implementation="paged"), expected)
     hf_paged.check_integrity(model)
+
+
+def test_forward_mode_differentiation_is_refused() -> None:
+    model = build(CONFIGS["full"], "eager").requires_grad_(False)
+    cache = PagedCache(model.config)
+    embeds = model.get_input_embeddings()(tokens(1, 4))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(embeds, torch.ones_like(embeds))
+        with pytest.raises(RuntimeError, match="needs a `DynamicCache`"):
+            model(inputs_embeds=dual, past_key_values=cache)
+        assert cache.memory.num_used == 0
+        forward(model, cache, 3, 0)
+    cache.check_integrity()

@@ -15,7 +15,7 @@ from transformers import cache_utils
 
 from ..step import NotPackable, StepMetadata
 from .groups import GroupSpec
-from .handles import WRITTEN, PagedTensor, RowTensor, read_rows
+from .handles import READ_ONLY, PagedTensor, RowTensor, read_rows
 from .rows import LayerGroup
 from .storage import KVBlocks, Look, looks
 
@@ -47,7 +47,7 @@ class GraphStates(NamedTuple):
     def check(self) -> None:
         """Raises `RuntimeError` if they were written to: the blocks do not have what was written."""
         if _versions(self.keys, self.values) != self.versions:
-            raise RuntimeError(WRITTEN)
+            raise RuntimeError(READ_ONLY)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphStates:
         return self  # they are not written to
@@ -152,12 +152,18 @@ class PagedLayer(cache_utils.DynamicLayer):
     def _extend_graph(
         self, step: StepMetadata, blocks: KVBlocks, key_states: Tensor, value_states: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Appends new K/V to `graph_states`; returns all that the step shows."""
-        past, states = self.graph_states, GraphStates.of(key_states, value_states)
+        """Appends new K/V to `graph_states`, as rounded as they are stored; returns all that the step shows."""
+        query_len, past = key_states.shape[2], self.graph_states
+        new = [key_states, value_states]
+        if not blocks.is_exact:  # gradients pass through the rounding
+            stored = [read_rows(step, blocks, x, dtype)[:, :, -query_len:] for x, dtype in blocks.pair]
+            new = [rounded + (states - states.detach()) for rounded, states in zip(stored, new)]
         if past is not None:
-            keys = torch.cat([past.keys, key_states], dim=2)
-            states = GraphStates.of(keys, torch.cat([past.values, value_states], dim=2))
-        shown = self._with_graph(step, blocks, states)
+            new = [torch.cat(pair, dim=2) for pair in zip(past[:2], new)]
+        states = GraphStates.of(*new)
+        # a first forward attends to what it computed
+        is_first = self.num_seen == query_len
+        shown = (key_states, value_states) if is_first else self._with_graph(step, blocks, states)
         if not self.group.record_past:
             states = states.last(self.num_seen - self.group.spec.first_visible(self.num_seen))
         self.graph_states = states
@@ -194,7 +200,9 @@ class PagedLayer(cache_utils.DynamicLayer):
             if self._is_in_graph:
                 assert self.graph_states is not None
                 return self._with_graph(step, blocks, self.graph_states)[is_value]
-            return self.group.rows.remember(PagedTensor(step, blocks, is_value))
+            rows = self.group.rows
+            # an owner of borrowed rows only reads
+            return rows.remember(PagedTensor(step, blocks, is_value, keeps_views=not rows.borrows))
 
         def refuse(self: PagedLayer, value: Tensor | None) -> None:
             if value is not None:

@@ -292,3 +292,28 @@ def test_forward_mode_differentiation_is_refused() -> None:
         assert cache.memory.num_used == 0
         forward(model, cache, 3, 0)
     cache.check_integrity()
+
+
+@pytest.mark.parametrize("name", ["full", "window"])
+@pytest.mark.parametrize("kv_dtype", ["int8", None])
+def test_quantized_states_are_as_rounded_with_gradients_as_without(kv_dtype: str | None, name: str) -> None:
+    model, results = build(CONFIGS[name]), []
+    for has_gradients in (False, True):
+        cache = PagedCache(model.config, {"block_size": 8, "kv_dtype": kv_dtype})
+        with torch.set_grad_enabled(has_gradients):
+            for seed in range(3):
+                logits = forward(model, cache, 12, seed)
+        results.append(logits)
+        shown = cache.layers[0].keys
+        with torch.no_grad():
+            assert torch.equal(shown + 0, cache.layers[0].keys + 0)
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+    results[1].pow(2).sum().backward()
+    key_gradient = model.model.layers[0].self_attn.k_proj.weight.grad
+    exact = build(CONFIGS[name])
+    cache = DynamicCache(config=exact.config)
+    for seed in range(3):
+        logits = forward(exact, cache, 12, seed)
+    logits.pow(2).sum().backward()
+    expected = exact.model.layers[0].self_attn.k_proj.weight.grad
+    assert (key_gradient - expected).norm() < 0.2 * expected.norm()

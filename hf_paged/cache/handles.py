@@ -87,7 +87,7 @@ class ReadOnlyTensor(LazyTensor):
             args[0].refuse_write()
         if func in _GRADIENT_FLAGS and (*args[1:], *(kwargs or {}).values(), True)[0]:
             raise RuntimeError(
-                "keys and values shown by a paged cache are no leaves of its graph: store tensors that require "
+                "keys and values that a paged cache shows are no leaves of its graph: store clones that require "
                 "gradients in an empty cache with `update(keys, values, i)`"
             )
         if func in _MEMORY_READERS or not all(issubclass(kind, LazyTensor) for kind in types):
@@ -124,6 +124,9 @@ class ViewTensor(ReadOnlyTensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self.view_of_dense)
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.view_of_dense, format_spec)
 
 
 class PagedTensor(ReadOnlyTensor):

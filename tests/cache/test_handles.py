@@ -143,6 +143,7 @@ def test_views_read_as_tensors() -> None:
     cache, states = filled()
     view, expected = cache.layers[0].keys.transpose(1, 2)[0], states.transpose(1, 2)[0]
     assert repr(view) == repr(expected) and view.tolist() == expected.tolist()
+    assert f"{view[0, 0, 0]:.3f}" == f"{expected[0, 0, 0]:.3f}"
     assert torch.equal(copy.deepcopy(view), expected) and torch.equal(pickle.loads(pickle.dumps(view)), expected)
     assert torch.equal(torch.cat([view, view]), torch.cat([expected, expected]))
     assert torch.equal(view.reshape(-1)[3:7].contiguous() + 0, expected.reshape(-1)[3:7])

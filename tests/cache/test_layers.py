@@ -22,6 +22,7 @@ from transformers import (
 import hf_paged
 from hf_paged import PagedCache
 from tests.cache.test_paged_cache import CONFIGS, MIXED, TINY, tokens
+from tests.support import models
 
 SMALL = {**TINY, "num_hidden_layers": 2}
 LATENT = transformers.DeepseekV3Config(
@@ -118,6 +119,8 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "crop all": lambda cache: cache.crop(-7),
     "reset": lambda cache: cache.reset(),
 }
+if models.BEFORE_5_18:
+    del OPERATIONS["reset"]  # it zeroes the tensors of the graph there
 
 
 @pytest.mark.parametrize("has_gradients", [True, False])
@@ -147,6 +150,7 @@ def test_gradients_in_a_window_whose_past_is_recorded() -> None:
     assert_same_gradients(CONFIGS["window"], run)
 
 
+@pytest.mark.skipif(models.BEFORE_5_18, reason="a recorded past is cut to another length there")
 def test_gradients_reach_a_window_through_states_that_were_cached_without() -> None:
     def run(model: Any, cache: Any) -> torch.Tensor:
         with torch.no_grad():

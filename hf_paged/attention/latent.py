@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from ..cache.handles import LazyTensor, PagedTensor
+from ..cache.handles import READ_ONLY, LazyTensor, PagedTensor
 from ..cache.storage import KVBlocks
 from ..kernels import quantized
 from ..step import NotCapturable, StepMetadata
@@ -60,6 +60,9 @@ class LatentTensor(LazyTensor):
     def dense(self) -> Tensor:
         """The expanded keys or values, contiguous."""
         return self.expansion()[self.which].contiguous()
+
+    def refuse_write(self) -> None:
+        raise RuntimeError(READ_ONLY)
 
     @property
     def sources(self) -> tuple[PagedTensor, PagedTensor]:

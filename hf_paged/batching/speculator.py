@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from .. import compat, forks
 from ..cache.block_manager import UNCACHED
+from ..cache.prefix_index import namespace_digest
 from ..model.forwards import compute_device
 from .decoding.sample import SampleDecoding
 from .decoding.speculation import (
@@ -90,8 +91,8 @@ class Speculator:
         elif assistance.ngrams:
             ((request, _),) = generation.rows
             own = request.namespace is UNCACHED  # shares its n-grams with no other request
-            number = hash(("alone", next(self._numbers)) if own else request.namespace)
-            source = Ngrams(self._index, request.num_prompt_tokens, number)
+            namespace = namespace_digest(("alone", next(self._numbers)) if own else request.namespace)
+            source = Ngrams(self._index, request.num_prompt_tokens, namespace)
             generation.speculation = Speculation(source, MAX_DRAFT, DraftLength(MAX_DRAFT), generator)
         else:
             return

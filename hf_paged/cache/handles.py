@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import weakref
 from collections.abc import Callable
@@ -17,6 +18,12 @@ from ..step import NotPackable, StepMetadata
 from .storage import KVBlocks
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+READ_ONLY = (
+    "keys and values of a paged cache cannot be written to in place, since other rows and prefixes may share their "
+    "blocks: store changed copies (`cache.layers[i].keys.clone()`) in an empty cache with `update(keys, values, i)`, "
+    "or pass a `DynamicCache`"
+)
 
 _OVERRIDES: dict[Callable[..., Any], Callable[..., Any]] = {}
 
@@ -43,8 +50,13 @@ class LazyTensor(Tensor):
         """Returns `dense()` for code outside hf_paged."""
         return self.dense()
 
+    def refuse_write(self) -> None:
+        """Raises an error if a write in place would be lost."""
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            _refuse_writes(func, args, kwargs or {})
         args, kwargs = tree_map_only(LazyTensor, operator.methodcaller("read"), (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -52,7 +64,72 @@ class LazyTensor(Tensor):
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-class PagedTensor(LazyTensor):
+class ReadOnlyTensor(LazyTensor):
+    """Cached keys or values, or a view of some: writes in place raise `RuntimeError`, as they would change a copy."""
+
+    keeps_views = True  # whether views are read-only, too
+
+    def refuse_write(self) -> None:
+        raise RuntimeError(READ_ONLY)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, base = super().__torch_dispatch__(func, types, args, kwargs), args[0] if args else None
+        if isinstance(base, ReadOnlyTensor) and base.keeps_views and _returns_views(func):
+            memory = base.dense()
+            with torch.inference_mode(base.is_inference()):  # torch makes the result a view of `base`
+                return tree_map_only(Tensor, lambda x: ViewTensor(x) if torch._C._is_alias_of(x, memory) else x, result)
+        return result
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _WRITERS and isinstance(args[0], ReadOnlyTensor):
+            args[0].refuse_write()
+        if func in _GRADIENT_FLAGS and (*args[1:], *(kwargs or {}).values(), True)[0]:
+            raise RuntimeError(
+                "keys and values that a paged cache shows are no leaves of its graph: store clones that require "
+                "gradients in an empty cache with `update(keys, values, i)`"
+            )
+        if func in _MEMORY_READERS or not all(issubclass(kind, LazyTensor) for kind in types):
+            # other subclasses (quantized weights) handle it
+            args, kwargs = tree_map_only(LazyTensor, operator.methodcaller("read"), (args, kwargs or {}))
+            result = func(*args, **kwargs)
+            if func in _ARRAYS:
+                result.setflags(write=False)
+            return result
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.dense().clone().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.dense().clone()
+
+
+class ViewTensor(ReadOnlyTensor):
+    """A view of the keys or values that a layer shows."""
+
+    view_of_dense: Tensor
+
+    @staticmethod
+    def __new__(cls, view: Tensor) -> ViewTensor:
+        options = {"strides": view.stride(), "storage_offset": view.storage_offset()}
+        tensor = Tensor._make_wrapper_subclass(cls, view.shape, dtype=view.dtype, device=view.device, **options)
+        tensor.view_of_dense = view
+        return tensor
+
+    def dense(self) -> Tensor:
+        return self.view_of_dense
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.view_of_dense)
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.view_of_dense, format_spec)
+
+
+class PagedTensor(ReadOnlyTensor):
     """A handle to a layer's keys or values in blocks, `(batch, heads, length, dim)`. Our attention function reads
     `blocks` through `step`; any other operation gathers a contiguous tensor, or raises [`NotPackable`] for packed rows,
     `(1, heads, num_tokens, dim)`. Torch functions registered with `implements` are replaced."""
@@ -66,10 +143,17 @@ class PagedTensor(LazyTensor):
 
     @staticmethod
     def __new__(
-        cls, step: StepMetadata, layer: KVBlocks, is_value: bool, fresh: Tensor | None = None, reader: Any = None
+        cls,
+        step: StepMetadata,
+        layer: KVBlocks,
+        is_value: bool,
+        fresh: Tensor | None = None,
+        reader: Any = None,
+        keeps_views: bool = False,
     ) -> PagedTensor:
         """`fresh`: this step's new K or V, `(batch, heads, n, dim)`, if nothing was cached before or rows are packed.
-        `reader.gathers` is set when code other than our attention function reads the values."""
+        `reader.gathers` is set when code other than our attention function reads the values. `keeps_views`: views are
+        read-only, too."""
         blocks = layer.values if is_value else layer.keys
         if fresh is not None:
             shape, strides, dtype = fresh.shape, fresh.stride(), fresh.dtype
@@ -81,7 +165,7 @@ class PagedTensor(LazyTensor):
             strides, dtype = (heads * length * dim, length * dim, dim, 1), layer.dtypes[is_value]
         handle = Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=blocks.device)
         handle.step, handle.layer, handle.blocks, handle.fresh = step, layer, blocks, fresh
-        handle.reader, handle._dense = reader, None
+        handle.reader, handle.keeps_views, handle._dense = reader, keeps_views, None
         return handle
 
     def dense(self) -> Tensor:
@@ -105,6 +189,11 @@ class PagedTensor(LazyTensor):
             self.reader.gathers = True
         return self.dense()
 
+    def refuse_write(self) -> None:
+        if self.step.columns is None:
+            self.dense()  # raises `NotPackable`
+        super().refuse_write()
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         handles = [x for x in tree_leaves((args, kwargs)) if isinstance(x, PagedTensor) and x.layer.rows is not None]
@@ -114,7 +203,7 @@ class PagedTensor(LazyTensor):
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         except RuntimeError:  # a view that only works on a contiguous tensor
-            if not sum(handle.make_contiguous() for handle in handles):
+            if func._schema.is_mutable or not sum(handle.make_contiguous() for handle in handles):
                 raise
             return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -126,21 +215,11 @@ class PagedTensor(LazyTensor):
         self.layer.rows.is_read, self._dense = False, self.dense().contiguous()
         return True
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.dense().clone().__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.dense().clone()
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _OVERRIDES:
             return _OVERRIDES[func](*args, **(kwargs or {}))
-        if func in _MEMORY_READERS or len(types) > 1:  # other subclasses (quantized weights) handle it
-            args, kwargs = tree_map_only(PagedTensor, PagedTensor.read, (args, kwargs or {}))
-            return func(*args, **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 class Handles:
@@ -236,6 +315,34 @@ _MEMORY_READERS = {
     *(Tensor.__array__, Tensor.__cuda_array_interface__.__get__, Tensor.__dlpack__, Tensor.apply_, Tensor.data_ptr),
     *(Tensor.map_, Tensor.numpy, Tensor.share_memory_, Tensor.storage, Tensor.tolist, Tensor.untyped_storage),
 }
+
+_ARRAYS = {Tensor.__array__, Tensor.numpy}
+
+_GRADIENT_FLAGS = {Tensor.requires_grad_, Tensor.requires_grad.__set__}
+
+# Functions that write, and are not dispatched or dispatched as several.
+_WRITERS = {Tensor.__setitem__, Tensor.apply_, Tensor.map_, Tensor.data.__set__}
+
+# Functions with a mutable argument that write no numbers.
+_HARMLESS = {torch.ops.aten.detach_.default, torch.ops.aten.record_stream.default}
+
+
+def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
+    """Calls `refuse_write` of the lazy tensors that a function writes to."""
+    if func in _HARMLESS:
+        return
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written = args[number] if number < len(args) else kwargs.get(argument.name)
+            for tensor in tree_leaves(written):
+                if isinstance(tensor, LazyTensor):
+                    tensor.refuse_write()
+
+
+@functools.cache
+def _returns_views(func: Any) -> bool:
+    aliases = (returned.alias_info for returned in func._schema.returns)
+    return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def read_rows(step: StepMetadata, layer: KVBlocks, blocks: Tensor, dtype: torch.dtype) -> Tensor:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor
+from torch.autograd import forward_ad
 from transformers import cache_utils
 
-from ..step import NotPackable
+from ..step import NotPackable, StepMetadata
 from .groups import GroupSpec
-from .handles import PagedTensor, RowTensor, read_rows
+from .handles import READ_ONLY, PagedTensor, RowTensor, read_rows
 from .rows import LayerGroup
-from .storage import Look, looks
+from .storage import KVBlocks, Look, looks
 
 # Up to 5.17, `crop` also accepted the length to keep, as a positive number.
 _CROP_TAKES_A_LENGTH = Version(transformers.__version__) < Version("5.18")
@@ -25,9 +26,41 @@ _CROP_TAKES_A_LENGTH = Version(transformers.__version__) < Version("5.18")
 EMPTY_LAYERS: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 
 
+class GraphStates(NamedTuple):
+    """A layer's latest keys and values `(batch, heads, n, dim)` with their autograd graph, which blocks cannot have."""
+
+    keys: Tensor
+    values: Tensor
+    versions: tuple[int, ...]  # a write in place changes them
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor) -> GraphStates:
+        return cls(keys, values, _versions(keys, values))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> GraphStates:
+        return GraphStates.of(function(self.keys), function(self.values))
+
+    def last(self, num_tokens: int) -> GraphStates:
+        surplus = self.keys.shape[2] - num_tokens
+        return self.map(lambda states: states[:, :, surplus:]) if surplus > 0 else self
+
+    def check(self) -> None:
+        """Raises `RuntimeError` if they were written to: the blocks do not have what was written."""
+        if _versions(self.keys, self.values) != self.versions:
+            raise RuntimeError(READ_ONLY)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphStates:
+        return self  # they are not written to
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a pickle has the keys and values of the blocks, and no graph
+
+
 class PagedLayer(cache_utils.DynamicLayer):
     """Keys and values of one layer in the blocks of its group; replaces `DynamicLayer`. Its `update`, `keys` and
-    `values` return [`PagedTensor`] handles. During a packed step (`PagedCache.begin`) the layer holds no rows."""
+    `values` return [`PagedTensor`] handles. During a packed step (`PagedCache.begin`) the layer holds no rows.
+    Keys and values computed with gradients are also kept as tensors with their graph, as `DynamicLayer` keeps them:
+    until an update or an operation on rows without gradients, or `PagedCache.detach`."""
 
     def __init__(self, group: LayerGroup, index: int) -> None:
         cache_utils.CacheLayerMixin.__init__(self)
@@ -36,13 +69,16 @@ class PagedLayer(cache_utils.DynamicLayer):
         self.gathers = False  # set once the model's own code reads values of a decode: decodes then gather at once
         self.packed_handles: tuple[PagedTensor, PagedTensor] | None = None  # of the last packed step
         self._packed_look: Look | None = None
+        self.graph_states: GraphStates | None = None
         group.num_layers += 1
         self.num_operations = group.rows.num_operations
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Stores new K/V `(batch, heads, n, dim)` and returns handles to all visible K/V. Raises `OutOfBlocksError`
         with nothing allocated, `ValueError` with nothing stored if the batch size differs or K/V do not fit,
-        `NotPackable` if the shape is not that of the packed step."""
+        `NotPackable` if the shape is not that of the packed step. With gradients enabled, returns tensors through which
+        gradients reach the new K/V and all that were stored with gradients; raises `RuntimeError`, with nothing stored,
+        for K/V with tangents of forward-mode differentiation, which blocks would lose."""
         if torch.compiler.is_dynamo_compiling():  # checked here, since the wrapper of `disable` slows every call
             return self._update_untraced(key_states, value_states)
         return self._update(key_states, value_states)
@@ -55,9 +91,18 @@ class PagedLayer(cache_utils.DynamicLayer):
                 "both need (batch, heads, tokens, dim), with one batch size and one number of tokens"
             )
         self._check_turn()
+        if forward_ad._current_level >= 0 and any(
+            forward_ad.unpack_dual(states).tangent is not None for states in (key_states, value_states)
+        ):
+            raise RuntimeError(
+                f"layer {self.index} got keys or values with tangents: forward-mode differentiation needs a "
+                "`DynamicCache`, as blocks hold numbers only"
+            )
         needs_grad = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
         keys, values = (key_states.detach(), value_states.detach()) if needs_grad else (key_states, value_states)
         group, context_len, query_len = self.group, self.num_seen, key_shape[2]
+        # the owner of borrowed rows computes without gradients
+        has_graph = (needs_grad or self._is_in_graph) and not group.rows.borrows
         look = looks(keys, values)
         with group.memory.lock:
             layers = group.blocks.storage.layers
@@ -71,13 +116,14 @@ class PagedLayer(cache_utils.DynamicLayer):
                 self.num_seen = step.columns.stop
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
+        if has_graph:
+            return self._extend_graph(step, blocks, key_states, value_states)
+        self.graph_states = None
         if step.key_len is not None:
             pairs = zip((blocks.keys, blocks.values), (keys.dtype, values.dtype))
             shown_keys, shown_values = (RowTensor(step, blocks, stored, dtype) for stored, dtype in pairs)
             return shown_keys, shown_values
         if context_len == 0:
-            if needs_grad:
-                return key_states, value_states
             made = self.packed_handles
             if step.columns is None and made is not None and self._packed_look == look:
                 for handle, fresh, (stored, _) in zip(made, (keys, values), blocks.pair):
@@ -87,10 +133,6 @@ class PagedLayer(cache_utils.DynamicLayer):
             if step.columns is None:
                 self.packed_handles, self._packed_look = made, look
             return made
-        if needs_grad:
-            # cached K/V have no autograd graph; the new ones keep theirs
-            past = [read_rows(step, blocks, x, dtype)[:, :, :-query_len] for x, dtype in blocks.pair]
-            return torch.cat([past[0], key_states], dim=2), torch.cat([past[1], value_states], dim=2)
         if self.gathers and query_len == 1:
             dense_keys, dense_values = (read_rows(step, blocks, x, dtype) for x, dtype in blocks.pair)
             return dense_keys, dense_values
@@ -102,19 +144,65 @@ class PagedLayer(cache_utils.DynamicLayer):
 
     _update_untraced = torch.compiler.disable(_update)
 
+    @property
+    def _is_in_graph(self) -> bool:
+        """Whether gradients, if enabled, reach cached keys and values."""
+        return self.graph_states is not None and torch.is_grad_enabled()
+
+    def _extend_graph(
+        self, step: StepMetadata, blocks: KVBlocks, key_states: Tensor, value_states: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Appends new K/V to `graph_states`, as rounded as they are stored; returns all that the step shows."""
+        query_len, past = key_states.shape[2], self.graph_states
+        new = [key_states, value_states]
+        if not blocks.is_exact:  # gradients pass through the rounding
+            stored = [read_rows(step, blocks, x, dtype)[:, :, -query_len:] for x, dtype in blocks.pair]
+            new = [rounded + (states - states.detach()) for rounded, states in zip(stored, new)]
+        if past is not None:
+            new = [torch.cat(pair, dim=2) for pair in zip(past[:2], new)]
+        states = GraphStates.of(*new)
+        # a first forward attends to what it computed
+        is_first = self.num_seen == query_len
+        shown = (key_states, value_states) if is_first else self._with_graph(step, blocks, states)
+        if not self.group.record_past:
+            states = states.last(self.num_seen - self.group.spec.first_visible(self.num_seen))
+        self.graph_states = states
+        return shown
+
+    def _with_graph(self, step: StepMetadata, blocks: KVBlocks, states: GraphStates) -> tuple[Tensor, Tensor]:
+        """Returns the keys and values of `step.columns`, of which `states` are the last, without a graph before."""
+        assert step.columns is not None
+        keys, values, _ = states.last(len(step.columns))
+        num_missing = len(step.columns) - keys.shape[2]
+        if not num_missing:
+            return keys, values
+        past = [read_rows(step, blocks, x, dtype)[:, :, :num_missing] for x, dtype in blocks.pair]
+        return torch.cat([past[0], keys], dim=2), torch.cat([past[1], values], dim=2)
+
+    def _select_in_graph(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Selects from `graph_states`; drops them without gradients, as operations on `DynamicLayer` do."""
+        states = self.graph_states
+        if states is not None:
+            self.graph_states = states.map(function) if torch.is_grad_enabled() else None
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         """Notes dtype and device; `update` allocates blocks."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
     def _shown(is_value: bool) -> property:
-        def show(self: PagedLayer) -> PagedTensor | None:
+        def show(self: PagedLayer) -> Tensor | None:
             self._check_turn()
             if not self.num_seen or self.index not in self.group.blocks.storage.layers:
                 return None
             blocks = self.group.blocks.storage.layers[self.index]
             step = self.group.view(self.num_seen, blocks.keys.device).on(blocks.keys.device)
-            return self.group.rows.remember(PagedTensor(step, blocks, is_value))
+            if self._is_in_graph:
+                assert self.graph_states is not None
+                return self._with_graph(step, blocks, self.graph_states)[is_value]
+            rows = self.group.rows
+            # an owner of borrowed rows only reads
+            return rows.remember(PagedTensor(step, blocks, is_value, keeps_views=not rows.borrows))
 
         def refuse(self: PagedLayer, value: Tensor | None) -> None:
             if value is not None:
@@ -142,6 +230,8 @@ class PagedLayer(cache_utils.DynamicLayer):
         """Runs an operation on all rows if this layer is the first to ask for it; if it raises, it is not counted."""
         if self.group.packed is not None:
             raise NotPackable(f"layer {self.index} of a packed step has no rows to change")
+        if self.graph_states is not None:
+            self.graph_states.check()
         rows = self.group.rows
         if self.num_operations == rows.num_operations:
             operation(*args)
@@ -154,6 +244,8 @@ class PagedLayer(cache_utils.DynamicLayer):
                 f"layer {self.index} was left out of an operation on rows or lengths that layers of its kind were "
                 "given, with which it shares block tables: call it on the cache, and `reset` this cache"
             )
+        if self.graph_states is not None:
+            self.graph_states.check()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Makes row `i` a copy of row `beam_idx[i]` by permuting block tables. Raises `IndexError`, with nothing
@@ -164,7 +256,9 @@ class PagedLayer(cache_utils.DynamicLayer):
                 f"the cache takes row numbers, a vector of int32 or int64, not {beam_idx.dtype} of shape "
                 f"{tuple(beam_idx.shape)}"
             )
-        self._once(self.group.rows.select, beam_idx.tolist())
+        rows = beam_idx.tolist()
+        self._once(self.group.rows.select, rows)
+        self._select_in_graph(lambda states: states[rows])
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the rows `indices` (positions or a boolean mask), in that order."""
@@ -173,6 +267,7 @@ class PagedLayer(cache_utils.DynamicLayer):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each row `repeats` times, sharing its blocks."""
         self._once(self.group.rows.select, torch.arange(len(self.group.rows.held)).repeat_interleave(repeats).tolist())
+        self._select_in_graph(lambda states: states.repeat_interleave(repeats, dim=0))
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Forgets the last `-tokens_to_remove` positions and, in a sliding layer, tokens outside the window."""
@@ -191,11 +286,14 @@ class PagedLayer(cache_utils.DynamicLayer):
         self.num_seen -= removed
         # another layer may hold more: excess tokens are overwritten
         self._once(self.group.rows.crop, removed)
+        if removed:
+            self._select_in_graph(lambda states: states[:, :, : max(0, states.shape[2] - removed)])
 
     def reset(self) -> None:
         """Empties the layer and frees its blocks."""
         self.num_seen = 0
         self.is_initialized = False
+        self.graph_states = None
         self._once(self.group.rows.free)
 
 
@@ -260,6 +358,10 @@ class PagedHybridLayer(PagedLayer, cache_utils.LinearAttentionAndFullAttentionLa
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         self._linear.crop(self, int(tokens_to_remove))
         PagedLayer.crop(self, tokens_to_remove)
+
+
+def _versions(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
 
 
 def _as_tensor(rows: Any) -> Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
@@ -25,7 +26,7 @@ from .storage import Reservation
 from .virtual import fit_blocks
 
 # Attributes of a layer that belong to one cache, and are not copied to another's layer.
-_OF_ONE_CACHE = {"group", "index", "num_operations", "packed_handles"}
+_OF_ONE_CACHE = {"graph_states", "group", "index", "num_operations", "packed_handles"}
 
 
 SHARE = 0.5  # of free memory that may be reserved without `memory_fraction`
@@ -203,6 +204,7 @@ class PagedCache(DynamicCache):
         for layer in self.layers:
             if isinstance(layer, PagedLayer) and length is not None:
                 layer.num_seen, layer.packed_handles = length, None  # a deep copy would gather stale handles
+                layer.graph_states = None
                 blocks = layer.group.blocks.storage.layers.get(layer.index)
                 if length and blocks is not None:
                     layer.lazy_initialization(blocks.keys, blocks.values)
@@ -251,6 +253,15 @@ class PagedCache(DynamicCache):
         for layer in self.layers:
             if isinstance(layer, PagedLayer):
                 layer.num_operations = self.rows.num_operations  # the missed operations no longer matter
+
+    def detach(self) -> None:
+        """Cuts the autograd graph of all that is cached, as for truncated backpropagation through time."""
+        for layer in self.layers:
+            if isinstance(layer, PagedLayer):
+                layer.graph_states = None
+            # states of linear attention, keys of indexers
+            tensors = {name: x for name, x in vars(layer).items() if isinstance(x, (dict, list, torch.Tensor))}
+            vars(layer).update(tree_map_only(torch.Tensor, torch.Tensor.detach, tensors))
 
     def free(self) -> None:
         """Same as `reset`."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from .block_pool import BlockPool
 
-_MARSHAL_VERSION = 2  # bytes depend only on values; with later versions also on reference counts
+MARSHAL_VERSION = 2  # bytes depend only on values; with later versions also on reference counts
 
 
 class Link(NamedTuple):
@@ -108,7 +108,7 @@ class PrefixIndex:
         self, token_ids: Sequence[Hashable], namespace: Hashable, max_nodes: int, has: Callable[[int, bytes], bool]
     ) -> list[Link]:
         """Returns the path that `find` would return if the pools also had the tier's blocks: `has(group, digest)`."""
-        node, digest = self._roots.get(namespace), _first_digest(namespace)
+        node, digest = self._roots.get(namespace), namespace_digest(namespace)
         links: list[Link] = []
         usable, size, present = 0, self.block_size, [0] * len(self._pools)
         while len(links) < max_nodes:
@@ -142,7 +142,7 @@ class PrefixIndex:
         while not node.digest and node.parent is not None and node.parent is not node:
             path.append(node)
             node = node.parent
-        digest = node.digest or (_first_digest(node.namespace) if node.parent is node else b"")
+        digest = node.digest or (namespace_digest(node.namespace) if node.parent is node else b"")
         for each in reversed(path):
             digest = each.digest = _next_digest(digest, each.tokens)
         return digest
@@ -280,14 +280,14 @@ class PrefixIndex:
                 raise AssertionError(f"group {group}: blocks {lost} are named but not kept")
 
 
-def _first_digest(namespace: Hashable) -> bytes:
+def namespace_digest(namespace: Hashable) -> bytes:
     """Hashes the `repr` of a namespace, which consists of text, numbers and tuples (named or not)."""
     return hashlib.blake2b(repr(namespace).encode(), digest_size=16).digest()
 
 
 def _next_digest(digest: bytes, tokens: tuple[Any, ...]) -> bytes:
     try:
-        content = marshal.dumps(tokens, _MARSHAL_VERSION)
+        content = marshal.dumps(tokens, MARSHAL_VERSION)
     except ValueError:  # a type that marshal does not support
         return b""
     return hashlib.blake2b(digest + content, digest_size=16).digest() if digest else b""

@@ -71,6 +71,13 @@ class KVBlocks:
         return (self.keys, self.dtypes[0]), (self.values, self.dtypes[1])
 
     @property
+    def is_exact(self) -> bool:
+        """Whether blocks hold every number of K/V of `dtypes`: they are neither quantized nor of a narrower dtype."""
+        if self.quantized_dtype is not None:
+            return False
+        return all(torch.promote_types(stored.dtype, dtype) == stored.dtype for stored, dtype in self.pair)
+
+    @property
     def tiles(self) -> tuple[Tensor, ...]:
         """`data` as `(num_blocks, heads, block_size, dim)`."""
         dtype = self.quantized_dtype

@@ -348,6 +348,26 @@ def test_a_folder_that_changes(tmp_path: Path) -> None:
         assert_drained(engine)
 
 
+def test_a_folder_that_gets_other_weights_of_the_same_size_and_time(tmp_path: Path) -> None:
+    """As from archives and images of containers whose times are all set to one."""
+    model, prompt = many(2, target_modules=["q_proj", "v_proj"], r=4), prompts(20)[0]
+    first, second = (Path(folder) for folder in saved(model, tmp_path))
+    file, other = first / "adapter_model.safetensors", second / "adapter_model.safetensors"
+    with PagedEngine(models.build("llama"), PagedConfig(block_size=8)) as engine:
+        (before,) = engine.generate([prompt], GREEDY, adapter=first)
+        stat = file.stat()
+        assert other.stat().st_size == stat.st_size
+        file.write_bytes(other.read_bytes())
+        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        (after,) = engine.generate([prompt], GREEDY, adapter=first)
+        (expected,) = engine.generate([prompt], GREEDY, adapter=shutil.copytree(first, tmp_path / "copy"))
+        assert after.token_ids == expected.token_ids != before.token_ids
+        assert not after.num_prefix_hit_tokens
+        file.touch()
+        (again,) = engine.generate([prompt], GREEDY, adapter=first)
+        assert again.token_ids == expected.token_ids and again.num_prefix_hit_tokens
+
+
 def test_a_file_that_is_written_to_while_a_request_runs(tmp_path: Path) -> None:
     """safetensors returns tensors mapped from the file."""
     model, prompt = many(2, target_modules=["q_proj", "v_proj"], r=4), prompts(20)[0]

@@ -13,9 +13,12 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_paged
 from hf_paged.batching.decoding.prepare import captured_call
-from hf_paged.batching.execution.prompts import Prompts, prompts_of
+from hf_paged.batching.execution.prompts import Prompts, _digest, prompts_of
 from hf_paged.cache.block_manager import BlockManager
+from hf_paged.kernels import cpp
+from hf_paged.kernels.hashing import hash_tensors
 from hf_paged.model.capability import PromptsVerdict
+from tests.kernels.test_hashing import scramble
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_inputs import decoder_text
@@ -229,6 +232,86 @@ def test_no_block_gets_a_name_that_hides_what_its_tokens_saw(hits: list[int], mo
         same(model, inputs, options)
         same(model, other_pictures(inputs), options)
     assert hits and not any(hits)
+
+
+def colliding_pictures(picture: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two float32 pictures that the fingerprint's hash (`hash.cpp`) does not tell apart, made with its public keys: in
+    each block of 4 KiB two words are such that the first sum does not depend on their partners, which are then chosen
+    for equal second sums."""
+    first, second = 219, 395  # numbers of pairs of words for which all four pixels are between -50 and 50
+    keys = [scramble((number + 1) * 0x9E3779B97F4A7C15 % 2**64) for number in range(513)]
+    low, high = [key % 2**32 for key in keys], [key >> 32 for key in keys]
+    factors = {pair: (high[pair + 1] - high[pair]) % 2**32 for pair in (first, second)}
+    contents = []
+    for chosen, other in ((first, second), (second, first)):
+        words = picture.flatten().clone().view(torch.int32)
+        for block in range(0, len(words), 1024):
+            for pair, factor in ((chosen, factors[other]), (other, 0)):
+                at = block + pair // 32 * 64 + pair % 32
+                for place, word in ((at, factor - low[pair + 1]), (at + 32, -high[pair])):
+                    words[place] = (word + 2**31) % 2**32 - 2**31
+        contents.append(words.view(torch.float32).view_as(picture))
+    return contents[0], contents[1]
+
+
+def turned_pictures(picture: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A square picture and its mirror image in the same memory."""
+    return picture, picture.mT
+
+
+@pytest.mark.parametrize("make", [colliding_pictures, turned_pictures])
+def test_a_picture_with_the_hash_of_another_is_not_served_in_its_place(make: Any) -> None:
+    model = model_of(LLAVA)
+    inputs = of_row(with_question(pictures(LLAVA)), 0, LLAVA)
+    crafted, honest = make(inputs["pixel_values"])
+    assert not torch.equal(crafted, honest)
+    if cpp.is_available():
+        assert hash_tensors([crafted]) == hash_tensors([honest])
+    options = {"max_new_tokens": 12, "do_sample": False}
+    calls = [{**inputs, "pixel_values": pixels} for pixels in (crafted, honest)]
+    length = inputs["input_ids"].shape[1]
+    expected = [model.generate(**call, **options)[0, length:].tolist() for call in calls]
+    assert expected[0] != expected[1]
+    with hf_paged.PagedEngine(model, {"block_size": 8}) as engine:
+        results = [engine.generate([call], options)[0] for call in (*calls, *calls)]
+        assert [result.token_ids for result in results] == expected * 2
+        hits = [result.num_prefix_hit_tokens for result in results]
+        assert not any(hits[:2]) and all(hits[2:])
+
+
+def test_inputs_of_other_names_kinds_and_shapes_have_other_digests() -> None:
+    zeros, halves = torch.zeros(2, 3), torch.zeros(2, 6, dtype=torch.float16)
+    different = [
+        {"x": zeros},
+        {"y": zeros},
+        {"x": zeros.view(3, 2)},
+        {"x": zeros.view(torch.int32)},
+        {"x": halves},
+        {"x": halves.view(2, 3, 2)},
+        {"x": zeros[:1], "y": zeros[:1]},
+        {"x": [zeros[0], zeros[1]]},
+        {"x": [zeros[0], [zeros[1]]]},
+        {"x": {0: zeros}},
+        {"x": {"0": zeros}},
+        {"x": ("tensor", "torch.float32", (2, 3))},
+        {"x": zeros - 0.0, "y": None},
+        {"x": -zeros},
+        {"x": torch.arange(4).view(2, 2)},
+        {"x": torch.arange(4).view(2, 2).T},
+        {"x": zeros[:0]},
+        {"x": 0},
+        {"x": 0.0},
+        {"x": False},
+        {"x": "0"},
+    ]
+    assert len({_digest(value) for value in different}) == len(different)
+    turned = torch.arange(6).view(2, 3).T
+    assert _digest({"x": turned}) == _digest({"x": turned.contiguous()})
+    complex_numbers = torch.randn(3, dtype=torch.complex64)
+    assert _digest(complex_numbers.conj()) == _digest(complex_numbers.conj().resolve_conj())
+    for value in (zeros.to_sparse(), object(), torch.zeros(1).numpy()):
+        with pytest.raises(TypeError, match="among the inputs of a model"):
+            _digest({"x": value})
 
 
 def test_rows_whose_decode_steps_need_more_are_not_packed() -> None:

@@ -623,7 +623,7 @@ def test_texts_of_others_are_bounded() -> None:
     for number in range(INDEX_SIZE + 100):
         index.add([number, 0, 0, 1], 3, 4)
     assert len(index) == INDEX_SIZE and not index.find([0, 0, 0]) and index.find([INDEX_SIZE, 0, 0]) == [1]
-    assert not index.find([INDEX_SIZE, 0, 0], namespace=1)  # of another namespace, within the same bound
+    assert not index.find([INDEX_SIZE, 0, 0], namespace=b"another")  # of another namespace, within the same bound
 
 
 def test_ngrams_propose_what_came_behind() -> None:

@@ -237,12 +237,12 @@ def test_a_process_that_is_killed_while_it_writes(tmp_path: Path) -> None:
 
 
 def test_hashes_tell_tokens_namespaces_and_their_order() -> None:
-    from hf_paged.cache.prefix_index import _first_digest, _next_digest
+    from hf_paged.cache.prefix_index import _next_digest, namespace_digest
 
     found = set()
     for namespace in (None, (None, None), (None, "None"), ("a", None), (None, "a"), (None, "a", False)):
-        first = _first_digest(namespace)
+        first = namespace_digest(namespace)
         one, other = _next_digest(first, (1, 2)), _next_digest(first, (2, 1))
         found |= {first, one, other, _next_digest(one, (2, 1)), _next_digest(other, (1, 2))}
     assert len(found) == 30
-    assert _next_digest(_first_digest(None), (object(),)) == b""
+    assert _next_digest(namespace_digest(None), (object(),)) == b""

@@ -69,6 +69,7 @@ def half(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(layers.SPECS, DynamicLayer, HalfAttention)
 
 
+@torch.no_grad()
 def cached(model: Any, ids: torch.Tensor) -> PagedCache:
     cache = PagedCache(model.config, {"block_size": 8})
     model(ids, past_key_values=cache)

@@ -125,6 +125,7 @@ def test_a_prefix_that_was_kept_gives_the_same_tokens(rounded: Any) -> None:
     assert first.sequences[0].token_ids == second.sequences[0].token_ids == expected
 
 
+@torch.no_grad()
 def cached(kv_dtype: str, name: str = "llama") -> tuple[Any, Tensor, PagedCache]:
     model, ids = models.get(name), models.prompt(name, 2, 21)["input_ids"]
     cache = PagedCache(model.config, {"block_size": 8, "kv_dtype": kv_dtype})

@@ -164,23 +164,24 @@ class DraftLength:
 
 class NgramIndex:
     """Maps n-grams of `NGRAM` tokens to the tokens that followed them in other rows and earlier requests of the same
-    namespace. Keeps the latest `INDEX_SIZE` n-grams, as bytes, which the garbage collector does not traverse."""
+    namespace, given by its digest. Keeps the latest `INDEX_SIZE` n-grams, as bytes, which the garbage collector does
+    not traverse."""
 
     def __init__(self) -> None:
         self._behind: OrderedDict[bytes, bytes] = OrderedDict()
 
-    def add(self, token_ids: list[int], start: int, end: int, namespace: int = 0) -> None:
+    def add(self, token_ids: list[int], start: int, end: int, namespace: bytes = b"") -> None:
         """Adds the tokens that follow the first `n` of `token_ids`, for each `n` in `range(start, end)`."""
-        packed, size, own = _packed(token_ids), _SIZE, _packed([namespace])
+        packed, size = _packed(token_ids), _SIZE
         for at in range(max(start, NGRAM) * size, end * size, size):
-            key = own + packed[at - NGRAM * size : at]
+            key = namespace + packed[at - NGRAM * size : at]
             self._behind[key] = packed[at : at + MAX_DRAFT * size]
             self._behind.move_to_end(key)
         while len(self._behind) > INDEX_SIZE:
             self._behind.popitem(last=False)
 
-    def find(self, ngram: list[int], namespace: int = 0) -> list[int]:
-        found = self._behind.get(_packed([namespace, *ngram]))
+    def find(self, ngram: list[int], namespace: bytes = b"") -> list[int]:
+        found = self._behind.get(namespace + _packed(ngram))
         return [] if found is None else array("q", found).tolist()
 
     def __len__(self) -> int:
@@ -195,7 +196,7 @@ class Ngrams:
     """Drafts the tokens that followed the row's last n-gram before, in the row's text or else in others' (`index`).
     If neither has it after a rejected token, continues behind that place in the copied text: one word may differ."""
 
-    def __init__(self, index: NgramIndex, num_prompt_tokens: int, namespace: int = 0) -> None:
+    def __init__(self, index: NgramIndex, num_prompt_tokens: int, namespace: bytes = b"") -> None:
         self.index, self.namespace = index, namespace
         self._text = bytearray()  # the row's tokens; searching bytes is cheaper than a table
         self._num_told = num_prompt_tokens  # number of tokens that are in `index`, with their continuations

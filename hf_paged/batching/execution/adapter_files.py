@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 import logging
 import math
 import os
@@ -35,6 +37,8 @@ logger = logging.getLogger(__name__)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PARTS = (".lora_A.weight", ".lora_B.weight", ".lora_B.bias")
 NUM_AHEAD = 2  # adapters that are prefetched
+CHUNK_BYTES = 1 << 20  # of a file, read at once
+MAX_DIGESTS = 4096  # files whose hashes are kept
 HOST_SHARE = 8  # copies in host memory take at most this fraction (1/8) of its free memory
 
 
@@ -43,7 +47,7 @@ class AdapterFile(NamedTuple):
     Another version is another adapter."""
 
     path: str
-    version: tuple[int, ...]  # modification times and sizes of its files
+    version: str  # hash of its files' content
     num_bytes: int  # of its weights in float32
 
 
@@ -126,9 +130,24 @@ def _not_served(name: str, reason: str) -> AdapterError:
     )
 
 
-def _version(path: str) -> tuple[int, ...]:
-    stats = [os.stat(os.path.join(path, name)) for name in (CONFIG, WEIGHTS)]
-    return tuple(number for found in stats for number in (found.st_mtime_ns, found.st_size))
+def _version(path: str) -> str:
+    """Hashes the content: copies, archives and images of containers may give other files the same times and sizes."""
+    digests = []
+    for name in (CONFIG, WEIGHTS):
+        file = os.path.join(path, name)
+        stat = os.stat(file)
+        digests.append(_digest(file, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
+    return "-".join(digests)
+
+
+@functools.lru_cache(maxsize=MAX_DIGESTS)
+def _digest(file: str, *stat: int) -> str:
+    """The content's hash while the file is as `stat` says; no process can set `st_ctime_ns`, the last change's time."""
+    digest = hashlib.blake2b(digest_size=16)
+    with open(file, "rb") as content:
+        while chunk := content.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def load_adapter(model: nn.Module, file: AdapterFile) -> dict[nn.Module, LoraWeights]:

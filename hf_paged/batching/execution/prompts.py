@@ -22,7 +22,7 @@ from ...cache.block_manager import UNCACHED, SequenceBlocks
 from ...cache.block_pool import BlockTable
 from ...cache.layers import PagedLayer
 from ...cache.paged_cache import PagedCache
-from ...kernels.hashing import hash_tensors
+from ...cache.prefix_index import MARSHAL_VERSION
 from ...model.capability import is_stock, stock_cache
 from ...model.own_loop import map_tensors, next_logits, tensors_of
 from ..request import Request
@@ -386,20 +386,27 @@ def is_unset(value: Any) -> bool:
 
 
 def _digest(value: Any) -> bytes:
-    """Hashes all tensors and plain values in nested containers. Raises `TypeError` for other objects."""
+    """Hashes all tensors and plain values in nested containers, so that no two inputs with equal digests can be
+    constructed: a user could otherwise be served another's content. Raises `TypeError` for other objects."""
     tensors: list[Tensor] = []
 
     def described(value: Any) -> Any:
         if isinstance(value, Tensor):
+            if value.layout is not torch.strided:
+                raise TypeError(f"a tensor of layout {value.layout} among the inputs of a model")
             tensors.append(value)
             return "tensor", str(value.dtype), tuple(value.shape)
         if isinstance(value, dict):
-            return "dict", [(str(name), described(part)) for name, part in value.items()]
+            return "dict", [(described(name), described(part)) for name, part in value.items()]
         if isinstance(value, (list, tuple)):
             return "list", [described(part) for part in value]
         if value is None or type(value) in (bool, int, float, str):
             return value
         raise TypeError(f"a {type(value).__name__} among the inputs of a model")
 
-    form = described(value)
-    return hashlib.blake2b(marshal.dumps((form, hash_tensors(tensors))), digest_size=16).digest()
+    # the form says where each tensor's bytes end, and so precedes them
+    digest = hashlib.blake2b(marshal.dumps(described(value), MARSHAL_VERSION), digest_size=32)
+    for tensor in tensors:
+        content = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
+        digest.update(content.reshape(-1).view(torch.uint8).numpy())
+    return digest.digest()

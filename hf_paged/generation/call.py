@@ -295,6 +295,8 @@ class BatchCall:
 
     def _reasons_against_batch(self) -> Iterator[str]:
         config, given, repeats = self.inputs.generation_config, self.model_kwargs, self.call.repeats
+        if torch.is_grad_enabled():  # in `generate` without its decorators
+            yield "gradients are recorded"
         if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
             yield "attentions or hidden states are asked for"
         if not given.get("use_cache", True):  # transformers' loop then sends all tokens in every step

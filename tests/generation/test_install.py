@@ -171,6 +171,22 @@ def test_generate_without_its_decorators_is_paged() -> None:
         assert inspect.signature(inner) == inspect.signature(LlamaForCausalLM.generate)
 
 
+def test_gradients_of_generate_without_its_decorators_are_plain() -> None:
+    model, inner = models.build("llama"), LlamaForCausalLM.generate
+    while hasattr(inner, "__wrapped__"):
+        inner = inner.__wrapped__
+    gradients = []
+    for options in ({}, {"cache_implementation": "paged"}):
+        output = inner(
+            model, **models.prompt("llama"), **OPTIONS, **options, output_logits=True, return_dict_in_generate=True
+        )
+        model.zero_grad()
+        torch.stack(output.logits).pow(2).mean().backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    torch.testing.assert_close(*gradients)
+    assert "gradients are recorded" in hf_paged.last_route(model).reason
+
+
 @pytest.mark.parametrize("how", ["the keyword", "the model's config"])
 def test_a_cache_config_alone_warns(how: str, messages: Any) -> None:
     model = models.build("llama")

@@ -214,7 +214,7 @@ class PrefixStore:
                 self._sizes["held"] -= self._held.pop(key).num_bytes
 
     def _begin_writing(self) -> None:
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
             # not a daemon: the interpreter waits until all is written
             thread = threading.Thread(target=self._write, name="hf_paged prefix blocks")
             with contextlib.suppress(RuntimeError):  # interpreter shutdown: `_keep_all` writes

@@ -107,9 +107,12 @@ def forbidden(path: Path) -> Iterator[None]:
     """The folder is another user's."""
     is_root, mode = os.geteuid() == 0, path.stat().st_mode
     path.chmod(0o700 if is_root else 0)
-    if is_root:
-        os.seteuid(NOBODY)
     try:
+        if is_root:
+            try:
+                os.seteuid(NOBODY)
+            except OSError:
+                pytest.skip("root cannot become another user here")
         yield
     finally:
         if is_root:

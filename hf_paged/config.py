@@ -45,7 +45,8 @@ class PrefixTiers:
     Args:
         disk_path (`str`, *optional*):
             Folder, created if missing, that processes and engines may share. It holds blocks of any model, one
-            safetensors file each, named by a hash of what the block depends on. `None`: no disk tier.
+            safetensors file each, named by a hash of what the block depends on. If it cannot be created, listed or
+            entered, making an engine, or the first call, raises `OSError`. `None`: no disk tier.
         disk_bytes (`int`, defaults to 16 GiB):
             Maximum size of these files in bytes; the least recently used are deleted first.
         host_bytes (`int`, defaults to 4 GiB):

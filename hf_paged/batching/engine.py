@@ -12,6 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ..cache.memory import PagedMemory
 from ..cache.storage import trim
+from ..cache.tiers import check_tiers
 from ..cache.virtual import fit_blocks
 from ..config import PagedConfig
 from ..model.forwards import compute_device
@@ -55,6 +56,7 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
             with a custom cache, models with states in their modules, PEFT's prompt learning and X-LoRA; for a
             tokenizer's name instead of a tokenizer; for a sharded model in any process but process 0
             (`hf_paged.serve_rank`).
+        OSError: if the folder of `prefix_tiers` cannot be created, listed or entered.
 
     Example:
 
@@ -71,6 +73,7 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         check_generates(self.model)
         check_tokenizer(tokenizer)
         self.config = fit_blocks(PagedConfig.coerce(config), self.model.config, compute_device(self.model))
+        check_tiers(self.config.prefix_tiers)
         self.tokenizer = tokenizer
         self._core = EngineCore(self.model, self.config)
         self.timeline = self._core.timeline
@@ -211,7 +214,10 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         steps are about to be reused. A change that is undone while requests are unfinished may escape both: use
         `weights_update`.
 
-        Waits while another thread has paused the engine. Raises `RuntimeError` if this thread has.
+        Waits while another thread has paused the engine. Raises `RuntimeError` if this thread has, and the error of a
+        step that cannot be completed, such as `OutOfBlocksError` while others hold the blocks, or `EngineStalledError`.
+        The next step repeats it. If that step raises as well, the requests that it would compute (those that run; if
+        none runs or blocks are short, the first that waits) end with the error, and the others go on.
         """
         told: list[RequestOutput] = []
         try:
@@ -238,7 +244,8 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         **options: Any,
     ) -> list[RequestResult]:
         """
-        Returns the results of all prompts, in order. The result of a request that cannot be served holds its error.
+        Returns the results of all prompts, in order. The result of a request that cannot be served holds its error. A
+        step that raises is repeated once, with a warning; then its requests end with the error, as in `step`.
 
         Args:
             prompts (iterable of prompts, or a mapping): Each as in `add_request`. Rows of a 2-D tensor are used as
@@ -454,10 +461,10 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
 
     def free(self) -> None:
         """Cancels every request and frees all memory. The engine can be used again."""
-        with self._core.lock:
-            for state in list(self._core.requests.values()):
-                self._core.end(state, "cancelled")
-            self._core.retire()
+        with self._core.lock, contextlib.ExitStack() as stack:  # one that raises keeps none from the others
+            stack.callback(self._core.retire)
+            for state in reversed(self._core.requests.values()):
+                stack.callback(self._core.end, state, "cancelled")
         trim()
 
     def __exit__(self, *error: object) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import logging
 import os
 import threading
 import time
@@ -27,7 +28,7 @@ from ..config import AUTO, PagedConfig
 from ..interrupts import PatientLock, let_in
 from ..model.capability import Layout
 from ..model.forwards import compute_device
-from ..model.ranks import is_sharded
+from ..model.ranks import RankLostError, is_sharded
 from ..model.registry import Route, block_sizes, note_route, route_of
 from .arguments import Prompt, RequestOptions, as_list, check_assistant, check_names, split_inputs
 from .decoding.grammar import Grammars
@@ -50,6 +51,8 @@ from .loop import StepLoop
 from .ranks import lead
 from .results import FIRST_TOKEN_SECONDS, OUTPUT_TOKEN_SECONDS, RequestOutput, RequestResult
 from .scheduling.timeline import Timeline
+
+logger = logging.getLogger(__name__)
 
 MAX_UNREAD = 1 << 14  # kept outputs without a result, some megabytes
 _OF_LOOPS = (
@@ -89,6 +92,7 @@ class EngineCore:
         self._unstarted: list[RequestState] = []  # requests whose `max_time` clock has not started
         self._leaving: list[RequestState] | None = None  # cancelled in a step, to end after it; `None` between steps
         self._num_keeping = 0  # open `keeping_pool` contexts
+        self._has_failed = False  # whether the last step raised
         # since when other models leave no memory for a step, by `time.perf_counter`; 0 if they do not
         self._short_since = 0.0
         self._numbers = itertools.count()  # for generated ids
@@ -171,9 +175,11 @@ class EngineCore:
         self._counts["num_finished"] += 1
         self._counts["num_prefix_hit_tokens"] += result.num_prefix_hit_tokens
         self._time(result)
-        self.remove(state)
-        state.outbox.append(RequestOutput(state.request_id, tokens or {}, text, result))
-        state.end_streamer()
+        try:
+            self.remove(state)
+        finally:  # whatever raises in cleaning up, the caller gets the result
+            state.outbox.append(RequestOutput(state.request_id, tokens or {}, text, result))
+            state.end_streamer()
 
     def _time(self, result: RequestResult) -> None:
         first, last = result.timings.first_token, result.timings.total
@@ -186,15 +192,20 @@ class EngineCore:
 
     def remove(self, state: RequestState) -> None:
         """Removes a request without any output. After the last one the executor rests and the memory is unused."""
-        if self.loop is not None:
-            self.loop.drop(state)
-        del self.requests[state.request_id]
-        self._rest()
+        try:
+            if self.loop is not None:
+                self.loop.drop(state)
+        finally:
+            del self.requests[state.request_id]
+            self._rest()
 
     def _rest(self) -> None:
         if self.loop is not None and not self.requests:
-            self.loop.executor.rest()
-            self._end_use()
+            self._has_failed = False
+            try:
+                self.loop.executor.rest()
+            finally:
+                self._end_use()
 
     def _end_use(self) -> None:
         if not self.requests and not self._num_keeping:
@@ -215,12 +226,12 @@ class EngineCore:
 
     def close(self, outbox: deque[RequestOutput], window: Window) -> None:
         """Cancels the requests that report to `outbox`, whose reader is gone, and ends the window of their steps."""
-        with self.lock:
+        with self.lock, contextlib.ExitStack() as stack:  # one that raises keeps none from the others
             if self.loop is not None:
                 self.loop.executor.leave(window)
-            for state in list(self.requests.values()):
+            for state in reversed(self.requests.values()):
                 if state.outbox is outbox:
-                    self.end(state, "cancelled")
+                    stack.callback(self.end, state, "cancelled")
 
     def after_fork(self, freed: set[Any]) -> None:
         """In a forked child, where only this thread exists: drops all requests if another thread was in a step."""
@@ -232,7 +243,8 @@ class EngineCore:
             self.retire()
 
     def step_for(self, outbox: deque[RequestOutput], request_ids: set[str], window: Window) -> None:
-        """Takes a step for the requests that report to `outbox`, unless another thread's step has filled it."""
+        """Takes a step for the requests that report to `outbox`, unless another thread's step has filled it. Warns if
+        the step raises: the next one repeats it, and ends its requests if it raises again."""
         with self.lock:
             self.wait_for_resume()
             if outbox:
@@ -241,7 +253,13 @@ class EngineCore:
             gone = [name for name, state in states.items() if state is None or state.outbox is not outbox]
             if gone:
                 raise RuntimeError(f"requests {sorted(gone)} are gone without a result")
-            self.step(window)
+            try:
+                self.step(window)
+            except RankLostError:
+                raise
+            except Exception as error:
+                window.is_open = window.is_settled = False  # the failed step has left it
+                logger.warning("a step is repeated, since it raised %r", error, exc_info=True)
             if len(self.unread) > 2 * MAX_UNREAD:
                 self.trim_unread()
 
@@ -272,6 +290,8 @@ class EngineCore:
                 self.end(state, "error")
 
     def step(self, window: Window) -> None:
+        """Takes a step and outputs its tokens. Raises the error of a step that cannot be completed, which the next step
+        repeats; if that raises as well, ends the requests that it would compute with the error instead."""
         loop = self.get_loop()
         self._end_unserved()
         if not self.requests:
@@ -289,17 +309,17 @@ class EngineCore:
             except OutOfBlocksError:
                 if not self._waits(loop):
                     raise
-            while loop.untold:  # an interrupt leaves the current one in the queue
-                state = loop.untold[0]
-                # skips requests that have ended
-                if isinstance(state, RequestState) and self.requests.get(state.request_id) is state:
-                    *earlier, (tokens, text) = state.outputs()
-                    state.outbox.extend(RequestOutput(state.request_id, *output) for output in earlier)
-                    if state.error is not None or state.is_done:
-                        self.end(state, None if state.error is None else "error", tokens, text)
-                    else:
-                        state.outbox.append(RequestOutput(state.request_id, tokens, text))
-                loop.untold.popleft()
+            self._output(loop)
+            self._has_failed = False
+        except Exception as error:
+            has_failed, self._has_failed = self._has_failed, bool(self.requests)
+            if not has_failed:
+                raise
+            blamed = loop.blamed_for(error)
+            states = [state for state in self.requests.values() if state in blamed]
+            for state in states or list(self.requests.values()):
+                state.error = error
+                self.end(state, "error")
         finally:
             leaving, self._leaving = self._leaving, outer
             for state in leaving or ():
@@ -307,6 +327,23 @@ class EngineCore:
                     self.end(state, "cancelled")
         if not self.requests or len(loop.executor.slowed_by) > num_known:
             self._note_route()
+
+    def _output(self, loop: StepLoop) -> None:
+        """Outputs the tokens of the generations that advanced, and the results of those that ended."""
+        while loop.untold:  # an interrupt leaves the current one in the queue
+            state = loop.untold[0]
+            # skips requests that have ended
+            if isinstance(state, RequestState) and self.requests.get(state.request_id) is state:
+                try:
+                    *earlier, (tokens, text) = state.outputs()
+                except Exception as error:
+                    earlier, tokens, text, state.error = [], {}, None, error
+                state.outbox.extend(RequestOutput(state.request_id, *output) for output in earlier)
+                if state.error is not None or state.is_done:
+                    self.end(state, None if state.error is None else "error", tokens, text)
+                else:
+                    state.outbox.append(RequestOutput(state.request_id, tokens, text))
+            loop.untold.popleft()
 
     def _waits(self, loop: StepLoop) -> bool:
         """Whether to retry a step that ran out of blocks because other models hold the memory (for `PATIENCE`)."""
@@ -461,9 +498,11 @@ class EngineCore:
         self._counts = self.counts()
         if self.leader is not None:
             self.leader.retire()
-        self.memory.give_up_cached()
-        self.memory.graphs = {}  # a cache that someone still holds needs no graphs
-        self.loop, self.memory = None, self._new_memory(self.memory.sizes)
+        try:
+            self.memory.give_up_cached()
+        finally:
+            self.memory.graphs = {}  # a cache that someone still holds needs no graphs
+            self.loop, self.memory = None, self._new_memory(self.memory.sizes)
 
     def counts(self) -> Counter[str]:
         """Returns the fields of [`EngineStats`] that only grow."""

@@ -122,6 +122,15 @@ class StepLoop:
         request = self.scheduler.first_waiting
         return None if request is None else self._rows[request][0][0]
 
+    def blamed_for(self, error: Exception) -> list[Generation]:
+        """The generations to end when steps raise `error` again and again: those of running requests; if none runs, or
+        if blocks are short, the one that is to be admitted next."""
+        first = self.first_waiting
+        running = self._generations_of(request.sequences[0] for request in self.scheduler.running)
+        if first is not None and (not running or isinstance(error, OutOfBlocksError)):
+            return [first]
+        return running or self._generations_of(request.sequences[0] for request in self._rows)
+
     def drop(self, generation: Generation) -> None:
         for part in generation.parts:
             self.drop(part)

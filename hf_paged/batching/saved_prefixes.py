@@ -98,7 +98,8 @@ def save(core: EngineCore, token_ids: list[int], namespace: tuple[Hashable, ...]
         part.write_bytes(content)
         part.replace(target)
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink()
     return len(kept)
 
 

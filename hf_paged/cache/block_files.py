@@ -30,6 +30,11 @@ _OWN = re.compile(r"hf_paged-[0-9a-f]{32}/[0-9a-f]{32}-\d+(\.safetensors|\.[0-9a
 """Only these files in a tier's folder are ever deleted: the name of another folder, say a model's, may begin alike."""
 RETRY_SECONDS = 60.0  # after which a write is tried again once one has failed
 _ABANDONED_SECONDS = 600.0  # after which a partial file counts as left by a killed process
+# errors in opening a file that say nothing about the folder's other files
+_OF_ONE_FILE = {
+    *(errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENOENT),
+    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
+}
 
 Layers = dict[int, HostLayer]
 """Host copies of one group's blocks by layer index, the same number of blocks in each layer."""
@@ -101,6 +106,10 @@ def _dtype(name: str) -> torch.dtype:
     return found
 
 
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
 def _hash(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
     digest = hashlib.blake2b(repr(sorted(metadata.items())).encode(), digest_size=16)
     for name, tensor in sorted(tensors.items()):
@@ -109,12 +118,29 @@ def _hash(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
     return digest.hexdigest()
 
 
+def check_folder(path: str) -> None:
+    """Creates a tier's folder if it is missing. Raises `OSError` if it cannot be created, listed or entered."""
+    try:
+        os.makedirs(path, exist_ok=True)
+        with os.scandir(path):
+            os.stat(os.path.join(path, os.curdir))
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno is not None else str(error)
+        message = (
+            f"`disk_path` of `prefix_tiers` is no folder that this process can use: {reason}. Give another path, or "
+            "let this process create, list and enter it"
+        )
+        raise OSError(error.errno, message, path) from error
+
+
 class DiskFolder:
     """A folder of files with at most `max_bytes`, which other processes may use, too: scans the directory rather than
-    keep an index, and deletes the least recently used files first. Errors are logged once per kind, and are misses."""
+    keep an index, and deletes the least recently used files first. Errors are logged once per kind, and are misses.
+    After an error of the folder itself it is off: no file is looked up, read or written any more."""
 
     def __init__(self, path: str, max_bytes: int) -> None:
         self.path, self.max_bytes = Path(path), max_bytes
+        self.is_off = False
         self.num_bytes: int | None = None  # as far as this process knows; `None` before the first scan
         self._told: set[str] = set()
         self._lost: set[str] = set()  # files that cannot be read, nor deleted
@@ -123,25 +149,35 @@ class DiskFolder:
 
     def has(self, weights: str | None, name: str) -> bool:
         """Whether the file exists; without `weights`, for any weights."""
-        if name in self._lost:
+        if self.is_off or name in self._lost:
             return False
-        if weights is not None:
-            return self._file(weights, name).is_file()
-        with contextlib.suppress(OSError):
-            return any((folder / f"{name}{SUFFIX}").is_file() for folder in self.path.glob(f"{FOLDER}*"))
-        return False
+        try:
+            if weights is not None:
+                return stat.S_ISREG(os.stat(self._file(weights, name)).st_mode)
+            # the folders of other weights may be another user's: `isfile` takes an error for a miss
+            folders = [self.path / folder for folder in os.listdir(self.path) if folder.startswith(FOLDER)]
+            return any(os.path.isfile(folder / f"{name}{SUFFIX}") for folder in folders)
+        except (FileNotFoundError, NotADirectoryError, MemoryError):
+            return False
+        except OSError as error:
+            self._turn_off(error)
+            return False
 
     def read(self, weights: str, name: str) -> dict[int, Layers] | None:
+        """Returns the blocks in a file; `None` if it cannot be read: from then on `has` returns `False` for it."""
+        if self.is_off:
+            return None
         path = self._file(weights, name)
         try:
             parts, metadata = from_bytes(path.read_bytes())
             if metadata["name"] != f"{weights}/{name}":
                 raise Corrupt(f"it is {metadata['name']} by another name")
-        except FileNotFoundError:
-            return None
         except (OSError, MemoryError) as error:
             self._lost.add(name)
-            self._warn("read", f"{path} cannot be read, its tokens are computed: {error}")
+            if isinstance(error, OSError) and error.errno not in _OF_ONE_FILE:
+                self._turn_off(error)
+            elif not isinstance(error, (FileNotFoundError, NotADirectoryError)):  # else it has just been deleted
+                self._warn("read", f"{path} cannot be read, its tokens are computed: {_said(error)}")
             return None
         except Corrupt as error:
             self._lost.add(name)
@@ -150,12 +186,12 @@ class DiskFolder:
                 path.unlink()
                 self._lost.discard(name)
             return None
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, MemoryError):
             os.utime(path)  # for LRU order
         return parts
 
     def write(self, weights: str, name: str, parts: dict[int, Layers]) -> None:
-        if time.monotonic() < self._retry_at:
+        if self.is_off or time.monotonic() < self._retry_at:
             return
         path = self._file(weights, name)
         part = path.with_name(f"{name}.{uuid.uuid4().hex}.part")
@@ -185,7 +221,9 @@ class DiskFolder:
             self._retry_at = time.monotonic() + RETRY_SECONDS
             full = "; it is full" if getattr(error, "errno", None) == errno.ENOSPC else ""
             self._warn(
-                "write", f"no prefix blocks are written to {self.path} for {RETRY_SECONDS:.0f} seconds{full}: {error}"
+                "write",
+                f"no prefix blocks are written to {self.path} for {RETRY_SECONDS:.0f} seconds{full}: {_said(error)}. "
+                "Then it is tried again: free space there, let this process write there, or give another `disk_path`",
             )
 
     def _file(self, weights: str, name: str) -> Path:
@@ -224,6 +262,14 @@ class DiskFolder:
         for folder in {path.parent for _, _, path in files}:
             with contextlib.suppress(OSError):
                 folder.rmdir()  # fails unless empty
+
+    def _turn_off(self, error: OSError) -> None:
+        self.is_off = True
+        self._warn(
+            "off",
+            f"the disk tier of prefix blocks in {self.path} is off, and requests go on without it: {_said(error)}. "
+            "Repair the folder, or give another `disk_path`; then make a new engine, or call `hf_paged.free(model)`",
+        )
 
     def _warn(self, kind: str, message: str) -> None:
         if kind not in self._told:

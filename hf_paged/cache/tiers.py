@@ -15,7 +15,7 @@ import torch
 
 from .. import forks
 from ..config import PrefixTiers
-from .block_files import FORMAT, DiskFolder, Layers, form_of, num_bytes
+from .block_files import FORMAT, DiskFolder, Layers, check_folder, form_of, num_bytes
 from .memory import GroupMemory, PagedMemory
 from .storage import free_bytes
 from .swap import HostBlocks, HostLayer, put_back
@@ -53,7 +53,7 @@ class PrefixStore:
         sizes = [group.block_size for group in groups if not group.holds_states]
         options = sizes if len(set(sizes)) > 1 else max(sizes, default=0), given.kv_dtype, given.batch_invariant
         self._form = FORMAT, options, [repr(group.spec) for group in groups]
-        self._disk = None if config.disk_path is None else DiskFolder(config.disk_path, config.disk_bytes)
+        self._folder = None if config.disk_path is None else DiskFolder(config.disk_path, config.disk_bytes)
         self._host_bytes = 0 if device is not None and device.type == "cpu" else config.host_bytes
         self._lock = forks.rlock()
         self._pending: dict[str, _Entry] = {}  # blocks whose weights are unconfirmed
@@ -65,6 +65,11 @@ class PrefixStore:
         self._known: tuple[Any, str] = (None, "")
         forks.in_child(self)
         _stores.add(self)
+
+    @property
+    def _disk(self) -> DiskFolder | None:
+        """The folder; `None` without one, and once it is off."""
+        return None if self._folder is None or self._folder.is_off else self._folder
 
     @property
     def _weights(self) -> str | None:
@@ -92,7 +97,8 @@ class PrefixStore:
     @property
     def disk_bytes(self) -> int:
         """Bytes of all files in the folder, as far as this process knows."""
-        return 0 if self._disk is None else self._disk.num_bytes or 0
+        disk = self._disk
+        return 0 if disk is None else disk.num_bytes or 0
 
     @property
     def wants_confirmation(self) -> bool:
@@ -106,14 +112,18 @@ class PrefixStore:
         with self._lock:
             if name in self._pending or (weights, name) in self._held:
                 return
-            if self._disk is not None and self._disk.has(weights, name):
+            disk = self._disk
+            if disk is not None and disk.has(weights, name):
                 return
-            if self._sizes["unwritten"] + self._sizes["pending"] > QUEUE_BYTES + free_bytes(torch.device("cpu")) // 4:
-                self.num_skipped += 1  # the disk is slower than evictions
+            if self._disk is None and not self._host_bytes:  # nothing would keep it
                 return
             try:
+                num_queued = self._sizes["unwritten"] + self._sizes["pending"]
+                if num_queued > QUEUE_BYTES + free_bytes(torch.device("cpu")) // 4:
+                    self.num_skipped += 1  # the disk is slower than evictions
+                    return
                 layers = self.copy_out(group, [block_id])
-            except (MemoryError, RuntimeError):  # torch raises the latter
+            except (MemoryError, OSError, RuntimeError):  # of `psutil` and of torch
                 self.num_skipped += 1
                 return
             entry = _Entry(layers, num_bytes(layers))
@@ -146,7 +156,8 @@ class PrefixStore:
         with self._lock:
             if name in self._pending or (weights, name) in self._held:
                 return True
-            return self._disk is not None and self._disk.has(weights, name)
+            disk = self._disk
+            return disk is not None and disk.has(weights, name)
 
     def read(self, group: int, digest: bytes) -> Any:
         name, key = _name(group, digest), (self.weights, _name(group, digest))
@@ -155,7 +166,8 @@ class PrefixStore:
             if entry is not None:
                 self._held.move_to_end(key)
                 return entry.layers
-        parts = None if self._disk is None else self._disk.read(self.weights, name)
+        disk = self._disk
+        parts = None if disk is None else disk.read(self.weights, name)
         if parts is None:  # make `has` return `False` from now on
             with self._lock:
                 lost = self._pending.pop(name, None)
@@ -202,7 +214,7 @@ class PrefixStore:
                 self._sizes["held"] -= self._held.pop(key).num_bytes
 
     def _begin_writing(self) -> None:
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
             # not a daemon: the interpreter waits until all is written
             thread = threading.Thread(target=self._write, name="hf_paged prefix blocks")
             with contextlib.suppress(RuntimeError):  # interpreter shutdown: `_keep_all` writes
@@ -220,9 +232,9 @@ class PrefixStore:
                 self._thread = None
                 return False
             entry = self._held[key]
-        assert self._disk is not None
+        assert self._folder is not None
         try:
-            self._disk.write(*key, {0: entry.layers})
+            self._folder.write(*key, {0: entry.layers})
         finally:
             with self._lock:
                 if self._unwritten.pop(key, key) is None:
@@ -245,6 +257,12 @@ class PrefixStore:
         self._unwritten.clear()
         self.discard()
         self._sizes = {"pending": 0, "held": sum(each.num_bytes for each in self._held.values()), "unwritten": 0}
+
+
+def check_tiers(config: PrefixTiers | None) -> None:
+    """Creates the folder of a new pool's disk tier. Raises `OSError` if this process cannot use it."""
+    if config is not None and config.disk_path is not None:
+        check_folder(config.disk_path)
 
 
 def _name(group: int, digest: bytes) -> str:

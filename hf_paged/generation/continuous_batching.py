@@ -47,8 +47,9 @@ class PagedBatchingManager(ContinuousBatchingManager):
 
     A request gets the tokens of `model.generate` on its prompt alone with its options; requests that sample without a
     `seed` draw in turn from torch's global generator. A request that cannot be served ends with the error in its
-    output. If the thread dies, `fatal_error` holds the cause, all unfinished requests end with that error, and methods
-    that wait return.
+    output. A step that raises is logged and repeated; if it raises again, its requests end with that error, and others
+    go on. If the thread dies all the same (`SystemExit` in it, for instance), `fatal_error` holds the cause, all
+    unfinished requests end with that error, and methods that wait return.
 
     Args:
         model ([`PreTrainedModel`]): Any that [`PagedEngine`] serves.

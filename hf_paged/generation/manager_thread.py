@@ -237,7 +237,8 @@ class ManagerThread:
         self.changed = threading.Condition(self.lock)
         for each in (self.pending, self.inbox, self.cancelled, self.outputs, self.handlers, self.pausing):
             each.clear()
-        self.engine, self.thread = PagedEngine(self.engine.model, self.engine.config), None
+        self.thread = None
+        self.engine = PagedEngine(self.engine.model, self.engine.config)
 
     # -- in the engine's thread -----------------------------------------------------------------------------------
 
@@ -245,17 +246,25 @@ class ManagerThread:
         error: BaseException | None = None
         try:
             with served(self.engine.model), torch.no_grad():
-                while self._take_requests():
-                    outputs = [(self.pending.get(each.request_id), each) for each in self.engine.step()]
-                    self._tell([new for pending, each in outputs if pending is not None for new in pending.add(each)])
+                has_failed = False
+                while self._wait_for_work():
+                    try:
+                        self._take_requests()
+                        self._tell(self._outputs(self.engine.step()))
+                        has_failed = False
+                    except Exception as caught:  # the engine repeats the step, then ends the requests that it computes
+                        logger.error("a step of the engine raised", exc_info=caught)
+                        if has_failed:
+                            self._drop_requests(caught)
+                        has_failed = not has_failed
         except BaseException as caught:
             error = caught
             logger.error("the engine's thread died", exc_info=caught)
         finally:
             self._end(error)
 
-    def _take_requests(self) -> bool:
-        """Waits for work and gives new requests to the engine. Returns False when the thread must end."""
+    def _wait_for_work(self) -> bool:
+        """Waits for requests and pauses. Returns False when the thread must end."""
         with self.changed:
             was_paused = False
             # wait for the end of a pause even when stopping: the model must not be restored before
@@ -274,6 +283,11 @@ class ManagerThread:
                 return False
             if was_paused:
                 _served[self.engine.model].evaluate(self.engine.model)
+            return True
+
+    def _take_requests(self) -> None:
+        """Gives new requests to the engine, and cancels in it."""
+        with self.changed:
             requests, cancelled = list(self.inbox), list(self.cancelled)
             self.inbox.clear()
             self.cancelled.clear()
@@ -294,10 +308,38 @@ class ManagerThread:
         for name in cancelled:
             with contextlib.suppress(ValueError):  # the request has ended
                 self.engine.cancel(name)
-        return True
+
+    def _outputs(self, steps: list[RequestOutput]) -> list[GenerationOutput]:
+        """Converts the engine's outputs. A request whose output raises ends with that error."""
+        outputs: list[GenerationOutput] = []
+        for step in steps:
+            request = self.pending.get(step.request_id)
+            if request is None:
+                continue
+            try:
+                outputs += request.add(step)
+            except Exception as error:
+                self.cancelled.append(step.request_id)
+                outputs += request.end(RequestResult(step.request_id, [], error=error))
+        return outputs
 
     def _fail(self, request: Pending, error: Exception) -> None:
         self._tell(request.end(RequestResult(request.names[-1], [], error=error)))
+
+    def _drop_requests(self, error: Exception) -> None:
+        """Fails all requests that the engine has, which could not end them, and frees it."""
+        with self.changed:
+            waiting = set(self.inbox)
+            given = [request for request in dict.fromkeys(self.pending.values()) if request not in waiting]
+        for request in given:
+            request.started = time.perf_counter() if request.started < 0 else request.started  # it was not refused
+            self._fail(request, error)
+        try:
+            self.engine.free()
+        except Exception as caught:
+            logger.error("the engine raised while it was freed", exc_info=caught)
+        with self.changed:
+            self.changed.wait(POLL_SECONDS)  # if all steps raise, they do not follow one another at once
 
     def _tell(self, outputs: list[GenerationOutput]) -> None:
         if outputs:
@@ -313,14 +355,18 @@ class ManagerThread:
             self.fatal_error = error
             self.inbox.clear()
             self.cancelled.clear()
-            why = error if isinstance(error, Exception) else RuntimeError("the manager was stopped before its end")
-            for request in dict.fromkeys(self.pending.values()):
-                with contextlib.suppress(ValueError):
-                    self.engine.cancel(request.names[-1])
+            why: Exception = RuntimeError("the manager was stopped before its end")
+            if error is not None:
+                why = error if isinstance(error, Exception) else RuntimeError(f"the engine's thread died: {error!r}")
+            requests = list(dict.fromkeys(self.pending.values()))
+            for request in requests:
                 self._fail(request, why)
             self.handlers.clear()  # the rest are for ids without a request
         try:
             if error is None and self.keeps_memory:
+                for request in requests:
+                    with contextlib.suppress(ValueError):  # the engine does not have it
+                        self.engine.cancel(request.names[-1])
                 while self.engine.has_unfinished:  # cancelled requests; their outputs are dropped
                     self.engine.step()
             else:

@@ -17,6 +17,7 @@ from ..cache.budget import limit
 from ..cache.idle import begin_use
 from ..cache.memory import MemoryStats, PagedMemory, autocast_dtype
 from ..cache.storage import trim
+from ..cache.tiers import check_tiers
 from ..cache.virtual import fit_blocks
 from ..config import AUTO, PagedConfig
 from ..kernels.costs import find_costs
@@ -101,7 +102,7 @@ def memory_for(model: PreTrainedModel, config: PagedConfig, expected: Iterable[i
     """The memory of `model`, rebuilt when block size, budget, storage, dtypes, device or `batch_invariant` change, or,
     with `block_size="auto"`, when other sizes are better (`PagedMemory.better_sizes`). `expected`: lengths of this
     call's rows. The memory counts as in use until `idle.end_use`. Raises `ValueError` for a storage that the device
-    does not have."""
+    does not have, and `OSError` if the folder of new `prefix_tiers` cannot be used."""
     device = compute_device(model)
     config = fit_blocks(config, model.config, device)
     budget = (config.block_size, config.num_blocks, config.memory_fraction, config.kv_dtype, config.batch_invariant)
@@ -110,6 +111,8 @@ def memory_for(model: PreTrainedModel, config: PagedConfig, expected: Iterable[i
     with _lock:
         known, before = _memories.get(model, (None, None))
         memory = before
+        if before is None or before.config.prefix_tiers != config.prefix_tiers:
+            check_tiers(config.prefix_tiers)
         sizes = before.better_sizes() if before is not None and known == key else None
         if memory is None or known != key or sizes is not None:
             check_heads(model)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,7 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 import hf_paged
 from hf_paged import EngineStalledError, OutOfBlocksError, PagedConfig, PagedEngine, RequestResult
 from hf_paged.batching import engine_core
-from hf_paged.batching.loop import MAX_IDLE_STEPS
+from hf_paged.batching.loop import MAX_IDLE_STEPS, StepLoop
 from hf_paged.batching.scheduling.scheduler import StepPlan
 from hf_paged.cache.storage import KVBlocks
 from tests.support import models
@@ -460,6 +462,158 @@ def test_an_interrupted_generate_leaves_nothing_behind() -> None:
         assert_drained(engine)
 
 
+# ------------------------------------------------------------------------------------- steps raise outside of a forward
+
+# place -> the object, and its method, that a step calls outside of the forward
+OUTSIDE: dict[str, Callable[[StepLoop], tuple[Any, str]]] = {
+    "the window opens": lambda loop: (loop.executor, "open"),
+    "drafts": lambda loop: (loop.speculator, "is_due"),
+    "attention is switched": lambda loop: (loop.executor, "attention"),
+    "the schedule": lambda loop: (loop.scheduler, "_schedule"),
+    "running rows get tokens": lambda loop: (loop.scheduler, "_continue_running"),
+    "a request is admitted": lambda loop: (loop.scheduler.preemption, "bring_in"),
+    "blocks are taken": lambda loop: (loop.blocks, "take"),
+    "blocks are named": lambda loop: (loop.blocks, "register"),
+    "the timeline": lambda loop: (loop.scheduler.timeline, "stepped"),
+    "copies": lambda loop: (loop.blocks, "flush_copies"),
+    "the model is noticed": lambda loop: (loop.executor, "notice_model"),
+    "adapters are loaded": lambda loop: (loop.executor, "prefetch"),
+    "logits are given to requests": lambda loop: (loop, "_deliver"),
+    "tokens are applied": lambda loop: (loop, "_apply"),
+    "the window is settled": lambda loop: (loop.executor, "settle"),
+    "the engine rests": lambda loop: (loop.executor, "rest"),
+}
+
+
+def failing(patch: pytest.MonkeyPatch, engine: PagedEngine, place: str, times: int, after: int = 0) -> list[str]:
+    """Makes a place raise at each of `times` calls, after some that do not; returns a list that each raise extends."""
+    assert engine._core.loop is not None
+    owner, name = OUTSIDE[place](engine._core.loop)
+    calls, raised, method = itertools.count(), list[str](), getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if after <= next(calls) < after + times:
+            raised.append(place)
+            raise OnPurpose("on purpose")
+        return method(*args, **kwargs)
+
+    patch.setattr(owner, name, call)
+    return raised
+
+
+@pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize("place", OUTSIDE)
+def test_a_step_that_raises_again_and_again_ends_its_requests(
+    place: str, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every request ends soon, with its tokens or with that error, and later ones are served."""
+    model = models.get("llama")
+    with PagedEngine(model, PagedConfig(block_size=8, max_num_seqs=4, max_num_batched_tokens=24)) as engine:
+        beside, results, num_raised = Beside(engine), dict[str, RequestResult](), 0
+        with monkeypatch.context() as patch:
+            raised = failing(patch, engine, place, 10**6, after)
+            for _ in range(200):
+                try:
+                    outputs = engine.step()
+                except OnPurpose:
+                    num_raised += 1
+                else:
+                    results |= {o.request_id: o.result for o in outputs if o.result is not None}
+                if not engine.has_unfinished:
+                    break
+        assert set(results) == set(OTHERS)
+        assert num_raised or (not raised and (place, after) == ("the engine rests", 3))
+        for seed, (name, prompt) in enumerate(beside.texts.items()):
+            error = results[name].error
+            assert error is None or "on purpose" in str(error) or "OnPurpose" in str(error)
+            if error is None:
+                expected = lone_run(model, prompt, OTHERS[name], seed)
+                assert_same_as_lone(expected, results[name], OTHERS[name], name)
+        engine.check_integrity()
+        assert engine.stats().used_blocks == 0
+        again = Beside(engine)
+        again.check(run_all(engine), "again")
+        assert_drained(engine)
+
+
+@pytest.mark.parametrize("place", sorted(OUTSIDE.keys() - {"logits are given to requests", "tokens are applied"}))
+def test_a_step_that_raises_once_is_repeated(
+    place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, texts = models.get("llama"), prompts(4, 19, 9)
+    with PagedEngine(model, PagedConfig(block_size=8, max_num_batched_tokens=24)) as engine:
+        engine.generate([[5, 6]], GREEDY)
+        with monkeypatch.context() as patch:
+            raised = failing(patch, engine, place, times=1, after=0 if place == "the engine rests" else 1)
+            results = engine.generate(texts, GREEDY)
+        for prompt, result in zip(texts, results):
+            assert_same_as_lone(lone_run(model, prompt, GREEDY), result, GREEDY, place)
+        said = [record for record in caplog.records if "a step is repeated" in record.getMessage()]
+        assert len(said) == len(raised) == 1
+        assert_drained(engine)
+
+
+def test_readers_of_streams_get_the_error_of_a_step_and_later_ones_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, texts = models.get("llama"), prompts(4, 19, 9)
+
+    async def read(engine: PagedEngine, prompt: list[int]) -> RequestResult:
+        results = [output.result async for output in engine.astream([prompt], GREEDY) if output.result is not None]
+        return results[0]
+
+    async def read_all(engine: PagedEngine) -> list[RequestResult]:
+        return await asyncio.wait_for(asyncio.gather(*(read(engine, prompt) for prompt in texts)), 60)
+
+    with PagedEngine(model, CONFIG) as engine:
+        engine.generate([[5, 6]], GREEDY)
+        with monkeypatch.context() as patch:
+            failing(patch, engine, "the schedule", 10**6)
+            for result in (*asyncio.run(read_all(engine)), *engine.generate(texts, GREEDY)):
+                assert isinstance(result.error, OnPurpose)
+            assert [output.result.error for output in engine.stream(texts[:1], GREEDY) if output.result is not None]
+        for prompt, result in zip(texts, asyncio.run(read_all(engine))):
+            assert_same_as_lone(lone_run(model, prompt, GREEDY), result, GREEDY, "later")
+        assert_drained(engine)
+
+
+def test_an_error_that_blocks_are_short_ends_the_first_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, texts = models.get("llama"), prompts(4, 19, 9)
+    with PagedEngine(model, CONFIG) as engine:
+        for name, prompt in zip("abc", texts):
+            engine.add_request(prompt, GREEDY, request_id=name)
+            engine.step() if name == "a" else None
+        assert engine._core.loop is not None
+
+        def fail() -> Any:
+            raise OutOfBlocksError("others hold blocks")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._core.loop.scheduler, "schedule", fail)
+            with pytest.raises(OutOfBlocksError):
+                engine.step()
+            (output,) = engine.step()
+            assert output.request_id == "b" and isinstance(output.result.error, OutOfBlocksError)  # type: ignore[union-attr]
+        results = run_all(engine)
+        for name, prompt in (("a", texts[0]), ("c", texts[2])):
+            assert_same_as_lone(lone_run(model, prompt, GREEDY), results[name], GREEDY, name)
+        assert_drained(engine)
+
+
+def test_an_output_that_cannot_be_made_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, texts = models.get("llama"), prompts(4, 19)
+    with PagedEngine(model, CONFIG) as engine:
+        for name, prompt in zip("ab", texts):
+            engine.add_request(prompt, GREEDY, request_id=name)
+
+        def fail() -> Any:
+            raise OnPurpose
+
+        monkeypatch.setattr(engine._core.requests["a"], "outputs", fail)
+        results = run_all(engine)
+        assert isinstance(results["a"].error, OnPurpose)
+        assert_same_as_lone(lone_run(model, texts[1], GREEDY), results["b"], GREEDY, "b")
+        assert_drained(engine)
+
+
 # ------------------------------------------------------------------------------------------------ no progress
 
 
@@ -473,10 +627,12 @@ def test_no_progress_raises_after_a_bounded_number_of_steps(monkeypatch: pytest.
                 engine.step()
             with pytest.raises(EngineStalledError, match=r"no token for 8 steps.*1 waiting.*blocks"):
                 engine.step()
-            with pytest.raises(EngineStalledError):
-                engine.generate([[5, 6]], GREEDY)
         result = run_all(engine)["a"]
         assert_same_as_lone(lone_run(models.get("llama"), [5, 6, 7], GREEDY), result, GREEDY, "after a stall")
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._core.loop.scheduler, "schedule", StepPlan)
+            (stalled,) = engine.generate([[5, 6]], GREEDY)
+            assert isinstance(stalled.error, EngineStalledError)
         assert_drained(engine)
 
 

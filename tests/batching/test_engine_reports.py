@@ -118,9 +118,8 @@ def test_results_already_there_survive_a_step_that_raises(monkeypatch: pytest.Mo
         engine.cancel("b")
         with monkeypatch.context() as patch:
             patch.setattr(engine._core.loop, "step", raises)
-            for _ in range(2):
-                with pytest.raises(OnPurpose):
-                    engine.step()
+            with pytest.raises(OnPurpose):
+                engine.step()
         assert [o.request_id for o in engine.step()] == ["a", "b", "c"]
 
 

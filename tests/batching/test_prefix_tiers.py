@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import json
 import logging
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,12 +22,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
 from hf_paged.cache import block_files, tiers
+from hf_paged.generation.continuous_batching import PagedBatchingManager
 from hf_paged.model import registry
 from tests.attention import test_latent
+from tests.cache.test_block_files import OPERATIONS, fail_operation, forbidden, replace_by_file, replace_by_loop
 from tests.support import models
 from tests.support.engine_helpers import assert_drained, lone_run, prompts, run_all
 
@@ -523,7 +528,148 @@ def test_two_hundred_faults(tmp_path: Path, monkeypatch: Any, caplog: Any) -> No
         survive(200, tmp_path, monkeypatch)
 
 
+# ---- a folder that cannot be used
+
+
+def evict_all(engine: PagedEngine) -> None:
+    """Writes all cached blocks to disk; the pool and its tier stay."""
+    engine.memory.give_up_cached()
+    engine._core.loop.blocks.tier.wait()  # type: ignore[union-attr]
+
+
+def check_goes_on(engine: PagedEngine, texts: list[list[int]], expected: list[list[int]], caplog: Any) -> None:
+    """Requests get their tokens while the folder fails, in steps, restored or not, and nothing is lost."""
+    for _ in range(2):
+        results = engine.generate(texts, GREEDY)
+        assert [result.error for result in results] == [None] * len(texts)
+        assert [result.token_ids for result in results] == expected
+        assert_drained(engine)
+        evict_all(engine)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) <= 2, "one warning that it cannot be read, one that it cannot be written"
+
+
+@pytest.mark.parametrize("name", ["EIO", "EACCES"])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_requests_go_on_whatever_a_file_operation_raises(
+    operation: str, name: str, tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, texts = models.get("llama"), prompts(60, 50)
+    expected = [lone_run(model, text, GREEDY)[0] for text in texts]
+    with PagedEngine(model, config(tmp_path, num_blocks=20)) as engine:
+        run(engine, texts[0])
+        evict_all(engine)
+        with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "hf_paged"):
+            fail_operation(patch, tmp_path, operation, name)
+            check_goes_on(engine, texts, expected, caplog)
+        check_goes_on(engine, texts, expected, caplog)
+
+
+@pytest.mark.parametrize("change", [replace_by_file, replace_by_loop, shutil.rmtree, forbidden])
+def test_requests_go_on_without_a_folder(change: Any, tmp_path: Path, caplog: Any) -> None:
+    model, texts, path = models.get("llama"), prompts(60, 50), tmp_path / "tier"
+    expected = [lone_run(model, text, GREEDY)[0] for text in texts]
+    with PagedEngine(model, config(path, num_blocks=20)) as engine:
+        run(engine, texts[0])
+        evict_all(engine)
+        engine.add_request(texts[1], GREEDY)
+        engine.step()  # in the middle of a request
+        with contextlib.ExitStack() as stack, caplog.at_level(logging.WARNING, "hf_paged"):
+            stack.enter_context(change(path)) if change is forbidden else change(path)
+            assert run_all(engine).popitem()[1].token_ids == expected[1]
+            check_goes_on(engine, texts, expected, caplog)
+        assert bool(blocks_on_disk(path)) == (change in (shutil.rmtree, forbidden))
+        path.unlink() if path.is_file() or path.is_symlink() else None
+        caplog.set_level(logging.WARNING, "hf_paged")
+        save_all(engine)
+        assert engine.generate(texts[:1], GREEDY)[0].token_ids == expected[0]
+    assert bool(caplog.records) == (change is not shutil.rmtree), "a removed folder is made again"
+
+
+def test_calls_go_on_without_a_folder(tmp_path: Path, caplog: Any) -> None:
+    model, path = build("llama"), tmp_path / "tier"
+    paged = {"cache_implementation": "paged", "cache_config": config(path, num_blocks=30)}
+    texts = [torch.tensor([prompt]) for prompt in prompts(160, 150)]
+    expected = [model.generate(ids, **GREEDY) for ids in texts]
+    with caplog.at_level(logging.WARNING, "hf_paged"):
+        for turn in range(3):
+            with forbidden(path) if turn else contextlib.nullcontext():
+                found = [model.generate(ids, **GREEDY, **paged) for ids in texts]
+            assert all(map(torch.equal, found, expected))
+            hf_paged.check_integrity(model)
+        with forbidden(path):
+            hf_paged.free(model)
+    assert 1 <= len(caplog.records) <= 2 and str(path) in caplog.text
+
+
+def test_no_memory_for_evicted_blocks_and_for_files(tmp_path: Path, caplog: Any, monkeypatch: Any) -> None:
+    model, texts = models.get("llama"), prompts(60, 50)
+    expected = [lone_run(model, text, GREEDY)[0] for text in texts]
+
+    def fail(*args: Any) -> Any:
+        raise MemoryError
+
+    places = ((tiers, "free_bytes"), (block_files, "to_bytes"), (block_files, "from_bytes"))
+    with PagedEngine(model, config(tmp_path, num_blocks=20)) as engine:
+        run(engine, texts[0])
+        evict_all(engine)
+        for module, name in places:
+            with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "hf_paged"):
+                patch.setattr(module, name, fail)
+                check_goes_on(engine, texts, expected, caplog)
+
+
+@pytest.mark.parametrize("entry", ["engine", "generate", "manager"])
+@pytest.mark.parametrize("kind", ["file", "forbidden"])
+def test_a_folder_that_cannot_be_used_is_refused_at_first(kind: str, entry: str, tmp_path: Path) -> None:
+    model, path, ids = build("llama"), tmp_path / "tier", torch.tensor(prompts(20))
+    paged = {"cache_implementation": "paged", "cache_config": config(path)}
+    with contextlib.ExitStack() as stack:
+        if kind == "file":
+            path.write_text("a file")
+        else:
+            path.mkdir()
+            stack.enter_context(forbidden(path))
+        with pytest.raises(OSError, match=f"`disk_path`.*{path}"):
+            if entry == "engine":
+                PagedEngine(model, config(path))
+            elif entry == "generate":
+                model.generate(ids, **GREEDY, **paged)
+            else:
+                PagedBatchingManager(model, GenerationConfig(**paged), ContinuousBatchingConfig())
+        assert hf_paged.memory_stats(model).held_bytes == 0
+    without = {**paged, "cache_config": {"block_size": SIZE}}
+    assert torch.equal(model.generate(ids, **GREEDY, **without), model.generate(ids, **GREEDY))
+
+
 # ---- saved prefixes
+
+
+@pytest.mark.parametrize("operation", ["stat", "open", "read", "write", "replace", "unlink"])
+def test_saving_and_loading_raise_an_error_of_the_system(
+    operation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, (prompt,), folder = models.get("llama"), prompts(60), tmp_path / "saved"
+    folder.mkdir()
+    expected, path = lone_run(model, prompt, GREEDY)[0], folder / "prefix.safetensors"
+    with PagedEngine(model, {"block_size": SIZE}) as engine:
+        engine.save_prefix(prompt, path)
+        before = path.read_bytes()
+        calls: dict[str, Any] = {
+            "stat open write replace": lambda: engine.save_prefix(prompt, path),
+            "open read": lambda: engine.load_prefix(path),
+        }
+        for operations, call in calls.items():
+            raises = pytest.raises(OSError, match="Input/output")
+            with monkeypatch.context() as patch:
+                fail_operation(patch, folder, operation, "EIO")
+                with raises if operation in operations.split() else contextlib.nullcontext():
+                    call()
+            assert len(path.read_bytes()) == len(before) and list(folder.iterdir()) == [path]
+            engine.check_integrity()
+        engine.reset_prefix_cache()
+        assert engine.load_prefix(path) == 56 and run(engine, prompt) == (expected, 56)
+        assert_drained(engine)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mla"])

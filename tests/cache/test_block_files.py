@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import logging
 import os
 import random
+import resource
+import shutil
 import signal
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +20,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from hf_paged.cache.block_files import Corrupt, DiskFolder, from_bytes, to_bytes
+from hf_paged.cache.block_files import Corrupt, DiskFolder, check_folder, from_bytes, to_bytes
 from hf_paged.cache.storage import KVBlocks
 from hf_paged.cache.swap import HostLayer
 from tests.cache.test_swap import LAYOUTS, SIZE, states
@@ -45,6 +50,84 @@ def assert_same(found: dict[int, HostLayer], expected: dict[int, HostLayer]) -> 
 
 def files(path: Path) -> list[Path]:
     return sorted(each for each in path.rglob("*") if each.is_file())
+
+
+OPERATIONS = ("stat", "listdir", "scandir", "open", "read", "write", "utime", "replace", "unlink", "mkdir", "rmdir")
+ERRORS = ("EIO", "EACCES", "ENOSPC", "ENOENT", "MemoryError")
+NOBODY = 65534
+
+
+class FailingFile(io.FileIO):
+    """A file whose `read` or `write` fails, after half of the content if it writes."""
+
+    def __init__(self, path: Any, mode: str, operation: str, error: Exception) -> None:
+        super().__init__(path, mode.replace("b", ""))
+        self.operation, self.error = operation, error
+
+    def read(self, size: int | None = -1) -> Any:
+        if self.operation == "read":
+            raise self.error
+        return super().read(size)
+
+    def write(self, content: Any) -> int:
+        if self.operation == "write":
+            super().write(bytes(content)[: len(content) // 2])
+            raise self.error
+        return super().write(content)
+
+
+def fail_operation(patch: pytest.MonkeyPatch, folder: Path, operation: str, name: str) -> Callable[[], int]:
+    """Makes an operation on paths in the folder fail with the error of this name; returns how often it has failed."""
+    error: Exception = MemoryError()
+    if name != "MemoryError":
+        error = OSError(getattr(errno, name), os.strerror(getattr(errno, name)))
+    failed: list[str] = []
+
+    def is_inside(path: Any) -> bool:
+        return isinstance(path, (str, os.PathLike)) and os.fspath(path).startswith(str(folder))
+
+    def failing(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+            if not is_inside(path):
+                return function(path, *args, **kwargs)
+            failed.append(operation)
+            if operation in ("read", "write"):
+                return FailingFile(path, args[0] if args else kwargs.get("mode", "r"), operation, error)
+            raise error
+
+        return call
+
+    module, attribute = (io, "open") if operation in ("open", "read", "write") else (os, operation)
+    patch.setattr(module, attribute, failing(getattr(module, attribute)))
+    return lambda: len(failed)
+
+
+@contextlib.contextmanager
+def forbidden(path: Path) -> Iterator[None]:
+    """The folder is another user's."""
+    is_root, mode = os.geteuid() == 0, path.stat().st_mode
+    path.chmod(0o700 if is_root else 0)
+    try:
+        if is_root:
+            try:
+                os.seteuid(NOBODY)
+            except OSError:
+                pytest.skip("root cannot become another user here")
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+        path.chmod(mode)
+
+
+def replace_by_file(path: Path) -> None:
+    path.rename(path.with_name("moved"))
+    path.write_text("a file")
+
+
+def replace_by_loop(path: Path) -> None:
+    path.rename(path.with_name("moved"))
+    path.symlink_to(path)
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -199,6 +282,127 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, caplog: Any) -> None:
         folder.write(WEIGHTS, NAME, {0: layers()})
         assert folder.read(WEIGHTS, NAME) is None
     assert "no prefix blocks are written" in caplog.text
+
+
+@pytest.mark.parametrize("name", ERRORS)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_no_file_operation_raises(
+    operation: str, name: str, tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = DiskFolder(str(tmp_path), 1 << 30)
+    folder.write(WEIGHTS, NAME, {0: layers()})
+    other = "2" * 32 + "-0"
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        fail_operation(patch, tmp_path, operation, name)
+        for _ in range(3):
+            folder.has(WEIGHTS, NAME)
+            folder.has(None, other)
+            read = folder.read(WEIGHTS, NAME)
+            assert read is not None or not folder.has(WEIGHTS, NAME), "it would be looked up for ever"
+            folder.write(WEIGHTS, other, {0: layers()})
+    assert len(caplog.records) <= 2, "one warning that it cannot be read, one that it cannot be written"
+    assert all(str(tmp_path) in record.getMessage() for record in caplog.records)
+    assert not [path for path in files(tmp_path) if path.suffix == ".part"] or operation == "unlink"
+    folder._retry_at = 0.0
+    folder.write(WEIGHTS, other, {0: layers()})
+    assert folder.is_off or folder.has(WEIGHTS, other)
+    again = DiskFolder(str(tmp_path), 1 << 30).read(WEIGHTS, NAME)
+    assert again is not None, "an error of the system must not delete a file"
+    assert_same(again[0], layers())
+
+
+@pytest.mark.parametrize("operation", ["stat", "read", "listdir"])
+@pytest.mark.parametrize("name", ["EIO", "ESTALE"])
+def test_a_folder_that_fails_is_off_from_then_on(
+    operation: str, name: str, tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = DiskFolder(str(tmp_path), 1 << 30)
+    folder.write(WEIGHTS, NAME, {0: layers()})
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        num_failed = fail_operation(patch, tmp_path, operation, name)
+        for _ in range(3):
+            assert not folder.has(None if operation == "listdir" else WEIGHTS, NAME) or operation == "read"
+            assert folder.read(WEIGHTS, NAME) is None
+            folder.write(WEIGHTS, NAME, {0: layers()})
+        assert num_failed() == 1
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert str(tmp_path) in message and os.strerror(getattr(errno, name)) in message and "make a new engine" in message
+    assert not folder.has(WEIGHTS, NAME) and folder.read(WEIGHTS, NAME) is None
+    assert DiskFolder(str(tmp_path), 1 << 30).has(WEIGHTS, NAME)
+
+
+def test_a_folder_of_another_user_is_off(tmp_path: Path, caplog: Any) -> None:
+    path = tmp_path / "tier"
+    folder, other = (DiskFolder(str(path), 1 << 30) for _ in range(2))
+    folder.write(WEIGHTS, NAME, {0: layers()})
+    with forbidden(path), caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert not folder.has(WEIGHTS, NAME) and folder.read(WEIGHTS, NAME) is None
+            assert not other.has(None, NAME)
+            folder.write(WEIGHTS, NAME, {0: layers()})
+    assert [record.getMessage().count("Permission denied") for record in caplog.records] == [1, 1]
+
+
+def test_folders_of_other_weights_may_be_another_users(tmp_path: Path, caplog: Any) -> None:
+    tmp_path.chmod(0o755)
+    theirs = tmp_path / f"hf_paged-{'2' * 32}"
+    DiskFolder(str(tmp_path), 1 << 30).write("2" * 32, NAME, {0: layers()})
+    folder = DiskFolder(str(tmp_path), 1 << 30)
+    with contextlib.ExitStack() as stack, caplog.at_level(logging.WARNING):
+        for parent in tmp_path.parents[:2]:
+            stack.callback(parent.chmod, parent.stat().st_mode)
+            parent.chmod(0o755)
+        stack.enter_context(forbidden(theirs))
+        assert not folder.has(None, NAME) and not folder.has(WEIGHTS, NAME)
+    assert not folder.is_off and not caplog.records
+
+
+@pytest.mark.parametrize("change", [replace_by_file, replace_by_loop, shutil.rmtree])
+def test_a_folder_that_is_gone(change: Any, tmp_path: Path, caplog: Any) -> None:
+    path = tmp_path / "tier"
+    folder = DiskFolder(str(path), 1 << 30)
+    folder.write(WEIGHTS, NAME, {0: layers()})
+    change(path)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert not folder.has(WEIGHTS, NAME) and not folder.has(None, NAME)
+            assert folder.read(WEIGHTS, NAME) is None
+        folder.write(WEIGHTS, NAME, {0: layers()})
+    assert len(caplog.records) == (path.is_file() or path.is_symlink())
+    assert folder.has(WEIGHTS, NAME) == path.is_dir()  # made again if only removed
+
+
+def test_a_file_that_exceeds_a_limit_of_the_process(tmp_path: Path, caplog: Any) -> None:
+    """The system itself refuses to write a whole file."""
+    folder, limits = DiskFolder(str(tmp_path), 1 << 30), resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        folder.write(WEIGHTS, NAME, {0: layers()})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert not files(tmp_path) and not folder.has(WEIGHTS, NAME)
+    assert "File too large" in caplog.text and "disk_path" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["file", "below a file", "loop", "forbidden", "below forbidden"])
+def test_a_folder_that_cannot_be_used_is_named(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "tier"
+    if kind == "loop":
+        path.symlink_to(path)
+    elif "forbidden" in kind:
+        path.mkdir()
+    else:
+        path.write_text("a file")
+    path = path / "folder" if "below" in kind else path
+    with contextlib.ExitStack() as stack:
+        if "forbidden" in kind:
+            stack.enter_context(forbidden(tmp_path / "tier"))
+        with pytest.raises(OSError, match=r"`disk_path` of `prefix_tiers`.*Give another path") as raised:
+            check_folder(str(path))
+    assert raised.value.filename == str(path) and raised.value.errno is not None
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import functools
 import gc
@@ -27,7 +28,10 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 import hf_paged
 from hf_paged.generation import manager_thread
 from hf_paged.generation.manager_config import LEFT, MAPPED, paged_config
+from tests.batching.test_engine_faults import OUTSIDE, failing
+from tests.cache.test_block_files import forbidden
 from tests.support import models
+from tests.test_faults import OnPurpose
 
 GREEDY = GenerationConfig(max_new_tokens=8, do_sample=False)
 LONG = GenerationConfig(max_new_tokens=1500, do_sample=False)
@@ -357,13 +361,14 @@ def test_all_who_wait_wake_when_the_thread_dies(monkeypatch: pytest.MonkeyPatch)
         time.sleep(0.01)
 
     def die() -> Any:
-        raise RuntimeError("boom")
+        raise SystemExit("boom")
 
     monkeypatch.setattr(manager.engine, "step", die)
     for thread in waiting:
         thread.join(WAIT)
     assert not any(thread.is_alive() for thread in waiting)
-    assert [output.error for output in found[0]] == ["boom"] and found[1] is None and handled == ["boom"]
+    died = "the engine's thread died: SystemExit('boom')"
+    assert [output.error for output in found[0]] == [died] and found[1] is None and handled == [died]
     assert str(manager.fatal_error) == "boom" and not manager.is_running()
     assert manager.background_thread_status.fatal_error is manager.fatal_error
     with pytest.raises(RuntimeError, match="its thread died") as raised:
@@ -379,9 +384,82 @@ def test_all_who_wait_wake_when_the_thread_dies(monkeypatch: pytest.MonkeyPatch)
     manager.stop()
 
 
+@pytest.mark.parametrize("place", OUTSIDE)
+def test_the_thread_survives_what_a_step_raises(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All requests end, with their tokens or with the error, and later ones are served, by the same thread."""
+    model: Any = models.get("llama")
+    with model.continuous_batching_context_manager(GREEDY) as manager:
+        manager.get_result(manager.add_request(PROMPTS[0]), WAIT)
+        with monkeypatch.context() as patch:
+            failing(patch, manager.engine, place, 10**6)
+            for name, prompt in zip(manager.add_requests(PROMPTS), PROMPTS):
+                output = manager.get_result(name, WAIT)
+                assert output is not None, "a caller waits for ever"
+                if output.error is None:
+                    assert output.generated_tokens == plain(model, prompt, GREEDY)
+                else:
+                    assert output.status == RequestStatus.FAILED and "on purpose" in output.error
+        for name, prompt in zip(manager.add_requests(PROMPTS), PROMPTS):
+            assert manager.get_result(name, WAIT).generated_tokens == plain(model, prompt, GREEDY)
+        assert manager.is_running() and manager.fatal_error is None
+        manager.engine.check_integrity()
+        assert manager.engine.stats().used_blocks == 0
+
+
+def test_the_thread_survives_an_engine_whose_steps_all_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> Any:
+        raise ZeroDivisionError("boom")
+
+    model: Any = models.get("llama")
+    with model.continuous_batching_context_manager(GREEDY) as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(manager.engine, "step", fail)
+            errors = [manager.get_result(name, WAIT).error for name in manager.add_requests(PROMPTS)]
+            assert errors == ["boom"] * len(PROMPTS)
+        (name,) = manager.add_requests(PROMPTS[:1])
+        assert manager.get_result(name, WAIT).generated_tokens == plain(model, PROMPTS[0], GREEDY)
+        manager.engine.check_integrity()
+
+
+def test_an_output_that_cannot_be_made_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    add = manager_thread.Pending.add
+
+    def fail_one(self: Any, output: Any) -> Any:
+        if self.names == ["bad"]:
+            raise OnPurpose("on purpose")
+        return add(self, output)
+
+    monkeypatch.setattr(manager_thread.Pending, "add", fail_one)
+    model: Any = models.get("llama")
+    with model.continuous_batching_context_manager(GREEDY) as manager:
+        for name in ("bad", "good"):
+            manager.add_request(PROMPTS[0], request_id=name)
+        assert manager.get_result("bad", WAIT).error == "on purpose"
+        assert manager.get_result("good", WAIT).generated_tokens == plain(model, PROMPTS[0], GREEDY)
+
+
+def test_the_thread_survives_a_tiers_folder_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model: Any = models.build("llama")
+    path, prompts = tmp_path / "tier", [models.token_ids(1, 60, seed=seed)[0].tolist() for seed in (1, 2)]
+    tiers = {"block_size": models.BLOCK_SIZE, "num_blocks": 12, "prefix_tiers": str(path)}
+    config = GenerationConfig(max_new_tokens=8, do_sample=False, cache_config=tiers)
+    expected = [plain(model, prompt, GREEDY) for prompt in prompts]
+    with model.continuous_batching_context_manager(config) as manager:
+        for turn in range(3):
+            with forbidden(path) if turn else contextlib.nullcontext():
+                names = [
+                    manager.add_request(prompt, request_id=f"{turn} {seed}") for seed, prompt in enumerate(prompts)
+                ]
+                outputs = [manager.get_result(name, WAIT) for name in names]
+            assert [output.generated_tokens for output in outputs] == expected
+        assert manager.is_running() and manager.fatal_error is None
+        manager.engine.check_integrity()
+    assert "the disk tier of prefix blocks" in caplog.text and str(path) in caplog.text
+
+
 def test_a_batch_raises_what_ended_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     def die(self: Any) -> Any:
-        raise RuntimeError("boom")
+        raise SystemExit("boom")
 
     monkeypatch.setattr(hf_paged.PagedEngine, "step", die)
     with pytest.raises(RuntimeError, match="thread died") as raised:
@@ -550,7 +628,7 @@ def test_a_pause_that_cannot_be_raises(monkeypatch: pytest.MonkeyPatch) -> None:
         return then()
 
     def die() -> Any:
-        raise RuntimeError("boom")
+        raise SystemExit("boom")
 
     def interrupt(*args: Any) -> Any:
         raise KeyboardInterrupt

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ...cache.block_manager import NO_BLOCKS, UNCACHED, BlockManager
@@ -81,6 +81,7 @@ class Preemption:
     # for processes that must schedule alike but measure different times: returns the first process's value
     agree: Callable[[int], int] = int
     num_swaps: int = 0  # requests swapped out
+    _told: set[type] = field(default_factory=set, init=False)  # errors of tiers that a warning has named
 
     def replays_prompt(self, request: Request) -> bool:
         """Whether recomputation runs the prompt as a whole again, and then token by token."""
@@ -216,7 +217,9 @@ class Preemption:
         except OutOfBlocksError:  # under `hf_paged.budget`: it is computed instead, when there is room
             return
         except (MemoryError, RuntimeError, ValueError) as error:  # no memory, or other layers: it is computed instead
-            logger.warning("prefix blocks are not brought back, and their tokens are computed: %s", error)
+            if type(error) not in self._told:
+                self._told.add(type(error))
+                logger.warning("prefix blocks are not brought back, and their tokens are computed: %r", error)
             return
         if found:
             stops = sequence.blocks.stops

@@ -102,6 +102,10 @@ class Scheduler:
         self._plan = StepPlan()
 
     @property
+    def running(self) -> list[Request]:
+        return list(self._running)
+
+    @property
     def num_running(self) -> int:
         return len(self._running)
 
@@ -139,6 +143,9 @@ class Scheduler:
         `NeverFits` if no other holds any."""
         try:
             plan = self._schedule()
+            logger.debug("step %d computes %s", self.timeline.num_steps, plan)
+            self.timeline.stepped(plan.admitted, plan.chunks)
+            return plan
         except OutOfBlocksError:  # nothing was scheduled
             raise
         except BaseException:  # the tokens already counted as computed will not be
@@ -147,9 +154,6 @@ class Scheduler:
             for request in list(self._running):
                 self._send_back(request)
             raise
-        logger.debug("step %d computes %s", self.timeline.num_steps, plan)
-        self.timeline.stepped(plan.admitted, plan.chunks)
-        return plan
 
     def _schedule(self) -> StepPlan:
         for sequence, _ in self._plan.chunks:

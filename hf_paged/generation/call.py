@@ -35,6 +35,7 @@ from ..batching.factory import (
     empty_cache,
     how_rows_join,
     make_loop,
+    max_positions,
     not_invariant,
     reason_against_assistance,
     reason_against_rows,
@@ -316,7 +317,8 @@ class BatchCall:
         if why:
             yield why if why in reason else f"{reason}, and {why}"
         prompts.set_joins(how_rows_join(self.call.model, self.cache, prompts))
-        self.has_inputs, self.layout = True, TOGETHER._replace(unsupported_reason=reason)
+        count = max_positions(self.call.model, self.cache, prompts)
+        self.has_inputs, self.layout = True, TOGETHER._replace(unsupported_reason=reason, max_positions=count)
         self.paddings = [padding for padding in prompts.paddings for _ in range(repeats)]
 
     def _reasons_against_joining(self) -> Iterator[str]:
@@ -483,6 +485,8 @@ class BatchCall:
             namespace = (adapter, self._config.cache_salt) if keeps_prefixes else UNCACHED  # as for engine requests
             request = Request(f"row {row}", [Sequence(tokens)], max_num_tokens, num_rows=repeats, namespace=namespace)
             request.adapter = adapter
+            shift = 0 if prompts is None else prompts.shift(row // repeats, self.layout.replays)
+            request.limit_positions(self.layout.max_positions, shift)
             if prompts is not None:
                 prompts.give(request, row // repeats, keys)
             rows += [(request, index) for index in range(repeats)]

@@ -341,6 +341,8 @@ class BatchCall:
         if reason is None:
             if not self.layout.mixed_lengths and any(self.paddings):
                 yield "padding changes what its rows give"
+            if self._outgrows_table():
+                yield "only forwards that are not packed make its table of positions longer"
             if self._shares_factors():
                 yield "the longest row decides the rotary factors of all"
             return
@@ -387,6 +389,14 @@ class BatchCall:
             if bool(((positions != counted) & (counted >= 0)).any()):
                 return "the position ids do not count a row's tokens"
         return None
+
+    def _outgrows_table(self) -> bool:
+        """Whether a row may need more positions than the model's table has in packed forwards."""
+        most = self.layout.max_positions
+        if most is None or not self.layout.grows_unpacked:
+            return False
+        longest = self.inputs.generation_config.max_length + self.num_unseen - min(self.paddings)
+        return longest > most + 1
 
     def _shares_factors(self) -> bool:
         """Whether rows of different lengths would get other rotary factors than each gets alone."""

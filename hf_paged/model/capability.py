@@ -77,6 +77,7 @@ class Layout(NamedTuple):
     # prefill and token-by-token decode give different logits: a recompute splits the tokens as the first run did
     replays: bool = False
     max_positions: int | None = None  # tokens of a sequence that a table of positions allows; `None`: any number
+    grows_unpacked: bool = False  # whether forwards that are not packed make that table longer when they need it
 
     @property
     def reason_against_drafts(self) -> str | None:
@@ -125,11 +126,10 @@ def choose_layout(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -
         if isinstance(packed, Layout):
             return packed
         found = _find(side_check, "side by side", model, cache, make)
-        if not isinstance(found, Layout):
-            found = TOGETHER
-            if not model.config.is_encoder_decoder:
-                found = found._replace(max_positions=max_positions(model, cache, None, make))
-    return found._replace(unsupported_reason=packed)
+        layout = found if isinstance(found, Layout) else TOGETHER
+        if layout is TOGETHER and not model.config.is_encoder_decoder:
+            layout = layout._replace(max_positions=max_positions(model, cache, None, make))
+    return layout._replace(unsupported_reason=packed)
 
 
 def reason_against_invariance(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> str | None:
@@ -409,7 +409,11 @@ def self_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> L
     reason = in_any_step or in_decodes or difference(decoded[:, 0], whole[:, _FIRST - 1], "first logits")
     # the model may count padding among positions
     mixed_lengths = difference(decoded.flatten(0, 1), padded.flatten(0, 1), "logits") is None
-    return reason or Layout(mixed_lengths=mixed_lengths, max_positions=_num_positions(model))
+    if reason is not None:
+        return reason
+    fixed, growing = _num_positions(model)
+    grows = growing is not None and (fixed is None or growing < fixed)
+    return Layout(mixed_lengths=mixed_lengths, max_positions=growing if grows else fixed, grows_unpacked=grows)
 
 
 def invariance_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> str | None:
@@ -474,7 +478,7 @@ def side_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> L
             found = _step_logits(model, make, layout, rows, ((_FIRST, _SECOND, _THIRD), _SIDE_STEPS))
             if _difference(dtypes, cache, torch.stack(order), found, "logits") is None:
                 can_continue = can_continue and continues(layout)
-                return layout._replace(continues=can_continue, max_positions=_num_positions(model))
+                return layout._replace(continues=can_continue, max_positions=_num_positions(model)[0])
     return TOGETHER
 
 
@@ -592,13 +596,13 @@ def positions_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner,
         row = torch.zeros(1, dtype=torch.long, device=prompts.input_ids.device)
         named = copy.deepcopy(prompts.model_kwargs).items()
         given = {name: select_rows(name, x, row, len(prompts.paddings)) for name, x in named if "decoder_" not in name}
-    return _num_positions(model, given)
+    return _num_positions(model, given)[0]
 
 
-def _num_positions(model: PreTrainedModel, given: dict[str, Any] | None = None) -> int | None:
-    """Returns how many positions the model's tables hold; `None` if none limits them, or if a forward fails. `given`:
-    inputs of a model with an encoder. A table is an axis of which each step reads one place, the one that follows that
-    of the step before. A table that the model makes longer when needed does not limit it."""
+def _num_positions(model: PreTrainedModel, given: dict[str, Any] | None = None) -> tuple[int | None, int | None]:
+    """Returns how many positions the model's tables hold: those that end, and those that its forward makes longer when
+    needed; `None` without any, or if a forward fails. `given`: inputs of a model with an encoder. A table is an axis of
+    which each step reads one place, the one that follows that of the step before."""
 
     def compute(size: int = 0, length: int = 0) -> set[Table]:
         """Decodes tokens, with buffers of `size` cut to `length`; returns the tables."""
@@ -628,8 +632,11 @@ def _num_positions(model: PreTrainedModel, given: dict[str, Any] | None = None) 
     try:
         tables = compute()
     except ForwardFailedError:
-        return None
-    return min((table.size - table.offset for table in tables if not grows(table)), default=None)
+        return None, None
+    growing = {table for table in tables if grows(table)}
+    counts = ({table.size - table.offset for table in group} for group in (tables - growing, growing))
+    fixed, longer = (min(each, default=None) for each in counts)
+    return fixed, longer
 
 
 def prompts_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, prompts: Any) -> PromptsVerdict:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -566,8 +567,13 @@ def test_the_first_error_is_the_one_seen_and_nothing_is_gathered_for_it(monkeypa
 # --------------------------------------------------------------------------------- past the table of positions
 
 
-@pytest.mark.parametrize("name", [name for name in tables.LEARNED if name != "mpt"])  # whose calls of one row are plain
-@pytest.mark.parametrize("mode", ["greedy", "samples", "beams"])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        *((name, "greedy") for name in tables.LEARNED if name != "mpt"),  # whose calls take the plain path
+        *itertools.product(("gpt2", "bart_decoder"), ("samples", "beams")),
+    ],
+)
 def test_a_row_past_the_table_of_positions_ends_the_call_as_plain_does(name: str, mode: str) -> None:
     model, ids = tables.get(name), models.token_ids(1, 20, seed=2)
     options = {**MODES[mode], "attention_mask": torch.ones_like(ids), "pad_token_id": models.PAD}

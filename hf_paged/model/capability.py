@@ -610,11 +610,13 @@ def _num_positions(model: PreTrainedModel, given: dict[str, Any] | None = None) 
             if size and not shorten(model, size, length):
                 raise IndexError("the table is no buffer")
             ids = _test_tokens(model)[:1, [0] * (_NUM_PROBED + _NUM_STEPS)]
-            cache = stock_cache(model) if compat.supports_dynamic_cache(model) else None
+            cache: Any = stock_cache(model) if compat.supports_dynamic_cache(model) else None
+            if given and cache is not None:
+                cache = EncoderDecoderCache(cache, stock_cache(model))
             inputs = first_inputs(model, ids[:, :_NUM_PROBED], torch.ones_like(ids[:, :_NUM_PROBED]), cache)
             if given:
-                crossed = None if cache is None else EncoderDecoderCache(cache, stock_cache(model))
-                inputs = {**given, "use_cache": True, cache_name(model): crossed}
+                del inputs["attention_mask"]  # it would be the encoder's
+                inputs |= given
             found: list[set[Table]] = []
             for end in range(_NUM_PROBED, ids.shape[1] + 1):
                 with PositionReads(end - 1) as reads:

@@ -177,6 +177,7 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
                 tokens.
             ImportError: for a schema, expression or grammar without xgrammar.
             OutOfBlocksError: if the request can never fit into the budget.
+            IndexError: for a prompt that is longer than the model's table of positions, if it has one (GPT-2, OPT).
         """
         callers_own = logits_processor, stopping_criteria, streamer
         logprobs = return_logprobs, top_logprobs, prompt_logprobs

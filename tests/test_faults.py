@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 from transformers import (
     DynamicCache,
     GenerationConfig,
+    GenerationMixin,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
@@ -25,8 +28,9 @@ from transformers.generation.streamers import BaseStreamer
 import hf_paged
 from hf_paged.attention import backends
 from hf_paged.cache import handles
+from tests.model import test_positions as tables
 from tests.support import models
-from tests.support.checks import assert_same_tokens, model_state
+from tests.support.checks import assert_same_tokens, in_threads, model_state
 
 NEW_TOKENS = 12
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
@@ -258,7 +262,7 @@ def test_grad_mode_survives() -> None:
 def test_a_failure_with_an_assistant() -> None:
     model, assistant = models.get("llama"), copy.deepcopy(models.get_assistant("llama"))
     inputs = models.prompt("llama", batch_size=1)
-    for failing, count in ((model, 16), (assistant, 12)):  # after the forwards that check whether rows can be packed
+    for failing, count in ((model, 20), (assistant, 16)):  # after the forwards that check whether rows can be packed
         with replaced_forward(last_block(failing), Countdown(count, OnPurpose)), pytest.raises(OnPurpose) as caught:
             model.generate(**inputs, **GREEDY, assistant_model=assistant, **models.UNRECORDED)
         assert caught.value.__traceback__ is not None
@@ -558,3 +562,102 @@ def test_the_first_error_is_the_one_seen_and_nothing_is_gathered_for_it(monkeypa
         model.generate(**models.prompt("llama"), **models.PAGED, max_new_tokens=9)
     assert hf_paged.memory_stats(model).used_blocks == 0
     hf_paged.check_integrity(model)
+
+
+# --------------------------------------------------------------------------------- past the table of positions
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        *((name, "greedy") for name in tables.LEARNED if name != "mpt"),  # whose calls take the plain path
+        *itertools.product(("gpt2", "bart_decoder"), ("samples", "beams")),
+    ],
+)
+def test_a_row_past_the_table_of_positions_ends_the_call_as_plain_does(name: str, mode: str) -> None:
+    model, ids = tables.get(name), models.token_ids(1, 20, seed=2)
+    options = {**MODES[mode], "attention_mask": torch.ones_like(ids), "pad_token_id": models.PAD}
+    before = model_state(model)
+    for count, error in ((tables.NUM + 1 - 20, None), (tables.NUM + 2 - 20, IndexError)):
+        options["max_new_tokens"] = count
+        torch.manual_seed(1)
+        if error is None:
+            expected = model.generate(ids, **options)
+            torch.manual_seed(1)
+            assert_same_tokens(expected, model.generate(ids, **options, **models.PAGED), "as many as there are")
+            continue
+        with pytest.raises((IndexError, RuntimeError)):
+            model.generate(ids, **options)
+        with pytest.raises(IndexError, match=f"table of positions ends after {tables.NUM} .* to {count - 1}, or"):
+            model.generate(ids, **options, **models.PAGED)
+        assert_whole(model)
+    assert model_state(model) == before
+
+
+def test_a_prompt_past_the_table_of_positions_is_refused_before_a_forward() -> None:
+    model, ids = tables.get("gpt2"), models.token_ids(2, tables.NUM + 1, seed=2)
+    with pytest.raises(IndexError, match=f"takes {tables.NUM + 1} positions.* holds {tables.NUM}: shorten the prompt"):
+        model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY, **models.PAGED)
+    assert_whole(model)
+
+
+def test_padding_takes_no_positions() -> None:
+    model, inputs = tables.get("gpt2"), models.padded_prompt("gpt2", (20, 4))
+    options = {"do_sample": False, "max_new_tokens": tables.NUM + 1 - 20}
+    assert_same_tokens(
+        model.generate(**inputs, **options), model.generate(**inputs, **options, **models.PAGED), "padded"
+    )
+    long = models.padded_prompt("gpt2", (4, tables.NUM))
+    long = {name: torch.nn.functional.pad(x, (5, 0)) for name, x in long.items()}  # more columns than positions
+    expected = model.generate(**long, do_sample=False, max_new_tokens=1)
+    assert_same_tokens(expected, model.generate(**long, do_sample=False, max_new_tokens=1, **models.PAGED), "wide")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neo", "bart_decoder"])
+def test_calls_beside_one_that_grows_past_the_table_of_positions_go_on(name: str) -> None:
+    model = tables.get(name)
+    texts = [models.token_ids(1, length, seed=length) for length in (20, 9, 5, 12)]
+
+    def call(ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        options = {"do_sample": False, "attention_mask": torch.ones_like(ids), **options}
+        return model.generate(ids, max_new_tokens=tables.NUM + 4 - 20, **options)
+
+    expected = [call(ids) for ids in texts[1:]]
+
+    def past() -> None:
+        with pytest.raises(IndexError, match="table of positions"):
+            call(texts[0], **models.PAGED)
+
+    def beside(ids: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return lambda: call(ids, **models.PAGED)
+
+    for _ in range(2):
+        _, *found = in_threads(past, *map(beside, texts[1:]))
+        for one, other in zip(expected, found):
+            assert_same_tokens(one, other, "beside")
+    assert_whole(model)
+
+
+def test_whisper_past_its_table_of_positions() -> None:
+    """Whisper's own `generate` refuses such lengths: its mixin's is called."""
+    model = tables.get("whisper")
+    inputs = {"input_features": torch.randn(1, 8, 32)}
+    generate = functools.partial(GenerationMixin.generate, model, **inputs, do_sample=False, eos_token_id=None)
+    assert_same_tokens(
+        generate(max_new_tokens=tables.NUM), generate(max_new_tokens=tables.NUM, **models.PAGED), "the last"
+    )
+    with pytest.raises(IndexError, match=f"table of positions ends after {tables.NUM}"):
+        generate(max_new_tokens=tables.NUM + 1, **models.PAGED)
+    assert_whole(model)
+
+
+def test_a_table_of_positions_that_plain_forwards_make_longer() -> None:
+    model, ids = tables.build("xglm"), models.token_ids(1, 20, seed=2)
+    with hf_paged.PagedEngine(model) as engine:
+        (result,) = engine.generate([ids[0].tolist()], {"do_sample": False, "max_new_tokens": 20})
+        assert isinstance(result.error, IndexError) and "table of positions" in str(result.error)
+    for count in (tables.NUM + 1 - 20, 40):
+        options = {"do_sample": False, "max_new_tokens": count, "attention_mask": torch.ones_like(ids)}
+        found = model.generate(ids, **options, **models.PAGED)
+        assert_same_tokens(tables.build("xglm").generate(ids, **options), found, str(count))
+        assert_whole(model)

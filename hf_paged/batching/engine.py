@@ -181,6 +181,7 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
                 expression or grammar that cannot be compiled, or without EOS tokens.
             ImportError: for a schema, expression or grammar without xgrammar.
             OutOfBlocksError: if the request can never fit into the budget.
+            IndexError: for a prompt that is longer than the model's table of positions, if it has one (GPT-2, OPT).
         """
         callers_own = logits_processor, stopping_criteria, streamer
         logprobs = return_logprobs, top_logprobs, prompt_logprobs

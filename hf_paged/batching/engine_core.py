@@ -42,6 +42,7 @@ from .factory import (
     how_prompts_merge,
     how_rows_join,
     make_loop,
+    max_positions,
     not_invariant,
     reason_against_assistance,
     reason_against_rows,
@@ -135,7 +136,7 @@ class EngineCore:
                 )
                 box = self.unread if outbox is None else outbox
                 new = RequestState(self.model, tokenizer, prompt, generation_config, options, box)
-                loop = self.get_loop()  # allocates memory, so only after the checks above
+                loop = self.get_loop(new)  # allocates memory, so only after the checks above
                 self._take_inputs(new)
                 self._check_prompt_logprobs(new)
                 self._choose_speculation(new, loop)
@@ -356,11 +357,14 @@ class EngineCore:
             time.sleep(0.01)
         return True
 
-    def get_loop(self) -> StepLoop:
-        """Returns the loop. While no request is unfinished, makes a new one if the model has changed since, or if
-        better block sizes are known."""
-        model = self.model
+    def get_loop(self, new: RequestState | None = None) -> StepLoop:
+        """Returns the loop, to add `new` to. While no request is unfinished, makes a new one if the model has changed
+        since, or if better block sizes are known. Raises `IndexError`, with nothing allocated, if the model has no
+        positions for the prompt of `new`."""
+        model, is_of_tokens = self.model, new is not None and new.request.inputs is None
         if self.loop is not None and self.requests:
+            if new is not None and is_of_tokens:
+                new.request.limit_positions(self.layout.max_positions)
             return self.loop
         if self.leader is not None:
             self.leader.check_served(model, self.config)
@@ -373,6 +377,8 @@ class EngineCore:
                 f"{type(model).__name__}, in shards over several processes, is served by an engine in packed forwards "
                 f"alone: {layout.unsupported_reason}. Call `generate` in each of them"
             )
+        if new is not None and is_of_tokens:
+            new.request.limit_positions(layout.max_positions)
         device = compute_device(model)
         made_for = (_layers(empty), layout, model.dtype, device, autocast_dtype(device))
         sizes = None if self.loop is None or self._num_keeping else self.memory.better_sizes()
@@ -420,6 +426,10 @@ class EngineCore:
                 f"`inputs` of {type(model).__name__} are served by `generate` only: {reason}. Call "
                 '`model.generate(..., cache_implementation="paged")`'
             )
+        count = self.layout.max_positions
+        if not is_packed:
+            count = max_positions(model, cache, prompts, known=self._verdicts)
+        state.request.limit_positions(count, prompts.shift(0))
         prompts.give(state.request, 0, keys)
 
     def _check_prompt_logprobs(self, state: RequestState) -> None:

@@ -94,7 +94,8 @@ def make_loop(
         made = make_runner(assistant, own, layout)
         if commits_when_touched(compute_device(assistant)):  # growing would copy, and need new graphs
             own.reserve(config.num_blocks or MANY_BLOCKS, config.max_num_seqs)
-        return Assistant(assistant, own, made, proxy, min(max_tokens, max_chunk or max_tokens))
+        most = min(max_tokens, max_chunk or max_tokens)
+        return Assistant(assistant, own, made, proxy, most, layout.max_positions)
 
     @functools.cache
     def heads() -> MtpHeads:
@@ -207,4 +208,5 @@ def make_runner(
 reason_against_rows = functools.partial(capability.reason_against_rows, make=make_runner)
 how_rows_join = functools.partial(capability.how_rows_join, make=make_runner)
 how_prompts_merge = functools.partial(capability.how_prompts_merge, make=make_runner)
+max_positions = functools.partial(capability.max_positions, make=make_runner)
 check_prompts = functools.partial(capability.check_prompts, make=make_runner)

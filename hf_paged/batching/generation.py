@@ -52,7 +52,6 @@ class Generation:
     error: Exception | None = field(default=None, init=False)  # the error that ended it early
     is_closed: bool = field(default=False, init=False)  # its rows need no further step
     is_sampling: bool = field(default=False, init=False)  # it has the logits of all open rows, and no tokens yet
-    is_released: bool = field(default=False, init=False)  # the loop has released it, for another loop to add
     whole: Generation | None = field(default=None, init=False)  # the generation that this is a part of
     _logits: dict[int, Tensor] = field(default_factory=dict, init=False)  # of rows that wait for other rows
 

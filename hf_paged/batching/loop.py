@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,8 @@ from .generation import Generation
 from .request import Request, Sequence
 from .scheduling.scheduler import NeverFits, Scheduler, StepPlan
 from .speculator import Speculator
+
+logger = logging.getLogger(__name__)
 
 MAX_IDLE_STEPS = 8  # steps in a row that neither computed nor sampled
 MAX_FRUITLESS_STEPS = 10_000  # steps in a row that preempted and produced no token
@@ -58,6 +61,9 @@ class StepLoop:
         self.untold: deque[Generation] = deque()
         self._rows: dict[Request, list[tuple[Generation, int]]] = {}  # by unfinished request, each sequence's row
         self._split: list[Generation] = []  # new parts, which may have their logits already
+        self._outgrown: deque[Generation] = deque()  # with rows whose next token has no position in the model's table
+        # groups of requests whose common forward failed: steps compute the first group alone, then the next one
+        self._suspects: deque[set[Request]] = deque()
         self._idle_steps = self._fruitless_steps = 0
 
     @property
@@ -104,17 +110,6 @@ class StepLoop:
                     if not request.is_finished:
                         self._rows.setdefault(request, []).append((part, row))
             self._split += generation.parts
-
-    def release(self, generation: Generation) -> None:
-        """Between steps: removes an unfinished generation, drops its K/V, and leaves it to another loop to `add`."""
-        with self.memory.lock:
-            for request in generation.requests:
-                if self._rows.pop(request, None) is not None and not request.is_finished:
-                    self.scheduler.withdraw(request)
-            self._split = [part for part in self._split if part.whole is not generation]
-        for part in generation.parts or [generation]:
-            self.speculator.detach(part)
-        generation.is_released = True
 
     @property
     def first_waiting(self) -> Generation | None:
@@ -188,11 +183,11 @@ class StepLoop:
         # a source locks only the model that it runs: two models may be each other's assistants
         self.speculator.propose(self.executor.num_embeddings, self.scheduler.num_rows, fail)
 
-    def compute(self, untold: deque[Generation], isolates: bool = False) -> Ready:
+    def compute(self, untold: deque[Generation]) -> Ready:
         """Schedules and computes once, within `executor.attention`. Returns the generations all of whose open rows now
-        have logits. Adds generations whose forward failed to `untold`; with `isolates`, if several failed together,
-        releases them instead. Raises as `step`."""
-        batch, logits = self._compute(untold, isolates)
+        have logits. Adds a generation whose forward failed to `untold`; if several failed together, the next steps
+        compute them in halves, so that only those end which fail alone. Raises as `step`."""
+        batch, logits = self._compute(untold)
         try:
             ready = self._deliver(batch, logits)
         except BaseException as cause:  # out of memory, for instance
@@ -229,10 +224,12 @@ class StepLoop:
             raise
         return interrupt
 
-    def _compute(self, untold: deque[Generation], isolates: bool) -> tuple[StepPlan, Tensor | None]:
+    def _compute(self, untold: deque[Generation]) -> tuple[StepPlan, Tensor | None]:
         """Returns the scheduled step and its logits; `None` if there was nothing to compute or the forward failed."""
         with self.executor.lock, self.executor.runner.ordered():
             with self.memory.lock:  # no other thread changes tables until their pending copies are made
+                self._end_outgrown(untold)
+                self.scheduler.only = self._first_suspects()
                 try:
                     batch = self.scheduler.schedule()
                 except NeverFits as error:  # the requests behind it go on
@@ -249,7 +246,7 @@ class StepLoop:
                 self.executor.notice_model()  # a prefix cache hit may have taken the model's fingerprint
                 self._loosen(batch.preempted)
                 self.executor.prefetch(self.scheduler.next_adapters())
-                logits = self._run(batch, untold, isolates) if batch.items else None
+                logits = self._run(batch, untold) if batch.items else None
             except BaseException:
                 self.undo_step()
                 raise
@@ -258,7 +255,7 @@ class StepLoop:
             request.admitted_at = now if request.admitted_at is None else request.admitted_at
         return batch, logits
 
-    def _run(self, batch: StepPlan, untold: deque[Generation], isolates: bool) -> Tensor | None:
+    def _run(self, batch: StepPlan, untold: deque[Generation]) -> Tensor | None:
         start, num_unsized = time.perf_counter(), self.blocks.num_unsized
         try:
             if self.ranks is not None:
@@ -272,28 +269,59 @@ class StepLoop:
             if isinstance(cause, OutOfBlocksError) and self.blocks.num_unsized < num_unsized:
                 return None  # the forward showed the blocks' true size, so that fewer fit: the step is repeated
             failed = self._generations_of([sequence for sequence, _ in batch.items])
+            wholes = list(dict.fromkeys(generation.whole or generation for generation in failed))
             if isinstance(error, AdapterError):  # the other generations repeat the step
-                failed = [generation for generation in failed if generation.requests[0].adapter == error.adapter]
-            if isinstance(error, PromptsError):
+                failed = [generation for generation in failed if _has_adapter(generation, error.adapter)]
+            elif isinstance(error, PromptsError):
                 failed = [generation for generation in failed if _has_prompts(generation, error.prompts)]
                 error = error.cause
-            wholes = dict.fromkeys(generation.whole or generation for generation in failed)
-            isolates &= len(wholes) > 1
-            for generation in wholes if isolates else failed:
-                if not isolates:
-                    self._fail(generation, error, untold)
-                elif not any(part.is_sampling for part in (generation, *generation.parts)):
-                    self.release(generation)
+            elif len(wholes) > 1:
+                self._halve(wholes)
+                logger.debug("a forward for %d requests failed, its halves are computed: %s", len(wholes), error)
+                return None
+            for generation in failed:
+                self._fail(generation, error, untold)
             return None
         num_tokens, seconds = sum(count for _, count in batch.items), time.perf_counter() - start
         with self.memory.lock:
             self.blocks.index.end_step()
+            if self._suspects:
+                self._suspects[0].difference_update([each for each in self._suspects[0] if _has_logits(each)])
         cost = self.scheduler.preemption.cost
         if not batch.chunks:
             self.speculator.costs.observe(num_tokens, seconds)
         elif cost is not None:
             cost.observe_prefill(num_tokens, seconds)
         return logits
+
+    def _end_outgrown(self, untold: deque[Generation]) -> None:
+        """Ends generations before a forward that would read past the model's table of positions."""
+        while self._outgrown:
+            generation = self._outgrown.popleft()
+            request = next((each for each in generation.requests if each.has_outgrown), None)
+            if request is not None and not generation.is_closed:
+                most = request.max_positions
+                error = IndexError(
+                    f"request {request.request_id!r} cannot go on: the model's table of positions ends after {most} "
+                    f"of its tokens. Lower `max_new_tokens` to {most + 1 - request.num_prompt_tokens}, or shorten the "
+                    "prompt"
+                )
+                self._fail(generation, error, untold)
+
+    def _halve(self, generations: list[Generation]) -> None:
+        """Makes the next steps compute these generations, whose forward failed, in two halves, one after the other."""
+        middle = len(generations) // 2
+        for half in (generations[middle:], generations[:middle]):
+            requests = {request for generation in half for request in generation.requests if not request.is_finished}
+            for group in self._suspects:  # the forward was for requests of the first group
+                group -= requests
+            self._suspects.appendleft(requests)
+
+    def _first_suspects(self) -> set[Request] | None:
+        """Returns the requests to which the next step is limited; `None` if no group of suspects is left."""
+        while self._suspects and not self._suspects[0]:
+            self._suspects.popleft()
+        return self._suspects[0] if self._suspects else None
 
     def undo_step(self) -> None:
         """Undoes the scheduled step: blocks are already named for tokens not computed, and states may have advanced."""
@@ -349,7 +377,7 @@ class StepLoop:
         return None
 
     def _apply(self, generation: Generation, sampled: SampledTokens) -> None:
-        finished = set(sampled.finished)
+        finished, outgrows = set(sampled.finished), False
         generation.new_tokens = []
         if sampled.parents is not None:
             for request in generation.requests:
@@ -362,6 +390,7 @@ class StepLoop:
                 self.num_generated_tokens += len(rows)
                 if not generation.decoding.is_done and all(row in finished for row in rows):
                     self._finish(request)
+                outgrows |= request.has_outgrown
         else:
             draft = generation.decoding.draft
             if draft is not None:
@@ -370,15 +399,20 @@ class StepLoop:
             for row in sampled.rows:
                 request, index = generation.rows[row]
                 new[row] = token = sampled.tokens[row]
-                request.sequences[index].token_ids.append(token)
+                token_ids = request.sequences[index].token_ids
+                token_ids.append(token)
                 self.num_generated_tokens += 1
                 if row in finished:
                     self._end_row(generation, row)
+                else:
+                    outgrows |= len(token_ids) > request.max_positions
             generation.new_tokens.append(new)
             if draft is not None and generation.speculation is not None:
                 ((request, index),) = generation.rows
                 token_ids = request.sequences[index].token_ids
                 generation.speculation.observe(token_ids, len(draft.tokens), len(sampled.earlier))
+        if outgrows:
+            self._outgrown.append(generation)
         if generation.decoding.is_done:
             for row in range(len(generation.rows)) if generation.keep_blocks else ():
                 if row not in generation.kept:
@@ -453,6 +487,8 @@ class StepLoop:
     def _finish(self, request: Request) -> None:
         if self._rows.pop(request, None) is not None:
             self.scheduler.finish(request)
+        for group in self._suspects:
+            group.discard(request)
 
 
 def _tokens_of(plan: StepPlan) -> Iterator[int]:
@@ -461,6 +497,15 @@ def _tokens_of(plan: StepPlan) -> Iterator[int]:
         end = sequence.num_computed_tokens
         yield from (end, query_len, len(sequence.draft), zlib.crc32(repr(sequence.request.adapter).encode()))
         yield from sequence.token_ids[max(0, end - query_len) : end]
+
+
+def _has_logits(request: Request) -> bool:
+    """Whether its rows have nothing to compute before they get their next tokens."""
+    return request.is_finished or request.is_computed or request.is_answered
+
+
+def _has_adapter(generation: Generation, adapter: Hashable) -> bool:
+    return any(request.adapter == adapter for request in generation.requests)
 
 
 def _has_prompts(generation: Generation, prompts: Prompts) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -99,6 +100,7 @@ class Request:
     drafts_first: bool = False  # the first new token is drafted, too: a step of its own computes the last prompt token
     num_tokens_alone: int = -1  # total length of its sequences when it was last preempted while it ran alone
     rope_factors: int = 0  # identifies its rotary factors (`Scheduler.rope`)
+    max_positions: int = sys.maxsize  # tokens of a sequence that the model's forward can compute
     num_hit_tokens: int = 0  # prompt tokens found in the prefix cache when it was first admitted
     prompt_logprobs: Any = None  # recorder of the prompt's log-probabilities (`scores.PromptLogprobs`)
 
@@ -112,6 +114,25 @@ class Request:
         for sequence in sequences:
             sequence.request, sequence.index = self, len(self.sequences)
             self.sequences.append(sequence)
+
+    def limit_positions(self, count: int | None, shift: int = 0) -> None:
+        """Takes note that the model's table of positions holds `count`, of which the prompt takes `shift` more than it
+        has tokens. Raises `IndexError` if the prompt goes past the table."""
+        if count is None:
+            return
+        length = max(sequence.num_tokens for sequence in self.sequences) + shift
+        if length > count:
+            raise IndexError(
+                f"the prompt of request {self.request_id!r} takes {length} positions, and the model's table of "
+                f"positions holds {count}: shorten the prompt"
+            )
+        self.max_positions = count - shift
+        self.max_num_tokens = min(self.max_num_tokens, self.max_positions + 1)
+
+    @property
+    def has_outgrown(self) -> bool:
+        """Whether an open sequence has tokens past the table of positions."""
+        return any(sequence.num_tokens > self.max_positions for sequence in self.open_sequences)
 
     @property
     def is_finished(self) -> bool:

@@ -72,32 +72,29 @@ class SharedLoop:
         make: MakeLoop,
     ) -> T:
         """Runs the generation to its end and returns `finish(loop)`, called before its blocks are freed. Raises the
-        error that ended the generation. If a forward shared with other callers fails, the generation is computed again
-        in a separate loop from `make`, and an error there is raised. `checks_weights` and `replays` as in
-        `Executor.begin`. For use within `interrupts.held`."""
+        error that ended the generation. A call nested in this thread's step runs in a separate loop from `make`.
+        `checks_weights` and `replays` as in `Executor.begin`. For use within `interrupts.held`."""
         stepper = self._stepper  # a copy: another thread may change it
-        if stepper is None or stepper.thread != threading.get_ident():  # else this call is nested in this thread's step
-            executor = self.loop.executor
-            window = Window(is_call=True, is_open=not (checks_weights or replays), is_settled=not checks_weights)
-            is_released = False
-            try:
-                with executor.lock:
-                    executor.begin(checks_weights or executor.checks_weights, False, replays or executor.replays)
-                executor.open(window)
-                with self._lock:
-                    self.loop.add(generation)
-                    caller = self._callers[generation] = Caller(generation, threading.Condition(self._lock))
-                while ready := self._wait_for_logits(caller):
-                    self._sample(caller, ready)
-                    if generation.is_done:
-                        return finish(self.loop)
-                    executor.settle(window)
-                is_released, generation.is_released = True, False
-            finally:
-                executor.leave(window)
-                self._leave(generation, drops=not is_released)
-        with shared_loop(self.loop.memory, object(), make) as alone:
-            return alone.run(generation, checks_weights, replays, finish, make)
+        if stepper is not None and stepper.thread == threading.get_ident():
+            with shared_loop(self.loop.memory, object(), make) as alone:
+                return alone.run(generation, checks_weights, replays, finish, make)
+        executor = self.loop.executor
+        window = Window(is_call=True, is_open=not (checks_weights or replays), is_settled=not checks_weights)
+        try:
+            with executor.lock:
+                executor.begin(checks_weights or executor.checks_weights, False, replays or executor.replays)
+            executor.open(window)
+            with self._lock:
+                self.loop.add(generation)
+                caller = self._callers[generation] = Caller(generation, threading.Condition(self._lock))
+            while True:
+                self._sample(caller, self._wait_for_logits(caller))
+                if generation.is_done:
+                    return finish(self.loop)
+                executor.settle(window)
+        finally:
+            executor.leave(window)
+            self._leave(generation)
 
     def _sample(self, caller: Caller, ready: Ready) -> None:
         told: deque[Generation] = deque()
@@ -124,7 +121,7 @@ class SharedLoop:
             self._end_step([], [])
 
     def _wait_for_logits(self, caller: Caller) -> Ready:
-        """Returns logits of the caller's rows; an empty list once it is released. Raises the error of a forward."""
+        """Returns logits of the caller's rows. Raises the error of a forward."""
         now = time.perf_counter()
         with self._lock:
             if caller.samples_since is not None:
@@ -134,7 +131,7 @@ class SharedLoop:
             with self._lock:
                 if caller.error is not None:
                     raise caller.error
-                if caller.ready or caller.generation.is_released:
+                if caller.ready:
                     ready, caller.ready, caller.samples_since = caller.ready, [], time.perf_counter()
                     return ready
                 delay = self._delay()
@@ -182,7 +179,7 @@ class SharedLoop:
         try:
             self.loop.propose(failed)
             with self.loop.executor.attention():
-                ready = self.loop.compute(failed, isolates=True)
+                ready = self.loop.compute(failed)
             self._short_since = self._retry_at = 0.0
         except OutOfBlocksError as error:  # others hold the blocks that the first waiting request needs
             first = self.loop.first_waiting
@@ -213,7 +210,7 @@ class SharedLoop:
                     owner.ready.append((generation, logits))
                     owner.samples_since = now if owner.samples_since is None else owner.samples_since
             for caller in self._callers.values():
-                if caller.ready or caller.error is not None or caller.generation.is_released:
+                if caller.ready or caller.error is not None:
                     caller.wake.notify()
             self._hand_over()
 
@@ -223,11 +220,11 @@ class SharedLoop:
         if waiting is not None:
             waiting.wake.notify()
 
-    def _leave(self, generation: Generation, drops: bool = True) -> None:
+    def _leave(self, generation: Generation) -> None:
         with self._lock:
-            if drops and (self._stepper is None or generation.is_done):
+            if self._stepper is None or generation.is_done:
                 self.loop.drop(generation)
-            elif drops:
+            else:
                 self._leaving.append(generation)
             self._callers.pop(generation, None)
             self._hand_over()

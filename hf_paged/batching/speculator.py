@@ -170,7 +170,8 @@ class Speculator:
                 continue  # as in transformers, these heads draft only after the first new token
             price, most = price_alone, speculation.most
             if isinstance(source, AssistantRow):
-                price, most = self.costs.price(num_rows, source.assistant.seconds_a_token), source.most
+                price = self.costs.price(num_rows, source.assistant.seconds_a_token)
+                most = min(source.most, source.assistant.most(sequence))
             room = sequence.request.max_num_tokens - sequence.num_tokens - 1
             count = min(speculation.num_wanted(price, self._step), most, room)
             if count <= 0:
@@ -182,12 +183,17 @@ class Speculator:
                 self._give(speculation, sequence, source.propose(sequence.token_ids, count), num_embeddings)
             except Exception as error:
                 fail(generation, error)
-        for assistant, members in together.items():
+        groups = list(together.items())
+        while groups:
+            assistant, members = groups.pop()
             try:
                 drafts = assistant.propose([(each.source, row, n) for _, each, row, n in members])
             except Exception as error:
-                for generation, *_ in members:
-                    fail(generation, error)
+                middle = len(members) // 2
+                if middle:  # in halves, so that only rows end for which the assistant fails alone
+                    groups += (assistant, members[:middle]), (assistant, members[middle:])
+                else:
+                    fail(members[0][0], error)
                 continue
             for (_, speculation, sequence, _), draft in zip(members, drafts):
                 self._give(speculation, sequence, draft, num_embeddings)

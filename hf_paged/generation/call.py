@@ -35,6 +35,7 @@ from ..batching.factory import (
     empty_cache,
     how_rows_join,
     make_loop,
+    max_positions,
     not_invariant,
     reason_against_assistance,
     reason_against_rows,
@@ -329,7 +330,8 @@ class BatchCall:
         if why:
             yield why if why in reason else f"{reason}, and {why}"
         prompts.set_joins(how_rows_join(self.call.model, self.cache, prompts))
-        self.has_inputs, self.layout = True, TOGETHER._replace(unsupported_reason=reason)
+        count = max_positions(self.call.model, self.cache, prompts)
+        self.has_inputs, self.layout = True, TOGETHER._replace(unsupported_reason=reason, max_positions=count)
         self.paddings = [padding for padding in prompts.paddings for _ in range(repeats)]
 
     def _reasons_against_joining(self) -> Iterator[str]:
@@ -352,6 +354,8 @@ class BatchCall:
         if reason is None:
             if not self.layout.mixed_lengths and any(self.paddings):
                 yield "padding changes what its rows give"
+            if self._outgrows_table():
+                yield "only forwards that are not packed make its table of positions longer"
             if self._shares_factors():
                 yield "the longest row decides the rotary factors of all"
             return
@@ -398,6 +402,14 @@ class BatchCall:
             if bool(((positions != counted) & (counted >= 0)).any()):
                 return "the position ids do not count a row's tokens"
         return None
+
+    def _outgrows_table(self) -> bool:
+        """Whether a row may need more positions than the model's table has in packed forwards."""
+        most = self.layout.max_positions
+        if most is None or not self.layout.grows_unpacked:
+            return False
+        longest = self.inputs.generation_config.max_length + self.num_unseen - min(self.paddings)
+        return longest > most + 1
 
     def _shares_factors(self) -> bool:
         """Whether rows of different lengths would get other rotary factors than each gets alone."""
@@ -496,6 +508,8 @@ class BatchCall:
             namespace = (adapter, self._config.cache_salt) if keeps_prefixes else UNCACHED  # as for engine requests
             request = Request(f"row {row}", [Sequence(tokens)], max_num_tokens, num_rows=repeats, namespace=namespace)
             request.adapter = adapter
+            shift = 0 if prompts is None else prompts.shift(row // repeats, self.layout.replays)
+            request.limit_positions(self.layout.max_positions, shift)
             if prompts is not None:
                 prompts.give(request, row // repeats, keys)
             rows += [(request, index) for index in range(repeats)]

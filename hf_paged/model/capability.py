@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache, LinearAttentionLayer
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache, LinearAttentionLayer
 from transformers.generation.utils import GenerationMixin
 
 from .. import compat, forks
@@ -49,6 +49,7 @@ from .own_loop import (
     tensors_of,
     with_cross,
 )
+from .positions import PositionReads, Table, shorten
 from .ranks import ranks_of
 from .state import NOTES
 
@@ -74,6 +75,8 @@ class Layout(NamedTuple):
     continues: bool = False  # a prompt may be computed in chunks, and begin after cached tokens
     # prefill and token-by-token decode give different logits: a recompute splits the tokens as the first run did
     replays: bool = False
+    max_positions: int | None = None  # tokens of a sequence that a table of positions allows; `None`: any number
+    grows_unpacked: bool = False  # whether forwards that are not packed make that table longer when they need it
 
     @property
     def reason_against_drafts(self) -> str | None:
@@ -122,7 +125,10 @@ def choose_layout(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -
         if isinstance(packed, Layout):
             return packed
         found = _find(side_check, "side by side", model, cache, make)
-    return (found if isinstance(found, Layout) else TOGETHER)._replace(unsupported_reason=packed)
+        layout = found if isinstance(found, Layout) else TOGETHER
+        if layout is TOGETHER and not model.config.is_encoder_decoder:
+            layout = layout._replace(max_positions=max_positions(model, cache, None, make))
+    return layout._replace(unsupported_reason=packed)
 
 
 def reason_against_invariance(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> str | None:
@@ -173,6 +179,18 @@ def reason_against_rows(
     kinds = tuple(sorted((name, str(type(value))) for name, value in prompts.model_kwargs.items() if value is not None))
     kind = kinds, len(prompts.paddings) > 1, any(prompts.paddings), prompts.length > 1, prompts.hides_tokens
     return _find(rows_check, "together", model, cache, make, prompts, kind=kind, known=known)
+
+
+def max_positions(
+    model: PreTrainedModel, cache: PagedCache, prompts: Any, make: MakeRunner, known: Known | None = None
+) -> int | None:
+    """`Layout.max_positions` in the layout `TOGETHER`; `prompts`: for a model with an encoder, `Prompts` with its
+    outputs."""
+    kind: tuple[str, ...] = ()
+    if model.config.is_encoder_decoder:
+        kind = tuple(sorted(name for name, value in prompts.model_kwargs.items() if value is not None))
+    found = _find(positions_check, "together", model, cache, make, prompts, kind=kind, known=known)
+    return None if isinstance(found, str) else found
 
 
 def how_rows_join(
@@ -359,6 +377,7 @@ _FIRST, _SECOND = 8, 9  # prompt tokens of the first two sequences
 _CHUNK, _THIRD = 18, 13  # tokens of the third's first chunk, more than a decode has; of its prompt without chunks
 # `hf_paged.budget` does not count it: a check that runs out of memory would say that the model cannot be packed
 _scratch_memory = functools.partial(PagedMemory, _CONFIG, is_bounded=False)
+_NUM_PROBED, _NUM_STEPS = 4, 3  # tokens of a prompt, and of steps behind it, that show which tables are read
 StepPlan = tuple[tuple[int, ...], tuple[tuple[tuple[int, int], ...], ...]]  # prompt lengths; steps of (row, query_len)
 # Prompts side by side; decodes beside a chunk; a chunk after cached tokens.
 _PACKED_STEPS = ((0, _FIRST), (1, _SECOND)), ((0, 1), (1, 1), (2, _CHUNK)), ((0, 1), (2, _LENGTH - _CHUNK))
@@ -391,7 +410,12 @@ def self_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> L
     # the model's `prepare_inputs_for_generation` may give a first forward other inputs
     reason = in_any_step or in_decodes or difference(decoded[:, 0], whole[:, _FIRST - 1], "first logits")
     # the model may count padding among positions
-    return reason or Layout(mixed_lengths=difference(decoded.flatten(0, 1), padded.flatten(0, 1), "logits") is None)
+    mixed_lengths = difference(decoded.flatten(0, 1), padded.flatten(0, 1), "logits") is None
+    if reason is not None:
+        return reason
+    fixed, growing = _num_positions(model)
+    grows = growing is not None and (fixed is None or growing < fixed)
+    return Layout(mixed_lengths=mixed_lengths, max_positions=growing if grows else fixed, grows_unpacked=grows)
 
 
 def invariance_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> str | None:
@@ -455,7 +479,8 @@ def side_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> L
         with contextlib.suppress(ForwardFailedError):
             found = _step_logits(model, make, layout, rows, ((_FIRST, _SECOND, _THIRD), _SIDE_STEPS))
             if _difference(dtypes, cache, torch.stack(order), found, "logits") is None:
-                return layout._replace(continues=can_continue and continues(layout))
+                can_continue = can_continue and continues(layout)
+                return layout._replace(continues=can_continue, max_positions=_num_positions(model)[0])
     return TOGETHER
 
 
@@ -564,6 +589,58 @@ def join_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, prom
             if first.joins is not None and _difference(dtypes, cache, alone, joined, "logits") is None:
                 return verdict
     return None
+
+
+def positions_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, prompts: Any) -> int | None:
+    """How many tokens a table of positions allows in a row; of a model with an encoder, one of `Prompts`."""
+    given = {}
+    if model.config.is_encoder_decoder:
+        row = torch.zeros(1, dtype=torch.long, device=prompts.input_ids.device)
+        named = copy.deepcopy(prompts.model_kwargs).items()
+        given = {name: select_rows(name, x, row, len(prompts.paddings)) for name, x in named if "decoder_" not in name}
+    return _num_positions(model, given)[0]
+
+
+def _num_positions(model: PreTrainedModel, given: dict[str, Any] | None = None) -> tuple[int | None, int | None]:
+    """Returns how many positions the model's tables hold: those that end, and those that its forward makes longer when
+    needed; `None` without any, or if a forward fails. `given`: inputs of a model with an encoder. A table is an axis of
+    which each step reads one place, the one that follows that of the step before."""
+
+    def compute(size: int = 0, length: int = 0) -> set[Table]:
+        """Decodes tokens, with buffers of `size` cut to `length`; returns the tables."""
+        with _forwards(model):
+            if size and not shorten(model, size, length):
+                raise IndexError("the table is no buffer")
+            ids = _test_tokens(model)[:1, [0] * (_NUM_PROBED + _NUM_STEPS)]
+            cache: Any = stock_cache(model) if compat.supports_dynamic_cache(model) else None
+            if given and cache is not None:
+                cache = EncoderDecoderCache(cache, stock_cache(model))
+            inputs = first_inputs(model, ids[:, :_NUM_PROBED], torch.ones_like(ids[:, :_NUM_PROBED]), cache)
+            if given:
+                del inputs["attention_mask"]  # it would be the encoder's
+                inputs |= given
+            found: list[set[Table]] = []
+            for end in range(_NUM_PROBED, ids.shape[1] + 1):
+                with PositionReads(end - 1) as reads:
+                    _, inputs = next_logits(model, ids[:, :end], inputs, begins=end == _NUM_PROBED)
+                found.append(reads.tables)
+            return set.intersection(*found[1:])
+
+    def grows(table: Table) -> bool:
+        if not table.is_parameter:
+            with contextlib.suppress(ForwardFailedError):
+                compute(table.size, table.offset + _NUM_PROBED + _NUM_STEPS - 1)
+                return True
+        return False
+
+    try:
+        tables = compute()
+    except ForwardFailedError:
+        return None, None
+    growing = {table for table in tables if grows(table)}
+    counts = ({table.size - table.offset for table in group} for group in (tables - growing, growing))
+    fixed, longer = (min(each, default=None) for each in counts)
+    return fixed, longer
 
 
 def prompts_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, prompts: Any) -> PromptsVerdict:

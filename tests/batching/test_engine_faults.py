@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from hf_paged.batching import engine_core
 from hf_paged.batching.loop import MAX_IDLE_STEPS, StepLoop
 from hf_paged.batching.scheduling.scheduler import StepPlan
 from hf_paged.cache.storage import KVBlocks
+from tests.model import test_positions as tables
 from tests.support import models
 from tests.support.checks import model_state
 from tests.support.engine_helpers import (
@@ -314,33 +316,24 @@ PLACES: dict[str, Callable[[PreTrainedModel, Countdown], contextlib.AbstractCont
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("step", [1, 2, 9])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_forward_that_raises_fails_the_requests_of_that_step(place: str, step: int, name: str) -> None:
+def test_a_forward_that_raises_once_ends_no_request_beside_others(place: str, step: int, name: str) -> None:
     model = models.get(name)
     before = model_state(model)
     engine = PagedEngine(model, PagedConfig(block_size=8, max_num_seqs=5, max_num_batched_tokens=40, capture=False))
     waiting = prompts(12, 30, seed=5)
-    beside = Beside(engine)
+    beside, countdown = Beside(engine), Countdown(step, OnPurpose)
     for i, prompt in enumerate(waiting):
         engine.add_request(prompt, GREEDY, request_id=f"late {i}", priority=1)
-    results: dict[str, RequestResult] = {}
-    with PLACES[place](model, Countdown(step, OnPurpose)):
-        for _ in range(step):
-            results |= {o.request_id: o.result for o in engine.step() if o.result is not None}
-            engine.check_integrity()
-    failed = {name for name, result in results.items() if result.error is not None}
-    assert failed and all(isinstance(results[name].error, OnPurpose) for name in failed)
-    assert len(failed) < len(OTHERS) + len(waiting), "no request was left to go on"
-    results |= run_all(engine)
+    with PLACES[place](model, countdown):
+        results = run_all(engine)
+    assert countdown.left < 0, "no forward failed"
     assert_drained(engine)
-    survivors = {name for name, result in results.items() if result.error is None}
     for i, prompt in enumerate(waiting):
-        if f"late {i}" in survivors:
-            assert_same_as_lone(lone_run(model, prompt, GREEDY), results[f"late {i}"], GREEDY, "late")
+        assert_same_as_lone(lone_run(model, prompt, GREEDY), results[f"late {i}"], GREEDY, "late")
     # the same prompts again: no block whose content was never computed may be served
     retried = Beside(engine)
-    again = run_all(engine)
-    beside.check({**again, **{name: results[name] for name in OTHERS if name in survivors}}, "survivors")
-    retried.check(again, "again")
+    beside.check(results, "beside")
+    retried.check(run_all(engine), "again")
     assert_drained(engine)
     engine.free()
     assert model_state(model) == before
@@ -351,22 +344,331 @@ def test_a_forward_that_raises_fails_the_requests_of_that_step(place: str, step:
 def test_a_forward_that_raises_in_the_row_layout(build: Any, error: type[BaseException]) -> None:
     model = build()
     before = model_state(model)
-    inner = model.get_output_embeddings()
+    inner, countdown = model.get_output_embeddings(), Countdown(9, error)
     with PagedEngine(model, CONFIG) as engine:
         beside = Beside(engine)
-        with replaced_forward(inner, Countdown(9, error)):
+        with replaced_forward(inner, countdown):
             if error is KeyboardInterrupt:
                 with pytest.raises(KeyboardInterrupt):
                     run_all(engine)
                 engine.check_integrity()
-                beside.check(run_all(engine), "interrupted")
-            else:
-                assert any(isinstance(result.error, OnPurpose) for result in run_all(engine).values())
+            beside.check(run_all(engine), "interrupted")
+        assert countdown.left < 0, "no forward failed"
         assert_drained(engine)
         again = Beside(engine)
         again.check(run_all(engine), "again")
         assert_drained(engine)
     assert model_state(model) == before
+
+
+BAD = 126  # a token id that no forward takes, and that no request generates
+NUM_BESIDE = 8
+EIGHT: list[dict[str, Any]] = [
+    {"do_sample": False, "max_new_tokens": 10, "suppress_tokens": [BAD], **({"num_beams": 3} if i % 3 == 0 else {})}
+    for i in range(NUM_BESIDE)
+]
+
+
+class Poison:
+    """The model's forward raises on batches for which `is_bad` holds, of token ids; counts forwards and failures."""
+
+    def __init__(self, model: PreTrainedModel, error: Exception, is_bad: Callable[[torch.Tensor], bool]) -> None:
+        self.inner, self.error, self.is_bad = model.get_input_embeddings(), error, is_bad
+        self.is_armed, self.num_forwards, self.num_failed = False, 0, 0
+
+    @contextlib.contextmanager
+    def given(self) -> Iterator[None]:
+        kind, original = type(self.inner), type(self.inner).forward
+
+        def forward(module: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+            if module is self.inner and self.is_armed:
+                self.num_forwards += 1
+                if self.is_bad(ids):
+                    self.num_failed += 1
+                    raise self.error
+            return original(module, ids)
+
+        kind.forward = forward
+        try:
+            yield
+        finally:
+            kind.forward = original
+
+
+def has_bad(ids: torch.Tensor) -> bool:
+    return bool((ids == BAD).any())
+
+
+def build_model(name: str) -> PreTrainedModel:
+    return {"diff_llama": build_diff_llama, "mamba": build_mamba}.get(name, lambda: models.get(name))()
+
+
+def eight_prompts(culprits: set[int], shared: int = 0) -> list[list[int]]:
+    """Prompts with `shared` tokens in front that are the same, and `BAD` at the end of the culprits'."""
+    front = prompts(shared, seed=77)[0] if shared else []
+    own = prompts(*range(5, 5 + 2 * NUM_BESIDE, 2), seed=41)
+    rows = [[(token if token != BAD else 5) for token in front + row] for row in own]
+    return [row + [BAD] if number in culprits else row for number, row in enumerate(rows)]
+
+
+def run_poisoned(
+    model: PreTrainedModel, poison: Poison, texts: list[list[int]], **config: Any
+) -> tuple[dict[str, RequestResult], PagedEngine]:
+    """Results of the requests `EIGHT`, by number, and the drained engine."""
+    with poison.given():
+        engine = PagedEngine(model, PagedConfig(**{"block_size": 8, "max_num_batched_tokens": 400, **config}))
+        engine.generate([[5, 6, 7]], GREEDY)  # the replaced forward is checked here
+        poison.is_armed = True
+        for number, (text, options) in enumerate(zip(texts, EIGHT)):
+            engine.add_request(text, options, request_id=str(number))
+        results = run_all(engine)
+        poison.is_armed = False
+        assert_drained(engine)
+    return results, engine
+
+
+def check_survivors(
+    model: PreTrainedModel, texts: list[list[int]], results: dict[str, RequestResult], culprits: set[int], error: Any
+) -> None:
+    assert len(results) == NUM_BESIDE
+    for number, (text, options) in enumerate(zip(texts, EIGHT)):
+        result = results[str(number)]
+        if number in culprits:
+            assert result.error is error
+        else:
+            assert_same_as_lone(lone_run(model, text, options), result, options, str(number))
+
+
+CULPRITS = {"one": {3}, "first": {0}, "two": {2, 6}, "half": {0, 1, 2, 3}, "all": set(range(NUM_BESIDE))}
+
+
+@pytest.mark.parametrize(
+    ("name", "who"),
+    [*itertools.product(("llama", "mamba"), CULPRITS), *itertools.product(("gemma3", "diff_llama"), ("first", "two"))],
+)
+def test_a_request_whose_forward_raises_ends_alone(name: str, who: str) -> None:
+    model, culprits, error = build_model(name), CULPRITS[who], MemoryError("on purpose")
+    texts, poison = eight_prompts(culprits), Poison(model, error, has_bad)
+    results, _ = run_poisoned(model, poison, texts)
+    check_survivors(model, texts, results, culprits, error)
+    most = {"one": 4, "first": 4, "two": 7}  # by halves, from 8 requests to one
+    assert poison.num_failed <= most.get(who, 2 * NUM_BESIDE - 1)
+    if who == "all":
+        assert poison.num_forwards == poison.num_failed
+
+
+@pytest.mark.parametrize(
+    ("name", "capture", "kind"),
+    [("llama", True, "recompute"), ("llama", False, "swap"), ("gemma3", False, "recompute")],
+)
+def test_blocks_that_a_failed_forward_shared_are_computed_again(name: str, capture: bool, kind: str) -> None:
+    """Prompts share their beginning, which the culprit computes first; blocks are few, so that requests wait."""
+    model, culprits, error = models.get(name), {0, 5}, OnPurpose("on purpose")
+    texts, poison = eight_prompts(culprits, shared=24), Poison(model, error, has_bad)
+    tight = {"num_blocks": 40 if name == "gemma3" else 22, "preemption": kind, "max_num_batched_tokens": 48}
+    results, engine = run_poisoned(model, poison, texts, capture=capture, **tight)
+    check_survivors(model, texts, results, culprits, error)
+    for number, (text, options) in enumerate(zip(texts, EIGHT)):
+        if number not in culprits:
+            engine.add_request(text, options, request_id=str(number))
+    again = run_all(engine) | {str(number): results[str(number)] for number in culprits}
+    check_survivors(model, texts, again, culprits, error)
+    assert_drained(engine)
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba"])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("of all"), MemoryError("of all")], ids=["cuda", "host"])
+def test_requests_that_fit_in_halves_all_go_on(name: str, error: Exception) -> None:
+    model, texts = build_model(name), eight_prompts(set())
+    most = max(map(len, texts)) if name == "llama" else 6
+
+    def is_much(ids: torch.Tensor) -> bool:
+        return (ids.numel() if name == "llama" else len(ids)) > most
+
+    poison = Poison(model, error, is_much)
+    results, _ = run_poisoned(model, poison, texts, capture=False)
+    check_survivors(model, texts, results, set(), error)
+    assert poison.num_failed > 1
+
+
+def test_requests_come_and_go_while_halves_are_computed() -> None:
+    model, culprits, error = models.get("llama"), {2}, OnPurpose("on purpose")
+    texts, poison = eight_prompts(culprits), Poison(models.get("llama"), error, has_bad)
+    with poison.given(), PagedEngine(model, PagedConfig(block_size=8, max_num_batched_tokens=400)) as engine:
+        engine.generate([[5, 6, 7]], GREEDY)
+        poison.is_armed = True
+        for number, (text, options) in enumerate(zip(texts, EIGHT)):
+            engine.add_request(text, options, request_id=str(number))
+        results: dict[str, RequestResult] = {}
+        for number in range(20):
+            if number in (1, 2):  # between two halves
+                engine.add_request(texts[number], EIGHT[number], request_id=f"late {number}")
+            for name in {1: ["1"], 3: ["7", "late 2"]}.get(number, []):
+                if name in engine.block_map() or engine.has_unfinished:
+                    engine.cancel(name)
+            results |= {output.request_id: output.result for output in engine.step() if output.result is not None}
+            engine.check_integrity()
+        results |= run_all(engine)
+        assert_drained(engine)
+    assert results["2"].error is error
+    assert {name for name, result in results.items() if result.finish_reason == "cancelled"} == {"1", "7", "late 2"}
+    for name in ("0", "3", "4", "5", "6"):
+        options = EIGHT[int(name)]
+        assert_same_as_lone(lone_run(model, texts[int(name)], options), results[name], options, name)
+    assert_same_as_lone(lone_run(model, texts[1], EIGHT[1]), results["late 1"], EIGHT[1], "late")
+
+
+def test_an_assistant_that_fails_for_one_request_ends_that_one_alone() -> None:
+    model, assistant, error = models.get("llama"), copy.deepcopy(models.get_assistant("llama")), OnPurpose("on purpose")
+    # sampled rows draft in each step, whatever that costs
+    texts, options = eight_prompts({4}), {"do_sample": True, "max_new_tokens": 10, "suppress_tokens": [BAD]}
+    poison = Poison(assistant, error, has_bad)
+    with poison.given(), PagedEngine(model, CONFIG) as engine:
+        engine.generate([[5, 6, 7]], GREEDY, assistant_model=assistant)
+        poison.is_armed = True
+        results = engine.generate(texts, options, assistant_model=assistant)
+        assert_drained(engine)
+    assert results[4].error is error
+    for result in results[:4] + results[5:]:
+        assert result.error is None and len(result.token_ids) == 10 and result.num_drafts
+
+
+# --------------------------------------------------------------------------------- past the table of positions
+
+POSITIONS = tables.NUM
+LONG_TEXT, SHORT_TEXT = 20, 9  # tokens
+PAST = {"do_sample": False, "max_new_tokens": POSITIONS + 2 - LONG_TEXT}  # one token more than there are positions
+LAST = {"do_sample": False, "max_new_tokens": POSITIONS + 1 - LONG_TEXT}
+
+
+@pytest.mark.parametrize("name", tables.LEARNED)
+def test_a_request_that_grows_past_the_table_of_positions_ends_alone(name: str) -> None:
+    model = tables.get(name)
+    long, short = prompts(LONG_TEXT, SHORT_TEXT, seed=2)
+    expected = lone_run(model, long, LAST)[0]
+    with PagedEngine(model, CONFIG) as engine:
+        engine.add_request(long, PAST, request_id="past")
+        engine.add_request(long, LAST, request_id="last")
+        engine.add_request(short, PAST, request_id="short")
+        outputs = {"past": [], "last": [], "short": []}  # type: dict[str, list[int]]
+        results = {}
+        while engine.has_unfinished:
+            for output in engine.step():
+                outputs[output.request_id] += output.new_tokens.values()
+                if output.result is not None:
+                    results[output.request_id] = output.result
+            engine.check_integrity()
+        assert_drained(engine)
+    failed = results["past"]
+    assert isinstance(failed.error, IndexError) and failed.finish_reason == "error"
+    assert f"ends after {POSITIONS}" in str(failed.error)
+    assert f"`max_new_tokens` to {LAST['max_new_tokens']}," in str(failed.error)
+    assert failed.token_ids == outputs["past"] == expected
+    assert_same_as_lone([expected], results["last"], LAST, "as many as there are")
+    assert_same_as_lone(lone_run(model, short, PAST), results["short"], PAST, "beside")
+
+
+@pytest.mark.parametrize("name", tables.LEARNED)
+def test_a_prompt_longer_than_the_table_of_positions_is_refused(name: str) -> None:
+    model = tables.get(name)
+    (long,) = prompts(POSITIONS + 1, seed=2)
+    with PagedEngine(model, CONFIG) as engine:
+        with pytest.raises(IndexError, match=f"takes {POSITIONS + 1} positions, .* holds {POSITIONS}: shorten"):
+            engine.add_request(long, {"max_new_tokens": 1})
+        assert not engine.has_unfinished and engine.memory.stats().peak_blocks == 0
+        (result,) = engine.generate([long[1:]], {"do_sample": False, "max_new_tokens": 1})
+        assert_same_as_lone(
+            lone_run(model, long[1:], {"do_sample": False, "max_new_tokens": 1}), result, {}, "fills the table"
+        )
+        (refused,) = engine.generate([long], {"max_new_tokens": 1})
+        assert isinstance(refused.error, IndexError)
+
+
+@pytest.mark.parametrize("name", [name for name in tables.UNLIMITED if name != "xglm"])
+def test_models_without_a_table_of_positions_are_not_limited(name: str) -> None:
+    model = tables.get(name)
+    long, longer = prompts(LONG_TEXT, POSITIONS + 8, seed=2)
+    with PagedEngine(model, CONFIG) as engine:
+        for text in (long, longer):
+            options = {"do_sample": False, "max_new_tokens": POSITIONS}
+            (result,) = engine.generate([text], options)
+            assert_same_as_lone(lone_run(model, text, options), result, options, name)
+
+
+MANY: dict[str, dict[str, Any]] = {
+    "samples": {"do_sample": True, "num_return_sequences": 3},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "lookup": {"do_sample": False, "prompt_lookup_num_tokens": 5},
+    "ngrams": {"do_sample": False},
+}
+
+
+@pytest.mark.parametrize("mode", MANY)
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neo", "bart_decoder"])
+def test_rows_and_drafts_past_the_table_of_positions(name: str, mode: str) -> None:
+    if mode == "lookup" and name == "bart_decoder":
+        pytest.skip("its rows verify no drafts")
+    model = tables.get(name)
+    repeated, short = prompts(4, SHORT_TEXT, seed=2)
+    repeated = repeated * 5
+    options = {**MANY[mode], "max_new_tokens": 30}
+    speculation = "ngram" if mode == "ngrams" else None
+    with PagedEngine(model, PagedConfig(block_size=8, speculation=speculation)) as engine:
+        engine.add_request(repeated, options, request_id="past", seed=1)
+        engine.add_request(short, GREEDY, request_id="beside")
+        results = run_all(engine)
+        assert_drained(engine)
+    failed = results["past"]
+    assert isinstance(failed.error, IndexError) and "table of positions" in str(failed.error)
+    if mode in ("lookup", "ngrams"):
+        last = {"do_sample": False, "max_new_tokens": LAST["max_new_tokens"]}
+        assert failed.token_ids == lone_run(model, repeated, last)[0]
+    assert_same_as_lone(lone_run(model, short, GREEDY), results["beside"], GREEDY, "beside")
+
+
+def test_an_assistant_with_fewer_positions_than_its_target_drafts_as_far_as_it_can() -> None:
+    model, assistant = models.get("gpt2"), tables.get("gpt2")
+    text, longer = prompts(LONG_TEXT, POSITIONS + 5, seed=2)
+    options = {"do_sample": False, "max_new_tokens": 30}
+    with PagedEngine(model, CONFIG) as engine:
+        results = engine.generate([text, longer], options, assistant_model=assistant)
+        assert_drained(engine)
+    for prompt, result in zip((text, longer), results):
+        assert_same_as_lone(lone_run(model, prompt, options), result, options, "assisted")
+    assert results[0].num_drafts > 0 == results[1].num_drafts
+
+
+def test_positions_that_a_caller_gives_count() -> None:
+    model = tables.get("gpt2")
+    ids = models.token_ids(1, SHORT_TEXT, seed=2)
+    inputs = {"position_ids": torch.arange(10, 10 + SHORT_TEXT)[None]}
+    room = POSITIONS + 1 - 10 - SHORT_TEXT
+    expected = model.generate(ids, **inputs, do_sample=False, max_new_tokens=room)[0, SHORT_TEXT:].tolist()
+    with PagedEngine(model, CONFIG) as engine:
+        engine.add_request(ids[0].tolist(), {"do_sample": False, "max_new_tokens": room + 5}, inputs=inputs)
+        (result,) = run_all(engine).values()
+        assert isinstance(result.error, IndexError) and result.token_ids == expected
+        inputs["position_ids"] = inputs["position_ids"] + POSITIONS - 12
+        with pytest.raises(IndexError, match="shorten the prompt"):
+            engine.add_request(ids[0].tolist(), GREEDY, inputs=inputs)
+        assert_drained(engine)
+
+
+@pytest.mark.parametrize("name", ["bart", "t5"])
+def test_a_decoder_that_grows_past_its_table_of_positions(name: str) -> None:
+    model, (text, other) = tables.get(name), prompts(LONG_TEXT, SHORT_TEXT, seed=2)
+    options = {"do_sample": False, "max_new_tokens": POSITIONS + 3, "eos_token_id": None}
+    with PagedEngine(model, CONFIG) as engine:
+        engine.add_request(text, options, request_id="past")
+        engine.add_request(other, {**options, "max_new_tokens": 10}, request_id="short")
+        results = run_all(engine)
+        assert_drained(engine)
+    if name == "t5":
+        assert results["past"].error is None
+    else:
+        assert isinstance(results["past"].error, IndexError) and "table of positions" in str(results["past"].error)
+        assert len(results["past"].token_ids) == POSITIONS
+    assert results["short"].error is None and len(results["short"].token_ids) == 10
 
 
 @pytest.mark.parametrize("place", ["first layer", "last layer"])

@@ -448,9 +448,6 @@ def test_a_fault_in_a_mixed_forward(error: type[BaseException], tmp_path: Path) 
             run_all(engine, results)
         assert countdown.left <= 0 and model_state(bare) == before
         assert not any(module._forward_hooks for module in bare.modules())
-        if error is OnPurpose:
-            assert all(isinstance(result.error, OnPurpose) for result in results.values())
-            results = dict(zip("012", engine.generate(texts, GREEDY, adapter=folders)))
         for i, lone in enumerate(expected):
             assert_same_as_lone(lone, results[str(i)], GREEDY, str(i))
         assert_drained(engine)

@@ -4,6 +4,7 @@ target's memory."""
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 import weakref
 from collections.abc import Sequence as Items
@@ -55,9 +56,10 @@ class Assistant:
 
     def __init__(
         self, model: PreTrainedModel, cache: PagedCache, made: tuple[BlockManager, Runner], scheduler: Scheduler,
-        max_catch_up: int,
+        max_catch_up: int, max_positions: int | None = None,
     ) -> None:  # fmt: skip
         self.model, self.memory, self._max_catch_up = model, cache.memory, max_catch_up
+        self._max_positions = max_positions  # as in `Layout`
         self.blocks, runner = made
         guard = WeightsGuard(model, self.memory, self.blocks)
         self.executor = Executor(model, self.memory, runner, scheduler, guard)
@@ -77,6 +79,11 @@ class Assistant:
             self.rows.remove(row)
             if not self.rows:
                 self.executor.rest()
+
+    def most(self, sequence: Sequence) -> int:
+        """Returns the most tokens that it may draft behind the target's sequence: it computes all of them but the
+        last."""
+        return sys.maxsize if self._max_positions is None else self._max_positions + 1 - sequence.num_tokens
 
     def change_weights(self) -> None:
         """Between steps: notes that the assistant's weights may have changed."""

@@ -243,6 +243,14 @@ class Prompts:
         """Number of position axes of a row; 0 if positions just count tokens."""
         return len(self.axes[row] or ())
 
+    def shift(self, row: int, counts_padding: bool = False) -> int:
+        """How many more positions a row's prompt takes than it has tokens; `counts_padding`: its padding takes some
+        where the model itself counts columns."""
+        axes = self.axes[row]
+        if axes is not None:
+            return max(max(axis) + 1 - len(axis) for axis in axes)
+        return self.paddings[row] if counts_padding and self.position_ids is None else 0
+
     @property
     def axis_counts(self) -> tuple[int, ...]:
         """The distinct numbers of axes of the rows, sorted."""

@@ -307,7 +307,8 @@ class RectangleRunner(Runner):
         `(rows * num_new, vocab)`."""
         found = [self._find(sequence) for sequence in sequences]
         rectangle, rows = found[0][0], [row for _, row in found]
-        if num_new > 1 or not isinstance(rectangle, Rectangle) or any(holder is not rectangle for holder, _ in found):
+        is_one = isinstance(rectangle, Rectangle) and all(holder is rectangle for holder, _ in found)
+        if num_new > 1 or not is_one or self._is_too_wide(rectangle, rows):
             groups = itertools.groupby(found, operator.itemgetter(0))
             sources = [(holder, [row for _, row in group]) for holder, group in groups]
             if sequences[0].request.inputs is not None:
@@ -333,6 +334,14 @@ class RectangleRunner(Runner):
         if is_moved:
             rectangle.borrow(num_cached)
         return self._forward(rectangle, begins=False)
+
+    def _is_too_wide(self, rectangle: Rectangle, rows: list[int]) -> bool:
+        """Whether the next column is past the model's positions, which its code may count with the padding, and no row
+        needs it: a longer one has left."""
+        most = self.layout.max_positions
+        if most is None or not self.layout.side_by_side or rectangle.width < most:
+            return False
+        return all(rectangle.paddings[row] for row in rows)
 
     def _find(self, sequence: Sequence) -> tuple[Any, int]:
         """Returns the rectangle with a sequence's state, and the row in it; `(None, 0)` if the model has no states and

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from bisect import insort
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Set
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
@@ -88,6 +88,7 @@ class Scheduler:
     reclaim: Callable[[], bool] | None = None  # frees blocks of assistants; returns whether there were any
     num_lent: Callable[[], int] = int  # number of blocks that `reclaim` would free
     adapters: AdapterPages | None = None  # memory in the pool for adapters that are loaded from folders
+    only: Set[Request] | None = None  # the only requests that steps may compute; `None`: all
 
     def __post_init__(self) -> None:
         self.blocks, self._chunks = self.preemption.blocks, self.preemption.chunks
@@ -126,7 +127,10 @@ class Scheduler:
     @property
     def first_waiting(self) -> Request | None:
         """The request to admit next."""
-        return next((request for request in self._waiting if not request.is_answered), None)
+        return next((each for each in self._waiting if self._may_run(each) and not each.is_answered), None)
+
+    def _may_run(self, request: Request) -> bool:
+        return self.only is None or request in self.only
 
     def add(self, *requests: Request) -> None:
         """Queues requests. Raises `OutOfBlocksError`, with none queued, if one can never fit."""
@@ -178,7 +182,8 @@ class Scheduler:
             self._admit(self.max_num_batched_tokens, any_rows=True)
             if plan.items:
                 break
-            victim = next((request for request in reversed(self._running) if request.is_computed), None)
+            idle = (each for each in reversed(self._running) if each.is_computed or not self._may_run(each))
+            victim = next(idle, None)
             if victim is None:
                 if plan.preempted:  # the next step can use the blocks that preemption freed
                     break
@@ -197,6 +202,8 @@ class Scheduler:
         reserved = -1  # tokens reserved for later decodes in this loop; counted at the first chunk
         spare = left - self._num_rows  # budget of drafts
         for request in self._running:  # the body removes only this request, or later ones
+            if self.only is not None and request not in self.only:
+                continue
             for sequence in request.sequences:
                 num_tokens = len(sequence.token_ids)
                 to_compute = num_tokens - sequence.num_computed_tokens
@@ -509,15 +516,6 @@ class Scheduler:
         self.timeline.finished(request)
         for sequence in request.open_sequences:
             self.preemption.end_sequence(sequence)
-
-    def withdraw(self, request: Request) -> None:
-        """Between steps: removes an unfinished request and drops its K/V, for another scheduler to add."""
-        if request.status is Status.RUNNING:
-            self._preempt(request, keeps=False)
-        else:
-            self.preemption.forget(request)
-        self._remove(request)
-        self.timeline.finished(request)
 
     def _remove(self, request: Request) -> None:
         if request.status is Status.RUNNING:

@@ -1,0 +1,148 @@
+"""How many tokens a model's table of positions allows, found by what its forward reads."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from hf_paged.model.capability import _num_positions
+from hf_paged.model.positions import PositionReads, Table, shorten
+from tests.support import models
+from tests.support.checks import model_state
+
+NUM = 32  # positions
+_IDS = {"vocab_size": models.VOCAB_SIZE, "pad_token_id": models.PAD, "bos_token_id": models.BOS, "eos_token_id": None}
+_GPT = {"n_positions": NUM, "n_embd": 48, "n_layer": 2, "n_head": 4}
+_BERT = {"max_position_embeddings": NUM, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+_BERT |= {"intermediate_size": 64}
+_BART = {"max_position_embeddings": NUM, "d_model": 48, "decoder_layers": 2, "decoder_attention_heads": 4}
+_BART |= {"decoder_ffn_dim": 64, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 64}
+_NEO = {"max_position_embeddings": NUM, "hidden_size": 48, "num_layers": 2, "num_heads": 4, "window_size": 8}
+_SEQ2SEQ = {"eos_token_id": models.EOS, "decoder_start_token_id": models.BOS}
+
+# name -> config class, model class, config arguments; tables of NUM positions that end
+LEARNED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", _GPT),
+    "opt": ("OPTConfig", "OPTForCausalLM", {**_BERT, "word_embed_proj_dim": 48, "ffn_dim": 64}),
+    "gptj": ("GPTJConfig", "GPTJForCausalLM", {**_GPT, "rotary_dim": 4}),
+    "codegen": ("CodeGenConfig", "CodeGenForCausalLM", {**_GPT, "n_ctx": NUM, "rotary_dim": 4}),
+    "gpt_neo": (
+        "GPTNeoConfig",
+        "GPTNeoForCausalLM",
+        {**_NEO, "attention_types": [[["global", "local"], 1]]},
+    ),
+    "big_code": ("GPTBigCodeConfig", "GPTBigCodeForCausalLM", _GPT),
+    "biogpt": ("BioGptConfig", "BioGptForCausalLM", _BERT),
+    "mpt": ("MptConfig", "MptForCausalLM", {"max_seq_len": NUM, "d_model": 48, "n_layers": 2, "n_heads": 4}),
+    "openai": ("OpenAIGPTConfig", "OpenAIGPTLMHeadModel", _GPT),
+    "ctrl": ("CTRLConfig", "CTRLLMHeadModel", {**_GPT, "dff": 64}),
+    "bert": ("BertConfig", "BertLMHeadModel", {**_BERT, "is_decoder": True}),
+    "bart_decoder": (
+        "BartConfig",
+        "BartForCausalLM",
+        {**_BART, "is_decoder": True, "is_encoder_decoder": False},
+    ),
+}
+UNLIMITED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", _BERT),
+    "bloom": ("BloomConfig", "BloomForCausalLM", {"hidden_size": 48, "n_layer": 2, "n_head": 4}),
+    "falcon": ("FalconConfig", "FalconForCausalLM", {**_BERT, "alibi": True}),
+    "xglm": (  # its table grows
+        "XGLMConfig",
+        "XGLMForCausalLM",
+        {"max_position_embeddings": NUM, "d_model": 48, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64},
+    ),
+}
+ENCODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "bart": ("BartConfig", "BartForConditionalGeneration", {**_BART, **_SEQ2SEQ}),
+    "marian": ("MarianConfig", "MarianMTModel", {**_BART, **_SEQ2SEQ}),
+    "whisper": (
+        "WhisperConfig",
+        "WhisperForConditionalGeneration",
+        {**_BART, **_SEQ2SEQ, "max_target_positions": NUM, "max_source_positions": 16, "num_mel_bins": 8},
+    ),
+    "m2m": ("M2M100Config", "M2M100ForConditionalGeneration", {**_BART, **_SEQ2SEQ}),
+    "t5": (
+        "T5Config",
+        "T5ForConditionalGeneration",
+        {"d_model": 48, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, **_SEQ2SEQ},
+    ),
+}
+
+
+def build(name: str) -> PreTrainedModel:
+    config, kind, arguments = {**LEARNED, **UNLIMITED, **ENCODERS}[name]
+    model = getattr(transformers, kind)(getattr(transformers, config)(**{**_IDS, **arguments}))
+    models.init_weights(model, 3)
+    model.generation_config = GenerationConfig(
+        pad_token_id=models.PAD, bos_token_id=models.BOS, decoder_start_token_id=models.BOS, use_cache=True
+    )
+    return model.float().eval()
+
+
+@functools.cache
+def get(name: str) -> PreTrainedModel:
+    """The session's model of this name. Tests must not change it."""
+    return build(name)
+
+
+@pytest.mark.parametrize("name", [*LEARNED, *UNLIMITED])
+def test_a_table_of_positions_is_found_by_what_is_read(name: str) -> None:
+    model = get(name)
+    before, buffers = model_state(model), {key: value.clone() for key, value in model.named_buffers()}
+    assert _num_positions(model) == (NUM if name in LEARNED else None, NUM if name == "xglm" else None)
+    assert model_state(model) == before
+    assert all(torch.equal(value, buffers[key]) for key, value in model.named_buffers())
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_a_table_of_positions_of_a_decoder_behind_an_encoder(name: str) -> None:
+    encoded = BaseModelOutput(last_hidden_state=torch.randn(1, 16, 48))
+    found = _num_positions(get(name), {"encoder_outputs": encoded})
+    assert found[0] == (None if name in ("m2m", "t5") else NUM)
+
+
+def test_a_model_that_fails_has_no_table() -> None:
+    """Fewer positions than the check computes: the forward's own error is raised later."""
+    config = transformers.GPT2Config(**{**_IDS, **_GPT, "n_positions": 5})
+    assert _num_positions(transformers.GPT2LMHeadModel(config).eval()) == (None, None)
+
+
+def test_each_way_to_read_one_place() -> None:
+    weight, table = torch.nn.Parameter(torch.randn(9, 2)), torch.randn(1, 9, 2)
+    place = torch.tensor([[5]])
+    reads = {
+        "embedding": lambda: torch.nn.functional.embedding(place, weight),
+        "index": lambda: weight[place],
+        "select": lambda: weight.index_select(0, place[0]),
+        "gather": lambda: table.gather(1, place[..., None].expand(1, 1, 2)),
+        "slice": lambda: table[:, 5:6],
+        "beginning": lambda: table[:, :6],
+        "end": lambda: table[:, 9 - 6 :],
+    }
+    for name, read in reads.items():
+        with PositionReads(3) as found:
+            read()
+        is_parameter = name in ("embedding", "index", "select")
+        assert Table(9, 2, is_parameter) in found.tables, name
+    for name in ("embedding", "index", "select", "gather"):
+        place.fill_(9)
+        with pytest.raises(IndexError, match="place 9 is read of 9"), PositionReads(3):
+            reads[name]()
+    with PositionReads(3) as found:
+        torch.nn.functional.embedding(torch.tensor([[1, 2]]), weight)
+    assert not found.tables
+
+
+def test_buffers_are_cut_and_parameters_are_not() -> None:
+    module = torch.nn.Module()
+    module.register_buffer("table", torch.randn(2, 9))
+    module.weight = torch.nn.Parameter(torch.randn(9, 2))
+    assert shorten(module, 9, 4) and module.table.shape == (2, 4) and module.weight.shape == (9, 2)
+    assert not shorten(module, 9, 4)

@@ -57,7 +57,9 @@ class Adapter:
 
 
 def base_model(model: Any) -> Any:
-    """The transformers model inside a PEFT wrapper, or the model itself. Raises `ValueError` for prompt learning."""
+    """The transformers model inside wrappers of `torch.compile` and PEFT, or the model itself. Raises `ValueError` for
+    prompt learning."""
+    model = getattr(model, "_orig_mod", model)
     if not hasattr(model, "get_base_model"):
         return model
     for name, config in getattr(model, "peft_config", {}).items():

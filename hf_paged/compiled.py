@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -33,7 +33,8 @@ def uncompiled(function: Any) -> Any:
 def is_compiled(module: nn.Module) -> bool:
     """Whether compiled code runs in a call of the module, apart from its submodules."""
     held = vars(module)
-    functions = (*map(held.get, FUNCTIONS), getattr(type(module), "forward", None))  # a traced module's class has none
+    functions = [held[name] for name in FUNCTIONS if name in held]
+    functions.append(getattr(type(module), "forward", None))  # the class of a traced module has none
     return any(hasattr(function, _ORIGINAL) for function in functions)
 
 
@@ -49,8 +50,10 @@ def replaced_forward(module: nn.Module) -> Any:
     if function is None:
         return None
     function = uncompiled(function)
-    is_of_class = getattr(function, "__self__", None) is module
-    return None if is_of_class and function.__func__ is uncompiled(type(module).forward) else function
+    if not isinstance(function, types.MethodType) or function.__self__ is not module:
+        return function
+    is_of_class = function.__func__ is uncompiled(getattr(type(module), "forward", None))
+    return None if is_of_class else function
 
 
 def _save(module: nn.Module) -> dict[str, tuple[Any, Any]]:
@@ -65,13 +68,16 @@ def _save(module: nn.Module) -> dict[str, tuple[Any, Any]]:
 
 
 def _switch(module: nn.Module, saved: dict[str, tuple[Any, Any]]) -> None:
-    vars(module).update({name: own for name, (_, own) in saved.items()})
+    held = vars(module)
+    for name, (before, own) in saved.items():
+        if held.get(name, _UNSET) is before:  # else switched already, or set by a caller's code since
+            held[name] = own
 
 
 def _restore(module: nn.Module, saved: dict[str, tuple[Any, Any]]) -> None:
     held = vars(module)
     for name, (before, own) in saved.items():
-        if held.get(name) is not own:  # a caller's code has set another one meanwhile
+        if held.get(name) is not own:  # a caller's code has set another one
             continue
         if before is _UNSET:
             del held[name]
@@ -82,7 +88,7 @@ def _restore(module: nn.Module, saved: dict[str, tuple[Any, Any]]) -> None:
 _switches: Switches[nn.Module] = Switches(_save, _switch, _restore)
 
 
-def running_eagerly(modules: Iterable[nn.Module]) -> contextlib.AbstractContextManager[None]:
+def running_eagerly(modules: Sequence[nn.Module]) -> contextlib.AbstractContextManager[None]:
     """Within it, `modules` run their own code in place of what `torch.compile` made of it, in every thread. Must be
     entered and left within `interrupts.held`."""
-    return _switches.switched(modules)
+    return _switches.switched(modules) if modules else contextlib.nullcontext()

@@ -49,7 +49,8 @@ _is_default = False  # calls that name no cache are paged
 
 def _generate(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
     config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
-    if _option("cache_implementation", model, config, kwargs) in REQUESTED:
+    is_requested = _option("cache_implementation", model, config, kwargs) in REQUESTED
+    if is_requested:
         _check_arguments(model, config, args, kwargs)
         cache_config = PagedConfig.coerce(_option("cache_config", model, config, kwargs))
         if kwargs.get("cache_config") is not None:
@@ -61,8 +62,16 @@ def _generate(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs:
             kwargs["streamer"] = RowStreamers(kwargs["streamer"], kwargs.get("attention_mask"))
     prepared.set(None)
     _wrap_overrides(type(model))
+    run = _run_untraced if is_requested or _is_default else _run
+    return run(original, model, args, kwargs)
+
+
+def _run(original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with held(), Call(model).running(), let_in():
         return original(model, *args, **kwargs)
+
+
+_run_untraced = torch.compiler.disable(_run)  # a compiled function may call `generate`
 
 
 def _check_arguments(

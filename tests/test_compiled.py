@@ -121,10 +121,8 @@ def _attention(model: Any) -> Any:
     return model
 
 
-WRAPS: list[Callable[[Any], Any]] = [
-    *(_wrapper, _forward, _whole_graph, _in_place, _decoder, _layer, _layer_forward, _layers_in_place, _attention),
-    _everything,
-]
+SLOW = [pytest.param(wrap, marks=pytest.mark.slow) for wrap in (_whole_graph, _decoder, _layer, _layers_in_place)]
+WRAPS = [_wrapper, _forward, _in_place, _layer_forward, _attention, _everything, *SLOW]
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
@@ -151,7 +149,7 @@ def test_tokens_and_frames_in_bfloat16(wrap: Callable[[Any], Any]) -> None:
     assert num_frames() == 0
 
 
-@pytest.mark.parametrize("name", ["t5", "gpt2", "gemma3", "qwen3_next"])
+@pytest.mark.parametrize("name", ["t5", "gpt2", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 def test_other_architectures(name: str) -> None:
     plain, model = models.build(name), _forward(models.build(name))
     inputs = models.prompt(name)

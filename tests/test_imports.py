@@ -18,7 +18,7 @@ PLACES = {
     "inspect": "tools",
     "ray": "tools",  # Ray's workers
     "tools.pictures": "base",  # draws plain lists: any room may use it, and it may use nothing else of ours
-    **dict.fromkeys(("compat", "config", "forks", "interrupts", "step"), "base"),
+    **dict.fromkeys(("compat", "compiled", "config", "forks", "interrupts", "step", "switches"), "base"),
 }
 
 VIOLATIONS: dict[tuple[str, str], str] = {}

@@ -9,8 +9,7 @@ import inspect
 import itertools
 import sys
 import textwrap
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -21,6 +20,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .. import compat, forks
+from ..compiled import is_compiled, is_switched
+from ..switches import Switches
 
 NAME = "hf_paged"
 
@@ -43,54 +44,36 @@ class _Switched(str):
         return str, (self.named,)
 
 
-class _Switches:
-    """Configs that calls have switched to ours, each with its original implementation and the threads of its calls,
-    which may overlap: the first call saves, the last restores."""
-
-    def __init__(self) -> None:
-        self._lock = forks.lock()
-        self.held: dict[int, tuple[PreTrainedConfig, str, list[int]]] = {}
-        forks.in_child(self)
-
-    def enter(self, config: PreTrainedConfig) -> None:
-        with self._lock:
-            named = compat.attention_of(config)  # already switched in a shallow copy made during a call
-            known = self.held.setdefault(id(config), (config, getattr(named, "named", named), []))
-            known[2].append(threading.get_ident())
-            name = _Switched(NAME)
-            name.named = known[1]
-            compat.set_attention(config, name)
-
-    def leave(self, config: PreTrainedConfig) -> None:
-        with self._lock:
-            threads = self.held[id(config)][2]
-            threads.remove(threading.get_ident())
-            self._restore(config, threads)
-
-    def after_fork(self, freed: set[Any]) -> None:
-        """In a child process: ends the calls of other threads, which do not exist there."""
-        for config, _, threads in list(self.held.values()):
-            threads[:] = [thread for thread in threads if thread == threading.get_ident()]
-            self._restore(config, threads)
-
-    def _restore(self, config: PreTrainedConfig, threads: list[int]) -> None:
-        if not threads:
-            _, named, _ = self.held.pop(id(config))
-            compat.set_attention(config, named)
+def _save(config: PreTrainedConfig) -> str:
+    named = compat.attention_of(config)  # already switched in a shallow copy made during a call
+    return getattr(named, "named", named)
 
 
-_switches = _Switches()
+def _switch(config: PreTrainedConfig, named: str) -> None:
+    name = _Switched(NAME)
+    name.named = named
+    compat.set_attention(config, name)
 
 
-@contextlib.contextmanager
-def use_paged_attention(configs: Iterable[PreTrainedConfig]) -> Iterator[None]:
+_switches: Switches[PreTrainedConfig] = Switches(_save, _switch, compat.set_attention)
+
+
+def use_paged_attention(configs: Iterable[PreTrainedConfig]) -> contextlib.AbstractContextManager[None]:
     """Within it, attention layers that read `configs` (from `switchable_configs`) call our attention function. Must be
     entered and left within `interrupts.held`."""
-    with contextlib.ExitStack() as stack:
-        for config in configs:
-            _switches.enter(config)
-            stack.callback(_switches.leave, config)
-        yield
+    return _switches.switched(configs)
+
+
+def compiled_layers(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """The compiled ones among `modules` in which a cache is updated. Dynamo cannot trace the update, and would compile
+    the code around it in many pieces."""
+    layers = []
+    for module in modules:
+        if is_compiled(module) or is_switched(module):
+            classes: set[type] = {type(part) for part in module.modules()}
+            if any(map(_updates_cache, classes)):
+                layers.append(module)
+    return layers
 
 
 def model_attention(config: PreTrainedConfig | None, cls: type | None = None) -> str:
@@ -216,8 +199,21 @@ def _calls_interface(cls: type) -> bool:
     if tree is None or issubclass(cls, PreTrainedModel):
         return False
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    updates = any(isinstance(node, ast.Attribute) and node.attr == "update" for node in ast.walk(tree))
-    return "ALL_ATTENTION_FUNCTIONS" in names and updates
+    return "ALL_ATTENTION_FUNCTIONS" in names and "update" in _attributes(tree)
+
+
+@functools.cache
+def _updates_cache(cls: type) -> bool:
+    """Whether code of the class, or of its bases, may update a cache; true of code without source."""
+    if issubclass(cls, PreTrainedModel):  # its layers do
+        return False
+    bases = [base for base in cls.__mro__ if base.__module__.partition(".")[0] not in ("builtins", "torch")]
+    trees = map(_tree, bases)
+    return any(tree is None or any(name.startswith("update") for name in _attributes(tree)) for tree in trees)
+
+
+def _attributes(tree: ast.Module) -> set[str]:
+    return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
 
 
 # What an eager attention function may use of its module and arguments if our kernels are to compute the same.

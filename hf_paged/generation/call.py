@@ -20,7 +20,7 @@ from .. import compat
 from ..attention.backends import obstacles
 from ..attention.latent import wrap_expansions
 from ..attention.masks import PagedMask, mask_observer
-from ..attention.switch import foreign_attention, switchable_configs, use_paged_attention
+from ..attention.switch import compiled_layers, foreign_attention, switchable_configs, use_paged_attention
 from ..batching.decoding.base import Decoding, LoopInputs
 from ..batching.decoding.beam import BeamDecoding
 from ..batching.decoding.prepare import capturing
@@ -49,6 +49,7 @@ from ..cache.block_pool import OutOfBlocksError
 from ..cache.idle import end_use
 from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.paged_cache import PagedCache
+from ..compiled import running_eagerly
 from ..config import PagedConfig
 from ..model.capability import TOGETHER, Layout, is_stock
 from ..model.forwards import compute_device
@@ -113,7 +114,7 @@ class Call:
                 for variable, value in variables.items():
                     self.stack.callback(variable.reset, variable.set(value))
                 self.is_running = True
-                if self.reads_in_place:
+                if self.caches:
                     self._switch()
                 yield
             if self.road == "plain" and self.remedy is not None and capturing.get() is None:
@@ -153,6 +154,7 @@ class Call:
         end with it."""
         self.road, self.repeats = "hf_loop", rows_per_prompt(config)
         self.reason = "paged cache under the model's own decoding loop"
+        is_first = not self.caches
         self.caches += caches
         self.counters += [cache.counters for cache in caches]
         if is_built:
@@ -161,10 +163,10 @@ class Call:
             self.reason = "the caller's PagedCache is used"
         if config.output_attentions:
             self.reason += "; the model's own attention runs, since only that returns its weights"
-        elif not self.reads_in_place:
+        else:
             self.reads_in_place = True
-            if self.is_running:
-                self._switch()
+        if is_first and self.is_running:
+            self._switch()
 
     def note_inputs(self, input_ids: torch.Tensor | None, model_kwargs: dict[str, Any]) -> None:
         """Notes the inputs that `generate` prepared before it repeats rows; only the first, outermost call counts."""
@@ -173,6 +175,9 @@ class Call:
 
     def _switch(self) -> None:
         modules = list(self.model.modules())
+        self.stack.enter_context(running_eagerly(compiled_layers(modules)))
+        if not self.reads_in_place:
+            return
         wrap_expansions(modules)
         self.stack.enter_context(use_paged_attention(switchable_configs(modules)))
         if foreign := foreign_attention(modules):

@@ -50,8 +50,9 @@ _is_default = False  # calls that name no cache are paged
 
 def _generate(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
     config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
-    call, requested = Call(model), _option("cache_implementation", model, config, kwargs)
-    if requested in REQUESTED:
+    requested = _option("cache_implementation", model, config, kwargs)
+    asks = requested in REQUESTED
+    if asks:
         _check_arguments(model, config, args, kwargs)
         cache_config = PagedConfig.coerce(_option("cache_config", model, config, kwargs))
         if kwargs.get("cache_config") is not None:
@@ -61,10 +62,6 @@ def _generate(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs:
             kwargs["cache_implementation"] = NAME
         if isinstance(kwargs.get("streamer"), (list, tuple)):
             kwargs["streamer"] = RowStreamers(kwargs["streamer"], kwargs.get("attention_mask"))
-        call.ask(
-            f"{type(model).__name__} prepares its cache in a way of its own",
-            "Use a model that generates as transformers does",
-        )
     elif requested is None and not _is_default and _option("cache_config", model, config, kwargs) is not None:
         warn_once(
             model,
@@ -73,8 +70,22 @@ def _generate(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs:
         )
     prepared.set(None)
     _wrap_overrides(type(model))
+    run = _run_untraced if asks or _is_default else _run
+    return run(original, model, args, kwargs, asks)
+
+
+def _run(original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asks: bool) -> Any:
+    call = Call(model)
+    if asks:
+        call.ask(
+            f"{type(model).__name__} prepares its cache in a way of its own",
+            "Use a model that generates as transformers does",
+        )
     with held(), call.running(), let_in():
         return original(model, *args, **kwargs)
+
+
+_run_untraced = torch.compiler.disable(_run)  # a compiled function may call `generate`
 
 
 def _check_arguments(

@@ -26,6 +26,7 @@ from ..attention.latent import wrap_expansions
 from ..attention.switch import (
     NAME,
     calls_interface,
+    compiled_layers,
     foreign_attention,
     model_attention,
     switchable_configs,
@@ -36,6 +37,7 @@ from ..cache.layers import EMPTY_LAYERS, PagedHybridLayer, PagedLayer, PagedSlid
 from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.paged_cache import PagedCache
 from ..cache.storage import is_out_of_memory
+from ..compiled import FUNCTIONS, replaced_forward, running_eagerly
 from ..config import PagedConfig
 from ..interrupts import held, let_in, step_lock
 from ..kernels import forced
@@ -232,11 +234,11 @@ def _find(
 def _glance(model: PreTrainedModel) -> tuple[Any, ...]:
     """A key that changes with modules, their modes, hooks or forwards: covers less than `_code`, and is faster."""
     are_global = bool(torch_module._global_forward_hooks), bool(torch_module._global_forward_pre_hooks)
-    held = ((type(module), module.training, vars(module)) for module in model.modules())
+    held = ((type(x), x.training, replaced_forward(x), vars(x)) for x in model.modules())
     names = "_forward_hooks", "_forward_pre_hooks"  # torch never reuses their keys
     return are_global, [
-        (kind.forward, is_training, own.get("forward"), own.get("_hf_hook"), *(tuple(own[name]) for name in names))
-        for kind, is_training, own in held
+        (kind.forward, is_training, forward, own.get("_hf_hook"), *(tuple(own[name]) for name in names))
+        for kind, is_training, forward, own in held
     ]
 
 
@@ -273,7 +275,10 @@ def _look(
 def _code(model: PreTrainedModel, modules: Modules) -> Hashable:
     """A key for the code of a model's forward, without its weights, computed in about a millisecond. Holds no model."""
     kinds = tuple((type(module), module.training) for _, module in modules)
-    held = [x for _, module in modules for name, x in vars(module).items() if type(x) in _TOLD or name == "forward"]
+    held = [
+        x for _, module in modules for name, x in vars(module).items() if type(x) in _TOLD and name not in FUNCTIONS
+    ]
+    held += filter(None, (replaced_forward(module) for _, module in modules))
     held += [hook for _, module in modules for hook in hooks_of(module)]
     attributes = tuple(x if type(x) is bool else code_of(x) for x in held)
     classes = dict.fromkeys(base for kind, _ in kinds for base in kind.__mro__)
@@ -742,12 +747,13 @@ class _PromptRows:
 
 @contextlib.contextmanager
 def _forwards(model: PreTrainedModel) -> Iterator[None]:
-    """Restores attributes that forwards set on modules, and the random state. Raises `ForwardFailedError` for any error
+    """Restores attributes that forwards set on modules, and the random state; layers with a cache run without compiled
+    code, as in steps. Raises `ForwardFailedError` for any error
     but out of memory, and for a forward that draws random numbers."""
     device = compute_device(model)
     devices = [] if device.type in ("cpu", "meta") else [device]
     rng = torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
-    with held(), rng, torch.no_grad():
+    with held(), rng, torch.no_grad(), running_eagerly(compiled_layers(model.modules())):
         held_by = (x for module in model.modules() for x in (vars(module), module._buffers))
         # attributes of a traced or scripted module are no dicts, and its code sets none
         before = [(attributes, dict(attributes)) for attributes in held_by if isinstance(attributes, dict)]

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import compat
+from ..compiled import replaced_forward
 from ..kernels.hashing import hash_tensors
 from .forwards import is_idle_hook
 
@@ -200,7 +201,9 @@ class ModelState:
     def _module(self, module: nn.Module) -> list[Any]:
         found: list[Any] = [module.training if self._looks_at_mode[type(module)] else None]
         for name, value in vars(module).items():
-            if name in _IGNORED:
+            if name == "forward":
+                value = replaced_forward(module)
+            if name in _IGNORED or (name == "forward" and value is None):
                 continue
             if type(value) not in _SCALARS:
                 value = self._number(value) if name == "config" and hasattr(value, "to_dict") else self._value(value)

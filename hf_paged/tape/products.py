@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
+from ..compiled import is_compiled
 from ..kernels import cpp
 from ..kernels.cpp.build import batch_invariant, observer
 from ..kernels.cpp.linear import HALVES, MIN_WIDENED_ROWS, is_native, linear, max_rows, widened
@@ -76,8 +77,7 @@ def own_products(modules: Iterable[nn.Module]) -> contextlib.AbstractContextMana
     """The context for a model's forwards; a null context if it is compiled, has no half-precision weights on the CPU,
     or the kernels are unavailable."""
     parts = list(modules)
-    is_compiled = any(part._compiled_call_impl is not None or hasattr(part, "_orig_mod") for part in parts)
     is_half = any(x.dtype in HALVES and x.is_cpu for part in parts for x in part._parameters.values() if x is not None)
-    if is_compiled or not is_half or not cpp.is_available():
+    if not is_half or any(map(is_compiled, parts)) or not cpp.is_available():
         return contextlib.nullcontext()
     return OwnProducts()

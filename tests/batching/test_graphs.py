@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import logging
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +19,7 @@ from transformers.models.llama import modeling_llama
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine, kernels
 from hf_paged.batching.execution import graphs as recording
-from hf_paged.batching.execution.graphs import Key, StepGraphs, bucket
+from hf_paged.batching.execution.graphs import Key, StepGraphs, bucket, torch_options
 from hf_paged.cache import storage
 from hf_paged.cache.storage import KVBlocks
 from hf_paged.kernels import cpp
@@ -29,6 +31,7 @@ from tests.batching.test_runner import SIZE, Row, assert_close, tokens
 from tests.support import models
 from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, prompts
 from tests.support.graph_helpers import CapturedBench, FakeGraphs, addresses_of, graphs_of, results, use_fake_graphs
+from tests.support.precision import BY_BACKEND, LEGACY, default_precision
 
 NAMES = ("llama", "gemma3")  # one group; sliding window and full attention
 CONFIG = PagedConfig(block_size=SIZE, max_num_batched_tokens=40)
@@ -311,25 +314,94 @@ def test_addresses_of_a_model() -> None:
     assert len(found) == 1 + len(changes)
 
 
-@pytest.mark.parametrize("setting", ["precision", "backend"])
-def test_settings_that_choose_kernels(setting: str, graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = CapturedBench(models.get("llama"), graphs)
-    row = Row(tokens(40, 0), bench)
-    bench.run([row.take(2)])
-    for _ in range(2):
-        bench.decode(row)
-    bench.begin()
-    assert len(keys(bench)) == 1
-    before = torch.get_float32_matmul_precision()
-    if setting == "precision":
-        torch.set_float32_matmul_precision("medium")
-    else:
-        monkeypatch.setenv(kernels.VARIABLE, "cpp")
+@contextlib.contextmanager
+def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
-        bench.begin()
+        yield
     finally:
-        torch.set_float32_matmul_precision(before)
-    assert not keys(bench)
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def _switched(setter: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]:
+    setter(value)
+    try:
+        yield
+    finally:
+        setter(before)
+
+
+@contextlib.contextmanager
+def _precision(setter: Callable[[], None]) -> Iterator[None]:
+    with default_precision():
+        setter()
+        yield
+
+
+cuda, matmul = torch.backends.cuda, torch.backends.cuda.matmul
+SETTINGS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    **{name: functools.partial(_precision, setter) for name, setter in (BY_BACKEND | LEGACY).items()},
+    "fp16 sums": lambda: _set(matmul, "allow_fp16_reduced_precision_reduction", False),
+    "bf16 sums": lambda: _set(matmul, "allow_bf16_reduced_precision_reduction", False),
+    "fp16 accumulation": lambda: _set(matmul, "allow_fp16_accumulation", True),
+    "flash": lambda: _switched(cuda.enable_flash_sdp, False, True),
+    "memory-efficient": lambda: _switched(cuda.enable_mem_efficient_sdp, False, True),
+    "math": lambda: _switched(cuda.enable_math_sdp, False, True),
+    "cudnn attention": lambda: _switched(cuda.enable_cudnn_sdp, False, True),
+    "half math": lambda: _switched(cuda.allow_fp16_bf16_reduction_math_sdp, True, False),
+    "cudnn off": lambda: _set(torch.backends.cudnn, "enabled", False),
+    "cudnn benchmark": lambda: _set(torch.backends.cudnn, "benchmark", True),
+    "cudnn deterministic": lambda: _set(torch.backends.cudnn, "deterministic", True),
+    "mkldnn off": lambda: _set(torch.backends.mkldnn, "enabled", False),
+    "mkldnn deterministic": lambda: _set(torch.backends.mkldnn, "deterministic", True),
+    "mha": lambda: _switched(torch.backends.mha.set_fastpath_enabled, False, True),
+    "einsum": lambda: _set(torch.backends.opt_einsum, "enabled", not torch.backends.opt_einsum.enabled),
+    "deterministic": lambda: _switched(torch.use_deterministic_algorithms, True, False),
+    "dtype": lambda: _switched(torch.set_default_dtype, torch.float64, torch.float32),
+    "threads": lambda: _switched(torch.set_num_threads, torch.get_num_threads() + 1, torch.get_num_threads()),
+    "kernels": lambda: pytest.MonkeyPatch.context(),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_that_choose_kernels(name: str, graphs: FakeGraphs) -> None:
+    with default_precision():
+        bench = CapturedBench(models.get("llama"), graphs)
+        row = Row(tokens(40, 0), bench)
+        bench.run([row.take(2)])
+        for _ in range(2):
+            bench.decode(row)
+        bench.begin()
+        assert len(keys(bench)) == 1
+        with SETTINGS[name]() as patch:
+            if patch is not None:
+                patch.setenv(kernels.VARIABLE, "cpp")
+            bench.begin()
+        assert not keys(bench)
+
+
+@pytest.mark.parametrize("second", BY_BACKEND | LEGACY)
+def test_every_two_settings_of_precision_are_read(second: str) -> None:
+    """Also where torch refuses to read the legacy ones."""
+    setters = BY_BACKEND | LEGACY
+    for first in setters:
+        with default_precision():
+            before = torch_options()
+            setters[first]()
+            after_one = torch_options()
+            setters[second]()
+            assert before not in (after_one, torch_options()), first
+
+
+def test_options_that_a_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch_options()
+    monkeypatch.delattr(torch.backends.cuda, "cudnn_sdp_enabled")
+    monkeypatch.delattr(type(torch.backends.mkldnn), "matmul")
+    now = torch_options()
+    assert len(now) == len(before) and sum(x != y for x, y in zip(before, now)) == 2
+    assert now.count(None) == before.count(None) + 2
 
 
 def test_a_runner_that_did_not_begin_is_eager(graphs: FakeGraphs) -> None:

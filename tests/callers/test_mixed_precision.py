@@ -20,11 +20,15 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, Seq2SeqTrainer, Seq2SeqTrainingArguments
+from transformers.utils.import_utils import enable_tf32
 
 import hf_paged
-from tests.callers.test_callers import assert_used_pool, timeless
+from hf_paged import PagedEngine, inspect
+from hf_paged.kernels import cpp
+from tests.callers.test_callers import Pairs, assert_used_pool, seq2seq_trainer, timeless
 from tests.support import models
 from tests.support.checks import assert_same_tokens
+from tests.support.precision import BY_BACKEND, LEGACY, default_precision
 
 NUM_PROMPTS, PROMPT_LENGTH, ANSWER_LENGTH = 8, 21, 10
 PADDING = 6  # tokens
@@ -164,3 +168,88 @@ def test_item_02_accelerate_bf16(name: str, num_beams: int) -> None:
     assert_same_tokens(expected, model.generate(**inputs, do_sample=False, **models.PAGED))
     assert hf_paged.last_route(model).road == "engine"
     assert_used_pool(model)
+
+
+# ------------------------------------------------------------------------------------------ precision of float32
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "samples": {"do_sample": True, "num_return_sequences": 2},
+}
+NEW = 20  # tokens: enough for recorded steps
+
+
+@pytest.mark.parametrize(
+    "name", ["all", "cuda.matmul", "cudnn", "mkldnn.matmul", "medium, then all", "all, then medium"]
+)
+def test_precision_of_float32(name: str) -> None:
+    setters = BY_BACKEND | LEGACY
+    model, inputs = models.build("llama"), models.padded_prompt("llama")
+    with default_precision():
+        for part in name.split(", then "):
+            setters[part]()
+        for mode in MODES.values():
+            torch.manual_seed(0)
+            expected = model.generate(**inputs, **mode, max_new_tokens=NEW)
+            torch.manual_seed(0)
+            found = model.generate(**inputs, **mode, max_new_tokens=NEW, **models.PAGED)
+            assert_same_tokens(expected, found, name)
+            route = hf_paged.last_route(model)
+            assert route is not None
+            assert route.road == "engine"
+            assert route.reason.startswith("packed")
+            assert not cpp.is_available() or route.num_captured_steps > 0
+        prompt = models.token_ids(1, 9, seed=3)
+        expected = model.generate(prompt, do_sample=False, max_new_tokens=NEW)
+        with PagedEngine(model, {"block_size": models.BLOCK_SIZE}) as engine:
+            result = engine.generate(prompt.tolist(), {"do_sample": False, "max_new_tokens": NEW})[0]
+        assert result.error is None
+        assert result.sequences[0].token_ids == expected[0, 9:].tolist()
+    assert_used_pool(model)
+
+
+def test_an_engine_between_whose_steps_the_precision_changes() -> None:
+    model, options = models.build("llama"), {"do_sample": False, "max_new_tokens": 2 * NEW}
+    prompt = models.token_ids(1, 9, seed=3)
+    expected = model.generate(prompt, **options)[0, 9:].tolist()
+    with default_precision(), PagedEngine(model, {"block_size": models.BLOCK_SIZE}) as engine:
+        for setter in [None, *BY_BACKEND.values()]:
+            engine.add_request(prompt[0].tolist(), options)
+            for _ in range(NEW):
+                engine.step()
+            if setter is not None:
+                setter()
+            results = []
+            while engine.has_unfinished:
+                results += [output.result for output in engine.step()]
+            assert results[-1].error is None
+            assert results[-1].sequences[0].token_ids == expected
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_a_trainer_that_turns_on_tf32(name: str, tmp_path: Path) -> None:
+    """As `TrainingArguments(tf32=True)`, which wants an Ampere GPU, does."""
+    predictions, pairs = [], Pairs()
+    if name == "llama":
+        pairs.labels = pairs.inputs
+    with default_precision():
+        for is_paged in (False, True):
+            model = models.build(name)
+            if is_paged:
+                model.generation_config.cache_implementation = "paged"
+            trainer = seq2seq_trainer(model, tmp_path, num_beams=1)
+            enable_tf32(True)
+            options = {"max_length": None, "max_new_tokens": NEW}
+            predictions.append(torch.tensor(trainer.predict(pairs, **options).predictions))
+    assert_same_tokens(*predictions)
+    assert_used_pool(model)
+
+
+@pytest.mark.parametrize("name", ["all", "mkldnn.matmul"])
+def test_inspect_in_another_precision(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    models.config("llama").save_pretrained(tmp_path)
+    with default_precision():
+        BY_BACKEND[name]()
+        assert inspect.main([str(tmp_path)]) == 0
+    assert "packed" in capsys.readouterr().out

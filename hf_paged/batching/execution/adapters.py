@@ -57,9 +57,9 @@ class Adapter:
 
 
 def base_model(model: Any) -> Any:
-    """The transformers model inside a PEFT wrapper, or the model itself. Raises [`AdapterError`], a `ValueError`, for
-    adapters that PEFT's own `generate` computes and that cannot be inactive."""
-    base = model
+    """The transformers model inside wrappers of `torch.compile` and PEFT, or the model itself. Raises [`AdapterError`],
+    a `ValueError`, for adapters that PEFT's own `generate` computes and that cannot be inactive."""
+    base = model = getattr(model, "_orig_mod", model)
     if hasattr(model, "get_base_model"):
         base = model.get_base_model()
     elif _is_of_peft(model) and "base_model" in model._modules:

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...attention.backends import obstacles
 from ...attention.latent import wrap_expansions
 from ...attention.masks import mask_observer
-from ...attention.switch import switchable_configs, use_paged_attention
+from ...attention.switch import compiled_layers, switchable_configs, use_paged_attention
 from ...cache.memory import PagedMemory, autocast_dtype
+from ...compiled import running_eagerly
 from ...interrupts import let_in, step_lock
 from ...model.forwards import compute_device
 from ...model.ranks import ranks_of
@@ -140,7 +141,8 @@ class Executor:
         self.replays = False  # whether graphs are used
         self.adapters: Adapters | None = None  # runs rows with different adapters in one forward
         self.ahead = RunAhead(memory, scheduler)
-        self._configs: list[PreTrainedConfig] | None = None  # configs whose attention is switched
+        # during a step: compiled layers that run without compiled code, configs whose attention is switched
+        self._switched: tuple[list[nn.Module], list[PreTrainedConfig]] | None = None
         self._num_changes = -1  # `guard.num_changes` at the last `notice_model`
         self._is_state_due = False  # whether the runner must still get the model's state
 
@@ -187,7 +189,7 @@ class Executor:
 
     def _forget_model(self) -> None:
         """Drops what is known of the model: no graph is used before its state is read again; configs may differ."""
-        self._num_changes, self._configs, self._is_state_due = -1, None, False
+        self._num_changes, self._switched, self._is_state_due = -1, None, False
         self.num_embeddings = num_embeddings(self.model)  # valid token ids are below this
         self.ahead.clear()
         if self.adapters is not None:
@@ -203,17 +205,21 @@ class Executor:
 
     @contextlib.contextmanager
     def attention(self) -> Iterator[None]:
-        """Around each step: switches the model's attention to `"hf_paged"`, and turns off mask observers."""
-        configs = self._configs  # `begin` resets it, perhaps in another call's thread
-        if configs is None:
+        """Around each step: switches the model's attention to `"hf_paged"`, runs layers with a cache without compiled
+        code, and turns off mask observers."""
+        switched = self._switched  # `begin` resets it, perhaps in another call's thread
+        if switched is None:
             every = list(self.model.modules())
             modules = every if self._switches_attention else []
-            self.runner.products = own_products(every)
             wrap_expansions(modules)
-            configs = self._configs = switchable_configs(modules)
+            layers = compiled_layers(every)
+            with running_eagerly(layers):
+                self.runner.products = own_products(every)
+            switched = self._switched = layers, switchable_configs(modules)
+        layers, configs = switched
         tokens = mask_observer.set(None), obstacles.set(self.slowed_by)
         try:
-            with torch.no_grad(), use_paged_attention(configs):
+            with torch.no_grad(), running_eagerly(layers), use_paged_attention(configs):
                 yield
         finally:
             mask_observer.reset(tokens[0])

@@ -61,6 +61,38 @@ MIN_TABLE_TOKENS = 1024  # least capacity of block tables: short sequences need 
 MAX_CHUNK_TOKENS = 512
 MIN_CHUNK_TOKENS, MIN_CHUNKS, MIN_PREFIXES = 16, 4, 4
 
+# Global options of torch that decide which kernels a forward launches: attributes and functions below `torch`. The
+# settings by backend and operation follow the options that they inherit from and the legacy ones
+# (`set_float32_matmul_precision`, `allow_tf32`), whose reading raises once a setting by backend was used.
+_OPTIONS = (
+    *("backends.cuda.matmul.fp32_precision", "backends.cudnn.conv.fp32_precision", "backends.cudnn.rnn.fp32_precision"),
+    *(f"backends.mkldnn.{operation}.fp32_precision" for operation in ("matmul", "conv", "rnn")),
+    *(
+        f"backends.cuda.matmul.allow_{name}"
+        for dtype in ("fp16", "bf16")
+        for name in (f"{dtype}_reduced_precision_reduction", f"{dtype}_reduced_precision_reduction_split_k")
+    ),
+    *("backends.cuda.matmul.allow_fp16_accumulation", "backends.cuda.preferred_blas_library"),
+    *(f"backends.cuda.{name}_sdp_enabled" for name in ("flash", "mem_efficient", "math", "cudnn")),
+    "backends.cuda.fp16_bf16_reduction_math_sdp_allowed",
+    *(f"backends.cudnn.{name}" for name in ("enabled", "benchmark", "deterministic")),
+    *("backends.mkldnn.enabled", "backends.mkldnn.deterministic", "backends.mha.get_fastpath_enabled"),
+    *("backends.opt_einsum.enabled", "backends.opt_einsum.strategy"),
+    *("are_deterministic_algorithms_enabled", "get_default_dtype", "get_num_threads"),
+)
+
+
+def torch_options() -> tuple[Any, ...]:
+    """The values of torch's global options that a recorded step depends on; `None` for those that this torch lacks."""
+    return tuple(map(_option, _OPTIONS))
+
+
+def _option(name: str) -> Any:
+    value: Any = torch
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    return value() if callable(value) else value
+
 
 class Key(NamedTuple):
     """Identifies a recorded graph."""
@@ -180,17 +212,11 @@ class StepGraphs:
         """Drops all graphs if they were recorded with the model in another state; in-place weight changes are fine."""
         model = self._model()
         assert model is not None
-        matmul = torch.backends.cuda.matmul
         found = (
             state.addresses(),
-            # global options that decide which kernels a forward launches
-            torch.get_float32_matmul_precision(),
-            matmul.allow_fp16_reduced_precision_reduction,
-            matmul.allow_bf16_reduced_precision_reduction,
-            torch.are_deterministic_algorithms_enabled(),
+            torch_options(),
             model_attention(model.config.get_text_config(decoder=True)),
             os.environ.get(VARIABLE),
-            torch.get_num_threads(),
         )
         if found != self._signature:
             self.clear()

@@ -1,0 +1,311 @@
+"""Models that `torch.compile` compiled, as a whole or in parts: same tokens, and our code is not traced."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from transformers import LogitsProcessor, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+import hf_paged
+from hf_paged import PagedEngine
+from hf_paged.attention.switch import compiled_layers
+from hf_paged.compiled import is_compiled, replaced_forward, running_eagerly, uncompiled
+from hf_paged.model.state import fingerprint
+from tests.callers.test_callers import assert_used_pool
+from tests.support import models
+from tests.support.checks import assert_same_tokens, in_threads
+
+OPTIONS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 20}  # enough for recorded steps
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "samples": {"do_sample": True, "num_return_sequences": 2},
+}
+PROMPT = models.token_ids(1, 9, seed=3)
+COMPILED_FRAMES = 3
+"""Frames of a compiled part without a cache beyond plain's: packed steps have batches of one row, where plain's have as
+many as prompts, and a check runs both kinds."""
+
+compile_ = functools.partial(torch.compile, backend="eager")
+
+
+@pytest.fixture(autouse=True)
+def dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def num_frames() -> int:
+    """Frames that Dynamo has compiled, or tried to, since the last call."""
+    total = counters["frames"]["total"]
+    counters.clear()
+    return total
+
+
+def generate(model: Any, **options: Any) -> Tensor:
+    torch.manual_seed(0)
+    tokens: Tensor = model.generate(**models.padded_prompt("llama"), **{**OPTIONS, **options})
+    return tokens
+
+
+def engine_tokens(model: Any) -> list[int]:
+    with PagedEngine(model, {"block_size": models.BLOCK_SIZE}) as engine:
+        result = engine.generate(PROMPT.tolist(), OPTIONS)[0]
+    assert result.error is None
+    return result.sequences[0].token_ids
+
+
+def _wrapper(model: PreTrainedModel) -> Any:
+    return compile_(model)
+
+
+def _forward(model: PreTrainedModel) -> Any:
+    model.forward = compile_(model.forward)
+    return model
+
+
+def _whole_graph(model: PreTrainedModel) -> Any:
+    model.forward = compile_(model.forward, fullgraph=True)
+    return model
+
+
+def _inductor(model: PreTrainedModel) -> Any:
+    model.forward = torch.compile(model.forward)
+    return model
+
+
+def _in_place(model: PreTrainedModel) -> Any:
+    model.compile(backend="eager")
+    return model
+
+
+def _decoder(model: Any) -> Any:
+    model.model = compile_(model.model)
+    return model
+
+
+def _layer(model: Any) -> Any:
+    model.model.layers[0] = compile_(model.model.layers[0])
+    return model
+
+
+def _layer_forward(model: Any) -> Any:
+    layer = model.model.layers[0]
+    layer.forward = compile_(layer.forward)
+    return model
+
+
+def _layers_in_place(model: Any) -> Any:
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    return model
+
+
+def _everything(model: Any) -> Any:
+    return _in_place(_forward(_layers_in_place(_layer_forward(_decoder(model)))))
+
+
+def _attention(model: Any) -> Any:
+    attention = model.model.layers[1].self_attn
+    attention.forward = compile_(attention.forward)
+    return model
+
+
+SLOW = [pytest.param(wrap, marks=pytest.mark.slow) for wrap in (_whole_graph, _decoder, _layer, _layers_in_place)]
+WRAPS = [_wrapper, _forward, _in_place, _layer_forward, _attention, _everything, *SLOW]
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_tokens_and_frames_in_float32(wrap: Callable[[Any], Any]) -> None:
+    plain, model = models.build("llama"), wrap(models.build("llama"))
+    for mode, options in MODES.items():
+        found = generate(model, **options, **models.PAGED)
+        assert_same_tokens(generate(plain, **options), found, mode)
+        route = hf_paged.last_route(getattr(model, "_orig_mod", model))
+        assert route is not None
+        assert route.reason.startswith("packed"), route.reason
+    assert engine_tokens(model) == plain.generate(PROMPT, **OPTIONS)[0, PROMPT.shape[1] :].tolist()
+    assert num_frames() == 0
+    assert_used_pool(getattr(model, "_orig_mod", model))
+
+
+@pytest.mark.parametrize("wrap", [_forward, _inductor, _in_place, _layer_forward, _everything])
+def test_tokens_and_frames_in_bfloat16(wrap: Callable[[Any], Any]) -> None:
+    """The same kernels run as in a model that is not compiled, so rounding is the same, too."""
+    plain, model = models.build("llama").bfloat16(), wrap(models.build("llama").bfloat16())
+    expected = generate(plain, num_beams=3, **models.PAGED)
+    assert_same_tokens(expected, generate(model, num_beams=3, **models.PAGED), "beams")
+    assert engine_tokens(model) == engine_tokens(plain)
+    assert num_frames() == 0
+
+
+@pytest.mark.parametrize("name", ["t5", "gpt2", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+def test_other_architectures(name: str) -> None:
+    plain, model = models.build(name), _forward(models.build(name))
+    inputs = models.prompt(name)
+    options = {**OPTIONS, "max_new_tokens": 8}
+    expected = plain.generate(**inputs, **options)
+    assert_same_tokens(expected, model.generate(**inputs, **options, **models.PAGED), name)
+    assert num_frames() == 0
+
+
+@pytest.mark.parametrize("what", ["attention weights", "a hook"])
+def test_under_the_models_own_loop(what: str) -> None:
+    plain, model = models.build("llama"), _forward(models.build("llama"))
+    options: dict[str, Any] = {}
+    if what == "a hook":
+        model.register_forward_hook(lambda *arguments: None)
+    else:
+        options = {"output_attentions": True, "return_dict_in_generate": True}
+    found = generate(model, **options, **models.PAGED)
+    assert_same_tokens(generate(plain), found["sequences"] if options else found, what)
+    route = hf_paged.last_route(model)
+    assert route is not None
+    assert route.road == "hf_loop"
+    assert num_frames() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_parts_without_a_cache_stay_compiled(dtype: torch.dtype) -> None:
+    plain, model = models.build("llama").to(dtype), models.build("llama").to(dtype)
+    model.model.norm.compile(backend="eager")
+    assert not compiled_layers(model.modules())
+    expected = generate(plain)
+    assert_same_tokens(expected, generate(model), "plain")
+    count = num_frames()
+    torch._dynamo.reset()
+    found = generate(model, **models.PAGED)
+    assert 0 < num_frames() <= count + COMPILED_FRAMES
+    if dtype is torch.float32:
+        assert_same_tokens(expected, found, "paged")
+
+
+def test_plain_calls_run_compiled_code_again() -> None:
+    model = _forward(models.build("llama", num_hidden_layers=1))
+    options = {"max_new_tokens": 2}
+    expected = generate(model, **options, **models.PAGED)
+    assert num_frames() == 0
+    assert_same_tokens(expected, generate(model, **options), "plain")
+    assert num_frames() > 0
+
+
+def test_generate_called_by_a_compiled_function() -> None:
+    model = models.build("llama")
+    expected = generate(model)
+    num_frames()
+    inputs = models.padded_prompt("llama")
+    compiled = compile_(lambda: model.generate(**inputs, **OPTIONS, **models.PAGED))
+    assert_same_tokens(expected, compiled(), "compiled")
+    assert num_frames() < 40  # those of the function, and of the code up to the engine
+
+
+def test_a_compiled_assistant() -> None:
+    model, assistant = models.build("llama"), _forward(models.build("llama", num_hidden_layers=1))
+    expected = model.generate(PROMPT, **OPTIONS)
+    found = model.generate(PROMPT, **OPTIONS, assistant_model=assistant, **models.PAGED)
+    assert_same_tokens(expected, found, "assisted")
+    assert num_frames() == 0
+
+
+# ----------------------------------------------------------------------------------------------- what is switched
+
+
+def attributes(model: nn.Module) -> list[dict[str, Any]]:
+    names = "forward", "_compiled_call_impl"
+    return [{name: vars(x)[name] for name in names if name in vars(x)} for x in model.modules()]
+
+
+def test_attributes_are_put_back() -> None:
+    model = _everything(models.build("llama"))
+    before = attributes(model)
+    layers = compiled_layers(model.modules())
+    with running_eagerly(layers):
+        assert attributes(model) != before
+        with running_eagerly(compiled_layers(model.modules())):
+            pass
+        assert compiled_layers(model.modules()) == layers, "those that are switched now"
+        assert not any(map(is_compiled, model.modules()))
+    assert attributes(model) == before
+
+
+def test_a_forward_compiled_on_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", compile_(LlamaDecoderLayer.forward))
+    model = models.build("llama")
+    found = generate(model, **models.PAGED)
+    assert num_frames() == 0
+    assert not any(attributes(model))
+    monkeypatch.undo()
+    assert_same_tokens(generate(models.build("llama")), found, "paged")
+
+
+def test_a_forward_that_a_caller_sets_meanwhile_stays() -> None:
+    model = _forward(models.build("llama"))
+
+    class Replaces(LogitsProcessor):
+        forward: Any = None
+
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            if self.forward is None:
+                own = uncompiled(model.forward)
+                self.forward = model.forward = functools.partial(own)
+            return scores
+
+    processor = Replaces()
+    generate(model, logits_processor=[processor], **models.PAGED)
+    assert model.forward is processor.forward
+
+
+def test_overlapping_calls() -> None:
+    model = _everything(models.build("llama"))
+    before, expected = attributes(model), generate(models.build("llama"))
+    lone = models.build("llama").generate(PROMPT, **OPTIONS)[0, PROMPT.shape[1] :].tolist()
+
+    def call(number: int) -> None:
+        for _ in range(3):
+            if number:
+                found = model.generate(**models.padded_prompt("llama"), **OPTIONS, **models.PAGED)
+                assert_same_tokens(expected, found, "a call")
+            else:
+                assert engine_tokens(model) == lone
+
+    in_threads(*(functools.partial(call, number) for number in range(3)))
+    assert attributes(model) == before
+    assert num_frames() == 0
+
+
+def test_a_model_is_the_same_compiled_or_not() -> None:
+    """So cached prefixes stay, and no check runs again."""
+    plain, model = models.build("llama"), _in_place(_forward(_layer_forward(models.build("llama"))))
+    expected = fingerprint(plain)
+    assert fingerprint(model) == expected
+    with running_eagerly(compiled_layers(model.modules())):
+        assert fingerprint(model) == expected
+    assert not any(replaced_forward(module) for module in model.modules())
+    model.forward = lambda **inputs: type(model).forward(model, **inputs)
+    assert replaced_forward(model) is model.forward
+    assert fingerprint(model) != expected
+
+
+def test_wrappers_of_compiled_functions_are_not_unwrapped() -> None:
+    """A library may cast the outputs of the compiled forward, as accelerate does."""
+    compiled = compile_(models.build("llama").forward)
+
+    @functools.wraps(compiled)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return compiled(*args, **kwargs)
+
+    module = nn.Module()
+    module.forward = wrapper
+    assert uncompiled(wrapper) is wrapper
+    assert uncompiled(compiled) is not compiled
+    assert is_compiled(module), "its products are left to PyTorch"

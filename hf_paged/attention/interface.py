@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function
 
 from .. import compat
 from ..cache.handles import LazyTensor, PagedTensor, implements
@@ -17,7 +18,15 @@ from ..step import NotPackable, StepMetadata
 from . import backends, switch
 from .backends.reference import AttentionCall
 from .latent import LatentTensor, attend_packed
-from .masks import PagedMask, attention_observer, in_table_coordinates, mask_observer, packed_step, rectangle_step
+from .masks import (
+    PagedMask,
+    attention_observer,
+    in_table_coordinates,
+    mask_observer,
+    packed_step,
+    parse,
+    rectangle_step,
+)
 
 # A row with more queries is a prefill chunk, for which gathering once and calling sdpa costs less than 3% more.
 MAX_IN_PLACE_QUERIES = 16
@@ -34,10 +43,12 @@ def register() -> None:
 @torch.compiler.disable
 def paged_mask(**arguments: Any) -> Tensor | None:
     """The mask interface for `"hf_paged"`, with the arguments of `transformers.masking_utils.sdpa_mask` by name.
-    Returns a [`PagedMask`], or, if the model's own mask function is not one of transformers', that function's mask."""
+    Returns a [`PagedMask`] if transformers' own functions make the mask and its pattern is known, else the mask of the
+    model's own implementation: it is made here, since `torch.vmap`, which it may use, cannot run inside of the
+    operation that first reads a symbolic mask."""
     implementation = switch.model_attention(arguments.get("config"))
     make = compat.mask_function(implementation)
-    if make not in switch.STOCK_MASKS:
+    if make not in switch.STOCK_MASKS or parse(arguments.get("mask_function", causal_mask_function)) is None:
         return None if make is None else make(**arguments)
     mask = PagedMask(arguments, implementation)
     if observe := mask_observer.get():
@@ -109,7 +120,7 @@ def _packed(
     step = key.step if isinstance(key, PagedTensor) else key.latent.step
     features = _features(module, query, step, kwargs)
     if features is None or features[3] is not None:
-        raise NotPackable(f"{type(module).__name__} adds more to attention than softcap and sinks")
+        raise NotPackable(f"{type(module).__name__} adds more to attention than softcap and sinks, such as dropout")
     if query.shape[0] != 1 or query.shape[2] != step.num_tokens:
         raise NotPackable(f"queries of shape {tuple(query.shape)} in a packed step of {step.num_tokens} tokens")
     metadata = step.plan(packed_step, mask)

@@ -59,23 +59,46 @@ def _made_by(function: Any) -> tuple[str, dict[str, Any]]:
 
 
 class PagedMask(LazyTensor):
-    """The mask `(batch, 1, query_length, kv_length)` of a mask function. Our attention function reads its pattern;
-    other operations get the dense mask of the model's own implementation (`model_attention`)."""
+    """The mask `(batch, 1, query_length, kv_length)` of a mask function with a `MaskPattern`. Our attention function
+    reads its pattern. A slice that keeps the last queries is symbolic too; other operations get the dense mask of the
+    model's own implementation (`model_attention`)."""
 
     arguments: dict[str, Any]
     model_attention: str
-    pattern: MaskPattern | None
+    pattern: MaskPattern
     _made: dict[str, Any]  # cached results
 
     @staticmethod
     def __new__(cls, arguments: dict[str, Any], model_attention: str) -> PagedMask:
         """`arguments`: what transformers passed to the mask interface."""
+        pattern = parse(arguments.get("mask_function", causal_mask_function))
+        assert pattern is not None
         shape = (arguments["batch_size"], 1, arguments["q_length"], arguments["kv_length"])
         dtype = torch.bool if model_attention == "sdpa" else arguments.get("dtype", torch.float32)
         mask = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=arguments.get("device", "cpu"))
         mask.arguments, mask.model_attention, mask._made = arguments, model_attention, {}
-        mask.pattern = parse(arguments.get("mask_function", causal_mask_function))
+        mask.pattern = pattern
         return mask
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.alias.default, torch.ops.aten.slice.Tensor) and not kwargs:
+            mask, *range_of = args
+            if (kept := mask._slice(*range_of)) is not None:
+                return kept
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _slice(self, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> PagedMask | None:
+        """The mask of the indices `start:end:step` on an axis; `None` unless they are all, or the last queries."""
+        size = self.shape[dim]
+        first, last, stride = slice(start, end, step).indices(size)
+        are_last_queries = dim % self.dim() == 2 and first < size
+        if stride != 1 or last != size or not (first == 0 or are_last_queries):
+            return None
+        arguments = self.arguments
+        if first:
+            arguments = {**arguments, "q_length": size - first, "q_offset": arguments.get("q_offset", 0) + first}
+        return PagedMask(arguments, self.model_attention)
 
     def resolve(self, implementation: str) -> Any:
         """Returns the mask of `implementation`'s mask interface for the same arguments (for sdpa it may be `None`)."""
@@ -114,7 +137,7 @@ class LooksAhead:
             return  # in a vision tower
         self.num_calls += 1
         if isinstance(mask, PagedMask):
-            is_causal = mask.pattern is not None and mask.pattern.causal
+            is_causal = mask.pattern.causal
         elif mask is not None:
             is_causal = False
         if not is_causal and not any(mask is known for known in self._masks):
@@ -164,11 +187,12 @@ def packed_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
     """Applies the window or chunks of the mask to a packed step. Raises `NotPackable` if the mask is not causal, hides
     other tokens, or shows tokens whose blocks the layer group has freed."""
     if not isinstance(mask, PagedMask):
-        raise NotPackable(f"the attention mask is {'None' if mask is None else 'a dense tensor'}")
+        what = "None" if mask is None else "a dense tensor, not just causal with a window or chunks"
+        raise NotPackable(f"the attention mask is {what}")
     arguments, pattern = mask.arguments, mask.pattern
     sizes = [arguments.get(name, 0) for name in ("batch_size", "q_length", "kv_length", "kv_offset")]
-    if pattern is None or not pattern.causal:
-        raise NotPackable("the attention mask is more than causal with a window or chunks")
+    if not pattern.causal:
+        raise NotPackable("the attention mask shows later tokens")
     if sizes != [1, step.num_tokens, step.num_tokens, 0]:
         raise NotPackable(f"the attention mask was made for other sizes than 1 x {step.num_tokens} tokens: {sizes}")
     if mask.visible_columns != ((0,), (step.num_tokens,)):
@@ -238,7 +262,7 @@ def rectangle_step(
         return metadata, None if mask is None else in_table_coordinates(mask.float(), step)
     arguments, pattern = mask.arguments, mask.pattern
     sizes = (arguments["q_length"], arguments["kv_length"], arguments.get("kv_offset", 0))
-    if pattern is None or sizes != (query_len, len(columns), columns.start):
+    if sizes != (query_len, len(columns), columns.start):
         return None
     visible = mask.visible_columns
     # implementations differ in the result of a row that sees nothing

@@ -197,7 +197,7 @@ def make_runner(
 ) -> tuple[BlockManager, Runner]:
     """Makes the block manager and the runner of sequences for this layout."""
     if layout.unsupported_reason is None:
-        runner = PackedRunner(model, cache)
+        runner = PackedRunner(model, cache, layout.mixed_lengths)
         runner.is_invariant = is_invariant
         return cache.memory.manager(cache.groups), runner
     states = StateSpec(is_empty=not state_layers(cache))

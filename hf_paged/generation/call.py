@@ -187,7 +187,7 @@ class Call:
 
     def _observe(self, mask: PagedMask) -> None:
         """Finds the left padding in the model's causal mask: those positions need not be stored."""
-        if mask.pattern is None or not mask.pattern.causal or mask.arguments.get("q_offset", 0) != 0:
+        if not mask.pattern.causal or mask.arguments.get("q_offset", 0) != 0:
             return
         config = self.model.config.get_text_config(decoder=True)
         if getattr(config, "cross_attention_layers", None):  # these layers do not hold the padded text

@@ -133,6 +133,14 @@ def choose_layout(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -
     return layout._replace(unsupported_reason=packed)
 
 
+def note_unpackable(model: PreTrainedModel, cache: PagedCache, reason: str) -> None:
+    """Notes that a packed forward failed for `reason` although `self_check` had found none: while the model stays in
+    this state, `choose_layout` chooses no packed layout."""
+    key = _key(self_check, None, model, cache, list(model.named_modules()))
+    with _lock:
+        _note(_verdicts.setdefault(model, {}), key, f"packed, its forward fails: {reason}")
+
+
 def reason_against_invariance(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> str | None:
     """Why a packed model cannot serve `batch_invariant`; `make` gives runners that compute each row as if alone."""
     if compute_device(model).type != "cpu":
@@ -249,8 +257,7 @@ def _look(
     reason = next(_reasons(model, cache, modules, layout), None)
     if reason is not None and ranks is None:
         return reason
-    layers = tuple((type(layer), getattr(layer, "sliding_window", None)) for layer in cache.layers)
-    key = check, kind, layers, _code(model, modules)
+    key = _key(check, kind, model, cache, modules)
     with _lock:
         known = _verdicts.setdefault(model, {})
         state = _OPEN if key not in known else _KNOWN
@@ -266,10 +273,19 @@ def _look(
     except ForwardFailedError as error:  # the cause may be temporary: the next call checks again
         return str(error)
     with _lock:
-        while len(known) >= _MAX_VERDICTS:
-            del known[next(iter(known))]
-        known[key] = verdict
+        _note(known, key, verdict)
     return verdict
+
+
+def _key(check: Callable[..., Any], kind: Any, model: PreTrainedModel, cache: PagedCache, modules: Modules) -> Hashable:
+    layers = tuple((type(layer), getattr(layer, "sliding_window", None)) for layer in cache.layers)
+    return check, kind, layers, _code(model, modules)
+
+
+def _note(verdicts: dict[Hashable, Any], key: Hashable, verdict: Any) -> None:
+    while key not in verdicts and len(verdicts) >= _MAX_VERDICTS:
+        del verdicts[next(iter(verdicts))]
+    verdicts[key] = verdict
 
 
 def _code(model: PreTrainedModel, modules: Modules) -> Hashable:
@@ -379,13 +395,23 @@ TOLERANCE, HALF_TOLERANCE = 1e-3, {torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _CONFIG = PagedConfig(block_size=8, kv_dtype=None, storage="blocks")
 _LENGTH = 22  # tokens of each of the three sequences; above the windows and block size of a test's model
 _FIRST, _SECOND = 8, 9  # prompt tokens of the first two sequences
-_CHUNK, _THIRD = 18, 13  # tokens of the third's first chunk, more than a decode has; of its prompt without chunks
+_CHUNK, _THIRD = 18, 13  # tokens of the third's first chunk, of its prompt without chunks
 # `hf_paged.budget` does not count it: a check that runs out of memory would say that the model cannot be packed
 _scratch_memory = functools.partial(PagedMemory, _CONFIG, is_bounded=False)
 _NUM_PROBED, _NUM_STEPS = 4, 3  # tokens of a prompt, and of steps behind it, that show which tables are read
 StepPlan = tuple[tuple[int, ...], tuple[tuple[tuple[int, int], ...], ...]]  # prompt lengths; steps of (row, query_len)
-# Prompts side by side; decodes beside a chunk; a chunk after cached tokens.
-_PACKED_STEPS = ((0, _FIRST), (1, _SECOND)), ((0, 1), (1, 1), (2, _CHUNK)), ((0, 1), (2, _LENGTH - _CHUNK))
+# Prompts side by side; decodes beside a chunk after cached tokens; nothing but decodes, of which all logits are wanted.
+_PACKED_STEPS = (
+    ((0, _FIRST), (1, _SECOND), (2, _CHUNK)),
+    ((0, 1), (1, 1), (2, _LENGTH - _CHUNK)),
+    ((0, 1), (1, 1)),
+)
+_PACKED_ENDS = (
+    *((0, _FIRST), (1, _SECOND)),
+    *((0, _FIRST + 1), (1, _SECOND + 1), (2, _LENGTH)),
+    *((0, _FIRST + 2), (1, _SECOND + 2)),
+)
+"""The row of each of these steps' logits, and the number of tokens that precede them."""
 # Prompts in two chunks; the second ones of equal length run side by side: shorter than a convolution's kernel, and
 # longer.
 _CONTINUING_STEPS = ((0, _FIRST), (2, 12), (1, 4)), ((0, 3), (2, 3), (1, 6))
@@ -406,12 +432,11 @@ def self_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> L
         found = _step_logits(model, make, Layout(), rows, ((_FIRST, _SECOND, _LENGTH), _PACKED_STEPS))
     except ForwardFailedError as error:
         return f"packed, {error}"
-    positions = [(0, _FIRST), (1, _SECOND), (0, _FIRST + 1), (1, _SECOND + 1), (0, _FIRST + 2), (2, _LENGTH)]
-    alone = torch.stack([whole[row, end - 1] for row, end in positions])
+    alone = torch.stack([whole[row, end - 1] for row, end in _PACKED_ENDS])
     in_steps = torch.stack([decoded[0, 1], decoded[1, 2], decoded[0, 2]])
     difference = functools.partial(_difference, dtypes, cache)
     in_any_step = difference(alone, found, "logits")
-    in_decodes = difference(in_steps, found[2:5], "logits of decode steps")
+    in_decodes = difference(in_steps, found[[2, 3, 5]], "logits of decode steps")
     # the model's `prepare_inputs_for_generation` may give a first forward other inputs
     reason = in_any_step or in_decodes or difference(decoded[:, 0], whole[:, _FIRST - 1], "first logits")
     # the model may count padding among positions
@@ -431,31 +456,33 @@ def invariance_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner
         return found
     with _forwards(model):
         rows = _test_tokens(model)
-    prompts, end = (_FIRST, _SECOND, _LENGTH), _FIRST + 2
-    plans = [
-        (prompts, _PACKED_STEPS),
-        (prompts, (((0, _FIRST),), ((0, 1),), ((0, 1),))),
-        (prompts, (((1, _SECOND),), ((1, 1),))),
-        (prompts, (((2, _LENGTH),),)),
-        ((end, _SECOND, _LENGTH), (((0, end),),)),
-    ]
-    together, first, second, third, at_once = (_step_logits(model, make, Layout(), rows, plan) for plan in plans)
-    alone = torch.stack([first[0], second[0], first[1], second[1], first[2], third[0]])
-    if not torch.equal(together, alone) or not torch.equal(at_once, first[2:]):
+    end = _FIRST + 2
+    at_once = _step_logits(model, make, Layout(), rows, ((end, _SECOND, _LENGTH), (((0, end),),)))
+    together, alone = _together_and_alone(model, make, rows)
+    if not torch.equal(together, alone) or not torch.equal(at_once[0], alone[_PACKED_ENDS.index((0, end))]):
         return "some of what its forward computes is not done row by row"
     return None
+
+
+def _together_and_alone(model: PreTrainedModel, make: MakeRunner, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits of `_PACKED_STEPS`, and of each row in steps of its own, `(len(_PACKED_ENDS), vocab_size)` each."""
+    prompts = (_FIRST, _SECOND, _LENGTH)
+    logits: dict[tuple[int, int], Tensor] = {}
+    for row, prompt in enumerate(prompts):
+        ends = [end for number, end in _PACKED_ENDS if number == row]
+        steps = ((row, prompt),), *([((row, 1),)] * (len(ends) - 1))
+        of_row = _step_logits(model, make, Layout(), rows, (prompts, steps))
+        logits |= {(row, end): computed for end, computed in zip(ends, of_row)}
+    together = _step_logits(model, make, Layout(), rows, (prompts, _PACKED_STEPS))
+    return together, torch.stack([logits[place] for place in _PACKED_ENDS])
 
 
 def mixing_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> str | None:
     """Why rows in a step have other logits than alone; `None` if they agree. Raises as `self_check`."""
     with _forwards(model):
         rows = _test_tokens(model)
-    prompts = (_FIRST, _SECOND, _LENGTH)
-    alone = (((0, _FIRST),), ((0, 1),), ((0, 1),)), (((1, _SECOND),), ((1, 1),)), (((2, _LENGTH),),)
-    together = _step_logits(model, make, Layout(), rows, (prompts, _PACKED_STEPS))
-    first, second, third = (_step_logits(model, make, Layout(), rows, (prompts, steps)) for steps in alone)
-    expected = torch.stack([first[0], second[0], first[1], second[1], first[2], third[0]])
-    return _difference({model.dtype}, cache, expected, together, "logits", "with several adapters in a forward")
+    together, alone = _together_and_alone(model, make, rows)
+    return _difference({model.dtype}, cache, alone, together, "logits", "with several adapters in a forward")
 
 
 def side_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> Layout:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, Gemma2Config, GPT2Config, LlamaConfig, T5Config
+from transformers.masking_utils import blockwise_overlay, create_causal_mask
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as gemma2_eager
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_eager
 from transformers.models.granite_swa import modeling_granite_swa
@@ -228,3 +229,18 @@ def test_a_class_that_repeats_its_inputs_by_itself_is_served_and_left_as_it_was(
         assert Own._expand_inputs_for_generation is own
     finally:
         hf_paged.install()
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_masks_without_a_pattern_are_those_of_the_model(implementation: str) -> None:
+    """Also those that transformers makes with `torch.vmap`, which cannot run when an operation reads a mask."""
+    config = LlamaConfig(**TINY, attn_implementation=implementation)
+    blocks = torch.tensor([[-1, 0, 0, -1, 1, 1]])
+    given = {
+        **{"config": config, "inputs_embeds": torch.zeros(1, 6, 32), "attention_mask": torch.ones(1, 6)},
+        **{"past_key_values": None, "or_mask_function": blockwise_overlay(blocks)},
+    }
+    expected = create_causal_mask(**given)
+    with use_paged_attention([config]):
+        found = create_causal_mask(**given)
+    assert type(found) is torch.Tensor and torch.equal(found, expected)

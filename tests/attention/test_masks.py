@@ -68,6 +68,40 @@ def test_any_operation_sees_what_the_model_s_own_mask_would_be(implementation: s
     assert torch.equal(torch.cat([mask, mask], 0), torch.cat([own, own], 0))
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_slice_of_the_last_queries_keeps_the_pattern(implementation: str) -> None:
+    given = arguments(mask_function=masking_utils.sliding_window_causal_mask_function(3))
+    mask = PagedMask(given, implementation)
+    own = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[implementation](**given)
+    for first in (0, 1, 2, -1):
+        part = mask[:, :, first:, :]
+        assert isinstance(part, PagedMask) and part.pattern == mask.pattern
+        assert torch.equal(part.dense(), own[:, :, first:, :])
+        arguments_of_part = part.arguments["q_length"], part.arguments["q_offset"]
+        assert arguments_of_part == (len(range(3)[first:]), 2 + range(3)[first])
+    assert isinstance(mask[:, :, -2:][..., :5][:, :, -1:], PagedMask), "of a slice, and all keys"
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        (slice(None), slice(None), slice(0, 2)),
+        (slice(None), slice(None), slice(None, None, 2)),
+        (slice(None), slice(None), slice(3, None)),
+        (slice(None), slice(None), 2),
+        (slice(1, None),),
+        (slice(None), slice(None), slice(None), slice(1, None)),
+        (slice(None), slice(None), torch.tensor([2])),
+    ],
+    ids=["first queries", "every other", "none", "one", "rows", "keys", "picked"],
+)
+def test_other_slices_are_dense(index: Any) -> None:
+    mask = PagedMask(arguments(), "sdpa")
+    part = mask[index]
+    assert not isinstance(part, PagedMask)
+    assert torch.equal(part, masking_utils.sdpa_mask(**arguments())[index])
+
+
 def test_resolve_keeps_the_skips_of_each_implementation() -> None:
     free = PagedMask(arguments(attention_mask=None, q_length=5, q_offset=0), "sdpa")
     assert free.resolve("sdpa") is None, "sdpa takes is_causal instead"

@@ -438,7 +438,7 @@ def test_a_fault_in_a_mixed_forward(error: type[BaseException], tmp_path: Path) 
     folders, bare = saved(model, tmp_path), models.build("llama")
     before = model_state(bare)
     with PagedEngine(bare, PagedConfig(block_size=8, capture=False)) as engine:
-        countdown, results = Countdown(13, error), dict[str, Any]()
+        countdown, results = Countdown(14, error), dict[str, Any]()
         for i, (folder, prompt) in enumerate(zip(folders, texts)):
             engine.add_request(prompt, GREEDY, request_id=str(i), adapter=folder)
         with replaced_forward(last_block(bare), countdown):

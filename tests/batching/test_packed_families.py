@@ -11,6 +11,8 @@ import transformers
 
 from hf_paged import PagedConfig, PagedEngine, last_route, memory_stats
 from tests.support.architecture_configs import tiny_model
+from tests.support.architecture_inputs import make_inputs
+from tests.support.architecture_media import media_rows
 from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, run_all
 from tests.support.models import BEFORE_5_18
 
@@ -33,6 +35,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "narrow latents": ("DeepseekV3ForCausalLM", {"kv_lora_rank": 8, "qk_rope_head_dim": 8}),  # apart from rotary keys
     # queries are scaled by position; in plain rows positions count padding, too
     "scales": ("Llama4ForCausalLM", {**CHUNKED, "floor_scale": 8, "attn_scale": 0.5}),
+    # the last layers read others' keys under a slice of the mask, with the last queries alone where logits are picked
+    "shared keys": ("Gemma4ForCausalLM", {"num_kv_shared_layers": 2}),
 }
 # rotary factors of a sequence's own length, from 33 tokens on: one set of them, one that plain goes back with, one each
 LENGTHS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -111,7 +115,7 @@ def test_preempted_requests_go_on(name: str, preemption: Any) -> None:
     assert check(name, prompts(20, 25, 9, 31), modes, config).num_preemptions > 0, "the budget was meant to be short"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "shared keys"])  # a window has dropped them
 def test_prefixes_are_found_again(name: str) -> None:
     skip_where_plain_is_broken(name)
     (prefix,), options = prompts(29), MODES["greedy"]
@@ -159,3 +163,38 @@ def test_rows_whose_longest_decides_the_rotary_factors(name: str, mode: str) -> 
         route = last_route(model)
         assert route is not None and route.road == (road or ("hf_loop" if name == "dynamic" else "engine")), route
         assert memory_stats(model).used_blocks == 0
+
+
+SAMPLES = {"do_sample": True, "num_return_sequences": 2}
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, SAMPLES, {"prompt_lookup_num_tokens": 3}], ids=str)
+def test_calls_over_layers_with_shared_keys(options: dict[str, Any]) -> None:
+    model, options = build("shared keys"), {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0, **options}
+    is_lookup = "prompt_lookup_num_tokens" in options
+    ids = torch.tensor(prompts(6)).repeat(1, 4) if is_lookup else torch.tensor(prompts(17, 17))
+    outputs = []
+    for extra in ({}, {"cache_implementation": "paged"}):
+        torch.manual_seed(0)
+        outputs.append(model.generate(ids, **options, **extra))
+    assert torch.equal(*outputs)
+    assert last_route(model).reason.startswith("packed forwards")
+
+
+@pytest.mark.parametrize("sees", [None, "vision"])
+def test_media_of_a_model_with_shared_keys(sees: str | None) -> None:
+    """Also where the tokens of a picture see one another, for which transformers makes the mask with `torch.vmap`."""
+    changes = {"num_kv_shared_layers": 2, "use_bidirectional_attention": sees}
+    model = tiny_model(transformers.Gemma4ForConditionalGeneration, **changes)
+    options = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": None}
+    paged = {"cache_implementation": "paged", "cache_config": {"block_size": 8}}
+    for medium, inputs in make_inputs(model).items():
+        mode = {**options, "num_beams": 3 if medium == "image" else 1}
+        expected = model.generate(**inputs, **mode)
+        assert torch.equal(model.generate(**inputs, **mode, **paged), expected), medium
+        assert last_route(model).reason.startswith("packed forwards"), medium
+    rows = media_rows(model)
+    requests = [{name: x for name, x in row.items() if name != "attention_mask"} for row in rows["image"]]
+    lone = [model.generate(**row, **options)[0, row["input_ids"].shape[1] :].tolist() for row in requests]
+    with PagedEngine(model, PagedConfig(block_size=8)) as engine:
+        assert [result.token_ids for result in engine.generate(requests, options)] == lone

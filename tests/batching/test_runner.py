@@ -55,11 +55,11 @@ class Row:
 class Bench:
     """A model with a runner on a separate memory."""
 
-    def __init__(self, model: Any, **config: Any) -> None:
+    def __init__(self, model: Any, mixed_lengths: bool = True, **config: Any) -> None:
         self.model = model
         self.memory = PagedMemory(PagedConfig(block_size=SIZE, **config))
         self.cache = PagedCache(model.config, memory=self.memory)
-        self.runner = PackedRunner(model, self.cache)
+        self.runner = PackedRunner(model, self.cache, mixed_lengths)
         self.groups = [group.blocks for group in self.cache.groups.values()]
 
     def run(self, items: list[tuple[Any, int]]) -> torch.Tensor:
@@ -80,13 +80,21 @@ def assert_close(found: torch.Tensor, expected: list[torch.Tensor], tolerance: f
     torch.testing.assert_close(found, torch.stack(expected), atol=tolerance, rtol=tolerance)
 
 
+# Whether steps are packed; if not, from which step on, and whether rows of different lengths are padded.
+LAYOUTS = {"packed": (None, True), "side by side": (3, True), "side by side, not padded": (3, False)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", models.DECODER_ONLY)
-def test_random_schedules_give_plain_logits(name: str) -> None:
+def test_random_schedules_give_plain_logits(name: str, layout: str) -> None:
     """Prompts in chunks beside decodes, rows that join and leave, windows that free blocks."""
-    bench, draw = Bench(models.get(name)), random.Random(0)
+    unpacked_at, mixed_lengths = LAYOUTS[layout]
+    bench, draw = Bench(models.build(name), mixed_lengths), random.Random(0)
     rows: list[Row] = []
     prompts: dict[Row, int] = {}
     for step in range(12):
+        if step == unpacked_at:
+            assert bench.runner.unpack("on purpose") and not bench.runner.unpack("on purpose")
         if len(rows) < 5:
             rows.append(Row(tokens(80, step), bench))
             prompts[rows[-1]] = draw.choice([1, 6, SIZE, 19, 33])

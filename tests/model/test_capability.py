@@ -23,6 +23,7 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedCache
 from hf_paged.config import PagedConfig
 from hf_paged.model import capability
+from hf_paged.model.capability import note_unpackable
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_inputs import decoder_text
@@ -277,6 +278,43 @@ def test_a_model_that_mixes_tokens_is_found_out(change: Any, dtype: torch.dtype)
     assert reason(model) is None
     change(model)  # the model object is the same, its modules are not
     assert "standard deviations" in str(reason(model))
+
+
+def test_steps_of_nothing_but_decodes_are_checked() -> None:
+    """All their logits are wanted, so that `logits_to_keep` is left at an integer, by which a model may go."""
+    model: Any = models.build("llama")
+    attention = model.model.layers[0].self_attn
+    forward, attend = model.forward, attention.forward
+    reads_mask = False
+
+    @functools.wraps(forward)
+    def note(*args: Any, **kwargs: Any) -> Any:
+        nonlocal reads_mask
+        reads_mask = isinstance(kwargs.get("logits_to_keep", 0), int) and kwargs["input_ids"].shape[1] > 1
+        return forward(*args, **kwargs)
+
+    def read(*args: Any, **kwargs: Any) -> Any:
+        if reads_mask and kwargs["attention_mask"] is not None:
+            kwargs["attention_mask"] = kwargs["attention_mask"].clone()
+        return attend(*args, **kwargs)
+
+    model.forward, attention.forward = note, read
+    assert "the attention mask is a dense tensor" in str(reason(model))
+
+
+def test_a_forward_that_could_not_be_packed_is_remembered() -> None:
+    model: Any = models.build("llama")
+    assert reason(model) is None
+    note_unpackable(model, cache_for(model), "its mask")
+    assert reason(model) == "packed, its forward fails: its mask"
+    model.train()
+    assert reason(model) is None, "in another mode"
+    model.eval()
+    assert reason(model) is not None
+    handle = model.model.register_forward_hook(lambda *args: None)
+    assert "hooks" in str(reason(model))
+    handle.remove()
+    assert reason(model) == "packed, its forward fails: its mask"
 
 
 def test_a_replaced_forward_is_judged_by_what_it_computes() -> None:

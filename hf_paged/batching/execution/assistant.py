@@ -23,6 +23,7 @@ from ...cache.block_pool import OutOfBlocksError
 from ...cache.memory import PagedMemory
 from ...cache.paged_cache import PagedCache
 from ...model.weights import WeightsGuard
+from ...step import NotPackable
 from ..decoding.sample import SampleDecoding
 from ..decoding.scores import argmax, draw, leaves_rows_alone
 from ..decoding.speculation import Draft
@@ -122,7 +123,8 @@ class Assistant:
                 drafts = self._propose(wanted)
             self._pause = max(1, self._pause - 1)
             return drafts
-        except OutOfBlocksError:  # a limit in bytes, met by the first forward: costs only speed
+        except (OutOfBlocksError, NotPackable):
+            # a limit in bytes, met by the first forward, or heads that can no longer be packed: costs only speed
             self.reclaim()
             return [None] * len(wanted)
         except BaseException:  # unknown which tokens were computed

@@ -23,7 +23,7 @@ from ...model.forwards import compute_device
 from ...model.ranks import ranks_of
 from ...model.state import read_state
 from ...model.weights import WeightsGuard
-from ...step import to_device
+from ...step import NotPackable, to_device
 from ...tape.products import own_products
 from ..decoding.base import Fetch
 from ..decoding.prepare import num_embeddings
@@ -154,6 +154,7 @@ class Executor:
         self.autocast = autocast_dtype(self._device)  # of all forwards, whichever thread runs the steps
         self.checks_weights, self.replays, self._switches_attention = check_weights, replays, switch_attention
         self.guard.begin(check_weights, self.autocast)
+        self.runner.pack()
         self._forget_model()
 
     def open(self, window: Window) -> None:
@@ -238,7 +239,21 @@ class Executor:
         return torch.cat([ahead, self.run_by_adapter(items[count:])]) if count < len(items) else ahead
 
     def run_by_adapter(self, items: list[tuple[Sequence, int]]) -> Tensor:
-        """As `run`: one forward for all rows whose adapters can be mixed, then one for each other adapter."""
+        """As `run`: one forward for all rows whose adapters can be mixed, then one for each other adapter. If a packed
+        forward turns out to be impossible, for instance since the caller's code changed the model, the same step, and
+        all later ones, run without packing."""
+        try:
+            return self._run_by_adapter(items)
+        except NotPackable as error:
+            if not self.runner.unpack(str(error)):
+                raise
+            self.slowed_by.add(
+                f"rows are computed side by side from now on, since a packed forward failed: {error}. Add hooks, "
+                "replace code and call `train()` only while no request is running"
+            )
+        return self._run_by_adapter(items)
+
+    def _run_by_adapter(self, items: list[tuple[Sequence, int]]) -> Tensor:
         names = dict.fromkeys(sequence.request.adapter for sequence, _ in items)
         if len(names) == 1:
             return self.run_with(next(iter(names)), items)

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import logging
 from array import array
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Items
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from ...attention.switch import calls_interface
 from ...cache.block_manager import UNCACHED
 from ...cache.hidden_states import HiddenStates
 from ...cache.paged_cache import PagedCache
+from ...model.capability import note_unpackable
 from ...model.forwards import compute_device
 from ...model.own_loop import pad_token_id
 from ...model.rope import find_length_rope
@@ -50,11 +51,10 @@ class Mirror(Protocol):
 
 class PackedRunner(Runner):
     """Runs the model on tokens of many sequences at once, as replays of graphs where possible. The caller has switched
-    the model's attention. `cache`, empty, tells which layers share block tables."""
+    the model's attention. `cache`, empty, tells which layers share block tables. `mixed_lengths`: whether rows of
+    different lengths may be padded, once they are not packed any more (`unpack`)."""
 
-    mixes_adapters = True
-
-    def __init__(self, model: PreTrainedModel, cache: PagedCache) -> None:
+    def __init__(self, model: PreTrainedModel, cache: PagedCache, mixed_lengths: bool = True) -> None:
         self.model, self.cache, self.counters = model, cache, cache.counters
         self.device = compute_device(model)
         self.windows: list[int | None] = [spec.window for spec in cache.groups]
@@ -65,11 +65,23 @@ class PackedRunner(Runner):
         self.takes_drafts = self.rope is None
         self._graphs = step_graphs(model, cache)
         self.can_capture = self._graphs is not None
-        self.can_run_ahead = self._graphs is not None and self._graphs.runs_ahead
         self.is_invariant = False  # whether a row's bits do not depend on the other rows
+        self._mixed_lengths = mixed_lengths
         self.mirror: Mirror | None = None  # repeats each step in other processes
         self.hidden: HiddenStates | None = None  # stores the last hidden state of each computed token
+        self.pack()
         self.begin(None)
+
+    def pack(self) -> None:
+        self.is_packed = self.mixes_adapters = True
+        self.can_run_ahead = self._graphs is not None and self._graphs.runs_ahead
+
+    def unpack(self, reason: str) -> bool:
+        if self.is_invariant or self.mirror is not None or not self.is_packed:
+            return False
+        note_unpackable(self.model, self.cache, reason)
+        self.is_packed = self.mixes_adapters = self.can_run_ahead = False
+        return True
 
     def begin(self, state: ModelState | None) -> None:
         """Starts work on a model that stays in this state. Without one, as at first, no step is a replay."""
@@ -78,7 +90,7 @@ class PackedRunner(Runner):
             state.hold()
         parameters = inspect.signature(self.model.forward).parameters
         self._picks_logits, self._takes_positions = "logits_to_keep" in parameters, "position_ids" in parameters
-        self._cache_argument = {compat.cache_name(self.model): self.cache}
+        self._cache_name = compat.cache_name(self.model)
         if state is None:
             self._shows_rows = not calls_interface(self.model.modules())  # for models with their own attention code
         if state is not None and self._graphs is not None:
@@ -99,7 +111,7 @@ class PackedRunner(Runner):
         return in_fixed_order() if self.is_invariant else contextlib.nullcontext()
 
     def _run(self, items: Items[tuple[Sequence, int]], variant: Hashable) -> Tensor:
-        if all(sequence.request.inputs is None for sequence, _ in items):
+        if self.is_packed and all(sequence.request.inputs is None for sequence, _ in items):
             return self._run_packed(items, variant)
         wholes: dict[tuple[Prompts, int], dict[int, int]] = {}  # place by row, for each forward over whole prompts
         packed: dict[int, list[int]] = {}  # places by number of position axes
@@ -116,10 +128,21 @@ class PackedRunner(Runner):
                 parts.append(([answers[place].start for place in places], logits))
         if len(packed) == 2 and 0 in packed:  # positions that count tokens are the same on any number of axes
             packed = {max(packed): sorted(packed[0] + packed[max(packed)])}
-        for places in packed.values():
+        for places in packed.values() if self.is_packed else self._side_by_side(items, packed):
             logits = self._run_packed([items[place] for place in places], variant)
             parts.append(([row for place in places for row in answers[place]], logits))
         return in_order(parts)
+
+    def _side_by_side(self, items: Items[tuple[Sequence, int]], packed: dict[int, list[int]]) -> Iterable[list[int]]:
+        """Divides the places of `packed` into forwards of rows with one token each, or of one row."""
+        groups: dict[Hashable, list[int]] = {}
+        for num_axes, places in packed.items():
+            for place in places:
+                sequence, query_len = items[place]
+                is_alone = query_len > 1 or num_axes or self.rope is not None
+                length = 0 if self._mixed_lengths else sequence.num_computed_tokens
+                groups.setdefault(("row", place) if is_alone else ("length", length), []).append(place)
+        return groups.values()
 
     def _divide(self, wholes: Wholes) -> list[Wholes]:
         """Groups prompts into forwards of at most `max_num_batched_tokens` each."""
@@ -179,7 +202,8 @@ class PackedRunner(Runner):
         others = [place for _, _, places in wanted for place in places]
         if self.mirror is not None:
             self.mirror.run(tokens, others, variant)
-        logits = self.compute(tokens, others)
+        rows = None if self.is_packed else [sequence for sequence, _ in items]
+        logits = self.compute(tokens, others, rows)
         end = len(tokens.last)
         for recording, position, places in wanted:
             recording.record(position, logits[end : end + len(places)])
@@ -194,7 +218,8 @@ class PackedRunner(Runner):
     def _replay(self, tokens: PackedTokens, variant: Hashable, token_ids: Tensor | None = None) -> Tensor | None:
         if self._is_known and self._state is not None and not self._state.is_in_place():
             self._is_known = False  # the caller's code, which chooses tokens, has changed the model
-        if self._graphs is None or not self._is_known or tokens.rope_factors or tokens.axes is not None:
+        is_recordable = self.is_packed and not tokens.rope_factors and tokens.axes is None
+        if self._graphs is None or not self._is_known or not is_recordable:
             return None
         mix = mixed.get()
         if mix is not None and tokens.num_decodes < len(tokens.token_ids) and (mix.adds_to_head or not mix.can_record):
@@ -204,8 +229,9 @@ class PackedRunner(Runner):
         self.num_captured_steps += logits is not None
         return logits
 
-    def compute(self, tokens: PackedTokens, others: list[int]) -> Tensor:
-        """Runs the model without a graph; returns logits of `tokens.last`, then of the packed tokens `others`."""
+    def compute(self, tokens: PackedTokens, others: list[int], rows: Items[Sequence] | None = None) -> Tensor:
+        """Runs the model without a graph; returns logits of `tokens.last`, then of the packed tokens `others`. If
+        `rows` are given, these are not packed: each has one token, or there is one row."""
         inputs, steps = self._to_device(tokens)
         kept, wanted, arguments = None, None, {}
         if others or len(tokens.last) < len(tokens.token_ids):
@@ -216,7 +242,7 @@ class PackedRunner(Runner):
             own = inputs[2 + len(tokens.groups) :]
             arguments["position_ids"] = own if len(own) == 1 else own.unsqueeze(1)
         with self._rotating(tokens.rope_factors), self.products:
-            return self._forward(inputs[0:1], inputs[1:2], steps, kept, wanted, **arguments)
+            return self._forward(inputs[0:1], inputs[1:2], steps, kept, wanted, rows, **arguments)
 
     def _to_device(self, tokens: PackedTokens) -> tuple[Tensor, list[StepMetadata]]:
         """Returns `(n, T)` int64 (token ids, positions, slots in each group, positions on each axis) and each group's
@@ -264,42 +290,59 @@ class PackedRunner(Runner):
         steps: list[StepMetadata],
         kept: Tensor | None,
         wanted: list[int] | None = None,
+        rows: Items[Sequence] | None = None,
         **arguments: Any,
     ) -> Tensor:
         """Runs the model on token ids and positions, both `(1, n)` int64; returns logits `(kept, vocab_size)` of the
-        tokens `kept` `(kept,)` int64, or of all. `wanted`: `kept` on the host."""
-        if kept is not None and self._picks_logits:
+        tokens `kept` `(kept,)` int64, or of all. `wanted`: `kept` on the host. `rows` as in `compute`."""
+        picks_logits = kept is not None and self._picks_logits and (rows is None or len(rows) == 1)
+        if picks_logits:
             arguments["logits_to_keep"] = kept
         if self._takes_positions:
-            arguments.setdefault("position_ids", positions)
-        if self._shows_rows:
+            arguments.setdefault("position_ids", positions if rows is None else positions.view(len(rows), -1))
+        cache = self.cache
+        if rows is not None:
+            token_ids = token_ids.view(len(rows), -1)
+            cache, arguments["attention_mask"] = self._borrow(rows, token_ids.shape[1])
+        elif self._shows_rows:
             steps = [showing_rows(step) for step in steps]
             arguments["attention_mask"] = token_ids.new_ones(1, max(step.key_len or 0 for step in steps))
         if (mix := mixed.get()) is not None:
-            mix.num_tokens = token_ids.shape[1]
+            mix.num_tokens = token_ids.numel()
             # in a recorded step only the device knows them
-            mix.kept = None if kept is None or not self._picks_logits else wanted or []
+            mix.kept = wanted or [] if picks_logits else None
         if (kept_states := self.hidden) is not None:
             arguments["output_hidden_states"] = -1  # the last alone
+        arguments[self._cache_name] = cache
         self.cache.begin(steps, positions)
         try:
-            with by_kernels() if self.is_invariant else self._experts(token_ids.shape[1]):
+            with by_kernels() if self.is_invariant else self._experts(token_ids.numel()):
                 outputs = self.model(
                     input_ids=token_ids,
                     use_cache=True,
                     return_dict=True,
-                    **self._cache_argument,
                     **arguments,
                 )
-            logits: Tensor = outputs.logits[0]
+            logits: Tensor = outputs.logits[0] if rows is None else outputs.logits.flatten(0, 1)
             if kept_states is not None:
-                kept_states.store(outputs.hidden_states[-1])
+                kept_states.store(outputs.hidden_states[-1].reshape(1, token_ids.numel(), -1))
         finally:
             self.cache.begin([None] * len(steps))
         # the model may ignore `logits_to_keep`
-        if kept is None or (self._picks_logits and len(logits) == len(kept)):
+        if kept is None or (picks_logits and len(logits) == len(kept)):
             return logits
         return logits[kept.to(logits.device)]
+
+    def _borrow(self, rows: Items[Sequence], num_new: int) -> tuple[PagedCache, Tensor]:
+        """Returns a cache with the tables of these rows, padded on the left, whose last `num_new` tokens are not
+        computed, and the attention mask `(rows, columns)` int64."""
+        lengths = [sequence.num_computed_tokens + len(sequence.draft) for sequence in rows]
+        width = max(lengths)
+        paddings = [width - length for length in lengths]
+        cache = self.cache.empty_twin(self.cache.memory, self.counters)
+        cache.take([sequence.blocks for sequence in rows], tuple(paddings), width - num_new)
+        columns = torch.arange(width, device=self.device)
+        return cache, (columns >= torch.tensor(paddings, device=self.device)[:, None]).long()
 
     def _lay_out(self, items: Items[tuple[Sequence, int]], ahead: int = 0) -> PackedTokens:
         """Lays out a packed step. `ahead`: tokens of each sequence that this step adds beyond `num_computed_tokens`."""

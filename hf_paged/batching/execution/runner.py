@@ -44,6 +44,15 @@ class Runner(Protocol):
         `None` if the step needs the tokens on the host."""
         return None
 
+    def pack(self) -> None:
+        """Starts work on a model for which this runner's layout was chosen; undoes `unpack`."""
+        return None
+
+    def unpack(self, reason: str) -> bool:
+        """After a packed step that failed for `reason` ([`NotPackable`]): computes no packed forwards any more. Returns
+        whether the step can be repeated so."""
+        return False
+
     def ordered(self) -> contextlib.AbstractContextManager[None]:
         """Around a step: orders its device work after the previous step's, also across streams."""
         return contextlib.nullcontext()

@@ -350,9 +350,10 @@ def test_folders_of_other_weights_may_be_another_users(tmp_path: Path, caplog: A
     DiskFolder(str(tmp_path), 1 << 30).write("2" * 32, NAME, {0: layers()})
     folder = DiskFolder(str(tmp_path), 1 << 30)
     with contextlib.ExitStack() as stack, caplog.at_level(logging.WARNING):
-        for parent in tmp_path.parents[:2]:
-            stack.callback(parent.chmod, parent.stat().st_mode)
-            parent.chmod(0o755)
+        for parent in tmp_path.parents:
+            if not parent.stat().st_mode & 0o001:  # pytest's folders are closed to others
+                stack.callback(parent.chmod, parent.stat().st_mode)
+                parent.chmod(0o755)
         stack.enter_context(forbidden(theirs))
         assert not folder.has(None, NAME) and not folder.has(WEIGHTS, NAME)
     assert not folder.is_off and not caplog.records

@@ -91,8 +91,6 @@ READERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "data_ptr": lambda x: torch.frombuffer(bytearray(ctypes.string_at(x.data_ptr(), x.nbytes)), dtype=x.dtype).view(
         x.shape
     ),
-    "apply_": lambda x: x.apply_(lambda number: number),
-    "map_": lambda x: x.map_(x.clone(), lambda number, _: number),
     "share_memory_": lambda x: x.share_memory_(),
 }
 

@@ -25,6 +25,7 @@ from ..batching.decoding.base import Decoding, LoopInputs
 from ..batching.decoding.beam import BeamDecoding
 from ..batching.decoding.prepare import capturing
 from ..batching.decoding.sample import SampleDecoding
+from ..batching.decoding.scores import are_row_wise
 from ..batching.decoding.speculation import Assistance
 from ..batching.execution.adapters import adapter_names, without_adapter_names
 from ..batching.execution.prompts import Prompts, is_unset, prompts_of, unshared
@@ -289,6 +290,9 @@ class BatchCall:
             return "what proposes tokens would take its time by the clock of each process that holds a shard"
         if num_rows == 1 and (config.do_sample or self.streamer is not None):
             return "one row that draws, or streams several tokens at a time, as transformers' own loop does"
+        if num_rows == 1 and not are_row_wise(self.inputs.logits_processor, num_rows):
+            # such as guidance, whose cache then holds them
+            return "a processor that may keep a state sees refused candidates too, as in transformers' own loop"
         if config.return_dict_in_generate and (config.output_scores or config.output_logits):
             return "scores are kept"
         if self.layout.reason_against_drafts is not None or self.has_inputs:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, WatermarkingConfig
 from transformers.generation.streamers import BaseStreamer
 
 import hf_paged
@@ -291,6 +291,21 @@ def test_a_stop_string_in_the_middle_of_a_draft() -> None:
         result = run_all(engine)[name]
         assert_drained(engine)
     assert result.token_ids == expected and result.finish_reason == "stop_string" and len(expected) < 20
+
+
+def test_processors_with_a_state_see_refused_candidates_as_in_plain_generate() -> None:
+    """Guidance has a cache of its own, which then holds them: other tokens than without candidates."""
+    model, ids = models.get("gpt_oss"), torch.tensor([[38, 82, 50, 72, 15, 9, 54, 82]])
+    options = {
+        **{"max_new_tokens": 13, "do_sample": False, "guidance_scale": 1.5},
+        "watermarking_config": WatermarkingConfig(),
+    }
+    alone = model.generate(ids, **options)
+    plain = model.generate(ids, **options, prompt_lookup_num_tokens=3)
+    assert not torch.equal(plain, alone)
+    ours = model.generate(ids, **options, prompt_lookup_num_tokens=3, cache_implementation="paged")
+    assert torch.equal(ours, plain)
+    assert "refused candidates" in hf_paged.last_route(model).reason
 
 
 def test_a_callers_processor_sees_what_it_sees_without() -> None:

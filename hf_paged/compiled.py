@@ -76,13 +76,13 @@ def _switch(module: nn.Module, saved: dict[str, tuple[Any, Any]]) -> None:
 
 def _restore(module: nn.Module, saved: dict[str, tuple[Any, Any]]) -> None:
     held = vars(module)
-    for name, (before, own) in saved.items():
-        if held.get(name) is not own:  # a caller's code has set another one
-            continue
-        if before is _UNSET:
-            del held[name]
-        else:
-            held[name] = before
+    for before, own in saved.values():
+        # none if a caller's code has set another one; another name if accelerate's hook was added or removed meanwhile
+        for name in [name for name in FUNCTIONS if held.get(name) is own]:
+            if before is not _UNSET:
+                held[name] = before
+            elif name in saved:
+                del held[name]
 
 
 _switches: Switches[nn.Module] = Switches(_save, _switch, _restore)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from transformers import LogitsProcessor, PreTrainedModel
@@ -263,6 +264,21 @@ def test_a_forward_that_a_caller_sets_meanwhile_stays() -> None:
     processor = Replaces()
     generate(model, logits_processor=[processor], **models.PAGED)
     assert model.forward is processor.forward
+
+
+@pytest.mark.parametrize("is_there", [False, True], ids=["added", "removed"])
+def test_a_hook_of_accelerate_that_comes_or_goes_meanwhile(is_there: bool) -> None:
+    model: Any = _forward(models.build("llama"))
+    forward = model.forward
+    if is_there:
+        add_hook_to_module(model, ModelHook())
+    with running_eagerly(compiled_layers(model.modules())):
+        if is_there:
+            remove_hook_from_module(model)
+        else:
+            add_hook_to_module(model, ModelHook())
+        assert not is_compiled(model)
+    assert (model.forward if is_there else model._old_forward) is forward
 
 
 def test_overlapping_calls() -> None:

@@ -138,9 +138,14 @@ def _packed(
 
 
 def _pair(key: PagedTensor, value: PagedTensor) -> KVBlocks:
-    """The blocks of a layer, or a pair if the model mixes keys and values of several layers."""
+    """The blocks of a layer, or a pair if the model mixes keys and values of several layers, or has read them before
+    and after another call made the pool larger."""
     layer, keys, values = key.layer, key.blocks, value.blocks
-    return layer if keys is layer.keys and values is layer.values else KVBlocks((keys, values), keys, values)
+    if keys is layer.keys and values is layer.values:
+        return layer
+    num_blocks = min(len(keys), len(values))
+    keys, values = keys[:num_blocks], values[:num_blocks]
+    return KVBlocks((keys, values), keys, values)
 
 
 def _in_place(

@@ -289,7 +289,8 @@ def _note(verdicts: dict[Hashable, Any], key: Hashable, verdict: Any) -> None:
 
 
 def _code(model: PreTrainedModel, modules: Modules) -> Hashable:
-    """A key for the code of a model's forward, without its weights, computed in about a millisecond. Holds no model."""
+    """A key for the code of a model's forward and the sizes of its weights, without their values, computed in about a
+    millisecond. Holds no model."""
     kinds = tuple((type(module), module.training) for _, module in modules)
     held = [
         x for _, module in modules for name, x in vars(module).items() if type(x) in _TOLD and name not in FUNCTIONS
@@ -300,8 +301,10 @@ def _code(model: PreTrainedModel, modules: Modules) -> Hashable:
     classes = dict.fromkeys(base for kind, _ in kinds for base in kind.__mro__)
     functions = tuple(x for base in classes for x in vars(base).values() if isinstance(x, types.FunctionType))
     attention = tuple(map(model_attention, switchable_configs(module for _, module in modules)))
+    tensors = (x for _, module in modules for kept in (module._parameters, module._buffers) for x in kept.values())
+    shapes = tuple(x.shape for x in tensors if x is not None)  # a longer table allows more positions
     device = compute_device(model)
-    return kinds, attributes, functions, attention, model.dtype, autocast_dtype(device), device
+    return kinds, attributes, functions, attention, shapes, model.dtype, autocast_dtype(device), device
 
 
 def is_stock(model: PreTrainedModel, name: str) -> bool:

@@ -27,6 +27,7 @@ from hf_paged.attention.switch import (
     switchable_configs,
     use_paged_attention,
 )
+from hf_paged.cache.handles import PagedTensor
 
 TINY = dict(
     vocab_size=64,
@@ -185,6 +186,22 @@ def test_dense_tensors_go_to_the_model_s_own_implementation() -> None:
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.3)
     torch.testing.assert_close(output, expected.transpose(1, 2))
     assert weights is None
+
+
+def test_keys_and_values_read_before_and_after_the_pool_has_grown() -> None:
+    """As a layer with cross-attention reads them, while a call of another thread stores its own."""
+    cache = hf_paged.PagedCache(paged_config={"block_size": 8})
+    states, query = torch.randn(2, 3, 9, 8), torch.randn(2, 3, 1, 8)
+    cache.update(states, -states, 0)
+    key = cache.layers[0].keys
+    other = hf_paged.PagedCache(memory=cache.memory)
+    other.update(torch.zeros(2, 3, 99, 8), torch.zeros(2, 3, 99, 8), 0)
+    value = cache.layers[0].values
+    assert isinstance(key, PagedTensor) and isinstance(value, PagedTensor)
+    assert len(key.blocks) < len(value.blocks)
+    found = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, states, -states)
+    torch.testing.assert_close(found, expected)
 
 
 def test_install_is_idempotent_and_uninstall_undoes_it() -> None:

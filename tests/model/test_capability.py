@@ -24,6 +24,7 @@ from hf_paged.cache.paged_cache import PagedCache
 from hf_paged.config import PagedConfig
 from hf_paged.model import capability
 from hf_paged.model.capability import note_unpackable
+from tests.model import test_positions as tables
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_inputs import decoder_text
@@ -419,6 +420,20 @@ def test_the_check_runs_once_per_model_and_again_when_its_modules_change(monkeyp
     wrapped.unload()
     assert reason(model) is None and len(calls) == 2  # as at first
     assert reason(copy.deepcopy(model)) is None and len(calls) == 3
+
+
+@pytest.mark.parametrize(("name", "owner", "table"), [("gpt2", "", "wpe"), ("opt", "decoder.", "embed_positions")])
+def test_a_table_of_positions_of_another_size_is_measured_again(name: str, owner: str, table: str) -> None:
+    model: Any = tables.build(name)
+    positions = model.base_model.get_submodule(owner + table)
+    offset = positions.num_embeddings - tables.NUM
+    for size in (tables.NUM, 2 * tables.NUM, tables.NUM - 8):
+        positions.weight = nn.Parameter(torch.randn(size + offset, positions.embedding_dim))
+        ids = models.token_ids(1, tables.NUM - 8, seed=3)
+        options = {"do_sample": False, "max_new_tokens": size + 1 - ids.shape[1]}
+        expected = model.generate(ids, **options)
+        assert choose_layout(model, cache_for(model)).max_positions == size
+        assert torch.equal(model.generate(ids, **options, **models.PAGED), expected)
 
 
 def test_the_check_leaves_no_trace() -> None:

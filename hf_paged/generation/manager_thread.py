@@ -210,7 +210,9 @@ class ManagerThread:
                     del self.handlers[output.request_id]
                 try:
                     loop.call_soon_threadsafe(callback, output)
-                except RuntimeError:  # the event loop is closed: the request has no reader
+                except Exception as error:  # the event loop is closed, or refuses the callback
+                    if not loop.is_closed():
+                        logger.error("the event loop refuses a result handler", exc_info=error)
                     self.handlers.pop(output.request_id, None)
                     self.cancelled.append(output.request_id)
             self.changed.notify_all()
@@ -256,6 +258,8 @@ class ManagerThread:
                         logger.error("a step of the engine raised", exc_info=caught)
                         if has_failed:
                             self._drop_requests(caught)
+                        else:
+                            self._fail_lost(caught)
                         has_failed = not has_failed
         except BaseException as caught:
             error = caught
@@ -326,12 +330,24 @@ class ManagerThread:
     def _fail(self, request: Pending, error: Exception) -> None:
         self._tell(request.end(RequestResult(request.names[-1], [], error=error)))
 
-    def _drop_requests(self, error: Exception) -> None:
-        """Fails all requests that the engine has, which could not end them, and frees it."""
+    def _given(self) -> list[Pending]:
+        """Returns the unfinished requests that do not wait in the inbox."""
         with self.changed:
             waiting = set(self.inbox)
-            given = [request for request in dict.fromkeys(self.pending.values()) if request not in waiting]
-        for request in given:
+            return [request for request in dict.fromkeys(self.pending.values()) if request not in waiting]
+
+    def _fail_lost(self, error: Exception) -> None:
+        """Fails requests that the engine does not have and whose result it will not output: nobody else ends them."""
+        core = self.engine._core
+        with core.lock:
+            kept = {*core.requests, *(output.request_id for output in core.unread)}
+        for request in self._given():
+            if request.names[-1] not in kept:
+                self._fail(request, error)
+
+    def _drop_requests(self, error: Exception) -> None:
+        """Fails all requests that the engine has, which could not end them, and frees it."""
+        for request in self._given():
             request.started = time.perf_counter() if request.started < 0 else request.started  # it was not refused
             self._fail(request, error)
         try:

@@ -264,6 +264,27 @@ def test_a_request_of_a_closed_loop_is_cancelled() -> None:
     manager.stop()
 
 
+def test_a_handler_that_the_event_loop_refuses_cancels_its_request_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """An event loop in debug mode refuses coroutine functions in `call_soon_threadsafe`."""
+    model: Any = models.get("llama")
+
+    async def refused(output: Any) -> None:
+        raise AssertionError
+
+    async def ask(manager: Any) -> Any:
+        manager.register_result_handler("refused", refused)
+        with manager.pause():  # so that one step has both
+            manager.add_request(PROMPTS[0], request_id="refused")
+            manager.add_request(PROMPTS[0], request_id="other")
+        return await asyncio.to_thread(manager.get_result, "other", WAIT)
+
+    with model.continuous_batching_context_manager(GREEDY) as manager:
+        other = asyncio.run(ask(manager), debug=True)
+        assert other is not None and other.generated_tokens == plain(model, PROMPTS[0], GREEDY)
+        assert "refuses a result handler" in caplog.text
+        assert not manager._thread.handlers and not manager._thread.pending
+
+
 # -- errors -------------------------------------------------------------------------------------------------------
 
 
@@ -418,6 +439,31 @@ def test_the_thread_survives_an_engine_whose_steps_all_raise(monkeypatch: pytest
             assert errors == ["boom"] * len(PROMPTS)
         (name,) = manager.add_requests(PROMPTS[:1])
         assert manager.get_result(name, WAIT).generated_tokens == plain(model, PROMPTS[0], GREEDY)
+        manager.engine.check_integrity()
+
+
+@pytest.mark.parametrize("name", ["deliver", "_outputs"])
+def test_requests_that_an_error_of_the_thread_loses_get_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It falls before the engine has them, while the thread tells of a refused one, or after the engine has ended
+    them."""
+
+    def fail_once(self: Any, outputs: Any) -> Any:
+        if name == "deliver" or any(output.finished for output in outputs):
+            monkeypatch.undo()
+            raise MemoryError("on purpose")
+        return original(self, outputs)
+
+    original = getattr(manager_thread.ManagerThread, name)
+    model: Any = models.get("llama")
+    with model.continuous_batching_context_manager(GREEDY) as manager:
+        with manager.pause():
+            manager.add_request([models.VOCAB_SIZE], request_id="refused")
+            names = manager.add_requests(PROMPTS)
+            monkeypatch.setattr(manager_thread.ManagerThread, name, fail_once)
+        results = [manager.get_result(name, WAIT) for name in names]
+        assert [result and result.error for result in results] == ["on purpose"] * len(PROMPTS)
+        again = [manager.get_result(name, WAIT) for name in manager.add_requests(PROMPTS)]
+        assert [each.generated_tokens for each in again] == [plain(model, prompt, GREEDY) for prompt in PROMPTS]
         manager.engine.check_integrity()
 
 

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,8 +135,10 @@ class ManagerThread:
         with self.changed:
             self.is_flushing = self.is_stopping = self.is_paused = False
             self.fatal_error = None
-            self.thread = threading.Thread(target=self._run, name="hf_paged-continuous-batching", daemon=True)
-            self.thread.start()
+            name = "hf_paged-continuous-batching"
+            thread = threading.Thread(target=self._run, name=name, daemon=True)
+            thread.start()  # raises if the process may have no more threads
+            self.thread = thread
             _running.add(self)
 
     def stop(self, is_hard: bool, keeps_memory: bool = False) -> None:
@@ -330,26 +332,27 @@ class ManagerThread:
     def _fail(self, request: Pending, error: Exception) -> None:
         self._tell(request.end(RequestResult(request.names[-1], [], error=error)))
 
-    def _given(self) -> list[Pending]:
-        """Returns the unfinished requests that do not wait in the inbox."""
+    def _fail_given(self, error: Exception, kept: Container[Hashable] = ()) -> None:
+        """Fails the requests that do not wait in the inbox, except those with the ids `kept`."""
         with self.changed:
             waiting = set(self.inbox)
-            return [request for request in dict.fromkeys(self.pending.values()) if request not in waiting]
+            requests = dict.fromkeys(self.pending.values())
+        for request in requests:
+            if request not in waiting and request.names[-1] not in kept:
+                if request.started < 0:  # it was not refused
+                    request.started = time.perf_counter()
+                self._fail(request, error)
 
     def _fail_lost(self, error: Exception) -> None:
-        """Fails requests that the engine does not have and whose result it will not output: nobody else ends them."""
+        """Fails requests that the engine does not have and whose result it will not output."""
         core = self.engine._core
         with core.lock:
             kept = {*core.requests, *(output.request_id for output in core.unread)}
-        for request in self._given():
-            if request.names[-1] not in kept:
-                self._fail(request, error)
+        self._fail_given(error, kept)
 
     def _drop_requests(self, error: Exception) -> None:
         """Fails all requests that the engine has, which could not end them, and frees it."""
-        for request in self._given():
-            request.started = time.perf_counter() if request.started < 0 else request.started  # it was not refused
-            self._fail(request, error)
+        self._fail_given(error)
         try:
             self.engine.free()
         except Exception as caught:

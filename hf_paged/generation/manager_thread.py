@@ -364,9 +364,9 @@ class ManagerThread:
         if outputs:
             with self.changed:
                 for output in outputs:
+                    self.deliver([output])
                     if output.is_finished():
                         self.pending.pop(output.request_id, None)
-                self.deliver(outputs)
 
     def _end(self, error: BaseException | None) -> None:
         with self.changed:

@@ -200,7 +200,8 @@ class LLMServer(_Worker):
         if is_stream and (first.result is None or first.result.error is None):
             return StreamingResponse(_events(first, outputs), media_type="text/event-stream")
         [result] = [each.result for each in [first, *[each async for each in outputs]] if each.result is not None]
-        is_refused = isinstance(result.error, (OutOfBlocksError, TypeError, ValueError))
+        refusals = IndexError, OutOfBlocksError, TypeError, ValueError
+        is_refused = isinstance(result.error, refusals)
         status = 400 if is_refused else 500 if result.error is not None else 200
         return Response(_json(result), status, media_type="application/json")
 

@@ -30,7 +30,7 @@ from .execution.adapter_files import AdapterFile, adapter_namespace, resolve_ada
 from .execution.adapters import use_adapter
 from .execution.prompts import Prompts, prompts_of
 from .request import Request, Sequence
-from .results import RequestOutput, RequestResult, SequenceResult, TextTracker, Timings
+from .results import RequestOutput, RequestResult, SequenceResult, TextTracker, Timings, decode
 
 _MAX_PRIORITY = 2**31 - 1  # keeps `arrivals + priority * AGING` exact as a float
 
@@ -258,7 +258,7 @@ class RequestState(Generation):
             token_ids, text = ids[i, self._start : length].tolist(), None
             if self._tokenizer is not None and failure is None:
                 try:
-                    text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+                    text = decode(self._tokenizer, token_ids)
                 except Exception as caught:
                     failure = caught
             logprobs = decoding.logprobs[i] if decoding.record_logprobs else None

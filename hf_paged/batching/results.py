@@ -218,6 +218,17 @@ class EngineStats:
     block_sizes: dict[str, Choice] = field(default_factory=dict)
 
 
+def decode(tokenizer: Any, token_ids: list[int]) -> Any:
+    """Decodes tokens. A panic of a tokenizer in Rust, which is no `Exception`, becomes a
+    `RuntimeError`, which ends one request and no thread."""
+    try:
+        return tokenizer.decode(token_ids, skip_special_tokens=True)
+    except (Exception, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as panic:
+        raise RuntimeError(f"the tokenizer cannot decode the new tokens: {panic!r}") from panic
+
+
 class TextTracker:
     """Turns tokens into text piece by piece, holding back what later tokens may still change."""
 
@@ -230,7 +241,7 @@ class TextTracker:
         """Returns the text that `token_ids` add. If the tokenizer raises, they have not been added."""
         token_ids = self.token_ids + token_ids
         ends = self._shown, len(token_ids)
-        before, now = (self.tokenizer.decode(token_ids[self._start : end], skip_special_tokens=True) for end in ends)
+        before, now = (decode(self.tokenizer, token_ids[self._start : end]) for end in ends)
         self.token_ids = token_ids
         # half a character decodes to the replacement character until its other bytes come
         if not last and (len(now) <= len(before) or now.endswith("\N{REPLACEMENT CHARACTER}")):

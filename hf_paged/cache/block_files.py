@@ -169,6 +169,8 @@ class DiskFolder:
             return None
         path = self._file(weights, name)
         try:
+            if not stat.S_ISREG(os.stat(path).st_mode):  # opening a FIFO would wait for a writer
+                raise Corrupt("it is no regular file")
             parts, metadata = from_bytes(path.read_bytes())
             if metadata["name"] != f"{weights}/{name}":
                 raise Corrupt(f"it is {metadata['name']} by another name")

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,8 +135,10 @@ class ManagerThread:
         with self.changed:
             self.is_flushing = self.is_stopping = self.is_paused = False
             self.fatal_error = None
-            self.thread = threading.Thread(target=self._run, name="hf_paged-continuous-batching", daemon=True)
-            self.thread.start()
+            name = "hf_paged-continuous-batching"
+            thread = threading.Thread(target=self._run, name=name, daemon=True)
+            thread.start()  # raises if the process may have no more threads
+            self.thread = thread
             _running.add(self)
 
     def stop(self, is_hard: bool, keeps_memory: bool = False) -> None:
@@ -210,7 +212,9 @@ class ManagerThread:
                     del self.handlers[output.request_id]
                 try:
                     loop.call_soon_threadsafe(callback, output)
-                except RuntimeError:  # the event loop is closed: the request has no reader
+                except Exception as error:  # the event loop is closed, or refuses the callback
+                    if not loop.is_closed():
+                        logger.error("the event loop refuses a result handler", exc_info=error)
                     self.handlers.pop(output.request_id, None)
                     self.cancelled.append(output.request_id)
             self.changed.notify_all()
@@ -256,6 +260,8 @@ class ManagerThread:
                         logger.error("a step of the engine raised", exc_info=caught)
                         if has_failed:
                             self._drop_requests(caught)
+                        else:
+                            self._fail_lost(caught)
                         has_failed = not has_failed
         except BaseException as caught:
             error = caught
@@ -326,14 +332,27 @@ class ManagerThread:
     def _fail(self, request: Pending, error: Exception) -> None:
         self._tell(request.end(RequestResult(request.names[-1], [], error=error)))
 
-    def _drop_requests(self, error: Exception) -> None:
-        """Fails all requests that the engine has, which could not end them, and frees it."""
+    def _fail_given(self, error: Exception, kept: Container[Hashable] = ()) -> None:
+        """Fails the requests that do not wait in the inbox, except those with the ids `kept`."""
         with self.changed:
             waiting = set(self.inbox)
-            given = [request for request in dict.fromkeys(self.pending.values()) if request not in waiting]
-        for request in given:
-            request.started = time.perf_counter() if request.started < 0 else request.started  # it was not refused
-            self._fail(request, error)
+            requests = dict.fromkeys(self.pending.values())
+        for request in requests:
+            if request not in waiting and request.names[-1] not in kept:
+                if request.started < 0:  # it was not refused
+                    request.started = time.perf_counter()
+                self._fail(request, error)
+
+    def _fail_lost(self, error: Exception) -> None:
+        """Fails requests that the engine does not have and whose result it will not output."""
+        core = self.engine._core
+        with core.lock:
+            kept = {*core.requests, *(output.request_id for output in core.unread)}
+        self._fail_given(error, kept)
+
+    def _drop_requests(self, error: Exception) -> None:
+        """Fails all requests that the engine has, which could not end them, and frees it."""
+        self._fail_given(error)
         try:
             self.engine.free()
         except Exception as caught:
@@ -345,9 +364,9 @@ class ManagerThread:
         if outputs:
             with self.changed:
                 for output in outputs:
+                    self.deliver([output])
                     if output.is_finished():
                         self.pending.pop(output.request_id, None)
-                self.deliver(outputs)
 
     def _end(self, error: BaseException | None) -> None:
         with self.changed:

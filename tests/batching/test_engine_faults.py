@@ -778,6 +778,7 @@ OUTSIDE: dict[str, Callable[[StepLoop], tuple[Any, str]]] = {
     "blocks are named": lambda loop: (loop.blocks, "register"),
     "the timeline": lambda loop: (loop.scheduler.timeline, "stepped"),
     "copies": lambda loop: (loop.blocks, "flush_copies"),
+    "adapters are checked": lambda loop: (engine_core, "has_activated"),
     "the model is noticed": lambda loop: (loop.executor, "notice_model"),
     "adapters are loaded": lambda loop: (loop.executor, "prefetch"),
     "logits are given to requests": lambda loop: (loop, "_deliver"),

@@ -11,6 +11,7 @@ import random
 import resource
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -183,6 +184,22 @@ def test_a_corrupt_file_goes_and_can_be_written_again(tmp_path: Path, caplog: An
     assert str(path) in caplog.text and not folder.has(WEIGHTS, NAME) and not files(tmp_path)
     folder.write(WEIGHTS, NAME, {0: layers()})
     assert folder.read(WEIGHTS, NAME) is not None
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no FIFOs")
+def test_a_fifo_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, caplog: Any) -> None:
+    folder = DiskFolder(str(tmp_path), 1 << 30)
+    others = "3" * 32
+    folder.write(others, NAME, {0: layers()})
+    (tmp_path / f"hf_paged-{WEIGHTS}").mkdir()
+    os.mkfifo(tmp_path / f"hf_paged-{WEIGHTS}" / f"{NAME}.safetensors")
+    assert folder.has(None, NAME) and not folder.has(WEIGHTS, NAME)
+    found: list[Any] = []
+    reader = threading.Thread(target=lambda: found.append(folder.read(WEIGHTS, NAME)), daemon=True)
+    with caplog.at_level(logging.WARNING):
+        reader.start()
+        reader.join(30)
+    assert found == [None] and "is dropped" in caplog.text and folder.read(others, NAME) is not None
 
 
 def test_what_was_used_longest_ago_goes_first(tmp_path: Path) -> None:

@@ -22,7 +22,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedTokenizerFast
 from transformers.generation.continuous_batching import ContinuousBatchingManager, ContinuousMixin, RequestStatus
 
 import hf_paged
@@ -264,6 +266,29 @@ def test_a_request_of_a_closed_loop_is_cancelled() -> None:
     manager.stop()
 
 
+def test_a_handler_that_the_event_loop_refuses_cancels_its_request_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """An event loop in debug mode refuses coroutine functions in `call_soon_threadsafe`."""
+    model: Any = models.get("llama")
+
+    async def refused(output: Any) -> None:
+        raise AssertionError
+
+    async def ask(manager: Any) -> Any:
+        manager.register_result_handler("refused", refused)
+        with manager.pause():  # so that one step has both
+            manager.add_request(PROMPTS[0], request_id="refused")
+            manager.add_request(PROMPTS[0], request_id="other")
+        return await asyncio.to_thread(manager.get_result, "other", WAIT)
+
+    with model.continuous_batching_context_manager(GREEDY) as manager:
+        other = asyncio.run(ask(manager), debug=True)
+        assert other is not None and other.generated_tokens == plain(model, PROMPTS[0], GREEDY)
+        assert "refuses a result handler" in caplog.text
+        assert not manager._thread.handlers and not manager._thread.pending
+
+
 # -- errors -------------------------------------------------------------------------------------------------------
 
 
@@ -384,6 +409,23 @@ def test_all_who_wait_wake_when_the_thread_dies(monkeypatch: pytest.MonkeyPatch)
     manager.stop()
 
 
+def test_a_manager_whose_thread_cannot_start_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(thread: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    model: Any = models.get("llama")
+    manager = model.init_continuous_batching(GREEDY)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="can't start"):
+        patch.setattr(threading.Thread, "start", fail)
+        manager.start()
+    manager.stop()
+    assert not manager.is_running()
+    manager.start()
+    name = manager.add_request(PROMPTS[0])
+    assert manager.get_result(name, WAIT).generated_tokens == plain(model, PROMPTS[0], GREEDY)
+    manager.stop()
+
+
 @pytest.mark.parametrize("place", OUTSIDE)
 def test_the_thread_survives_what_a_step_raises(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All requests end, with their tokens or with the error, and later ones are served, by the same thread."""
@@ -421,6 +463,33 @@ def test_the_thread_survives_an_engine_whose_steps_all_raise(monkeypatch: pytest
         manager.engine.check_integrity()
 
 
+@pytest.mark.parametrize("name", ["deliver", "_outputs"])
+def test_requests_that_an_error_of_the_thread_loses_get_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It falls before the engine has them, while the thread tells of a refused one, or after the
+    engine has ended them."""
+
+    def fail_once(self: Any, outputs: Any) -> Any:
+        if name == "deliver" or any(output.finished for output in outputs):
+            monkeypatch.undo()
+            raise MemoryError("on purpose")
+        return original(self, outputs)
+
+    original = getattr(manager_thread.ManagerThread, name)
+    model: Any = models.get("llama")
+    with model.continuous_batching_context_manager(GREEDY) as manager:
+        with manager.pause():
+            manager.add_request([models.VOCAB_SIZE], request_id="refused")
+            names = manager.add_requests(PROMPTS)
+            monkeypatch.setattr(manager_thread.ManagerThread, name, fail_once)
+        results = [manager.get_result(name, WAIT) for name in names]
+        assert [result and result.error for result in results] == ["on purpose"] * len(PROMPTS)
+        assert all(result.lifespan[0] > 0 for result in results)  # they were not refused
+        for name, prompt in zip(manager.add_requests(PROMPTS), PROMPTS):
+            expected = plain(model, prompt, GREEDY)
+            assert manager.get_result(name, WAIT).generated_tokens == expected
+        manager.engine.check_integrity()
+
+
 def test_an_output_that_cannot_be_made_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     add = manager_thread.Pending.add
 
@@ -436,6 +505,24 @@ def test_an_output_that_cannot_be_made_ends_its_request_alone(monkeypatch: pytes
             manager.add_request(PROMPTS[0], request_id=name)
         assert manager.get_result("bad", WAIT).error == "on purpose"
         assert manager.get_result("good", WAIT).generated_tokens == plain(model, PROMPTS[0], GREEDY)
+
+
+def test_the_thread_survives_a_tokenizer_that_panics() -> None:
+    """A panic in Rust is no `Exception`."""
+    model: Any = models.get("llama")
+    expected = [plain(model, prompt, GREEDY) for prompt in PROMPTS]
+    bad = next(token for token in expected[0] if all(token not in other for other in expected[1:]))
+    vocabulary = {f"w{token}": token for token in range(models.VOCAB_SIZE) if token != bad}
+    words = Tokenizer(WordLevel(vocabulary | {"aaa": bad}))
+    words.decoder = decoders.Strip("a", 2, 2)  # it panics if it would strip more than there is
+    with model.continuous_batching_context_manager(GREEDY) as manager:
+        # as `transformers serve` does
+        manager.engine.tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+        outputs = [manager.get_result(name, WAIT) for name in manager.add_requests(PROMPTS)]
+        assert "cannot decode the new tokens: PanicException" in outputs[0].error
+        assert [output.generated_tokens for output in outputs[1:]] == expected[1:]
+        assert manager.is_running() and manager.fatal_error is None
+        manager.engine.check_integrity()
 
 
 def test_the_thread_survives_a_tiers_folder_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

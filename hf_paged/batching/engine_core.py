@@ -294,7 +294,6 @@ class EngineCore:
         """Takes a step and outputs its tokens. Raises the error of a step that cannot be completed, which the next step
         repeats; if that raises as well, ends the requests that it would compute with the error instead."""
         loop = self.get_loop()
-        self._end_unserved()
         if not self.requests:
             return
         now = time.time()  # the clock of `MaxTimeCriteria`
@@ -304,8 +303,10 @@ class EngineCore:
         num_known = len(loop.executor.slowed_by)
         outer, self._leaving = self._leaving, []
         try:
+            self._end_unserved()
             try:
-                loop.step(window)
+                if self.requests:
+                    loop.step(window)
                 self._short_since = 0.0
             except OutOfBlocksError:
                 if not self._waits(loop):

@@ -441,9 +441,7 @@ def test_peft_may_be_imported_after_the_names_are_installed() -> None:
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=300)
 
 
-def test_actions_after_an_import_of_a_module_that_is_reloaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_actions_after_an_import_of_a_module_that_is_reloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "paged_early.py").write_text("value = []\n")
     module = importlib.import_module("paged_early")

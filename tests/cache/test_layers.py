@@ -302,7 +302,7 @@ def test_forward_mode_differentiation_is_refused() -> None:
 def test_function_transforms_are_refused(transform: Callable[..., Any]) -> None:
     model = build(CONFIGS["full"], "eager").requires_grad_(False)
     cache = PagedCache(model.config)
-    with pytest.raises(RuntimeError, match="`torch.func`.* needs a `DynamicCache`"):
+    with pytest.raises(RuntimeError, match=r"`torch.func`.* needs a `DynamicCache`"):
         transform(lambda x: cache.update(*[x.reshape(2, 2, 4, 8)] * 2, 0)[0].sum())(torch.randn(1, 2, 2, 4, 8))
     assert cache.memory.num_used == 0
     forward(model, cache, 3, 0)

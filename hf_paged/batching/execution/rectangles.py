@@ -32,6 +32,7 @@ from ...model.own_loop import (
     select_rows,
     with_cross,
 )
+from ...model.registry import warn_once
 from ..request import Sequence
 from .prompts import Prompts, PromptsError, no_blocks
 from .runner import Runner, in_order
@@ -288,8 +289,17 @@ class RectangleRunner(Runner):
                 self.model, rectangle.token_ids, rectangle.inputs, begins, num_new, num_logits
             )
         if begins:
-            if rectangle.cache is not None:  # the model may add a cross-attention cache to it
-                rectangle.cache = rectangle.inputs[compat.cache_name(self.model)]
+            if rectangle.cache is not None:
+                cache = rectangle.inputs[compat.cache_name(self.model)]
+                # the model may add a cross-attention cache to it, or ignore it and return another
+                if cache_parts(cache)[0] is cache_parts(rectangle.cache)[0]:
+                    rectangle.cache = cache
+                else:
+                    warn_once(
+                        self.model,
+                        "ignores the cache that `generate` prepares, so nothing is paged: let its "
+                        f"`prepare_inputs_for_generation` pass `{compat.OUTPUT_CACHE}` on to its forward",
+                    )
             for name in compat.PREFILL_INPUTS:
                 rectangle.inputs.pop(name, None)
             rectangle.constants = {name for name, value in rectangle.inputs.items() if value is before.get(name)}

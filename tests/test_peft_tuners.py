@@ -441,6 +441,22 @@ def test_peft_may_be_imported_after_the_names_are_installed() -> None:
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=300)
 
 
+def test_actions_after_an_import_of_a_module_that_is_reloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "paged_early.py").write_text("value = []\n")
+    module = importlib.import_module("paged_early")
+    before = sys.meta_path.copy()
+    try:
+        after_import("paged_early", note := lambda module: module.value.append(1))
+        importlib.reload(module)
+        assert module.value == [1]
+        forget_import(note)
+        assert sys.meta_path == before
+        assert importlib.reload(module).value == []
+    finally:
+        del sys.modules["paged_early"]
+
+
 def test_actions_after_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They run once, with the whole module; forgotten ones do not."""
     monkeypatch.syspath_prepend(tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 import weakref
 from collections.abc import Callable
@@ -75,7 +74,7 @@ class ReadOnlyTensor(LazyTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result, base = super().__torch_dispatch__(func, types, args, kwargs), args[0] if args else None
-        if isinstance(base, ReadOnlyTensor) and base.keeps_views and _returns_views(func):
+        if isinstance(base, ReadOnlyTensor) and base.keeps_views:
             memory = base.dense()
             with torch.inference_mode(base.is_inference()):  # torch makes the result a view of `base`
                 return tree_map_only(Tensor, lambda x: ViewTensor(x) if torch._C._is_alias_of(x, memory) else x, result)
@@ -115,7 +114,7 @@ class ViewTensor(ReadOnlyTensor):
     @staticmethod
     def __new__(cls, view: Tensor) -> ViewTensor:
         options = {"strides": view.stride(), "storage_offset": view.storage_offset()}
-        tensor = Tensor._make_wrapper_subclass(cls, view.shape, dtype=view.dtype, device=view.device, **options)
+        tensor = _without_memory(cls, view.shape, dtype=view.dtype, device=view.device, **options)
         tensor.view_of_dense = view
         return tensor
 
@@ -163,7 +162,7 @@ class PagedTensor(ReadOnlyTensor):
             shape = torch.Size((step.num_rows, heads, length, dim))
             # torch computes views from these strides, so they must match those of `dense()`
             strides, dtype = (heads * length * dim, length * dim, dim, 1), layer.dtypes[is_value]
-        handle = Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=blocks.device)
+        handle = _without_memory(cls, shape, strides=strides, dtype=dtype, device=blocks.device)
         handle.step, handle.layer, handle.blocks, handle.fresh = step, layer, blocks, fresh
         handle.reader, handle.keeps_views, handle._dense = reader, keeps_views, None
         return handle
@@ -294,7 +293,7 @@ class RowTensor(DeferredTensor):
     ) -> RowTensor:
         axes = (blocks.shape[3], step.key_len) if is_transposed else (step.key_len, blocks.shape[3])
         shape = (1, blocks.shape[1], *axes)[4 - ndim :]
-        handle = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=blocks.device)
+        handle = _without_memory(cls, shape, dtype=dtype, device=blocks.device)
         handle.step, handle.layer, handle.blocks, handle.is_transposed = step, layer, blocks, is_transposed
         handle.sizes, handle.kind = shape, dtype
         return handle
@@ -327,6 +326,14 @@ _WRITERS = {Tensor.__setitem__, Tensor.apply_, Tensor.map_, Tensor.data.__set__}
 _HARMLESS = {torch.ops.aten.detach_.default, torch.ops.aten.record_stream.default}
 
 
+def _without_memory(cls: type[Tensor], *args: Any, **kwargs: Any) -> Any:
+    """Makes a tensor of a subclass. Native code that asks for its memory (`torch.utils.dlpack.to_dlpack`, extensions)
+    gets an error: torch would give it the address 0."""
+    tensor = Tensor._make_wrapper_subclass(cls, *args, **kwargs)
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
+    return tensor
+
+
 def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
     """Calls `refuse_write` of the lazy tensors that a function writes to."""
     if func in _HARMLESS:
@@ -337,12 +344,6 @@ def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
             for tensor in tree_leaves(written):
                 if isinstance(tensor, LazyTensor):
                     tensor.refuse_write()
-
-
-@functools.cache
-def _returns_views(func: Any) -> bool:
-    aliases = (returned.alias_info for returned in func._schema.returns)
-    return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def read_rows(step: StepMetadata, layer: KVBlocks, blocks: Tensor, dtype: torch.dtype) -> Tensor:

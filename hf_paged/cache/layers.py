@@ -78,7 +78,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         with nothing allocated, `ValueError` with nothing stored if the batch size differs or K/V do not fit,
         `NotPackable` if the shape is not that of the packed step. With gradients enabled, returns tensors through which
         gradients reach the new K/V and all that were stored with gradients; raises `RuntimeError`, with nothing stored,
-        for K/V with tangents of forward-mode differentiation, which blocks would lose."""
+        for K/V that a function transform traces (`torch.func`, forward-mode differentiation)."""
         if torch.compiler.is_dynamo_compiling():  # checked here, since the wrapper of `disable` slows every call
             return self._update_untraced(key_states, value_states)
         return self._update(key_states, value_states)
@@ -91,12 +91,10 @@ class PagedLayer(cache_utils.DynamicLayer):
                 "both need (batch, heads, tokens, dim), with one batch size and one number of tokens"
             )
         self._check_turn()
-        if forward_ad._current_level >= 0 and any(
-            forward_ad.unpack_dual(states).tangent is not None for states in (key_states, value_states)
-        ):
+        if _is_transformed(key_states) or _is_transformed(value_states):
             raise RuntimeError(
-                f"layer {self.index} got keys or values with tangents: forward-mode differentiation needs a "
-                "`DynamicCache`, as blocks hold numbers only"
+                f"layer {self.index} got keys or values of a function transform (`torch.func`, forward-mode "
+                "differentiation), which needs a `DynamicCache`, as blocks hold numbers only"
             )
         needs_grad = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
         keys, values = (key_states.detach(), value_states.detach()) if needs_grad else (key_states, value_states)
@@ -358,6 +356,13 @@ class PagedHybridLayer(PagedLayer, cache_utils.LinearAttentionAndFullAttentionLa
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         self._linear.crop(self, int(tokens_to_remove))
         PagedLayer.crop(self, tokens_to_remove)
+
+
+def _is_transformed(states: Tensor) -> bool:
+    """Whether a transform of functions traces the tensor: it has a tangent, or no memory of its own."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(states):
+        return True
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(states).tangent is not None
 
 
 def _versions(*tensors: Tensor) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Runs code once an optional library has been imported, without importing it."""
+"""Runs code whenever an optional library is imported, without importing it."""
 
 from __future__ import annotations
 
@@ -35,15 +35,16 @@ class _AfterImport(MetaPathFinder):
 
 
 def after_import(name: str, action: Callable[[ModuleType], None]) -> None:
-    """Runs `action` with the module `name`: now if it has been imported, else once it is. Idempotent."""
+    """Runs `action` with the module `name`: now if it has been imported, and whenever it is imported or reloaded.
+    Idempotent."""
     if name in sys.modules:
         action(import_module(name))  # waits for another thread that is importing it
-    elif not any(isinstance(finder, _AfterImport) and finder.action == action for finder in sys.meta_path):
+    if not any(isinstance(finder, _AfterImport) and finder.action == action for finder in sys.meta_path):
         sys.meta_path.insert(0, _AfterImport(name, action))
 
 
 def forget_import(action: Callable[[ModuleType], None]) -> None:
-    """Undoes `after_import` for modules that are not imported yet."""
+    """Undoes `after_import` for later imports."""
     waiting = [finder for finder in sys.meta_path if isinstance(finder, _AfterImport) and finder.action == action]
     for finder in waiting:
         sys.meta_path.remove(finder)

@@ -110,9 +110,11 @@ def _check_arguments(
 
 
 def _option(name: str, model: Any, config: GenerationConfig | None, kwargs: dict[str, Any]) -> Any:
-    """An option's value from the keyword, the config passed or the model's config, in this order; `None` if unset."""
-    configs = (config, getattr(model, "generation_config", None))
-    values = (kwargs.get(name), *(getattr(each, name, None) for each in configs))
+    """An option's value from the keyword, which may unset it, the config passed or the model's config, in this order;
+    `None` if unset."""
+    if name in kwargs:
+        return kwargs[name]
+    values = (getattr(source, name, None) for source in (config, getattr(model, "generation_config", None)))
     return next((value for value in values if value is not None), None)
 
 

@@ -309,7 +309,8 @@ def test_inputs_of_other_names_kinds_and_shapes_have_other_digests() -> None:
     assert _digest({"x": turned}) == _digest({"x": turned.contiguous()})
     complex_numbers = torch.randn(3, dtype=torch.complex64)
     assert _digest(complex_numbers.conj()) == _digest(complex_numbers.conj().resolve_conj())
-    for value in (zeros.to_sparse(), object(), torch.zeros(1).numpy()):
+    quantized = torch.quantize_per_tensor(torch.zeros(1), 0.1, 0, torch.qint8)  # its scale is not in its bytes
+    for value in (zeros.to_sparse(), quantized, object(), torch.zeros(1).numpy()):
         with pytest.raises(TypeError, match="among the inputs of a model"):
             _digest({"x": value})
 

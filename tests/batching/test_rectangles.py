@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_paged import PagedConfig, PagedEngine, check_integrity, last_route, memory_stats
 from hf_paged.cache.groups import StateSpec
+from tests.support import models
 from tests.support.architecture_configs import tiny_model
 from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, run_all
 from tests.support.models import BEFORE_5_18
@@ -223,3 +224,28 @@ def test_a_model_with_states_in_its_modules_is_refused() -> None:
     options: dict[str, Any] = dict(do_sample=False, max_new_tokens=6)
     found = model.generate(ids, **options, cache_implementation="paged")
     assert torch.equal(found, model.generate(ids, **options))
+
+
+class Cacheless(transformers.LlamaForCausalLM):
+    """Passes no cache on, as custom code does that knows the cache by a name of another version of transformers."""
+
+    def prepare_inputs_for_generation(
+        self, input_ids: torch.Tensor, attention_mask: Any = None, **inputs: Any
+    ) -> dict[str, Any]:
+        return {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": True}
+
+    def forward(self, **inputs: Any) -> Any:  # takes no positions by name, so it is not packed
+        return super().forward(**inputs)
+
+
+@pytest.mark.parametrize("mode", ["greedy", "beams", "samples"])
+def test_a_model_that_ignores_its_cache_gives_its_own_tokens(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = Cacheless(models.config("llama")).eval()
+    models.init_weights(model, 0)
+    inputs, results = models.prompt("llama"), []
+    for options in ({}, models.PAGED):
+        torch.manual_seed(0)
+        results.append(model.generate(**inputs, **MODES[mode], pad_token_id=0, **options))
+    assert torch.equal(*results)
+    assert ["ignores the cache" in message for message in caplog.messages].count(True) == 1
+    check_integrity(model)

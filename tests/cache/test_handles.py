@@ -45,6 +45,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "views of views": lambda x: x.transpose(1, 2)[0][None].unbind(0)[0].chunk(2)[1].fill_(0),
     "flat": lambda x: x.reshape(-1).__setitem__(0, 0.0),
     "contiguous": lambda x: x.contiguous().to(x.dtype).view(-1).zero_(),
+    "itself": lambda x: torch.atleast_1d(x.type_as(x)).zero_(),
 }
 
 
@@ -103,6 +104,15 @@ def test_arrays_of_shown_keys_are_read_only() -> None:
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 0
     assert torch.equal(cache.layers[0].keys + 0, states)
+
+
+def test_native_code_gets_no_address_of_shown_keys() -> None:
+    cache, states = filled()
+    handles = *cache.update(states[:, :, :1], states[:, :, :1], 0), cache.layers[0].keys, cache.layers[0].keys[0]
+    for handle in handles:
+        with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+            torch.utils.dlpack.to_dlpack(handle)
+        assert torch.equal(torch.from_dlpack(handle), handle + 0)
 
 
 def test_shown_keys_cannot_become_leaves() -> None:

@@ -298,6 +298,17 @@ def test_forward_mode_differentiation_is_refused() -> None:
     cache.check_integrity()
 
 
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacfwd, torch.func.jacrev, torch.vmap])
+def test_function_transforms_are_refused(transform: Callable[..., Any]) -> None:
+    model = build(CONFIGS["full"], "eager").requires_grad_(False)
+    cache = PagedCache(model.config)
+    with pytest.raises(RuntimeError, match=r"`torch.func`.* needs a `DynamicCache`"):
+        transform(lambda x: cache.update(*[x.reshape(2, 2, 4, 8)] * 2, 0)[0].sum())(torch.randn(1, 2, 2, 4, 8))
+    assert cache.memory.num_used == 0
+    forward(model, cache, 3, 0)
+    cache.check_integrity()
+
+
 @pytest.mark.parametrize("name", ["full", "window"])
 @pytest.mark.parametrize("kv_dtype", ["int8", None])
 def test_quantized_states_are_as_rounded_with_gradients_as_without(kv_dtype: str | None, name: str) -> None:

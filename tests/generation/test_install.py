@@ -140,6 +140,18 @@ def test_calls_that_did_not_ask_are_silent(messages: Any) -> None:
     assert messages() == []
 
 
+@pytest.mark.parametrize("is_models_own", [True, False])
+def test_a_keyword_of_none_overrides_a_configuration_that_asks(is_models_own: bool, messages: Any) -> None:
+    model = models.build("llama")
+    config = GenerationConfig(**OPTIONS, cache_implementation="paged", cache_config={"block_size": 8}, pad_token_id=0)
+    options: dict[str, Any] = {"generation_config": config}
+    if is_models_own:
+        model.generation_config, options = config, {}
+    model.generate(**models.prompt("llama"), **options, cache_implementation=None, cache_config=None)
+    assert messages() == []
+    assert hf_paged.last_route(model).road == "plain"
+
+
 def test_calls_that_got_a_paged_cache_are_silent(messages: Any) -> None:
     model = models.build("llama")
     generate(model, cache_implementation="paged")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
 
@@ -18,19 +20,37 @@ from .scores import are_row_wise, values_at
 _NEVER = -1.0e9  # transformers adds this to the score of a beam that must not be chosen
 
 
-class _DrawsFrom(TorchFunctionMode):
-    """Makes `torch.multinomial` draw from a generator, on the generator's device."""
+class _DrawsFrom(TorchDispatchMode):
+    """Makes operations draw from a generator, on the generator's device, where they would draw from the global one."""
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()
         self._generator = generator
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.multinomial:
-            return func(*args, **(kwargs or {}))
-        probabilities = args[0].to(self._generator.device)
-        drawn = func(probabilities, *args[1:], **(kwargs or {}), generator=self._generator)
-        return drawn.to(args[0].device)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        draw = _takes_generator(func) if given.get("generator") is None else None
+        if draw is None:
+            return func(*args, **given)
+        device = self._generator.device
+        inputs, options = tree_map_only(Tensor, lambda x: x.to(device), (args, given))
+        if given.get("device") is not None:
+            options["device"] = device
+        drawn = draw(*inputs, **{**options, "generator": self._generator})
+        shown = args[0] if args and isinstance(args[0], Tensor) else None
+        if shown is not None and func._schema.is_mutable:
+            return shown if shown is inputs[0] else shown.copy_(drawn)
+        return drawn.to(given.get("device") if shown is None else shown.device)
+
+
+@functools.cache
+def _takes_generator(func: Any) -> Any:
+    """Returns the overload of a random operation that takes a generator; `None` for other operations."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return None
+    names = {argument.name for argument in func._schema.arguments} | {"generator"}
+    overloads = (getattr(func.overloadpacket, name) for name in func.overloadpacket.overloads())
+    return next((x for x in overloads if {argument.name for argument in x._schema.arguments} == names), None)
 
 
 class BeamDecoding(Decoding):

@@ -400,8 +400,8 @@ def _digest(value: Any) -> bytes:
 
     def described(value: Any) -> Any:
         if isinstance(value, Tensor):
-            if value.layout is not torch.strided:
-                raise TypeError(f"a tensor of layout {value.layout} among the inputs of a model")
+            if value.layout is not torch.strided or value.is_quantized:
+                raise TypeError(f"a tensor of layout {value.layout} and {value.dtype} among the inputs of a model")
             tensors.append(value)
             return "tensor", str(value.dtype), tuple(value.shape)
         if isinstance(value, dict):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -257,6 +258,36 @@ def test_a_request_is_generate_on_its_prompt(do_sample: bool) -> None:
     decoding, _ = request_decoding(model, prompt[0].tolist(), config, RequestOptions(seed=5))
     assert isinstance(decoding, BeamDecoding) and decoding.num_rows == 4 and decoding.max_length == 11 + NEW
     assert torch.equal(drive(decoding, model).result(), plain)
+
+
+DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rand_like": lambda x: torch.rand_like(x),
+    "rand": lambda x: torch.rand(x.shape, device=x.device),
+    "exponential": lambda x: torch.empty_like(x).exponential_(),
+    "normal": lambda x: torch.normal(torch.zeros_like(x), 1.0),
+    "randint": lambda x: torch.randint(3, 9, x.shape, device=x.device),
+    "dropout": lambda x: torch.bernoulli(torch.full_like(x, 0.5)),
+    "gumbel": lambda x: torch.distributions.Gumbel(torch.zeros_like(x), 1.0).sample(),
+}
+
+
+@pytest.mark.parametrize("name", sorted(DRAWS))
+def test_a_seed_decides_draws_of_a_models_own_method(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model may choose the continuations of its beams by draws of any kind."""
+    model, prompt = models.build("llama"), models.token_ids(1, 11)
+    stock = model._get_top_k_continuations
+
+    def own(accumulated_log_probs: torch.Tensor, **given: Any) -> Any:
+        return stock(accumulated_log_probs=accumulated_log_probs + DRAWS[name](accumulated_log_probs), **given)
+
+    monkeypatch.setattr(model, "_get_top_k_continuations", own)
+    config = GenerationConfig(num_beams=4, do_sample=True, eos_token_id=SOME_EOS, max_new_tokens=NEW)
+    torch.manual_seed(5)
+    plain = model.generate(prompt, generation_config=config)
+    before = torch.get_rng_state()
+    decoding, _ = request_decoding(model, prompt[0].tolist(), config, RequestOptions(seed=5))
+    assert torch.equal(drive(decoding, model).result(), plain)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_failing_beam_request_fails_alone() -> None:

@@ -563,12 +563,14 @@ def test_early_exit_that_fails_leaves_the_model_as_it_was() -> None:
     """transformers removes layers from the config for early exit; this model's cache does not support that."""
     model, texts = models.get("gpt_oss"), prompts(9, 14)
     expected = lone_run(model, texts[1], GREEDY)[0]
+    with pytest.raises((IndexError, RuntimeError)) as plain:  # which one depends on the version
+        model.generate(torch.tensor([texts[0]]), **GREEDY, assistant_early_exit=1)
     with PagedEngine(model, PagedConfig(block_size=8)) as engine:
         first = engine.add_request(texts[0], {**GREEDY, "assistant_early_exit": 1})
         second = engine.add_request(texts[1], GREEDY)
         results = run_all(engine)
         assert_drained(engine)
-    assert isinstance(results[first].error, IndexError) and results[second].token_ids == expected
+    assert type(results[first].error) is plain.type and results[second].token_ids == expected
     assert model.config.num_hidden_layers == 2
 
 

@@ -564,7 +564,7 @@ def test_early_exit_that_fails_leaves_the_model_as_it_was() -> None:
     model, texts = models.get("gpt_oss"), prompts(9, 14)
     expected = lone_run(model, texts[1], GREEDY)[0]
     with pytest.raises((IndexError, RuntimeError)) as plain:  # which one depends on the version
-        model.generate(torch.tensor([texts[0]]), **GREEDY, assistant_early_exit=1)
+        models.build("gpt_oss").generate(torch.tensor([texts[0]]), **GREEDY, assistant_early_exit=1)
     with PagedEngine(model, PagedConfig(block_size=8)) as engine:
         first = engine.add_request(texts[0], {**GREEDY, "assistant_early_exit": 1})
         second = engine.add_request(texts[1], GREEDY)

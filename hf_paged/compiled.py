@@ -1,4 +1,4 @@
-"""What `torch.compile` put in place of modules' own code, and running that code for the duration of a forward."""
+"""Finds functions that `torch.compile` put in place of modules' code, and runs the original ones during a forward."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _UNSET: Any = object()
 
 
 def uncompiled(function: Any) -> Any:
-    """The function that `torch.compile` wrapped, a method of the same object; `function` itself if it is no such
-    wrapper. A wrapper around a compiled function is none, although `functools.wraps` copies its attributes."""
+    """The function that `torch.compile` wrapped, a method of the same object; `function` itself if `torch.compile` did
+    not make it. A caller's wrapper around a compiled function has its attributes (`functools.wraps`), and stays."""
     if isinstance(function, types.MethodType):
         inner = uncompiled(function.__func__)
         return function if inner is function.__func__ else types.MethodType(inner, function.__self__)
@@ -61,24 +61,24 @@ def _save(module: nn.Module) -> dict[str, tuple[Any, Any]]:
     saved = {}
     for name in FUNCTIONS:
         function = getattr(module, name, None)
-        own = uncompiled(function)
-        if own is not function:
-            saved[name] = vars(module).get(name, _UNSET), own
+        original = uncompiled(function)
+        if original is not function:
+            saved[name] = vars(module).get(name, _UNSET), original
     return saved
 
 
 def _switch(module: nn.Module, saved: dict[str, tuple[Any, Any]]) -> None:
     held = vars(module)
-    for name, (before, own) in saved.items():
+    for name, (before, original) in saved.items():
         if held.get(name, _UNSET) is before:  # else switched already, or set by a caller's code since
-            held[name] = own
+            held[name] = original
 
 
 def _restore(module: nn.Module, saved: dict[str, tuple[Any, Any]]) -> None:
     held = vars(module)
-    for before, own in saved.values():
+    for before, original in saved.values():
         # none if a caller's code has set another one; another name if accelerate's hook was added or removed meanwhile
-        for name in [name for name in FUNCTIONS if held.get(name) is own]:
+        for name in [name for name in FUNCTIONS if held.get(name) is original]:
             if before is not _UNSET:
                 held[name] = before
             elif name in saved:

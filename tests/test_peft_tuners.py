@@ -472,7 +472,7 @@ def test_actions_after_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         for _ in range(2):
             after_import("paged_late", note)
         assert not values and "paged_late" not in sys.modules
-        importlib.util.find_spec("paged_late")  # whoever looks does not import it
+        importlib.util.find_spec("paged_late")  # does not import it
         importlib.import_module("paged_late")
         assert values == [1]
         after_import("paged_late", note)

@@ -199,8 +199,8 @@ def max_positions(
     kind: tuple[str, ...] = ()
     if model.config.is_encoder_decoder:
         kind = tuple(sorted(name for name, value in prompts.model_kwargs.items() if value is not None))
-    found = _find(positions_check, "together", model, cache, make, prompts, kind=kind, known=known)
-    return None if isinstance(found, str) else found
+    count = _find(positions_check, "together", model, cache, make, prompts, kind=kind, known=known)
+    return None if isinstance(count, str) else count
 
 
 def how_rows_join(

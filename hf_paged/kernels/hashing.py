@@ -1,7 +1,7 @@
 """Hashes of tensor bytes, to detect writes that change neither `_version` nor `data_ptr` (fused optimizers, numpy).
 
-Their keys are public, and they ignore strides: a user who chooses the bytes can make two tensors with one hash. Names of
-what users supply are therefore BLAKE2b digests (`batching/execution/prompts.py`)."""
+Their keys are public, and they ignore strides: a user who chooses the bytes can make two tensors with one hash. Names
+of what users supply are therefore BLAKE2b digests (`batching/execution/prompts.py`)."""
 
 from __future__ import annotations
 

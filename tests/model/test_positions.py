@@ -14,6 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from hf_paged.model.capability import _num_positions
 from hf_paged.model.positions import PositionReads, Table, shorten
 from tests.support import models
+from tests.support.architecture_configs import tiny_model
 from tests.support.checks import model_state
 
 NUM = 32  # positions
@@ -106,6 +107,14 @@ def test_a_table_of_positions_of_a_decoder_behind_an_encoder(name: str) -> None:
     encoded = BaseModelOutput(last_hidden_state=torch.randn(1, 16, 48))
     found = _num_positions(get(name), {"encoder_outputs": encoded})
     assert found[0] == (None if name in ("m2m", "t5") else NUM)
+
+
+@pytest.mark.parametrize("name", ["GitForCausalLM", "Gemma4UnifiedForConditionalGeneration"])
+def test_masks_by_blocks_of_the_sequence_are_no_tables(name: str) -> None:
+    """They are indexed by positions, too."""
+    model = tiny_model(getattr(transformers, name))
+    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    assert _num_positions(model)[0] in (None, most)
 
 
 def test_a_model_that_fails_has_no_table() -> None:

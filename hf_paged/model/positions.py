@@ -53,7 +53,7 @@ def _reads(kind: Any, args: tuple[Any, ...]) -> list[tuple[int, set[int]]]:
         if not start or start < 0:  # `x[:end]`
             return [(size, {end - 1})] if end is not None and 0 < end < size else []
         if end is None or end > size:  # `x[size - length:]`: a table that is read from its end
-            return [(size, {size - 1 - start})] if start < size else [(size, {start})]
+            return [(size, {size - 1 - start})] if start < size else []  # nothing is left, which is no error
         return [(size, {end - 1})]
     return []
 

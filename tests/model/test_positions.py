@@ -32,6 +32,8 @@ LEARNED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", _GPT),
     "opt": ("OPTConfig", "OPTForCausalLM", {**_BERT, "word_embed_proj_dim": 48, "ffn_dim": 64}),
     "gptj": ("GPTJConfig", "GPTJForCausalLM", {**_GPT, "rotary_dim": 4}),
+    # nothing is left of a head behind the rotated part
+    "gptj_whole_heads": ("GPTJConfig", "GPTJForCausalLM", {**_GPT, "rotary_dim": 12}),
     "codegen": ("CodeGenConfig", "CodeGenForCausalLM", {**_GPT, "n_ctx": NUM, "rotary_dim": 4}),
     "gpt_neo": (
         "GPTNeoConfig",

@@ -570,7 +570,7 @@ def test_the_first_error_is_the_one_seen_and_nothing_is_gathered_for_it(monkeypa
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
-        *((name, "greedy") for name in tables.LEARNED if name != "mpt"),  # whose calls take the plain path
+        *((name, "greedy") for name in tables.LEARNED),
         *itertools.product(("gpt2", "bart_decoder"), ("samples", "beams")),
     ],
 )

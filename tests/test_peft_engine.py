@@ -237,7 +237,7 @@ def test_a_model_with_the_adapters_of_transformers_own() -> None:
 @pytest.mark.parametrize("error", [OnPurpose, KeyboardInterrupt])
 @pytest.mark.parametrize("forward", [11, 13])  # nine forwards check, with this layer, whether packing works
 def test_a_forward_of_one_adapter_that_raises(error: type[BaseException], forward: int) -> None:
-    """A step with three adapters is one forward; if it fails, the step of all requests is undone."""
+    """A step with three adapters is one forward; if it fails once, the step of all requests is undone and repeated."""
     model, texts = lora_model(), prompts(20, 11)
     before = peft_state(model)
     with PagedEngine(model, PagedConfig(block_size=8)) as engine:
@@ -262,12 +262,9 @@ def test_a_forward_of_one_adapter_that_raises(error: type[BaseException], forwar
             assert countdown.left <= 0
             assert peft_state(model) == before
         assert_drained(engine)
-    failed = {name for name, result in results.items() if result.error is not None}
-    assert bool(failed) == (error is OnPurpose)
-    assert all(name.startswith("0") and isinstance(results[name].error, OnPurpose) for name in failed)
+    assert all(result.error is None for result in results.values())
     for i, prompt in enumerate(texts):
         for adapter in ADAPTERS:
             expected = lone_with(model, adapter, prompt, GREEDY)
             for name in (f"0 {i} {adapter}", f"1 {i} {adapter}"):
-                if name not in failed:
-                    assert_same_as_lone(expected, results[name], GREEDY, name)
+                assert_same_as_lone(expected, results[name], GREEDY, name)

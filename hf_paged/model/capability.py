@@ -657,7 +657,7 @@ def _num_positions(model: PreTrainedModel, given: dict[str, Any] | None = None) 
             found: list[set[Table]] = []
             for end in range(_NUM_PROBED, ids.shape[1] + 1):
                 tokens = ids[:, :end].clone()  # a slice of the model's own code would be read as a table
-                with PositionReads(end - 1) as reads:
+                with PositionReads(end - 1, model) as reads:
                     _, inputs = next_logits(model, tokens, inputs, begins=end == _NUM_PROBED)
                 found.append(reads.tables)
             return set.intersection(*found[1:])

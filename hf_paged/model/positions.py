@@ -23,19 +23,42 @@ class PositionReads(TorchDispatchMode):
     """Around a forward of the one token at `position`: collects in `tables` all of which the forward reads one place.
     Raises `IndexError` before a read past an axis's end, which on a GPU would end the process."""
 
-    def __init__(self, position: int) -> None:
+    def __init__(self, position: int, model: nn.Module) -> None:
         super().__init__()
         self.position, self.tables = position, set[Table]()
+        held = (x for module in model.modules() for part in _parts(module) for x in part.values())
+        self._addresses = {x.untyped_storage().data_ptr() for x in held if _is_plain(x)}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for size, places in _reads(func.overloadpacket, args):
+        reads = _reads(func.overloadpacket, args)
+        # code cuts what it computes for many reasons; it cuts a table of the model, or takes the end of one (MPT)
+        if func is _aten.slice.Tensor and not (self._is_of_model(args[0]) or _takes_end(args)):
+            reads = []
+        for size, places in reads:
             if places and max(places) >= size:
                 raise IndexError(f"place {max(places)} is read of {size}")
             if len(places) == 1:
                 self.tables.add(Table(size, min(places) - self.position, isinstance(args[0], nn.Parameter)))
         return func(*args, **(kwargs or {}))
+
+    def _is_of_model(self, tensor: Tensor) -> bool:
+        return _is_plain(tensor) and tensor.untyped_storage().data_ptr() in self._addresses
+
+
+def _parts(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    return module._parameters, module._buffers, vars(module)
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in (Tensor, nn.Parameter, nn.Buffer) and value.layout is torch.strided
+
+
+def _takes_end(args: tuple[Any, ...]) -> bool:
+    """Whether a slice is `x[start:]`."""
+    _, axis, start, end = (*args, 0, None, None)[:4]
+    return bool(start) and start > 0 and (end is None or end >= args[0].shape[axis])
 
 
 def _reads(kind: Any, args: tuple[Any, ...]) -> list[tuple[int, set[int]]]:
@@ -71,7 +94,7 @@ def shorten(model: nn.Module, size: int, length: int) -> bool:
     whether there are any. For use where attributes of modules are restored."""
     is_shorter = False
     for module in model.modules():
-        for held in (module._buffers, vars(module)):
+        for held in _parts(module)[1:]:
             for name, value in list(held.items()):
                 if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and size in value.shape:
                     held[name] = value.narrow(value.shape.index(size), 0, length)

@@ -74,7 +74,7 @@ def test_hooks_that_require_gradients() -> None:
 
 
 def test_gradient_checkpointing() -> None:
-    """While active, layers do not cache, and plain's tokens are those of a model without a past."""
+    """While active, layers do not cache before 5.24, and plain's tokens are those of a model without a past."""
     model = models.build("llama")
     usual = generate(model)
     enable, disable = "activation_checkpointing_enable", "activation_checkpointing_disable"
@@ -84,8 +84,8 @@ def test_gradient_checkpointing() -> None:
     model.enable_input_require_grads()
     assert_as_plain(model)
     model.train()
-    assert not torch.equal(generate(model), usual), "the past is seen: the test is void"
-    assert_as_plain(model, road="hf_loop")
+    assert torch.equal(generate(model), usual) != models.BEFORE_5_24
+    assert_as_plain(model, road="hf_loop" if models.BEFORE_5_24 else "engine")
     getattr(model, disable)()
     assert_as_plain(model)
 

@@ -63,7 +63,7 @@ PACKABLE = [
 PACKABLE += ["OPTForCausalLM", "Qwen3MoeForCausalLM"]
 REFUSED = {
     "BambaForCausalLM": "LinearAttentionLayer",  # Mamba states and attention
-    "BertLMHeadModel": "causal",  # attends in both directions
+    "BertLMHeadModel": "shows later tokens",
     "FalconH1ForCausalLM": "PagedHybridLayer",
     "GPTNeoForCausalLM": "are read",  # builds a mask from the batch's columns
     "OpenAIGPTLMHeadModel": "no cache",

@@ -111,9 +111,9 @@ def test_a_table_of_positions_of_a_decoder_behind_an_encoder(name: str) -> None:
     assert found[0] == (None if name in ("m2m", "t5") else NUM)
 
 
-@pytest.mark.parametrize("name", ["GitForCausalLM", "Gemma4UnifiedForConditionalGeneration"])
-def test_masks_by_blocks_of_the_sequence_are_no_tables(name: str) -> None:
-    """They are indexed by positions, too."""
+@pytest.mark.parametrize("name", ["GitForCausalLM", "Gemma4UnifiedForConditionalGeneration", "Qwen4ExpForCausalLM"])
+def test_masks_and_chosen_tokens_are_no_tables(name: str) -> None:
+    """They are indexed by positions, too, or cut there."""
     model = tiny_model(getattr(transformers, name))
     most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     assert _num_positions(model)[0] in (None, most)
@@ -126,8 +126,10 @@ def test_a_model_that_fails_has_no_table() -> None:
 
 
 def test_each_way_to_read_one_place() -> None:
-    weight, table = torch.nn.Parameter(torch.randn(9, 2)), torch.randn(1, 9, 2)
-    place = torch.tensor([[5]])
+    model, place = torch.nn.Module(), torch.tensor([[5]])
+    weight = model.weight = torch.nn.Parameter(torch.randn(9, 2))
+    table = model.table = torch.randn(1, 9, 2)
+    computed = table + 1
     reads = {
         "embedding": lambda: torch.nn.functional.embedding(place, weight),
         "index": lambda: weight[place],
@@ -138,17 +140,22 @@ def test_each_way_to_read_one_place() -> None:
         "end": lambda: table[:, 9 - 6 :],
     }
     for name, read in reads.items():
-        with PositionReads(3) as found:
+        with PositionReads(3, model) as found:
             read()
         is_parameter = name in ("embedding", "index", "select")
         assert Table(9, 2, is_parameter) in found.tables, name
     for name in ("embedding", "index", "select", "gather"):
         place.fill_(9)
-        with pytest.raises(IndexError, match="place 9 is read of 9"), PositionReads(3):
+        with pytest.raises(IndexError, match="place 9 is read of 9"), PositionReads(3, model):
             reads[name]()
-    with PositionReads(3) as found:
+    with PositionReads(3, model) as found:
         torch.nn.functional.embedding(torch.tensor([[1, 2]]), weight)
+        computed[:, :6]
+        computed[:, 5:6]
     assert not found.tables
+    with PositionReads(3, model) as found:
+        computed[:, 9 - 6 :]
+    assert found.tables == {Table(9, 2, False)}
 
 
 def test_buffers_are_cut_and_parameters_are_not() -> None:

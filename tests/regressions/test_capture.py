@@ -81,14 +81,13 @@ OWN_CODE = "its own attention code is shown as many keys as the longest row has"
 EXPERTS = "its forward waits for the device"  # a loop over the selected experts: `nonzero`, in `forward`
 NOT_CAPTURED = {
     "BloomForCausalLM": OWN_CODE,
-    "CodeGenForCausalLM": OWN_CODE,
     "DbrxForCausalLM": EXPERTS,  # `DbrxExperts`
     "FalconForCausalLM": OWN_CODE,
-    "GPTJForCausalLM": OWN_CODE,
     "GPTNeoXJapaneseForCausalLM": OWN_CODE,
     "LongcatFlashForCausalLM": EXPERTS,  # `LongcatFlashExperts`
     "MptForCausalLM": OWN_CODE,
     "XGLMForCausalLM": OWN_CODE,
+    **(dict.fromkeys(("CodeGenForCausalLM", "GPTJForCausalLM"), OWN_CODE) if models.BEFORE_5_24 else {}),
 }
 """Causal architectures that run packed but are not recorded on a device, with the reason."""
 

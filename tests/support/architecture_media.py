@@ -45,6 +45,7 @@ MEDIA_ARGUMENTS = set(
 """.split()
 )
 NOT_GIVEN = {  # arguments of `forward` that `media_inputs` does not give
+    "Apertus1p5ForConditionalGeneration": "codes of pictures are a range of its vocabulary, which a tiny one lacks",
     "EvollaForProteinText2Text": "plain `generate` fails at the second token where it has a protein",
     "PI0ForConditionalGeneration": "has no `generate`",
     "VibeVoiceForConditionalGeneration": "needs diffusers",
@@ -612,6 +613,16 @@ def _voxtral_realtime(config: PretrainedConfig) -> dict[str, Tensors]:
     return {"audio": {**words(), "input_features": features, "num_delay_tokens": 2}}
 
 
+def _omniasr(config: PretrainedConfig) -> dict[str, Tensors]:
+    """One placeholder for each frame that the convolutions make of the samples."""
+    samples = frames = 4000
+    for kernel, stride in zip(config.audio_config.conv_kernel, config.audio_config.conv_stride):
+        frames = (frames - kernel) // stride + 1
+    inputs = prompts(config, "audio", config.audio_token_id, [[frames], [frames]])
+    mask = torch.ones(2, samples, dtype=torch.long)
+    return {"audio": {**inputs, "input_values": torch.randn(2, 1, samples), "padding_mask": mask}}
+
+
 def _kyutai(config: PretrainedConfig) -> dict[str, Tensors]:
     samples = 24 * config.codec_config.frame_size
     return {"audio": {"input_values": torch.randn(2, 1, samples), "padding_mask": torch.ones(2, 1, samples).long()}}
@@ -632,6 +643,7 @@ CALLS: dict[str, Callable[[PretrainedConfig], dict[str, Tensors]]] = {
     "MoonshineForConditionalGeneration": waveform,
     "MoonshineStreamingForConditionalGeneration": waveform,
     "MusicFlamingoForConditionalGeneration": _whisper_like,
+    "OmniASRForConditionalGeneration": _omniasr,
     "PPFormulaNetForConditionalGeneration": lambda c: {"image": pictures(c)},
     "Phi4MultimodalForCausalLM": _phi4,
     "Pix2StructForConditionalGeneration": lambda c: {"image": _flat_patches(c)},

@@ -25,6 +25,7 @@ PAD, BOS, EOS = 0, 1, 2
 FIRST_WORD = 4  # ids below are special
 WINDOW = 8  # tokens; every test goes well past it
 BLOCK_SIZE = 8  # tokens; small, so that a short test uses several blocks
+BEFORE_5_24 = version.parse(transformers.__version__) < version.parse("5.24")
 BEFORE_5_18 = version.parse(transformers.__version__) < version.parse("5.18")
 PAGED: dict[str, Any] = {"cache_implementation": "paged", "cache_config": {"block_size": BLOCK_SIZE}}
 # by the modules' own forwards, without replays

@@ -67,13 +67,15 @@ class PackedRunner(Runner):
         self.can_capture = self._graphs is not None
         self.is_invariant = False  # whether a row's bits do not depend on the other rows
         self._mixed_lengths = mixed_lengths
+        self.is_packed = self.mixes_adapters = True
         self.mirror: Mirror | None = None  # repeats each step in other processes
         self.hidden: HiddenStates | None = None  # stores the last hidden state of each computed token
         self.pack()
         self.begin(None)
 
     def pack(self) -> None:
-        self.is_packed = self.mixes_adapters = True
+        if not self.is_packed:
+            self.is_packed = self.mixes_adapters = True
         self.can_run_ahead = self._graphs is not None and self._graphs.runs_ahead
 
     def unpack(self, reason: str) -> bool:

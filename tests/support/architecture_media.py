@@ -468,7 +468,7 @@ ROWS_BY_BUILDER: dict[tuple[str, Row], str] = {
     ("image", tiles_with_flags): "GraniteDocling",
     ("image", crops_with_pooling): "Molmo2",
     ("image", patches_with_merge_sizes): "VideoLlama3",
-    ("image", merged_patches): "Inkling2",
+    ("image", merged_patches): "Inkling2 Inkling2Loop",
     ("video", strip_of_a_frame): "MiniCPMOcr MiniCPMV4_6 MiniCPMV4_7",
     ("video", square_frames): "LlavaNextVideo LlavaOnevision VideoLlava",
     ("video", square_patches_of_a_frame): "Kimi_K25",

@@ -1,8 +1,8 @@
 """Compiles kernels ahead of time for chips that this machine lacks.
 
-Calls a launcher with tensors on the meta device or the CPU, while Triton's driver is a stand-in and each launch only
-compiles. The result is what a real call of that launcher would run: signature, specialisation, constants and options.
-Needs a process without `TRITON_INTERPRET`.
+Calls a launcher with tensors on the meta device or the CPU, while Triton's driver is a stand-in and
+each launch only compiles. The result is what a real call of that launcher would run: signature,
+specialisation, constants and options. Needs a process without `TRITON_INTERPRET`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import dataclasses
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 from benchmarks import binaries
-from benchmarks.chips import CHIPS, Chip
+from benchmarks.chips import CHIPS, TENSOR_COLUMNS, Chip
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -37,9 +38,10 @@ class Launch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """Resources of one kernel on one chip: registers per thread; bytes of stack and of spilled registers per thread,
-    both 0 unless registers were spilled; bytes of shared memory per block; K/V tokens loaded per iteration, 0 without
-    such a tile; main-loop instructions per warp; wanted instructions that are missing."""
+    """Resources of one kernel on one chip: registers per thread; bytes of stack and of spilled
+    registers per thread, both 0 unless registers were spilled; bytes of shared memory per block;
+    K/V tokens loaded per iteration, 0 without such a tile; main-loop instructions per warp; wanted
+    instructions that are missing."""
 
     case: str
     kernel: str
@@ -54,6 +56,7 @@ class Compiled:
     loop: int
     instructions: dict[str, int]
     missing: tuple[str, ...] = ()
+    tensor_columns: int = 0  # of tensor memory, on Blackwell
 
     @property
     def problems(self) -> list[str]:
@@ -63,6 +66,11 @@ class Compiled:
             found.append(f"spills: {self.stack} bytes of stack, {self.spilled} of registers")
         if self.shared > most:
             found.append(f"needs {self.shared} bytes of shared memory, a block has {most}")
+        if self.tensor_columns > TENSOR_COLUMNS:
+            found.append(
+                f"needs {self.tensor_columns} columns of tensor memory, a multiprocessor has"
+                f" {TENSOR_COLUMNS}"
+            )
         return found + [f"has no {name}" for name in self.missing]
 
     @property
@@ -81,6 +89,9 @@ class _Driver:
 
     def __init__(self, chip: Chip) -> None:
         self._chip = chip
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": chip.block_shared}
+        )
 
     def get_current_target(self) -> Any:
         return self._chip.target()
@@ -94,8 +105,8 @@ class _Driver:
 
 @contextlib.contextmanager
 def only_compile(chip: Chip, is_compiling: bool = True) -> Iterator[list[Launch]]:
-    """Within it, launches compile for that chip and run nothing; yields the list of launches. Without `is_compiling`
-    they only compute the cache key of the kernel."""
+    """Within it, launches compile for that chip and run nothing; yields the list of launches.
+    Without `is_compiling` they only compute the cache key of the kernel."""
     from triton import knobs
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -132,9 +143,11 @@ def require_compiler() -> None:
         raise SystemExit("unset TRITON_INTERPRET: interpreted kernels cannot be compiled")
 
 
-def measure(name: str, call: Callable[[], Any], chip: Chip, wanted: Sequence[str] = ()) -> list[Compiled]:
-    """Compiles what `call` launches and reads the resources; the first kernel must contain the instructions
-    `wanted`."""
+def measure(
+    name: str, call: Callable[[], Any], chip: Chip, wanted: Sequence[str] = ()
+) -> list[Compiled]:
+    """Compiles what `call` launches and reads the resources; the first kernel must contain the
+    instructions `wanted`."""
     with only_compile(chip) as launches:
         call()
     found = []
@@ -152,17 +165,21 @@ def measure(name: str, call: Callable[[], Any], chip: Chip, wanted: Sequence[str
                 registers=usage.registers,
                 stack=usage.stack,
                 spilled=usage.spilled,
-                shared=max(usage.shared, metadata.shared),  # dynamic shared memory is not in the binary
+                # dynamic shared memory is not in the binary
+                shared=max(usage.shared, metadata.shared),
                 tile=launch.options.get("TILE", 0),
                 loop=binaries.main_loop(code),
                 instructions=counts,
                 missing=tuple(op for op in wanted if op not in counts) if not found else (),
+                tensor_columns=getattr(metadata, "tmem_size", None) or 0,
             )
         )
     return found
 
 
-def in_processes(work: Callable[[Job], Result], jobs: Sequence[Job], processes: int) -> Iterator[Result]:
+def in_processes(
+    work: Callable[[Job], Result], jobs: Sequence[Job], processes: int
+) -> Iterator[Result]:
     """`map` in processes, since Triton holds the GIL while it compiles."""
     with multiprocessing.get_context("spawn").Pool(max(1, min(processes, len(jobs)))) as pool:
         yield from pool.imap(work, jobs)

@@ -1,11 +1,10 @@
-"""
-Requests that arrive at random moments: a log-normal ShareGPT-like trace with Poisson arrivals (Orca, OSDI 2022,
-section 6; PagedAttention, arXiv 2309.06180, section 6.1), at fractions of the rate that `PagedEngine` reaches when all
-requests wait at the start.
+"""Requests that arrive at random moments: a log-normal ShareGPT-like trace with Poisson arrivals
+(Orca, OSDI 2022, section 6; PagedAttention, arXiv 2309.06180, section 6.1), at fractions of the
+rate that `PagedEngine` reaches when all requests wait at the start.
 
-Plain `generate` takes the requests that have arrived, at most `MAX_BATCH`, and returns when the last row has ended; its
-times per token are those that a streamer would see. Normalized latency is a request's time from arrival to end, divided
-by its new tokens.
+Plain `generate` takes the requests that have arrived, at most `MAX_BATCH`, and returns when the
+last row has ended; its times per token are those that a streamer would see. Normalized latency is a
+request's time from arrival to end, divided by its new tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +24,14 @@ from benchmarks.workloads import GREEDY, Batch, Workload, poisson_times, sharegp
 
 MAX_BATCH = 32
 SHARES = (0.4, 0.8, 1.2, 2.0)  # of the engine's rate when all requests wait
-WORKLOAD = Workload("arrivals", "Poisson arrivals, ShareGPT-like lengths", 0, (0, 0), (0, 0), 0, GREEDY)
+WORKLOAD = Workload(
+    "arrivals", "Poisson arrivals, ShareGPT-like lengths", 0, (0, 0), (0, 0), 0, GREEDY
+)
+PICTURED = {
+    "engine": "PagedEngine",
+    "plain, static batches": "plain generate, batch after batch",
+    "generate_batch, tuned": "transformers' generate_batch, tuned",
+}
 COLUMNS = {
     "share": "of capacity",
     "rate": "requests/s",
@@ -81,7 +87,9 @@ def by_engine(model: Any, shape: Shape, trace: Trace) -> list[Record]:
     start, next_one = time.perf_counter(), 0
     try:
         while next_one < len(records) or running:
-            while next_one < len(records) and time.perf_counter() - start >= records[next_one].arrived:
+            while (
+                next_one < len(records) and time.perf_counter() - start >= records[next_one].arrived
+            ):
                 name = engine.add(batch.prompts[next_one], batch.new_tokens[next_one], GREEDY)
                 running[name] = records[next_one]
                 next_one += 1
@@ -112,7 +120,9 @@ def by_generate(model: Any, shape: Shape, trace: Trace) -> list[Record]:
         end = done + 1
         while end < min(len(records), done + MAX_BATCH) and records[end].arrived <= now:
             end += 1
-        answer = Generate()(model, shape, WORKLOAD, Batch(batch.prompts[done:end], batch.new_tokens[done:end]))
+        answer = Generate()(
+            model, shape, WORKLOAD, Batch(batch.prompts[done:end], batch.new_tokens[done:end])
+        )
         now = time.perf_counter() - start
         for record, times in zip(records[done:end], answer.times):
             record.tokens, record.finished = [moment - start for moment in times], now
@@ -142,7 +152,9 @@ def by_generate_batch(peer: GenerateBatch) -> Serve:
                     record.tokens = [moment - start for moment in result.timestamps]
                     record.finished, finished = time.perf_counter() - start, finished + 1
                 elif result is None and (not manager.is_running() or now > PATIENCE):
-                    raise RuntimeError(f"the manager ended with {finished} of {len(records)} requests served")
+                    raise RuntimeError(
+                        f"the manager ended with {finished} of {len(records)} requests served"
+                    )
         return records
 
     return serve
@@ -154,7 +166,9 @@ def figures(records: Sequence[Record], asked: Sequence[int]) -> dict[str, float]
     if given != list(asked):
         raise RuntimeError(f"gave {sum(given)} tokens, not {sum(asked)}")
     seconds = max(record.finished for record in records)
-    normalized = [1e3 * (record.finished - record.arrived) / len(record.tokens) for record in records]
+    normalized = [
+        1e3 * (record.finished - record.arrived) / len(record.tokens) for record in records
+    ]
     times, starts = [record.tokens for record in records], [record.arrived for record in records]
     return {
         "tokens_per_s": sum(given) / seconds,
@@ -166,14 +180,18 @@ def figures(records: Sequence[Record], asked: Sequence[int]) -> dict[str, float]
     }
 
 
-def run(model: Any, shape: Shape, peers: dict[str, GenerateBatch], quick: bool) -> Iterator[list[dict[str, Any]]]:
+def run(
+    model: Any, shape: Shape, peers: dict[str, GenerateBatch], quick: bool
+) -> Iterator[list[dict[str, Any]]]:
     """Yields and prints the rows of one rate at a time; the order of the systems alternates."""
     systems: dict[str, Serve] = {"engine": by_engine, "plain, static batches": by_generate}
     systems |= {name: by_generate_batch(peer) for name, peer in peers.items()}
     device = model.device.type
     everything = Trace.make(device, quick, shape.vocab, float("inf"), 0)
     by_engine(model, shape, everything)  # warm-up
-    capacity = figures(by_engine(model, shape, everything), everything.batch.new_tokens)["requests_per_s"]
+    capacity = figures(by_engine(model, shape, everything), everything.batch.new_tokens)[
+        "requests_per_s"
+    ]
     print(f"the engine serves {capacity:.2f} requests/s when all {len(everything.arrivals)} wait\n")
     for turn, share in enumerate(SHARES[:2] if quick else SHARES, 1):
         trace = Trace.make(device, quick, shape.vocab, share * capacity, turn)
@@ -186,7 +204,9 @@ def run(model: Any, shape: Shape, peers: dict[str, GenerateBatch], quick: bool) 
             except NotAvailable as error:
                 row["problem"] = str(error)
             except Exception as error:  # a failing peer is a result
-                row["problem"] = f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+                row["problem"] = (
+                    f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+                )
             found.append(row)
         found.sort(key=lambda row: list(systems).index(row["system"]))
         table = report.markdown(found, COLUMNS).split("\n")
@@ -194,19 +214,30 @@ def run(model: Any, shape: Shape, peers: dict[str, GenerateBatch], quick: bool) 
         yield found
 
 
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> Path | None:
+def draw(rows: Sequence[dict[str, Any]], foot: str, path: Path) -> Path | None:
     """Normalized latency and time to first token over the rate."""
     told = [row for row in rows if "normalized_ms" in row]
     if not told:
         return None
-    figure, axes = report.figure(360, ncols=2)
-    titles = {"normalized_ms": "normalized latency, ms per token", "ttft_p50_ms": "time to first token, p50, ms"}
+    figure, axes = report.figure(380, foot, ncols=2)
+    titles = {
+        "normalized_ms": "From arrival to end, ms per new token (mean)",
+        "ttft_p50_ms": "From arrival to the first token, ms (median)",
+    }
+    rates = sorted({row["rate"] for row in told})
     for axis, (key, title) in zip(axes, titles.items()):
         for marker, name in zip(report.MARKERS, dict.fromkeys(row["system"] for row in told)):
             points = [(row["rate"], row[key]) for row in told if row["system"] == name]
-            axis.plot(*zip(*points), marker=marker, label=name)
-        axis.set(title=title, xlabel="requests per second", yscale="log")
-        axis.title.set_fontsize(10)
+            axis.plot(*zip(*points), marker=marker, label=PICTURED.get(name, name))
+        axis.set(xlabel="requests that arrive per second", yscale="log")
+        axis.set_title(title, fontsize=10, loc="left")
+        axis.set_xticks(rates, [f"{rate:.2g}" for rate in rates])
         report.log_ticks(axis.yaxis)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+    figure.legend(
+        *axes[0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=3,
+        fontsize=8,
+        frameon=False,
+    )
     return report.save(figure, path)

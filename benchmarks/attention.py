@@ -1,13 +1,15 @@
 """
 Attention alone: the paged backends against contiguous K/V and against other installed kernels.
 
-    python -m benchmarks.attention --device cpu [--phase decode] [--only REGEX] [--quick] [--results DIRECTORY]
+    python -m benchmarks.attention --device cpu [--phase decode] [--only REGEX] [--quick]
+                                   [--results DIRECTORY]
 
-Decode, chunks (queries over a cached context) and prefill. As in a model, each call reads the K/V of the next layer, so
-no processor cache holds them. Each contender's output is compared with the reference before timing; contenders take
-turns. "ours: int8" attends to the same K/V stored as int8; "int8 / ours" is its time over that of the setting's dtype.
-On a GPU each contender's calls are captured in a graph where possible and timed by events. A peer that is missing, does
-not apply or fails is listed with the reason.
+Decode, chunks (queries over a cached context) and prefill. As in a model, each call reads the K/V
+of the next layer, so no processor cache holds them. Each contender's output is compared with the
+reference before timing; contenders take turns. "ours: int8" attends to the same K/V stored as int8;
+"int8 / ours" is its time over that of the setting's dtype. On a GPU each contender's calls are
+captured in a graph where possible and timed by events. A peer that is missing, does not apply or
+fails is listed with the reason.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import argparse
 import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +51,8 @@ COLUMNS = {
 
 
 def check(function: Attention, expected: torch.Tensor, dtype: str) -> None:
-    """Raises `ArithmeticError` unless the output of layer 0 matches the reference within the tolerance of the dtype."""
+    """Raises `ArithmeticError` unless the output of layer 0 matches the reference within the
+    tolerance of the dtype."""
     actual = function(0)
     if actual.shape != expected.shape:
         raise ArithmeticError(f"shape {tuple(actual.shape)}, not {tuple(expected.shape)}")
@@ -75,13 +78,16 @@ def admit(contenders: Sequence[Peer], data: Data) -> tuple[dict[str, Attention],
             except Skipped as error:
                 problem = f"skipped: {error}"
             except Exception as error:  # a failing peer is a result
-                problem = f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+                problem = (
+                    f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+                )
         problems[peer.name] = problem
     return functions, problems
 
 
 def record(work: Callable[[], None], device: str) -> Callable[[], None] | None:
-    """On a GPU, returns the replay of a graph of `work`, to time kernels and not Python; `None` if capture fails."""
+    """On a GPU, returns the replay of a graph of `work`, to time kernels and not Python; `None` if
+    capture fails."""
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
@@ -109,8 +115,9 @@ def elapsed(work: Callable[[], None], device: str) -> float:
 def measure(
     functions: dict[str, Attention], layers: int, device: str, repeats: int, seconds: float
 ) -> tuple[dict[str, list[float]], set[str]]:
-    """Seconds per call, in turns of rotating order; each turn loops over the layers for about `seconds`, estimated from
-    the warm-up. Also the names of the contenders captured in a graph, on a GPU."""
+    """Seconds per call, in turns of rotating order; each turn loops over the layers for about
+    `seconds`, estimated from the warm-up. Also the names of the contenders captured in a graph, on
+    a GPU."""
     names = list(functions)
     calls: dict[str, int] = {}
     works: dict[str, Callable[[], None]] = {}
@@ -130,7 +137,10 @@ def measure(
         ceilings.synchronize(device)
         calls[name] = max(1, min(layers, round(seconds / elapsed(walk(name, 2), device) * 2)))
         works[name] = walk(name, calls[name])
-        if torch.device(device).type == "cuda" and (replay := record(works[name], device)) is not None:
+        if (
+            torch.device(device).type == "cuda"
+            and (replay := record(works[name], device)) is not None
+        ):
             works[name] = replay
             recorded.add(name)
     for repeat in range(repeats):
@@ -143,7 +153,8 @@ def measure(
 def rows_of(
     setting: Setting, times: dict[str, list[float]], problems: dict[str, str], limits: Ceilings
 ) -> list[dict[str, Any]]:
-    """Rows of the table, in the order of the contenders; shares relate to the ceilings measured in this run."""
+    """Rows of the table, in the order of the contenders; shares relate to the ceilings measured in
+    this run."""
     common = {
         "heads": setting.shape.name,
         "phase": setting.case.phase,
@@ -166,17 +177,25 @@ def rows_of(
             "matmul_share": f"{setting.flops / median / flops:.0%}",
         }
         if CONTIGUOUS in times:
-            row["over_contiguous"] = statistics.median(a / b for a, b in zip(seconds, times[CONTIGUOUS]))
+            row["over_contiguous"] = statistics.median(
+                a / b for a, b in zip(seconds, times[CONTIGUOUS])
+            )
         if "ours" in times:
             row["ours_over"] = statistics.median(a / b for a, b in zip(times["ours"], seconds))
             if name == INT8:
                 row["over_ours"] = statistics.median(a / b for a, b in zip(seconds, times["ours"]))
         found.append({**common, **row})
-    return found + [{**common, "contender": name, "time": problem} for name, problem in problems.items()]
+    return found + [
+        {**common, "contender": name, "time": problem} for name, problem in problems.items()
+    ]
 
 
 def run(
-    settings: Sequence[Setting], contenders: Sequence[Peer], limits: Ceilings, args: Any, facts: dict[str, Any]
+    settings: Sequence[Setting],
+    contenders: Sequence[Peer],
+    limits: Ceilings,
+    args: Any,
+    facts: dict[str, Any],
 ) -> None:
     """Prints and writes each setting's rows when they are ready."""
     rows: list[dict[str, Any]] = []
@@ -193,62 +212,114 @@ def run(
         found = rows_of(setting, times, problems, limits)
         if is_gpu:
             for row in found:
-                row["timed"] = "a graph" if row["contender"] in recorded else "calls" if "us" in row else None
+                row["timed"] = (
+                    "a graph" if row["contender"] in recorded else "calls" if "us" in row else None
+                )
         table = report.markdown(found, columns).split("\n")
         print("\n".join(table if not rows else table[2:]), flush=True)
         rows += found
         if args.results:
-            report.write(name, facts, rows, directory=args.results, columns=columns, notes=str(limits))
+            report.write(
+                name, facts, rows, directory=args.results, columns=columns, notes=str(limits)
+            )
     if args.results:
-        report.plot(lambda: draw(rows, args.results / f"{name}.png"))
+        report.plot(lambda: draw({"facts": facts, "rows": rows}, args.results / f"{name}.png"))
 
 
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> Path | None:
-    """Time relative to contiguous SDPA: a line for each case in bfloat16, a mark for each contender."""
-    chosen = [row for row in rows if row["dtype"] == "bf16" and "over_contiguous" in row]
+PHASES = {
+    "decode": "Decode: one new token per row",
+    "chunk": "Chunk: some tokens of a prompt",
+    "prefill": "Prefill: whole prompts",
+}
+PICTURED = {
+    "ours": "hf_paged",
+    "ours: gather": "hf_paged, without its kernels",
+    "HF sdpa": "transformers, sdpa",
+    "HF eager": "transformers, eager",
+    "flex_attention": "flex_attention",
+}
+"""Contenders that a picture shows. The baseline is the line at 1, and "ours" is the kernel that
+"ours: cpp" names."""
+
+
+def in_words(row: Mapping[str, Any]) -> str:
+    """What a row computes: "llama-3.1-8b: 4 rows, 64 tokens after 512"."""
+    rows, tokens, total = re.fullmatch(r"(\d+) x (\S+)(?: of (\d+))?", row["case"]).groups()  # type: ignore[union-attr]
+    tokens = tokens.replace("..", " to ")
+    what = f"{rows} row{'s' * (rows != '1')}"
+    what += (
+        f", {tokens} tokens after {int(total) - int(tokens)}" if total else f" of {tokens} tokens"
+    )
+    return f"{row['heads']}: {what}" + (
+        f", blocks of {row['block_size']}" if row["block_size"] != 16 else ""
+    )
+
+
+def draw(data: Mapping[str, Any], path: Path) -> Path | None:
+    """Time relative to contiguous SDPA: a line for each case in bfloat16, a mark for each
+    contender."""
+    chosen = [row for row in data["rows"] if row["dtype"] == "bf16" and "over_contiguous" in row]
+    chosen = [row for row in chosen if row["contender"] in PICTURED]
     cases: dict[str, list[str]] = {}
     for row in chosen:
-        title = f"{row['heads']}, {row['case']}" + (
-            f", blocks of {row['block_size']}" if row["block_size"] != 16 else ""
-        )
-        row["title"] = title
-        if title not in cases.setdefault(row["phase"], []):
-            cases[row["phase"]].append(title)
+        titles = cases.setdefault(row["phase"], [])
+        titles += [in_words(row)] if in_words(row) not in titles else []
     if not cases:
         return None
     heights = [len(titles) + 1 for titles in cases.values()]
     options = dict(nrows=len(cases), squeeze=False, sharex=True, height_ratios=heights)
-    figure, axes = report.figure(110 + 21 * sum(heights), **options)
-    left_out = (CONTIGUOUS, "ours: reference")  # the baseline at 1, and the reference, which is not meant to be fast
-    names = [name for name in dict.fromkeys(row["contender"] for row in chosen) if name not in left_out]
+    foot = report.caption(data["facts"], "bfloat16, heads of the models named")
+    figure, axes = report.figure(140 + 21 * sum(heights), foot, **options)
     for axis, (phase, titles) in zip(axes[:, 0], cases.items()):
-        for name, color, marker in zip(names, report.PALETTE, report.MARKERS):
-            found = [row for row in chosen if row["contender"] == name and row["phase"] == phase]
-            ratios = [row["over_contiguous"] for row in found]
-            places = [titles.index(row["title"]) for row in found]
-            axis.scatter(ratios, places, s=34, c=color, marker=marker, label=name, zorder=3)
+        for (contender, name), color, marker in zip(
+            PICTURED.items(), report.PALETTE, report.MARKERS
+        ):
+            rows = [
+                row for row in chosen if row["contender"] == contender and row["phase"] == phase
+            ]
+            ratios = [row["over_contiguous"] for row in rows]
+            heights = [titles.index(in_words(row)) for row in rows]
+            axis.scatter(ratios, heights, s=34, c=color, marker=marker, label=name, zorder=3)
         axis.axvline(1.0, color="black", linewidth=0.8)
         axis.set(xscale="log", ylim=(len(titles) - 0.5, -0.5))
         axis.set_yticks(range(len(titles)), titles, fontsize=8)
-        axis.set_title(phase, fontsize=9, loc="left")
+        axis.set_title(PHASES[phase], fontsize=9, loc="left")
     report.log_ticks(axes[-1, 0].xaxis)
-    axes[-1, 0].set_xlabel("time over contiguous SDPA's (1: equal; to the left: faster)", fontsize=9)
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=8)
+    axes[-1, 0].set_xlabel(
+        "time over that of SDPA on contiguous tensors: left of 1 is faster", fontsize=9
+    )
+    marks = axes[0, 0].get_legend_handles_labels()
+    figure.legend(
+        *marks, loc="outside lower center", ncols=5, fontsize=8, frameon=False, columnspacing=1.2
+    )
     return report.save(figure, path)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=machine.devices(), default="cpu")
     parser.add_argument("--phase", choices=["decode", "chunk", "prefill"], nargs="+")
-    parser.add_argument("--only", default="", help='regular expression on "heads phase case block dtype"')
+    parser.add_argument(
+        "--only", default="", help='regular expression on "heads phase case block dtype"'
+    )
     parser.add_argument("--repeats", type=int, help="turns of each contender (9; 2 with --quick)")
     parser.add_argument("--threads", type=int, help="of PyTorch; as many as it takes without it")
     parser.add_argument(
-        "--flex-seconds", type=float, default=30.0, help="for compiling flex_attention; 0: leave it out"
+        "--flex-seconds",
+        type=float,
+        default=30.0,
+        help="for compiling flex_attention; 0: leave it out",
     )
-    parser.add_argument("--quick", action="store_true", help="a tiny shape and two turns: only to see that it runs")
-    parser.add_argument("--results", type=Path, help="directory for the files (benchmarks/results; none with --quick)")
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny shape and two turns: only to see that it runs"
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        help="directory for the files (benchmarks/results; none with --quick)",
+    )
     args = parser.parse_args(argv)
     args.repeats = args.repeats or (2 if args.quick else 9)
     args.results = args.results or (None if args.quick else report.RESULTS)
@@ -262,10 +333,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         torch.set_num_threads(args.threads)
 
     def chosen(setting: Setting) -> bool:
-        title = f"{setting.shape.name} {setting.case.phase} {setting.case.name} {setting.block_size} {setting.dtype}"
-        return (not args.phase or setting.case.phase in args.phase) and re.search(args.only, title) is not None
+        title = (
+            f"{setting.shape.name} {setting.case.phase} {setting.case.name} {setting.block_size}"
+            f" {setting.dtype}"
+        )
+        return (not args.phase or setting.case.phase in args.phase) and re.search(
+            args.only, title
+        ) is not None
 
-    settings = [setting for setting in attention_data.settings(args.device, args.quick) if chosen(setting)]
+    settings = [
+        setting for setting in attention_data.settings(args.device, args.quick) if chosen(setting)
+    ]
     facts = machine.facts(args.device)
     limits = ceilings.measure(args.device, args.quick)
     print("; ".join(f"{name} {value}" for name, value in facts.items()))

@@ -26,7 +26,8 @@ class Case:
     One batch.
 
     Args:
-        phase (`str`): "decode" (one query per row), "chunk" (queries over a cached context) or "prefill" (no context).
+        phase (`str`): "decode" (one query per row), "chunk" (queries over a cached context) or
+            "prefill" (no context).
         seq_lens (`tuple[int, ...]`): Tokens of each row, including the queries.
         query_len (`int`): Queries of each row.
     """
@@ -47,7 +48,10 @@ class Case:
     @property
     def pairs(self) -> int:
         """Visible (query, key) pairs per head."""
-        return sum(self.query_len * seq_len - self.query_len * (self.query_len - 1) // 2 for seq_len in self.seq_lens)
+        return sum(
+            self.query_len * seq_len - self.query_len * (self.query_len - 1) // 2
+            for seq_len in self.seq_lens
+        )
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,13 @@ class Setting:
 
     def bytes_with(self, token_bytes: int) -> int:
         """`num_bytes` with `token_bytes` bytes of keys or values per token and head."""
-        states = 2 * len(self.case.seq_lens) * self.case.query_len * self.shape.heads * self.shape.head_dim
+        states = (
+            2
+            * len(self.case.seq_lens)
+            * self.case.query_len
+            * self.shape.heads
+            * self.shape.head_dim
+        )
         stored = 2 * sum(self.case.seq_lens) * self.shape.kv_heads * token_bytes
         return stored + states * DTYPES[self.dtype].itemsize
 
@@ -91,7 +101,10 @@ def settings(device: str, quick: bool) -> list[Setting]:
     """The settings of a run: heads x cases, then block sizes and float32 on one of them."""
     if quick:
         shape = SHAPES["llama-tiny"]
-        few = [Case("4 x 20..90", "decode", _ragged(20, 90, 4)), Case("2 x 24 of 70", "chunk", (70, 70), 24)]
+        few = [
+            Case("4 x 20..90", "decode", _ragged(20, 90, 4)),
+            Case("2 x 24 of 70", "chunk", (70, 70), 24),
+        ]
         few.append(Case("2 x 40", "prefill", (40, 40), 40))
         return [Setting(shape, case, 16, "bf16", device) for case in few]
     if device == "cpu":
@@ -109,7 +122,10 @@ def settings(device: str, quick: bool) -> list[Setting]:
     else:
         names, sizes, ragged = ("llama-3.2-1b", "llama-3.1-8b", "qwen3-0.6b"), (32, 64, 128), 8192
         cases = [
-            *(Case(f"{b} x {n}", "decode", (n,) * b) for b, n in ((1, 1024), (1, 32768), (8, 4096), (64, 1024))),
+            *(
+                Case(f"{b} x {n}", "decode", (n,) * b)
+                for b, n in ((1, 1024), (1, 32768), (8, 4096), (64, 1024))
+            ),
             Case("32 x 64..8192", "decode", _ragged(64, 8192, 32)),
             Case("256 x 1024", "decode", (1024,) * 256),
             Case("64 x 8192", "decode", (8192,) * 64),
@@ -170,7 +186,9 @@ class Data:
         case, device = self.setting.case, self.query.device
         lengths = self.step.on_device.seq_lens.long()[:, None, None]
         queries = torch.arange(case.query_len, device=device)[None, :, None]
-        return (torch.arange(case.longest, device=device) <= lengths - case.query_len + queries)[:, None]
+        return (torch.arange(case.longest, device=device) <= lengths - case.query_len + queries)[
+            :, None
+        ]
 
 
 def make(setting: Setting, quick: bool = False) -> Data:
@@ -185,14 +203,22 @@ def make(setting: Setting, quick: bool = False) -> Data:
     layer_bytes = batch * case.longest * 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
     budget = CUDA_BYTES if device == "cuda" else CPU_BYTES
     layers = 2 if quick else min(MAX_LAYERS, max(2, budget // layer_bytes))
-    base = torch.randn(dims, generator=generator).to(device, dtype)
+    # billions of numbers, drawn there
+    draw = generator if device == "cpu" else torch.Generator(device).manual_seed(0)
+    base = torch.randn(dims, generator=draw, device=device).to(dtype)
     pools = torch.stack([base.roll(layer, dims=0) for layer in range(layers)])
-    padded = torch.empty(layers, 2, batch, shape.kv_heads, case.longest, shape.head_dim, dtype=dtype, device=device)
+    padded = torch.empty(
+        layers, 2, batch, shape.kv_heads, case.longest, shape.head_dim, dtype=dtype, device=device
+    )
     index = tables.long().to(device)
     for pool, both in zip(pools, padded):
-        rows = pool[index].transpose(1, 2).flatten(2, 3)[:, :, : case.longest]  # [batch, 2 * kv_heads, longest, dim]
+        # [batch, 2 * kv_heads, longest, dim]
+        rows = pool[index].transpose(1, 2).flatten(2, 3)[:, :, : case.longest]
         both.copy_(rows.unflatten(1, (2, -1)).transpose(0, 1))
-    step = StepMetadata.rectangle(tables.to(device), case.seq_lens, block_size, query_len=case.query_len)
+    step = StepMetadata.rectangle(
+        tables.to(device), case.seq_lens, block_size, query_len=case.query_len
+    )
     # token-major memory layout, as a projection writes it
-    query = torch.randn(batch, case.query_len, shape.heads, shape.head_dim, generator=generator).to(device, dtype)
+    sizes = batch, case.query_len, shape.heads, shape.head_dim
+    query = torch.randn(sizes, generator=draw, device=device).to(dtype)
     return Data(setting, query.transpose(1, 2), pools, padded, step)

@@ -2,7 +2,8 @@
 Peers that `benchmarks.attention` times beside the paged backends.
 
 `missing` says why a peer cannot run here; `prepare` returns a function of the layer with output
-`(batch, query_len, heads, head_dim)`. Work needed once for all layers is done in `prepare`, outside the timing.
+`(batch, query_len, heads, head_dim)`. Work needed once for all layers is done in `prepare`, outside
+the timing.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class Peer(ABC):
             if not self.module or importlib.util.find_spec(self.module) is not None:
                 if self.cuda and setting.device != "cuda":
                     return "skipped: needs a CUDA device"
-                return "skipped: half precision only" if self.cuda and setting.dtype == "fp32" else ""
+                return (
+                    "skipped: half precision only" if self.cuda and setting.dtype == "fp32" else ""
+                )
         return "not installed"
 
     @abstractmethod
@@ -86,7 +89,10 @@ class Ours(Peer):
         if not self.backend:
             return lambda layer: data.attend(backends, layer)
         backend = backends.BACKENDS[self.backend]
-        if self.backend in ("cpp", "triton") and (reason := backend.unsupported_reason(data.calls[0])) is not None:
+        if (
+            self.backend in ("cpp", "triton")
+            and (reason := backend.unsupported_reason(data.calls[0])) is not None
+        ):
             raise Skipped(reason)
         return lambda layer: data.attend(backend, layer)
 
@@ -100,7 +106,9 @@ class Quantized(Peer):
         calls = [call._replace(blocks=self._quantize(call.blocks)) for call in data.calls]
         if backends.select(calls[0]) is backends.gather:
             raise Skipped("no kernel takes it")
-        return lambda layer: backends.attend(calls[layer]).unflatten(0, (-1, data.setting.case.query_len))
+        return lambda layer: backends.attend(calls[layer]).unflatten(
+            0, (-1, data.setting.case.query_len)
+        )
 
     def expected(self, data: Data) -> Tensor:
         call = data.calls[0]._replace(blocks=self._quantize(data.calls[0].blocks))
@@ -116,9 +124,9 @@ class Quantized(Peer):
 
 
 class Contiguous(Peer):
-    """
-    The ideal without paging: SDPA over padded `[batch, kv_heads, longest, head_dim]`, the fastest of four variants:
-    query heads of a group packed along the queries, one head per group at a time, `enable_gqa`, and repeated keys.
+    """The ideal without paging: SDPA over padded `[batch, kv_heads, longest, head_dim]`, the
+    fastest of four variants: query heads of a group packed along the queries, one head per group at
+    a time, `enable_gqa`, and repeated keys.
     """
 
     name = CONTIGUOUS
@@ -126,14 +134,18 @@ class Contiguous(Peer):
     def prepare(self, data: Data) -> Attention:
         case, shape = data.setting.case, data.setting.shape
         batch, group = len(case.seq_lens), shape.heads // shape.kv_heads
-        grouped = data.query.unflatten(1, (shape.kv_heads, group))  # [batch, kv_heads, group, query_len, head_dim]
+        # [batch, kv_heads, group, query_len, head_dim]
+        grouped = data.query.unflatten(1, (shape.kv_heads, group))
         causal = case.phase == "prefill" and not case.ragged
         mask = None if causal or (case.query_len == 1 and not case.ragged) else data.visible()
         group_mask = mask if mask is None or case.query_len == 1 else mask.repeat(1, 1, group, 1)
 
         def packed(layer: int) -> Tensor:
             out = F.scaled_dot_product_attention(
-                grouped.flatten(2, 3), *data.contiguous[layer], attn_mask=group_mask, scale=data.scale
+                grouped.flatten(2, 3),
+                *data.contiguous[layer],
+                attn_mask=group_mask,
+                scale=data.scale,
             )
             out = out.unflatten(2, (group, case.query_len)).permute(0, 3, 1, 2, 4)
             return out.reshape(batch, case.query_len, shape.heads, shape.head_dim)
@@ -142,14 +154,20 @@ class Contiguous(Peer):
             out = data.query.new_empty(batch, case.query_len, shape.kv_heads, group, shape.head_dim)
             for index in range(group):
                 part = F.scaled_dot_product_attention(
-                    grouped[:, :, index], *data.contiguous[layer], attn_mask=mask, is_causal=causal, scale=data.scale
+                    grouped[:, :, index],
+                    *data.contiguous[layer],
+                    attn_mask=mask,
+                    is_causal=causal,
+                    scale=data.scale,
                 )
                 out[:, :, :, index] = part.transpose(1, 2)
             return out.flatten(2, 3)
 
         def gqa(layer: int) -> Tensor:
             options = dict(attn_mask=mask, is_causal=causal, scale=data.scale, enable_gqa=group > 1)
-            return F.scaled_dot_product_attention(data.query, *data.contiguous[layer], **options).transpose(1, 2)
+            return F.scaled_dot_product_attention(
+                data.query, *data.contiguous[layer], **options
+            ).transpose(1, 2)
 
         def repeated(layer: int) -> Tensor:
             key, value = (part.repeat_interleave(group, dim=1) for part in data.contiguous[layer])
@@ -172,7 +190,8 @@ def _seconds(function: Attention, data: Data) -> float:
 
 
 class Transformers(Peer):
-    """The attention function of a Llama with a contiguous cache, "sdpa" or "eager", with the mask that it gets."""
+    """The attention function of a Llama with a contiguous cache, "sdpa" or "eager", with the mask
+    that it gets."""
 
     def __init__(self, implementation: str) -> None:
         self.name, self.implementation = f"HF {implementation}", implementation
@@ -185,19 +204,27 @@ class Transformers(Peer):
         eager = self.implementation == "eager"
         function: Any = eager_attention_forward if eager else sdpa_attention_forward
         module = SimpleNamespace(
-            num_key_value_groups=shape.heads // shape.kv_heads, is_causal=True, training=False, layer_idx=0
+            num_key_value_groups=shape.heads // shape.kv_heads,
+            is_causal=True,
+            training=False,
+            layer_idx=0,
         )
         mask: Tensor | None = data.visible()
         if eager:
             lowest = torch.finfo(data.query.dtype).min
-            mask = torch.zeros(mask.shape, device=mask.device, dtype=data.query.dtype).masked_fill(~mask, lowest)
+            mask = torch.zeros(mask.shape, device=mask.device, dtype=data.query.dtype).masked_fill(
+                ~mask, lowest
+            )
         elif not case.ragged and case.phase != "chunk":
             mask = None
-        return lambda layer: function(module, data.query, *data.contiguous[layer], mask, scaling=data.scale)[0]
+        return lambda layer: function(
+            module, data.query, *data.contiguous[layer], mask, scaling=data.scale
+        )[0]
 
 
 class Flex(Peer):
-    """Compiled `flex_attention` over the padded keys; dropped for the rest of the run once compiling takes too long."""
+    """Compiled `flex_attention` over the padded keys; dropped for the rest of the run once
+    compiling takes too long."""
 
     name = "flex_attention"
 
@@ -229,11 +256,14 @@ class Flex(Peer):
         except TimeoutError:
             self.gave_up = f"failed: compiling took more than {self.limit:g} s"
             raise
-        return lambda layer: compiled(data.query, *data.contiguous[layer], **options).transpose(1, 2)
+        return lambda layer: compiled(data.query, *data.contiguous[layer], **options).transpose(
+            1, 2
+        )
 
 
 class FlashAttention(Peer):
-    """flash-attn's decode over the contiguous cache; its paged variant needs blocks of 256 tokens."""
+    """flash-attn's decode over the contiguous cache; its paged variant needs blocks of 256
+    tokens."""
 
     name, module, cuda = "flash-attn", "flash_attn", True
 
@@ -244,7 +274,9 @@ class FlashAttention(Peer):
 
         def call(layer: int) -> Tensor:
             key, value = (part.transpose(1, 2) for part in data.contiguous[layer])
-            return flash_attn_with_kvcache(query, key, value, cache_seqlens=data.step.on_device.seq_lens, **options)
+            return flash_attn_with_kvcache(
+                query, key, value, cache_seqlens=data.step.on_device.seq_lens, **options
+            )
 
         return call
 
@@ -262,22 +294,33 @@ class FlashInfer(Peer):
         tables = data.step.block_tables
         flat = torch.cat([row[:count] for row, count in zip(tables, counts)])
         starts = _starts(counts, tables.device)
-        last = [seq_len - (count - 1) * setting.block_size for seq_len, count in zip(case.seq_lens, counts)]
+        last = [
+            seq_len - (count - 1) * setting.block_size
+            for seq_len, count in zip(case.seq_lens, counts)
+        ]
         pages = (starts, flat, torch.tensor(last, dtype=torch.int32, device=tables.device))
         sizes = (shape.heads, shape.kv_heads, shape.head_dim, setting.block_size)
-        types = dict(q_data_type=data.query.dtype, kv_data_type=data.query.dtype, sm_scale=data.scale)
+        types = dict(
+            q_data_type=data.query.dtype, kv_data_type=data.query.dtype, sm_scale=data.scale
+        )
         workspace = torch.empty(128 << 20, dtype=torch.uint8, device=tables.device)
         if case.query_len == 1:
-            wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
+            wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                workspace, "HND", use_tensor_cores=True
+            )
             wrapper.plan(*pages, *sizes, **types)
         else:
-            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa2")
+            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+                workspace, "HND", backend="fa2"
+            )
             queries = _starts([case.query_len] * len(counts), tables.device)
             wrapper.plan(queries, *pages, *sizes, causal=True, **types)
         query = data.query.transpose(1, 2).flatten(0, 1).contiguous()
 
         def call(layer: int) -> Tensor:
-            return wrapper.run(query, data.pools[layer].unflatten(1, (2, -1))).view(data.query.transpose(1, 2).shape)
+            return wrapper.run(query, data.pools[layer].unflatten(1, (2, -1))).view(
+                data.query.transpose(1, 2).shape
+            )
 
         return call
 
@@ -297,7 +340,9 @@ class Varlen(Peer):
 
         def call(layer: int) -> Tensor:
             key, value = (part.transpose(1, 2) for part in data.blocks[layer])
-            out = varlen_attn(query, key, value, starts, None, case.query_len, case.longest, **options)
+            out = varlen_attn(
+                query, key, value, starts, None, case.query_len, case.longest, **options
+            )
             return out.view(data.query.transpose(1, 2).shape)
 
         return call
@@ -311,13 +356,18 @@ class AtenFlash(Peer):
     def prepare(self, data: Data) -> Attention:
         case, query = data.setting.case, data.query.transpose(1, 2).flatten(0, 1)
         batch = len(case.seq_lens)
-        rows, slots = (_starts([size] * batch, query.device) for size in (case.query_len, case.longest))
+        rows, slots = (
+            _starts([size] * batch, query.device) for size in (case.query_len, case.longest)
+        )
         options = dict(scale=data.scale, seqused_k=data.step.on_device.seq_lens)
         sizes = (rows, slots, case.query_len, case.longest, 0.0, case.query_len > 1, False)
-        contiguous = data.padded.transpose(3, 4).contiguous().flatten(2, 3)  # [layers, 2, batch * longest, kv_heads, D]
+        # [layers, 2, batch * longest, kv_heads, D]
+        contiguous = data.padded.transpose(3, 4).contiguous().flatten(2, 3)
 
         def call(layer: int) -> Tensor:
-            out = torch.ops.aten._flash_attention_forward(query, *contiguous[layer], *sizes, **options)[0]
+            out = torch.ops.aten._flash_attention_forward(
+                query, *contiguous[layer], *sizes, **options
+            )[0]
             return out.view(data.query.transpose(1, 2).shape)
 
         return call
@@ -330,7 +380,8 @@ def _starts(counts: list[int], device: torch.device) -> Tensor:
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises `TimeoutError` in the main thread after `seconds`; no limit on platforms without alarms."""
+    """Raises `TimeoutError` in the main thread after `seconds`; no limit on platforms without
+    alarms."""
     if not hasattr(signal, "setitimer"):
         yield
         return
@@ -350,5 +401,11 @@ def time_limit(seconds: float) -> Iterator[None]:
 def peers(quick: bool, flex_seconds: float) -> list[Peer]:
     """All peers: the contiguous ideal, ours, then the others."""
     ours = [Ours(""), *(Ours(name) for name in backends.BACKENDS), Quantized()]
-    rest = [Flex(0 if quick else flex_seconds), FlashAttention(), FlashInfer(), Varlen(), AtenFlash()]
+    rest = [
+        Flex(0 if quick else flex_seconds),
+        FlashAttention(),
+        FlashInfer(),
+        Varlen(),
+        AtenFlash(),
+    ]
     return [Contiguous(), *ours, Transformers("sdpa"), Transformers("eager"), *rest]

@@ -1,8 +1,9 @@
 """Attention time per context token, by block size: `python -m benchmarks.tune --block-sizes`.
 
-Compares every size with `attention/backends/reference.py` first. Then all sizes take turns, each on its own steps, over
-layers that share the step as a model's do, on K/V that no processor cache holds; preparing a step is part of the time.
-The medians go to `hf_paged/kernels/tables/<machine>.json`, which `block_size="auto"` reads; commit it.
+Compares every size with `attention/backends/reference.py` first. Then all sizes take turns, each on
+its own steps, over layers that share the step as a model's do, on K/V that no processor cache
+holds; preparing a step is part of the time. The medians go to
+`hf_paged/kernels/tables/<machine>.json`, which `block_size="auto"` reads; commit it.
 """
 
 from __future__ import annotations
@@ -30,19 +31,29 @@ from hf_paged.config import KV_DTYPES, MAX_BLOCK_SIZE, MIN_BLOCK_SIZE
 from hf_paged.kernels import costs, quantized
 from hf_paged.step import StepMetadata
 
-SIZES = [size for size in (1 << power for power in range(12)) if MIN_BLOCK_SIZE <= size <= MAX_BLOCK_SIZE]
+SIZES = [
+    size for size in (1 << power for power in range(12)) if MIN_BLOCK_SIZE <= size <= MAX_BLOCK_SIZE
+]
 HEADS = {64: (32, 8), 128: (32, 8)}  # by head dim: query heads and K/V heads
 SMALL = (3, 5, 300)
 LOADS = {  # rows, queries per row, tokens per row, layers
     "cpu": [(8, 1, 512, 2), (1, 64, 1024, 1)],
     "cuda": [(64, 1, 4096, 4), (4, 512, 4096, 4)],
 }
-TOLERANCE = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 3e-2, "int8": 2e-4, "fp8_e4m3": 2e-4, "fp8_e5m2": 2e-4}
+TOLERANCE = {
+    "float32": 2e-5,
+    "float16": 5e-3,
+    "bfloat16": 3e-2,
+    "int8": 2e-4,
+    "fp8_e4m3": 2e-4,
+    "fp8_e5m2": 2e-4,
+}
 
 
 @dataclass(frozen=True)
 class Problem:
-    """The last `query_len` tokens of rows of `seq_len` tokens, over layers of blocks in random order."""
+    """The last `query_len` tokens of rows of `seq_len` tokens, over layers of blocks in random
+    order."""
 
     tables: torch.Tensor
     seq_lens: tuple[int, ...]
@@ -52,7 +63,9 @@ class Problem:
     layers: list[KVBlocks]
 
     @classmethod
-    def make(cls, stored: str, dim: int, block_size: int, load: tuple[int, int, int, int], device: str) -> Problem:
+    def make(
+        cls, stored: str, dim: int, block_size: int, load: tuple[int, int, int, int], device: str
+    ) -> Problem:
         """`stored`: a torch dtype, or a `PagedConfig.kv_dtype` for blocks of float32 states."""
         rows, query_len, seq_len, num_layers = load
         heads, kv_heads = HEADS[dim]
@@ -64,22 +77,34 @@ class Problem:
         first = KVBlocks.allocate(shape[0], block_size, keys, values, kv_dtype=kv_dtype)
         quantized.write(first.keys, slice(None), keys)
         quantized.write(first.values, slice(None), values)
-        layers = [first, *(first.like([data.clone() for data in first.data]) for _ in range(num_layers - 1))]
+        layers = [
+            first,
+            *(first.like([data.clone() for data in first.data]) for _ in range(num_layers - 1)),
+        ]
         tables = torch.randperm(rows * per_row, device=device).view(rows, per_row).int()
         query = torch.randn(rows * query_len, heads, dim, dtype=dtype, device=device)
         return cls(tables, (seq_len,) * rows, query_len, block_size, query, layers)
 
     def run(self, backend: Any) -> list[torch.Tensor]:
         """Runs a step; returns the output of each layer, `(rows * query_len, heads, dim)`."""
-        step = StepMetadata.rectangle(self.tables, self.seq_lens, self.block_size, query_len=self.query_len)
+        step = StepMetadata.rectangle(
+            self.tables, self.seq_lens, self.block_size, query_len=self.query_len
+        )
         scale = self.query.shape[-1] ** -0.5
-        return [backend.attend(AttentionCall(self.query, blocks, step, scale)) for blocks in self.layers]
+        return [
+            backend.attend(AttentionCall(self.query, blocks, step, scale)) for blocks in self.layers
+        ]
 
     def check(self, backend: Any, stored: str) -> None:
         """Raises `RuntimeError` if the backend's output differs from the reference."""
         (output,), (expected,) = self.run(backend), self.run(reference)
-        if not torch.allclose(output.float(), expected.float(), atol=TOLERANCE[stored], rtol=TOLERANCE[stored]):
-            raise RuntimeError(f"{stored} in blocks of {self.block_size} tokens gives other numbers than the reference")
+        if not torch.allclose(
+            output.float(), expected.float(), atol=TOLERANCE[stored], rtol=TOLERANCE[stored]
+        ):
+            raise RuntimeError(
+                f"{stored} in blocks of {self.block_size} tokens gives other numbers than the"
+                " reference"
+            )
 
     def time(self, backend: Any) -> float:
         """Nanoseconds per context token and layer."""
@@ -103,8 +128,8 @@ def cells(device: str, quick: bool) -> Iterator[tuple[str, str]]:
 
 
 def measure(device: str, seconds: float, quick: bool = False) -> dict[str, dict[str, float]]:
-    """Nanoseconds per token, by kernel and dtype, then block size: the geometric mean over loads of the median over
-    turns. Runs as many turns as fit into `seconds`, at least one."""
+    """Nanoseconds per token, by kernel and dtype, then block size: the geometric mean over loads of
+    the median over turns. Runs as many turns as fit into `seconds`, at least one."""
     begin = time.monotonic()
     loads = [(2, 1, 64, 1)] if quick else LOADS[device]
     dims = [64] if quick else list(HEADS)
@@ -112,8 +137,11 @@ def measure(device: str, seconds: float, quick: bool = False) -> dict[str, dict[
     chosen = list(cells(device, quick))
     for kernel, stored in chosen:
         for dim, size in itertools.product(dims, SIZES):
-            Problem.make(stored, dim, size, (*SMALL, 1), device).check(backends.BACKENDS[kernel], stored)
-    # rebuild the problems in every round: all at once would take gigabytes, and each round gets other memory addresses
+            Problem.make(stored, dim, size, (*SMALL, 1), device).check(
+                backends.BACKENDS[kernel], stored
+            )
+    # rebuild the problems in every round: all at once would take gigabytes, and each round gets
+    # other memory addresses
     kernels, dtypes = (list(dict.fromkeys(names)) for names in zip(*chosen))
     every = list(itertools.product(dtypes, dims, enumerate(loads)))
     for number, (stored, dim, (place, load)) in enumerate(itertools.cycle(every)):
@@ -121,7 +149,8 @@ def measure(device: str, seconds: float, quick: bool = False) -> dict[str, dict[
             break
         problems = {size: Problem.make(stored, dim, size, load, device) for size in SIZES}
         for kernel, size in itertools.product(kernels, random.sample(SIZES, len(SIZES))):
-            problems[size].run(backends.BACKENDS[kernel])  # warm-up: first touch of memory, compilation
+            # warm-up: first touch of memory, compilation
+            problems[size].run(backends.BACKENDS[kernel])
             found = min(problems[size].time(backends.BACKENDS[kernel]) for _ in range(2))
             times.setdefault((kernel, stored, size, dim, place), []).append(found)
     medians: dict[tuple[str, str, int], list[float]] = {}
@@ -134,7 +163,9 @@ def measure(device: str, seconds: float, quick: bool = False) -> dict[str, dict[
     return table
 
 
-def write(path: Path, table: dict[str, dict[str, float]], seconds: float, where: dict[str, Any]) -> None:
+def write(
+    path: Path, table: dict[str, dict[str, float]], seconds: float, where: dict[str, Any]
+) -> None:
     """Writes the table of a machine, with the origin of its figures."""
     measured = {**where, "command": " ".join(sys.argv[1:]), "seconds": round(seconds)}
     path.parent.mkdir(exist_ok=True)
@@ -148,5 +179,9 @@ def run(device: str, seconds: float, quick: bool, folder: Path) -> None:
     path = folder / f"{costs.machine(torch.device(device))}.json"
     write(path, table, time.monotonic() - start, facts(device))
     for name, times in table.items():
-        print(f"{name:16}", *(f"{size}: {found / times['16']:.3f}" for size, found in times.items()), sep="  ")
+        print(
+            f"{name:16}",
+            *(f"{size}: {found / times['16']:.3f}" for size, found in times.items()),
+            sep="  ",
+        )
     print(f"in {path}")

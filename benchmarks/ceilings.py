@@ -1,4 +1,5 @@
-"""Peak bandwidth and compute of this machine, measured in the same run as the figures compared with them."""
+"""Peak bandwidth and compute of this machine, measured in the same run as the figures compared with
+them."""
 
 from __future__ import annotations
 
@@ -18,15 +19,19 @@ CPU_MATRIX, CUDA_MATRIX = 2048, 8192  # rows and columns
 class Ceilings:
     """
     Args:
-        bandwidth (`float`): Bytes per second: the better of reading (a sum) and copying (bytes read plus written).
-        flops (`dict[str, float]`): Operations per second of a square matrix product, by dtype ("bfloat16", "float32").
+        bandwidth (`float`): Bytes per second: the better of reading (a sum) and copying (bytes read
+            plus written).
+        flops (`dict[str, float]`): Operations per second of a square matrix product, by dtype
+            ("bfloat16", "float32").
     """
 
     bandwidth: float
     flops: dict[str, float]
 
     def __str__(self) -> str:
-        rates = ", ".join(f"{rate / 1e12:.3g} TFLOP/s {dtype}" for dtype, rate in self.flops.items())
+        rates = ", ".join(
+            f"{rate / 1e12:.3g} TFLOP/s {dtype}" for dtype, rate in self.flops.items()
+        )
         return f"measured ceilings: {self.bandwidth / 1e9:.1f} GB/s, {rates}"
 
 
@@ -48,20 +53,23 @@ def _best_seconds(function: Callable[[], object], device: str, repeats: int) -> 
 
 
 def bandwidth(device: str, num_bytes: int, repeats: int = 5) -> float:
-    """Bytes per second over an array of `num_bytes`, by the fastest reader: a sum, a copy or, on the CPU, a hash."""
+    """Bytes per second over an array of `num_bytes`, by the fastest reader: a sum, a copy or, on
+    the CPU, a hash."""
     source = torch.ones(num_bytes // 4, device=device)
     reading = num_bytes / _best_seconds(lambda: source.sum(), device, repeats)
     half = source[: len(source) // 2]
     target = source[len(source) // 2 :]
     if device == "cpu" and cpp.is_available():
-        hashing = _best_seconds(lambda: cpp.hash_memory([source.data_ptr()], [num_bytes]), device, repeats)
+        hashing = _best_seconds(
+            lambda: cpp.hash_memory([source.data_ptr()], [num_bytes]), device, repeats
+        )
         reading = max(reading, num_bytes / hashing)
     return max(reading, num_bytes / _best_seconds(lambda: target.copy_(half), device, repeats))
 
 
 def matmul(device: str, dtype: torch.dtype, size: int, repeats: int = 5) -> float:
-    """Operations per second of a square product. The right matrix is transposed, as in `nn.Linear`: where PyTorch has
-    no bfloat16 instructions, the other layout takes fifty times as long."""
+    """Operations per second of a square product. The right matrix is transposed, as in `nn.Linear`:
+    where PyTorch has no bfloat16 instructions, the other layout takes fifty times as long."""
     left = torch.randn(size, size, device=device).to(dtype)
     right = torch.randn(size, size, device=device).to(dtype)
     out = torch.empty_like(left)
@@ -73,6 +81,8 @@ def measure(device: str, quick: bool = False) -> Ceilings:
     cuda = torch.device(device).type == "cuda"
     num_bytes = 1 << 26 if quick else CUDA_BYTES if cuda else CPU_BYTES
     size = 512 if quick else CUDA_MATRIX if cuda else CPU_MATRIX
-    rates = {str(dtype)[6:]: matmul(device, dtype, size) for dtype in (torch.bfloat16, torch.float32)}
+    rates = {
+        str(dtype)[6:]: matmul(device, dtype, size) for dtype in (torch.bfloat16, torch.float32)
+    }
     rates["bfloat16"] = max(rates.values())  # bfloat16 products can also be computed in float32
     return Ceilings(bandwidth(device, num_bytes), rates)

@@ -1,4 +1,5 @@
-"""Resources of a GPU multiprocessor, and how many blocks of a kernel fit on it at a time. Needs no GPU."""
+"""Resources of a GPU multiprocessor, and how many blocks of a kernel fit on it at a time. Needs no
+GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +8,12 @@ from typing import Any
 
 LANE_REGISTERS, REGISTER_UNIT, SCHEDULERS = 512, 8, 4
 """32-bit registers of a scheduler per lane, the allocation unit, and schedulers per multiprocessor.
-CUDA programming guide, table of limits; AMD's guide to CDNA 3, sec. 3.6 and 4.2: the same figures."""
+CUDA programming guide, table of limits; AMD's guide to CDNA 3, sec. 3.6 and 4.2: the same
+figures."""
+
+TENSOR_COLUMNS = 512
+"""Columns of tensor memory of a multiprocessor (PTX ISA, sec. "Tensor Memory"): Triton launches no
+kernel with more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +73,24 @@ CHIPS = {
     chip.name: chip
     for chip in (
         Chip("sm_80", 80, block_shared=166912, shared=167936),
+        Chip("sm_86", 86, block_shared=101376, shared=102400, scheduler_warps=12, blocks=16),
+        Chip("sm_89", 89, block_shared=101376, shared=102400, scheduler_warps=12, blocks=24),
         Chip("sm_90", 90),
         Chip("sm_100", 100),
-        Chip("gfx942", "gfx942", 64, block_shared=65536, shared=65536, reserved=0, scheduler_warps=8, blocks=16),
+        Chip("sm_120", 120, block_shared=101376, shared=102400, scheduler_warps=12, blocks=24),
+        Chip(
+            "gfx942",
+            "gfx942",
+            64,
+            block_shared=65536,
+            shared=65536,
+            reserved=0,
+            scheduler_warps=8,
+            blocks=16,
+        ),
     )
 }
+"""Chips that kernels are compiled for. CUDA programming guide, table "Technical specifications per
+compute capability": shared memory per block and multiprocessor, resident warps and blocks, for 8.0,
+8.6, 8.9, 9.0, 10.0 and 12.0 (CUDA 13's `cuda_occupancy.h` has the same blocks). Each of them has
+65,536 registers a multiprocessor, at most 255 a thread. AMD: guide to CDNA 3."""

@@ -1,11 +1,12 @@
-"""
-Compiles the Triton kernels for chips that this machine lacks: resources, length of the main loops, blocks per
-multiprocessor.
+"""Compiles the Triton kernels for chips that this machine lacks: resources, length of the main
+loops, blocks per multiprocessor.
 
-    python -m benchmarks.compiled [--chips sm_90 gfx942] [--only "decode d128"] [--quick] [--results DIR]
+    python -m benchmarks.compiled [--chips sm_90 gfx942] [--only "decode d128"] [--quick]
+                                  [--results DIR]
 
-Measures no time. Loops are counted in SASS (NVIDIA) or LLVM's text (AMD): instructions of one warp per tile of keys,
-and of all warps of a block per token.
+Measures no time. Loops are counted in SASS (NVIDIA) or LLVM's text (AMD): instructions of one warp
+per tile of keys, and of all warps of a block per token. The files keep the rows of other cases,
+chips and versions of Triton.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from benchmarks.aot import Compiled, in_processes, measure, require_compiler
 from benchmarks.chips import CHIPS
 from benchmarks.machine import facts
-from benchmarks.report import RESULTS, command_line, markdown, write
+from benchmarks.report import RESULTS, command_line, markdown, read, write
 from benchmarks.tune import Problem
 
 HALF, FULL = torch.bfloat16, torch.float32
@@ -33,6 +34,7 @@ TARGET_CASE, TARGET = "decode d128 64x8192", 490
 """Most instructions of the decode kernel's loop per tile of 64 tokens, on NVIDIA chips."""
 
 COLUMNS = {
+    "triton": "Triton",
     "chip": "chip",
     "case": "case",
     "kernel": "kernel",
@@ -49,7 +51,9 @@ COLUMNS = {
 }
 
 
-def _decode(dim: int, rows: int, seq_len: int, dtype: torch.dtype = HALF, query_len: int = 1) -> None:
+def _decode(
+    dim: int, rows: int, seq_len: int, dtype: torch.dtype = HALF, query_len: int = 1
+) -> None:
     Problem.make(dim, dtype, rows, query_len, seq_len, META).decode(None)
 
 
@@ -66,69 +70,165 @@ def _store(heads: int, dim: int) -> None:
 
 
 CASES: dict[str, Callable[[], Any]] = {
-    **{f"decode d{dim} 64x8192": functools.partial(_decode, dim, 64, 8192) for dim in (64, 80, 128, 192, 256, 576)},
+    **{
+        f"decode d{dim} 64x8192": functools.partial(_decode, dim, 64, 8192)
+        for dim in (64, 80, 128, 192, 256, 512, 576)
+    },
     "decode d128 8 queries": functools.partial(_decode, 128, 32, 2048, query_len=8),
     "decode d128 float32": functools.partial(_decode, 128, 64, 8192, FULL),
-    **{f"prefill d{dim} 8x512 of 4096": functools.partial(_prefill, dim, 8, 512, 4096) for dim in (64, 128, 256, 576)},
+    **{
+        f"prefill d{dim} 8x512 of 4096": functools.partial(_prefill, dim, 8, 512, 4096)
+        for dim in (64, 128, 256, 512, 576)
+    },
     "prefill d128 8x16 of 8192": functools.partial(_prefill, 128, 8, 16, 8192),
     "prefill d128 1x64 of 8192": functools.partial(_prefill, 128, 1, 64, 8192),
     "prefill d128 float32": functools.partial(_prefill, 128, 8, 512, 4096, FULL),
     "store d128": functools.partial(_store, 8, 128),
 }
-"""Calls of launchers by name, at the heads of `tune.SHAPES`. They include the merges of split rows."""
+"""Calls of launchers by name, at the heads of `tune.SHAPES`. They include the merges of split
+rows."""
+
+TESTED = (
+    *(
+        "prefill-d128-bf16-bias",
+        "prefill-d112-fp32",
+        "prefix-d64-bf16-n16",
+        "int8-decode-128",
+        "int8-prefill-128",
+    ),
+    *(
+        "fp8_e4m3-store-128",
+        "fp8_e4m3-decode-512-64",
+        "lora rank 128 bfloat16",
+        "fused-rmsnorm-4096-bf16",
+    ),
+    *("hash", "copy-words"),
+)
+"""Cases of `tests.support.kernels` that are compiled here, too, for all chips: of the other
+kernels."""
+
+
+def calls() -> dict[str, Callable[[], Any]]:
+    """`CASES` and `TESTED` by name."""
+    from tests.support.kernels.aot import cases
+
+    by_name = {case.name: case.call for case in cases()}
+    return CASES | {name: by_name[name] for name in TESTED}
 
 
 def _measure(job: tuple[str, str]) -> list[Compiled]:
     case, chip = job
-    return measure(case, CASES[case], CHIPS[chip])
+    return measure(case, CASES[case] if case in CASES else calls()[case], CHIPS[chip])
 
 
 def row(found: Compiled) -> dict[str, Any]:
     """The row for JSON and for the table."""
     blocks, limit = found.residency
-    extra = {"spills": found.stack + found.spilled, "per_token": found.per_token, "blocks": blocks, "limit": limit}
-    return dataclasses.asdict(found) | extra | {"tile": found.tile or None, "loop": found.loop or None}
+    extra = {
+        "spills": found.stack + found.spilled,
+        "per_token": found.per_token,
+        "blocks": blocks,
+        "limit": limit,
+    }
+    return (
+        dataclasses.asdict(found) | extra | {"tile": found.tile or None, "loop": found.loop or None}
+    )
 
 
 def verdicts(found: Sequence[Compiled]) -> list[str]:
     """One line per target: whether it is met."""
     lines = []
     for one in found:
-        if (one.case, one.kernel) == (TARGET_CASE, "attention_kernel") and not CHIPS[one.chip].is_amd:
+        if (one.case, one.kernel) == (TARGET_CASE, "attention_kernel") and not CHIPS[
+            one.chip
+        ].is_amd:
             verdict = "holds" if one.loop <= TARGET else "MISSED"
             lines.append(
-                f"{one.case} on {one.chip}: {one.loop} instructions a tile of {one.tile}, at most {TARGET}: {verdict}"
+                f"{one.case} on {one.chip}: {one.loop} instructions a tile of {one.tile}, at most"
+                f" {TARGET}: {verdict}"
             )
-    problems = [f"{one.case}, {one.kernel} on {one.chip}: {'; '.join(one.problems)}" for one in found if one.problems]
-    return lines + (problems or [f"none of {len(found)} kernels spills registers, each fits its chip"])
+    problems = [
+        f"{one.case}, {one.kernel} on {one.chip}: {'; '.join(one.problems)}"
+        for one in found
+        if one.problems
+    ]
+    return lines + (
+        problems or [f"none of {len(found)} kernels spills registers, each fits its chip"]
+    )
+
+
+def _notes(rows: Sequence[dict[str, Any]]) -> str:
+    """The verdicts on the rows of each version of Triton."""
+    names = [field.name for field in dataclasses.fields(Compiled)]
+    lines = []
+    for version in sorted({row["triton"] for row in rows}):
+        kernels = [
+            Compiled(
+                **{name: row[name] for name in names}
+                | {"tile": row["tile"] or 0, "loop": row["loop"] or 0}
+            )
+            for row in rows
+            if row["triton"] == version
+        ]
+        lines += [f"- Triton {version}: {line}" for line in verdicts(kernels)]
+    return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--chips", nargs="+", choices=list(CHIPS), default=list(CHIPS))
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--jobs", type=int, default=2, help="processes that compile at the same time")
-    parser.add_argument("--quick", action="store_true", help=f"two cases on {QUICK_CHIP}: shows that it runs")
-    parser.add_argument("--results", type=Path, help="directory for the files (benchmarks/results; none with --quick)")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="cases whose name contains one of these"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="processes that compile at the same time"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help=f"two cases on {QUICK_CHIP}: shows that it runs"
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        help="directory for the files (benchmarks/results; none with --quick)",
+    )
     args = parser.parse_args(argv)
     require_compiler()
     import triton
 
-    machine = facts() | {"triton": triton.__version__}
-    cases, chips = (QUICK, [QUICK_CHIP]) if args.quick else (CASES, args.chips)
-    jobs = [(case, chip) for chip in chips for case in cases if args.only in case]
+    version = triton.__version__
+    machine = facts() | {"triton": version}
+    cases, chips = (QUICK, [QUICK_CHIP]) if args.quick else (calls(), args.chips)
+    jobs = [
+        (case, chip) for chip in chips for case in cases if any(name in case for name in args.only)
+    ]
     found: list[Compiled] = []
     for number, compiled in enumerate(in_processes(_measure, jobs, args.jobs), start=1):
         found += compiled
-        print(f"{number} of {len(jobs)}: {' on '.join(jobs[number - 1])}", file=sys.stderr, flush=True)
-    rows = [row(one) for one in found]
-    notes = "\n".join(f"- {line}" for line in verdicts(found))
-    print(markdown(rows, COLUMNS), notes, sep="\n\n")
+        print(
+            f"{number} of {len(jobs)}: {' on '.join(jobs[number - 1])}", file=sys.stderr, flush=True
+        )
+    rows = [row(one) | {"triton": version, "revision": machine["revision"]} for one in found]
+    print(markdown(rows, COLUMNS), _notes(rows), sep="\n\n")
     directory = args.results or (None if args.quick else RESULTS)
-    if directory is not None:
-        command = command_line(argv, "benchmarks.compiled")
-        write("compiled", machine, rows, directory=directory, columns=COLUMNS, command=command, notes=notes)
+    if directory is None:
+        return
+    command = command_line(argv, "benchmarks.compiled")
+    earlier = read(directory / "compiled.json") if (directory / "compiled.json").exists() else {}
+    runs = earlier.get("runs", {}) | {version: {"command": command, "facts": machine}}
+    done = {(version, chip, case) for case, chip in jobs}
+    kept = [other for other in earlier.get("rows", ()) if "triton" in other]
+    rows += [other for other in kept if (other["triton"], other["chip"], other["case"]) not in done]
+    rows.sort(key=lambda row: (row["triton"], list(CHIPS).index(row["chip"])))
+    files = {
+        "directory": directory,
+        "columns": COLUMNS,
+        "command": command,
+        "extra": {"runs": runs},
+    }
+    write("compiled", machine, rows, notes=_notes(rows), **files)
 
 
 if __name__ == "__main__":

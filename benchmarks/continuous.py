@@ -1,4 +1,5 @@
-"""transformers' continuous batching as a system of `benchmarks.generate`, and the search for its best settings."""
+"""transformers' continuous batching as a system of `benchmarks.generate`, and the search for its
+best settings."""
 
 from __future__ import annotations
 
@@ -19,20 +20,24 @@ from benchmarks.workloads import Batch, Workload
 
 PATIENCE = 600.0  # seconds without output after which a manager counts as failed
 # tokens per page; older transformers call a page a block
-PAGE_SIZE = "page_size" if "page_size" in inspect.signature(ContinuousBatchingConfig).parameters else "block_size"
+PAGE_SIZE = (
+    "page_size"
+    if "page_size" in inspect.signature(ContinuousBatchingConfig).parameters
+    else "block_size"
+)
 
 
 @dataclass(frozen=True)
 class GenerateBatch(System):
-    """
-    `generate_batch` for prompts that all get the same number of tokens; otherwise the manager that it creates, since
-    only the manager takes a length for each request.
+    """`generate_batch` for prompts that all get the same number of tokens; otherwise the manager
+    that it creates, since only the manager takes a length for each request.
 
     Args:
         attention (`str`): "sdpa" or "eager" (which it makes "paged|eager").
-        settings (`tuple`): Pairs of option and value of `ContinuousBatchingConfig`; empty: its defaults.
-        sized (`bool`): Whether `num_blocks` is what the batch needs plus a fifth; else it takes the memory that it
-            finds.
+        settings (`tuple`): Pairs of option and value of `ContinuousBatchingConfig`; empty: its
+            defaults.
+        sized (`bool`): Whether `num_blocks` is what the batch needs plus a fifth; else it takes the
+            memory that it finds.
         fills_memory (`bool`): Whether it may take all free memory.
     """
 
@@ -48,7 +53,9 @@ class GenerateBatch(System):
 
     def __call__(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> Answer:
         if not self.sized and not self.fills_memory:
-            raise NotAvailable("skipped: takes most of the memory, which is too much for a quick run")
+            raise NotAvailable(
+                "skipped: takes most of the memory, which is too much for a quick run"
+            )
         if batch.ragged:
             results = self._by_manager(model, workload, batch)
         else:
@@ -58,8 +65,13 @@ class GenerateBatch(System):
             results = list(found.values())
         failed = next((result.error for result in results if result.error is not None), None)
         if failed is not None or len(results) != len(batch.prompts) * workload.rows_per_prompt:
-            raise RuntimeError(failed or f"{len(results)} of {len(batch.prompts)} results came back")
-        return Answer([list(result.generated_tokens) for result in results], [r.timestamps or [] for r in results])
+            raise RuntimeError(
+                failed or f"{len(results)} of {len(batch.prompts)} results came back"
+            )
+        return Answer(
+            [list(result.generated_tokens) for result in results],
+            [r.timestamps or [] for r in results],
+        )
 
     def _options(self, workload: Workload, batch: Batch) -> dict[str, Any]:
         settings = dict(self.settings)
@@ -70,9 +82,14 @@ class GenerateBatch(System):
             settings["num_blocks"] = needed + needed // 5 + 1
         return {
             "generation_config": GenerationConfig(
-                **workload.options, max_new_tokens=max(batch.new_tokens), pad_token_id=PAD, eos_token_id=None
+                **workload.options,
+                max_new_tokens=max(batch.new_tokens),
+                pad_token_id=PAD,
+                eos_token_id=None,
             ),
-            "continuous_batching_config": ContinuousBatchingConfig(**settings) if settings else None,
+            "continuous_batching_config": ContinuousBatchingConfig(**settings)
+            if settings
+            else None,
         }
 
     @contextlib.contextmanager
@@ -85,7 +102,9 @@ class GenerateBatch(System):
         )
         options = self._options(workload, batch)
         with torch.no_grad(), attention(model, self.attention):
-            with model.continuous_batching_context_manager(**options, workload_hints=hints, timeout=5) as manager:
+            with model.continuous_batching_context_manager(
+                **options, workload_hints=hints, timeout=5
+            ) as manager:
                 yield manager
 
     def _by_manager(self, model: Any, workload: Workload, batch: Batch) -> list[Any]:
@@ -106,13 +125,16 @@ class GenerateBatch(System):
 
 def add(manager: Any, prompt: list[int], name: str, new_tokens: int) -> None:
     """Queues a request of exactly `new_tokens` tokens."""
-    manager.add_request(prompt, name, max_new_tokens=new_tokens, eos_token_id=-1, record_timestamps=True)
+    manager.add_request(
+        prompt, name, max_new_tokens=new_tokens, eos_token_id=-1, record_timestamps=True
+    )
 
 
-def tuned(model: Any, shape: Shape, workload: Workload, quick: bool) -> tuple[GenerateBatch, list[tuple[str, float]]]:
-    """
-    The fastest settings of `generate_batch` on `workload`, searched one option at a time, and the seconds of every
-    candidate (infinite where it failed).
+def tuned(
+    model: Any, shape: Shape, workload: Workload, quick: bool
+) -> tuple[GenerateBatch, list[tuple[str, float]]]:
+    """The fastest settings of `generate_batch` on `workload`, searched one option at a time, and
+    the seconds of every candidate (infinite where it failed).
     """
     batch = workload.batch(-1, shape.vocab)
     seconds: dict[GenerateBatch, float] = {}
@@ -130,7 +152,9 @@ def tuned(model: Any, shape: Shape, workload: Workload, quick: bool) -> tuple[Ge
         return min(candidates, key=seconds.__getitem__)
 
     def with_setting(base: GenerateBatch, name: str, value: Any) -> GenerateBatch:
-        return GenerateBatch(base.attention, tuple(sorted({**dict(base.settings), name: value}.items())), base.sized)
+        return GenerateBatch(
+            base.attention, tuple(sorted({**dict(base.settings), name: value}.items())), base.sized
+        )
 
     base = GenerateBatch(sized=True, settings=(("max_batch_tokens", 512), (PAGE_SIZE, 32)))
     if quick:
@@ -138,6 +162,10 @@ def tuned(model: Any, shape: Shape, workload: Workload, quick: bool) -> tuple[Ge
     fastest([base])  # warm-up
     del seconds[base]
     best = fastest([base, GenerateBatch("eager", base.settings, True)])
-    for name, values in (("max_batch_tokens", (256, 1024)), (PAGE_SIZE, (16, 64)), ("allow_block_sharing", (False,))):
+    for name, values in (
+        ("max_batch_tokens", (256, 1024)),
+        (PAGE_SIZE, (16, 64)),
+        ("allow_block_sharing", (False,)),
+    ):
         best = fastest([best, *(with_setting(best, name, value) for value in values)])
     return best, [(str(candidate), taken) for candidate, taken in seconds.items()]

@@ -1,10 +1,11 @@
 """
 One decode step of `generate` on random weights: plain against `cache_implementation="paged"`.
 
-    python -m benchmarks.decode_step [--device cuda --model llama-3.1-8b --case 64x8192] [--json PATH]
+    python -m benchmarks.decode_step [--device cuda --model llama-3.1-8b --case 64x8192]
+                                     [--json PATH]
 
-Both run in one process, in turns. A step is timed between two calls of a stopping criterion, so it covers all that
-`generate` does per token; the prefill is excluded.
+Both run in one process, in turns. A step is timed between two calls of a stopping criterion, so it
+covers all that `generate` does per token; the prefill is excluded.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from benchmarks.models import SHAPES, Shape, build
 
 @dataclass(frozen=True)
 class Case:
-    """Rows and their prompt lengths in tokens; shorter rows are left-padded. `turns`: turns of plain and paged."""
+    """Rows and their prompt lengths in tokens; shorter rows are left-padded. `turns`: turns of
+    plain and paged."""
 
     name: str
     lengths: tuple[int, ...]
@@ -43,7 +45,11 @@ def cases(quick: bool, asked: str = "") -> list[Case]:
     if quick:
         return [Case("1x128", (128,), 3), Case("4 rows of 32..256", (32, 100, 180, 256), 3)]
     ragged = tuple(64 + round(i * (1024 - 64) / 31) for i in range(32))
-    return [Case("1x512", (512,), 25), Case("8x512", (512,) * 8, 5), Case("32 rows of 64..1024", ragged, 2)]
+    return [
+        Case("1x512", (512,), 25),
+        Case("8x512", (512,) * 8, 5),
+        Case("32 rows of 64..1024", ragged, 2),
+    ]
 
 
 class Clock(StoppingCriteria):
@@ -93,7 +99,10 @@ def run(device: str, shape: Shape, some: list[Case], new_tokens: int) -> list[di
     for case in some:
         inputs = padded(case.lengths, shape.vocab, device)
         seconds: dict[str, list[float]] = {"plain": [], "paged": []}
-        options: dict[str, dict[str, Any]] = {"plain": {}, "paged": {"cache_implementation": "paged"}}
+        options: dict[str, dict[str, Any]] = {
+            "plain": {},
+            "paged": {"cache_implementation": "paged"},
+        }
         short = {name: tensor[:, -8:] for name, tensor in inputs.items()}
         for name in seconds:
             step_seconds(model, short, 4, **options[name])  # warm-up
@@ -108,7 +117,10 @@ def run(device: str, shape: Shape, some: list[Case], new_tokens: int) -> list[di
         rows.append(
             {
                 "case": case.name,
-                **{f"{name}_ms": round(1e3 * statistics.median(values), 2) for name, values in seconds.items()},
+                **{
+                    f"{name}_ms": round(1e3 * statistics.median(values), 2)
+                    for name, values in seconds.items()
+                },
                 "ratio": round(statistics.median(ratios), 3),
                 "ratio_min": round(min(ratios), 3),
                 "ratio_max": round(max(ratios), 3),
@@ -121,24 +133,36 @@ def run(device: str, shape: Shape, some: list[Case], new_tokens: int) -> list[di
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown."""
-    lines = ["| case | plain ms | paged ms | paged / plain | min..max | in place |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| case | plain ms | paged ms | paged / plain | min..max | in place |",
+        "|---|---|---|---|---|---|",
+    ]
     for row in rows:
         lines.append(
-            f"| {row['case']} | {row['plain_ms']} | {row['paged_ms']} | **{row['ratio']}** | "
-            f"{row['ratio_min']}..{row['ratio_max']} | {'yes' if row['route']['in_place'] else 'no'} |"
+            f"| {row['case']} | {row['plain_ms']} | {row['paged_ms']} | **{row['ratio']}** |"
+            f" {row['ratio_min']}..{row['ratio_max']} |"
+            f" {'yes' if row['route']['in_place'] else 'no'} |"
         )
     return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=devices(), default="cpu")
-    parser.add_argument("--model", choices=list(SHAPES), help="(qwen2.5-0.5b; llama-tiny with --quick)")
+    parser.add_argument(
+        "--model", choices=list(SHAPES), help="(qwen2.5-0.5b; llama-tiny with --quick)"
+    )
     parser.add_argument("--case", default="", help="one of your own, ROWSxTOKENS of the prompts")
-    parser.add_argument("--quick", action="store_true", help="a small model: only to see that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="a small model: only to see that it runs"
+    )
     parser.add_argument("--only", default="", help="regular expression on the case's name")
-    parser.add_argument("--new-tokens", type=int, help="steps timed in each turn (24; 4 with --quick)")
+    parser.add_argument(
+        "--new-tokens", type=int, help="steps timed in each turn (24; 4 with --quick)"
+    )
     parser.add_argument("--json", help="also write the results here")
     args = parser.parse_args(argv)
     shape = SHAPES[args.model or ("llama-tiny" if args.quick else "qwen2.5-0.5b")]
@@ -147,7 +171,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(table(rows))
     if args.json:
         with open(args.json, "w") as file:
-            json.dump({"machine": facts(args.device), "model": shape.name, "rows": rows}, file, indent=1)
+            json.dump(
+                {"machine": facts(args.device), "model": shape.name, "rows": rows}, file, indent=1
+            )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""
-Whole calls: plain `generate`, `cache_implementation="paged"`, `PagedEngine` and other engines; requests that arrive.
+"""Whole calls: plain `generate`, `cache_implementation="paged"`, `PagedEngine` and other engines;
+requests that arrive.
 
-    python -m benchmarks.generate --device cpu [--model llama-100m] [--only W1,arrivals] [--quick] [--results DIRECTORY]
+    python -m benchmarks.generate --device cpu [--model llama-100m] [--only W1,arrivals] [--quick]
+                                  [--results DIRECTORY]
 
-Random weights in bfloat16. All systems run in this process, in turns of alternating order, on new prompts in each turn;
-W6 has as many turns in a second process. Targets are printed beside the ratios and never asserted. Systems that are
-missing or fail are listed with the reason. Results are written after each workload. On a CPU the number of turns
-depends on `--minutes`.
+Random weights in bfloat16. All systems run in this process, in turns of alternating order, on new
+prompts in each turn; W6 has as many turns in a second process. Targets are printed beside the
+ratios and never asserted. Systems that are missing or fail are listed with the reason. Results are
+written after each workload. On a CPU the number of turns depends on `--minutes`.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ SHARES = {"W1": 12, "W2": 32, "W3": 17, "W4": 6, "W5": 5, "W6": 10, "arrivals": 
 class Kinds(NamedTuple):
     """
     Args:
-        int8 (`bool`): Linear weights as 8-bit integers, one scale per row, by torchao; peers use their own 8-bit
-            weights.
+        int8 (`bool`): Linear weights as 8-bit integers, one scale per row, by torchao; peers use
+            their own 8-bit weights.
         invariant (`bool`): Also run the engine with `PagedConfig(batch_invariant=True)`.
     """
 
@@ -69,12 +70,18 @@ def model_of(shape: Shape, device: str, int8: bool) -> Any:
 
 
 def systems_for(
-    workload: Workload, tuned_peer: GenerateBatch | None, quick: bool, peers: Sequence[str] = (), kinds: Kinds = DEFAULT
+    workload: Workload,
+    tuned_peer: GenerateBatch | None,
+    quick: bool,
+    peers: Sequence[str] = (),
+    kinds: Kinds = DEFAULT,
 ) -> dict[str, System]:
-    """Systems by name; plain comes first, once per batch size. Without `tuned_peer` transformers' other ways are left
-    out."""
+    """Systems by name; plain comes first, once per batch size. Without `tuned_peer` transformers'
+    other ways are left out."""
     sizes = workload.batch_sizes or (0,)
-    found: dict[str, System] = {f"plain, batch {size}" if size else "plain": Generate(size) for size in sizes}
+    found: dict[str, System] = {
+        f"plain, batch {size}" if size else "plain": Generate(size) for size in sizes
+    }
     engine = Engine()
     found |= {"ours": Generate(cache="paged"), "engine": engine}
     if workload.name == "W2":
@@ -86,15 +93,18 @@ def systems_for(
         return found
     found["static, compiled"] = Generate(sizes[len(sizes) // 2], cache="static")
     if workload.name in PEERED:
-        found |= {"generate_batch": GenerateBatch(fills_memory=not quick), "generate_batch, tuned": tuned_peer}
+        found |= {
+            "generate_batch": GenerateBatch(fills_memory=not quick),
+            "generate_batch, tuned": tuned_peer,
+        }
     return found
 
 
 def timed(
     system: System, model: Any, shape: Shape, workload: Workload, repeat: int
 ) -> tuple[tuple[float, float], Answer, dict[str, float]]:
-    """Seconds and CPU seconds of a call, its answer, its latencies. Raises if rows do not have the lengths asked
-    for."""
+    """Seconds and CPU seconds of a call, its answer, its latencies. Raises if rows do not have the
+    lengths asked for."""
     batch = workload.batch(repeat, shape.vocab)
     torch.manual_seed(repeat)
     gc.collect()
@@ -106,16 +116,20 @@ def timed(
     asked = [length for length in batch.new_tokens for _ in range(workload.rows_per_prompt)]
     if [len(row) for row in answer.rows] != asked:
         given = sum(map(len, answer.rows))
-        raise RuntimeError(f"gave {given} tokens in {len(answer.rows)} rows, not {sum(asked)} in {len(asked)}")
+        raise RuntimeError(
+            f"gave {given} tokens in {len(answer.rows)} rows, not {sum(asked)} in {len(asked)}"
+        )
     return seconds, answer, latency.summary(answer.times, [start[0]] * len(answer.times))
 
 
 def turn(
     system: System, result: Result, model: Any, shape: Shape, workload: Workload, repeat: int
 ) -> list[list[int]] | None:
-    """Runs one turn of a system, writes figures or the failure to `result`, and returns the tokens. -1: warm-up."""
+    """Runs one turn of a system, writes figures or the failure to `result`, and returns the tokens.
+    -1: warm-up."""
     cuda = model.device.type == "cuda"
-    whole = repeat >= 0 or (isinstance(system, Generate) and system.cache == "static")  # compiles for exact lengths
+    # compiles for exact lengths
+    whole = repeat >= 0 or (isinstance(system, Generate) and system.cache == "static")
     try:
         if cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -151,14 +165,14 @@ def run(
     until: float = math.inf,
     first: int = 0,
 ) -> list[Result]:
-    """
-    Runs turns of every system after a short warm-up of each (`tuned` has warmed `generate_batch` up), in alternating
-    order; on a CPU the slow peers run one turn. Batch sizes of plain that are not the fastest in the first turn run
-    no further turn.
+    """Runs turns of every system after a short warm-up of each (`tuned` has warmed
+    `generate_batch` up), in alternating order; on a CPU the slow peers run one turn. Batch sizes of
+    plain that are not the fastest in the first turn run no further turn.
 
     Args:
         repeats, fewest (`int`): Most and fewest turns (all turns without `fewest`).
-        until (`float`): No further turn begins that may end after this moment of `time.perf_counter`.
+        until (`float`): No further turn begins that may end after this moment of
+            `time.perf_counter`.
         first (`int`): Number of the first turn; each turn has new prompts.
     """
     results = {name: Result(workload.name, name, workload.target, floor=floor) for name in systems}
@@ -181,9 +195,17 @@ def run(
                 tokens[name] = rows
         if repeat > first:
             longest = max(longest, time.perf_counter() - start)
-        plain = next((tokens[name] for name in reversed(names) if name.startswith("plain") and name in tokens), None)
+        plain = next(
+            (
+                tokens[name]
+                for name in reversed(names)
+                if name.startswith("plain") and name in tokens
+            ),
+            None,
+        )
         for name, rows in tokens.items():
-            if plain is not None and (not workload.sampled or name == "ours"):  # other random draws give other samples
+            if plain is not None and (not workload.sampled or name == "ours"):
+                # other random draws give other samples
                 results[name].equal.append(equal_share(plain, rows))
     for system in systems.values():
         system.free()
@@ -192,16 +214,30 @@ def run(
 
 
 def apart(
-    device: str, shape: Shape, workload: Workload, floor: float, repeats: int, first: int, kinds: Kinds
+    device: str,
+    shape: Shape,
+    workload: Workload,
+    floor: float,
+    repeats: int,
+    first: int,
+    kinds: Kinds,
 ) -> list[Result]:
-    """Runs the turns of plain and ours in a separate process: another memory layout, another build of the model."""
+    """Runs the turns of plain and ours in a separate process: another memory layout, another build
+    of the model."""
     arguments = device, shape, workload, floor, repeats, first, kinds, torch.get_num_threads()
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_apart, *arguments).result()
 
 
 def _apart(
-    device: str, shape: Shape, workload: Workload, floor: float, repeats: int, first: int, kinds: Kinds, threads: int
+    device: str,
+    shape: Shape,
+    workload: Workload,
+    floor: float,
+    repeats: int,
+    first: int,
+    kinds: Kinds,
+    threads: int,
 ) -> list[Result]:
     torch.set_num_threads(threads)
     with quiet():
@@ -217,11 +253,14 @@ def floor_of(cost: Cost, limits: ceilings.Ceilings, workload: Workload) -> float
     batch = workload.batch(0, cost.shape.vocab)
     rows = max(workload.rows_per_prompt, workload.options.get("num_beams", 1))
     lengths = [len(prompt) for prompt in batch.prompts]
-    return call_seconds(cost, limits, limits.flops["bfloat16"], lengths, batch.new_tokens, rows, workload.prefix)
+    return call_seconds(
+        cost, limits, limits.flops["bfloat16"], lengths, batch.new_tokens, rows, workload.prefix
+    )
 
 
 def check(device: str, workloads: Sequence[Workload]) -> list[tuple[str, str, str]]:
-    """Compares tokens with plain's in float32 on small inputs: workload, system, and "equal" or the difference."""
+    """Compares tokens with plain's in float32 on small inputs: workload, system, and "equal" or the
+    difference."""
     tiny = SHAPES["llama-tiny"]
     model = build(tiny, device, torch.float32)
     found = []
@@ -235,34 +274,68 @@ def check(device: str, workloads: Sequence[Workload]) -> list[tuple[str, str, st
                 expected = timed(Generate(), model, tiny, small, 0)[1].rows
                 actual = timed(system, model, tiny, small, 0)[1].rows
                 share = equal_share(expected, actual)
-                found.append((workload.name, name, "equal" if expected == actual else f"{share:.1%} equal"))
+                found.append(
+                    (workload.name, name, "equal" if expected == actual else f"{share:.1%} equal")
+                )
             except Exception as error:
                 found.append((workload.name, name, f"failed: {type(error).__name__}: {error}"))
     return found
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=machine.devices(), default="cpu")
-    parser.add_argument("--model", choices=list(SHAPES), help="(llama-100m; llama-tiny with --quick)")
-    parser.add_argument("--only", default="", help="workloads, for example W1,arrivals; without it all, and the memory")
+    parser.add_argument(
+        "--model", choices=list(SHAPES), help="(llama-100m; llama-tiny with --quick)"
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        help="workloads, for example W1,arrivals; without it all, and the memory",
+    )
     parser.add_argument("--no-peers", action="store_true", help="no other way of transformers' own")
     parser.add_argument(
-        "--peers", nargs="+", default=[], choices=list(TITLES), help="engines for processors, each installed apart"
+        "--peers",
+        nargs="+",
+        default=[],
+        choices=list(TITLES),
+        help="engines for processors, each installed apart",
     )
-    parser.add_argument("--int8", action="store_true", help="weights as 8-bit integers: torchao's, the peers' own")
-    parser.add_argument("--batch-invariant", action="store_true", help="the engine once more, with batch_invariant")
-    parser.add_argument("--no-memory", action="store_true", help="leave out the memory measurements")
-    parser.add_argument("--repeats", type=int, help="turns of each system in a process, whatever time they take")
-    parser.add_argument("--minutes", type=float, help=f"to plan with; {MINUTES:g} on a CPU, without a limit elsewhere")
+    parser.add_argument(
+        "--int8", action="store_true", help="weights as 8-bit integers: torchao's, the peers' own"
+    )
+    parser.add_argument(
+        "--batch-invariant", action="store_true", help="the engine once more, with batch_invariant"
+    )
+    parser.add_argument(
+        "--no-memory", action="store_true", help="leave out the memory measurements"
+    )
+    parser.add_argument(
+        "--repeats", type=int, help="turns of each system in a process, whatever time they take"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        help=f"to plan with; {MINUTES:g} on a CPU, without a limit elsewhere",
+    )
     parser.add_argument("--threads", type=int, help="of PyTorch; as many as it takes without it")
-    parser.add_argument("--quick", action="store_true", help="short texts and one turn: only to see that it runs")
-    parser.add_argument("--results", type=Path, help="directory for the files (benchmarks/results; none with --quick)")
+    parser.add_argument(
+        "--quick", action="store_true", help="short texts and one turn: only to see that it runs"
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        help="directory for the files (benchmarks/results; none with --quick)",
+    )
     args = parser.parse_args(argv)
     names = [*WORKLOADS, "arrivals"]
     args.only = [name for name in args.only.split(",") if name]
     if unknown := [name for name in args.only if name not in names]:
-        parser.error(f"argument --only: invalid choice: {unknown[0]!r} (choose from {', '.join(names)})")
+        parser.error(
+            f"argument --only: invalid choice: {unknown[0]!r} (choose from {', '.join(names)})"
+        )
     args.model = args.model or ("llama-tiny" if args.quick else "llama-100m")
     args.results = args.results or (None if args.quick else report.RESULTS)
     if args.minutes is None:
@@ -273,7 +346,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 class Run:
     """Results of a run so far, and its files."""
 
-    def __init__(self, args: argparse.Namespace, facts: dict[str, Any], limits: ceilings.Ceilings) -> None:
+    def __init__(
+        self, args: argparse.Namespace, facts: dict[str, Any], limits: ceilings.Ceilings
+    ) -> None:
         self.args, self.facts, self.limits = args, facts, limits
         self.start = time.perf_counter()
         parts = [] if args.peers else map(str.lower, args.only)
@@ -281,8 +356,13 @@ class Run:
         kind += ["invariant"] if args.batch_invariant else []
         self.name = "-".join([*kind, args.device, args.model, *parts])
         self.rows: list[dict[str, Any]] = []
-        self.columns = {k: title for k, title in COLUMNS.items() if k != "device_mib" or args.device == "cuda"}
-        self.extra: dict[str, Any] = {"ceilings": asdict(limits), "model": asdict(SHAPES[args.model])}
+        self.columns = {
+            k: title for k, title in COLUMNS.items() if k != "device_mib" or args.device == "cuda"
+        }
+        self.extra: dict[str, Any] = {
+            "ceilings": asdict(limits),
+            "model": asdict(SHAPES[args.model]),
+        }
         self.extra |= {"seconds": {}, "problems": []}
 
     def asks_for(self, part: str) -> bool:
@@ -297,7 +377,8 @@ class Run:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Records how long a part takes, and an error that ends it without ending the run; then writes all files."""
+        """Records how long a part takes, and an error that ends it without ending the run; then
+        writes all files."""
         start = time.perf_counter()
         try:
             yield
@@ -308,7 +389,8 @@ class Run:
         self.write()
 
     def write(self) -> None:
-        """Writes all files. The checkout counts as clean only if it has not changed since the start."""
+        """Writes all files. The checkout counts as clean only if it has not changed since the
+        start."""
         directory, notes = self.args.results, [str(self.limits), *self.extra["problems"]]
         if machine.revision() != self.facts["revision"]:
             self.facts["tree"] = "changed during the run"
@@ -317,21 +399,24 @@ class Run:
         for title, columns in (("peers", None), ("arrivals", arrivals.COLUMNS), ("memory", None)):
             if self.extra.get(title):
                 notes.append(report.markdown(self.extra[title], columns))
-        options = dict(directory=directory, columns=self.columns, notes="\n\n".join(notes), extra=self.extra)
+        options = dict(
+            directory=directory, columns=self.columns, notes="\n\n".join(notes), extra=self.extra
+        )
         report.write(self.name, self.facts, self.rows, **options)
 
     def draw(self) -> None:
         """Draws the plots."""
         if self.args.results is not None:
-            stem, found = self.args.results / self.name, self.extra.get("arrivals", [])
-            report.plot(lambda: generate_tables.draw(self.rows, stem.with_name(f"{stem.name}.png")))
-            report.plot(lambda: arrivals.draw(found, stem.with_name(f"{stem.name}-latency.png")))
+            data = {"facts": self.facts, "rows": self.rows, **self.extra}
+            generate_tables.draw_all(data, self.args.results / self.name)
 
 
 def tune(run: Run, model: Any, shape: Shape, quick: bool) -> GenerateBatch:
     """Finds the settings of `generate_batch` that run as "tuned"."""
     trial = WORKLOADS["W1"].scaled(*((0.1, 0.05) if quick else (0.5, 0.5)))
-    peer, tried = tuned(model, shape, replace(trial, new_tokens=(4, 4) if quick else (16, 16)), quick)
+    peer, tried = tuned(
+        model, shape, replace(trial, new_tokens=(4, 4) if quick else (16, 16)), quick
+    )
     run.extra["generate_batch"] = {"runs": str(peer), "tried": tried}
     print("generate_batch, tuned on a part of W1's prompts, 16 new tokens:")
     for settings, seconds in tried:
@@ -350,10 +435,14 @@ def measure(state: Run, model: Any, workload: Workload, peer: GenerateBatch | No
     found = run(model, shape, workload, systems, repeats, floor, fewest, state.until(workload.name))
     for process in range(1, workload.processes):
         try:
-            found_apart = apart(args.device, shape, workload, floor, repeats, process * repeats, kinds)
+            found_apart = apart(
+                args.device, shape, workload, floor, repeats, process * repeats, kinds
+            )
             others = {one.system: one for one in found_apart}
         except Exception as error:  # the turns of this process are kept
-            state.extra["problems"].append(f"{workload.name}, process {process + 1}: {type(error).__name__}: {error}")
+            state.extra["problems"].append(
+                f"{workload.name}, process {process + 1}: {type(error).__name__}: {error}"
+            )
             continue
         for result in found:
             if result.system in others and not result.problem:
@@ -363,15 +452,23 @@ def measure(state: Run, model: Any, workload: Workload, peer: GenerateBatch | No
     print("\n".join(table if not state.rows else table[2:]), flush=True)
     state.rows += rows
     third = systems.get(SMALL_POOL)
-    blocks = third.cache_config.num_blocks if isinstance(third, SmallPool) and third.cache_config else None
-    state.extra["memory"] += map(asdict, kv_memory.of_results(found, shape, workload, SMALL_POOL, blocks))
+    blocks = (
+        third.cache_config.num_blocks
+        if isinstance(third, SmallPool) and third.cache_config
+        else None
+    )
+    state.extra["memory"] += map(
+        asdict, kv_memory.of_results(found, shape, workload, SMALL_POOL, blocks)
+    )
     return found
 
 
 def benchmark(args: argparse.Namespace) -> None:
     """Runs everything that the arguments ask for."""
     shape = SHAPES[args.model]
-    workloads = [workload for name, workload in WORKLOADS.items() if name in args.only or not args.only]
+    workloads = [
+        workload for name, workload in WORKLOADS.items() if name in args.only or not args.only
+    ]
     if args.quick:
         workloads = [
             replace(workload.scaled(0.125, 0.06), repeats=1, fewest=1, processes=1, target=None)
@@ -380,19 +477,32 @@ def benchmark(args: argparse.Namespace) -> None:
     facts, limits = machine.facts(args.device), ceilings.measure(args.device, args.quick)
     print("; ".join(f"{name} {value}" for name, value in facts.items()))
     if facts["tree"] != machine.CLEAN:
-        print(f"This is no run of a revision that others can check out: the work tree is {facts['tree']}.")
+        print(
+            "This is no run of a revision that others can check out: the work tree is"
+            f" {facts['tree']}."
+        )
     model = model_of(shape, args.device, args.int8)
     cost, state = Cost.of(model, shape), Run(args, facts, limits)
     weights = "8-bit weights in bfloat16" if args.int8 else "bfloat16"
-    print(f"{limits}\n{shape.name}: {(cost.body + cost.head) / 1e6:.1f}M parameters a token, {weights}\n", flush=True)
+    print(
+        f"{limits}\n{shape.name}: {(cost.body + cost.head) / 1e6:.1f}M parameters a token,"
+        f" {weights}\n",
+        flush=True,
+    )
     if args.quick:
         print("A quick run shows that everything runs; its figures and targets say nothing.\n")
     peer: GenerateBatch | None = None
     if not args.no_peers:
         with state.part("tuning of generate_batch"):
             peer = tune(state, model, shape, args.quick)
-    print("\n".join(f"{workload.name}: {workload.title}" for workload in workloads) + "\n", flush=True)
-    state.extra |= {"workloads": {one.name: one.title for one in workloads}, "memory": [], "arrivals": []}
+    print(
+        "\n".join(f"{workload.name}: {workload.title}" for workload in workloads) + "\n", flush=True
+    )
+    state.extra |= {
+        "workloads": {one.name: one.title for one in workloads},
+        "memory": [],
+        "arrivals": [],
+    }
     results: list[Result] = []
     try:
         for workload in workloads:
@@ -413,7 +523,9 @@ def benchmark(args: argparse.Namespace) -> None:
             print(f"\nfloat32, tiny: {checked}\n", flush=True)
         if not args.no_memory:
             with state.part("memory"):
-                state.extra["memory"] += map(asdict, kv_memory.measure(args.device, workloads, args.quick))
+                state.extra["memory"] += map(
+                    asdict, kv_memory.measure(args.device, workloads, args.quick)
+                )
         if state.extra["memory"]:
             print(report.markdown(state.extra["memory"]), flush=True)
     finally:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import paired, report
+from benchmarks import arrivals, paired, report
+from benchmarks.workloads import WORKLOADS
 
 OURS = ("ours", "engine")
-PEER_TARGETS = {"generate_batch": 6.0, "generate_batch, tuned": 2.5}  # its time over ours, on W1 to W3
+# its time over ours, on W1 to W3
+PEER_TARGETS = {"generate_batch": 6.0, "generate_batch, tuned": 2.5}
+NAMES = {  # of systems, in pictures
+    "ours": 'generate, cache_implementation="paged"',
+    "engine": "PagedEngine",
+    "engine, a third of its peak": "PagedEngine in a third of its memory",
+    "generate_batch": "transformers' generate_batch",
+    "generate_batch, tuned": "transformers' generate_batch, tuned",
+}
 COLUMNS = {
     "workload": "workload",
     "system": "system",
@@ -39,14 +48,16 @@ class Result:
     Seconds of each repeat, and how its tokens compare with plain's.
 
     Args:
-        problem (`str`): Why there are no figures, such as "not installed" or "failed: ..."; empty if there are.
+        problem (`str`): Why there are no figures, such as "not installed" or "failed: ..."; empty
+            if there are.
         tokens (`int`): New tokens per repeat, checked against the number asked for.
         floor (`float`): Seconds per repeat by the roofline.
-        seconds, cpu_seconds (`list[float]`): Wall time and CPU time of all threads per repeat; CPU time well below
-            `seconds` times threads means that the cores were shared.
+        seconds, cpu_seconds (`list[float]`): Wall time and CPU time of all threads per repeat; CPU
+            time well below `seconds` times threads means that the cores were shared.
         equal (`list[float]`): Share of tokens equal to plain's, per repeat.
         latencies (`list[dict[str, float]]`): `latency.summary` of each repeat.
-        kv_bytes, device_bytes (`int`, *optional*): Peak bytes of K/V, and of PyTorch's memory on the device.
+        kv_bytes, device_bytes (`int`, *optional*): Peak bytes of K/V, and of PyTorch's memory on
+            the device.
         processes (`int`): Number of processes, one after the other, that ran the turns.
     """
 
@@ -105,7 +116,9 @@ def rows_of(results: Sequence[Result]) -> list[dict[str, Any]]:
             "processes": result.processes,
             "plain_over": statistics.median(speeds) if speeds else None,
             "interval": paired.span(interval),
-            "target": paired.verdict(speeds, result.target) if speeds and result.system in OURS else "",
+            "target": paired.verdict(speeds, result.target)
+            if speeds and result.system in OURS
+            else "",
             "equal": f"{statistics.mean(result.equal):.0%}" if result.equal else "",
             "kv_mib": None if result.kv_bytes is None else result.kv_bytes / 2**20,
             "device_mib": None if result.device_bytes is None else result.device_bytes / 2**20,
@@ -124,23 +137,100 @@ def peer_rows(results: Sequence[Result]) -> list[dict[str, Any]]:
         for ours in OURS:
             if system in PEER_TARGETS and (workload, ours) in found:
                 values = paired.ratios(peer.seconds, found[workload, ours].seconds)
-                row = {"workload": workload, "peer": system, "time over": ours, "ratio": statistics.median(values)}
-                row |= {"turns": len(values), "target": paired.verdict(values, PEER_TARGETS[system])}
+                row = {
+                    "workload": workload,
+                    "peer": system,
+                    "time over": ours,
+                    "ratio": statistics.median(values),
+                }
+                row |= {
+                    "turns": len(values),
+                    "target": paired.verdict(values, PEER_TARGETS[system]),
+                }
                 rows.append(row)
     return rows
 
 
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> Path | None:
-    """Speedup of each system over the best plain `generate`, by workload."""
-    told = [row for row in rows if row.get("plain_over") and not row["system"].startswith("plain")]
-    if not told:
-        return None
+def draw_all(data: Mapping[str, Any], stem: Path) -> list[Path]:
+    """Draws what a result of `benchmarks.generate` holds to `<stem>.png`, `<stem>-memory.png`,
+    `<stem>-latency.png`."""
+    foot = report.caption(data["facts"], f"{data['model']['name']} with random weights, bfloat16")
+    pictures = {"": draw_speed, "-memory": draw_memory}
+    drawn = [
+        report.plot(
+            lambda draw=draw, name=name: draw(
+                data["rows"], foot, stem.with_name(f"{stem.name}{name}.png")
+            )
+        )
+        for name, draw in pictures.items()
+    ]
+    latency = stem.with_name(f"{stem.name}-latency.png")
+    drawn.append(report.plot(lambda: arrivals.draw(data.get("arrivals", []), foot, latency)))
+    return [path for path in drawn if path is not None]
+
+
+def by_system(rows: Iterable[Mapping[str, Any]], key: str) -> dict[str, dict[str, float]]:
+    """A column of the rows that have it, by system and by workload, in words."""
     values: dict[str, dict[str, float]] = {}
-    for row in told:
-        values.setdefault(row["system"], {})[row["workload"]] = row["plain_over"]
-    figure, axis = report.figure(380)
-    report.grouped_bars(axis, values, label=lambda value: f"{value:.2g}")
-    axis.axhline(1.0, color="black", linewidth=0.8)
-    axis.set_title("plain generate's time over each system's (1 is equal, higher is better)", fontsize=10)
-    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
+    for row in rows:
+        if row.get(key):
+            values.setdefault(NAMES.get(row["system"], row["system"]), {})[
+                WORKLOADS[row["workload"]].title
+            ] = row[key]
+    return values
+
+
+def draw_speed(rows: Sequence[Mapping[str, Any]], foot: str, path: Path) -> Path | None:
+    """Speedup of each system over the best plain `generate`, by workload."""
+    values = by_system((row for row in rows if not row["system"].startswith("plain")), "plain_over")
+    if not values:
+        return None
+    figure, axis = report.figure(560, foot)
+    report.grouped_bars(axis, values, label=lambda value: f"{value:.2f}")
+    axis.axvline(1.0, color="black", linewidth=0.8)
+    axis.set_title(
+        "Plain generate's time over each system's: above 1 is faster", fontsize=10, loc="left"
+    )
+    figure.legend(
+        *axis.get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=2,
+        fontsize=8,
+        frameon=False,
+    )
+    return report.save(figure, path)
+
+
+def memory_rows(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows of the best plain `generate` and of ours, whose peaks of K/V are compared."""
+    return [
+        row
+        for row in rows
+        if row.get("kv_mib") and (row["plain_over"] == 1 or row["system"] == "ours")
+    ]
+
+
+def draw_memory(rows: Sequence[Mapping[str, Any]], foot: str, path: Path) -> Path | None:
+    """Most MiB of K/V that plain `generate` and ours hold, by workload."""
+    best = [
+        {**row, "system": "plain generate" if row["system"] != "ours" else "ours"}
+        for row in memory_rows(rows)
+    ]
+    values = by_system(best, "kv_mib")
+    if not values:
+        return None
+    figure, axis = report.figure(430, foot)
+    report.grouped_bars(axis, values, label=lambda value: f"{value:.3g}")
+    axis.set_title(
+        "Most memory that keys and values take in a call, MiB: less is better",
+        fontsize=10,
+        loc="left",
+    )
+    figure.legend(
+        *axis.get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=2,
+        fontsize=8,
+        frameon=False,
+    )
     return report.save(figure, path)

@@ -1,7 +1,6 @@
-"""
-Reinforcement learning with TRL's `GRPOTrainer`: rollouts of 4 steps, plain, paged and by transformers' name
-`generate_batch` on our engine, in turns, from the same weights. A step has 1 or 4 prompts, with 8 generations of 48
-tokens each.
+"""Reinforcement learning with TRL's `GRPOTrainer`: rollouts of 4 steps, plain, paged and by
+transformers' name `generate_batch` on our engine, in turns, from the same weights. A step has 1 or
+4 prompts, with 8 generations of 48 tokens each.
 
     python -m benchmarks.grpo [--turns 8] [--quick] [--json PATH]
 
@@ -38,7 +37,8 @@ TARGET = 2.2  # speedup over plain rollouts
 SYSTEMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "paged": {"generation_kwargs": {"cache_implementation": "paged"}},
-    "generate_batch": {"use_transformers_continuous_batching": True},  # transformers' name, on our engine
+    # transformers' name, on our engine
+    "generate_batch": {"use_transformers_continuous_batching": True},
 }
 
 
@@ -68,14 +68,18 @@ def tokenizer(shape: Shape) -> PreTrainedTokenizerFast:
     """One word per id; the end-of-text id is the one that no row generates."""
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(shape.vocab)}, unk_token="w1"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token=f"w{PAD}", eos_token=f"w{shape.never}")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token=f"w{PAD}", eos_token=f"w{shape.never}"
+    )
 
 
 def texts(shape: Shape, count: int, length: int) -> list[str]:
     """Prompts from `length` tokens down to half of that."""
     generator = torch.Generator().manual_seed(0)
     lengths = [length - length * number // (2 * count) for number in range(count)]
-    rows = [torch.randint(FIRST_WORD, shape.never, (size,), generator=generator) for size in lengths]
+    rows = [
+        torch.randint(FIRST_WORD, shape.never, (size,), generator=generator) for size in lengths
+    ]
     return [" ".join(f"w{i}" for i in row.tolist()) for row in rows]
 
 
@@ -111,7 +115,9 @@ def train(
             **SYSTEMS[system],
         )
         data = Dataset.from_dict({"prompt": texts(shape, STEPS * prompts, length)})
-        trainer = GRPOTrainer(model, reward, config, train_dataset=data, processing_class=tokenizer(shape))
+        trainer = GRPOTrainer(
+            model, reward, config, train_dataset=data, processing_class=tokenizer(shape)
+        )
         trainer.remove_callback(PrinterCallback)
         model.seconds = []
         start = time.perf_counter()
@@ -122,7 +128,8 @@ def train(
 
 
 def run(name: str, turns: int, prompts: int, new_tokens: int, length: int) -> dict[str, Any]:
-    """Median seconds of each system, speedup of the paged rollouts, and whether tokens and losses are equal."""
+    """Median seconds of each system, speedup of the paged rollouts, and whether tokens and losses
+    are equal."""
     shape = SHAPES[name]
     model = build(shape, "cpu", torch.float32)
     model.__class__ = Timed
@@ -142,7 +149,12 @@ def run(name: str, turns: int, prompts: int, new_tokens: int, length: int) -> di
     hf_paged.check_integrity(model)
     route = hf_paged.last_route(model)
     row: dict[str, Any] = {"model": name, "dtype": "float32", "turns": turns, "prompts": prompts}
-    row |= {"new_tokens": new_tokens, "length": length, "equal": are_equal, "road": route.road if route else None}
+    row |= {
+        "new_tokens": new_tokens,
+        "length": length,
+        "equal": are_equal,
+        "road": route.road if route else None,
+    }
     for title, of in (("rollouts", seconds), ("training", whole)):
         row[title] = {system: round(statistics.median(values), 3) for system, values in of.items()}
         for system, suffix in (("paged", ""), ("generate_batch", "_by_batches")):
@@ -155,11 +167,17 @@ def run(name: str, turns: int, prompts: int, new_tokens: int, length: int) -> di
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown."""
-    lines = ["| model | what | plain, s | paged, s | plain / paged | tokens and losses |", "|---|---|--:|--:|--:|---|"]
+    lines = [
+        "| model | what | plain, s | paged, s | plain / paged | tokens and losses |",
+        "|---|---|--:|--:|--:|---|",
+    ]
     for row in rows:
         for title in ("rollouts", "training"):
             cell, equal = row[title], "equal" if row["equal"] else "NOT equal"
-            what = f"{title}: {STEPS} steps of {row['prompts']} x {GENERATIONS} x {row['new_tokens']} tokens"
+            what = (
+                f"{title}: {STEPS} steps of {row['prompts']} x {GENERATIONS} x {row['new_tokens']}"
+                " tokens"
+            )
             for system, suffix in (("paged", ""), ("generate_batch", "_by_batches")):
                 if system not in cell:  # older results lack this system
                     continue
@@ -167,13 +185,17 @@ def table(rows: list[dict[str, Any]]) -> str:
                 faster = f"{cell[f'faster{suffix}']} ({low} to {high})"
                 name = what if system == "paged" else f"{what}, by `generate_batch`"
                 seconds = f"{cell['plain']} | {cell[system]}"
-                lines.append(f"| {row['model']}, {row['dtype']} | {name} | {seconds} | {faster} | {equal} |")
+                lines.append(
+                    f"| {row['model']}, {row['dtype']} | {name} | {seconds} | {faster} | {equal} |"
+                )
     return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--quick", action="store_true", help="a tiny model, few tokens and turns")
     parser.add_argument("--json", help="also write the results here")

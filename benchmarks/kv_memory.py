@@ -21,8 +21,8 @@ ITEMSIZE = 2  # of bfloat16
 
 @dataclass(frozen=True)
 class Measurement:
-    """`value` is in `unit`; `target` says the issue's target and whether it is met; `problem` says why a value is
-    missing."""
+    """`value` is in `unit`; `target` says the issue's target and whether it is met; `problem` says
+    why a value is missing."""
 
     what: str
     system: str
@@ -32,7 +32,9 @@ class Measurement:
     problem: str = ""
 
     def __str__(self) -> str:
-        return f"{self.what}, {self.system}: " + (self.problem or f"{self.value:.4g} {self.unit} {self.target}".strip())
+        return f"{self.what}, {self.system}: " + (
+            self.problem or f"{self.value:.4g} {self.unit} {self.target}".strip()
+        )
 
 
 def guarded(what: str, system: str, measure: Callable[[], Measurement]) -> Measurement:
@@ -47,7 +49,8 @@ def guarded(what: str, system: str, measure: Callable[[], Measurement]) -> Measu
 
 @dataclass(frozen=True)
 class Peak:
-    """Most blocks and bytes in use at once; `waste` is the percentage of allocated slots unused at that moment."""
+    """Most blocks and bytes in use at once; `waste` is the percentage of allocated slots unused at
+    that moment."""
 
     num_blocks: int
     num_bytes: int
@@ -97,20 +100,24 @@ def of_results(
     if small in by_name and "engine" in by_name:
         ratios = paired.ratios(by_name[small].seconds, by_name["engine"].seconds)
         value = statistics.median(ratios)
-        unit = f"x the time with all blocks ({paired.span(ratios)}, {len(ratios)} turns, num_blocks={num_blocks})"
+        unit = (
+            f"x the time with all blocks ({paired.span(ratios)}, {len(ratios)} turns,"
+            f" num_blocks={num_blocks})"
+        )
         what = f"{workload.name} in a third of its peak"
         found.append(Measurement(what, "engine", value, unit, paired.at_most(value, 1.6)))
     return found
 
 
 def waste(device: str, quick: bool) -> Measurement:
-    """
-    Allocated, unused slots at the peak, with ShareGPT-like lengths through the engine. Block counts depend only on
-    lengths, so a small model is enough.
+    """Allocated, unused slots at the peak, with ShareGPT-like lengths through the engine. Block
+    counts depend only on lengths, so a small model is enough.
     """
     shape = SHAPES["llama-tiny"]
     batch = sharegpt_like(16 if quick else 64, 0.25 if quick else 1.0, shape.vocab)
-    workload = Workload("waste", "", len(batch.prompts), (0, 0), (0, 0), options={"do_sample": False})
+    workload = Workload(
+        "waste", "", len(batch.prompts), (0, 0), (0, 0), options={"do_sample": False}
+    )
     share = peak(Engine(), build(shape, device, torch.bfloat16), shape, workload, batch).waste
     return Measurement(WASTE, "engine", share, "%", paired.at_most(share, 4.0))
 
@@ -118,7 +125,9 @@ def waste(device: str, quick: bool) -> Measurement:
 def a_third(device: str, workload: Workload, quick: bool) -> Measurement:
     """Compares the tokens of a tiny float32 model in a third of its peak blocks with plain's."""
     tiny = SHAPES["llama-tiny"]
-    small = replace(workload if quick else workload.scaled(prompts=0.25, tokens=0.25), batch_sizes=())
+    small = replace(
+        workload if quick else workload.scaled(prompts=0.25, tokens=0.25), batch_sizes=()
+    )
     model = build(tiny, device, torch.float32)
     batch = small.batch(0, tiny.vocab)
     expected = Generate()(model, tiny, small, batch).rows
@@ -128,7 +137,9 @@ def a_third(device: str, workload: Workload, quick: bool) -> Measurement:
         share = 100 * equal_share(expected, system(model, tiny, small, batch).rows)
     finally:
         system.free()
-    return Measurement(THIRD, "engine", share, "% of tokens equal", f"all: {paired.said(share == 100)}")
+    return Measurement(
+        THIRD, "engine", share, "% of tokens equal", f"all: {paired.said(share == 100)}"
+    )
 
 
 WASTE, THIRD = "waste, ShareGPT-like lengths", "W2 in a third of its peak, float32"
@@ -139,5 +150,7 @@ def measure(device: str, workloads: Sequence[Workload], quick: bool) -> list[Mea
     found = []
     for workload in workloads:
         if workload.name == "W2":
-            found.append(guarded(THIRD, "engine", lambda workload=workload: a_third(device, workload, quick)))
+            found.append(
+                guarded(THIRD, "engine", lambda workload=workload: a_third(device, workload, quick))
+            )
     return [*found, guarded(WASTE, "engine", lambda: waste(device, quick))] if found else []

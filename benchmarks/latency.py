@@ -11,7 +11,9 @@ def percentile(values: Sequence[float], percent: float) -> float:
     """Percentile by linear interpolation; NaN without values."""
     if len(values) < 2:
         return values[0] if values else float("nan")
-    return statistics.quantiles(values, n=1000, method="inclusive")[max(0, min(998, round(10 * percent) - 1))]
+    return statistics.quantiles(values, n=1000, method="inclusive")[
+        max(0, min(998, round(10 * percent) - 1))
+    ]
 
 
 def first_tokens(times: Sequence[Sequence[float]], starts: Sequence[float]) -> list[float]:
@@ -29,5 +31,8 @@ def summary(times: Sequence[Sequence[float]], starts: Sequence[float]) -> dict[s
     found = {}
     for name, values in (("ttft", first_tokens(times, starts)), ("tpot", between_tokens(times))):
         if values:
-            found |= {f"{name}_p50_ms": 1e3 * percentile(values, 50), f"{name}_p99_ms": 1e3 * percentile(values, 99)}
+            found |= {
+                f"{name}_p50_ms": 1e3 * percentile(values, 50),
+                f"{name}_p99_ms": 1e3 * percentile(values, 99),
+            }
     return found

@@ -1,6 +1,5 @@
-"""
-The linear layers of one decode step, one after the other as in a model: PyTorch's `F.linear` and the C++ kernel that
-reads the weights in place, in turns, for 1 to 512 rows.
+"""The linear layers of one decode step, one after the other as in a model: PyTorch's `F.linear`
+and the C++ kernel that reads the weights in place, in turns, for 1 to 512 rows.
 
     python -m benchmarks.linears [--models llama-100m ...] [--quick] [--json PATH]
 
@@ -47,7 +46,10 @@ def weights(shape: Shape) -> list[Tensor]:
 
 def compare(layers: list[Tensor], rows: int, turns: int) -> dict[str, Any]:
     """Seconds of one forward's products by each, and the ratio of PyTorch's to ours."""
-    inputs = {depth: torch.randn(rows, depth).to(torch.bfloat16) for depth in {layer.shape[1] for layer in layers}}
+    inputs = {
+        depth: torch.randn(rows, depth).to(torch.bfloat16)
+        for depth in {layer.shape[1] for layer in layers}
+    }
     systems = {"torch": F.linear, "ours": kernel.linear}
     seconds: dict[str, list[float]] = {name: [] for name in systems}
     for turn in range(turns + 1):
@@ -59,13 +61,21 @@ def compare(layers: list[Tensor], rows: int, turns: int) -> dict[str, Any]:
                 seconds[name].append(time.perf_counter() - start)
     ratios = [theirs / ours for theirs, ours in zip(seconds["torch"], seconds["ours"])]
     low, high = interval(ratios) or (min(ratios), max(ratios))
-    found: dict[str, Any] = {f"{name}_ms": round(1e3 * statistics.median(taken), 2) for name, taken in seconds.items()}
-    return found | {"ratio": round(statistics.median(ratios), 2), "interval": [round(low, 2), round(high, 2)]}
+    found: dict[str, Any] = {
+        f"{name}_ms": round(1e3 * statistics.median(taken), 2) for name, taken in seconds.items()
+    }
+    return found | {
+        "ratio": round(statistics.median(ratios), 2),
+        "interval": [round(low, 2), round(high, 2)],
+    }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown."""
-    lines = ["| model | rows | floor, ms | torch, ms | ours, ms | torch / ours |", "|---|--:|--:|--:|--:|---|"]
+    lines = [
+        "| model | rows | floor, ms | torch, ms | ours, ms | torch / ours |",
+        "|---|--:|--:|--:|--:|---|",
+    ]
     for row in rows:
         cells = row["model"], row["rows"], row["floor_ms"], row["torch_ms"], row["ours_ms"]
         bounds = "{} to {}".format(*row["interval"])
@@ -75,7 +85,9 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(SHAPES))
     parser.add_argument("--quick", action="store_true", help="a tiny model and few rows")
     parser.add_argument("--json", help="also write the results here")
@@ -93,7 +105,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     path = {number: name for name, number in PATHS.items()}[best_path()]
     print(table(rows))
     if args.json:
-        made = {"machine": found, "path": path, "bandwidth_gb_s": round(reading / 1e9, 1), "rows": rows}
+        made = {
+            "machine": found,
+            "path": path,
+            "bandwidth_gb_s": round(reading / 1e9, 1),
+            "rows": rows,
+        }
         with open(args.json, "w") as file:
             json.dump(made, file, indent=1)
 

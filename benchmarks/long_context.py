@@ -1,6 +1,5 @@
-"""
-One long prompt: plain `generate`, `cache_implementation="paged"` and `PagedEngine`, in turns. Tokens, seconds of
-prefill and of each new token, and bytes of keys and values.
+"""One long prompt: plain `generate`, `cache_implementation="paged"` and `PagedEngine`, in turns.
+Tokens, seconds of prefill and of each new token, and bytes of keys and values.
 
     python -m benchmarks.long_context [--tokens 32768] [--turns 5] [--quick] [--json PATH]
 """
@@ -55,14 +54,24 @@ def run(num_tokens: int, turns: int, new_tokens: int = NEW_TOKENS) -> list[dict[
 
     systems: dict[str, Callable[[int], list[int]]] = {
         "plain": lambda count: model.generate(ids, **options(count))[0, num_tokens:].tolist(),
-        "generate": lambda count: model.generate(ids, **options(count), **paged)[0, num_tokens:].tolist(),
+        "generate": lambda count: model.generate(ids, **options(count), **paged)[
+            0, num_tokens:
+        ].tolist(),
         "engine": lambda count: engine.generate([ids[0].tolist()], options(count))[0].token_ids,
     }
     cache = DynamicCache(config=model.config)
-    expected = model.generate(ids, **options(new_tokens), **{compat.OUTPUT_CACHE: cache})[0, num_tokens:].tolist()
-    equal = {name: name == "plain" or call(new_tokens) == expected for name, call in systems.items()}  # also a warm-up
+    expected = model.generate(ids, **options(new_tokens), **{compat.OUTPUT_CACHE: cache})[
+        0, num_tokens:
+    ].tolist()
+    # also a warm-up
+    equal = {
+        name: name == "plain" or call(new_tokens) == expected for name, call in systems.items()
+    }
     held = {"plain": sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)}
-    held["generate"], held["engine"] = hf_paged.memory_stats(model).peak_bytes, engine.stats().peak_bytes
+    held["generate"], held["engine"] = (
+        hf_paged.memory_stats(model).peak_bytes,
+        engine.stats().peak_bytes,
+    )
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in systems}
     for turn in range(turns):
         for name in list(systems) if turn % 2 else reversed(list(systems)):
@@ -74,7 +83,11 @@ def run(num_tokens: int, turns: int, new_tokens: int = NEW_TOKENS) -> list[dict[
     engine.free()
     rows = []
     for name, times in seconds.items():
-        row = {"system": name, "equal": "yes" if equal[name] else "NO", "kv_mib": held[name] / 2**20}
+        row = {
+            "system": name,
+            "equal": "yes" if equal[name] else "NO",
+            "kv_mib": held[name] / 2**20,
+        }
         if turns:
             rest = statistics.median(every - one for one, every in times)
             row["prefill_s"] = round(statistics.median(one for one, _ in times), 3)
@@ -85,20 +98,31 @@ def run(num_tokens: int, turns: int, new_tokens: int = NEW_TOKENS) -> list[dict[
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns 1 if tokens differ."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=32768, help="of the prompt")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="512 tokens, one turn: shows that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="512 tokens, one turn: shows that it runs"
+    )
     parser.add_argument("--json", help="also write the rows here")
     arguments = parser.parse_args(argv)
     num_tokens, turns = (512, 1) if arguments.quick else (arguments.tokens, arguments.turns)
     machine = facts()
     rows = run(num_tokens, turns)
-    print(f"{num_tokens} tokens, {NEW_TOKENS} new, {LAYERS} layers, float32, medians of {turns} turns\n")
+    print(
+        f"{num_tokens} tokens, {NEW_TOKENS} new, {LAYERS} layers, float32, medians of {turns}"
+        " turns\n"
+    )
     print(markdown(rows, {name: name for name in COLUMNS}))
     if arguments.json:
         with open(arguments.json, "w") as file:
-            json.dump({"facts": machine, "tokens": num_tokens, "turns": turns, "rows": rows}, file, indent=1)
+            json.dump(
+                {"facts": machine, "tokens": num_tokens, "turns": turns, "rows": rows},
+                file,
+                indent=1,
+            )
             file.write("\n")
     return int(any(row["equal"] != "yes" for row in rows))
 

@@ -1,12 +1,13 @@
-"""
-LoRA adapters: rows with different adapters in one forward, against one forward per adapter, and against all rows with
-one adapter.
+"""LoRA adapters: rows with different adapters in one forward, against one forward per adapter, and
+against all rows with one adapter.
 
-    python -m benchmarks.lora [--model llama-100m] [--rows 32] [--adapters 8] [--turns 9] [--quick] [--json PATH]
+    python -m benchmarks.lora [--model llama-100m] [--rows 32] [--adapters 8] [--turns 9] [--quick]
+                              [--json PATH]
 
-Greedy rows of random text over adapters of random weights, on all linear layers of the decoder, in float32 on the CPU:
-as the engine runs them; with one forward per adapter and step, as older versions did; from folders, where the pool has
-room for half of the adapters; all rows with one adapter; all without. All take the same turns, after warm-up turns.
+Greedy rows of random text over adapters of random weights, on all linear layers of the decoder, in
+float32 on the CPU: as the engine runs them; with one forward per adapter and step, as older
+versions did; from folders, where the pool has room for half of the adapters; all rows with one
+adapter; all without. All take the same turns, after warm-up turns.
 """
 
 from __future__ import annotations
@@ -16,9 +17,8 @@ import json
 import random
 import statistics
 import tempfile
-import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,20 @@ FASTER, OF_ONE = 3.0, 0.7
 """Targets: throughput over that of one forward per adapter, and over that of a single adapter."""
 RANK = 16
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-MIXED, APART, FOLDERS, ONE, BASE = "together", "one adapter a forward", "folders, room for half", "one adapter", "base"
+MIXED, APART, FOLDERS, ONE, BASE = (
+    "together",
+    "one adapter a forward",
+    "folders, room for half",
+    "one adapter",
+    "base",
+)
+PICTURED = {
+    MIXED: "all adapters in one forward",
+    APART: "one forward per adapter",
+    FOLDERS: "from folders, room for half of them",
+    ONE: "one adapter for all rows",
+    BASE: "no adapter",
+}
 COLUMNS = {
     "system": "rows",
     "turns": "turns",
@@ -96,7 +109,9 @@ def adapted(model: Any, count: int) -> Any:
     import peft
 
     torch.manual_seed(0)
-    config = peft.LoraConfig(r=RANK, target_modules=TARGETS, task_type="CAUSAL_LM", init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=RANK, target_modules=TARGETS, task_type="CAUSAL_LM", init_lora_weights=False
+    )
     found = peft.get_peft_model(model, config, adapter_name="a0")
     for number in range(1, count):
         found.add_adapter(f"a{number}", config)
@@ -121,10 +136,13 @@ def room(engine: hf_paged.PagedEngine, folder: str, prompt: list[int]) -> int:
 def measure(
     name: str, rows: int, count: int, turns: int, warm_ups: int, new_tokens: int, longest: int
 ) -> dict[str, Any]:
-    """Runs turns of all systems in alternating order; compares tokens between systems, and one turn with plain
-    `generate`."""
+    """Runs turns of all systems in alternating order; compares tokens between systems, and one turn
+    with plain `generate`."""
     shape = SHAPES[name]
-    model, bare = adapted(build(shape, "cpu", torch.float32), count), build(shape, "cpu", torch.float32)
+    model, bare = (
+        adapted(build(shape, "cpu", torch.float32), count),
+        build(shape, "cpu", torch.float32),
+    )
     names = [f"a{row % count}" for row in range(rows)]
     config = hf_paged.PagedConfig(prefix_caching=False)
     with tempfile.TemporaryDirectory() as path, quiet():
@@ -134,7 +152,9 @@ def measure(
             own = room(first, folders["a0"], texts(1, shape.vocab, 0, longest)[0])
         prompts = texts(rows, shape.vocab, 0, longest)
         needed = sum(-(-(len(prompt) + new_tokens) // int(config.block_size)) for prompt in prompts)
-        small = hf_paged.PagedConfig(prefix_caching=False, num_blocks=own * max(1, count // 2) + needed)
+        small = hf_paged.PagedConfig(
+            prefix_caching=False, num_blocks=own * max(1, count // 2) + needed
+        )
         systems = {
             MIXED: System(hf_paged.PagedEngine(model, config), names),
             APART: System(hf_paged.PagedEngine(model, config), names),
@@ -161,10 +181,15 @@ def measure(
         name: System(x.engine, [], *(y[warm_ups:] for y in (x.seconds, x.forwards, x.loads)))
         for name, x in systems.items()
     }
-    return {"rows": [row_of(name, found, equal, rows * new_tokens) for name in found], "targets": targets(found)}
+    return {
+        "rows": [row_of(name, found, equal, rows * new_tokens) for name in found],
+        "targets": targets(found),
+    }
 
 
-def row_of(name: str, found: dict[str, System], equal: dict[str, bool], num_tokens: int) -> dict[str, Any]:
+def row_of(
+    name: str, found: dict[str, System], equal: dict[str, bool], num_tokens: int
+) -> dict[str, Any]:
     mine = found[name]
     known = name in (MIXED, APART, FOLDERS)
     return {
@@ -184,26 +209,36 @@ def row_of(name: str, found: dict[str, System], equal: dict[str, bool], num_toke
 def targets(found: dict[str, System]) -> list[str]:
     """Lines below the table: whether each target is met."""
     lines = []
-    for other, target, what in ((APART, FASTER, "one adapter a forward"), (ONE, OF_ONE, "a single adapter")):
+    for other, target, what in (
+        (APART, FASTER, "one adapter a forward"),
+        (ONE, OF_ONE, "a single adapter"),
+    ):
         ratios = paired.ratios(found[other].seconds, found[MIXED].seconds)
         span = paired.span(paired.interval(ratios) or (min(ratios), max(ratios)))
         lines.append(
-            f"throughput over {what}: {statistics.median(ratios):.3f} ({span}), {paired.verdict(ratios, target)}"
+            f"throughput over {what}: {statistics.median(ratios):.3f} ({span}),"
+            f" {paired.verdict(ratios, target)}"
         )
     return lines
 
 
 def pooled(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows that combine the turns of several runs of one revision, a process each; a target is met if the interval of
-    the ratio reaches it."""
+    """Rows that combine the turns of several runs of one revision, a process each; a target is met
+    if the interval of the ratio reaches it."""
     parts: dict[str, list[dict[str, Any]]] = {}
     for row in (row for run in runs for row in run["rows"]):
         parts.setdefault(row["system"], []).append(row)
-    seconds = {name: [one for row in rows for one in row["seconds_by_turn"]] for name, rows in parts.items()}
+    seconds = {
+        name: [one for row in rows for one in row["seconds_by_turn"]]
+        for name, rows in parts.items()
+    }
     found = []
     for name, rows in parts.items():
         first = rows[0]
-        line: dict[str, Any] = {"rows": name, "turns, processes": f"{len(seconds[name])}, {len(rows)}"}
+        line: dict[str, Any] = {
+            "rows": name,
+            "turns, processes": f"{len(seconds[name])}, {len(rows)}",
+        }
         median = statistics.median(seconds[name])
         line |= {"s": median, "tokens/s": first["tokens_per_second"] * first["seconds"] / median}
         line |= {"forwards": first["forwards"], "loads a turn": first["loads"]}
@@ -222,50 +257,60 @@ def pooled(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def draw(rows: Sequence[dict[str, Any]], title: str, path: Path) -> Path:
-    """Plots tokens per second of every system, with lines at the targets."""
-    drawing, axis = report.figure(300)
-    by_name = {row["system"]: row["tokens_per_second"] for row in rows}
-    bars = axis.bar(range(len(rows)), list(by_name.values()), 0.6)
-    axis.bar_label(bars, fmt="%.0f", padding=2)
-    axis.set_xticks(range(len(rows)), [textwrap.fill(name, 16) for name in by_name])
-    least = max(FASTER * by_name[APART], OF_ONE * by_name[ONE])
-    axis.hlines(least, -0.4, 0.4, colors="black", linestyles="dashed", label="both targets")
-    axis.set_ylabel("tokens a second")
-    axis.set_title(title, fontsize=10, pad=14)
-    axis.legend(frameon=False)
+def draw(data: Mapping[str, Any], path: Path) -> Path:
+    """Tokens per second of every system; a line where both targets of mixed rows are met."""
+    speeds = {row["system"]: row["tokens_per_second"] for row in data["rows"]}
+    drawing, axis = report.figure(320, report.caption(data["facts"], data["title"]))
+    bars = axis.barh(range(len(speeds)), list(speeds.values()), 0.7)
+    axis.bar_label(bars, fmt="%.0f", label_type="center", color="white")
+    axis.set_yticks(range(len(speeds)), [PICTURED[name] for name in speeds], fontsize=9)
+    axis.invert_yaxis()
+    axis.grid(visible=False, axis="y")
+    least, row = max(FASTER * speeds[APART], OF_ONE * speeds[ONE]), list(speeds).index(MIXED)
+    said = f"targets: {FASTER:g} times the next bar,\n  {OF_ONE:g} of one adapter for all rows"
+    axis.vlines(least, row - 0.42, row + 0.42, colors="black", linestyles="dashed")
+    axis.text(least, row, f"  {said}", fontsize=8, va="center", in_layout=False)
+    axis.set_xlabel("tokens per second")
+    axis.set_title(
+        "Rows with different LoRA adapters in one forward, and their alternatives",
+        fontsize=10,
+        loc="left",
+    )
     return report.save(drawing, path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns 1 if tokens differ."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=sorted(SHAPES), default="llama-100m", help="the shape")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--turns", type=int, default=TURNS)
-    parser.add_argument("--quick", action="store_true", help="a small shape, few tokens, one turn: shows that it runs")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a small shape, few tokens, one turn: shows that it runs",
+    )
     parser.add_argument("--json", help="also write the results here, and a picture beside them")
-    parser.add_argument("--draw", metavar="PATH", help="only draw the picture of results that are there")
     args = parser.parse_args(argv)
-    if args.draw:
-        found = report.read(args.draw)
-        report.plot(lambda: draw(found["rows"], found["title"], Path(args.draw).with_suffix(".png")))
-        return 0
     name, turns, warm_ups, new_tokens, longest = args.model, args.turns, WARM_UPS, 64, 32
     if args.quick:
         name, turns, warm_ups, new_tokens, longest = QUICK, 1, 1, 8, 32
     machine = facts()
     found = measure(name, args.rows, args.adapters, turns, warm_ups, new_tokens, longest)
     title = (
-        f"{args.rows} rows over {args.adapters} adapters of rank {RANK}, {new_tokens} new tokens each, {name}, float32"
+        f"{args.rows} rows over {args.adapters} adapters of rank {RANK}, {new_tokens} new tokens"
+        f" each, {name}, float32"
     )
     print(f"{title}; {machine['cpu']}, load {machine['load_1min']}\n")
     print(report.markdown(found["rows"], COLUMNS), *found["targets"], sep="\n")
     if args.json:
         path = Path(args.json)
-        path.write_text(json.dumps({"facts": machine, "model": name, "title": title, **found}, indent=1) + "\n")
-        report.plot(lambda: draw(found["rows"], title, path.with_suffix(".png")))
+        data = {"facts": machine, "model": name, "title": title, **found}
+        path.write_text(json.dumps(data, indent=1) + "\n")
+        report.plot(lambda: draw(data, path.with_suffix(".png")))
     return int(any(row["equal"] == "NO" for row in found["rows"]))
 
 

@@ -23,14 +23,20 @@ def devices() -> list[str]:
 def facts(device: str = "cpu") -> dict[str, str | int | float]:
     """Facts needed to compare two tables; RAM in GiB, the date in UTC."""
     cpu = next(
-        (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
+        (
+            line.split(":", 1)[1].strip()
+            for line in _lines("/proc/cpuinfo")
+            if line.startswith("model name")
+        ),
         platform.processor() or platform.machine(),
     )
     found: dict[str, str | int | float] = {
         "cpu": cpu,
         "isa": torch.backends.cpu.get_cpu_capability(),
         "bf16": ", ".join(flag for flag in BF16_FLAGS if flag in _flags()) or "no instructions",
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0,
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 0,
         "threads": torch.get_num_threads(),
         "ram_gib": _ram_gib(),
         "load_1min": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else "unknown",
@@ -56,7 +62,14 @@ def _lines(path: str) -> list[str]:
 
 def _flags() -> list[str]:
     """Flags of the first processor in /proc/cpuinfo."""
-    return next((line.split(":", 1)[1].split() for line in _lines("/proc/cpuinfo") if line.startswith("flags")), [])
+    return next(
+        (
+            line.split(":", 1)[1].split()
+            for line in _lines("/proc/cpuinfo")
+            if line.startswith("flags")
+        ),
+        [],
+    )
 
 
 def _ram_gib() -> float:
@@ -70,7 +83,9 @@ def _git(*arguments: str) -> str | None:
     """Output of a git command in this checkout; `None` without git or outside of a checkout."""
     root = Path(__file__).resolve().parent.parent
     try:
-        found = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, timeout=10)
+        found = subprocess.run(
+            ["git", *arguments], cwd=root, capture_output=True, text=True, timeout=10
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return found.stdout.strip() if found.returncode == 0 else None
@@ -85,7 +100,8 @@ def revision() -> str:
 
 
 def tree() -> str:
-    """`CLEAN`, or the files that differ from the commit, except results, which a run writes itself."""
+    """`CLEAN`, or the files that differ from the commit, except results, which a run writes
+    itself."""
     changed = _git("status", "--porcelain", "--", ".", ":(exclude)benchmarks/results")
     if changed is None:
         return "unknown"

@@ -21,7 +21,8 @@ class Shape:
         family (`str`): Its `model_type` in transformers.
         head_dim (`int`): Of queries, keys and values.
         tied (`bool`): Whether the LM head is the embedding.
-        window (`int`, *optional*): Sliding window of five of six layers, in tokens; `None`: full attention only.
+        window (`int`, *optional*): Sliding window of five of six layers, in tokens; `None`: full
+            attention only.
     """
 
     name: str
@@ -38,7 +39,8 @@ class Shape:
 
     @property
     def never(self) -> int:
-        """An id that no row generates: with it as the only end-of-sequence id, `generate` pads finished rows."""
+        """An id that no row generates: with it as the only end-of-sequence id, `generate` pads
+        finished rows."""
         return self.vocab - 1
 
     @property
@@ -56,7 +58,9 @@ class Shape:
     def config(self) -> Any:
         """The transformers config of this shape."""
         windows = (
-            {} if self.window is None else {"sliding_window": self.window, "layer_types": _five_to_one(self.layers)}
+            {}
+            if self.window is None
+            else {"sliding_window": self.window, "layer_types": _five_to_one(self.layers)}
         )
         return AutoConfig.for_model(
             self.family,
@@ -97,15 +101,16 @@ SHAPES = {
 
 @torch.no_grad()
 def build(shape: Shape, device: str, dtype: torch.dtype) -> Any:
-    """
-    A model with random weights, made on `device` in `dtype`. Weights are drawn so that activations keep their scale,
-    attention is peaked and logits have a standard deviation of about 3: greedy text does not fall into a loop. The
-    embedding is small beside the layers' outputs; otherwise a tied model would repeat its last token.
+    """A model with random weights, made on `device` in `dtype`. Weights are drawn so that
+    activations keep their scale, attention is peaked and logits have a standard deviation of about
+    3: greedy text does not fall into a loop. The embedding is small beside the layers' outputs;
+    otherwise a tied model would repeat its last token.
     """
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(shape.config(), dtype=dtype)
     generator = torch.Generator(device).manual_seed(0)
-    scale = float(getattr(model.get_input_embeddings(), "scalar_embed_scale", 1.0))  # Gemma's, before the first layer
+    # Gemma's, before the first layer
+    scale = float(getattr(model.get_input_embeddings(), "scalar_embed_scale", 1.0))
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:  # norms and biases
             if name.endswith(("q_norm.weight", "k_norm.weight")):
@@ -113,7 +118,9 @@ def build(shape: Shape, device: str, dtype: torch.dtype) -> Any:
             elif name.endswith("model.norm.weight"):
                 parameter += scale - 1.0
             continue
-        std = (1.5 if name.endswith(("q_proj.weight", "k_proj.weight")) else 1.2) / parameter.shape[1] ** 0.5
+        std = (1.5 if name.endswith(("q_proj.weight", "k_proj.weight")) else 1.2) / parameter.shape[
+            1
+        ] ** 0.5
         if "embed_tokens" in name or "lm_head" in name:
             std = 3.0 / shape.hidden**0.5 / scale
         parameter.normal_(0.0, std, generator=generator)

@@ -11,7 +11,8 @@ FEWEST = 5
 ENOUGH = 15
 """Least number of turns for the interval to decide whether one system is as fast as the other."""
 NOT_SLOWER = 1.03
-"""Two systems count as equally fast unless the interval of the time ratio lies wholly above this."""
+"""Two systems count as equally fast unless the interval of the time ratio lies wholly above
+this."""
 RESAMPLES = 2000
 
 
@@ -21,18 +22,20 @@ def ratios(slower: Sequence[float], faster: Sequence[float]) -> list[float]:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """95% bootstrap interval of the median (percentiles, fixed seed); `None` with too few values."""
+    """95% bootstrap interval of the median (percentiles, fixed seed); `None` with too few
+    values."""
     if len(values) < FEWEST:
         return None
     draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(RESAMPLES))
+    medians = sorted(
+        statistics.median(draw.choices(values, k=len(values))) for _ in range(RESAMPLES)
+    )
     return medians[round(0.025 * RESAMPLES)], medians[round(0.975 * RESAMPLES) - 1]
 
 
 def verdict(values: Sequence[float], target: float | None) -> str:
-    """
-    Whether speed ratios reach `target`, by their median. A target of 1 means "not slower", decided by the interval if
-    there are enough turns; empty without a target.
+    """Whether speed ratios reach `target`, by their median. A target of 1 means "not slower",
+    decided by the interval if there are enough turns; empty without a target.
     """
     if target is None:
         return ""

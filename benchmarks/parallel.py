@@ -1,13 +1,15 @@
 """
 One model over several processes.
 
-    python -m benchmarks.parallel [--model llama-100m] [--processes 2] [--turns 3] [--quick] [--json PATH]
+    python -m benchmarks.parallel [--model llama-100m] [--processes 2] [--turns 3] [--quick]
+                                  [--json PATH]
 
-First table, measured: `PagedEngine` on a model in one process with all cores, and sharded over several CPU processes
-(torchrun, gloo) that share the cores: seconds for the same prompts, bytes of K/V per process. Second table, computed:
-LLaMA models of 7B to 65B on 1 to 8 GPUs. A decode step reads a GPU's share of the weights and of K/V once, and sums the
-hidden states of each row twice per layer over the links (a ring all-reduce); all memory beside the weights holds
-blocks. No GPU has run it.
+First table, measured: `PagedEngine` on a model in one process with all cores, and sharded over
+several CPU processes (torchrun, gloo) that share the cores: seconds for the same prompts, bytes of
+K/V per process. Second table, computed: LLaMA models of 7B to 65B on 1 to 8 GPUs. A decode step
+reads a GPU's share of the weights and of K/V once, and sums the hidden states of each row twice per
+layer over the links (a ring all-reduce); all memory beside the weights holds blocks. No GPU has run
+it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,9 @@ USED = 0.9  # share of its memory used for weights and blocks
 LENGTH = 2048  # tokens of each row
 MAX_ROWS = 256
 LLAMAS = tuple(
-    Shape(f"LLaMA-{name}", "llama", hidden, layers, heads, heads, 128, intermediate, 32000, tied=False)
+    Shape(
+        f"LLaMA-{name}", "llama", hidden, layers, heads, heads, 128, intermediate, 32000, tied=False
+    )
     for name, hidden, layers, heads, intermediate in (
         ("7B", 4096, 32, 32, 11008),
         ("13B", 5120, 40, 40, 13824),
@@ -66,7 +70,8 @@ def cost(shape: Shape, gpus: int = 1) -> Cost:
 
 
 def all_reduce_seconds(shape: Shape, gpus: int, rows: int) -> float:
-    """Seconds of a step's all-reduces: two per layer, each sends `2 (n - 1) / n` of the rows' hidden states."""
+    """Seconds of a step's all-reduces: two per layer, each sends `2 (n - 1) / n` of the rows'
+    hidden states."""
     return 2 * shape.layers * rows * shape.hidden * 2 * 2 * (gpus - 1) / gpus / A100_LINK
 
 
@@ -78,19 +83,30 @@ def scaling() -> list[dict[str, Any]]:
             if shape.kv_heads % gpus:
                 continue
             part = cost(shape, gpus)
-            weights = part.weight_bytes + shape.hidden * shape.vocab * 2 // gpus  # plus the embedding
+            # plus the embedding
+            weights = part.weight_bytes + shape.hidden * shape.vocab * 2 // gpus
             left = USED * A100_BYTES - weights
             num_tokens = int(left / part.shape.kv_bytes(1, 2))
             count = min(MAX_ROWS, num_tokens // LENGTH)
-            row: dict[str, Any] = {"model": shape.name, "gpus": gpus, "weights_gib": round(weights / 2**30, 1)}
+            row: dict[str, Any] = {
+                "model": shape.name,
+                "gpus": gpus,
+                "weights_gib": round(weights / 2**30, 1),
+            }
             if count < 1:
                 rows.append({**row, "kv_tokens": max(0, num_tokens), "rows": 0})
                 continue
-            seconds = step_seconds(part, A100, A100.flops["bfloat16"], count, count, [LENGTH] * count)
+            seconds = step_seconds(
+                part, A100, A100.flops["bfloat16"], count, count, [LENGTH] * count
+            )
             seconds += all_reduce_seconds(shape, gpus, count)
             rate = count / seconds
             first = first or rate / gpus
-            speeds = {"step_ms": round(1000 * seconds, 1), "tokens_s": round(rate), "ratio": round(rate / first, 2)}
+            speeds = {
+                "step_ms": round(1000 * seconds, 1),
+                "tokens_s": round(rate),
+                "ratio": round(rate / first, 2),
+            }
             rows.append({**row, "kv_tokens": num_tokens, "rows": count, **speeds})
     return rows
 
@@ -98,7 +114,9 @@ def scaling() -> list[dict[str, Any]]:
 def prompts(shape: Shape, count: int, turn: int) -> list[list[int]]:
     words = random.Random(f"parallel {turn}")
     lengths = (words.randrange(32, 256) for _ in range(count))
-    return [[words.randrange(FIRST_WORD, shape.vocab - 1) for _ in range(length)] for length in lengths]
+    return [
+        [words.randrange(FIRST_WORD, shape.vocab - 1) for _ in range(length)] for length in lengths
+    ]
 
 
 def serve(model: Any, shape: Shape, count: int, new: int, turns: int) -> dict[str, Any]:
@@ -107,7 +125,9 @@ def serve(model: Any, shape: Shape, count: int, new: int, turns: int) -> dict[st
     with hf_paged.PagedEngine(model, hf_paged.PagedConfig(prefix_caching=False)) as engine:
         for turn in range(turns + 1):
             start = time.perf_counter()
-            results = engine.generate(prompts(shape, count, turn), {"max_new_tokens": new, "do_sample": False})
+            results = engine.generate(
+                prompts(shape, count, turn), {"max_new_tokens": new, "do_sample": False}
+            )
             seconds.append(time.perf_counter() - start)
             tokens.append([result.token_ids for result in results])
         return {"seconds": seconds[1:], "tokens": tokens, "kv_bytes": engine.stats().peak_bytes}
@@ -139,8 +159,21 @@ def measured(name: str, processes: int, count: int, new: int, turns: int) -> lis
         build(SHAPES[name], "cpu", torch.float32).save_pretrained(folder)
         expected = None
         for world in (1, processes):
-            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"] if world > 1 else []
-            own = ["--child", folder, "--model", name, "--turns", str(turns), "--sizes", f"{count}x{new}"]
+            launcher = (
+                ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
+                if world > 1
+                else []
+            )
+            own = [
+                "--child",
+                folder,
+                "--model",
+                name,
+                "--turns",
+                str(turns),
+                "--sizes",
+                f"{count}x{new}",
+            ]
             command = [sys.executable, *launcher, "-m", "benchmarks.parallel", *own]
             subprocess.run(command, check=True, cwd=Path(__file__).resolve().parents[1])
             found = json.loads(Path(folder, "found.json").read_text())
@@ -161,8 +194,8 @@ def measured(name: str, processes: int, count: int, new: int, turns: int) -> lis
 
 
 def pooled(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows that combine the turns of several runs of one revision. Each kind ran its turns in separate processes, so
-    ratios are not taken within a turn."""
+    """Rows that combine the turns of several runs of one revision. Each kind ran its turns in
+    separate processes, so ratios are not taken within a turn."""
     parts: dict[int, list[dict[str, Any]]] = {}
     for row in (row for run in runs for row in run["rows"]):
         parts.setdefault(row["processes"], []).append(row)
@@ -183,29 +216,49 @@ def pooled(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def draw(rows: list[dict[str, Any]], path: str | Path) -> Path:
-    figure, axis = report.figure()
+def draw(data: Mapping[str, Any], path: Path) -> Path:
+    """Computed tokens per second of the models over GPUs."""
+    foot = (
+        f"Computed from data sheets, not measured: A100 of 80 GB, bfloat16, rows of {LENGTH} tokens"
+    )
+    figure, axis = report.figure(460, foot)
     values: dict[str, dict[str, float]] = {}
-    for row in sorted(rows, key=lambda row: row["gpus"]):
+    for row in sorted(data["computed"], key=lambda row: row["gpus"]):
         if row["rows"]:
-            values.setdefault(f"{row['gpus']} GPU{'s' * (row['gpus'] > 1)}", {})[row["model"]] = row["tokens_s"]
+            values.setdefault(f"{row['gpus']} GPU{'s' * (row['gpus'] > 1)}", {})[row["model"]] = (
+                row["tokens_s"]
+            )
     report.grouped_bars(axis, values)
-    axis.set_yscale("log")
-    axis.set_ylabel("tokens a second")
-    axis.set_title(f"Computed, not measured: A100 80 GB, rows of {LENGTH} tokens", fontsize=10)
-    axis.legend(fontsize=8, frameon=False)
+    axis.set_xscale("log")
+    report.log_ticks(axis.xaxis)
+    axis.set_xlabel("tokens per second")
+    axis.set_title("One model over several GPUs (computed)", fontsize=10, loc="left")
+    figure.legend(
+        *axis.get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=4,
+        fontsize=8,
+        frameon=False,
+    )
     return report.save(figure, path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns 1 if tokens differ."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=sorted(SHAPES), default="llama-100m", help="the shape")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="a small shape, few tokens, one turn: shows that it runs")
-    parser.add_argument("--json", help="also write both tables here, and a picture of the second beside them")
-    parser.add_argument("--draw", metavar="PATH", help="only draw the picture of results that are there")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a small shape, few tokens, one turn: shows that it runs",
+    )
+    parser.add_argument(
+        "--json", help="also write both tables here, and a picture of the second beside them"
+    )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--sizes", default="32x64", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -213,24 +266,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.quick:
         name, turns, sizes = QUICK, 1, "4x8"
     count, new = map(int, sizes.split("x"))
-    if arguments.draw:
-        table = report.read(arguments.draw)["computed"]
-        report.plot(lambda: draw(table, Path(arguments.draw).with_suffix(".png")))
-        return 0
     if arguments.child:
         child(arguments.child, name, count, new, turns)
         return 0
     machine = facts()
     rows, computed = measured(name, arguments.processes, count, new, turns), scaling()
-    print(f"{name}, float32, {count} prompts, {new} new tokens; {machine['cpu']}, load {machine['load_1min']}\n")
+    print(
+        f"{name}, float32, {count} prompts, {new} new tokens; {machine['cpu']}, load"
+        f" {machine['load_1min']}\n"
+    )
     print(report.markdown(rows, {column: column for column in MEASURED}))
-    print(f"\nComputed, not measured: bfloat16, A100 80 GB, rows of {LENGTH} tokens, at most {MAX_ROWS}\n")
+    print(
+        f"\nComputed, not measured: bfloat16, A100 80 GB, rows of {LENGTH} tokens, at most"
+        f" {MAX_ROWS}\n"
+    )
     print(report.markdown(computed, {column: column for column in COMPUTED}))
     if arguments.json:
         path = Path(arguments.json)
         found = {"facts": machine, "model": name, "prompts": count, "new_tokens": new, "rows": rows}
-        path.write_text(json.dumps({**found, "computed": computed}, indent=1) + "\n")
-        report.plot(lambda: draw(computed, path.with_suffix(".png")))
+        data = {**found, "computed": computed}
+        path.write_text(json.dumps(data, indent=1) + "\n")
+        report.plot(lambda: draw(data, path.with_suffix(".png")))
     return int(any(row["equal"] != "yes" for row in rows))
 
 

@@ -1,5 +1,5 @@
-"""Compiles the candidates of `benchmarks.tune` into Triton's cache without a GPU; a machine with the GPU then only
-measures.
+"""Compiles the candidates of `benchmarks.tune` into Triton's cache without a GPU; a machine with
+the GPU then only measures.
 
 Triton looks up compiled kernels by source, types, constants, options and its version.
 """
@@ -34,8 +34,8 @@ def _tasks(chip: str, kernel: str, dim: int, dtype: str) -> list[tune.Task]:
 
 
 def jobs(chip: str, shapes: Sequence[tuple[str, int, str]], most: int | None = None) -> list[Job]:
-    """One job per candidate of a task, at most `most`. Candidates that differ only in programs per multiprocessor,
-    which is not compiled in, share a job."""
+    """One job per candidate of a task, at most `most`. Candidates that differ only in programs per
+    multiprocessor, which is not compiled in, share a job."""
     found = []
     for kernel, dim, dtype in shapes:
         for number, task in enumerate(_tasks(chip, kernel, dim, dtype)):
@@ -60,13 +60,16 @@ def _compile(job: Job) -> str:
     return ""
 
 
-def precompile(chip: str, shapes: Sequence[tuple[str, int, str]], processes: int, most: int | None = None) -> str:
+def precompile(
+    chip: str, shapes: Sequence[tuple[str, int, str]], processes: int, most: int | None = None
+) -> str:
     """
     Compiles the candidates; returns a line with their number.
 
     Args:
         chip (`str`): One of `CHIPS`.
-        shapes (`Sequence[tuple[str, int, str]]`): Kernel, head dimension and dtype of each table entry.
+        shapes (`Sequence[tuple[str, int, str]]`): Kernel, head dimension and dtype of each table
+            entry.
         processes (`int`): Number of parallel compilers.
         most (`int`, *optional*): Most candidates per entry; `None`: all.
     """

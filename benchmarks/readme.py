@@ -1,20 +1,34 @@
-"""
-Renders the figures of README.md, docs and benchmarks/README.md from the committed JSON files, between their marks.
+"""Renders the figures of README.md, docs and benchmarks/README.md from the committed JSON files,
+between their marks.
 
-    python -m benchmarks.readme [--check]
+    python -m benchmarks.readme [--check | --pictures]
 
-No figure there is written by hand: `tests/regressions/test_truth.py` renders the text again and compares.
+With `--pictures` it draws the results' pictures again, from the same files. No figure in the text
+is written by hand: `tests/regressions/test_truth.py` renders it again and compares.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from benchmarks import arrivals, report
-from benchmarks.sections import calls, features, flow, machine_of, papers, read, read_those
+from benchmarks import arrivals, attention, generate_tables, lora, parallel, report
+from benchmarks.paper import plots
+from benchmarks.sections import (
+    calls,
+    chips,
+    features,
+    flow,
+    gpu_day,
+    machine_of,
+    papers,
+    read,
+    read_those,
+)
 from benchmarks.workloads import WORKLOADS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,29 +36,80 @@ ARCHITECTURES = "architectures"
 STEPS = ("decode_step-cpu", "decode_step-cpu-1x512")
 
 
+def badges_section() -> str:
+    """Section of README.md: facts of pyproject.toml, as pictures of text."""
+    project = (ROOT / "pyproject.toml").read_text()
+    badges = {
+        "license": (r'^license = "([^"]+)"', "{}"),
+        "python": (r'^requires-python = ">=([\d.]+)"', "{} or newer"),
+        "version": (r'^version = "([^"]+)"', "{}"),
+    }
+    pictures = []
+    for name, (pattern, said) in badges.items():
+        value = said.format(re.search(pattern, project, re.MULTILINE)[1])  # type: ignore[index]
+        escaped = value.replace("-", "--").replace(" ", "_")
+        pictures.append(f"![{name}: {value}](https://img.shields.io/badge/{name}-{escaped}-blue)")
+    return "\n".join(pictures)
+
+
+def processor(facts: Mapping[str, Any]) -> str:
+    """The processor of a run as a reader knows it."""
+    return f"{facts['cores']} cores ({facts['cpu'].replace('(R)', '')})"
+
+
+def compared() -> dict[str, tuple[float, float]]:
+    """By workload, plain's time over ours, and the share of plain's peak bytes of K/V that ours
+    holds."""
+    peaks: dict[str, dict[str, float]] = {}
+    speeds: dict[str, float] = {}
+    for row in generate_tables.memory_rows(read(calls.WHOLE_CALLS)["rows"]):
+        is_ours = row["system"] == "ours"
+        peaks.setdefault(row["workload"], {})["ours" if is_ours else "plain"] = row["kv_mib"]
+        speeds |= {row["workload"]: row["plain_over"]} if is_ours else {}
+    return {
+        name: (speeds[name], peak["ours"] / peak["plain"])
+        for name, peak in peaks.items()
+        if name in speeds
+    }
+
+
+def gain_section() -> str:
+    """Section of README.md: two numbers, with the model and the hardware."""
+    data = read(calls.WHOLE_CALLS)
+    speed, share = compared()["W2"]
+    return flow(
+        f"""For {WORKLOADS["W2"].title}, a paged call is **{speed:.1f} times as fast** as plain `generate`, and its keys
+        and values take **{share:.0%} of the memory**: `{data["model"]["name"]}` (random weights, bfloat16),
+        {processor(data["facts"])}."""
+    )
+
+
 def headline_section() -> str:
     """Section of README.md: speed and memory in one table."""
     data = read(calls.WHOLE_CALLS)
-    facts, titles = data["facts"], data["workloads"]
-    peaks = {
-        row["what"].split()[0]: f"{row['value']:.0f}%"
-        for row in data["memory"]
-        if "peak" in row["what"] and row["system"] == "ours" and not row["problem"]
-    }
     rows = [
         {
-            "call": titles[row["workload"]],
-            "plain's time / ours": report.text(row["plain_over"]),
-            "peak of K/V bytes, ours / plain's": peaks.get(row["workload"], ""),
+            "one call of `generate`": WORKLOADS[name].title,
+            "plain's time / paged": f"{speed:.2f}",
+            "paged memory / plain's": f"{share:.0%}",
         }
-        for row in data["rows"]
-        if row["system"] == "ours" and "plain_over" in row
+        for name, (speed, share) in compared().items()
     ]
     said = flow(
-        f"""A random `{data["model"]["name"]}` in bfloat16 on {facts["cores"]} cores ({facts["cpu"]}),
-        `{data["command"]}`, revision {facts["revision"]}:"""
+        f"""`{data["command"]}`, revision {data["facts"]["revision"]}: `{data["model"]["name"]}` with random weights in
+        bfloat16, {processor(data["facts"])}. Memory: peak bytes of keys and values."""
     )
-    return f"{said}\n\n{report.markdown(rows)}"
+    return f"{report.markdown(rows)}\n\n{said}"
+
+
+def engines_section() -> str:
+    """Section of docs/guide/other-engines.md: whole calls beside engines for CPUs."""
+    data = read(calls.PEERS[0])
+    said = flow(
+        f"""Seconds, less is better: `{data["model"]["name"]}` with random weights in bfloat16,
+        {processor(data["facts"])}, revision {data["facts"]["revision"]}."""
+    )
+    return f"{calls.seconds_table(data)}\n\n{said}"
 
 
 def benchmarks_section() -> str:
@@ -58,6 +123,7 @@ def benchmarks_section() -> str:
         calls.processors(list(map(read, calls.PEERS))),
         calls.stages([read(name) for name in calls.PEERS if "int8" not in name]),
         calls.invariance(read(calls.INVARIANT)),
+        *map(features.first_call, read_those([features.FIRST_CALL])),
         features.threads(read(features.THREADS)),
         *(features.products(read(name)) for name in features.LINEARS),
         features.rollouts(read(features.GRPO)),
@@ -73,6 +139,7 @@ def benchmarks_section() -> str:
         papers.paper(read(papers.PAPER)),
         *papers.paper_turns(read(papers.PAPER)),
         papers.attention(read(papers.ATTENTION)),
+        chips.compiled(read(chips.COMPILED)),
     ]
     return "\n\n".join(filter(None, parts))
 
@@ -98,14 +165,15 @@ def results_section() -> str:
         lines.append(f"- {title}: `{data['command']}`, {machine_of(data['facts'])}; {files}")
     facts = read(ARCHITECTURES)["facts"]
     lines.append(
-        f"- every architecture against plain `generate`: `{read(ARCHITECTURES)['command']}`, {machine_of(facts)}; "
-        f"[JSON](results/{ARCHITECTURES}.json)"
+        f"- every architecture against plain `generate`: `{read(ARCHITECTURES)['command']}`,"
+        f" {machine_of(facts)}; [JSON](results/{ARCHITECTURES}.json)"
     )
     for name in STEPS:
         facts = read(name)["machine"]
         lines.append(
-            f"- one decode step through transformers' own loop, before there was an engine: {facts['date']}, revision "
-            f"{facts['revision']}, {facts['cpu']}; [JSON](results/{name}.json)"
+            "- one decode step through transformers' own loop, before there was an engine:"
+            f" {facts['date']}, revision {facts['revision']}, {facts['cpu']};"
+            f" [JSON](results/{name}.json)"
         )
     return "\n".join(lines)
 
@@ -115,18 +183,43 @@ def workloads_section() -> str:
     lines = [f"- {name}: {workload.title}" for name, workload in WORKLOADS.items()]
     shares = ", ".join(f"{share:g}" for share in arrivals.SHARES)
     lines.append(
-        f"- arrivals: ShareGPT-like lengths (on a CPU an eighth of them), Poisson, at {shares} of the rate that the "
-        f"engine serves when all wait; plain takes what has arrived, at most {arrivals.MAX_BATCH} prompts at a time"
+        f"- arrivals: ShareGPT-like lengths (on a CPU an eighth of them), Poisson, at {shares} of"
+        " the rate that the engine reaches when all requests wait; plain batches those that have"
+        f" arrived, at most {arrivals.MAX_BATCH}"
     )
     return "\n".join(lines)
 
 
+def gpu_day_section() -> str:
+    """Section of benchmarks/gpu_day.md."""
+    names = [name for name in gpu_day.NAMES if (report.RESULTS / f"{name}.json").exists()]
+    return gpu_day.outcomes({name.rpartition("-")[2]: read(name) for name in names})
+
+
 SECTIONS: dict[Path, dict[str, Callable[[], str]]] = {
-    ROOT / "README.md": {"headline": headline_section},
+    ROOT / "README.md": {
+        "badges": badges_section,
+        "gain": gain_section,
+        "headline": headline_section,
+    },
     ROOT / "docs" / "benchmarks.md": {"benchmarks": benchmarks_section},
     ROOT / "docs" / "guide" / "compatibility.md": {"architectures": architectures_section},
+    ROOT / "benchmarks" / "gpu_day.md": {"outcomes": gpu_day_section},
+    ROOT / "docs" / "guide" / "other-engines.md": {"engines": engines_section},
     ROOT / "benchmarks" / "README.md": {"workloads": workloads_section, "results": results_section},
 }
+
+
+PICTURES: dict[str, Callable[[Any, Path], Any]] = {
+    calls.WHOLE_CALLS: lambda data, stem: generate_tables.draw_all(data, stem),
+    papers.ATTENTION: lambda data, stem: attention.draw(data, stem.with_suffix(".png")),
+    papers.PAPER: lambda data, stem: plots.draw_all(data, stem),
+    **dict.fromkeys(features.LORA, lambda data, stem: lora.draw(data, stem.with_suffix(".png"))),
+    **dict.fromkeys(
+        features.PARALLEL, lambda data, stem: parallel.draw(data, stem.with_suffix(".png"))
+    ),
+}
+"""What draws the pictures of a result, beside its JSON file."""
 
 
 def between(text: str, mark: str) -> tuple[int, int]:
@@ -146,10 +239,23 @@ def render(path: Path) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if a file is not what it should be")
-    check = parser.parse_args(argv).check
-    status = 0
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing; fail if a file is not what it should be",
+    )
+    parser.add_argument(
+        "--pictures", action="store_true", help="draw the pictures in benchmarks/results instead"
+    )
+    arguments = parser.parse_args(argv)
+    check, status = arguments.check, 0
+    if arguments.pictures:
+        for name, draw in PICTURES.items():
+            draw(read(name), report.RESULTS / name)
+        return 0
     for path in SECTIONS:
         text, name = render(path), os.path.relpath(path)
         if text == path.read_text():

@@ -17,7 +17,10 @@ Columns = Sequence[str] | Mapping[str, str]
 RESULTS = Path(__file__).resolve().parent / "results"
 WIDTH_PIXELS = 800
 PIXELS_PER_INCH = 100
-# Okabe and Ito's colours, distinct for colour-blind readers; hatches and markers repeat the distinction
+FOOT_PIXELS = 22
+GREY = "#555555"  # of what is said in small print
+# Okabe and Ito's colours, distinct for colour-blind readers; hatches and markers repeat the
+# distinction
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
 HATCHES = ("", "//", "..", "\\\\", "xx", "--", "++", "oo")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
@@ -28,7 +31,8 @@ def command_line(argv: Sequence[str] | None = None, module: str = "") -> str:
     The command that repeats this run.
 
     Args:
-        argv (`Sequence[str]`, *optional*): Arguments of `python -m module`; `None`: those of this process.
+        argv (`Sequence[str]`, *optional*): Arguments of `python -m module`; `None`: those of this
+            process.
         module (`str`): Used only with `argv`.
     """
     if argv is not None:
@@ -63,17 +67,22 @@ def markdown(rows: Iterable[Row], columns: Columns | None = None) -> str:
 
     Args:
         rows (`Iterable[Mapping]`): A missing key is an empty cell.
-        columns (`Sequence[str]` or `Mapping[str, str]`, *optional*): Keys, or keys with their titles; `None`: all keys
-            of the rows in order of first appearance.
+        columns (`Sequence[str]` or `Mapping[str, str]`, *optional*): Keys, or keys with their
+            titles; `None`: all keys of the rows in order of first appearance.
     """
     rows = list(rows)
     titles = _titles(rows, columns)
 
     def numeric(key: str) -> bool:
         values = [row[key] for row in rows if row.get(key) not in (None, "")]
-        return bool(values) and all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+        return bool(values) and all(
+            isinstance(v, int | float) and not isinstance(v, bool) for v in values
+        )
 
-    lines = ["| " + " | ".join(titles.values()) + " |", "|" + "|".join("--:" if numeric(k) else "---" for k in titles)]
+    lines = [
+        "| " + " | ".join(titles.values()) + " |",
+        "|" + "|".join("--:" if numeric(k) else "---" for k in titles),
+    ]
     lines[1] += "|"
     lines += ["| " + " | ".join(text(row.get(key)) for key in titles) + " |" for row in rows]
     return "\n".join(lines)
@@ -90,14 +99,14 @@ def write(
     notes: str = "",
     extra: Row | None = None,
 ) -> tuple[Path, Path]:
-    """
-    Writes `<name>.json` and `<name>.md` to `directory` and returns the two paths. Replaces each file atomically, so
-    that a killed run leaves whole files.
+    """Writes `<name>.json` and `<name>.md` to `directory` and returns the two paths. Replaces each
+    file atomically, so that a killed run leaves whole files.
 
     Args:
         facts (`Mapping`): Machine and software, see `machine.facts`; its `date` dates the table.
         rows (`Iterable[Mapping]`): The table; all keys go into the JSON.
-        columns (`Sequence[str]` or `Mapping[str, str]`, *optional*): Columns of the Markdown, see `markdown`.
+        columns (`Sequence[str]` or `Mapping[str, str]`, *optional*): Columns of the Markdown, see
+            `markdown`.
         command (`str`): Command that repeats the run; empty: that of this process.
         notes (`str`): Markdown below the table.
         extra (`Mapping`, *optional*): Further entries of the JSON.
@@ -111,8 +120,8 @@ def write(
     page = [f"`{command}`, {facts.get('date', 'undated')}", known, markdown(rows, columns)]
     page += [notes] if notes else []
     paths = directory / f"{name}.json", directory / f"{name}.md"
-    _replace(paths[0], json.dumps(data, indent=1, default=str) + "\n")
-    _replace(paths[1], "\n\n".join(page) + "\n")
+    replace_file(paths[0], json.dumps(data, indent=1, default=str) + "\n")
+    replace_file(paths[1], "\n\n".join(page) + "\n")
     return paths
 
 
@@ -121,7 +130,8 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     return json.loads(Path(path).read_text())
 
 
-def _replace(path: Path, content: str | bytes) -> None:
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Writes a file in one go: a process that is killed leaves the old one or the new one."""
     part = path.with_name(path.name + ".part")
     part.write_bytes(content.encode() if isinstance(content, str) else content)
     part.replace(path)
@@ -131,12 +141,24 @@ class NoMatplotlib(ImportError):
     """Plots need matplotlib, which is not installed; tables do not need it."""
 
 
-def figure(height_pixels: int = 400, **subplots: Any) -> tuple[Any, Any]:
+def caption(facts: Row, subject: str = "") -> str:
+    """One line for the foot of a picture: the subject, and the hardware and revision among a run's
+    facts."""
+    names = [str(facts[key]) for key in ("gpu", "cpu") if key in facts]
+    parts = [subject, *names, *([f"{facts['cores']} cores"] if "cores" in facts else [])]
+    parts += [f"revision {facts['revision']}"] if "revision" in facts else []
+    return ", ".join(
+        [*filter(None, parts), *([str(facts["date"]).split()[0]] if facts.get("date") else [])]
+    )
+
+
+def figure(height_pixels: int = 400, foot: str = "", **subplots: Any) -> tuple[Any, Any]:
     """
     A figure 800 pixels wide, and its axes, without a display.
 
     Args:
         height_pixels (`int`): Height of the picture.
+        foot (`str`): A line in small print below everything else (`caption`).
         subplots: Arguments of `Figure.subplots`, such as `nrows`, `ncols`, `sharey`.
 
     Raises:
@@ -146,10 +168,17 @@ def figure(height_pixels: int = 400, **subplots: Any) -> tuple[Any, Any]:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise NoMatplotlib(f'no plots, matplotlib is missing: pip install "hf_paged[bench]" ({error})') from None
+        raise NoMatplotlib(
+            f'no plots, matplotlib is missing: pip install "hf_paged[bench]" ({error})'
+        ) from None
     size = WIDTH_PIXELS / PIXELS_PER_INCH, height_pixels / PIXELS_PER_INCH
-    drawing = Figure(figsize=size, dpi=PIXELS_PER_INCH, layout="constrained")
+    drawing: Any = Figure(figsize=size, dpi=PIXELS_PER_INCH, layout="constrained")
     FigureCanvasAgg(drawing)
+    if foot:  # a panel of its own, which legends outside of the axes do not reach
+        drawing, below = drawing.subfigures(
+            2, height_ratios=(height_pixels - FOOT_PIXELS, FOOT_PIXELS)
+        )
+        below.text(0.008, 0.5, foot, fontsize=7.5, color=GREY, va="center")
     axes = drawing.subplots(**subplots)
     for axis in getattr(axes, "flat", [axes]):
         axis.set_prop_cycle(color=PALETTE)
@@ -166,9 +195,9 @@ def save(drawing: Any, path: str | os.PathLike[str]) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     drawn, small = io.BytesIO(), io.BytesIO()
-    drawing.savefig(drawn, format="png", facecolor="white")
+    drawing.figure.savefig(drawn, format="png", facecolor="white")  # of a panel, the whole figure
     Image.open(drawn).convert("RGB").quantize(64).save(small, format="PNG", optimize=True)
-    _replace(path, small.getvalue())
+    replace_file(path, small.getvalue())
     return path
 
 
@@ -185,7 +214,8 @@ def plot(draw: Callable[[], Path | None]) -> Path | None:
 
 
 def log_ticks(axis: Any) -> None:
-    """Sets plain-number ticks at 1, 2 and 5 times the powers of ten on a logarithmic `XAxis` or `YAxis`."""
+    """Sets plain-number ticks at 1, 2 and 5 times the powers of ten on a logarithmic `XAxis` or
+    `YAxis`."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -193,19 +223,50 @@ def log_ticks(axis: Any) -> None:
     axis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
-def grouped_bars(axis: Any, values: Mapping[str, Mapping[str, float]], label: Callable[[float], str] = text) -> None:
+def grouped_bars(
+    axis: Any, values: Mapping[str, Mapping[str, float]], label: Callable[[float], str] = text
+) -> None:
     """
-    Bars side by side.
+    Horizontal bars in groups, with room for their labels and for the groups' names in words.
 
     Args:
-        values (`Mapping[str, Mapping[str, float]]`): By series, then by group; a series may lack a group.
-        label (`Callable`): The text on a bar.
+        values (`Mapping[str, Mapping[str, float]]`): By series, then by group; a series may lack a
+            group. Names of groups break at commas.
+        label (`Callable`): The text at the end of a bar.
     """
     groups = list(dict.fromkeys(group for series in values.values() for group in series))
-    width = 0.8 / max(1, len(values))
+    rows: dict[tuple[str, str], float] = {}  # by series and group
+    centers, top = [], 0.0
+    for group in groups:
+        members = [name for name, series in values.items() if group in series]
+        rows |= {(name, group): top + index for index, name in enumerate(members)}
+        centers.append(top + (len(members) - 1) / 2)
+        top += len(members) + 0.7
     for index, (name, series) in enumerate(values.items()):
-        places = [groups.index(group) + (index - (len(values) - 1) / 2) * width for group in series]
-        style = {"color": PALETTE[index % 8], "hatch": HATCHES[index % 8], "edgecolor": "white", "linewidth": 0.5}
-        bars = axis.bar(places, list(series.values()), width, label=name, **style)
-        axis.bar_label(bars, [label(value) for value in series.values()], fontsize=7, padding=1)
-    axis.set_xticks(range(len(groups)), groups)
+        style = {
+            "color": PALETTE[index % 8],
+            "hatch": HATCHES[index % 8],
+            "edgecolor": "white",
+            "linewidth": 0.5,
+        }
+        bars = axis.barh(
+            [rows[name, group] for group in series], list(series.values()), 0.9, label=name, **style
+        )
+        # over lines that mark a value
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+        axis.bar_label(
+            bars, [label(value) for value in series.values()], fontsize=8, padding=3, bbox=box
+        )
+    axis.set_yticks(centers, [group.replace(", ", ",\n") for group in groups], fontsize=8.5)
+    axis.tick_params(axis="y", length=0)
+    axis.invert_yaxis()
+    axis.margins(x=0.09, y=0.02)
+    axis.grid(visible=False, axis="y")
+    axis.grid(axis="x", color="#dddddd", linewidth=0.6)
+
+
+def legend_above(axis: Any) -> None:
+    """A legend on top of the axes, where it hides no line."""
+    axis.legend(
+        loc="lower left", bbox_to_anchor=(0, 1), fontsize=7.5, frameon=False, borderaxespad=0.2
+    )

@@ -1,10 +1,10 @@
 """
 Lower bound for the time of a step or a whole call, from measured ceilings.
 
-A step of `B` rows reads the weights (`W` bytes) once or computes `2 P B` operations, whichever takes longer, then reads
-each row's K/V: `max(W / BW, 2 P B / FLOPS) + sum(L) kv / BW`. Attention FLOPs and everything that is not a matrix
-product are left out, so a real step takes longer. K/V count once per row that reads them: rows that share blocks may
-beat this bound by reading them once.
+A step of `B` rows reads the weights (`W` bytes) once or computes `2 P B` operations, whichever
+takes longer, then reads each row's K/V: `max(W / BW, 2 P B / FLOPS) + sum(L) kv / BW`. Attention
+FLOPs and everything that is not a matrix product are left out, so a real step takes longer. K/V
+count once per row that reads them: rows that share blocks may beat this bound by reading them once.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ class Cost:
 
     @classmethod
     def of(cls, model: Any, shape: Shape) -> Cost:
-        """Cost of a model. The input embedding is a lookup and counts only if it is also the LM head."""
+        """Cost of a model. The input embedding is a lookup and counts only if it is also the LM
+        head."""
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-        total = sum(parameter.numel() for parameter in model.parameters())  # tied weights count once
+        # tied weights count once
+        total = sum(parameter.numel() for parameter in model.parameters())
         apart = head.numel() if embedding is head else head.numel() + embedding.numel()
         return cls(shape, total - apart, head.numel(), head.element_size())
 
@@ -47,7 +49,12 @@ class Cost:
 
 
 def step_seconds(
-    cost: Cost, ceilings: Ceilings, flops: float, tokens: int, rows: int, lengths: Sequence[int] = ()
+    cost: Cost,
+    ceilings: Ceilings,
+    flops: float,
+    tokens: int,
+    rows: int,
+    lengths: Sequence[int] = (),
 ) -> float:
     """
     Args:
@@ -83,6 +90,11 @@ def call_seconds(
     computed = sum(prompts) - shared * (len(prompts) - 1)
     seconds = step_seconds(cost, ceilings, flops, computed, rows)
     for step in range(1, max(new_tokens)):
-        lengths = [p + step for p, new in zip(prompts, new_tokens) if step < new for _ in range(rows_per_prompt)]
+        lengths = [
+            p + step
+            for p, new in zip(prompts, new_tokens)
+            if step < new
+            for _ in range(rows_per_prompt)
+        ]
         seconds += step_seconds(cost, ceilings, flops, len(lengths), len(lengths), lengths)
     return seconds

@@ -1,9 +1,10 @@
-"""
-The scheduler alone, without a model: ShareGPT-like requests through schedule, append and finish on one core.
+"""The scheduler alone, without a model: ShareGPT-like requests through schedule, append and finish
+on one core.
 
-Lengths are log-normal with ShareGPT's means from the PagedAttention paper (161 tokens in, 338 out; arXiv 2309.06180,
-section 6.1). Time is CPU time of everything except adding the requests, over all scheduled tokens, prompt tokens
-included. Waste is the share of allocated slots that hold no token, over all steps.
+Lengths are log-normal with ShareGPT's means from the PagedAttention paper (161 tokens in, 338 out;
+arXiv 2309.06180, section 6.1). Time is CPU time of everything except adding the requests, over all
+scheduled tokens, prompt tokens included. Waste is the share of allocated slots that hold no token,
+over all steps.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ VOCABULARY = list(range(32000))
 
 def log_normal(generator: random.Random, mean: float) -> int:
     """A length in tokens, at least 1 and at most `LONGEST`."""
-    return max(1, min(LONGEST, round(generator.lognormvariate(math.log(mean) - SIGMA**2 / 2, SIGMA))))
+    return max(
+        1, min(LONGEST, round(generator.lognormvariate(math.log(mean) - SIGMA**2 / 2, SIGMA)))
+    )
 
 
 def make_requests(count: int, generator: random.Random) -> list[Request]:
@@ -45,17 +48,22 @@ def make_requests(count: int, generator: random.Random) -> list[Request]:
     return requests
 
 
-def simulate(num_waiting: int, num_blocks: int, num_tokens: int, measure_waste: bool = False) -> dict[str, Any]:
-    """
-    Schedules at least `num_tokens` tokens, or all, with `num_waiting` requests in the queue at the start.
+def simulate(
+    num_waiting: int, num_blocks: int, num_tokens: int, measure_waste: bool = False
+) -> dict[str, Any]:
+    """Schedules at least `num_tokens` tokens, or all, with `num_waiting` requests in the queue at
+    the start.
 
     Args:
         num_blocks (`int`): Blocks of the pool.
-        measure_waste (`bool`): Whether to count slots and tokens after each step, outside the timing.
+        measure_waste (`bool`): Whether to count slots and tokens after each step, outside the
+            timing.
     """
     generator = random.Random(0)
     blocks = BlockManager([BlockGroup(BlockPool(num_blocks))], BLOCK_SIZE)
-    scheduler = Scheduler(Preemption(blocks), max_num_batched_tokens=MAX_TOKENS, max_num_seqs=MAX_SEQS)
+    scheduler = Scheduler(
+        Preemption(blocks), max_num_batched_tokens=MAX_TOKENS, max_num_seqs=MAX_SEQS
+    )
     for request in make_requests(num_waiting, generator):
         scheduler.add(request)
     gc.collect()
@@ -65,8 +73,9 @@ def simulate(num_waiting: int, num_blocks: int, num_tokens: int, measure_waste: 
     while done < num_tokens and scheduler.has_unfinished:
         start = time.process_time()
         batch = scheduler.schedule()
-        for sequence, query_len in batch.items:
-            done += query_len
+        scheduler.commit(batch)
+        done += batch.num_tokens
+        for sequence in batch.sequences:
             if sequence.num_computed_tokens == len(sequence.token_ids):
                 sequence.token_ids.append(7)
                 request = sequence.request
@@ -91,7 +100,8 @@ def simulate(num_waiting: int, num_blocks: int, num_tokens: int, measure_waste: 
 
 
 def run(quick: bool, turns: int) -> dict[str, Any]:
-    """Best of `turns` for every queue length, in turns; then waste, and preemptions in an undersized pool."""
+    """Best of `turns` for every queue length, in turns; then waste, and preemptions in an
+    undersized pool."""
     lengths = [1_000, 10_000] if quick else [1_000, 10_000, 100_000, 1_000_000]
     num_tokens = 30_000 if quick else 400_000
     plenty = MAX_SEQS * 2 * LONGEST // BLOCK_SIZE
@@ -115,10 +125,18 @@ def table(results: dict[str, Any]) -> str:
     """Markdown."""
     lines = ["| waiting | tokens scheduled | µs per token | preemptions |", "|---|---|---|---|"]
     for row in [*results["rows"], results["small_pool"]]:
-        name = f"{row['waiting']}" if row is not results["small_pool"] else f"{row['waiting']}, {row['blocks']} blocks"
-        lines.append(f"| {name} | {row['tokens']} | **{row['us_per_token']}** | {row['preemptions']} |")
+        name = (
+            f"{row['waiting']}"
+            if row is not results["small_pool"]
+            else f"{row['waiting']}, {row['blocks']} blocks"
+        )
+        lines.append(
+            f"| {name} | {row['tokens']} | **{row['us_per_token']}** | {row['preemptions']} |"
+        )
     waste = results["waste"]["waste_percent"]
-    lines.append(f"\nslowest / first: {results['ratio']}; waste at block size {BLOCK_SIZE}: {waste} %")
+    lines.append(
+        f"\nslowest / first: {results['ratio']}; waste at block size {BLOCK_SIZE}: {waste} %"
+    )
     return "\n".join(lines)
 
 
@@ -126,7 +144,9 @@ def main(argv: Sequences[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="short queues, one turn")
-    parser.add_argument("--turns", type=int, help="of every queue length; the best counts (3; 1 with --quick)")
+    parser.add_argument(
+        "--turns", type=int, help="of every queue length; the best counts (3; 1 with --quick)"
+    )
     parser.add_argument("--json", help="also write the results here")
     args = parser.parse_args(argv)
     results = run(args.quick, args.turns or (1 if args.quick else 3))

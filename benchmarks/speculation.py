@@ -1,12 +1,14 @@
-"""
-Speculation: `PagedEngine` with it against the same engine without, in turns, on models that the benchmark trains first.
+"""Speculation: `PagedEngine` with it against the same engine without, in turns, on models that the
+benchmark trains first.
 
-    python -m benchmarks.speculation [--only W7,W8,random,assistants,stages] [--turns 15] [--quick] [--json PATH]
+    python -m benchmarks.speculation [--only W7,W8,random,assistants,stages] [--turns 15] [--quick]
+                                     [--json PATH]
 
-W7 and W8: 32 rows and 1 row that copy the text of their prompt and replace some words (n-grams). random: the same row
-counts, with text that never repeats. assistants: 8 rows of a model of 25 million parameters, with assistants of several
-sizes trained on the same text. stages: time by stage of a turn with the assistant of a tenth of the size. All in
-float32 on the CPU, greedy, with new prompts in every turn.
+W7 and W8: 32 rows and 1 row that copy the text of their prompt and replace some words (n-grams).
+random: the same row counts, with text that never repeats. assistants: 8 rows of a model of 25
+million parameters, with assistants of several sizes trained on the same text. stages: time by stage
+of a turn with the assistant of a tenth of the size. All in float32 on the CPU, greedy, with new
+prompts in every turn.
 """
 
 from __future__ import annotations
@@ -38,12 +40,13 @@ from benchmarks.report import markdown
 from benchmarks.systems import Answer, Engine, Generate, quiet
 from benchmarks.workloads import GREEDY, Batch, Workload
 from hf_paged.batching.execution.executor import Executor
+from hf_paged.plan import StepPlan
 
 PARTS = ("W7", "W8", "random", "assistants", "stages")
 TURNS, WARM_UPS = 15, 10
 ACCEPTED, NO_COST, FASTER = 2.0, 1.02, 1.2
-"""Targets: accepted tokens per row and step; ratio without repeats; speedup with an assistant of a tenth of the
-size."""
+"""Targets: accepted tokens per row and step; ratio without repeats; speedup with an assistant of a
+tenth of the size."""
 TENTH = "language-2.5m"
 LONGEST_DRAFT = 40  # tokens per row; prompts are longer
 OFF = "off"
@@ -80,11 +83,14 @@ class Edits(Workload):
 
 @dataclass(frozen=True)
 class Speech(Workload):
-    """Prefixes of texts of `trained.language`, whose sentence orders the training did not contain."""
+    """Prefixes of texts of `trained.language`, whose sentence orders the training did not
+    contain."""
 
     def batch(self, repeat: int, vocab: int) -> Batch:
         words = random.Random(f"{self.name} {repeat}")
-        prompts = [trained.language(words, vocab, self.prompt_lengths[0]) for _ in range(self.num_prompts)]
+        prompts = [
+            trained.language(words, vocab, self.prompt_lengths[0]) for _ in range(self.num_prompts)
+        ]
         return Batch(prompts, [self.new_tokens[0]] * len(prompts))
 
 
@@ -96,10 +102,30 @@ def edits(name: str, rows: int, target: float) -> Workload:
 
 EDITS = {"W7": edits("W7", 32, 0.75), "W8": edits("W8", 1, 0.6)}
 RANDOM = (
-    Workload("random 32", "32 rows of random text, 32..256 words, 64 new", 32, (32, 256), (64, 64), 0, GREEDY, NO_COST),
-    Workload("random 1", "one row of random text, 64 words, 64 new", 1, (64, 64), (64, 64), 0, GREEDY, NO_COST),
+    Workload(
+        "random 32",
+        "32 rows of random text, 32..256 words, 64 new",
+        32,
+        (32, 256),
+        (64, 64),
+        0,
+        GREEDY,
+        NO_COST,
+    ),
+    Workload(
+        "random 1",
+        "one row of random text, 64 words, 64 new",
+        1,
+        (64, 64),
+        (64, 64),
+        0,
+        GREEDY,
+        NO_COST,
+    ),
 )
-SPEECH = Speech("assistants", "8 rows of a language, 48 words, 64 new", 8, (48, 48), (64, 64), 0, GREEDY)
+SPEECH = Speech(
+    "assistants", "8 rows of a language, 48 words, 64 new", 8, (48, 48), (64, 64), 0, GREEDY
+)
 
 
 @dataclass
@@ -114,7 +140,9 @@ class Assisted(Engine):
     assistant: Any = None
 
     def add(self, prompt: list[int], new_tokens: int, options: dict[str, Any]) -> str:
-        config = GenerationConfig(**options, max_new_tokens=new_tokens, pad_token_id=PAD, eos_token_id=None)
+        config = GenerationConfig(
+            **options, max_new_tokens=new_tokens, pad_token_id=PAD, eos_token_id=None
+        )
         return self.engine.add_request(prompt, config, assistant_model=self.assistant)
 
 
@@ -125,7 +153,8 @@ class Turns:
 
     Args:
         proposed, accepted (`list[int]`): Draft tokens computed, and accepted.
-        per_step (`list[list[float]]`): Accepted tokens per step of each row; steps without drafts count.
+        per_step (`list[list[float]]`): Accepted tokens per step of each row; steps without drafts
+            count.
         equal (`bool`): Whether all tokens equal those without speculation.
     """
 
@@ -137,7 +166,8 @@ class Turns:
 
 
 def accepted_a_step(answer: Answer) -> list[float]:
-    """Tokens per step of each row beyond the one that every step yields, after the prompt's step."""
+    """Tokens per step of each row beyond the one that every step yields, after the prompt's
+    step."""
     found = []
     for times in answer.times:
         later = [time for time in times if time > times[0]]
@@ -148,13 +178,16 @@ def accepted_a_step(answer: Answer) -> list[float]:
 def run(
     model: Any, shape: Shape, workload: Workload, systems: Mapping[str, Engine], turns: int
 ) -> tuple[dict[str, Turns], bool]:
-    """Runs turns of every system, in alternating order, after warm-up turns in which steps of many sizes are recorded;
-    also returns whether the tokens without speculation are plain `generate`'s."""
+    """Runs turns of every system, in alternating order, after warm-up turns in which steps of many
+    sizes are recorded; also returns whether the tokens without speculation are plain
+    `generate`'s."""
     found = {name: Turns() for name in systems}
     names = list(systems)
     plain = Generate()(model, shape, workload, workload.batch(-1, shape.vocab)).rows
     is_plain = True
-    for turn in tqdm(range(-1 if turns == 1 else -WARM_UPS, turns), desc=workload.name, disable=None):
+    for turn in tqdm(
+        range(-1 if turns == 1 else -WARM_UPS, turns), desc=workload.name, disable=None
+    ):
         rows: dict[str, list[list[int]]] = {}
         for name in names[::-1] if turn % 2 else names:
             seconds, answer, _ = timed(systems[name], model, shape, workload, turn)
@@ -222,8 +255,9 @@ def ngrams(model: Any, shape: Shape, workload: Workload, turns: int) -> dict[str
 
 
 def break_even(sizes: Sequence[int], ratios: Sequence[float]) -> tuple[float | None, str]:
-    """Size in parameters at which an assistant breaks even, and how it is known: interpolated between two measured
-    sizes over the logarithm of the size. Both inputs go from the smallest to the largest."""
+    """Size in parameters at which an assistant breaks even, and how it is known: interpolated
+    between two measured sizes over the logarithm of the size. Both inputs go from the smallest to
+    the largest."""
     for size, larger, ratio, next_ratio in zip(sizes, sizes[1:], ratios, ratios[1:]):
         if (ratio <= 1) != (next_ratio <= 1):
             share = (1 - ratio) / (next_ratio - ratio)
@@ -236,14 +270,17 @@ def break_even(sizes: Sequence[int], ratios: Sequence[float]) -> tuple[float | N
 def assistants(
     target: Any, shape: Shape, helpers: Mapping[str, Any], workload: Workload, turns: int
 ) -> list[dict[str, Any]]:
-    """A row of the table per assistant, from the smallest to the largest; the last row has the break-even size."""
+    """A row of the table per assistant, from the smallest to the largest; the last row has the
+    break-even size."""
     systems: dict[str, Engine] = {OFF: Engine()}
     systems |= {name: Assisted(assistant=helper) for name, helper in helpers.items()}
     found, is_plain = run(target, shape, workload, systems, turns)
     rows, sizes = [], []
     for name, helper in helpers.items():
         sizes.append(helper.num_parameters())
-        label = f"assistant of {sizes[-1] / 1e6:.3g}M, target of {target.num_parameters() / 1e6:.3g}M"
+        label = (
+            f"assistant of {sizes[-1] / 1e6:.3g}M, target of {target.num_parameters() / 1e6:.3g}M"
+        )
         row = row_of(workload, label, found[OFF], found[name], is_plain)
         row["parameters"] = sizes[-1], target.num_parameters()
         if name == TENTH:
@@ -251,7 +288,9 @@ def assistants(
             faster = paired.verdict([1 / ratio for ratio in row["ratios"]], FASTER)
             row["target"] = f"off / on {faster}"
         rows.append(row)
-    rows[-1]["break_even"], rows[-1]["break_even_from"] = break_even(sizes, [row["ratio"] for row in rows])
+    rows[-1]["break_even"], rows[-1]["break_even_from"] = break_even(
+        sizes, [row["ratio"] for row in rows]
+    )
     return rows
 
 
@@ -265,24 +304,26 @@ STAGES = {
 }
 
 
-def stages(target: Any, shape: Shape, helper: Any, workload: Workload, turns: int) -> list[dict[str, Any]]:
-    """Time by stage, medians of turns: forwards of both models by number of tokens, and the rest."""
+def stages(
+    target: Any, shape: Shape, helper: Any, workload: Workload, turns: int
+) -> list[dict[str, Any]]:
+    """Time by stage, medians of turns: forwards of both models by number of tokens, and the
+    rest."""
     spans: dict[str, list[tuple[int, float]]] = {}
     run = Executor.run
 
-    def counted(self: Executor, items: list[tuple[Any, int]]) -> Any:
+    def timed_run(self: Executor, plan: StepPlan) -> Any:
         start = time.perf_counter()
-        found = run(self, items)
-        tokens = sum(count for _, count in items)
-        kind = "prompts" if any(count > LONGEST_DRAFT for _, count in items) else "steps"
+        logits = run(self, plan)
+        kind = "prompts" if max(plan.counts, default=0) > LONGEST_DRAFT else "steps"
         name = f"{'assistant' if self.model is helper else 'target'}, {kind}"
-        spans.setdefault(name, []).append((tokens, time.perf_counter() - start))
-        return found
+        spans.setdefault(name, []).append((sum(plan.counts), time.perf_counter() - start))
+        return logits
 
     rows = []
     for name, system in {OFF: Engine(), "assistant of a tenth": Assisted(assistant=helper)}.items():
         found: dict[str, list[tuple[int, int, float]]] = {}
-        Executor.run = counted  # type: ignore[method-assign]
+        Executor.run = timed_run  # type: ignore[method-assign]
         try:
             for turn in range(-min(turns, WARM_UPS), turns):
                 spans.clear()
@@ -291,13 +332,18 @@ def stages(target: Any, shape: Shape, helper: Any, workload: Workload, turns: in
                     continue
                 times = {stage: (len(some), *map(sum, zip(*some))) for stage, some in spans.items()}
                 rest = seconds[0] - sum(spent for _, _, spent in times.values())
-                for stage, numbers in {**times, "all else": (0, 0, rest), "whole": (0, 0, seconds[0])}.items():
+                for stage, numbers in {
+                    **times,
+                    "all else": (0, 0, rest),
+                    "whole": (0, 0, seconds[0]),
+                }.items():
                     found.setdefault(stage, []).append(numbers)
         finally:
             Executor.run = run  # type: ignore[method-assign]
             system.free()
         medians = {
-            stage: [statistics.median(column) for column in zip(*numbers)] for stage, numbers in sorted(found.items())
+            stage: [statistics.median(column) for column in zip(*numbers)]
+            for stage, numbers in sorted(found.items())
         }
         for stage, (runs, tokens, spent) in medians.items():
             rows.append(
@@ -323,7 +369,11 @@ def edited(name: str, folder: Path, turns: int, quick: bool) -> list[dict[str, A
     """W7 or W8 with the editor in `folder`; the first call trains it."""
     shape, workload = trained.EDITOR, few(EDITS[name], quick)
     path = folder / shape.name
-    model = trained.load(path) if path.exists() else trained.editor(shape, folder, 2 if quick else trained.EDITOR_STEPS)
+    model = (
+        trained.load(path)
+        if path.exists()
+        else trained.editor(shape, folder, 2 if quick else trained.EDITOR_STEPS)
+    )
     return [ngrams(model, shape, workload, turns)]
 
 
@@ -342,7 +392,9 @@ def assisted(part: str, folder: Path, turns: int, quick: bool) -> list[dict[str,
         shape, others, steps = trained.ASSISTANTS[1], trained.ASSISTANTS[:1], 2
     made = {each.name: folder / each.name for each in (shape, *others)}
     models = {
-        each.name: trained.load(made[each.name]) if made[each.name].exists() else trained.speaker(each, folder, steps)
+        each.name: trained.load(made[each.name])
+        if made[each.name].exists()
+        else trained.speaker(each, folder, steps)
         for each in (shape, *others)
     }
     target = models.pop(shape.name)
@@ -352,8 +404,8 @@ def assisted(part: str, folder: Path, turns: int, quick: bool) -> list[dict[str,
 
 
 def pooled(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows that combine the turns of several runs of one revision, a process each; a target is met if the interval of
-    the ratio reaches it."""
+    """Rows that combine the turns of several runs of one revision, a process each; a target is met
+    if the interval of the ratio reaches it."""
     found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in (row for each in runs for row in each["rows"]):
         found.setdefault((row["case"], row["speculation"]), []).append(row)
@@ -361,7 +413,9 @@ def pooled(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for parts in found.values():
         first, slower = parts[0], [ratio for part in parts for ratio in part["ratios"]]
         span = paired.interval(slower) or (min(slower), max(slower))
-        proposed, accepted = (sum(part[name] for part in parts) for name in ("proposed", "accepted"))
+        proposed, accepted = (
+            sum(part[name] for part in parts) for name in ("proposed", "accepted")
+        )
         limit = first.get("limit")
         rows.append(
             {
@@ -373,7 +427,9 @@ def pooled(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "on / off": f"{statistics.median(slower):.3f} ({span[0]:.3f} to {span[1]:.3f})",
                 "acceptance": f"{accepted / proposed:.1%}" if proposed else "none proposed",
                 "accepted a row and step": statistics.mean(part["per_step"] for part in parts),
-                "tokens": "equal" if all(part["equal"] and part["plain"] for part in parts) else "NOT equal",
+                "tokens": "equal"
+                if all(part["equal"] and part["plain"] for part in parts)
+                else "NOT equal",
                 "target": "" if limit is None else paired.at_most(span[0], round(limit, 3)),
             }
         )
@@ -382,28 +438,40 @@ def pooled(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Lines below the table."""
-    found = [f"{row['case']}, {row['speculation']}: {row['target']}" for row in rows if "target" in row]
+    found = [
+        f"{row['case']}, {row['speculation']}: {row['target']}" for row in rows if "target" in row
+    ]
     for row in rows:
         if "break_even_from" in row:
             size = row["break_even"]
-            told = "no break-even size" if size is None else f"break-even at an assistant of {size / 1e6:.3g}M"
+            told = (
+                "no break-even size"
+                if size is None
+                else f"break-even at an assistant of {size / 1e6:.3g}M"
+            )
             found.append(f"{told}: {row['break_even_from']}")
     return found
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default=",".join(PARTS), help="parts, by commas (all)")
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument(
-        "--quick", action="store_true", help="hardly trained, few rows, one turn: only to see that it runs"
+        "--quick",
+        action="store_true",
+        help="hardly trained, few rows, one turn: only to see that it runs",
     )
     parser.add_argument("--json", help="also write the results here")
     args = parser.parse_args(argv)
     only = args.only.split(",")
     if unknown := [name for name in only if name not in PARTS]:
-        parser.error(f"argument --only: invalid choice: {unknown[0]!r} (choose from {', '.join(PARTS)})")
+        parser.error(
+            f"argument --only: invalid choice: {unknown[0]!r} (choose from {', '.join(PARTS)})"
+        )
     found, turns = facts(), 1 if args.quick else args.turns
     stage_rows: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
@@ -424,11 +492,17 @@ def main(argv: Sequence[str] | None = None) -> None:
                     rows += assisted(part, folder, turns, args.quick)
     finally:
         gc.unfreeze()
-    tables = [markdown(some, columns) for some, columns in ((rows, COLUMNS), (stage_rows, STAGES)) if some]
+    tables = [
+        markdown(some, columns) for some, columns in ((rows, COLUMNS), (stage_rows, STAGES)) if some
+    ]
     print(*tables, *notes(rows), sep="\n\n")
     if args.json:
         with open(args.json, "w") as file:
-            json.dump({"machine": found, "rows": rows, "notes": notes(rows), "stages": stage_rows}, file, indent=1)
+            json.dump(
+                {"machine": found, "rows": rows, "notes": notes(rows), "stages": stage_rows},
+                file,
+                indent=1,
+            )
 
 
 if __name__ == "__main__":

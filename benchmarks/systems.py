@@ -1,4 +1,5 @@
-"""Systems of `benchmarks.generate`: each takes a model, a workload and a batch, and returns the new tokens."""
+"""Systems of `benchmarks.generate`: each takes a model, a workload and a batch, and returns the new
+tokens."""
 
 from __future__ import annotations
 
@@ -87,9 +88,14 @@ class Generate(System):
     def __call__(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> Answer:
         if self.cache == "static":
             if model.device.type != "cuda":
-                raise NotAvailable("skipped: transformers compiles the static cache's forward on an accelerator only")
+                raise NotAvailable(
+                    "skipped: transformers compiles the static cache's forward on an accelerator"
+                    " only"
+                )
             if workload.options.get("num_beams", 1) > 1:
-                raise NotAvailable("skipped: beams move the rows of a cache, which a compiled one does not")
+                raise NotAvailable(
+                    "skipped: beams move the rows of a cache, which a compiled one does not"
+                )
         answer = Answer([], [])
         for part in self._parts(batch):
             rows, times = self._part(model, shape, workload, part)
@@ -129,7 +135,10 @@ class Generate(System):
     def kv_bytes(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> int | None:
         if self.cache == "paged":
             return hf_paged.memory_stats(model, reset=True).peak_bytes
-        return max(contiguous_bytes(shape, workload, part, model.dtype.itemsize) for part in self._parts(batch))
+        return max(
+            contiguous_bytes(shape, workload, part, model.dtype.itemsize)
+            for part in self._parts(batch)
+        )
 
 
 @dataclass
@@ -145,7 +154,9 @@ class Engine(System):
         prompts = zip(batch.prompts, batch.new_tokens)
         names = [self.add(prompt, length, workload.options) for prompt, length in prompts]
         results: dict[str, Any] = {}
-        times: dict[str, list[list[float]]] = {name: [[] for _ in range(workload.rows_per_prompt)] for name in names}
+        times: dict[str, list[list[float]]] = {
+            name: [[] for _ in range(workload.rows_per_prompt)] for name in names
+        }
         while self.engine.has_unfinished:
             outputs = self.engine.step()
             now = time.perf_counter()
@@ -163,7 +174,9 @@ class Engine(System):
 
     def add(self, prompt: list[int], new_tokens: int, options: dict[str, Any]) -> str:
         """Queues a request of exactly `new_tokens` tokens."""
-        config = GenerationConfig(**options, max_new_tokens=new_tokens, pad_token_id=PAD, eos_token_id=None)
+        config = GenerationConfig(
+            **options, max_new_tokens=new_tokens, pad_token_id=PAD, eos_token_id=None
+        )
         return self.engine.add_request(prompt, config)
 
     def kv_bytes(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> int | None:
@@ -191,7 +204,9 @@ class SmallPool(Engine):
         if self.engine is None:
             if self.of is None or self.of.engine is None:
                 raise NotAvailable("skipped: the engine that it is compared with did not run")
-            self.cache_config = hf_paged.PagedConfig(num_blocks=self.of.engine.stats().peak_blocks // 3)
+            self.cache_config = hf_paged.PagedConfig(
+                num_blocks=self.of.engine.stats().peak_blocks // 3
+            )
         return super().__call__(model, shape, workload, batch)
 
 

@@ -1,6 +1,5 @@
-"""
-A web app: 8 threads that call `generate` with one prompt each, against the same calls in sequence, in turns, in two
-processes, one after the other.
+"""A web app: 8 threads that call `generate` with one prompt each, against the same calls in
+sequence, in turns, in two processes, one after the other.
 
     python -m benchmarks.threads [--model llama-100m] [--dtype bfloat16] [--quick] [--json PATH]
 """
@@ -37,18 +36,30 @@ SYSTEMS = {
 def prompts(vocab: int) -> list[torch.Tensor]:
     """Prompts `(1, length)` of 8 different lengths up to 64 tokens."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(3, vocab - 1, (1, 8 * (i + 1)), generator=generator) for i in range(THREADS)]
+    return [
+        torch.randint(3, vocab - 1, (1, 8 * (i + 1)), generator=generator) for i in range(THREADS)
+    ]
 
 
-def measure(name: str, dtype: str, turns: int, new_tokens: int) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Measures in this process: seconds of each system per turn, and the share of its tokens equal to plain's."""
+def measure(
+    name: str, dtype: str, turns: int, new_tokens: int
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Measures in this process: seconds of each system per turn, and the share of its tokens equal
+    to plain's."""
     shape = SHAPES[name]
     model = build(shape, "cpu", getattr(torch, dtype)).eval()
     texts = prompts(shape.vocab)
     width = max(text.shape[1] for text in texts)
     ids = torch.cat([torch.nn.functional.pad(text, (width - text.shape[1], 0)) for text in texts])
-    mask = torch.cat([torch.nn.functional.pad(torch.ones_like(text), (width - text.shape[1], 0)) for text in texts])
-    options: dict[str, Any] = dict(max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False)
+    mask = torch.cat(
+        [
+            torch.nn.functional.pad(torch.ones_like(text), (width - text.shape[1], 0))
+            for text in texts
+        ]
+    )
+    options: dict[str, Any] = dict(
+        max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False
+    )
 
     def call(text: torch.Tensor, **paged: Any) -> list[int]:
         output = model.generate(text, attention_mask=torch.ones_like(text), **options, **paged)
@@ -63,7 +74,9 @@ def measure(name: str, dtype: str, turns: int, new_tokens: int) -> tuple[dict[st
             "plain_threads": lambda: list(pool.map(call, texts)),
             "paged": lambda: list(map(paged_call, texts)),
             "paged_threads": lambda: list(pool.map(paged_call, texts)),
-            "plain_batch": lambda: model.generate(ids, attention_mask=mask, **options)[:, width:].tolist(),
+            "plain_batch": lambda: model.generate(ids, attention_mask=mask, **options)[
+                :, width:
+            ].tolist(),
         }
         expected = systems["plain"]()
         equal = {}
@@ -81,8 +94,8 @@ def measure(name: str, dtype: str, turns: int, new_tokens: int) -> tuple[dict[st
 
 
 def run(name: str, dtype: str, turns: int, new_tokens: int, num_processes: int) -> dict[str, Any]:
-    """Median seconds of each system, its speedup over `paged`, and the share of tokens equal to plain's; with one
-    process, runs in this one."""
+    """Median seconds of each system, its speedup over `paged`, and the share of tokens equal to
+    plain's; with one process, runs in this one."""
     seconds: dict[str, list[float]] = {system: [] for system in SYSTEMS}
     results = [] if num_processes else [measure(name, dtype, turns, new_tokens)]
     for _ in range(num_processes):
@@ -92,7 +105,12 @@ def run(name: str, dtype: str, turns: int, new_tokens: int, num_processes: int) 
         for system, values in found.items():
             seconds[system] += values
     equal = results[-1][1]
-    row: dict[str, Any] = {"model": name, "dtype": dtype, "turns": len(results) * turns, "new_tokens": new_tokens}
+    row: dict[str, Any] = {
+        "model": name,
+        "dtype": dtype,
+        "turns": len(results) * turns,
+        "new_tokens": new_tokens,
+    }
     for system in SYSTEMS:
         faster = ratios(seconds["paged"], seconds[system])
         span = interval(faster) or (min(faster), max(faster))
@@ -108,7 +126,10 @@ def run(name: str, dtype: str, turns: int, new_tokens: int, num_processes: int) 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown."""
     lines = [
-        "| model | 8 prompts | seconds | throughput, 1: paged one after another | tokens equal to plain's |",
+        (
+            "| model | 8 prompts | seconds | throughput, 1: paged one after another | tokens equal"
+            " to plain's |"
+        ),
         "|---|---|--:|--:|--:|",
     ]
     for row in rows:
@@ -117,7 +138,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             low, high = cell["interval"]
             of = f"{cell['throughput']} ({low} to {high})"
             lines.append(
-                f"| {row['model']}, {row['dtype']} | {name} | {cell['seconds']} | {of} | {cell['equal_tokens']} |"
+                f"| {row['model']}, {row['dtype']} | {name} | {cell['seconds']} | {of} |"
+                f" {cell['equal_tokens']} |"
             )
     return "\n".join(lines)
 
@@ -131,7 +153,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", help="also write the results here")
     args = parser.parse_args(argv)
     found = facts()
-    name, turns, new_tokens = ("llama-tiny", 2, 4) if args.quick else (args.model, TURNS, NEW_TOKENS)
+    name, turns, new_tokens = (
+        ("llama-tiny", 2, 4) if args.quick else (args.model, TURNS, NEW_TOKENS)
+    )
     rows = [run(name, args.dtype, turns, new_tokens, num_processes=0 if args.quick else 2)]
     print(table(rows))
     if args.json:

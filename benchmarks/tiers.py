@@ -1,11 +1,13 @@
 """
 Prefixes loaded from disk, against computing them again.
 
-    python -m benchmarks.tiers [--model qwen2.5-0.5b] [--tokens 2001] [--turns 5] [--only prefix|W3] [--json PATH]
+    python -m benchmarks.tiers [--model qwen2.5-0.5b] [--tokens 2001] [--turns 5] [--only prefix|W3]
+                               [--json PATH]
 
-First row: time to first token in a new process, in turns for a prompt whose blocks another process has left in the
-folder and for a new prompt of the same length. Second row: workload W3 a second time, in a pool of a quarter of the
-blocks that it needs: evicted blocks are loaded from disk, or computed.
+First row: time to first token in a new process, in turns for a prompt whose blocks another process
+has left in the folder and for a new prompt of the same length. Second row: workload W3 a second
+time, in a pool of a quarter of the blocks that it needs: evicted blocks are loaded from disk, or
+computed.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ def give_up(engine: hf_paged.PagedEngine) -> None:
 
 
 def leave(name: str, path: str, length: int, turns: int) -> list[list[int]]:
-    """Computes the prompts of all turns, leaves their blocks in the folder and returns their first tokens."""
+    """Computes the prompts of all turns, leaves their blocks in the folder and returns their first
+    tokens."""
     model = build(SHAPES[name], "cpu", torch.float32)
     found = []
     with engine_of(model, path) as engine:
@@ -76,12 +79,14 @@ def leave(name: str, path: str, length: int, turns: int) -> list[list[int]]:
 
 
 def measure_first_tokens(name: str, path: str, length: int, turns: int) -> dict[str, Any]:
-    """In a process that has computed none of these prompts: seconds for those on disk and for new ones."""
+    """In a process that has computed none of these prompts: seconds for those on disk and for new
+    ones."""
     shape = SHAPES[name]
     model = build(shape, "cpu", torch.float32)
     rows: dict[str, Any] = {"disk": [], "computed": [], "tokens": [], "found": []}
     with engine_of(model, path) as engine:
-        first_token(engine, text(length, shape.vocab, -1))  # warm-up: checks, compilation, page faults of the weights
+        # warm-up: checks, compilation, page faults of the weights
+        first_token(engine, text(length, shape.vocab, -1))
         for turn in range(turns + 1):
             order = ["disk", "computed"] if turn % 2 else ["computed", "disk"]
             for kind in order:
@@ -97,19 +102,36 @@ def measure_first_tokens(name: str, path: str, length: int, turns: int) -> dict[
 def first_row(name: str, length: int, turns: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as path:
         expected = leave(name, path, length, turns)
-        arguments = ["--child", path, "--model", name, "--tokens", str(length), "--turns", str(turns)]
+        arguments = [
+            "--child",
+            path,
+            "--model",
+            name,
+            "--tokens",
+            str(length),
+            "--turns",
+            str(turns),
+        ]
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks.tiers", *arguments],
-            stdout=subprocess.PIPE, text=True, check=True, env=os.environ, cwd=Path(__file__).resolve().parents[1],
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            env=os.environ,
+            cwd=Path(__file__).resolve().parents[1],
+        )
         rows = json.loads(done.stdout.splitlines()[-1])
     size = int(hf_paged.PagedConfig.block_size)
-    equal = rows["tokens"] == expected and rows["found"] == [(length - 1) // size * size] * (turns + 1)
+    equal = rows["tokens"] == expected and rows["found"] == [(length - 1) // size * size] * (
+        turns + 1
+    )
     disk, computed = rows["disk"][1:], rows["computed"][1:]  # the first turn is a warm-up
     return row("first token, new process", equal, rows["found"][0], disk, computed)
 
 
-def row(what: str, equal: bool, found: int, disk: list[float], computed: list[float]) -> dict[str, Any]:
+def row(
+    what: str, equal: bool, found: int, disk: list[float], computed: list[float]
+) -> dict[str, Any]:
     times_as_fast = paired.ratios(computed, disk)
     return {
         "what": what,
@@ -118,7 +140,9 @@ def row(what: str, equal: bool, found: int, disk: list[float], computed: list[fl
         "disk_s": round(statistics.median(disk), 4),
         "computed_s": round(statistics.median(computed), 4),
         "ratio": round(statistics.median(times_as_fast), 2),
-        "interval": paired.span(paired.interval(times_as_fast) or (min(times_as_fast), max(times_as_fast))),
+        "interval": paired.span(
+            paired.interval(times_as_fast) or (min(times_as_fast), max(times_as_fast))
+        ),
         "turns": len(disk),
         "ratios": times_as_fast,
     }
@@ -140,7 +164,11 @@ def serve(engine: hf_paged.PagedEngine, batch: Batch) -> tuple[float, list[list[
     for result in results:
         if result.error is not None:
             raise result.error
-    return seconds, [result.token_ids for result in results], sum(result.num_prefix_hit_tokens for result in results)
+    return (
+        seconds,
+        [result.token_ids for result in results],
+        sum(result.num_prefix_hit_tokens for result in results),
+    )
 
 
 def second_row(name: str, workload: Workload, turns: int) -> dict[str, Any]:
@@ -171,17 +199,31 @@ def second_row(name: str, workload: Workload, turns: int) -> dict[str, Any]:
         for engine in engines.values():
             give_up(engine)
             engine.free()
-    return row(f"{workload.name} again, a pool of {limit} blocks", equal, found, times["disk"], times["computed"])
+    return row(
+        f"{workload.name} again, a pool of {limit} blocks",
+        equal,
+        found,
+        times["disk"],
+        times["computed"],
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns 1 if tokens differ, or blocks were not found."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=sorted(SHAPES), default="qwen2.5-0.5b", help="the shape")
     parser.add_argument("--tokens", type=int, default=2001, help="of the prompt of the first row")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--only", choices=("prefix", "W3"), help="the first or the second row alone")
-    parser.add_argument("--quick", action="store_true", help="a small shape, few tokens, one turn: shows that it runs")
+    parser.add_argument(
+        "--only", choices=("prefix", "W3"), help="the first or the second row alone"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a small shape, few tokens, one turn: shows that it runs",
+    )
     parser.add_argument("--json", help="also write the rows here")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -198,11 +240,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows.append(first_row(name, length, turns))
     if arguments.only != "prefix":
         rows.append(second_row(name, workload, turns))
-    print(f"{name}, float32, medians of {turns} turns; {machine['cpu']}, load {machine['load_1min']}\n")
+    print(
+        f"{name}, float32, medians of {turns} turns; {machine['cpu']}, load"
+        f" {machine['load_1min']}\n"
+    )
     print(markdown(rows, {column: column for column in COLUMNS}))
     if arguments.json:
         with open(arguments.json, "w") as file:
-            json.dump({"facts": machine, "model": name, "tokens": length, "rows": rows}, file, indent=1)
+            json.dump(
+                {"facts": machine, "model": name, "tokens": length, "rows": rows}, file, indent=1
+            )
             file.write("\n")
     return int(any(each["equal"] != "yes" for each in rows))
 

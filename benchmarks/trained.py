@@ -1,6 +1,6 @@
-"""
-Models that a benchmark trains within a few minutes, on synthetic texts: an editor, which copies the text of its prompt
-and replaces some words, and language models of several sizes for one language.
+"""Models that a benchmark trains within a few minutes, on synthetic texts: an editor, which copies
+the text of its prompt and replaces some words, and language models of several sizes for one
+language.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ ASSISTANTS = (
 
 
 def edit(draw: random.Random, vocab: int, length: int = TEXT_LENGTH) -> tuple[list[int], list[int]]:
-    """A prompt with a text of random words, and its answer: the text with each old word replaced by the new one."""
+    """A prompt with a text of random words, and its answer: the text with each old word replaced by
+    the new one."""
     text = [draw.randrange(FIRST_WORD, vocab - 1) for _ in range(length)]
     answer = [word + 1 if word % OLD_WORDS == FIRST_WORD else word for word in text]
     return [BEGIN, *text, EDIT], answer
@@ -57,7 +58,13 @@ def language(draw: random.Random, vocab: int, length: int = LANGUAGE_LENGTH) -> 
 
 
 def train(
-    shape: Shape, text: Callable[[random.Random], list[int]], *, first: int, rows: int, steps: int, rate: float
+    shape: Shape,
+    text: Callable[[random.Random], list[int]],
+    *,
+    first: int,
+    rows: int,
+    steps: int,
+    rate: float,
 ) -> Any:
     """
     Trains a float32 model from random weights with AdamW.
@@ -74,7 +81,9 @@ def train(
     config.initializer_range = shape.hidden**-0.5
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), rate, betas=(0.9, 0.98))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, rate, total_steps=steps, pct_start=0.1
+    )
     for _ in tqdm(range(steps), desc=f"{shape.name} learns", disable=None):
         ids = torch.tensor([text(draw) for _ in range(rows)])
         labels = ids.clone()
@@ -85,7 +94,9 @@ def train(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-    model.generation_config = GenerationConfig(pad_token_id=PAD, bos_token_id=BEGIN, eos_token_id=None)
+    model.generation_config = GenerationConfig(
+        pad_token_id=PAD, bos_token_id=BEGIN, eos_token_id=None
+    )
     return model
 
 
@@ -109,7 +120,12 @@ def editor(shape: Shape, folder: Path, steps: int) -> Any:
 def speaker(shape: Shape, folder: Path, steps: int) -> Any:
     """Trains a model on the language of its vocabulary; all sizes see the same number of texts."""
     model = train(
-        shape, lambda draw: language(draw, shape.vocab), first=1, rows=8, steps=steps, rate=0.5 / shape.hidden
+        shape,
+        lambda draw: language(draw, shape.vocab),
+        first=1,
+        rows=8,
+        steps=steps,
+        rate=0.5 / shape.hidden,
     )
     model.save_pretrained(folder / shape.name)
     return load(folder / shape.name)

@@ -1,11 +1,12 @@
 """Launch parameters of the Triton kernels for this machine's GPU: `python -m benchmarks.tune`.
 
-Compares every candidate with `attention/backends/reference.py`, then times it in a CUDA graph on K/V that no cache
-holds. The winners go to `hf_paged/kernels/triton/configs/<chip>.json`, which the kernels read; commit it.
-`--block-sizes` measures the cost of each block size instead, on the CPU, too (`benchmarks.block_costs`).
+Compares every candidate with `attention/backends/reference.py`, then times it in a CUDA graph on
+K/V that no cache holds. The winners go to `hf_paged/kernels/triton/configs/<chip>.json`, which the
+kernels read; commit it. `--block-sizes` measures the cost of each block size instead, on the CPU,
+too (`benchmarks.block_costs`).
 
-Compilation takes longer than measuring and needs no GPU: `--compile-only --target sm_90 --cache DIR` compiles on any
-machine with the same version of Triton, and `--cache DIR` uses the result.
+Compilation takes longer than measuring and needs no GPU: `--compile-only --target sm_90 --cache
+DIR` compiles on any machine with the same version of Triton, and `--cache DIR` uses the result.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ SHAPES = {  # query heads, K/V heads, key dim, value dim
     128: (32, 8, 128, 128),
     192: (16, 16, 192, 128),
     256: (16, 8, 256, 256),
+    512: (16, 2, 512, 512),
     576: (16, 1, 576, 512),
 }
 """Heads of a model with this key dim, by key dim."""
@@ -53,7 +55,8 @@ LOADS = {
     "prefill": {"prompt": (1, 8192, 8192), "chunks": (4, 512, 4096)},
     "short": {"speculated": (32, 8, 2048), "tails": (8, 16, 8192)},
 }
-"""Rows, queries and tokens per row of the timed problems; the geometric mean of the times decides."""
+"""Rows, queries and tokens per row of the timed problems; the geometric mean of the times
+decides."""
 
 BLOCK_SIZE = 16
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
@@ -70,7 +73,13 @@ class Problem:
 
     @classmethod
     def make(
-        cls, dim: int, dtype: torch.dtype, rows: int, query_len: int, seq_len: int, device: torch.device
+        cls,
+        dim: int,
+        dtype: torch.dtype,
+        rows: int,
+        query_len: int,
+        seq_len: int,
+        device: torch.device,
     ) -> Problem:
         """Random states in blocks in random order."""
         heads, kv_heads, key_dim, value_dim = SHAPES[dim]
@@ -121,7 +130,9 @@ class Problem:
 def decode_candidates(default: LaunchConfig) -> Iterator[LaunchConfig]:
     """The default first, then the alternatives."""
     yield default
-    for tile, warps, stages, programs in itertools.product((16, 32, 64, 128), (2, 4, 8), (2, 3, 4, 5), (1, 2, 3, 4, 6)):
+    for tile, warps, stages, programs in itertools.product(
+        (16, 32, 64, 128), (2, 4, 8), (2, 3, 4, 5), (1, 2, 3, 4, 6)
+    ):
         config = LaunchConfig(tile, default.block_m, warps, stages, programs)
         if config != default:
             yield config
@@ -130,21 +141,28 @@ def decode_candidates(default: LaunchConfig) -> Iterator[LaunchConfig]:
 def prefill_candidates(default: LaunchConfig) -> Iterator[LaunchConfig]:
     """The default first, then the alternatives."""
     yield default
-    for block_m, tile, warps, stages in itertools.product((16, 32, 64, 128), (16, 32, 64, 128), (4, 8), (1, 2, 3, 4)):
+    for block_m, tile, warps, stages in itertools.product(
+        (16, 32, 64, 128), (16, 32, 64, 128), (4, 8), (1, 2, 3, 4)
+    ):
         config = LaunchConfig(tile, block_m, warps, stages)
         if config != default:
             yield config
 
 
 def choose(
-    options: Iterator[Config], is_right: Callable[[Config], bool], time_us: Callable[[Config], float]
+    options: Iterator[Config],
+    is_right: Callable[[Config], bool],
+    time_us: Callable[[Config], float],
 ) -> tuple[Config, dict[Config, float]]:
-    """The fastest correct candidate, and the time of each. Candidates that do not fit the chip are left out."""
+    """The fastest correct candidate, and the time of each. Candidates that do not fit the chip are
+    left out."""
     times: dict[Config, float] = {}
     for config in options:
         try:
             if not is_right(config):
-                print(f"  {config} gives other numbers than the reference: left out", file=sys.stderr)
+                print(
+                    f"  {config} gives other numbers than the reference: left out", file=sys.stderr
+                )
                 continue
             times[config] = time_us(config)
         except Exception as error:  # OutOfResources or a compiler error: the reason is Triton's
@@ -178,7 +196,9 @@ def decode_tasks(dim: int, dtype: torch.dtype, chip: str) -> list[Task]:
     """Entries that decodes of these heads look up."""
     heads, kv_heads, key_dim, value_dim = SHAPES[dim]
     group = heads // kv_heads
-    options = decode_candidates(configs.default_decode_config(key_dim, value_dim, dtype, group))
+    options = decode_candidates(
+        configs.default_decode_config(key_dim, value_dim, dtype, group, chip)
+    )
     key = configs.key("decode", key_dim, value_dim, dtype, group)
     return [Task(key, dim, dtype, LOADS["decode"], list(options), Problem.decode)]
 
@@ -191,8 +211,11 @@ def prefill_tasks(dim: int, dtype: torch.dtype, chip: str) -> list[Task]:
         loads = LOADS[name]
         rows = heads // kv_heads * max(queries for _, queries, _ in loads.values())
         key = configs.key("prefill", key_dim, value_dim, dtype, min(rows, 128))
-        if key not in tasks:  # else enough query heads share a K/V head for short chunks to fill tiles, too
-            options = prefill_candidates(configs.default_prefill_config(key_dim, value_dim, dtype, rows, chip))
+        if key not in tasks:
+            # else enough query heads share a K/V head for short chunks to fill tiles, too
+            options = prefill_candidates(
+                configs.default_prefill_config(key_dim, value_dim, dtype, rows, chip)
+            )
             tasks[key] = Task(key, dim, dtype, loads, list(options), Problem.prefill)
     return list(tasks.values())
 
@@ -208,7 +231,9 @@ def tune(task: Task, device: torch.device) -> tuple[LaunchConfig, dict[str, Any]
     expected = small.run(reference).float()
 
     def is_right(config: LaunchConfig) -> bool:
-        return torch.allclose(task.run(small, config).float(), expected, atol=tolerance, rtol=tolerance)
+        return torch.allclose(
+            task.run(small, config).float(), expected, atol=tolerance, rtol=tolerance
+        )
 
     def time_us(config: LaunchConfig) -> float:
         times = [do_bench_cudagraph(lambda p=p: task.run(p, config)) * 1000 for p in problems]
@@ -216,7 +241,11 @@ def tune(task: Task, device: torch.device) -> tuple[LaunchConfig, dict[str, Any]
 
     best, times = choose(iter(task.options), is_right, time_us)
     default_us = times.get(task.options[0], math.nan)
-    return best, {"best_us": round(times[best], 2), "default_us": round(default_us, 2), "loads": task.loads}
+    return best, {
+        "best_us": round(times[best], 2),
+        "default_us": round(default_us, 2),
+        "loads": task.loads,
+    }
 
 
 def write(path: Path, chip: dict[str, Any], key: str, config: Any, figures: dict[str, Any]) -> None:
@@ -231,18 +260,39 @@ def write(path: Path, chip: dict[str, Any], key: str, config: Any, figures: dict
 def main() -> None:
     """Tunes and writes the table, or compiles the candidates."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dims", type=int, nargs="+", choices=sorted(SHAPES), default=[64, 128, 256])
-    parser.add_argument("--dtypes", nargs="+", choices=["bfloat16", "float16", "float32"], default=["bfloat16"])
+    parser.add_argument(
+        "--dims", type=int, nargs="+", choices=sorted(SHAPES), default=[64, 128, 256]
+    )
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=["bfloat16", "float16", "float32"], default=["bfloat16"]
+    )
     parser.add_argument("--kernels", nargs="+", choices=sorted(TASKS), default=sorted(TASKS))
-    parser.add_argument("--compile-only", action="store_true", help="compile candidates into --cache, without a GPU")
+    parser.add_argument(
+        "--compile-only", action="store_true", help="compile candidates into --cache, without a GPU"
+    )
     parser.add_argument("--target", choices=list(CHIPS), help="the chip to compile for")
     parser.add_argument("--cache", type=Path, help="folder of compiled kernels (Triton's own)")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile")
-    parser.add_argument("--quick", action="store_true", help="two candidates of each entry: shows that it runs")
-    parser.add_argument("--block-sizes", action="store_true", help="a table of what block sizes cost instead")
-    parser.add_argument("--device", choices=devices(), default=devices()[-1], help="of --block-sizes (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=240, help="that --block-sizes takes, about (%(default)s)")
-    parser.add_argument("--folder", type=Path, default=costs.FOLDER, help="of tables of --block-sizes (the package's)")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="two candidates of each entry: shows that it runs"
+    )
+    parser.add_argument(
+        "--block-sizes", action="store_true", help="a table of what block sizes cost instead"
+    )
+    parser.add_argument(
+        "--device", choices=devices(), default=devices()[-1], help="of --block-sizes (%(default)s)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=240, help="that --block-sizes takes, about (%(default)s)"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=costs.FOLDER,
+        help="of tables of --block-sizes (the package's)",
+    )
     options = parser.parse_args()
     if options.cache is not None:
         os.environ["TRITON_CACHE_DIR"] = str(options.cache.resolve())
@@ -255,12 +305,16 @@ def main() -> None:
         from benchmarks.precompile import precompile
 
         if options.target is None or options.cache is None:
-            parser.error("--compile-only needs --target, such as sm_90, and --cache, the folder to compile into")
+            parser.error(
+                "--compile-only needs --target, such as sm_90, and --cache, the folder to compile"
+                " into"
+            )
         print(precompile(options.target, shapes, options.jobs, most))
         return
     if not torch.cuda.is_available():
         raise SystemExit(
-            "benchmarks.tune measures kernels on a CUDA device, and there is none here; --compile-only needs none"
+            "benchmarks.tune measures kernels on a CUDA device, and there is none here;"
+            " --compile-only needs none"
         )
     device = torch.device("cuda", torch.cuda.current_device())
     chip = configs.chip(device)

@@ -3,11 +3,11 @@ Contiguous rows in virtual memory (`storage="virtual"`) against contiguous K/V, 
 
     python -m benchmarks.virtual [--only REGEX] [--turns 15] [--quick] [--json PATH]
 
-Decode steps of whole models with custom attention code, on the same states, over a `PagedCache` with blocks, one with
-contiguous rows, and transformers' `DynamicCache`; attention alone of chunks and decodes on a host without a C++
-compiler, relative to SDPA on contiguous tensors; bytes of pages that rows, samples and beams hold; and cost and gain of
-each of vAttention's mechanisms in the same decode steps. Contenders take turns; each ratio is the median over turns,
-with its 95% interval.
+Decode steps of whole models with custom attention code, on the same states, over a `PagedCache`
+with blocks, one with contiguous rows, and transformers' `DynamicCache`; attention alone of chunks
+and decodes on a host without a C++ compiler, relative to SDPA on contiguous tensors; bytes of pages
+that rows, samples and beams hold; and cost and gain of each of vAttention's mechanisms in the same
+decode steps. Contenders take turns; each ratio is the median over turns, with its 95% interval.
 """
 
 from __future__ import annotations
@@ -49,16 +49,30 @@ TARGETS = {"gpt_neo": 0.95, "gptj": 0.95, "bloom": 1.15}
 
 
 def own_models(quick: bool, layers: int = 12) -> dict[str, PreTrainedModel]:
-    """Models with custom attention code, at the width of models of 100 million parameters and more."""
+    """Models with custom attention code, at the width of models of 100 million parameters and
+    more."""
     layers, width, heads = (2, 64, 4) if quick else (layers, 768, 12)
     common = {"vocab_size": 1000, "eos_token_id": None, "bos_token_id": 1, "pad_token_id": 0}
-    neo = {"attention_types": [[["global", "local"], layers // 2]], "num_layers": layers, "num_heads": heads}
+    neo = {
+        "attention_types": [[["global", "local"], layers // 2]],
+        "num_layers": layers,
+        "num_heads": heads,
+    }
     configs = {
-        "gpt_neo": transformers.GPTNeoConfig(hidden_size=width, max_position_embeddings=2048, **neo, **common),
-        "gptj": transformers.GPTJConfig(
-            n_embd=width, n_layer=layers, n_head=heads, rotary_dim=width // heads // 2, n_positions=2048, **common
+        "gpt_neo": transformers.GPTNeoConfig(
+            hidden_size=width, max_position_embeddings=2048, **neo, **common
         ),
-        "bloom": transformers.BloomConfig(hidden_size=width, n_layer=layers, n_head=heads, **common),
+        "gptj": transformers.GPTJConfig(
+            n_embd=width,
+            n_layer=layers,
+            n_head=heads,
+            rotary_dim=width // heads // 2,
+            n_positions=2048,
+            **common,
+        ),
+        "bloom": transformers.BloomConfig(
+            hidden_size=width, n_layer=layers, n_head=heads, **common
+        ),
     }
     torch.manual_seed(0)
     make = transformers.AutoModelForCausalLM.from_config
@@ -76,7 +90,9 @@ def in_turns(works: dict[str, Callable[[], float]], turns: int) -> dict[str, lis
     return times
 
 
-def compare(what: str, times: dict[str, list[float]], base: str, targets: dict[str, float]) -> list[dict[str, Any]]:
+def compare(
+    what: str, times: dict[str, list[float]], base: str, targets: dict[str, float]
+) -> list[dict[str, Any]]:
     """A row for each contender: its time over that of `base` in the same turns."""
     rows = []
     for name, seconds in times.items():
@@ -97,7 +113,9 @@ def compare(what: str, times: dict[str, list[float]], base: str, targets: dict[s
     return rows
 
 
-def stepper(model: PreTrainedModel, cache: Any, ids: torch.Tensor, steps: int) -> Callable[[], float]:
+def stepper(
+    model: PreTrainedModel, cache: Any, ids: torch.Tensor, steps: int
+) -> Callable[[], float]:
     """Seconds per decode step, over some steps after the same prompt; then crops the cache."""
     length = ids.shape[1]
     model(ids, **{compat.OUTPUT_CACHE: cache}, use_cache=True)
@@ -135,7 +153,8 @@ def decode(turns: int, quick: bool, only: str) -> list[dict[str, Any]]:
     return found
 
 
-SHAPES = {"qwen2.5-0.5b": (14, 2, 64), "llama-3.1-8b": (32, 8, 128)}  # query heads, K/V heads, head dim
+# query heads, K/V heads, head dim
+SHAPES = {"qwen2.5-0.5b": (14, 2, 64), "llama-3.1-8b": (32, 8, 128)}
 
 
 def over_layers(function: Callable[[int], torch.Tensor], layers: int) -> float:
@@ -158,23 +177,38 @@ class Paged:
         queries: int,
         keeps_step: bool = False,
     ) -> None:
-        self.cache, self.view, self.storage, self.query, self.queries = cache, view, storage, query, queries
-        self.fields, self.keeps_step = (view.block_tables, view.seq_lens, view.block_size), keeps_step
+        self.cache, self.view, self.storage, self.query, self.queries = (
+            cache,
+            view,
+            storage,
+            query,
+            queries,
+        )
+        self.fields, self.keeps_step = (
+            (view.block_tables, view.seq_lens, view.block_size),
+            keeps_step,
+        )
         self.step: StepMetadata | None = None
 
     def __call__(self, layer: int) -> torch.Tensor:
         if self.step is None or (layer == 0 and not self.keeps_step):
             self.step = StepMetadata.rectangle(*self.fields, query_len=self.queries)
         scale = self.query.shape[-1] ** -0.5
-        return gather.attend(AttentionCall(self.query, self.storage.layers[layer], self.step, scale=scale))
+        return gather.attend(
+            AttentionCall(self.query, self.storage.layers[layer], self.step, scale=scale)
+        )
 
 
 def stages(
-    paged: Paged, functions: dict[str, Callable[[int], torch.Tensor]], product: Callable[..., torch.Tensor]
+    paged: Paged,
+    functions: dict[str, Callable[[int], torch.Tensor]],
+    product: Callable[..., torch.Tensor],
 ) -> None:
-    """Adds contenders for parts of a step: attention with the step planned before, and `product` of its keys and
-    values alone."""
-    planned = Paged(paged.cache, paged.view, paged.storage, paged.query, paged.queries, keeps_step=True)
+    """Adds contenders for parts of a step: attention with the step planned before, and `product` of
+    its keys and values alone."""
+    planned = Paged(
+        paged.cache, paged.view, paged.storage, paged.query, paged.queries, keeps_step=True
+    )
     planned(0)
     assert planned.step is not None
     seen = []
@@ -187,8 +221,8 @@ def stages(
 
 
 def attention(turns: int, quick: bool, only: str) -> list[dict[str, Any]]:
-    """The portable path, as on a host without a C++ compiler: over blocks, over contiguous rows, and SDPA on
-    tensors."""
+    """The portable path, as on a host without a C++ compiler: over blocks, over contiguous rows,
+    and SDPA on tensors."""
     cases = [("decode 8x512", 8, 512, 1, 1.0), ("chunks 4x64 of 576", 4, 576, 64, 1.02)]
     cases.append(("chunk 1x256 of 2048", 1, 2048, 256, 1.02))
     found = []
@@ -199,23 +233,40 @@ def attention(turns: int, quick: bool, only: str) -> list[dict[str, Any]]:
                 continue
             layers = 2 if quick else 12
             query = torch.randn(rows, heads, queries, dim, dtype=torch.bfloat16)
-            mask = torch.ones(queries, length).tril(length - queries).log().to(query.dtype) if queries > 1 else None
-            states = [[torch.randn(rows, kv_heads, length, dim).bfloat16() for _ in "kv"] for _ in range(layers)]
+            mask = (
+                torch.ones(queries, length).tril(length - queries).log().to(query.dtype)
+                if queries > 1
+                else None
+            )
+            states = [
+                [torch.randn(rows, kv_heads, length, dim).bfloat16() for _ in "kv"]
+                for _ in range(layers)
+            ]
             packed = query.transpose(1, 2).flatten(0, 1).contiguous()
             functions: dict[str, Callable[[int], torch.Tensor]] = {}
 
-            def product(keys: torch.Tensor, values: torch.Tensor, query: Any = query, mask: Any = mask) -> torch.Tensor:
+            def product(
+                keys: torch.Tensor, values: torch.Tensor, query: Any = query, mask: Any = mask
+            ) -> torch.Tensor:
                 if query.shape[2] == 1:  # much faster in half precision than with `enable_gqa`
                     grouped = query.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
-                    return F.scaled_dot_product_attention(grouped, keys, values).reshape(query.shape)
-                return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+                    return F.scaled_dot_product_attention(grouped, keys, values).reshape(
+                        query.shape
+                    )
+                return F.scaled_dot_product_attention(
+                    query, keys, values, attn_mask=mask, enable_gqa=True
+                )
 
-            def contiguous(layer: int, states: Any = states, product: Any = product) -> torch.Tensor:
+            def contiguous(
+                layer: int, states: Any = states, product: Any = product
+            ) -> torch.Tensor:
                 return product(*states[layer])
 
             functions["contiguous"] = contiguous
             for kind in (BLOCKS, VIRTUAL):
-                config = hf_paged.PagedConfig(storage=kind, block_size=16 if kind == BLOCKS else 4096 // (2 * dim))
+                config = hf_paged.PagedConfig(
+                    storage=kind, block_size=16 if kind == BLOCKS else 4096 // (2 * dim)
+                )
                 cache = PagedCache(None, config)
                 for layer, (keys, values) in enumerate(states):
                     cache.update(keys, values, layer)
@@ -227,9 +278,14 @@ def attention(turns: int, quick: bool, only: str) -> list[dict[str, Any]]:
                 if kind == VIRTUAL:
                     stages(paged, functions, product)
                 expected = contiguous(1).transpose(1, 2).flatten(0, 1).float()
-                assert torch.allclose(paged(1).float(), expected, atol=3e-2), f"{what}: {kind} differs"
+                assert torch.allclose(paged(1).float(), expected, atol=3e-2), (
+                    f"{what}: {kind} differs"
+                )
 
-            works = {name: functools.partial(over_layers, function, layers) for name, function in functions.items()}
+            works = {
+                name: functools.partial(over_layers, function, layers)
+                for name, function in functions.items()
+            }
             for work in works.values():
                 work()
             found += compare(what, in_turns(works, turns), "contiguous", {VIRTUAL: target})
@@ -237,8 +293,8 @@ def attention(turns: int, quick: bool, only: str) -> list[dict[str, Any]]:
 
 
 def mechanisms(turns: int, quick: bool, only: str) -> list[dict[str, Any]]:
-    """Decode steps of a small GPT-Neo, for which all contenders can be mapped at once (`pages.Extents`), and calls of
-    `mmap` per step, where rows begin after others that ended."""
+    """Decode steps of a small GPT-Neo, for which all contenders can be mapped at once
+    (`pages.Extents`), and calls of `mmap` per step, where rows begin after others that ended."""
     what = "mechanisms, decode steps of gpt_neo of 4 layers, over 'on demand'"
     if not re.search(only, what):
         return []
@@ -263,9 +319,12 @@ def mechanisms(turns: int, quick: bool, only: str) -> list[dict[str, Any]]:
         return seconds
 
     caches = {
-        name: PagedCache(model.config, {"storage": VirtualStorage(**options)}) for name, options in MECHANISMS.items()
+        name: PagedCache(model.config, {"storage": VirtualStorage(**options)})
+        for name, options in MECHANISMS.items()
     }
-    works = {name: (lambda name=name, cache=cache: work(name, cache)) for name, cache in caches.items()}
+    works = {
+        name: (lambda name=name, cache=cache: work(name, cache)) for name, cache in caches.items()
+    }
     pages.MemoryFile.map = count  # type: ignore[method-assign]
     try:
         for one in works.values():
@@ -273,11 +332,15 @@ def mechanisms(turns: int, quick: bool, only: str) -> list[dict[str, Any]]:
         found = compare(what, in_turns(works, turns), "on demand", {})
     finally:
         pages.MemoryFile.map = own  # type: ignore[method-assign]
-    return [{**row, "mmaps a step": round(statistics.median(counts[row["case"]]) / steps, 1)} for row in found]
+    return [
+        {**row, "mmaps a step": round(statistics.median(counts[row["case"]]) / steps, 1)}
+        for row in found
+    ]
 
 
 def physical(only: str) -> list[dict[str, Any]]:
-    """Bytes of pages in memory with all rows present, relative to contiguous rows, and after their release."""
+    """Bytes of pages in memory with all rows present, relative to contiguous rows, and after their
+    release."""
     found = []
     for name, rows, new, limit in (("8 beams", 8, 32, 0.25), ("16 samples", 16, 32, 0.20)):
         what = f"bytes of pages, {name} over 500 + {new}, qwen2.5-0.5b heads"
@@ -313,14 +376,17 @@ BASES = ("DynamicCache", "contiguous", "on demand")
 
 
 def pooled(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows that combine the turns of several runs of one revision, a process each; a target is met if the interval of
-    the ratio reaches it."""
+    """Rows that combine the turns of several runs of one revision, a process each; a target is met
+    if the interval of the ratio reaches it."""
     parts: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for row in (row for run in runs for row in run["rows"]):
         parts.setdefault(row["what"], {}).setdefault(row["case"], []).append(row)
     found = []
     for what, cases in parts.items():
-        seconds = {case: [one for row in rows for one in row.get("seconds", [])] for case, rows in cases.items()}
+        seconds = {
+            case: [one for row in rows for one in row.get("seconds", [])]
+            for case, rows in cases.items()
+        }
         base = next((case for case in BASES if case in cases), "")
         for case, rows in cases.items():
             if case == base:
@@ -328,7 +394,9 @@ def pooled(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             line: dict[str, Any] = {"what": what, "case": case}
             ratios = paired.ratios(seconds[case], seconds.get(base, []))
             value = statistics.median(ratios) if ratios else rows[0]["ratio"]
-            low, high = paired.interval(ratios) or ((min(ratios), max(ratios)) if ratios else (value, value))
+            low, high = paired.interval(ratios) or (
+                (min(ratios), max(ratios)) if ratios else (value, value)
+            )
             if ratios:
                 line["turns, processes"] = f"{len(ratios)}, {len(rows)}"
                 line["ms"] = 1e3 * statistics.median(seconds[case])
@@ -337,19 +405,28 @@ def pooled(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 line["ratio"] = f"{value:.3f}"
             target = rows[0].get("target")
             line["target"] = "" if target is None else paired.at_most(low, target)
-            more = {"mmaps a step": "calls of `mmap` a step", "bytes after": "bytes when all rows are gone"}
-            line["more"] = "; ".join(f"{rows[0][key]} {title}" for key, title in more.items() if key in rows[0])
+            more = {
+                "mmaps a step": "calls of `mmap` a step",
+                "bytes after": "bytes when all rows are gone",
+            }
+            line["more"] = "; ".join(
+                f"{rows[0][key]} {title}" for key, title in more.items() if key in rows[0]
+            )
             found.append(line)
     return found
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="regular expression on what is measured")
     parser.add_argument("--turns", type=int, help="of all contenders (15; 2 with --quick)")
     parser.add_argument("--threads", type=int, help="of PyTorch; as many as it takes without it")
-    parser.add_argument("--quick", action="store_true", help="tiny models: only to see that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny models: only to see that it runs"
+    )
     parser.add_argument("--json", help="also write the results here")
     args = parser.parse_args(argv)
     if args.threads:

@@ -1,4 +1,5 @@
-"""Inputs of `benchmarks.generate`: the workloads W1 to W6, the trace of arrivals, and the prompts of each repeat."""
+"""Inputs of `benchmarks.generate`: the workloads W1 to W6, the trace of arrivals, and the prompts
+of each repeat."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class Batch:
 class Workload:
     """
     Args:
-        prompt_lengths, new_tokens: Drawn for each prompt with the given generator; the same in every repeat.
+        prompt_lengths, new_tokens: Drawn for each prompt with the given generator; the same in
+            every repeat.
         prefix (`int`): Length of the common prefix of all prompts.
         options (`dict`): Options of `generate`.
         target (`float`, *optional*): Least ratio of plain's time to ours; from the issue.
@@ -67,7 +69,9 @@ class Workload:
             return [words.randrange(FIRST_WORD, vocab - 1) for _ in range(length)]
 
         prefix = text(self.prefix)
-        prompts = [prefix + text(lengths.randint(*self.prompt_lengths)) for _ in range(self.num_prompts)]
+        prompts = [
+            prefix + text(lengths.randint(*self.prompt_lengths)) for _ in range(self.num_prompts)
+        ]
         return Batch(prompts, [lengths.randint(*self.new_tokens) for _ in prompts])
 
     def scaled(self, prompts: float, tokens: float) -> Workload:
@@ -90,12 +94,40 @@ GREEDY = {"do_sample": False}
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload("W1", "32 ragged prompts of 32..256, 64 new", 32, (32, 256), (64, 64), 0, GREEDY, 1.3),
-        Workload("W2", "64 such prompts, 8..256 new", 64, (32, 256), (8, 256), 0, GREEDY, 2.0, (32, 64)),
-        Workload("W3", "64 prompts, 512 tokens shared + 8..64, 32 new", 64, (8, 64), (32, 32), 512, GREEDY, 3.0),
+        Workload(
+            "W1",
+            "32 prompts of 32 to 256 tokens, 64 new each",
+            32,
+            (32, 256),
+            (64, 64),
+            0,
+            GREEDY,
+            1.3,
+        ),
+        Workload(
+            "W2",
+            "64 prompts of 32 to 256 tokens, 8 to 256 new each",
+            64,
+            (32, 256),
+            (8, 256),
+            0,
+            GREEDY,
+            2.0,
+            (32, 64),
+        ),
+        Workload(
+            "W3",
+            "64 prompts with the same first 512 tokens, 32 new each",
+            64,
+            (8, 64),
+            (32, 32),
+            512,
+            GREEDY,
+            3.0,
+        ),
         Workload(
             "W4",
-            "16 samples of one prompt of 512, 64 new",
+            "16 samples of a prompt of 512 tokens, 64 new each",
             1,
             (512, 512),
             (64, 64),
@@ -106,7 +138,7 @@ WORKLOADS = {
         ),
         Workload(
             "W5",
-            "8 beams over 512, 64 new",
+            "8 beams of a prompt of 512 tokens, 64 new",
             1,
             (512, 512),
             (64, 64),
@@ -115,17 +147,33 @@ WORKLOADS = {
             1.5,
             fewest=3,
         ),
-        Workload("W6", "one prompt of 16, 64 new", 1, (16, 16), (64, 64), 0, GREEDY, 1.0, (), 8, 8, processes=2),
+        Workload(
+            "W6",
+            "one prompt of 16 tokens, 64 new",
+            1,
+            (16, 16),
+            (64, 64),
+            0,
+            GREEDY,
+            1.0,
+            (),
+            8,
+            8,
+            processes=2,
+        ),
     )
 }
 
 
 def sharegpt_like(num_requests: int, scale: float, vocab: int, repeat: int = 0) -> Batch:
+    """Lengths like ShareGPT's in the PagedAttention paper (arXiv 2309.06180, section 6.1):
+    log-normal with means of 161 in and 338 out, at most 2048 each, times `scale`. Another `repeat`
+    has other words and the same lengths.
     """
-    Lengths like ShareGPT's in the PagedAttention paper (arXiv 2309.06180, section 6.1): log-normal with means of 161 in
-    and 338 out, at most 2048 each, times `scale`. Another `repeat` has other words and the same lengths.
-    """
-    draw, words = random.Random("sharegpt"), random.Random(f"sharegpt words {repeat or ''}".rstrip())
+    draw, words = (
+        random.Random("sharegpt"),
+        random.Random(f"sharegpt words {repeat or ''}".rstrip()),
+    )
 
     def length(mean: float, sigma: float) -> int:
         # exp(mu + sigma^2 / 2) is the mean of a log-normal
@@ -133,7 +181,9 @@ def sharegpt_like(num_requests: int, scale: float, vocab: int, repeat: int = 0) 
         return max(4, round(min(2048.0, drawn) * scale))
 
     lengths = [(length(161, 1.0), length(338, 0.8)) for _ in range(num_requests)]
-    prompts = [[words.randrange(FIRST_WORD, vocab - 1) for _ in range(inputs)] for inputs, _ in lengths]
+    prompts = [
+        [words.randrange(FIRST_WORD, vocab - 1) for _ in range(inputs)] for inputs, _ in lengths
+    ]
     return Batch(prompts, [outputs for _, outputs in lengths])
 
 
@@ -147,9 +197,8 @@ def poisson_times(num_requests: int, rate: float) -> list[float]:
 
 
 def contiguous_bytes(shape: Shape, workload: Workload, batch: Batch, itemsize: int) -> int:
-    """
-    Bytes of plain `generate`'s `DynamicCache` with all prompts in one batch: every row as wide as the widest prompt
-    plus the longest answer. The last token's K/V are never computed.
+    """Bytes of plain `generate`'s `DynamicCache` with all prompts in one batch: every row as wide
+    as the widest prompt plus the longest answer. The last token's K/V are never computed.
     """
     rows = len(batch.prompts) * max(workload.rows_per_prompt, workload.options.get("num_beams", 1))
     width = max(map(len, batch.prompts)) + max(batch.new_tokens) - 1
@@ -160,7 +209,9 @@ def left_padded(prompts: list[list[int]], device: Any) -> dict[str, torch.Tensor
     """`[rows, longest]` int64 ids and mask."""
     width = max(map(len, prompts))
     ids = torch.tensor([[PAD] * (width - len(row)) + row for row in prompts], device=device)
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts], device=device)
+    mask = torch.tensor(
+        [[0] * (width - len(row)) + [1] * len(row) for row in prompts], device=device
+    )
     return {"input_ids": ids, "attention_mask": mask}
 
 

@@ -1,4 +1,5 @@
-"""Pages and pictures of the site that are kept elsewhere in the checkout, where their readers look for them."""
+"""The package's version at the foot of pages; pages and pictures that are kept elsewhere in the
+checkout."""
 
 from __future__ import annotations
 
@@ -14,13 +15,30 @@ PAGES = {
     "hf_paged/README.md": "map.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "ROADMAP.md": "roadmap.md",
+    "SECURITY.md": "security.md",
     "benchmarks/README.md": "benchmarks-method.md",
 }
 RESULTS = "benchmarks/results"
-KEPT = {**PAGES, **{path.relative_to(ROOT).as_posix(): f"results/{path.name}" for path in (ROOT / RESULTS).iterdir()}}
+KEPT = {
+    **PAGES,
+    **{
+        path.relative_to(ROOT).as_posix(): f"results/{path.name}"
+        for path in (ROOT / RESULTS).iterdir()
+    },
+}
 """Place in the checkout to place in the site."""
 
 _LINK = re.compile(r"(\]\()([^)#\s:]+)")
+
+
+def on_config(config: Any) -> Any:
+    """Puts the version at the foot of each page."""
+    project = (ROOT / "pyproject.toml").read_text()
+    version = re.search(r'^version = "([^"]+)"', project, re.MULTILINE)
+    assert version is not None
+    config.copyright = f"hf_paged {version[1]}, Apache License 2.0"
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -38,7 +56,13 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     def replace(match: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(folder, match[2]))
-        site = KEPT.get(target, target.removeprefix("docs/") if target.startswith("docs/") else None)
-        return match[0] if site is None else match[1] + posixpath.relpath(site, posixpath.dirname(uri) or ".")
+        site = KEPT.get(
+            target, target.removeprefix("docs/") if target.startswith("docs/") else None
+        )
+        return (
+            match[0]
+            if site is None
+            else match[1] + posixpath.relpath(site, posixpath.dirname(uri) or ".")
+        )
 
     return _LINK.sub(replace, markdown)

@@ -1,11 +1,13 @@
-"""Generate for many prompts in several processes, one engine each, and compare with a single process.
+"""Generate for many prompts in several processes, one engine each, and compare with a single
+process.
 
-accelerate starts the processes, splits the prompts among them and gathers the results in prompt order. Each process
-uses its own GPU; without GPUs, all run on the CPU (accelerate's `--cpu` would start a single process, or require MPI).
-The script exits with status 1 if a token differs from a single engine's for all prompts, or from plain `generate`'s for
-a sample of them.
+accelerate starts the processes, splits the prompts among them and gathers the results in prompt
+order. Each process uses its own GPU; without GPUs, all run on the CPU (accelerate's `--cpu` would
+start a single process, or require MPI). The script exits with status 1 if a token differs from a
+single engine's for all prompts, or from plain `generate`'s for a sample of them.
 
-    accelerate launch --multi_gpu --num_processes 2 examples/accelerate_batch.py [--prompts 64] [--quick]
+    accelerate launch --multi_gpu --num_processes 2 examples/accelerate_batch.py
+        [--prompts 64] [--quick]
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ import hf_paged
 SAMPLE_SIZE = 8  # results compared with plain `generate`
 
 
-def generate(state: PartialState, folder: str, prompts: list[list[int]], config: GenerationConfig) -> list[Any]:
+def generate(
+    state: PartialState, folder: str, prompts: list[list[int]], config: GenerationConfig
+) -> list[Any]:
     """Results of all prompts in prompt order, in every process."""
     model = AutoModelForCausalLM.from_pretrained(folder).to(state.device)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -37,11 +41,16 @@ def generate(state: PartialState, folder: str, prompts: list[list[int]], config:
     ):
         results = engine.generate(mine, config)
         stats = engine.stats()
-    print(f"process {state.process_index}: {len(mine)} prompts, {stats.num_generated_tokens} tokens", flush=True)
+    print(
+        f"process {state.process_index}: {len(mine)} prompts, {stats.num_generated_tokens} tokens",
+        flush=True,
+    )
     return gather_object(results)
 
 
-def check(folder: str, prompts: list[list[int]], config: GenerationConfig, results: list[Any]) -> int:
+def check(
+    folder: str, prompts: list[list[int]], config: GenerationConfig, results: list[Any]
+) -> int:
     model = AutoModelForCausalLM.from_pretrained(folder)
     with hf_paged.PagedEngine(model) as engine:
         alone = engine.generate(prompts, config)
@@ -56,7 +65,9 @@ def check(folder: str, prompts: list[list[int]], config: GenerationConfig, resul
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompts", type=int, default=64, help="how many (default 64; 13 with --quick)")
+    parser.add_argument(
+        "--prompts", type=int, default=64, help="how many (default 64; 13 with --quick)"
+    )
     tiny_model.add_arguments(parser, seconds=15)
     arguments = parser.parse_args()
     state = PartialState(cpu=not torch.accelerator.is_available())

@@ -1,8 +1,10 @@
-"""Generate for 500 prompts of different lengths with the batching engine, and compare a sample with plain `generate`.
+"""Generate for 500 prompts of different lengths with the batching engine, and compare a sample with
+plain `generate`.
 
-Every prompt begins with one of a few passages of Python's manual and has a separate limit. The engine batches requests
-as memory allows, computes a common prefix once, and returns the tokens of plain `generate` on each prompt alone. The
-script exits with status 1 if a token of the sample differs.
+Every prompt begins with one of a few passages of Python's manual and has a separate limit. The
+engine batches requests as memory allows, computes a common prefix once, and returns the tokens of
+plain `generate` on each prompt alone. The script exits with status 1 if a token of the sample
+differs.
 
     python examples/batch_generation.py [--prompts 500] [--train-seconds 15] [--quick]
 """
@@ -29,9 +31,12 @@ SAMPLE_SIZE = 16  # results compared with plain `generate`
 
 
 def make_prompts(tokenizer: Any, count: int) -> list[list[int]]:
-    """Token ids of `count` prompts: the beginning of a passage, then text from elsewhere in the manual."""
+    """Token ids of `count` prompts: the beginning of a passage, then text from elsewhere in the
+    manual."""
     draw = random.Random(0)
-    passages = [tokenizer(tiny_model.MANUAL[name])["input_ids"][:PASSAGE_TOKENS] for name in PASSAGES]
+    passages = [
+        tokenizer(tiny_model.MANUAL[name])["input_ids"][:PASSAGE_TOKENS] for name in PASSAGES
+    ]
     manual = tokenizer(" ".join(tiny_model.MANUAL.values()))["input_ids"]
     prompts = []
     for _ in range(count):
@@ -69,25 +74,40 @@ def print_results(results: list[hf_paged.RequestResult]) -> None:
     reasons = [result.finish_reason for result in results]
     counts = ", ".join(f"{reasons.count(reason)} by {reason}" for reason in sorted(set(reasons)))
     print(f"ended: {counts}")
-    print(f"prefix hits: {sum(hit > 0 for hit in hits)} of {len(hits)} prompts; most tokens of one: {max(hits)}")
-    print(f"first token: after {median(first_token):.2f} s in the middle, {first_token[-1]:.2f} s at the latest\n")
+    print(
+        f"prefix hits: {sum(hit > 0 for hit in hits)} of {len(hits)} prompts; most tokens of one:"
+        f" {max(hits)}"
+    )
+    print(
+        f"first token: after {median(first_token):.2f} s in the middle, {first_token[-1]:.2f} s at"
+        " the latest\n"
+    )
     for result in results[:3]:
-        print(f"  {len(result.prompt_ids)} tokens in, {len(result.token_ids)} out: {tiny_model.shown(result.text, 90)}")
+        print(
+            f"  {len(result.prompt_ids)} tokens in, {len(result.token_ids)} out:"
+            f" {tiny_model.shown(result.text, 90)}"
+        )
 
 
-def num_equal(model: Any, results: list[hf_paged.RequestResult], configs: list[GenerationConfig]) -> int:
+def num_equal(
+    model: Any, results: list[hf_paged.RequestResult], configs: list[GenerationConfig]
+) -> int:
     """Number of results whose tokens equal plain `generate`'s on the prompt alone."""
     equal = 0
     for result, config in zip(results, configs):
         prompt = torch.tensor([result.prompt_ids])
-        plain = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config)
+        plain = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), generation_config=config
+        )
         equal += plain[0, prompt.shape[1] :].tolist() == result.token_ids
     return equal
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompts", type=int, default=500, help="how many (default 500; 24 with --quick)")
+    parser.add_argument(
+        "--prompts", type=int, default=500, help="how many (default 500; 24 with --quick)"
+    )
     tiny_model.add_arguments(parser, seconds=15)
     arguments = parser.parse_args()
     model, tokenizer = tiny_model.from_arguments(arguments)
@@ -116,7 +136,10 @@ def main() -> int:
 
     sample = random.Random(2).sample(range(len(prompts)), min(SAMPLE_SIZE, len(prompts)))
     equal = num_equal(model, [results[i] for i in sample], [configs[i] for i in sample])
-    print(f"\n{equal} of {len(sample)} results drawn at random equal plain `generate` on the prompt alone")
+    print(
+        f"\n{equal} of {len(sample)} results drawn at random equal plain `generate` on the prompt"
+        " alone"
+    )
     failed = [result.error for result in results if result.error is not None]
     return 0 if equal == len(sample) and not failed else 1
 

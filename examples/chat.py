@@ -1,8 +1,10 @@
-"""A chat in the browser: answers stream from one `PagedEngine`, with its stats and blocks beside them.
+"""A chat in the browser: answers stream from one `PagedEngine`, with its stats and blocks beside
+them.
 
-Answers of all visitors run in the same batch; a stopped answer, or a closed page, frees its blocks. The next turn of a
-conversation finds the earlier turns in the prefix cache. MODEL is a folder or name of a model with a chat template;
-without MODEL, a small model is trained, which can only rave about Python.
+Answers of all visitors run in the same batch; a stopped answer, or a closed page, frees its blocks.
+The next turn of a conversation finds the earlier turns in the prefix cache. MODEL is a folder or
+name of a model with a chat template; without MODEL, a small model is trained, which can only rave
+about Python.
 
     pip install gradio
     python examples/chat.py [MODEL] [--port 7860] [--train-seconds 60] [--quick]
@@ -31,7 +33,8 @@ def build_page(engine: hf_paged.PagedEngine, generation: dict[str, Any]) -> Any:
         turns.append({"role": "user", "content": message})
         ids = prompt_of(engine.tokenizer, turns)
         text = ""
-        async for output in engine.astream([ids], generation):  # closing this generator cancels the request
+        # closing this generator cancels the request
+        async for output in engine.astream([ids], generation):
             text += output.text or ""
             yield text
             if output.result is not None and output.result.error is not None:
@@ -51,7 +54,9 @@ def build_page(engine: hf_paged.PagedEngine, generation: dict[str, Any]) -> Any:
 def text_of(turn: dict[str, Any]) -> str:
     """Text of a turn, which gradio stores as text or as a list of parts."""
     content = turn["content"]
-    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+    return (
+        content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+    )
 
 
 def prompt_of(tokenizer: Any, turns: list[dict[str, str]]) -> list[int]:
@@ -65,7 +70,8 @@ def prompt_of(tokenizer: Any, turns: list[dict[str, str]]) -> list[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        description=__doc__.partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("model", nargs="?", help="a folder, or a name that transformers loads")
     parser.add_argument("--port", type=int, default=7860)
@@ -82,7 +88,9 @@ def main() -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-        model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="auto", device_map="auto")
+        model = AutoModelForCausalLM.from_pretrained(
+            arguments.model, dtype="auto", device_map="auto"
+        )
     config = hf_paged.PagedConfig(num_blocks=arguments.num_blocks)
     with hf_paged.PagedEngine(model, config, tokenizer=tokenizer) as engine:
         build_page(engine, generation).launch(server_port=arguments.port)

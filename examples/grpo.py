@@ -1,9 +1,10 @@
 """GRPO with TRL and rollouts from paged memory: the same training as with plain `generate`.
 
-One option of the config, `generation_kwargs`, turns it on. Eight samples of a prompt share its blocks. With
-`idle_release_seconds=0` the pool is released after each rollout, so that the optimizer step has all memory. The model
-is a small one that writes nonsense; the reward counts commas. The script exits with status 1 if a token of a rollout,
-or a loss, differs from the run on plain `generate`.
+One option of the config, `generation_kwargs`, turns it on. Eight samples of a prompt share its
+blocks. With `idle_release_seconds=0` the pool is released after each rollout, so that the optimizer
+step has all memory. The model is a small one that writes nonsense; the reward counts commas. The
+script exits with status 1 if a token of a rollout, or a loss, differs from the run on plain
+`generate`.
 
     pip install trl && python examples/grpo.py [--train-seconds 10] [--quick]
 """
@@ -35,7 +36,9 @@ class Rollouts:
         self.tokens: list[list[list[int]]] = []
         self.rewards: list[float] = []
 
-    def reward(self, completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    def reward(
+        self, completions: list[str], completion_ids: list[list[int]], **_: Any
+    ) -> list[float]:
         found = [text.count(",") - 0.1 * abs(len(text) - 60) / 60 for text in completions]
         self.tokens.append([list(map(int, ids)) for ids in completion_ids])
         self.rewards.append(sum(found) / len(found))
@@ -48,12 +51,17 @@ class Memory(TrainerCallback):
     def __init__(self) -> None:
         self.held_bytes: list[int] = []
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
+    ) -> None:
         self.held_bytes.append(hf_paged.memory_stats(model).held_bytes)
 
 
-def train(model: Any, tokenizer: Any, steps: int, new_tokens: int, generation: dict[str, Any]) -> tuple[Any, ...]:
-    """The rollouts, the losses, the pool's bytes at each optimizer step, and the seconds of the training."""
+def train(
+    model: Any, tokenizer: Any, steps: int, new_tokens: int, generation: dict[str, Any]
+) -> tuple[Any, ...]:
+    """The rollouts, the losses, the pool's bytes at each optimizer step, and the seconds of the
+    training."""
     rollouts, memory = Rollouts(), Memory()
     prompts = [text[:160] for _, text in zip(range(steps), tiny_model.MANUAL.values())]
     with tempfile.TemporaryDirectory() as folder:
@@ -92,7 +100,9 @@ def train(model: Any, tokenizer: Any, steps: int, new_tokens: int, generation: d
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=6, help="optimizer steps (default 6; 2 with --quick)")
+    parser.add_argument(
+        "--steps", type=int, default=6, help="optimizer steps (default 6; 2 with --quick)"
+    )
     tiny_model.add_arguments(parser, seconds=10)
     arguments = parser.parse_args()
     model, tokenizer = tiny_model.from_arguments(arguments)
@@ -101,11 +111,17 @@ def main() -> int:
     paged = train(model, tokenizer, *work, PAGED)
     route = hf_paged.last_route(model)
     for step, reward in enumerate(paged[0].rewards):
-        print(f"step {step}: mean reward {reward:+.3f}, loss {paged[1][step]:+.5f}, pool {paged[2][step]} bytes")
+        print(
+            f"step {step}: mean reward {reward:+.3f}, loss {paged[1][step]:+.5f}, pool"
+            f" {paged[2][step]} bytes"
+        )
     print(f"\nseconds: plain {plain[3]:.1f}, paged {paged[3]:.1f}; road: {route.road}")
     print(f"at most {hf_paged.memory_stats(model).peak_bytes / 2**20:.1f} MiB of keys and values")
     equal = paged[0].tokens == plain[0].tokens, paged[1] == plain[1]
-    print(f"equal to plain generate: rollouts {'yes' if equal[0] else 'NO'}, losses {'yes' if equal[1] else 'NO'}")
+    print(
+        f"equal to plain generate: rollouts {'yes' if equal[0] else 'NO'}, losses"
+        f" {'yes' if equal[1] else 'NO'}"
+    )
     return 0 if all(equal) and route.road == "engine" and not any(paged[2]) else 1
 
 

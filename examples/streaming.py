@@ -1,7 +1,9 @@
-"""Streaming: several prompts on one engine, `async for`, a request cancelled half-way, a streamer for each row.
+"""Streaming: several prompts on one engine, `async for`, a request cancelled half-way, a streamer
+for each row.
 
-The tables below have a column per request and are printed line by line as text arrives, which shows that the engine
-serves the requests together. The script exits with status 1 if anything differs from plain `generate`.
+The tables below have a column per request and are printed line by line as text arrives, which shows
+that the engine serves the requests together. The script exits with status 1 if anything differs
+from plain `generate`.
 
     python examples/streaming.py [--train-seconds 15] [--quick]
 """
@@ -28,7 +30,8 @@ WIDTH = 26  # characters per column
 
 
 class Columns:
-    """Prints pieces of text side by side, a column for each of `titles`, and keeps the text of each column."""
+    """Prints pieces of text side by side, a column for each of `titles`, and keeps the text of each
+    column."""
 
     def __init__(self, titles: list[str]) -> None:
         self.texts = ["" for _ in titles]
@@ -75,12 +78,15 @@ def stream(engine: hf_paged.PagedEngine, limits: list[int]) -> list[str]:
 
 
 async def stream_to_clients(engine: hf_paged.PagedEngine, limit: int) -> list[str]:
-    """Runs a coroutine per prompt, as in a server: independent clients that share the engine's steps."""
+    """Runs a coroutine per prompt, as in a server: independent clients that share the engine's
+    steps."""
     columns = Columns([f"client {column}" for column in range(len(PROMPTS))])
 
     async def serve(column: int, prompt: str) -> None:
         await asyncio.sleep(0.02 * column)  # not all arrive at once
-        async for output in engine.astream([prompt], {"max_new_tokens": limit, **tiny_model.GREEDY}):
+        async for output in engine.astream(
+            [prompt], {"max_new_tokens": limit, **tiny_model.GREEDY}
+        ):
             columns.add(column, output.text)
 
     await asyncio.gather(*(serve(column, prompt) for column, prompt in enumerate(PROMPTS)))
@@ -89,7 +95,8 @@ async def stream_to_clients(engine: hf_paged.PagedEngine, limit: int) -> list[st
 
 
 def stream_and_cancel(engine: hf_paged.PagedEngine, limit: int) -> list[list[int]]:
-    """Cancels the second request after a third of its tokens, and returns the tokens of both results."""
+    """Cancels the second request after a third of its tokens, and returns the tokens of both
+    results."""
     columns, results = Columns(PROMPTS[:2]), {}
     options = {"max_new_tokens": limit, **tiny_model.GREEDY}
     first, second = (engine.add_request(prompt, options) for prompt in PROMPTS[:2])
@@ -157,7 +164,9 @@ def main() -> int:
     with hf_paged.PagedEngine(model, tokenizer=tokenizer) as engine:
         print("engine.stream(prompts)\n")
         limits = [limit // 3, limit, limit // 2, limit]
-        expected = [tokenizer.decode(row[:end], skip_special_tokens=True) for row, end in zip(plain, limits)]
+        expected = [
+            tokenizer.decode(row[:end], skip_special_tokens=True) for row, end in zip(plain, limits)
+        ]
         equal.append(stream(engine, limits) == expected)
 
         print("\nengine.astream([prompt]), a coroutine for each prompt\n")

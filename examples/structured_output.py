@@ -1,8 +1,10 @@
-"""Answers that follow a JSON schema, a regular expression or a grammar, beside an unconstrained request.
+"""Answers that follow a JSON schema, a regular expression or a grammar, beside an unconstrained
+request.
 
 The model is small and knows nothing: its answers are nonsense in the right form. Needs xgrammar:
 
-    pip install -e ".[structured]" && python examples/structured_output.py [--train-seconds 15] [--quick]
+    pip install -e ".[structured]" && python examples/structured_output.py
+        [--train-seconds 15] [--quick]
 """
 
 from __future__ import annotations
@@ -40,12 +42,16 @@ def main() -> int:
     with hf_paged.PagedEngine(model, tokenizer=tokenizer) as engine:
         free = engine.add_request(prompt, {**options, "max_new_tokens": 24}, seed=0)
         ids = {
-            engine.add_request(prompt, {**options, "num_return_sequences": 3}, seed=1, **{name: value}): name
+            engine.add_request(
+                prompt, {**options, "num_return_sequences": 3}, seed=1, **{name: value}
+            ): name
             for name, value in asked.items()
         }
         results = {}
         while engine.has_unfinished:
-            results.update((each.request_id, each.result) for each in engine.step() if each.result is not None)
+            results.update(
+                (each.request_id, each.result) for each in engine.step() if each.result is not None
+            )
 
     print(f"\nfree: {tiny_model.shown(results[free].text, 90)}")
     whole = dict.fromkeys(asked, 0)
@@ -55,7 +61,9 @@ def main() -> int:
             if sequence.finish_reason == "eos":  # otherwise it is cut off
                 whole[name] += bool(follows(name, sequence.text))
     print(f"\ncomplete, and of the form that was asked for: {whole}")
-    ended = sum(s.finish_reason == "eos" for request_id in ids for s in results[request_id].sequences)
+    ended = sum(
+        s.finish_reason == "eos" for request_id in ids for s in results[request_id].sequences
+    )
     return 0 if 0 < ended == sum(whole.values()) else 1
 
 
@@ -65,7 +73,9 @@ def follows(name: str, text: str) -> bool:
         found = json.loads(text)
         return set(found) == set(SCHEMA["properties"]) and 1 <= found["line"] <= 999
     return (
-        re.fullmatch(REGEX if name == "regex" else r"[a-z]{2,6} = \d{1,3}(; [a-z]{2,6} = \d{1,3}){1,3}", text)
+        re.fullmatch(
+            REGEX if name == "regex" else r"[a-z]{2,6} = \d{1,3}(; [a-z]{2,6} = \d{1,3}){1,3}", text
+        )
         is not None
     )
 

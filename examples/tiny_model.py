@@ -1,11 +1,13 @@
-"""A small Llama, trained on Python's own manual in seconds: the model of every example. Nothing is downloaded."""
+"""A small Llama, trained on Python's own manual in seconds: the model of every example. Nothing is
+downloaded."""
 
 from __future__ import annotations
 
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Threads that spin while waiting slow a step down many times when other programs need the same cores.
+# Threads that spin while waiting slow a step down many times when other programs need the same
+# cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import argparse
@@ -19,22 +21,51 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils.logging import disable_progress_bar
 
-MANUAL = {  # by topic: its text on one line, without tables
-    name: " ".join(word for line in text.splitlines() if line.lstrip()[:1] not in "+|" for word in line.split())
+MANUAL = {  # by topic: its text on one line, without tables and the lines below titles
+    name: " ".join(
+        word
+        for line in text.splitlines()
+        if line.lstrip()[:1] not in "+|" and line.strip("*=-")
+        for word in line.split()
+    )
     for name, text in topics.items()
 }
-VOCAB_SIZE = 2048
+# The topics that the model learns: few, so that within a minute it reads each a dozen times. The
+# tokenizer learns them, too, until each of their words is a token: so the model spells its words
+# right.
+LEARNED = (
+    "exceptions",
+    "objects",
+    "class",
+    "with",
+    "naming",
+    "raise",
+    "try",
+    "function",
+    "execmodel",
+)
+VOCAB_SIZE = 4096  # at most: these topics have fewer tokens
 TRAIN_LENGTH = 256  # tokens of one training row
 TRAIN_BATCH = 2  # rows of one training step
 
 LLAMA = dict(
-    hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4
+    hidden_size=256,
+    intermediate_size=768,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=4,
 )  # 3.7 million parameters with grouped-query attention
-# A barely trained small model would repeat one token whatever its K/V are. With wide random weights and untied output
-# embeddings, each token depends on all earlier ones.
+# A barely trained small model would repeat one token whatever its K/V are. With wide random weights
+# and untied output embeddings, each token depends on all earlier ones.
 QUICK_LLAMA = dict(
     hidden_size=128,
     intermediate_size=256,
@@ -51,10 +82,15 @@ GREEDY = dict(do_sample=False, no_repeat_ngram_size=2)  # otherwise so small a m
 def add_arguments(parser: argparse.ArgumentParser, seconds: float) -> None:
     """Adds `--train-seconds`, with its default, and `--quick`."""
     parser.add_argument(
-        "--train-seconds", type=float, default=seconds, help=f"wall time of the training (default {seconds:g})"
+        "--train-seconds",
+        type=float,
+        default=seconds,
+        help=f"wall time of the training (default {seconds:g})",
     )
     parser.add_argument(
-        "--quick", action="store_true", help="a smaller model, not trained, and little work: to see that all runs"
+        "--quick",
+        action="store_true",
+        help="a smaller model, not trained, and little work: to see that all runs",
     )
 
 
@@ -83,7 +119,8 @@ def trained_model(
 
 
 def train_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on the manual; pads on the left, as generation needs."""
+    """A byte-level BPE tokenizer of the words in the learned topics; pads on the left, as
+    generation needs."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -93,7 +130,7 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(MANUAL.values(), trainer)
+    tokenizer.train_from_iterator([MANUAL[name] for name in LEARNED], trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
@@ -118,7 +155,8 @@ def build_model(tokenizer: PreTrainedTokenizerFast, **options: Any) -> LlamaForC
 
 
 def build_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices between the embeddings, AdamW for the rest: faster than AdamW alone for so few steps."""
+    """Muon for the matrices between the embeddings, AdamW for the rest: faster than AdamW alone for
+    so few steps."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     known = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in known]
@@ -135,16 +173,22 @@ def train(
     max_steps: int | None = None,
     verbose: bool = True,
 ) -> None:
-    """
-    Next-token training on random windows of the manual for `seconds`, or for `max_steps` steps; the learning rate
-    follows the completed share.
+    """Next-token training on random windows of the manual for `seconds`, or for `max_steps` steps;
+    the learning rate follows the completed share.
     """
     tokens = torch.tensor(
-        [token for topic in MANUAL.values() for token in [*tokenizer(topic)["input_ids"], tokenizer.eos_token_id]]
+        [
+            token
+            for name in LEARNED
+            for token in [*tokenizer(MANUAL[name])["input_ids"], tokenizer.eos_token_id]
+        ]
     )  # [num_tokens]
     if verbose:
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        print(f"Llama, {parameters / 1e6:.1f} million parameters; {len(tokens):,} tokens of the Python manual")
+        print(
+            f"Llama, {parameters / 1e6:.1f} million parameters; {len(tokens):,} tokens of the"
+            " Python manual"
+        )
 
     optimizers = build_optimizers(model)
     peak_rates = [optimizer.defaults["lr"] for optimizer in optimizers]
@@ -159,7 +203,9 @@ def train(
             scale = min(1.0, steps / 20) * (0.525 + 0.475 * math.cos(math.pi * done))
             for optimizer, rate in zip(optimizers, peak_rates):
                 optimizer.param_groups[0]["lr"] = rate * scale
-            offsets = torch.randint(len(tokens) - TRAIN_LENGTH, (TRAIN_BATCH, 1), generator=generator)
+            offsets = torch.randint(
+                len(tokens) - TRAIN_LENGTH, (TRAIN_BATCH, 1), generator=generator
+            )
             batch = tokens[offsets + torch.arange(TRAIN_LENGTH)]  # [TRAIN_BATCH, TRAIN_LENGTH]
             loss = model(input_ids=batch, labels=batch, use_cache=False).loss
             loss.backward()
@@ -170,7 +216,9 @@ def train(
             elapsed = time.perf_counter() - start
             done = elapsed / seconds if max_steps is None else steps / max_steps
             bar.n = round(min(done, 1) * 100)
-            bar.set_postfix_str(f"{elapsed:.0f} s, step {steps}, loss {loss.item():.2f}", refresh=False)
+            bar.set_postfix_str(
+                f"{elapsed:.0f} s, step {steps}, loss {loss.item():.2f}", refresh=False
+            )
             bar.update(0)
     model.eval()
 
@@ -185,17 +233,21 @@ def save_and_reload(
         size = (Path(folder) / "model.safetensors").stat().st_size
         if verbose:
             print(f"saved and reloaded: model.safetensors, {size / 2**20:.1f} MiB\n")
-        return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+        return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(
+            folder
+        )
 
 
 def cache_bytes(output: Any) -> int:
     """Bytes of K/V in the plain cache that `generate` returned with its output."""
-    cache = output.cache if "cache" in output else output.past_key_values  # the name up to transformers 5.23
+    # the name up to transformers 5.23
+    cache = output.cache if "cache" in output else output.past_key_values
     return sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values))
 
 
 def print_table(rows: list[tuple[str, ...]]) -> None:
-    """Prints rows of cells below the first row, the header; all columns but the first are right-aligned."""
+    """Prints rows of cells below the first row, the header; all columns but the first are
+    right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in [rows[0], tuple("-" * width for width in widths), *rows[1:]]:
         numbers = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:])]

@@ -1,54 +1,102 @@
-"""
-Paged KV memory for Hugging Face `generate`: the same tokens, with K/V in blocks of a pool that rows share.
+"""Paged KV memory for Hugging Face `generate`: the same tokens, with K/V in blocks of a pool that
+rows share.
 
-    model.generate(**inputs, cache_implementation="paged")            # any model; threads' calls share forwards
-    model.generate(**inputs, cache_implementation="paged", cache_config={"num_blocks": 4096})  # with a limit
-    hf_paged.last_route(model), hf_paged.memory_stats(model)          # how the call was served, and why; bytes
+    # any model; threads' calls share forwards
+    model.generate(**inputs, cache_implementation="paged")
+    # with a limit
+    model.generate(**inputs, cache_implementation="paged", cache_config={"num_blocks": 4096})
+    # how the call was served, and why; bytes
+    hf_paged.last_route(model), hf_paged.memory_stats(model)
 
-    with hf_paged.PagedEngine(model, tokenizer=tokenizer) as engine:  # many requests: continuous batching
+    # many requests: continuous batching
+    with hf_paged.PagedEngine(model, tokenizer=tokenizer) as engine:
         results = engine.generate(["a prompt", "another"], {"max_new_tokens": 64})
 
-`PagedConfig` has every option. `PagedCache` is a `transformers.Cache` for decoding loops that you write yourself.
+`PagedConfig` has every option. `PagedCache` is a `transformers.Cache` for decoding loops that you
+write yourself.
+
+The public names, each with a help of its own (`help(hf_paged.PagedEngine)`):
+
+    install, uninstall        add "paged" to `generate`, which importing hf_paged does; undo it
+    last_route, Route         how a model's last call was served, and why
+    memory_stats, MemoryStats what a model's keys and values take, and what plain's cache would
+    free                      frees a model's pool
+    budget                    limits the pools of all models together, in bytes
+    check_integrity           checks a model's pool against its block tables
+    PagedConfig               every option of the memory and of the engine
+    PrefixTiers               the option for host memory and disk below the prefix cache
+    VirtualStorage            the option for rows that are also contiguous addresses
+    PagedEngine               continuous batching of many requests on one model
+    RequestOutput             new tokens of a request, as `stream` and `step` return them
+    RequestResult             a finished request: its sequences, error, timings
+    SequenceResult            one generated sequence: token ids, text, log-probabilities
+    EngineStats               an engine's state and counters
+    PagedCache                a `transformers.Cache` in blocks
+    serve_rank                serves a sharded model's engine in the other processes
+    OutOfBlocksError          raised when a limit leaves too few blocks
+    EngineStalledError        raised when an engine's requests cannot advance
+    RankLostError             raised when another process of a sharded model has ended
 """
 
-from .batching.engine import PagedEngine
-from .batching.loop import EngineStalledError
-from .batching.ranks import serve_rank
-from .batching.results import EngineStats, RequestOutput, RequestResult, SequenceResult
-from .cache.block_pool import OutOfBlocksError
-from .cache.budget import budget
-from .cache.memory import MemoryStats
-from .cache.paged_cache import PagedCache
-from .config import PagedConfig, PrefixTiers, VirtualStorage
-from .generation.install import install, install_of_environment, uninstall
-from .model.ranks import RankLostError
-from .model.registry import Route, check_integrity, free, last_route, memory_stats
+import sys as _sys
+from types import ModuleType as _Module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 __version__ = "0.2.0"
 
-__all__ = [
-    "EngineStalledError",
-    "EngineStats",
-    "MemoryStats",
-    "OutOfBlocksError",
-    "PagedCache",
-    "PagedConfig",
-    "PagedEngine",
-    "PrefixTiers",
-    "RankLostError",
-    "RequestOutput",
-    "RequestResult",
-    "Route",
-    "SequenceResult",
-    "VirtualStorage",
-    "budget",
-    "check_integrity",
-    "free",
-    "install",
-    "last_route",
-    "memory_stats",
-    "serve_rank",
-    "uninstall",
-]
 
-install_of_environment()
+def _is_command() -> bool:
+    """Whether Python imports the package to run `python -m hf_paged`. That command starts another
+    program, for which it needs no model: without torch and transformers it starts at once. `import
+    hf_paged` in any other code installs."""
+    # while Python looks for the module, "-m" stands in place of its path; the arguments follow the
+    # module's name
+    return _sys.argv[:1] == ["-m"] and _sys.orig_argv[-len(_sys.argv) :][0] in (
+        "hf_paged",
+        "-mhf_paged",
+    )
+
+
+# `as` marks public names for type checkers.
+if not _is_command():
+    from .batching.engine import PagedEngine as PagedEngine
+    from .batching.loop import EngineStalledError as EngineStalledError
+    from .batching.ranks import serve_rank as serve_rank
+    from .batching.results import EngineStats as EngineStats
+    from .batching.results import RequestOutput as RequestOutput
+    from .batching.results import RequestResult as RequestResult
+    from .batching.results import SequenceResult as SequenceResult
+    from .cache.block_pool import OutOfBlocksError as OutOfBlocksError
+    from .cache.budget import budget as budget
+    from .cache.memory import MemoryStats as MemoryStats
+    from .cache.paged_cache import PagedCache as PagedCache
+    from .config import PagedConfig as PagedConfig
+    from .config import PrefixTiers as PrefixTiers
+    from .config import VirtualStorage as VirtualStorage
+    from .generation.install import install as install
+    from .generation.install import install_of_environment as _install_of_environment
+    from .generation.install import uninstall as uninstall
+    from .model.ranks import RankLostError as RankLostError
+    from .model.registry import Route as Route
+    from .model.registry import check_integrity as check_integrity
+    from .model.registry import free as free
+    from .model.registry import last_route as last_route
+    from .model.registry import memory_stats as memory_stats
+
+    _install_of_environment()
+
+# `from hf_paged import *` takes what stands here, and would replace a user's `config`, `model` or
+# `cache` by modules. With an `__all__` in place of this, `help(hf_paged)` would print every class
+# in full.
+for _name in [
+    name for name, value in globals().items() if isinstance(value, _Module) and name[:1] != "_"
+]:
+    del globals()[_name]
+
+if not _TYPE_CHECKING:
+
+    def __getattr__(name: str) -> _Module:
+        """Returns a module of the package."""
+        if (module := _sys.modules.get(f"{__name__}.{name}")) is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return module

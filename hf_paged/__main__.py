@@ -1,44 +1,58 @@
 """
-Commands of hf_paged:
-
-    python -m hf_paged run [--engine] [--paged] [--set NAME=VALUE] TOOL [ARGUMENTS]    run a program with hf_paged
-    python -m hf_paged.inspect MODEL                                                   report a model's K/V memory
-
-Each prints its help with --help.
+Commands of hf_paged. `python -m hf_paged COMMAND --help` explains one.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import difflib
 import json
+import logging
 import os
+import platform
 import re
 import shutil
+import signal
 import sys
 import sysconfig
+import warnings
+from importlib import metadata
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from . import config
-from .config import PagedConfig
-from .generation import install
+from . import __version__
+
+try:
+    from . import config
+    from .config import PagedConfig
+except ValueError as error:  # a default that the environment sets
+    print(f"python -m hf_paged: {error}", file=sys.stderr)
+    sys.exit(2)
 
 STARTUP = Path(__file__).resolve().with_name("tools") / "startup"  # contains `sitecustomize`
 OPTIONS = {"engine": "continuous_batching", "paged": "by_default"}  # of `install`
 
+# An engine shares its cores with the web server, so a thread of a parallel loop may have no core.
+# By default the others wait for it in a loop of their own for milliseconds, and hold the cores that
+# it needs. This many turns take microseconds; then they sleep (manual of libgomp, GOMP_SPINCOUNT).
+WAITING = {"GOMP_SPINCOUNT": "10000"}
+
 RUN = """
-Runs a program unchanged, with hf_paged imported in it, and in the Python processes that it starts, once they use
-models of transformers. TOOL is a console script of this Python environment (lm_eval, trl, accelerate, torchrun,
-transformers), a script of yours (train.py), an executable file (job.sh) or a module, also as -m MODULE. All that
-follows TOOL is the program's own. Its exit status, its output and its signals are its own, too: this process becomes
+Runs a program unchanged, with hf_paged imported in it, and in the Python processes that it starts,
+once they use models of transformers. TOOL is a console script of this Python environment (lm_eval,
+trl, accelerate, torchrun, transformers), a script of yours (train.py), an executable file (job.sh),
+a module, also as -m MODULE, or a program on PATH (bash, make). All that follows TOOL is the
+program's own. Its exit status, its output and its signals are its own, too: this process becomes
 the program.
 
     python -m hf_paged run lm_eval --model hf --gen_kwargs cache_implementation=paged ...
-    python -m hf_paged run --paged --set block_size=32 accelerate launch --num_processes 2 evaluate.py
+    python -m hf_paged run --paged --set block_size=32 accelerate launch --num_processes 2 eval.py
     python -m hf_paged run --engine transformers serve MODEL
+    python -m hf_paged run --paged make evaluation
 """
 
 
@@ -55,47 +69,90 @@ def setting(text: str) -> tuple[str, Any]:
 
 def scripts() -> str:
     """Returns the script folders of this environment and of the user's site, as a path list."""
-    own = sysconfig.get_path("scripts"), sysconfig.get_path("scripts", sysconfig.get_preferred_scheme("user"))
-    return os.pathsep.join(own)
+    folders = (
+        sysconfig.get_path("scripts"),
+        sysconfig.get_path("scripts", sysconfig.get_preferred_scheme("user")),
+    )
+    return os.pathsep.join(folders)
 
 
 def command_of(tool: str, is_module: bool) -> list[str]:
-    """Returns the command that starts a tool. Raises `ValueError` if there is no such console script, file or module,
-    if a file cannot be run, or if a console script's Python flags would keep hf_paged from being loaded."""
-    if not is_module:
-        if os.path.basename(tool) == tool and (script := shutil.which(tool, path=scripts())):
-            if flags := re.search(r"python[\d.]* .*?(-[a-zA-Z]*[IES])", interpreter(script)):
-                raise ValueError(
-                    f"Python reads no PYTHONPATH or no site with {flags[1]}, which is in the first line of {script}, "
-                    f"and would run it without hf_paged: run `python {script}` in its place"
-                )
-            return [script]
-        if os.path.isfile(tool):
-            return command_of_file(tool)
-    try:
-        if find_spec(tool) is not None:
-            return [sys.executable, "-m", tool]
-    except (ImportError, ValueError):  # its package is missing, or the name is invalid
-        pass
+    """Returns the command that starts a tool: the first of a console script of this environment, a
+    file, a module and a program on PATH. Raises `ValueError` if there is none, if a file cannot be
+    run, or if the Python flags of a script would keep hf_paged from being loaded. Imports
+    nothing."""
+    is_name = not is_module and os.path.basename(tool) == tool
+    if is_name:
+        script = shutil.which(tool, path=scripts())
+        if script:
+            return command_of_program(script)
+    if not is_module and os.path.isfile(tool):
+        return command_of_file(tool)
+    if is_runnable(tool):
+        return [sys.executable, "-m", tool]
+    if is_name:
+        program = shutil.which(tool)
+        if program:
+            return command_of_program(program)
     if is_module:
-        raise ValueError(f"no module {tool!r} is installed for {sys.executable}")
-    names = [path.name for folder in scripts().split(os.pathsep) for path in Path(folder).glob("*")]
-    meant = ", ".join(difflib.get_close_matches(tool, names)) or "install it, or write the path of a script"
-    raise ValueError(f"{tool!r} is no console script, file or module of {sys.executable}: {meant}?")
+        raise ValueError(f"no module {tool!r} that can be run is installed for {sys.executable}")
+    folders = scripts().split(os.pathsep)
+    names = [path.name for folder in folders for path in Path(folder).glob("*")]
+    close = ", ".join(difflib.get_close_matches(tool, names))
+    hint = "install it, or write the path of a script"
+    if close:
+        hint = f"did you mean {close}?"
+    raise ValueError(
+        f"{tool!r} is no console script, file or module of {sys.executable}, nor on PATH: {hint}"
+    )
+
+
+def is_runnable(module: str) -> bool:
+    """Whether `python -m` finds the module, or a package's `__main__`; its packages are not
+    imported."""
+    first, *others = module.split(".")
+    try:
+        spec = find_spec(first)
+    except (ImportError, ValueError):  # the name is invalid
+        return False
+    name = first
+    while spec is not None and (others or spec.submodule_search_locations is not None):
+        part = others.pop(0) if others else "__main__"
+        name = f"{name}.{part}"
+        folders = spec.submodule_search_locations
+        if folders is None:
+            return False
+        spec = PathFinder.find_spec(name, folders)
+    return spec is not None
 
 
 def interpreter(path: str) -> str:
     """Returns the interpreter in a file's `#!` line; empty if there is none."""
     with open(path, "rb") as file:
         first = file.readline(1024)
-    return first[2:].decode(errors="replace").strip() if first.startswith(b"#!") else ""
+    if not first.startswith(b"#!"):
+        return ""
+    return first[2:].decode(errors="replace").strip()
+
+
+def command_of_program(path: str) -> list[str]:
+    """Returns the command for a console script or a program on PATH. Raises `ValueError` for a
+    script in Python whose flags ignore PYTHONPATH."""
+    flags = re.search(r"python[\d.]* .*?(-[a-zA-Z]*[IES])", interpreter(path))
+    if flags:
+        raise ValueError(
+            f"Python reads no PYTHONPATH or no site with {flags[1]}, which is in the first line of"
+            f" {path}, and would run it without hf_paged: run `python {path}` in its place"
+        )
+    return [path]
 
 
 def command_of_file(path: str) -> list[str]:
-    """Returns the command for a file: Python scripts run in this environment, executable files directly. Raises
-    `ValueError` for other files."""
+    """Returns the command for a file: Python scripts run in this environment, executable files
+    directly. Raises `ValueError` for other files."""
     named = interpreter(path)
-    if os.path.splitext(path)[1].startswith(".py") or re.search(r"\bpython[\d.]*( |$)", named):
+    _, suffix = os.path.splitext(path)
+    if suffix.startswith(".py") or re.search(r"\bpython[\d.]*( |$)", named):
         return [sys.executable, path]
     content = Path(path).read_bytes()
     if os.access(path, os.X_OK) and (named or b"\0" in content):  # a binary
@@ -107,47 +164,96 @@ def command_of_file(path: str) -> list[str]:
     except (SyntaxError, ValueError):
         pass
     raise ValueError(
-        f"{path!r} is no Python script, and no executable file that names its interpreter in its first line (`#!`): "
-        "`chmod +x` makes a script with that line one"
+        f"{path!r} is no Python script, and no executable file that names its interpreter in its"
+        " first line (`#!`): `chmod +x` makes a script with that line one"
     )
 
 
 def environment(settings: dict[str, Any], options: list[str]) -> dict[str, str]:
-    """Returns the environment for a program in which `hf_paged` has these defaults and these options of `install`."""
-    paths = [str(STARTUP), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    known = json.loads(os.environ.get(config.VARIABLE) or "{}"), os.environ.get(install.VARIABLE, "").split(",")
+    """Returns the environment for a program in which `hf_paged` has these defaults and these
+    options of `install`."""
+    outer_paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    paths = [str(STARTUP), *filter(None, outer_paths)]
+    outer = json.loads(os.environ.get(config.VARIABLE) or "{}")
+    outer_options = os.environ.get(config.INSTALL_VARIABLE, "").split(",")
+    all_options = [*filter(None, outer_options), *options]
+    is_server = OPTIONS["engine"] in options and "OMP_WAIT_POLICY" not in os.environ
+    waiting = WAITING if is_server else {}
     return {
+        **waiting,
         **os.environ,
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
-        config.VARIABLE: json.dumps({**known[0], **settings}),
-        install.VARIABLE: ",".join(dict.fromkeys([*filter(None, known[1]), *options])),
+        config.VARIABLE: json.dumps({**outer, **settings}),
+        config.INSTALL_VARIABLE: ",".join(dict.fromkeys(all_options)),
     }
 
 
+def versions() -> str:
+    """Returns the versions of hf_paged, of what it runs on, and of Python, from the packages'
+    metadata."""
+    others = [f"Python {platform.python_version()}"]
+    for name in ("triton", "transformers", "torch"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            others.insert(0, f"{name} {metadata.version(name)}")
+    return f"hf_paged {__version__} ({', '.join(others)})"
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Replaces this process by the program, or prints the error and exits with 2; prints help without a command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m hf_paged", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    """Replaces this process by the program, or prints the error and exits with 2; prints help
+    without a command."""
+    if arguments is None:
+        arguments = sys.argv[1:]
+    if arguments[:1] == ["inspect"]:
+        logging.disable(logging.WARNING)  # of libraries that transformers imports
+        warnings.simplefilter("ignore")
+        from . import inspect
+        from .generation.install import install
+
+        install()
+        return inspect.main(arguments[1:])
+    parser = argparse.ArgumentParser(prog="python -m hf_paged", description=__doc__)
+    parser.add_argument(
+        "--version",
+        action="store_true",
+        help="print the versions of hf_paged and of what it runs on",
     )
-    run = parser.add_subparsers(dest="command", metavar="run").add_parser(
-        "run", description=RUN, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
+    run = commands.add_parser(
+        "run",
+        help="run a program with hf_paged in it",
+        description=RUN,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands.add_parser(
+        "inspect", help="report a model's K/V memory, how many sequences fit, its route and kernels"
     )
     run.add_argument(
-        "--engine", action="store_true", help="transformers' continuous batching runs on hf_paged's engine"
+        "--engine",
+        action="store_true",
+        help="transformers' continuous batching runs on hf_paged's engine",
     )
-    run.add_argument("--paged", action="store_true", help="also calls of generate that name no cache are paged")
+    run.add_argument(
+        "--paged", action="store_true", help="also calls of generate that name no cache are paged"
+    )
     run.add_argument(
         "--set",
         action="append",
         type=setting,
         default=[],
         metavar="NAME=VALUE",
-        help="a default of PagedConfig, as block_size=32; may be repeated; a cache_config of a call comes first",
+        help=(
+            "a default of PagedConfig, as block_size=32; may be repeated; a cache_config of a call"
+            " comes first"
+        ),
     )
     run.add_argument("-m", dest="is_module", action="store_true", help="TOOL is a module")
     run.add_argument("tool", metavar="TOOL")
     run.add_argument("arguments", metavar="ARGUMENTS", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
+    if options.version:
+        print(versions())
+        return 0
     if options.command is None:
         parser.print_help()
         return 0
@@ -162,8 +268,12 @@ def main(arguments: list[str] | None = None) -> int:
         run.error(str(error))
     names = [name for option, name in OPTIONS.items() if getattr(options, option)]
     sys.stdout.flush()
+    for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and the program would, too
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:
-        os.execve(command[0], [*command, *options.arguments], environment(settings, names))
+        full_command = [*command, *options.arguments]
+        os.execve(command[0], full_command, environment(settings, names))
     except OSError as error:  # built for another machine, or its interpreter is missing
         run.error(f"{command[0]!r} cannot be run: {error}")
 

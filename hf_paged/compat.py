@@ -1,12 +1,14 @@
-"""The private names of transformers that hf_paged uses, checked on import. Wrappers of methods take the model first."""
+"""The private names of transformers that hf_paged uses, checked on import. Wrappers of methods take
+the model first."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 import logging
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import transformers
@@ -14,9 +16,12 @@ from transformers import LogitsProcessorList, PreTrainedConfig, PreTrainedModel,
 from transformers.generation import configuration_utils
 from transformers.generation import utils as generation_utils
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
+from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.generation.utils import GenerationMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .topics import Topic
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +30,8 @@ _missing: list[str] = []
 
 def _name(owner: Any, name: str) -> str:
     if not hasattr(owner, name):
-        _missing.append(f"{getattr(owner, '__name__', type(owner).__name__)}.{name}")
+        owner_name = getattr(owner, "__name__", type(owner).__name__)
+        _missing.append(f"{owner_name}.{name}")
     return name
 
 
@@ -38,15 +44,16 @@ def _method(name: str, owner: type = GenerationMixin) -> Callable[..., Any]:
     return call
 
 
-# Method that runs vision towers before the first forward; `None` in older versions, where the forward runs them.
+# Method that runs vision towers before the first forward; `None` in older versions, where the
+# forward runs them.
 MEDIA = "mm_encoder_outputs"  # input that holds the towers' outputs
 _encodes = "_prepare_multimodal_encoder_kwargs_for_generation"
 ENCODE_MEDIA = _encodes if hasattr(GenerationMixin, _encodes) else None
 
 
 def encode_media(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the inputs of a decoder-only model's first forward, with images encoded by its vision tower if `generate`
-    does so before the forward."""
+    """Returns the inputs of a decoder-only model's first forward, with images encoded by its vision
+    tower if `generate` does so before the forward."""
     inputs = dict(inputs)
     if ENCODE_MEDIA is None or not model._supports_mm_encoder_outputs():
         return inputs
@@ -63,11 +70,11 @@ PREFILL = _name(GenerationMixin, "_prefill")
 SAMPLE = _name(GenerationMixin, "_sample")
 BEAM_SEARCH = _name(GenerationMixin, "_beam_search")
 ASSISTED_DECODING = _name(GenerationMixin, "_assisted_decoding")
-LOOP_CONDITION = _name(GenerationMixin, "_has_unfinished_sequences")
 UPDATE_INPUTS = _name(GenerationMixin, "_update_model_kwargs_for_generation")
 
 WARN_OF_PADDING = _name(PreTrainedModel, "warn_if_padding_and_no_attention_mask")
 
+PREPARE_CONFIG = _name(GenerationMixin, "_prepare_generation_config")
 prepare_generation_config = _method("_prepare_generation_config")
 prepare_special_tokens = _method("_prepare_special_tokens")
 prepare_generated_length = _method("_prepare_generated_length")
@@ -79,8 +86,14 @@ with_experts_of_decodes = _method("_optimize_model_for_decode")
 _STATEFUL = _name(PreTrainedModel, "_is_stateful")
 
 
-def validate_generation_mode(model: Any, mode: Any, config: Any, given: dict[str, Any]) -> None:
-    """Validates as transformers does, but allows assisted generation of stateful models: the engine restores states."""
+def validate_generation_mode(
+    model: Any,
+    mode: Any,
+    config: Any,
+    given: dict[str, Any],
+) -> None:
+    """Validates as transformers does, but allows assisted generation of stateful models: the engine
+    restores states."""
     if getattr(model, _STATEFUL):
         model = copy.copy(model)
         setattr(model, _STATEFUL, False)
@@ -92,41 +105,149 @@ update_inputs = _method(UPDATE_INPUTS)
 prepare_position_ids = _method("_prepare_position_ids_for_generation")
 supports_logits_to_keep = _method("_supports_logits_to_keep")
 supports_dynamic_cache = _method("_supports_default_dynamic_cache")
-_top_k_continuations = _method("_get_top_k_continuations")
-running_beams = _method("_get_running_beams_for_next_iteration")
-update_finished_beams = _method("_update_finished_beams")
-check_early_stop = _method("_check_early_stop_heuristic")
-beams_are_unfinished = _method("_beam_search_has_unfinished_sequences")
+# methods that the engine's beam search calls on the model, as transformers' does
+BEAM_METHODS = (
+    "_get_top_k_continuations",
+    "_get_running_beams_for_next_iteration",
+    "_update_finished_beams",
+    "_check_early_stop_heuristic",
+    "_beam_search_has_unfinished_sequences",
+)
+(
+    _top_k_continuations,
+    running_beams,
+    update_finished_beams,
+    check_early_stop,
+    beams_are_unfinished,
+) = map(_method, BEAM_METHODS)
 
 
-_of_top_k = inspect.signature(getattr(GenerationMixin, "_get_top_k_continuations", lambda: None)).parameters
+def _replaced_methods(*loops: str) -> tuple[str, ...]:
+    """The private methods that these loops of transformers call on the model and the engine's loops
+    do not. Left out is `UPDATE_INPUTS`, which some of the engine's layouts call."""
+    codes = []
+    for loop in loops:
+        function = getattr(GenerationMixin, loop, lambda: None)
+        codes.append(inspect.unwrap(function).__code__)
+    for code in codes:  # grows: functions and comprehensions inside
+        codes += filter(inspect.iscode, code.co_consts)
+    names: dict[str, Any] = {}
+    for code in codes:
+        for name in code.co_names:
+            if re.match("_[a-z]", name):
+                names[name] = code
+    for name in (*BEAM_METHODS, UPDATE_INPUTS):
+        names.pop(name, None)
+    # some models alone define those that a loop looks up by `hasattr`
+    replaced: list[str] = []
+    for name, code in names.items():
+        if hasattr(GenerationMixin, name) or name in code.co_consts:
+            replaced.append(name)
+    return tuple(replaced)
 
 
-def top_k_continuations(model: Any, log_probs: Any, **given: Any) -> tuple[Any, Any, Any]:
-    """Returns the best continuations of running beams, or drawn ones: their scores, sequences and beam indices, by
-    prompt. `log_probs`: `(prompts, beams * vocab_size)`, with the beams' scores."""
+REPLACED_METHODS = {
+    loop: _replaced_methods(loop, PREFILL) for loop in (SAMPLE, BEAM_SEARCH, ASSISTED_DECODING)
+}
+"""By decoding loop: the methods that transformers' loop calls on the model, and the engine's does
+not."""
+
+
+_of_top_k = inspect.signature(
+    getattr(GenerationMixin, "_get_top_k_continuations", lambda: None)
+).parameters
+
+
+def top_k_continuations(
+    model: Any,
+    log_probs: Any,
+    **given: Any,
+) -> tuple[Any, Any, Any]:
+    """Returns the best continuations of running beams, or drawn ones: their scores, sequences and
+    beam indices, by prompt. `log_probs`: `(prompts, beams * vocab_size)`, with the beams'
+    scores."""
     if "vocab_size" in _of_top_k:  # up to 5.17
         given["vocab_size"] = log_probs.shape[-1] // given["num_beams"]
-    result: tuple[Any, Any, Any] = _top_k_continuations(model, accumulated_log_probs=log_probs, **given)
+    result: tuple[Any, Any, Any] = _top_k_continuations(
+        model,
+        accumulated_log_probs=log_probs,
+        **given,
+    )
     return result
 
 
+# Whether `StopStringCriteria` compares bytes, by the kind of decoder; older versions compare text.
+_stop_mode = getattr(StopStringCriteria, "_get_stop_string_matching_mode", None)
+
+
+def stop_texts(tokenizer: Any, strings: tuple[str, ...]) -> tuple[Any, ...]:
+    """Returns stop strings in the form in which `StopStringCriteria` compares them: bytes, or
+    text."""
+    if _stop_mode is None or _stop_mode(tokenizer) is None:
+        return strings
+    return tuple(string.encode() for string in strings)
+
+
+class _OneToken:
+    """A tokenizer whose vocabulary is a single token."""
+
+    def __init__(self, tokenizer: Any, vocabulary: dict[str, int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+
+    def get_vocab(self) -> dict[str, int]:
+        return self._vocabulary
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._tokenizer(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+def token_text(tokenizer: Any, name: str, token: int) -> Any:
+    """Returns the text of a token, in the form of `stop_texts`."""
+    given: dict[str, Any] = {}
+    if _stop_mode is not None:
+        given["stop_string_matching_mode"] = _stop_mode(tokenizer)
+    one_token = _OneToken(tokenizer, {name: token})
+    (text,), _ = StopStringCriteria.clean_tokenizer_vocab(one_token, **given)
+    return text
+
+
 candidate_generator = _method("_get_candidate_generator")
-READS_TARGETS_CACHE = ("Gemma4Assistant", "Gemma4UnifiedAssistant")  # `generate` recognizes them by name, too
+# `generate` recognizes them by name, too
+READS_TARGETS_CACHE = ("Gemma4Assistant", "Gemma4UnifiedAssistant")
 
 
-def assisted_candidates(input_ids: Any, assistant: Any, config: Any, processors: Any) -> tuple[Any, Any]:
-    """Returns transformers' candidate generator for an assistant with the target's vocabulary, and the logits
-    processors that its `generate` would build: the assistant's and the target's."""
+def assisted_candidates(
+    input_ids: Any,
+    assistant: Any,
+    config: Any,
+    processors: Any,
+) -> tuple[Any, Any]:
+    """Returns transformers' candidate generator for an assistant with the target's vocabulary, and
+    the logits processors that its `generate` would build: the assistant's and the target's."""
     inputs = {"use_cache": True}
-    generator = AssistedCandidateGenerator(input_ids, assistant, config, inputs, logits_processor=processors)
-    own = copy.copy(generator.generation_config)
-    own.min_length = 0
-    found = get_logits_processor(
-        assistant, own, input_ids.shape[1], input_ids, device=input_ids.device, model_kwargs={},
+    generator = AssistedCandidateGenerator(
+        input_ids,
+        assistant,
+        config,
+        inputs,
+        logits_processor=processors,
+    )
+    assistant_config = copy.copy(generator.generation_config)
+    assistant_config.min_length = 0
+    assistant_processors = get_logits_processor(
+        assistant,
+        assistant_config,
+        input_ids.shape[1],
+        input_ids,
+        device=input_ids.device,
+        model_kwargs={},
         logits_processor=LogitsProcessorList(generator.logits_processor),
-    )  # fmt: skip
-    return generator, found
+    )
+    return generator, assistant_processors
 
 
 # Multi-token prediction heads, which older versions lack.
@@ -137,7 +258,8 @@ HAS_MTP = hasattr(_MtpModel, "forward_layer") and hasattr(_MtpModel, _HEAD)
 
 def load_mtp(model: Any) -> Any:
     """Loads the `MtpModel` from a model's checkpoint, as `generate` does."""
-    device = next(parameter.device for parameter in model.get_decoder().layers[-1].parameters())
+    last_layer = model.get_decoder().layers[-1]
+    device = next(parameter.device for parameter in last_layer.parameters())
     return _MtpModel.from_pretrained(model, device_map={"": device})
 
 
@@ -145,39 +267,49 @@ def mtp_logits(mtp: Any, hidden: Any) -> Any:
     return getattr(mtp, _HEAD)(hidden)
 
 
-# The names under which transformers passes a cache to forwards: "cache" from 5.24 on, "past_key_values" before, and
-# those of special or older models.
+# The names under which transformers passes a cache to forwards: "cache" from 5.24 on,
+# "past_key_values" before, and those of special or older models.
 _name(generation_utils, "ALL_CACHE_NAMES")
-CACHE_NAMES: tuple[str, ...] = tuple(getattr(generation_utils, "ALL_CACHE_NAMES", ("past_key_values",)))
+CACHE_NAMES: tuple[str, ...] = tuple(
+    getattr(generation_utils, "ALL_CACHE_NAMES", ("past_key_values",))
+)
 _of_generation = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 _current = [name for name in CACHE_NAMES if name in _of_generation]
-OUTPUT_CACHE = (_current or CACHE_NAMES)[0]  # the installed version's own name, also the field of `generate`'s outputs
+# the installed version's own name, also the field of `generate`'s outputs
+OUTPUT_CACHE = (_current or CACHE_NAMES)[0]
 if not _current:
     logger.warning(
-        "transformers %s passes caches under a name that hf_paged cannot find, so no cache will be paged: install a "
-        "version from 5.17 to 5.24, or a newer hf_paged",
+        Topic.VERSIONS(
+            "transformers %s passes caches under a name that hf_paged does not know, so no cache is"
+            " paged: install a version from 5.17 to 5.24, or a newer hf_paged"
+        ),
         transformers.__version__,
     )
 
 
 def cache_name(model: Any) -> str:
-    """Returns the name of the cache argument of the model's forward: that of the signature, else the version's own."""
+    """Returns the name of the cache argument of the model's forward: that of the signature, else
+    the version's own."""
     parameters = inspect.signature(model.forward).parameters
     return next((name for name in CACHE_NAMES if name in parameters), OUTPUT_CACHE)
 
 
 # inputs that only the first forward gets when there is a cache
 _name(generation_utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL")
-PREFILL_INPUTS = frozenset(getattr(generation_utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))
+PREFILL_INPUTS = frozenset(
+    getattr(generation_utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ())
+)
 
 
 def special_token(config: Any, name: str) -> Any:
-    """Returns the tensor of `"pad"` or `"eos"` ids that `prepare_special_tokens` put on a config, or `None`."""
+    """Returns the tensor of `"pad"` or `"eos"` ids that `prepare_special_tokens` put on a config,
+    or `None`."""
     return getattr(config, f"_{name}_token_tensor")
 
 
 _made = getattr(getattr(GenerationMixin, "_prepare_special_tokens", None), "__code__", None)
-for _attribute in ("_pad_token_tensor", "_eos_token_tensor"):  # attributes that `_prepare_special_tokens` sets
+for _attribute in ("_pad_token_tensor", "_eos_token_tensor"):
+    # attributes that `_prepare_special_tokens` sets
     if _made is not None and _attribute not in _made.co_names:
         _missing.append(f"GenerationConfig.{_attribute}")
 
@@ -187,26 +319,43 @@ _CACHES = _name(configuration_utils, "ALL_CACHE_IMPLEMENTATIONS")
 _MAPPING = _name(ALL_ATTENTION_FUNCTIONS, "_global_mapping")
 _name(ALL_MASK_ATTENTION_FUNCTIONS, _MAPPING)
 
-CACHED_MANAGER = "_cached_continuous_batching_manager"  # attribute of a model: the manager kept for the next session
-SERVED_MANAGER = "_cb"  # attribute of `CBGenerateManager` (`transformers serve`): the continuous batching manager
+# attribute of a model: the manager kept for the next session
+CACHED_MANAGER = "_cached_continuous_batching_manager"
+# attribute of `CBGenerateManager` (`transformers serve`): the continuous batching manager
+SERVED_MANAGER = "_cb"
 
 from_config = _method("_from_config", PreTrainedModel)
 
 
+def attribute(module: Any, name: str) -> Any:
+    """Returns an attribute of a module or its class, `None` if there is none: without the error of
+    `nn.Module.__getattr__`, which takes several times as long. Finds no parameter, buffer or
+    module."""
+    attributes = vars(module)
+    if name in attributes:
+        return attributes[name]
+    if hasattr(type(module), name):
+        return getattr(module, name, None)
+    return None
+
+
 def attention_of(config: PreTrainedConfig) -> Any:
     """Returns the name of the attention implementation that models with `config` look up."""
-    return getattr(config, _IMPLEMENTATION)
+    return object.__getattribute__(config, _IMPLEMENTATION)
 
 
 def set_attention(config: PreTrainedConfig, implementation: Any) -> None:
     """Sets the implementation unchecked, and only on this config, not on its sub-configs."""
-    setattr(config, _IMPLEMENTATION, implementation)
+    object.__setattr__(config, _IMPLEMENTATION, implementation)
 
 
 def mask_function(implementation: str) -> Callable[..., Any] | None:
-    """Returns the globally registered mask function of an implementation, or `None`; ignores per-instance overrides."""
+    """Returns the globally registered mask function of an implementation, or `None`; ignores
+    per-instance overrides."""
     known = ALL_MASK_ATTENTION_FUNCTIONS
-    return known[implementation] if implementation in getattr(known, _MAPPING) else None
+    if implementation not in getattr(known, _MAPPING):
+        return None
+    return known[implementation]
 
 
 def forget_attention(implementation: str) -> None:
@@ -217,18 +366,23 @@ def forget_attention(implementation: str) -> None:
 
 def allow_cache_implementation(name: str, is_allowed: bool) -> None:
     """Sets whether `GenerationConfig` accepts the cache implementation `name`."""
-    others = tuple(value for value in getattr(configuration_utils, _CACHES) if value != name)
-    setattr(configuration_utils, _CACHES, (*others, name) if is_allowed else others)
+    known = getattr(configuration_utils, _CACHES)
+    allowed = tuple(value for value in known if value != name)
+    if is_allowed:
+        allowed = (*allowed, name)
+    setattr(configuration_utils, _CACHES, allowed)
 
 
 def is_pipeline(model: Any) -> bool:
-    """Whether `from_pretrained` gave this process only some of the model's layers (pipeline parallelism)."""
+    """Whether `from_pretrained` gave this process only some of the model's layers (pipeline
+    parallelism)."""
     return getattr(model, "_pp_stage", None) is not None
 
 
 def shard_ranks(model: Any) -> list[int] | None:
-    """Returns the global ranks, in order, of the processes among which `from_pretrained` split the model (tensor and
-    pipeline parallelism), without data-parallel replicas; `None` if there is only one."""
+    """Returns the global ranks, in order, of the processes among which `from_pretrained` split the
+    model (tensor and pipeline parallelism), without data-parallel replicas; `None` if there is only
+    one."""
     mesh = getattr(model, "_device_mesh", None)
     if mesh is None:
         return None
@@ -236,28 +390,60 @@ def shard_ranks(model: Any) -> list[int] | None:
     if "fsdp" in names and mesh["fsdp"].size() > 1:
         mesh = mesh["tp"]
     members: list[int] = mesh.mesh.flatten().tolist()
-    return members if len(members) > 1 else None
+    if len(members) < 2:
+        return None
+    return members
 
 
 def shard_style(model: Any, name: str) -> str | None:
-    """Returns transformers' name for how `from_pretrained` sharded a module's weights; `None` if they are whole."""
+    """Returns transformers' name for how `from_pretrained` sharded a module's weights; `None` if
+    they are whole."""
     plan = getattr(model, "tp_plan", None) or {}
-    style: str | None = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+    pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+    style: str | None = plan.get(pattern)
     return style
 
 
+def layer_configs(config: Any) -> Sequence[Any]:
+    """The config of each layer if they differ, since the model's then refuses to be read; else
+    `[config]`."""
+    if not getattr(config, "is_heterogeneous", False):
+        return [config]
+    layers: Sequence[Any] = config.per_layer_config
+    return layers
+
+
 def split_heads(model: Any) -> tuple[int, int] | None:
-    """Returns the total number of KV heads and the processes they are sharded over; `None` if they are not sharded."""
-    plan, size = getattr(model, "tp_plan", None) or {}, getattr(model, "tp_size", None) or 1
+    """Returns the number of KV heads (of layers that differ, one that divides all of theirs) and
+    the processes they are sharded over; `None` if they are not sharded."""
+    plan = getattr(model, "tp_plan", None) or {}
+    size = getattr(model, "tp_size", None) or 1
     projections = "k_proj", "qkv_proj", "query_key_value"
-    are_split = any(name.rsplit(".", 1)[-1] in projections and how == "colwise" for name, how in plan.items())
+    if size < 2:
+        return None
+    is_split = False
+    for name, how in plan.items():
+        module = name.rsplit(".", 1)[-1]
+        if module in projections and how == "colwise":
+            is_split = True
+    if not is_split:
+        return None
     config = model.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
-    return (heads, size) if size > 1 and are_split and isinstance(heads, int) else None
+    counts: list[int] = []
+    for layer in layer_configs(config):
+        count = getattr(layer, "num_key_value_heads", None)
+        if not count:
+            count = getattr(layer, "num_attention_heads", None)
+        if not count or not isinstance(count, int):
+            return None
+        counts.append(count)
+    return math.gcd(*counts), size
 
 
 if _missing:
     raise ImportError(
-        f"transformers {transformers.__version__} has no {', '.join(_missing)}, which hf_paged uses: install a version "
-        "from 5.17 on and below 6 that has them, or a newer hf_paged"
+        Topic.VERSIONS(
+            f"transformers {transformers.__version__} has no {', '.join(_missing)}, which hf_paged"
+            " uses: install a version from 5.17 on and below 6 that has them, or a newer hf_paged"
+        )
     )

@@ -1,4 +1,5 @@
-"""Finds functions that `torch.compile` put in place of modules' code, and runs the original ones during a forward."""
+"""Finds functions that `torch.compile` put in place of modules' code, and runs the original ones
+during a forward."""
 
 from __future__ import annotations
 
@@ -9,20 +10,24 @@ from typing import Any
 
 from torch import nn
 
-from .switches import Switches
+from .switches import NOTHING, Switches
 
-# Attributes of a module that hold the function to call: torch's, and accelerate's original one below a hook.
+# Attributes of a module that hold the function to call: torch's, and accelerate's original one
+# below a hook.
 FUNCTIONS = ("forward", "_compiled_call_impl", "_old_forward")
 _ORIGINAL = "_torchdynamo_orig_callable"
 _UNSET: Any = object()
 
 
 def uncompiled(function: Any) -> Any:
-    """The function that `torch.compile` wrapped, a method of the same object; `function` itself if `torch.compile` did
-    not make it. A caller's wrapper around a compiled function has its attributes (`functools.wraps`), and stays."""
+    """The function that `torch.compile` wrapped, a method of the same object; `function` itself if
+    `torch.compile` did not make it. A caller's wrapper around a compiled function has its
+    attributes (`functools.wraps`), and stays."""
     if isinstance(function, types.MethodType):
         inner = uncompiled(function.__func__)
-        return function if inner is function.__func__ else types.MethodType(inner, function.__self__)
+        return (
+            function if inner is function.__func__ else types.MethodType(inner, function.__self__)
+        )
     while isinstance(function, types.FunctionType) and hasattr(function, _ORIGINAL):
         if function.__globals__.get("__name__") != "torch._dynamo.eval_frame":
             break
@@ -34,7 +39,8 @@ def is_compiled(module: nn.Module) -> bool:
     """Whether compiled code runs in a call of the module, apart from its submodules."""
     held = vars(module)
     functions = [held[name] for name in FUNCTIONS if name in held]
-    functions.append(getattr(type(module), "forward", None))  # the class of a traced module has none
+    # the class of a traced module has none
+    functions.append(getattr(type(module), "forward", None))
     return any(hasattr(function, _ORIGINAL) for function in functions)
 
 
@@ -44,8 +50,8 @@ def is_switched(module: nn.Module) -> bool:
 
 
 def replaced_forward(module: nn.Module) -> Any:
-    """The function that stands for the forward of the module's class; `None` if there is none, or only one that was
-    compiled of the class's."""
+    """The function that stands for the forward of the module's class; `None` if there is none, or
+    only one that was compiled of the class's."""
     function = vars(module).get("forward")
     if function is None:
         return None
@@ -57,7 +63,8 @@ def replaced_forward(module: nn.Module) -> Any:
 
 
 def _save(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """By attribute, the value that the module holds, or `_UNSET`, and the one that runs its own code."""
+    """By attribute, the value that the module holds, or `_UNSET`, and the one that runs its own
+    code."""
     saved = {}
     for name in FUNCTIONS:
         function = getattr(module, name, None)
@@ -70,14 +77,16 @@ def _save(module: nn.Module) -> dict[str, tuple[Any, Any]]:
 def _switch(module: nn.Module, saved: dict[str, tuple[Any, Any]]) -> None:
     held = vars(module)
     for name, (before, original) in saved.items():
-        if held.get(name, _UNSET) is before:  # else switched already, or set by a caller's code since
+        if held.get(name, _UNSET) is before:
+            # else switched already, or set by a caller's code since
             held[name] = original
 
 
 def _restore(module: nn.Module, saved: dict[str, tuple[Any, Any]]) -> None:
     held = vars(module)
     for before, original in saved.values():
-        # none if a caller's code has set another one; another name if accelerate's hook was added or removed meanwhile
+        # none if a caller's code has set another one; another name if accelerate's hook was added
+        # or removed meanwhile
         for name in [name for name in FUNCTIONS if held.get(name) is original]:
             if before is not _UNSET:
                 held[name] = before
@@ -89,6 +98,6 @@ _switches: Switches[nn.Module] = Switches(_save, _switch, _restore)
 
 
 def running_eagerly(modules: Sequence[nn.Module]) -> contextlib.AbstractContextManager[None]:
-    """Within it, `modules` run their own code in place of what `torch.compile` made of it, in every thread. Must be
-    entered and left within `interrupts.held`."""
-    return _switches.switched(modules) if modules else contextlib.nullcontext()
+    """Within it, `modules` run their own code in place of what `torch.compile` made of it, in every
+    thread. Must be entered and left within `interrupts.held`."""
+    return _switches.switched(modules) if modules else NOTHING

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
+import functools
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 4, 256
 AUTO = "auto"
 MAX_VIRTUAL_BLOCK_SIZE = 1 << 14  # with pages of 2 MiB
@@ -16,7 +21,10 @@ SPECULATION = (None, "ngram")
 PREEMPTION = ("auto", "recompute", "swap")
 KV_DTYPES = ("int8", "fp8_e4m3", "fp8_e5m2")
 MAX_PAGE_BYTES = 2 << 20
-VARIABLE = "HF_PAGED_CONFIG"  # environment variable: JSON that overrides the defaults in this process
+# environment variable: JSON that overrides the defaults in this process
+VARIABLE = "HF_PAGED_CONFIG"
+# environment variable: options of `install` that the import uses
+INSTALL_VARIABLE = "HF_PAGED_INSTALL"
 
 
 def is_whole(value: Any) -> bool:
@@ -24,40 +32,125 @@ def is_whole(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def _with_defaults_of_environment(cls: type) -> type:
+def shown(value: Any) -> str:
+    """Returns a shortened `repr`, or the type's name if `repr` fails."""
     try:
-        defaults = json.loads(os.environ.get(VARIABLE) or "{}")
-    except ValueError:
-        defaults = None
-    if not isinstance(defaults, dict) or not defaults.keys() <= cls.__annotations__.keys():
-        allowed = ", ".join(cls.__annotations__)
-        raise ValueError(f"{VARIABLE} is {os.environ[VARIABLE]!r}: it must be a JSON object with keys among {allowed}")
-    for name, value in defaults.items():
-        setattr(cls, name, _NESTED[name].coerce(value) if name in _NESTED else value)
+        return " ".join(reprlib.repr(value).split())  # one line
+    except Exception:  # from the object's `__repr__`, or an integer with too many digits
+        return f"a value of type {type(value).__name__}"
+
+
+def meant(names: Iterable[str], known: Iterable[str]) -> str:
+    """Returns a question that ends a message about unknown names, if some are close to known ones;
+    else an empty string."""
+    names = sorted(names)
+    known = list(known)
+    close = {
+        name: difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+        for name in names
+        if name not in known
+    }
+    hints = [
+        f"`{match}`{f' instead of `{name}`' * (len(names) > 1)}"
+        for name, matches in close.items()
+        for match in matches
+    ]
+    return f": did you mean {', '.join(hints)}?" if hints else ""
+
+
+def _unknown(what: str, names: Iterable[Any], known: Iterable[str]) -> str | None:
+    """Returns the message for those of the `names` that are not known; `None` if all are."""
+    known = list(known)
+    unknown = sorted(str(name) for name in names if name not in known)
+    if not unknown:
+        return None
+    # not at the top: a command starts other programs without transformers
+    from transformers import GenerationConfig
+
+    quoted = ", ".join(f"`{name}`" for name in unknown)
+    of_generate = set(unknown) & set(vars(GenerationConfig()))
+    hint = (
+        f": `{min(of_generate)}` is an argument of `generate`."
+        if of_generate
+        else meant(unknown, known) or "."
+    )
+    return f"{what} has no option {quoted}{hint} The options are {', '.join(known)}"
+
+
+def _refuses_unknown(cls: type[T]) -> type[T]:
+    """A dataclass whose `TypeError` for an unknown option suggests one."""
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def checked(self: T, *args: Any, **options: Any) -> None:
+        if message := _unknown(f"`{cls.__name__}`", options, cls.__annotations__):
+            raise TypeError(message)
+        init(self, *args, **options)
+
+    cls.__init__ = checked  # type: ignore[assignment, method-assign]
     return cls
 
 
+@contextlib.contextmanager
+def _naming_variable() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{VARIABLE} sets wrong defaults: {error}") from None
+
+
+def _with_defaults_of_environment(cls: type) -> type:
+    text = os.environ.get(VARIABLE) or "{}"
+    try:
+        defaults = json.loads(text)
+    except ValueError:
+        defaults = None
+    if not isinstance(defaults, dict):
+        raise ValueError(
+            f'{VARIABLE} is {text!r}: it must be a JSON object, such as {{"num_blocks": 4096}}'
+        )
+    if message := _unknown(VARIABLE, defaults, cls.__annotations__):
+        raise ValueError(message)
+    with _naming_variable():
+        for name, value in defaults.items():
+            if isinstance(value, (list, dict)) and name not in _NESTED:
+                raise ValueError(f"`{name}` is {shown(value)}: it must be a single value")
+            setattr(cls, name, _NESTED[name].coerce(value) if name in _NESTED else value)
+    return cls
+
+
+@_refuses_unknown
 @dataclass(frozen=True)
 class PrefixTiers:
     """
     Storage tiers for prefix blocks that the pool evicts; later prompts can restore them from there.
 
+    A block is copied to host memory when it is evicted, when its pool is released or when the
+    process ends, and written in the background once the weights that computed it are fingerprinted:
+    at the latest when 64 MiB wait or an engine has no more requests. Blocks that arrive faster than
+    the disk takes them are skipped once those that wait fill a quarter of the free memory. If the
+    disk is full, writing is tried again after a minute. If the folder itself fails later
+    (permission lost, `EIO`, `ESTALE`), the disk tier is off until a new engine, or a call after
+    `free`, tries it again. An engine that is collected without `free` writes none of its cached
+    blocks.
+
     Args:
-        disk_path (`str`, *optional*):
-            Folder, created if missing, that processes and engines may share. It holds blocks of any model, one
-            safetensors file each, named by a hash of what the block depends on. If it cannot be created, listed or
-            entered, making an engine, or the first call, raises `OSError`. `None`: no disk tier.
+        disk_path (`str` or path, *optional*):
+            Folder, created with mode 700 if missing, that processes and engines of one user may
+            share. It holds blocks of any model, one safetensors file each, named by a hash of what
+            the block depends on. If it cannot be created, listed or entered, making an engine, or
+            the first call, raises `OSError`. `None`: no disk tier.
         disk_bytes (`int`, defaults to 16 GiB):
             Maximum size of these files in bytes; the least recently used are deleted first.
         host_bytes (`int`, defaults to 4 GiB):
-            Maximum host memory in bytes for blocks of a pool on another device, used before the disk. A pool in host
-            memory has no host tier.
+            Maximum host memory in bytes for blocks of a pool on another device, used before the
+            disk. A pool in host memory has no host tier.
 
     Raises:
         ValueError: if a value is out of range.
     """
 
-    disk_path: str | None = None
+    disk_path: str | os.PathLike[str] | None = None
     disk_bytes: int = 16 << 30
     host_bytes: int = 4 << 30
 
@@ -70,44 +163,56 @@ class PrefixTiers:
         for name in ("disk_bytes", "host_bytes"):
             value = getattr(self, name)
             if not is_whole(value) or value < 0:
-                raise ValueError(f"`{name}` is {value!r}: it must be a whole number of at least 0 (bytes)")
+                raise ValueError(
+                    f"`{name}` is {value!r}: it must be a whole number of at least 0 (bytes)"
+                )
             object.__setattr__(self, name, int(value))
 
     @classmethod
     def coerce(cls, value: Any) -> PrefixTiers | None:
-        """Converts a config value: a `PrefixTiers`, a dict of its fields, or only the folder's path."""
+        """Converts a config value: a `PrefixTiers`, a dict of its fields, or only the folder's
+        path."""
         if value is None or isinstance(value, cls):
             return value
         if isinstance(value, (str, os.PathLike)):
             return cls(disk_path=os.fspath(value))
-        allowed = [field.name for field in fields(cls)]
-        if not isinstance(value, Mapping) or not value.keys() <= set(allowed):
+        if not isinstance(value, Mapping):
             raise ValueError(
-                f"`prefix_tiers` is {value!r}: it must be None, the path of a folder, or a dict with keys among "
-                f"{', '.join(allowed)}"
+                f"`prefix_tiers` is {shown(value)}: it must be None, a folder's path or a"
+                " `PrefixTiers`"
             )
+        if message := _unknown("`prefix_tiers`", value, cls.__annotations__):
+            raise ValueError(message)
         return cls(**value)
 
 
+@_refuses_unknown
 @dataclass(frozen=True)
 class VirtualStorage:
-    """
-    Presents the keys and values of a row as plain strided tensors: pages are mapped on demand into the row's reserved
-    address range (vAttention, arXiv 2405.04437). For models on the CPU under Linux, and on CUDA devices with
-    `cuda.bindings`.
+    """Presents the keys and values of a row as plain strided tensors: pages are mapped on demand
+    into the row's reserved address range (vAttention, arXiv 2405.04437). For models on the CPU
+    under Linux, and on CUDA devices with `cuda.bindings`; elsewhere a call raises `ValueError`
+    before anything is allocated.
+
+    A batch is read as one tensor if its rows begin alike, up to whole blocks; a model's own code
+    gets a copy otherwise. A tensor that such code keeps beyond its step keeps its values. Rows take
+    at most half of the mappings that the system allows a process (`vm.max_map_count`): idle rows
+    lose theirs first, then rows are gathered, and the log says so. A child process (`os.fork`) gets
+    its own copy of the pages.
 
     Args:
         page_bytes (`int`, *optional*):
-            Bytes of a page group, the smallest unit that is mapped: a power of two, a multiple of the system's or
-            device's page size, up to 2 MiB. `None`: one page.
+            Bytes of a page group, the smallest unit that is mapped: a power of two, a multiple of
+            the system's or device's page size, up to 2 MiB. `None`: one page.
         keep_mappings (`bool`, defaults to `True`):
-            Keep a finished row's mappings for the next row that gets the same blocks (deferred reclamation, section
-            6.1.2). `False`: unmap the addresses before another row gets them.
+            Keep a finished row's mappings for the next row that gets the same blocks (deferred
+            reclamation, section 6.1.2). `False`: unmap the addresses before another row gets them.
         blocks_ahead (`int`, defaults to 0):
-            How many extra blocks to map after a row's last one in the same call (eager mapping): those that follow it
-            in the pool, which then allocates blocks in contiguous runs.
+            How many extra blocks to map after a row's last one in the same call (eager mapping):
+            those that follow it in the pool, which then allocates blocks in contiguous runs.
         background (`bool`, defaults to `False`):
-            Map `blocks_ahead` in a thread while the step computes (section 6.1.1); needs `blocks_ahead` of at least 1.
+            Map `blocks_ahead` in a thread while the step computes (section 6.1.1); needs
+            `blocks_ahead` of at least 1.
 
     Raises:
         ValueError: if a value is out of range.
@@ -120,116 +225,142 @@ class VirtualStorage:
 
     def __post_init__(self) -> None:
         size = self.page_bytes
-        if size is not None and not (is_whole(size) and 0 < size <= MAX_PAGE_BYTES and not size & (size - 1)):
-            raise ValueError(f"`page_bytes` is {size!r}: it must be None or a power of two up to {MAX_PAGE_BYTES:,}")
+        if size is not None and not (
+            is_whole(size) and 0 < size <= MAX_PAGE_BYTES and not size & (size - 1)
+        ):
+            raise ValueError(
+                f"`page_bytes` is {size!r}: it must be None or a power of two up to"
+                f" {MAX_PAGE_BYTES:,}"
+            )
         if not is_whole(self.blocks_ahead) or self.blocks_ahead < 0:
-            raise ValueError(f"`blocks_ahead` is {self.blocks_ahead!r}: it must be a whole number of at least 0")
+            raise ValueError(
+                f"`blocks_ahead` is {self.blocks_ahead!r}: it must be a whole number of at least 0"
+            )
         for name in ("keep_mappings", "background"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}: it must be True or False")
         if self.background and not self.blocks_ahead:
-            raise ValueError("`background` is True and `blocks_ahead` 0: say how many blocks the thread maps ahead")
+            raise ValueError(
+                "`background` is True, but `blocks_ahead` is 0: set `blocks_ahead` to at least 1"
+            )
 
     @classmethod
     def coerce(cls, value: Any) -> VirtualStorage | str:
-        """Converts a config value: `"blocks"`, `"virtual"`, a `VirtualStorage` or a dict of its fields."""
+        """Converts a config value: `"blocks"`, `"virtual"`, a `VirtualStorage` or a dict of its
+        fields."""
         if isinstance(value, cls) or value == "blocks":
             return value
         if value == "virtual":
             return cls()
-        allowed = [field.name for field in fields(cls)]
-        if not isinstance(value, Mapping) or not value.keys() <= set(allowed):
+        if not isinstance(value, Mapping):
             raise ValueError(
-                f"`storage` is {value!r}: it must be 'blocks', 'virtual', or a dict with keys among "
-                f"{', '.join(allowed)}"
+                f"`storage` is {shown(value)}: it must be 'blocks', 'virtual' or a `VirtualStorage`"
             )
+        if message := _unknown("`storage`", value, cls.__annotations__):
+            raise ValueError(message)
         return cls(**value)
 
 
 _NESTED: dict[str, Any] = {"prefix_tiers": PrefixTiers, "storage": VirtualStorage}
 
 
+@_refuses_unknown
 @dataclass(frozen=True)
 @_with_defaults_of_environment
 class PagedConfig:
-    """
-    The options of the paged key/value memory. Pass one, or a dict of the same keys, as `cache_config`. The environment
-    variable HF_PAGED_CONFIG, which `python -m hf_paged run --set` writes, overrides the defaults with JSON.
+    """The options of the paged key/value memory. Pass one, or a dict of the same keys, as
+    `cache_config`. The environment variable HF_PAGED_CONFIG, which `python -m hf_paged run --set`
+    writes, overrides the defaults with JSON.
 
     Args:
         block_size (`int` or `str`, defaults to 16):
-            Tokens per block; a power of two from 4 to 256 (PagedAttention, arXiv 2309.06180, section 7.2). `"auto"`:
-            chosen for each layer group to waste the least memory and kernel time, from the lengths of the sequences
-            seen and the times that `benchmarks.tune` measured (docs/guide/memory.md); not with `num_blocks`.
+            Tokens per block; a power of two from 4 to 256 (PagedAttention, arXiv 2309.06180,
+            section 7.2). `"auto"`: chosen for each layer group to waste the least memory and kernel
+            time, from the lengths of the sequences seen and the times that `benchmarks.tune`
+            measured (docs/guide/memory.md); not with `num_blocks`.
         num_blocks (`int`, *optional*):
-            Maximum number of blocks in use at once, over all layer groups (full attention, each sliding window, cross
-            attention, the states of a sequence). `None`: as many as the call needs.
+            Maximum number of blocks in use at once, over all layer groups (full attention, each
+            sliding window, cross attention, the states of a sequence). `None`: as many as the call
+            needs.
         memory_fraction (`float`, *optional*):
-            Maximum share, in (0, 1], of the memory that is free when the pool is created. `None`: limited only by the
-            machine.
+            Maximum share, in (0, 1], of the memory that is free when the pool is created. `None`:
+            limited only by the machine.
         prefix_caching (`bool`, defaults to `True`):
-            Keep full blocks after their request ends, for prompts that begin with the same tokens. They are evicted
-            when blocks are needed, and when the model's weights or active adapter change.
+            Keep full blocks after their request ends, for prompts that begin with the same tokens.
+            They are evicted when blocks are needed, and when the model's weights or active adapter
+            change. Without a limit, an engine keeps up to two of them for each block of the most
+            that it had in use at once.
         kv_dtype (`str`, *optional*):
-            Store keys and values in one byte per number, `"int8"`, `"fp8_e4m3"` or `"fp8_e5m2"`, with a float32 scale
-            per token and head: about half the bytes of bfloat16. Attention reads them in place. Generated tokens are
-            then those of a model with rounded keys and values, not those of plain `generate`. States of linear
-            attention are not quantized. `None`: the dtype that the model computes.
+            Store keys and values in one byte per number, `"int8"`, `"fp8_e4m3"` or `"fp8_e5m2"`,
+            with a float32 scale per token and head: about half the bytes of bfloat16. Attention
+            reads them in place. Generated tokens are then those of a model with rounded keys and
+            values, not those of plain `generate`. States of linear attention are not quantized.
+            `None`: the dtype that the model computes.
         max_num_batched_tokens (`int`, defaults to 2048):
-            Maximum number of tokens in one forward of the engine. Prompts that do not fit beside the decoding
-            sequences are computed in chunks (SARATHI, arXiv 2308.16369).
+            Maximum number of tokens in one forward of the engine. Prompts that do not fit beside
+            the decoding sequences are computed in chunks (SARATHI, arXiv 2308.16369).
         max_chunk_tokens (`int`, *optional*):
-            Maximum number of prompt tokens in a packed forward that also decodes, so that prefill does not stall
-            running requests (stall-free batching of Sarathi-Serve, arXiv 2403.02310, section 4.2). A lower limit
-            shortens the gaps between tokens and delays first tokens. Prompts that cannot be split (images, audio)
-            then begin one per forward. `None`: 256 on the CPU, elsewhere as many as `max_num_batched_tokens` leaves.
+            Maximum number of prompt tokens in a packed forward that also decodes, so that prefill
+            does not stall running requests (stall-free batching of Sarathi-Serve, arXiv 2403.02310,
+            section 4.2). A lower limit shortens the gaps between tokens and delays first tokens.
+            Prompts that cannot be split (images, audio) then begin one per forward. `None`: 256 on
+            the CPU, elsewhere as many as `max_num_batched_tokens` leaves.
         max_num_seqs (`int`, defaults to 256):
-            Maximum number of sequences that a `PagedEngine` runs at once; `generate` runs the rows it is given.
+            Maximum number of sequences that a `PagedEngine` runs at once; `generate` runs the rows
+            it is given.
         preemption (`str`, defaults to `"auto"`):
-            What happens to a request whose blocks another one needs: `"recompute"` drops its keys and values, `"swap"`
-            copies them to host memory, `"auto"` does whichever is faster by measured speeds (PagedAttention,
-            arXiv 2309.06180, section 4.5).
+            What happens to a request whose blocks another one needs: `"recompute"` drops its keys
+            and values, `"swap"` copies them to host memory, `"auto"` does whichever is faster by
+            measured speeds (PagedAttention, arXiv 2309.06180, section 4.5). Those from before a
+            change of the model are always copied.
         capture (`bool`, defaults to `True`):
-            Record decode steps and replay them. With the Triton kernels they become CUDA graphs, also steps with up to
-            512 prompt tokens, and consecutive small operations are fused where that gives the forward's logits. On the
-            CPU they become lists of C++ calls, with hf_paged's matrix products for few rows in half precision (up to
-            256 with AMX, or where PyTorch has none for the dtype, else 64). A model whose forward synchronizes with
-            the device or draws random numbers runs uncaptured, and the log says so. Side effects of a forward other
-            than on tensors (a counter, a log) happen only while recording. Recordings are kept with the pool;
-            `hf_paged.free(model)` or `engine.free()` frees both.
+            Record decode steps and replay them. With the Triton kernels they become CUDA graphs,
+            also steps with up to 512 prompt tokens, and consecutive small operations are fused
+            where that gives the forward's logits. On the CPU they become lists of C++ calls, with
+            hf_paged's matrix products for few rows in half precision (up to 256 with AMX, or where
+            PyTorch has none for the dtype, else 64). A model whose forward synchronizes with the
+            device or draws random numbers runs uncaptured, and the log says so. Side effects of a
+            forward other than on tensors (a counter, a log) happen only while recording. Recordings
+            are kept with the pool; `hf_paged.free(model)` or `engine.free()` frees both.
         batch_invariant (`bool`, defaults to `False`):
-            Compute the same bits for a row whatever the batch and schedule: alone or in any batch, in chunks, after
-            preemption, with or without cached prefixes. Only on the CPU, with the C++ kernels, for models whose
-            forwards are packed; others raise `ValueError`. It costs time (docs/guide/engine.md). Named after Thinking
-            Machines' `batch_invariant_ops` and vLLM's option.
+            Compute the same bits for a row whatever the batch and schedule: alone or in any batch,
+            in chunks, after preemption, with or without cached prefixes. Only on the CPU, with the
+            C++ kernels, for models whose forwards are packed; others raise `ValueError`. It costs
+            time (docs/guide/engine.md). Named after Thinking Machines' `batch_invariant_ops` and
+            vLLM's option.
         cache_salt (`str`, *optional*):
-            Identifies the tenant. Cached blocks serve only requests with the salt of the request that computed them,
-            so that time to first token reveals nothing about other tenants' prompts (as vLLM's `cache_salt`). Derive
-            it from the authenticated tenant, not from request data: equal salts share. A saved `GenerationConfig`
-            holds it as text. `PagedEngine.add_request` takes one per request. `None`: all requests without a salt
+            Identifies the tenant. Cached blocks serve only requests with the salt of the request
+            that computed them, so that time to first token reveals nothing about other tenants'
+            prompts (as vLLM's `cache_salt`). Derive it from the authenticated tenant, not from
+            request data: equal salts share. A saved `GenerationConfig` holds it as text.
+            `PagedEngine.add_request` takes one per request. `None`: all requests without a salt
             share blocks.
         idle_release_seconds (`float`, *optional*, defaults to 60):
-            Seconds without a call after which the pool's memory goes back to the system, with cached prefixes and
-            recorded steps; the next call allocates again and generates the same tokens. 0: after each call, or once an
-            engine has no unfinished request, for example when training follows each rollout. `None`: only with
-            `hf_paged.free(model)` or `engine.free()`. Blocks that a caller's cache holds keep the pool alive.
+            Seconds without a call after which the pool's memory goes back to the system, with
+            cached prefixes and recorded steps; the next call allocates again and generates the same
+            tokens. 0: after each call, or once an engine has no unfinished request, for example
+            when training follows each rollout. `None`: only with `hf_paged.free(model)` or
+            `engine.free()`. Blocks that a caller's cache holds keep the pool alive.
         speculation (`str`, *optional*):
-            `"ngram"`: where a row's last tokens occurred before, in its text or in what other requests of its
-            `cache_salt` generated, drafts the tokens that followed and verifies them in one forward (prompt lookup
-            decoding). The generated tokens do not change; a row whose drafts are rejected pauses, longer each time.
-            Several sampled rows of one `generate` call do not draft, since they draw from one random stream. `None`:
-            only what a call or request asks for (`prompt_lookup_num_tokens`, `assistant_model`).
-        prefix_tiers ([`PrefixTiers`], `dict` or `str`, *optional*):
-            Host memory and disk for prefix blocks that the pool evicts; a `str` is the folder. Needs `prefix_caching`.
-            `None`: evicted blocks are dropped.
-        storage (`str` or [`VirtualStorage`], defaults to `"blocks"`):
-            `"virtual"`: a row's blocks are also mapped into a contiguous address range, so that a model's custom
-            attention code, and hosts without a C++ compiler, read keys and values without gathering. Blocks then hold
-            enough tokens to fill whole pages, if `block_size` is less. Not with `kv_dtype`. A [`VirtualStorage`], or a
-            dict of its fields, sets the details. `"blocks"`: in blocks only.
+            `"ngram"`: where a row's last tokens occurred before, in its text or in what other
+            requests of its `cache_salt` generated, drafts the tokens that followed and verifies
+            them in one forward (prompt lookup decoding). The generated tokens do not change; a row
+            whose drafts are rejected pauses, longer each time. Several sampled rows of one
+            `generate` call do not draft, since they draw from one random stream. `None`: only what
+            a call or request asks for (`prompt_lookup_num_tokens`, `assistant_model`).
+        prefix_tiers ([`PrefixTiers`], `dict`, `str` or path, *optional*):
+            Host memory and disk for prefix blocks that the pool evicts; a `str` or path is the
+            folder. Needs `prefix_caching`. `None`: evicted blocks are dropped.
+        storage (`str`, [`VirtualStorage`] or `dict`, defaults to `"blocks"`):
+            `"virtual"`: a row's blocks are also mapped into a contiguous address range, so that a
+            model's custom attention code, and hosts without a C++ compiler, read keys and values
+            without gathering. Blocks then hold enough tokens to fill whole pages, if `block_size`
+            is less. Not with `kv_dtype`. A [`VirtualStorage`], or a dict of its fields, sets the
+            details. `"blocks"`: in blocks only.
 
     Raises:
-        ValueError: if a value is out of range; the message names the option, the value and the limits.
+        ValueError: if a value is out of range; the message names the option, the value and the
+            limits.
     """
 
     block_size: int | str = 16
@@ -246,8 +377,8 @@ class PagedConfig:
     cache_salt: str | None = None
     idle_release_seconds: float | None = 60.0
     speculation: str | None = None
-    prefix_tiers: PrefixTiers | None = None
-    storage: VirtualStorage | str = "blocks"
+    prefix_tiers: PrefixTiers | Mapping[str, Any] | str | os.PathLike[str] | None = None
+    storage: VirtualStorage | Mapping[str, Any] | str = "blocks"
 
     def __post_init__(self) -> None:
         size: Any = self.block_size
@@ -259,62 +390,102 @@ class PagedConfig:
         self._check("block_size", is_size or is_auto, allowed)
         for name in ("num_blocks", "max_chunk_tokens"):
             value = getattr(self, name)
-            self._check(name, value is None or _is_count(value), "None or a whole number of at least 1")
-        allowed = "None with `block_size` 'auto', whose blocks have no one size: bound bytes by `memory_fraction`"
-        self._check("num_blocks", self.num_blocks is None or not is_auto, f"{allowed} or `hf_paged.budget`")
+            self._check(
+                name, value is None or _is_count(value), "None or a whole number of at least 1"
+            )
+        allowed = (
+            "None with `block_size` 'auto', whose blocks differ in size: limit bytes by"
+            " `memory_fraction`"
+        )
+        self._check(
+            "num_blocks", self.num_blocks is None or not is_auto, f"{allowed} or `hf_paged.budget`"
+        )
         if fraction is not None:
             is_number = isinstance(fraction, Real) and not isinstance(fraction, bool)
-            self._check("memory_fraction", is_number and 0 < fraction <= 1, "None or a number above 0 and at most 1")
+            self._check(
+                "memory_fraction",
+                is_number and 0 < fraction <= 1,
+                "None or a number above 0 and at most 1",
+            )
         for name in ("prefix_caching", "capture", "batch_invariant"):
             self._check(name, isinstance(getattr(self, name), bool), "True or False")
         for name in ("max_num_batched_tokens", "max_num_seqs"):
             self._check(name, _is_count(getattr(self, name)), "a whole number of at least 1")
         is_dtype = self.kv_dtype is None or self.kv_dtype in KV_DTYPES
-        self._check("kv_dtype", is_dtype, f"None or one of {', '.join(KV_DTYPES)}")
-        self._check("preemption", self.preemption in PREEMPTION, f"one of {', '.join(PREEMPTION)}")
+        self._check("kv_dtype", is_dtype, f"None or one of {', '.join(map(repr, KV_DTYPES))}")
+        self._check(
+            "preemption",
+            self.preemption in PREEMPTION,
+            f"one of {', '.join(map(repr, PREEMPTION))}",
+        )
         self._check("speculation", self.speculation in SPECULATION, "None or 'ngram'")
         check_cache_salt(self.cache_salt)
         seconds = self.idle_release_seconds
-        is_time = isinstance(seconds, Real) and not isinstance(seconds, bool) and 0 <= seconds < float("inf")
+        is_time = (
+            isinstance(seconds, Real)
+            and not isinstance(seconds, bool)
+            and 0 <= seconds < float("inf")
+        )
         self._check(
-            "idle_release_seconds", seconds is None or is_time, "None or a finite number of at least 0 (seconds)"
+            "idle_release_seconds",
+            seconds is None or is_time,
+            "None or a finite number of at least 0 (seconds)",
         )
         object.__setattr__(self, "prefix_tiers", PrefixTiers.coerce(self.prefix_tiers))
-        allowed = "None where `prefix_caching` is False: no block is kept then"
-        self._check("prefix_tiers", self.prefix_tiers is None or self.prefix_caching, allowed)
+        has_caching = self.prefix_tiers is None or self.prefix_caching
+        self._check(
+            "prefix_tiers", has_caching, "None with `prefix_caching=False`, which keeps no blocks"
+        )
         object.__setattr__(self, "storage", VirtualStorage.coerce(self.storage))
-        allowed = "None with `storage` 'virtual': codes and scales are no rows that a model can read"
+        allowed = (
+            "None with `storage` 'virtual', since quantized blocks cannot be viewed as plain"
+            " tensors"
+        )
         self._check("kv_dtype", self.kv_dtype is None or self.storage == "blocks", allowed)
 
     def _check(self, name: str, is_allowed: bool, allowed: str) -> None:
         if not is_allowed:
-            raise ValueError(f"`{name}` is {getattr(self, name)!r}: it must be {allowed}")
+            raise ValueError(f"`{name}` is {shown(getattr(self, name))}: it must be {allowed}")
 
     @classmethod
-    def coerce(cls, value: PagedConfig | Mapping[str, Any] | None) -> PagedConfig:
-        """Converts a `cache_config` to a `PagedConfig`. Raises `ValueError` on unknown keys."""
+    def coerce(
+        cls, value: PagedConfig | Mapping[str, Any] | None, name: str = "cache_config"
+    ) -> PagedConfig:
+        """Converts the argument `name` to a `PagedConfig`. Raises `ValueError` for other types and
+        unknown keys."""
         if value is None:
             return cls()
         if isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
-            raise ValueError(f"`cache_config` is {value!r}: it must be a dict, a `PagedConfig` or None")
-        allowed = [field.name for field in fields(cls)]
-        unknown = sorted(str(key) for key in value if key not in allowed)
-        if unknown:
-            raise ValueError(f"`cache_config` has unknown keys {unknown}: allowed with 'paged' are {allowed}")
+            raise ValueError(
+                f"`{name}` is {shown(value)}: it must be None, a `PagedConfig` or a dict of its"
+                ' options, such as {"num_blocks": 4096}'
+            )
+        if message := _unknown(f"`{name}`", value, cls.__annotations__):
+            raise ValueError(message)
         return cls(**value)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plain dict that a `GenerationConfig` stores and saves."""
-        return {name: value.item() if hasattr(value, "item") else value for name, value in asdict(self).items()}
+        return {
+            name: value.item() if hasattr(value, "item") else value
+            for name, value in asdict(self).items()
+        }
 
 
 def check_cache_salt(value: Any) -> None:
-    """Raises `ValueError` unless `value` is a valid `cache_salt`; empty text, likely a missing name, is not."""
+    """Raises `ValueError` unless `value` is a valid `cache_salt`; empty text, likely a missing
+    name, is not."""
     if value is not None and (not isinstance(value, str) or not value):
-        raise ValueError(f"`cache_salt` is {value!r}: it must be None or text of at least one character")
+        raise ValueError(
+            f"`cache_salt` is {value!r}: it must be None or text of at least one character"
+        )
 
 
 def _is_count(value: Any) -> bool:
     return is_whole(value) and value >= 1
+
+
+with _naming_variable():  # at the import, not in the first call
+    PagedConfig()

@@ -1,5 +1,5 @@
-"""Locks that survive `os.fork`: only the forking thread runs on in the child, so locks that other threads held are
-reset there, and objects drop what those threads left half changed."""
+"""Locks that survive `os.fork`: only the forking thread runs on in the child, so locks that other
+threads held are reset there, and objects drop what those threads left half changed."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ def lock() -> threading.Lock:
 
 
 def rlock() -> threading.RLock:
-    """Makes a reentrant lock that is free in a child process, unless the forking thread holds it."""
+    """Makes a reentrant lock that is free in a child process, unless the forking thread holds
+    it."""
     made = threading.RLock()
     _locks.add(made)
     return made
 
 
 def in_child(survivor: Any) -> None:
-    """Makes child processes call `survivor.after_fork(freed)`; what the locks `freed` guard may be half changed."""
+    """Makes child processes call `survivor.after_fork(freed)`; what the locks `freed` guard may be
+    half changed."""
     _survivors.add(survivor)
 
 

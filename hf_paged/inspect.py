@@ -1,10 +1,10 @@
 """Reports a model's K/V memory, how many sequences fit this machine, its route and its kernels.
 
-    python -m hf_paged.inspect MODEL [--block-size N|auto] [--dtype DTYPE] [--device DEVICE] [--length TOKENS]
-                              [--kv-dtype DTYPE] [--json]
+    python -m hf_paged inspect MODEL [--block-size N|auto] [--dtype DTYPE] [--device DEVICE]
+                                     [--length TOKENS] [--kv-dtype DTYPE] [--json]
 
-MODEL is a folder with a config.json, the path of such a file, a model type (llama), or a class of transformers
-(Qwen2Config, LlamaForCausalLM). It reads no weights and downloads nothing.
+MODEL is a folder with a config.json, the path of such a file, a model type (llama), or a class of
+transformers (Qwen2Config, LlamaForCausalLM). It reads no weights and downloads nothing.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Group:
     kernels: dict[str, str]  # the backend of a decode and of a prefill chunk
 
     def num_blocks(self, length: int) -> int:
-        """Returns the most blocks that a sequence holds at once while it grows to `length` tokens."""
+        """Returns the most blocks that a sequence holds at once while it grows to `length`
+        tokens."""
         return GroupSpec(self.kind, self.window).num_spanned(0, length, 1, 0, self.block_size)
 
 
@@ -76,9 +77,14 @@ class Report:
     route: Route
 
     def to_dict(self) -> dict[str, Any]:
-        found = asdict(self)
-        route = found.pop("route")
-        return found | {"road": {"name": route["road"], "reason": route["reason"], "in_place": route["in_place"]}}
+        fields = asdict(self)
+        route = fields.pop("route")
+        fields["road"] = {
+            "name": route["road"],
+            "reason": route["reason"],
+            "in_place": route["in_place"],
+        }
+        return fields
 
 
 def examine(
@@ -89,34 +95,54 @@ def examine(
     length: int | None = None,
     kv_dtype: str | None = None,
 ) -> Report:
-    """Examines a model (named as in `find_model`) without its weights. `dtype` `"auto"` is the configuration's, else
-    float32; `length` defaults to 2,048 tokens, or the model's positions if fewer; `kv_dtype` and `block_size` are as in
-    `PagedConfig`, and `"auto"` chooses for sequences of `length` tokens. Raises `ValueError` for invalid arguments."""
+    """Examines a model (named as in `find_model`) without its weights. `dtype` `"auto"` is the
+    configuration's, else float32; `length` defaults to 2,048 tokens, or the model's positions if
+    fewer; `kv_dtype` and `block_size` are as in `PagedConfig`, and `"auto"` chooses for sequences
+    of `length` tokens. Raises `ValueError` for invalid arguments."""
     PagedConfig(block_size=block_size, kv_dtype=kv_dtype)
     if length is not None and length < 1:
         raise ValueError(f"`length` is {length}: it must be at least 1 (tokens)")
     config, cls = find_model(model)
-    text, device = config.get_text_config(decoder=True), torch.device(device)
+    text = config.get_text_config(decoder=True)
+    device = torch.device(device)
     if dtype == "auto":
         dtype = config.dtype or text.dtype or torch.float32
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype)
     built = build(config, cls, dtype, "meta")
     max_positions = getattr(text, "max_position_embeddings", None)
     length = length or min(2048, max_positions or 2048)
-    sizes = BlockSizes(Costs(*find_costs(device, dtype, kv_dtype)) if block_size == AUTO else None, [length])
-    stored, other_layers = measure(built, sizes.of if block_size == AUTO else lambda spec: int(block_size), kv_dtype)
+    is_auto = block_size == AUTO
+    costs = None
+    if is_auto:
+        costs = Costs(*find_costs(device, dtype, kv_dtype))
+    sizes = BlockSizes(costs, [length])
+    size_of = sizes.of if is_auto else lambda spec: int(block_size)
+    stored, other_layers = measure(built, size_of, kv_dtype)
     route = find_route(built)
-    groups = [
-        _group(built, spec, blocks, device if route.in_place else None, sizes.chosen.get(spec))
-        for spec, blocks in stored.items()
-    ]
-    weight_bytes, free = built.get_memory_footprint(), free_bytes(device)
-    left_bytes, token_bytes = max(0, free - weight_bytes), sum(group.token_bytes for group in groups)
+    kernel_device = device if route.in_place else None
+    groups = []
+    for spec, blocks in stored.items():
+        group = _group(built, spec, blocks, kernel_device, sizes.chosen.get(spec))
+        groups.append(group)
+    weight_bytes = built.get_memory_footprint()
+    free = free_bytes(device)
+    left_bytes = max(0, free - weight_bytes)
+    token_bytes = sum(group.token_bytes for group in groups)
     fits = []
-    for each in dict.fromkeys((length, max_positions or length)):
-        sequence_bytes = sum(group.num_blocks(each) * group.block_bytes for group in groups)
-        count = left_bytes // sequence_bytes if sequence_bytes else 0
-        fits.append({"length": each, "sequence_bytes": sequence_bytes, "sequences": count, "tokens": count * each})
+    for fit_length in dict.fromkeys((length, max_positions or length)):
+        sequence_bytes = sum(group.num_blocks(fit_length) * group.block_bytes for group in groups)
+        count = 0
+        if sequence_bytes:
+            count = left_bytes // sequence_bytes
+        fits.append(
+            {
+                "length": fit_length,
+                "sequence_bytes": sequence_bytes,
+                "sequences": count,
+                "tokens": count * fit_length,
+            }
+        )
     return Report(
         model=cls.__name__,
         model_type=config.model_type,
@@ -145,24 +171,30 @@ def _group(
     choice: Choice | None = None,
 ) -> Group:
     is_latent = stores_latents(model, blocks)
-    block_size, block_bytes = blocks[0].keys.shape[2], sum(layer.block_bytes for layer in blocks)
+    block_size = blocks[0].keys.shape[2]
+    block_bytes = sum(layer.block_bytes for layer in blocks)
+    shapes = Counter(_shape(layer, is_latent) for layer in blocks)
+    names: dict[str, str] = {}
+    if device is not None:
+        names = kernels(blocks[0], spec.window, is_latent, device)
     return Group(
         name=group_label(spec.label),
         kind=spec.kind,
         window=spec.window,
         num_layers=len(blocks),
-        layers=dict(Counter(_shape(layer, is_latent) for layer in blocks)),
+        layers=dict(shapes),
         is_latent=is_latent,
         block_size=block_size,
         reason=None if choice is None else choice.reason,
         block_bytes=block_bytes,
         token_bytes=block_bytes // block_size,
-        kernels=kernels(blocks[0], spec.window, is_latent, device) if device is not None else {},
+        kernels=names,
     )
 
 
 def _shape(layer: KVBlocks, is_latent: bool) -> str:
-    (_, heads, _, key_dim), (_, value_heads, _, value_dim) = layer.keys.shape, layer.values.shape
+    _, heads, _, key_dim = layer.keys.shape
+    _, value_heads, _, value_dim = layer.values.shape
     if is_latent:
         return f"latent of {key_dim}, rotary key of {value_dim}"
     if (heads, key_dim) == (value_heads, value_dim):
@@ -172,11 +204,18 @@ def _shape(layer: KVBlocks, is_latent: bool) -> str:
 
 def print_report(report: Report) -> None:
     """Prints the report in lines of at most 80 columns."""
-    groups, weights, free = report.groups, format_bytes(report.weight_bytes), format_bytes(report.free_bytes)
+    groups = report.groups
+    weights = format_bytes(report.weight_bytes)
+    free = format_bytes(report.free_bytes)
     lines = [f"{report.model} ({report.model_type}), {report.dtype}, on {report.device}"]
     lines.append(f"{report.num_parameters:,} parameters, {weights} of weights")
-    stored = "" if report.kv_dtype is None else f", stored as {report.kv_dtype} with a scale a token and head"
-    lines.append(f"Keys and values{stored}:" if groups else "It keeps no keys and values in blocks.")
+    stored = ""
+    if report.kv_dtype is not None:
+        stored = f", stored as {report.kv_dtype} with a scale a token and head"
+    if groups:
+        lines.append(f"Keys and values{stored}:")
+    else:
+        lines.append("It keeps no keys and values in blocks.")
     for group in groups:
         shapes = ", ".join(f"{count} x {shape}" for shape, count in group.layers.items())
         lines.append(f"  {group.num_layers} layers with {group.name}: {shapes}")
@@ -189,35 +228,53 @@ def print_report(report: Report) -> None:
     for name, num_layers in report.other_layers.items():
         lines.append(f"{num_layers} layers hold a state of their own, not in blocks ({name}).")
     if groups:
-        lines.append(f"What fits: {free} are free, {format_bytes(report.left_bytes)} beside the weights")
-    for fit in report.fits if groups else ():
+        lines.append(
+            f"What fits: {free} are free, {format_bytes(report.left_bytes)} beside the weights"
+        )
+    fits = report.fits if groups else []
+    for fit in fits:
         blocks = sum(group.num_blocks(fit["length"]) for group in groups)
-        lines.append(f"  {fit['sequences']:,} sequences of {fit['length']:,} tokens, {fit['tokens']:,} tokens in all")
+        lines.append(
+            f"  {fit['sequences']:,} sequences of {fit['length']:,} tokens, {fit['tokens']:,}"
+            " tokens in all"
+        )
         lines.append(f"    each {blocks:,} blocks, {format_bytes(fit['sequence_bytes'])}")
     if groups:
-        lines.append(f"A GiB of `hf_paged.budget`, or of `prefix_tiers`, holds {report.tokens_per_gib:,} tokens")
+        lines.append(
+            f"A GiB of `hf_paged.budget`, or of `prefix_tiers`, holds {report.tokens_per_gib:,}"
+            " tokens"
+        )
     if any(group.kind == "cross" for group in groups):
         lines.append("The encoder's output is taken to be as long as the sequence.")
     lines.append(f"Road: {report.route.road}: {report.route.reason}")
-    for group in groups if report.route.in_place else ():
-        chosen = ", ".join(f"{what}: {backend}" for what, backend in group.kernels.items())
-        lines.append(f"Kernels, {group.name}: {chosen}")
-    print("\n".join(textwrap.fill(line, 80, subsequent_indent="    ") for line in lines))
+    if report.route.in_place:
+        for group in groups:
+            chosen = ", ".join(f"{what}: {backend}" for what, backend in group.kernels.items())
+            lines.append(f"Kernels, {group.name}: {chosen}")
+    wrapped = [textwrap.fill(line, 80, subsequent_indent="    ") for line in lines]
+    print("\n".join(wrapped))
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints the report and returns 0, or prints the error and returns 2."""
     parser = argparse.ArgumentParser(
-        prog="python -m hf_paged.inspect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m hf_paged inspect",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    devices = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    devices = ["cpu"]
+    if torch.accelerator.is_available():
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None:
+            devices.append(accelerator.type)
 
     def device(name: str) -> torch.device:
         with contextlib.suppress(RuntimeError):  # not a device name
             if torch.device(name).type in devices:
                 return torch.device(name)
-        raise argparse.ArgumentTypeError(f"{name!r} is not here: this machine has {', '.join(devices)}")
+        raise argparse.ArgumentTypeError(
+            f"{name!r} is not here: this machine has {', '.join(devices)}"
+        )
 
     dtypes = ("auto", "float32", "bfloat16", "float16")
     parser.add_argument("model", metavar="MODEL")
@@ -227,12 +284,21 @@ def main(arguments: list[str] | None = None) -> int:
         default=PagedConfig.block_size,
         help="tokens, or auto: what suits sequences of --length (%(default)s)",
     )
-    parser.add_argument("--dtype", choices=dtypes, default="auto", help="auto: what the configuration says")
-    parser.add_argument("--device", type=device, default=devices[-1], help="whose memory (%(default)s)")
-    parser.add_argument("--length", type=int, help="tokens of the sequences that are to fit (2048, or fewer)")
-    parser.add_argument("--kv-dtype", choices=KV_DTYPES, help="in which keys and values are stored (as computed)")
+    parser.add_argument(
+        "--dtype", choices=dtypes, default="auto", help="auto: what the configuration says"
+    )
+    parser.add_argument(
+        "--device", type=device, default=devices[-1], help="whose memory (%(default)s)"
+    )
+    parser.add_argument(
+        "--length", type=int, help="tokens of the sequences that are to fit (2048, or fewer)"
+    )
+    parser.add_argument(
+        "--kv-dtype", choices=KV_DTYPES, help="in which keys and values are stored (as computed)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    options = vars(parser.parse_args(arguments))
+    parsed = parser.parse_args(arguments)
+    options = vars(parsed)
     as_json = options.pop("json")
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()

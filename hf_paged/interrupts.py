@@ -1,8 +1,10 @@
 """Defers signals during bookkeeping, and provides locks that do so.
 
-Python runs signal handlers between any two bytecodes of the main thread. Within [`held`] signals are only noted, and
-their handlers are called on leaving; [`let_in`] lets signals through during long operations and callers' code. Not
-deferred: exceptions that one thread sets in another (`PyThreadState_SetAsyncExc`), and signals other than `SIGNALS`.
+Python runs signal handlers between any two bytecodes of the main thread. Within [`held`] signals
+are only noted, and their handlers are called on leaving; [`let_in`] lets signals through during
+long operations and callers' code. Not deferred: exceptions that one thread sets in another
+(`PyThreadState_SetAsyncExc`), and signals other than `SIGNALS`, since each of these costs every
+`held` a look at its handler.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import signal
 import sys
 import threading
 import weakref
+from collections import deque
 from types import FrameType
 from typing import Any
 
@@ -21,10 +24,14 @@ from torch import nn
 
 from . import forks
 
-_NAMES = ("SIGINT", "SIGTERM", "SIGALRM")
-SIGNALS: tuple[int, ...] = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
+_NAMES = "INT TERM ALRM USR1 USR2 HUP QUIT CHLD XCPU VTALRM PROF BREAK".split()
+SIGNALS: tuple[int, ...] = tuple(
+    int(getattr(signal, f"SIG{name}")) for name in _NAMES if hasattr(signal, f"SIG{name}")
+)
 
-_handlers: dict[int, Any] | None = None  # the handlers that `_note` replaces; `None` while signals are not deferred
+_NO_HANDLERS = (None, signal.SIG_DFL, signal.SIG_IGN)
+# the handlers that `_note` replaces; `None` while signals are not deferred
+_handlers: dict[int, Any] | None = None
 _holder = 0  # ident of the thread that defers signals
 _pending: list[int] = []
 
@@ -37,12 +44,17 @@ def _note(signum: int, frame: FrameType | None) -> None:
 def _hold() -> None:
     """Starts to defer signals. If a handler raises meanwhile, raises that and defers none."""
     global _handlers, _holder
-    # only Python handlers: "ignore" and "default" raise nothing
-    handlers = {signum: handler for signum in SIGNALS if callable(handler := _signal.getsignal(signum))}
+    # only Python handlers: "ignore" and "default" raise nothing, and those of C are not ours to set
+    handlers = {
+        signum: handler
+        for signum in SIGNALS
+        if (handler := _signal.getsignal(signum)) not in _NO_HANDLERS
+    }
     try:
         for signum in handlers:
             _signal.signal(signum, _note)
-        _handlers, _holder = handlers, threading.get_ident()
+        _handlers = handlers
+        _holder = threading.get_ident()
     except BaseException:
         _put_back(handlers)
         raise
@@ -60,27 +72,27 @@ def _release(raises: bool = True) -> None:
 
 
 def _put_back(handlers: dict[int, Any]) -> None:
-    # a restored handler may raise after any call and on entering a function: run nothing else until all are restored
-    put, ours = _signal.signal, [item for item in handlers.items() if _signal.getsignal(item[0]) is _note]
-    ours += [(0, None)] * (len(_NAMES) - len(ours))
-    (first, a), (second, b), (third, c) = ours
+    ours = [signum for signum in handlers if _signal.getsignal(signum) is _note]
+    before = [handlers[signum] for signum in ours]
+    # A restored handler may raise after any call, on entering a function, and in `signal` before it
+    # sets the next one: so one call of C code restores all, once more after each of two signals.
     try:
-        if first:
-            put(first, a)
-    finally:
+        deque(map(_signal.signal, ours, before), 0)
+    except BaseException:
         try:
-            if second:
-                put(second, b)
-        finally:
-            if third:
-                put(third, c)
+            deque(map(_signal.signal, ours, before), 0)
+        except BaseException:
+            deque(map(_signal.signal, ours, before), 0)
+            raise
+        raise
 
 
 def _raise_pending() -> None:
     signum = _pending.pop(0)
     handler = _signal.getsignal(signum)
     try:
-        if callable(handler):  # called directly: raising the signal would write to `signal.set_wakeup_fd` again
+        if callable(handler):
+            # called directly: raising the signal would write to `signal.set_wakeup_fd` again
             handler(signum, sys._getframe())
         elif handler == signal.SIG_DFL:  # set by a caller's code since
             signal.raise_signal(signum)
@@ -90,12 +102,15 @@ def _raise_pending() -> None:
 
 
 class held:
-    """Context in which signals are deferred until the outermost `held` exits. Takes one to two microseconds."""
+    """Context in which signals are deferred until the outermost `held` exits. That one takes about
+    ten times as long as an empty `with`, those inside it hardly longer."""
 
     __slots__ = ("_is_outermost",)
 
     def __enter__(self) -> None:
-        self._is_outermost = _handlers is None and threading.get_ident() == threading.main_thread().ident
+        self._is_outermost = (
+            _handlers is None and threading.get_ident() == threading.main_thread().ident
+        )
         if self._is_outermost:
             _hold()
 
@@ -105,9 +120,9 @@ class held:
 
 
 class let_in:
-    """
-    Context, inside [`held`], in which signals are handled at once; if `waiting`, deferred signals are handled on
-    entering. On exit it restores gradient mode, which torch's contexts lose when an interrupt ends them.
+    """Context, inside [`held`], in which signals are handled at once; if `waiting`, deferred
+    signals are handled on entering. On exit it restores gradient mode, which torch's contexts lose
+    when an interrupt ends them.
     """
 
     __slots__ = ("_grad", "_waiting", "_was_held")
@@ -137,11 +152,13 @@ class let_in:
 
 
 class PatientLock:
-    """A reentrant lock that defers signals while held (`held`), and handles them while it waits for another thread."""
+    """A reentrant lock that defers signals while held (`held`), and handles them while it waits for
+    another thread."""
 
     def __init__(self) -> None:
         self.lock = forks.rlock()
-        self._holds: dict[int, list[held]] = {}  # by thread, including threads that wait for a condition
+        # by thread, including threads that wait for a condition
+        self._holds: dict[int, list[held | None]] = {}
 
     def wait_for(self, condition: threading.Condition) -> None:
         """Waits at most 50 ms for the condition, then handles deferred signals."""
@@ -150,32 +167,34 @@ class PatientLock:
             pass
 
     def __enter__(self) -> None:
-        hold = held()
-        hold.__enter__()
+        hold = None
+        if _handlers is None:  # else signals are deferred already, which `held` would not change
+            hold = held()
+            hold.__enter__()
         try:
             while not self.lock.acquire(timeout=0.05):
                 with let_in():
                     pass
         except BaseException:
-            hold.__exit__()
+            if hold is not None:
+                hold.__exit__()
             raise
         self._holds.setdefault(threading.get_ident(), []).append(hold)
 
     def __exit__(self, *error: object) -> None:
         hold = self._holds[threading.get_ident()].pop()
         self.lock.release()
-        hold.__exit__()
+        if hold is not None:
+            hold.__exit__()
 
 
-_guard = forks.lock()
 _locks: weakref.WeakKeyDictionary[nn.Module, PatientLock] = weakref.WeakKeyDictionary()
 
 
 def step_lock(model: nn.Module) -> PatientLock:
-    """Returns the model's lock, held from scheduling to the end of a forward and while the model's state is read: all
-    callers share its adapters."""
-    with _guard:
-        return _locks.setdefault(model, PatientLock())
+    """Returns the model's lock, held from scheduling to the end of a forward and while the model's
+    state is read: all callers share its adapters."""
+    return _locks.setdefault(model, PatientLock())
 
 
 def _forget() -> None:

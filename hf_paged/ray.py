@@ -1,11 +1,15 @@
 """
 Runs one `PagedEngine` in each Ray worker, on many machines. Needs the extra `ray`.
 
-    ds = ds.map_batches(hf_paged.ray.LLMPredictor, fn_constructor_args=(name, {"max_new_tokens": 64}),
-                        concurrency=2, num_gpus=1, batch_size=256)                              # Ray Data
-    app = serve.deployment(hf_paged.ray.LLMServer).bind(name, {"max_new_tokens": 64})           # Ray Serve
+    # Ray Data
+    ds = ds.map_batches(hf_paged.ray.LLMPredictor,
+                        fn_constructor_args=(name, {"max_new_tokens": 64}),
+                        concurrency=2, num_gpus=1, batch_size=256)
+    # Ray Serve
+    app = serve.deployment(hf_paged.ray.LLMServer).bind(name, {"max_new_tokens": 64})
 
-Ray starts the workers, assigns devices, restarts workers that died and repeats their unfinished work.
+Ray starts the workers, assigns devices, restarts workers that died and repeats their unfinished
+work.
 """
 
 from __future__ import annotations
@@ -16,13 +20,15 @@ import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import GenerationConfig
 
-from .batching.arguments import as_config
+from .batching.decoding.prepare import check_options
 from .batching.engine import PagedEngine
 from .batching.results import EngineStats, RequestOutput, RequestResult
 from .cache.block_pool import OutOfBlocksError
+from .config import is_whole
 
 try:
     import ray  # noqa: F401
@@ -45,57 +51,67 @@ class _Worker:
         *,
         engine_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        make = model_source if callable(model_source) else PagedEngine.from_pretrained
-        args = () if callable(model_source) else (model_source,)
-        self.engine = make(*args, **(engine_kwargs or {}))
+        engine_kwargs = engine_kwargs or {}
+        if callable(model_source):
+            self.engine = model_source(**engine_kwargs)
+        else:
+            self.engine = PagedEngine.from_pretrained(model_source, **engine_kwargs)
         if not isinstance(self.engine, PagedEngine):
             raise TypeError(
-                f"`model_source` made a {type(self.engine).__name__}: it must be the name or the folder of a model, or "
-                "a function that returns a `PagedEngine`"
+                f"`model_source` made a {type(self.engine).__name__}: it must be the name or the"
+                " folder of a model, or a function that returns a `PagedEngine`"
             )
-        as_config(generation_config)  # raises now rather than in each request
+        # raises now rather than in each request
+        check_options(self.engine.model, generation_config)
         self._options = _options(generation_config)
-        if isinstance(generation_config, Mapping):  # keep its `None` values, as `PagedEngine.add_request` does
+        if isinstance(generation_config, Mapping):
+            # keep its `None` values, as `PagedEngine.add_request` does
             self._options = dict(generation_config)
 
     def _config(self, own: Any) -> Any:
-        """Merges a request's options over the defaults. Returns invalid types as they are, for the engine to refuse."""
-        return {**self._options, **_options(own)} if isinstance(own, (GenerationConfig, Mapping, type(None))) else own
+        """Merges a request's options over the defaults. Returns invalid types as they are, for the
+        engine to refuse."""
+        if not isinstance(own, (GenerationConfig, Mapping, type(None))):
+            return own
+        return {**self._options, **_options(own)}
 
 
 class LLMPredictor(_Worker):
     """
     A callable class for `ray.data.Dataset.map_batches`: generates tokens for a batch of prompts.
 
-    Each worker creates an engine and runs batches through it, keeping the order of rows. A row that cannot be served
-    gets its error in a column, and the others finish. If a worker dies, Ray restarts it and repeats its unfinished
-    batches, which give the same rows.
+    Each worker creates an engine and runs batches through it, keeping the order of rows. A row that
+    cannot be served gets its error in a column, and the others finish. If a worker dies, Ray
+    restarts it and repeats its unfinished batches, which give the same rows.
 
-    Prompts are a column of text, token ids or chat messages. Two optional columns are read. `generation_config`:
-    options of the row, which override those of all rows; nulls, with which Arrow fills missing fields, are ignored.
-    (Where rows set different options, pass `batch_format="pyarrow"`: NumPy and pandas have no missing integers and
-    convert the column to floats.) `seed`: the row's seed for sampling, as in `PagedEngine.add_request`. With it the
+    Prompts are a column of text, token ids or chat messages. Two optional columns are read.
+    `generation_config`: options of the row, which override those of all rows; nulls, with which
+    Arrow fills missing fields, are ignored. (Where rows set different options, pass
+    `batch_format="pyarrow"`: NumPy and pandas have no missing integers and convert the column to
+    floats.) `seed`: the row's seed for sampling, as in `PagedEngine.add_request`. With it the
     samples do not depend on how rows are batched, ordered and repeated; without it they do.
 
-    All columns are kept, and these are added, named as in `ray.data.llm`: `generated_text` and `generated_tokens`
-    (`list[int64]`) of the first sequence, `num_input_tokens`, `num_generated_tokens`, `finish_reason`, `sequences`
-    (all sequences of the row, as structs with the fields of [`SequenceResult`]), `prompt_logprobs` and
-    `prompt_top_logprobs` (null unless requested in `options`), and `__inference_error__` (`"ValueError: ..."`, or
-    empty).
+    All columns are kept, and these are added, named as in `ray.data.llm`: `generated_text` and
+    `generated_tokens` (`list[int64]`) of the first sequence, `num_input_tokens`,
+    `num_generated_tokens`, `finish_reason`, `sequences` (all sequences of the row, as structs with
+    the fields of [`SequenceResult`]), `prompt_logprobs` and `prompt_top_logprobs` (null unless
+    requested in `options`), and `__inference_error__` (`"ValueError: ..."`, or empty).
 
     Args:
-        model_source (`str` or callable): A name or folder for `PagedEngine.from_pretrained`, or a function that returns
-            a `PagedEngine`; it runs in the worker.
+        model_source (`str` or callable): A name or folder for `PagedEngine.from_pretrained`, or a
+            function that returns a `PagedEngine`; it runs in the worker.
         generation_config ([`GenerationConfig`] or `dict`, *optional*): Overrides the model's.
-        engine_kwargs (`dict`, *optional*): Keyword arguments of `from_pretrained`, or of the function: `config`,
-            `tokenizer`, `dtype`, `device_map`, ...
+        engine_kwargs (`dict`, *optional*): Keyword arguments of `from_pretrained`, or of the
+            function: `config`, `tokenizer`, `dtype`, `device_map`, ...
         prompt_column (`str`): The column of prompts.
-        row_options (`tuple[str, ...]`): The columns with options of a row: `generation_config`, and arguments of
-            `PagedEngine.generate` that may be lists (`adapter`, `schema`, `seed`, ...).
+        row_options (`tuple[str, ...]`): The columns with options of a row: `generation_config`, and
+            arguments of `PagedEngine.generate` that may be lists (`adapter`, `schema`, `seed`,
+            ...).
         options: Arguments of `PagedEngine.generate` for all rows.
 
     Raises:
-        ValueError: for a model that `PagedEngine` refuses; in a call, for a batch without the prompt column.
+        ValueError: for a model that `PagedEngine` refuses; in a call, for a batch without the
+            prompt column.
         torch.AcceleratorError: in a call, if the process has lost the device.
 
     Example:
@@ -103,7 +119,10 @@ class LLMPredictor(_Worker):
     ```python
     ds = ray.data.from_items([{"prompt": prompt, "seed": i} for i, prompt in enumerate(prompts)])
     ds = ds.map_batches(
-        LLMPredictor, fn_constructor_args=("Qwen/Qwen3-8B", {"max_new_tokens": 64}), concurrency=2, num_gpus=1
+        LLMPredictor,
+        fn_constructor_args=("Qwen/Qwen3-8B", {"max_new_tokens": 64}),
+        concurrency=2,
+        num_gpus=1,
     )
     ```
     """
@@ -119,46 +138,66 @@ class LLMPredictor(_Worker):
         **options: Any,
     ) -> None:
         super().__init__(model_source, generation_config, engine_kwargs=engine_kwargs)
-        self.prompt_column, self.row_options, self.options = prompt_column, row_options, options
+        self.prompt_column = prompt_column
+        self.row_options = row_options
+        self.options = options
         self.engine.generate([], **options)  # raises for unknown options
 
     def __call__(self, batch: Any) -> Any:
-        """Returns the batch, with the generated columns, as a `pyarrow.Table`. The batch is a dict of arrays, a
-        `pandas.DataFrame` or a `pyarrow.Table`."""
+        """Returns the batch, with the generated columns, as a `pyarrow.Table`. The batch is a dict
+        of arrays, a `pandas.DataFrame` or a `pyarrow.Table`."""
         from ray.data.block import BlockAccessor
 
-        table = BlockAccessor.for_block(BlockAccessor.batch_to_block(batch)).to_arrow()
+        block = BlockAccessor.batch_to_block(batch)
+        table = BlockAccessor.for_block(block).to_arrow()
         names = table.column_names
         if self.prompt_column not in names:
-            raise ValueError(f"the batch has the columns {names}, and no `{self.prompt_column}`: set `prompt_column`")
-        read = [self.prompt_column, *(name for name in self.row_options if name in names)]
-        rows = list(BlockAccessor.for_block(table.select(read)).iter_rows(public_row_format=True))
-        each: dict[str, Any] = {name: [None if _is_missing(row[name]) else row[name] for row in rows] for name in read}
-        prompts, configs = each.pop(self.prompt_column), each.pop("generation_config", [None] * len(rows))
-        results = self.engine.generate(prompts, [*map(self._config, configs)], **{**self.options, **each})
+            raise ValueError(
+                f"the batch has the columns {names}, and no `{self.prompt_column}`: set"
+                " `prompt_column`"
+            )
+        given_options = [name for name in self.row_options if name in names]
+        read = [self.prompt_column, *given_options]
+        accessor = BlockAccessor.for_block(table.select(read))
+        rows = list(accessor.iter_rows(public_row_format=True))
+        columns: dict[str, Any] = {}
+        for name in read:
+            columns[name] = [_plain(row[name]) for row in rows]
+        prompts = columns.pop(self.prompt_column)
+        row_configs = columns.pop("generation_config", [None] * len(rows))
+        seed = self.options.get("seed")
+        if is_whole(seed):
+            # the samples must not depend on a row's place in a batch
+            columns.setdefault("seed", [seed] * len(rows))
+        configs = [self._config(config) for config in row_configs]
+        options = {**self.options, **columns}
+        results = self.engine.generate(prompts, configs, **options)
         for result in results:
             if isinstance(result.error, torch.AcceleratorError):
                 raise result.error  # the process has lost the device: all rows would fail
         added = _table(results)
-        table = table.select([name for name in names if name not in added.column_names])
+        kept = [name for name in names if name not in added.column_names]
+        table = table.select(kept)
         for name in added.column_names:
             table = table.append_column(name, added[name])
         return table
 
 
 class LLMServer(_Worker):
-    """
-    A deployment for Ray Serve with one engine per replica: `serve.deployment(LLMServer).bind(name)`.
+    """A deployment for Ray Serve with one engine per replica:
+    `serve.deployment(LLMServer).bind(name)`.
 
-    Through a handle, `handle.options(stream=True).generate.remote(prompt, generation_config)` streams outputs. Over
-    HTTP, a POST of `{"prompt": ..., "generation_config": {...}, "seed": ..., "stream": true}` returns them as
-    server-sent events, or only the result without `stream`, as JSON with the fields of [`RequestOutput`] and
-    [`RequestResult`]. If a client disconnects, or a handle's response is cancelled, its request ends and its blocks
-    are freed. `max_ongoing_requests` of the deployment, by default 5, limits the requests that Serve sends to a
-    replica at once: set it to the batch size that the engine should reach.
+    Through a handle, `handle.options(stream=True).generate.remote(prompt, generation_config)`
+    streams outputs. Over HTTP, a POST of `{"prompt": ..., "generation_config": {...}, "seed": ...,
+    "stream": true}` returns them as server-sent events, or only the result without `stream`, as
+    JSON with the fields of [`RequestOutput`] and [`RequestResult`]. If a client disconnects, or a
+    handle's response is cancelled, its request ends and its blocks are freed.
+    `max_ongoing_requests` of the deployment, by default 5, limits the requests that Serve sends to
+    a replica at once: set it to the batch size that the engine should reach.
 
     Args:
-        model_source, generation_config, engine_kwargs: As in [`LLMPredictor`].
+        model_source, generation_config, engine_kwargs (as in [`LLMPredictor`]): What each
+            replica's engine is made from.
     """
 
     _lost: Exception | None = None  # the error with which this process lost the device
@@ -170,12 +209,14 @@ class LLMServer(_Worker):
         outputs = self.engine.astream([prompt], [self._config(generation_config)], **options)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
-                if output.result is not None and isinstance(output.result.error, torch.AcceleratorError):
-                    self._lost = output.result.error
+                error = None if output.result is None else output.result.error
+                if isinstance(error, torch.AcceleratorError):
+                    self._lost = error
                 yield output
 
     def check_health(self) -> None:
-        """Raises the error with which this process lost its device, if any: Serve then starts another replica."""
+        """Raises the error with which this process lost its device, if any: Serve then starts
+        another replica."""
         if self._lost is not None:
             raise self._lost
 
@@ -189,24 +230,40 @@ class LLMServer(_Worker):
 
         try:
             body = dict(await request.json())
-            if not isinstance(is_stream := body.pop("stream", False), bool):
+            is_stream = body.pop("stream", False)
+            if not isinstance(is_stream, bool):
                 raise ValueError(f"`stream` is {is_stream!r}: it must be true or false")
-            if unknown := body.keys() - _FIELDS:
-                raise ValueError(f"the body has the fields {sorted(unknown)}: there are {sorted(_FIELDS)} and stream")
-            outputs = self.generate(body.pop("prompt"), **body)
+            unknown = body.keys() - _FIELDS
+            if unknown:
+                raise ValueError(
+                    f"the body has unknown fields {sorted(unknown)}: known are {sorted(_FIELDS)}"
+                    " and stream"
+                )
+            prompt = body.pop("prompt")
+            outputs = self.generate(prompt, **body)
             first = await anext(outputs)
         except (KeyError, TypeError, ValueError) as error:  # `JSONDecodeError` is one of these
             return Response(_json({"error": error}), 400, media_type="application/json")
-        if is_stream and (first.result is None or first.result.error is None):
+        has_failed = first.result is not None and first.result.error is not None
+        if is_stream and not has_failed:
             return StreamingResponse(_events(first, outputs), media_type="text/event-stream")
-        [result] = [each.result for each in [first, *[each async for each in outputs]] if each.result is not None]
+        results = [first.result]
+        async for output in outputs:
+            results.append(output.result)
+        [result] = [result for result in results if result is not None]
         refusals = IndexError, OutOfBlocksError, TypeError, ValueError
-        is_refused = isinstance(result.error, refusals)
-        status = 400 if is_refused else 500 if result.error is not None else 200
+        if isinstance(result.error, refusals):
+            status = 400
+        elif result.error is not None:
+            status = 500
+        else:
+            status = 200
         return Response(_json(result), status, media_type="application/json")
 
 
-async def _events(first: RequestOutput, outputs: AsyncGenerator[RequestOutput, None]) -> AsyncIterator[str]:
+async def _events(
+    first: RequestOutput, outputs: AsyncGenerator[RequestOutput, None]
+) -> AsyncIterator[str]:
     async with contextlib.aclosing(outputs):
         yield f"data: {_json(first)}\n\n"
         async for output in outputs:
@@ -214,16 +271,27 @@ async def _events(first: RequestOutput, outputs: AsyncGenerator[RequestOutput, N
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, default=lambda each: _said(each) if isinstance(each, Exception) else vars(each))
+    def default(part: Any) -> Any:
+        if isinstance(part, Exception):
+            return _said(part)
+        return vars(part)
+
+    return json.dumps(value, default=default)
 
 
 def _said(error: Exception | None) -> str:
-    return "" if error is None else f"{type(error).__name__}: {error}"
+    if error is None:
+        return ""
+    return f"{type(error).__name__}: {error}"
 
 
 def _options(config: GenerationConfig | Mapping[str, Any] | None) -> dict[str, Any]:
     """Returns the options that a generation config sets."""
-    options = config.to_dict() if isinstance(config, GenerationConfig) else config or {}
+    options: Mapping[str, Any]
+    if isinstance(config, GenerationConfig):
+        options = config.to_dict()
+    else:
+        options = config or {}
     return {name: value for name, value in options.items() if not _is_missing(value)}
 
 
@@ -232,19 +300,38 @@ def _is_missing(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
+def _plain(value: Any) -> Any:
+    """Returns a row's value with lists in place of the arrays of NumPy and pandas; `None` if it is
+    missing."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {name: _plain(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_plain(part) for part in value]
+    if _is_missing(value):
+        return None
+    return value
+
+
 def _table(results: list[RequestResult]) -> Any:
-    """Makes a `pyarrow.Table` of results. Types do not depend on values, so that batches can be concatenated."""
+    """Makes a `pyarrow.Table` of results. Types do not depend on values, so that batches can be
+    concatenated."""
     import pyarrow as pa
 
-    token, number, text = pa.int64(), pa.float64(), pa.string()
+    token = pa.int64()
+    number = pa.float64()
+    text = pa.string()
     both = {"logprob": number, "processed_logprob": number}
+    top_token = pa.struct({"token_id": token, **both})
+    top_prompt_token = pa.struct({"token_id": token, "logprob": number})
     sequence = {
         "token_ids": pa.list_(token),
         "text": text,
         "finish_reason": text,
         "score": number,
         "logprobs": pa.list_(pa.struct(both)),
-        "top_logprobs": pa.list_(pa.list_(pa.struct({"token_id": token, **both}))),
+        "top_logprobs": pa.list_(pa.list_(top_token)),
     }
     types = {
         "generated_text": text,
@@ -254,21 +341,22 @@ def _table(results: list[RequestResult]) -> Any:
         "finish_reason": text,
         "sequences": pa.list_(pa.struct(sequence)),
         "prompt_logprobs": pa.list_(number),
-        "prompt_top_logprobs": pa.list_(pa.list_(pa.struct({"token_id": token, "logprob": number}))),
+        "prompt_top_logprobs": pa.list_(pa.list_(top_prompt_token)),
         ERROR: text,
     }
-    rows = [
-        (
+    rows = []
+    for result in results:
+        sequences = [{name: getattr(row, name) for name in sequence} for row in result.sequences]
+        values = (
             result.text,
             result.token_ids,
             len(result.prompt_ids),
             len(result.token_ids),
             result.finish_reason,
-            [{name: getattr(row, name) for name in sequence} for row in result.sequences],
+            sequences,
             result.prompt_logprobs,
             result.prompt_top_logprobs,
             _said(result.error),
         )
-        for result in results
-    ]
-    return pa.Table.from_pylist([dict(zip(types, row)) for row in rows], schema=pa.schema(types))
+        rows.append(dict(zip(types, values)))
+    return pa.Table.from_pylist(rows, schema=pa.schema(types))

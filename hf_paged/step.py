@@ -1,9 +1,9 @@
-"""Attention metadata of one step: rows, lengths and block tables, built once and read by every layer. README.md draws
-what `seq_len`, `context_len` and `query_len` count.
+"""Attention metadata of one step: rows, lengths and block tables, built once and read by every
+layer. README.md draws what `seq_len`, `context_len` and `query_len` count.
 
-Tokens of all rows are concatenated, row after row. Positions are *table coordinates* of a row: position `t` is stored
-in block `block_tables[row, t // block_size]` at offset `t % block_size`. A row whose leading blocks were freed
-(sliding window) counts from its first remaining block.
+Tokens of all rows are concatenated, row after row. Positions are *table coordinates* of a row:
+position `t` is stored in block `block_tables[row, t // block_size]` at offset `t % block_size`. A
+row whose leading blocks were freed (sliding window) counts from its first remaining block.
 """
 
 from __future__ import annotations
@@ -21,13 +21,17 @@ Plan = TypeVar("Plan")
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """Copies a CPU tensor to `device`; for CUDA through pinned memory, so that the host does not wait."""
+    """Copies a CPU tensor to `device`; for CUDA through pinned memory, so that the host does not
+    wait."""
     is_cuda = device.type == "cuda"
-    return (host.pin_memory() if is_cuda else host).to(device, non_blocking=is_cuda)
+    if is_cuda:
+        host = host.pin_memory()
+    return host.to(device, non_blocking=is_cuda)
 
 
 class NotPackable(RuntimeError):
-    """The model used packed keys, values or masks in a way that is only correct with one sequence per row."""
+    """The model used packed keys, values or masks in a way that is only correct with one sequence
+    per row."""
 
 
 class NotCapturable(RuntimeError):
@@ -36,7 +40,8 @@ class NotCapturable(RuntimeError):
 
 @dataclasses.dataclass
 class ReadCounters:
-    """Counts how often attention over cached tokens read blocks in place or gathered them first, also in decodes."""
+    """Counts how often attention over cached tokens read blocks in place or gathered them first,
+    also in decodes."""
 
     in_place: int = 0
     gathered: int = 0
@@ -48,7 +53,8 @@ class ReadCounters:
 
 
 class Lengths(NamedTuple):
-    """Lengths as int32 tensors on the block tables' device; `query_start` is `None` where the host knows no lengths."""
+    """Lengths as int32 tensors on the block tables' device; `query_start` is `None` where the host
+    knows no lengths."""
 
     seq_lens: Tensor  # (n,)
     starts: Tensor  # (n,)
@@ -57,70 +63,92 @@ class Lengths(NamedTuple):
 
     def rows(self, first: int, last: int, start: int) -> Lengths:
         """Slices to rows `[first, last)`, the first of which begins at token `start`."""
-        begins = None if self.query_start is None else self.query_start[first : last + 1]
+        query_start = self.query_start
+        if query_start is not None:
+            query_start = query_start[first : last + 1]
+            if start:
+                query_start = query_start - start
+        origins = self.origins
+        if origins is not None:
+            origins = origins[first:last]
         return Lengths(
             self.seq_lens[first:last],
             self.starts[first:last],
-            begins - start if begins is not None and start else begins,
-            None if self.origins is None else self.origins[first:last],
+            query_start,
+            origins,
         )
 
 
 class Cascade(NamedTuple):
-    """A step of one-query rows, some with common leading blocks, split in two (cascade inference, FlashInfer,
-    arXiv 2501.01005, sec. 3.1.2)."""
+    """A step of one-query rows, some with common leading blocks, split in two (cascade inference,
+    FlashInfer, arXiv 2501.01005, sec. 3.1.2)."""
 
     tails: StepMetadata  # the step, with grouped rows starting where their shared prefix ends
-    prefixes: StepMetadata  # one row per group: the shared tokens and blocks, with the group's rows as queries
+    # one row per group: the shared tokens and blocks, with the group's rows as queries
+    prefixes: StepMetadata
     query_index: Tensor  # (n,) int32 on the device: grouped rows, group by group
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepMetadata:
-    """`n` rows with `T` tokens in all. The cache makes one per layer group; attention narrows it to what a mask shows.
-    Query `i` of a row is at position `seq_len - query_len + i`, which is negative for a padding query."""
+    """`n` rows with `T` tokens in all. The cache makes one per layer group; attention narrows it to
+    what a mask shows. Query `i` of a row is at position `seq_len - query_len + i`, which is
+    negative for a padding query."""
 
     block_tables: Tensor
-    """`(n, max_blocks)` int32, rows contiguous, on the pool's device. Entries past a row's last block are not read."""
+    """`(n, max_blocks)` int32, rows contiguous, on the pool's device. Entries past a row's last
+    block are not read."""
     query_start: tuple[int, ...]  # n + 1: row i has tokens [query_start[i], query_start[i + 1])
-    seq_lens: tuple[int, ...]  # tokens of each row, including new ones; () where only the device knows them
+    # tokens of each row, including new ones; () where only the device knows them
+    seq_lens: tuple[int, ...]
     starts: tuple[int, ...]  # first visible position of each row; () if `seq_lens` is ()
     block_size: int
     causal: bool = True  # the query at position p sees only keys <= p, else all of [start, seq_len)
     window: int | None = None  # with `causal`: keys in (p - window, p] only
     slots: Tensor | None = None
-    """`(batch, query_len)` or, packed, `(1, T)` int64: where K and V of each token are stored; negative: nowhere."""
+    """`(batch, query_len)` or, packed, `(1, T)` int64: where K and V of each token are stored;
+    negative: nowhere."""
     block_ids: Sequence[list[int]] = ()
-    """Block tables, on the host, of the leading one-query rows; empty if no shared prefix should be looked for."""
+    """Block tables, on the host, of the leading one-query rows; empty if no shared prefix should be
+    looked for."""
     lengths: Lengths | None = None
-    """In a captured step: the tensors from which a replay reads its lengths. `query_start` then gives the capacity:
-    the number of rows, with one-query rows first, and of tokens."""
+    """In a captured step: the tensors from which a replay reads its lengths. `query_start` then
+    gives the capacity: the number of rows, with one-query rows first, and of tokens."""
     cascade: Cascade | None = None
-    """In a captured step: the prefix blocks that its leading one-query rows share; other steps use `block_ids`."""
+    """In a captured step: the prefix blocks that its leading one-query rows share; other steps use
+    `block_ids`."""
     key_len: int | None = None
-    """For packed rows with the model's own attention code: number of keys it is shown, that of the longest row."""
+    """For packed rows with the model's own attention code: number of keys it is shown, that of the
+    longest row."""
     columns: range | None = None
-    """Columns of the padded batch that a layer shows, including new ones; `None` for packed rows."""
-    origins: tuple[int, ...] = ()  # where each row's position 0 is: a column with `columns`, else a sequence position
+    """Columns of the padded batch that a layer shows, including new ones; `None` for packed
+    rows."""
+    # where each row's position 0 is: a column with `columns`, else a sequence position
+    origins: tuple[int, ...] = ()
     counters: ReadCounters = dataclasses.field(default_factory=ReadCounters)
     query_len: int | None = dataclasses.field(init=False)  # `None` if rows differ; 1 without rows
     _plans: dict[object, Any] = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        found = {end - start for start, end in itertools.pairwise(self.query_start)} or {1}
-        object.__setattr__(self, "query_len", found.pop() if len(found) == 1 else None)
+        pairs = itertools.pairwise(self.query_start)
+        query_lens = {end - start for start, end in pairs} or {1}
+        query_len = None
+        if len(query_lens) == 1:
+            query_len = query_lens.pop()
+        object.__setattr__(self, "query_len", query_len)
         object.__setattr__(self, "_plans", {})
 
     def plan(self, make: Callable[..., Plan], *args: object) -> Plan:
-        """Returns `make(self, *args)`, computed once and cached. Tensors in `args` are compared by identity."""
+        """Returns `make(self, *args)`, computed once and cached. Tensors in `args` are compared by
+        identity."""
         key = (make, *args) if args else make
         try:
             known: Plan = self._plans[key]
             return known
         except KeyError:
             pass  # `make` runs outside, so that its errors are not chained to this one
-        found = self._plans[key] = make(self, *args)
-        return found
+        made = self._plans[key] = make(self, *args)
+        return made
 
     @classmethod
     def rectangle(
@@ -135,19 +163,29 @@ class StepMetadata:
     ) -> StepMetadata:
         """Makes a step with `query_len` tokens in each row; `starts` default to 0."""
         seq_lens = tuple(seq_lens)
-        num_rows = block_tables.shape[0]
+        num_starts = block_tables.shape[0] + 1
+        query_start: tuple[int, ...]
+        if query_len:
+            query_start = tuple(range(0, num_starts * query_len, query_len))
+        else:
+            query_start = (0,) * num_starts
+        if starts is None:
+            starts = (0,) * len(seq_lens)
         return cls(
             block_tables,
-            tuple(range(0, (num_rows + 1) * query_len, query_len)) if query_len else (0,) * (num_rows + 1),
+            query_start,
             seq_lens,
-            (0,) * len(seq_lens) if starts is None else tuple(starts),
+            tuple(starts),
             block_size,
             **fields,
         )
 
     def on(self, device: torch.device) -> StepMetadata:
-        """Returns the step with its tensors on `device`: layers that share tables may be on several devices."""
-        return self if self.block_tables.device == device else self.plan(_moved, device)
+        """Returns the step with its tensors on `device`: layers that share tables may be on several
+        devices."""
+        if self.block_tables.device == device:
+            return self
+        return self.plan(_moved, device)
 
     @property
     def num_rows(self) -> int:
@@ -164,38 +202,56 @@ class StepMetadata:
     @property
     def has_padding(self) -> bool:
         """Whether some row has padding in `columns`. Padding is not stored."""
-        return self.columns is not None and max(self.origins, default=0) > self.columns.start
+        if self.columns is None:
+            return False
+        latest = max(self.origins, default=0)
+        return latest > self.columns.start
 
     @property
     def begins(self) -> bool:
-        """Whether every row is a first prefill of the same length (at least 2): plain causal attention on new K/V."""
+        """Whether every row is a first prefill of the same length (at least 2): plain causal
+        attention on new K/V."""
         query_len = self.query_len
-        if query_len is None or query_len < 2 or not self.causal or self.lengths is not None:
+        if query_len is None or query_len < 2:
+            return False
+        if not self.causal or self.lengths is not None:
             return False
         sees_all = self.window is None or self.window >= query_len
-        return sees_all and not any(self.starts) and set(self.seq_lens) <= {query_len}
+        if not sees_all or any(self.starts):
+            return False
+        return set(self.seq_lens) <= {query_len}
 
     def rows(self, first: int, last: int) -> StepMetadata:
         """Returns rows `[first, last)` as a step."""
         start = self.query_start[first]
+        query_start = self.query_start[first : last + 1]
+        lengths = self.lengths
+        if lengths:
+            lengths = lengths.rows(first, last, start)
+        cascade = self.cascade
+        if cascade and (first, last) != (0, cascade.tails.num_rows):
+            cascade = None
         return dataclasses.replace(
             self,
             block_tables=self.block_tables[first:last],
-            query_start=tuple(at - start for at in self.query_start[first : last + 1]),
+            query_start=tuple(at - start for at in query_start),
             seq_lens=self.seq_lens[first:last],
             starts=self.starts[first:last],
             origins=self.origins[first:last],
             slots=None,
             block_ids=self.block_ids[first:last],
-            lengths=self.lengths and self.lengths.rows(first, last, start),
-            cascade=self.cascade if self.cascade and (first, last) == (0, self.cascade.tails.num_rows) else None,
+            lengths=lengths,
+            cascade=cascade,
         )
 
     def visible(self, row: int, query: int) -> tuple[int, int]:
-        """Returns the range `[low, high)` of positions that `query` of `row` attends to; empty for a padding query."""
-        low, high = self.starts[row], self.seq_lens[row]
+        """Returns the range `[low, high)` of positions that `query` of `row` attends to; empty for
+        a padding query."""
+        low = self.starts[row]
+        high = self.seq_lens[row]
         if self.causal:
-            position = high - (self.query_start[row + 1] - self.query_start[row]) + query
+            query_len = self.query_start[row + 1] - self.query_start[row]
+            position = high - query_len + query
             high = position + 1
             if self.window is not None:
                 low = max(low, position - self.window + 1)
@@ -203,29 +259,41 @@ class StepMetadata:
 
 
 def _moved(step: StepMetadata, device: torch.device) -> StepMetadata:
-    slots = None if step.slots is None else step.slots.to(device)
-    return dataclasses.replace(step, block_tables=step.block_tables.to(device), slots=slots)
+    slots = step.slots
+    if slots is not None:
+        slots = slots.to(device)
+    tables = step.block_tables.to(device)
+    return dataclasses.replace(step, block_tables=tables, slots=slots)
 
 
 def _copy_lengths(step: StepMetadata) -> Lengths:
     # making a tensor from an array's buffer is three times as fast as from a list
     origins = step.origins if step.columns is None else ()
-    buffer = array("i", (*step.seq_lens, *step.starts, *step.query_start, *origins))
-    copied = to_device(torch.frombuffer(buffer, dtype=torch.int32), step.block_tables.device)
-    seq_lens, starts, query_start, last = copied.split((step.num_rows, step.num_rows, step.num_rows + 1, len(origins)))
+    numbers = (*step.seq_lens, *step.starts, *step.query_start, *origins)
+    buffer = array("i", numbers)
+    host = torch.frombuffer(buffer, dtype=torch.int32)
+    copied = to_device(host, step.block_tables.device)
+    num_rows = step.num_rows
+    sizes = (num_rows, num_rows, num_rows + 1, len(origins))
+    seq_lens, starts, query_start, last = copied.split(sizes)
     return Lengths(seq_lens, starts, query_start, last if origins else None)
 
 
 def row_groups(step: StepMetadata) -> tuple[tuple[slice, StepMetadata], ...]:
-    """Splits a step into runs of rows of equal `query_len`, all or none of them first prefills: (token slice, step)."""
+    """Splits a step into runs of rows of equal `query_len`, all or none of them first prefills:
+    (token slice, step)."""
 
     def kind(row: int) -> tuple[int, bool]:
         query_len = step.query_start[row + 1] - step.query_start[row]
-        return query_len, step.seq_lens[row] == query_len > 1 and not step.starts[row]
+        is_first = step.seq_lens[row] == query_len > 1 and not step.starts[row]
+        return query_len, is_first
 
     groups = []
     for _, members in itertools.groupby(range(step.num_rows), kind):
         first, *others = members
         last = (others or [first])[-1] + 1
-        groups.append((slice(step.query_start[first], step.query_start[last]), step.rows(first, last)))
+        start = step.query_start[first]
+        end = step.query_start[last]
+        tokens = slice(start, end)
+        groups.append((tokens, step.rows(first, last)))
     return tuple(groups)

@@ -4,36 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 from . import forks
 
 T = TypeVar("T")
 
+NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+"""Changes nothing; may be entered any number of times."""
+
 
 class Switches(Generic[T]):
-    """Objects that calls have switched, each with what `save` returned and the threads of its calls, which may overlap:
-    the first call saves, each switches, the last restores."""
+    """Objects that calls have switched, each with what `save` returned and the threads of its
+    calls, which may overlap: the first call saves, each switches, the last restores."""
 
     def __init__(
-        self, save: Callable[[T], Any], switch: Callable[[T, Any], None], restore: Callable[[T, Any], None]
+        self,
+        save: Callable[[T], Any],
+        switch: Callable[[T, Any], None],
+        restore: Callable[[T, Any], None],
     ) -> None:
         self._lock = forks.lock()
         self._save, self._switch, self._restore = save, switch, restore
         self.held: dict[int, tuple[T, Any, list[int]]] = {}
+        self.after: Callable[[], None] | None = None  # called when the last item has been restored
         forks.in_child(self)
 
-    @contextlib.contextmanager
-    def switched(self, items: Iterable[T]) -> Iterator[None]:
+    def switched(self, items: Iterable[T]) -> contextlib.AbstractContextManager[None]:
         """Within it, `items` are switched. Must be entered and left within `interrupts.held`."""
-        with contextlib.ExitStack() as stack:
-            for item in items:
-                self._enter(item)
-                stack.callback(self._leave, item)
-            yield
+        return _Switching(self, items)
 
-    def _enter(self, item: T) -> None:
+    def enter(self, item: T) -> None:
         with self._lock:
             if id(item) not in self.held:
                 self.held[id(item)] = item, self._save(item), []
@@ -41,7 +43,7 @@ class Switches(Generic[T]):
             threads.append(threading.get_ident())
             self._switch(item, saved)
 
-    def _leave(self, item: T) -> None:
+    def leave(self, item: T) -> None:
         with self._lock:
             threads = self.held[id(item)][2]
             threads.remove(threading.get_ident())
@@ -57,3 +59,34 @@ class Switches(Generic[T]):
         if not threads:
             _, saved, _ = self.held.pop(id(item))
             self._restore(item, saved)
+            if self.after is not None and not self.held:
+                self.after()
+
+
+class _Switching(Generic[T]):
+    """The context of `Switches.switched`."""
+
+    __slots__ = ("_entered", "_items", "_switches")
+
+    def __init__(self, switches: Switches[T], items: Iterable[T]) -> None:
+        self._switches, self._items = switches, items
+        self._entered: list[T] = []
+
+    def __enter__(self) -> None:
+        try:
+            for item in self._items:
+                self._switches.enter(item)
+                self._entered.append(item)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        raised: BaseException | None = None
+        while self._entered:
+            try:
+                self._switches.leave(self._entered.pop())
+            except BaseException as problem:  # the others too, if this one raises
+                raised = problem
+        if raised is not None:
+            raise raised

@@ -1,4 +1,5 @@
-"""Settings shared by all tests: no network, one torch thread, fixed seeds, and no test leaves a model changed."""
+"""Settings shared by all tests: no network, one torch thread, fixed seeds, and no test leaves a
+model changed."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-# Before triton is imported, which torch and transformers do: its kernels then run on CPU tensors, in the interpreter.
-# Where there is a GPU they are compiled and the same tests run on it.
+# Before triton is imported, which torch and transformers do: its kernels then run on CPU tensors,
+# in the interpreter. Where there is a GPU they are compiled and the same tests run on it.
 if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -23,12 +24,15 @@ import numpy as np
 import pytest
 import torch
 
-# Appended, so that an installed hf_paged wins over the checkout while `tests.support` is still found.
+# Appended, so that an installed hf_paged wins over the checkout while `tests.support` is still
+# found.
 ROOT = str(Path(__file__).resolve().parents[1])
 if ROOT not in sys.path:
     sys.path.append(ROOT)
 
-hypothesis.settings.register_profile("tests", deadline=None)  # tests do not fail on a busy machine
+hypothesis.settings.register_profile(  # tests do not fail on a busy machine
+    "tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("tests")
 pytest.register_assert_rewrite("tests.support")  # its assertions show both sides, too
 
@@ -38,7 +42,8 @@ SEED = 0
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Two cores and many tiny models: threads cost more than they save, and one thread makes sums reproducible.
+    # Two cores and many tiny models: threads cost more than they save, and one thread makes sums
+    # reproducible.
     torch.set_num_threads(1)
 
 
@@ -48,29 +53,54 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid in listed:
             item.add_marker(pytest.mark.slow)
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="no CUDA device")
+    left = slowest.left_to_full(item.nodeid for item in items if item.get_closest_marker("slow"))
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+        if item.nodeid in left:
+            item.add_marker(pytest.mark.full)
+    no_device = None if torch.cuda.is_available() else "no CUDA device"
+    for item in items:
+        mark = item.get_closest_marker("gpu")
+        if mark is not None and (obstacle := mark.kwargs.get("unless", no_device)) is not None:
+            item.add_marker(pytest.mark.skip(reason=obstacle))
 
 
 @pytest.fixture
 def sigint() -> Iterator[None]:
-    """Sets Python's default handler: background processes of a shell inherit one that ignores SIGINT."""
+    """Sets Python's default handler: background processes of a shell inherit one that ignores
+    SIGINT."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler, "the handler was not put back"
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler, (
+        "the handler was not put back"
+    )
 
 
 @pytest.fixture
 def full_precision() -> Iterator[None]:
-    """Products of float32 matrices on a GPU use float32, not TF32."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
+    """Products and convolutions of float32 numbers on a GPU use float32, not TF32."""
+    backends = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = [backend.allow_tf32 for backend in backends]
+    for backend in backends:
+        backend.allow_tf32 = False
     yield
-    torch.backends.cuda.matmul.allow_tf32 = before
+    for backend, allowed in zip(backends, before):
+        backend.allow_tf32 = allowed
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, full_precision: None) -> torch.device:
+    """Runs a test on the CPU and, marked `gpu`, on a CUDA device."""
+    return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def fixed_prices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The length of drafts does not follow the times of steps, so that no outcome depends on
+    them."""
+    if "hf_paged" in sys.modules:
+        from tests.support.prices import fix_prices
+
+        fix_prices(monkeypatch.setattr)
 
 
 @pytest.fixture(autouse=True)

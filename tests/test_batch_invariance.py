@@ -1,4 +1,5 @@
-"""With `batch_invariant` a row gets the same bits alone, in any batch, in chunks, preempted, after cached prefixes."""
+"""With `batch_invariant` a row gets the same bits alone, in any batch, in chunks, preempted, after
+cached prefixes."""
 
 from __future__ import annotations
 
@@ -47,20 +48,30 @@ def prompts(count: int, seed: int) -> list[list[int]]:
     found = []
     for _ in range(count):
         prefix = draw.choice(own)[: draw.choice([0, 0, 5, 16, 70, 150])]
-        found.append(prefix + [draw.randrange(3, models.VOCAB_SIZE) for _ in range(draw.randint(1, 40))])
+        found.append(
+            prefix + [draw.randrange(3, models.VOCAB_SIZE) for _ in range(draw.randint(1, 40))]
+        )
     return found
 
 
-def run(engine: PagedEngine, rows: dict[int, list[int]], draw: random.Random) -> dict[int, torch.Tensor]:
-    """Logits `(NEW_TOKENS, vocab_size)` of each row, greedy or sampled with its seed; rows join one by one."""
+def run(
+    engine: PagedEngine, rows: dict[int, list[int]], draw: random.Random
+) -> dict[int, torch.Tensor]:
+    """Logits `(NEW_TOKENS, vocab_size)` of each row, greedy or sampled with its seed; rows join one
+    by one."""
     recorders, waiting = {number: Recorder() for number in rows}, list(rows.items())
     while waiting or engine.has_unfinished:
         for _ in range(draw.choice([1, 2, 40])):
             if waiting:
                 number, prompt = waiting.pop()
-                options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": number % 3 == 0}
+                options: dict[str, Any] = {
+                    "max_new_tokens": NEW_TOKENS,
+                    "do_sample": number % 3 == 0,
+                }
                 options |= {"top_k": 20} if options["do_sample"] else {}
-                engine.add_request(prompt, options, seed=number, logits_processor=[recorders[number]])
+                engine.add_request(
+                    prompt, options, seed=number, logits_processor=[recorders[number]]
+                )
         for output in engine.step():
             assert output.result is None or output.result.error is None, output.result.error
     return {number: torch.stack(recorder.logits) for number, recorder in recorders.items()}
@@ -70,7 +81,8 @@ def config(draw: random.Random, **options: Any) -> PagedConfig:
     block_size = draw.choice([8, 16])
     return PagedConfig(
         block_size=block_size,
-        num_blocks=draw.choice([None, 400 // block_size, 400 // block_size]),  # room for two growing rows, or three
+        # room for two growing rows, or three
+        num_blocks=draw.choice([None, 400 // block_size, 400 // block_size]),
         max_num_batched_tokens=draw.choice([13, 64, 2048]),
         max_num_seqs=draw.choice([3, 16, 256]),
         preemption=draw.choice(["recompute", "swap"]),
@@ -81,12 +93,19 @@ def config(draw: random.Random, **options: Any) -> PagedConfig:
 
 
 def check(
-    name: str, dtype: torch.dtype, count: int, num_batches: int, seed: int = 0, kv_dtype: str | None = None
+    name: str,
+    dtype: torch.dtype,
+    count: int,
+    num_batches: int,
+    seed: int = 0,
+    kv_dtype: str | None = None,
 ) -> dict[str, int]:
     draw, model = random.Random(f"{name} {seed}"), model_of(name, dtype)
     rows = dict(enumerate(prompts(count, seed)))
     alone: dict[int, torch.Tensor] = {}
-    with PagedEngine(model, PagedConfig(batch_invariant=True, prefix_caching=False, kv_dtype=kv_dtype)) as engine:
+    with PagedEngine(
+        model, PagedConfig(batch_invariant=True, prefix_caching=False, kv_dtype=kv_dtype)
+    ) as engine:
         for number, prompt in rows.items():
             alone |= run(engine, {number: prompt}, draw)
     seen = {"preemptions": 0, "cached": 0, "replayed": 0}
@@ -103,6 +122,8 @@ def check(
     return seen
 
 
+@pytest.mark.slow
+@pytest.mark.full
 def test_rows_are_the_same_alone_and_in_any_batch() -> None:
     seen = check("llama", torch.bfloat16, count=40, num_batches=8)
     assert all(seen.values()), seen
@@ -114,6 +135,7 @@ def test_quantized_keys_and_values(kv_dtype: str) -> None:
     assert all(seen.values()), seen
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 def test_300_rows_in_20_batches(dtype: torch.dtype) -> None:
@@ -123,7 +145,11 @@ def test_300_rows_in_20_batches(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["gemma3", "mixtral", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gpt2", "gpt_oss", "phi3", "qwen3"))],
+    [
+        "gemma3",
+        "mixtral",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("gpt2", "gpt_oss", "phi3", "qwen3")),
+    ],
 )
 def test_other_families(name: str) -> None:
     check(name, torch.bfloat16, count=12, num_batches=3)
@@ -151,7 +177,9 @@ def test_generate(num_beams: int) -> None:
         width = max(map(len, rows))
         ids = torch.tensor([[models.PAD] * (width - len(row)) + row for row in rows])
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-        found = model.generate(ids, attention_mask=mask, cache_implementation="paged", cache_config=config, **options)
+        found = model.generate(
+            ids, attention_mask=mask, cache_implementation="paged", cache_config=config, **options
+        )
         return [row[width:] for row in found.tolist()]
 
     assert texts(rows) == [texts([row])[0] for row in rows]
@@ -159,18 +187,31 @@ def test_generate(num_beams: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("t5", "the model has an encoder"), ("qwen3_next", "layers"), ("whisper", "the model has an encoder")],
+    [
+        ("t5", "the model has an encoder"),
+        ("qwen3_next", "layers"),
+        ("whisper", "the model has an encoder"),
+    ],
 )
 def test_models_that_cannot_are_refused(name: str, reason: str) -> None:
     model = models.get(name)
     inputs = models.prompt(name)
     with pytest.raises(ValueError, match=f"`batch_invariant` is True.*{reason}"):
-        model.generate(**inputs, max_new_tokens=2, cache_implementation="paged", cache_config={"batch_invariant": True})
+        model.generate(
+            **inputs,
+            max_new_tokens=2,
+            cache_implementation="paged",
+            cache_config={"batch_invariant": True},
+        )
 
 
 def test_calls_that_only_transformers_serves_are_refused() -> None:
     ids = torch.ones(1, 4, dtype=torch.long)
-    options = {"cache_implementation": "paged", "cache_config": {"batch_invariant": True}, "max_new_tokens": 2}
+    options = {
+        "cache_implementation": "paged",
+        "cache_config": {"batch_invariant": True},
+        "max_new_tokens": 2,
+    }
     with pytest.raises(ValueError, match=r"`batch_invariant` is True.*use_cache is False"):
         models.get("llama").generate(ids, use_cache=False, **options)
 
@@ -192,17 +233,23 @@ PATH_NAMES = list(PATHS)[: best_path() + 1] if cpp.is_available() else []
 @pytest.mark.parametrize("heads", [(4, 4, 64), (6, 2, 64), (16, 1, 80), (3, 1, 24)], ids=str)
 @pytest.mark.parametrize("window", [None, 700])
 def test_attention(
-    path: str, dtype: torch.dtype, heads: tuple[int, int, int], window: int | None, monkeypatch: pytest.MonkeyPatch
+    path: str,
+    dtype: torch.dtype,
+    heads: tuple[int, int, int],
+    window: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Queries of long rows alone, in chunks, in a batch with rows that share their first blocks, on any number of
-    threads, and after freed tokens."""
+    """Queries of long rows alone, in chunks, in a batch with rows that share their first blocks, on
+    any number of threads, and after freed tokens."""
     monkeypatch.setenv(VARIABLE, path)
     best_path.cache_clear()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     generator = torch.Generator().manual_seed(1)
     num_heads, kv_heads, dim = heads
     size, shared, lengths = 16, 37, [1500, 1301, 640, 601, 70]  # the first rows share blocks
-    keys, values = (torch.randn(420, kv_heads, size, dim, generator=generator).to(dtype) for _ in range(2))
+    keys, values = (
+        torch.randn(420, kv_heads, size, dim, generator=generator).to(dtype) for _ in range(2)
+    )
     order = torch.randperm(420, generator=generator).int()
     tables, used = [], shared
     for length in lengths:
@@ -210,7 +257,9 @@ def test_attention(
         own = max(0, needed - shared)
         tables.append(torch.cat([order[:shared][:needed], order[used : used + own]]))
         used += own
-    queries = [torch.randn(length, num_heads, dim, generator=generator).to(dtype) for length in lengths]
+    queries = [
+        torch.randn(length, num_heads, dim, generator=generator).to(dtype) for length in lengths
+    ]
 
     def attend(parts: list[tuple[int, int, int]], dropped: int = 0) -> list[torch.Tensor]:
         """Output for queries [start, end) of rows, whose first `dropped` blocks are freed."""
@@ -244,12 +293,16 @@ def test_attention(
                 for row, found in enumerate(attend(decodes)):
                     assert torch.equal(found, last[row]), row
                 assert torch.equal(attend(decodes[:1])[0], last[0])
-                mixed = attend([(0, 1400, 1500), (3, 600, 601), (1, 3, 700), (4, 0, 70), (2, 639, 640)])
+                mixed = attend(
+                    [(0, 1400, 1500), (3, 600, 601), (1, 3, 700), (4, 0, 70), (2, 639, 640)]
+                )
                 spans = [(0, 1400, 1500), (3, 600, 601), (1, 3, 700), (4, 0, 70), (2, 639, 640)]
                 for (row, low, high), found in zip(spans, mixed):
                     assert torch.equal(found, whole[row][low:high]), row
                 if window is not None:
-                    assert torch.equal(attend([(0, 1450, 1500)], dropped=45)[0], whole[0][1450:1500])
+                    assert torch.equal(
+                        attend([(0, 1450, 1500)], dropped=45)[0], whole[0][1450:1500]
+                    )
     finally:
         monkeypatch.undo()
         best_path.cache_clear()
@@ -264,7 +317,10 @@ def test_lengths_hold_origins_of_packed_rows() -> None:
     assert lengths.query_start.tolist() == [0, 1, 3]
     assert step.rows(1, 2).origins == (32,)
     assert (
-        StepMetadata(table, (0, 1, 3), (5, 9), (0, 0), 16, columns=range(9), origins=(0, 4)).on_device.origins is None
+        StepMetadata(
+            table, (0, 1, 3), (5, 9), (0, 0), 16, columns=range(9), origins=(0, 4)
+        ).on_device.origins
+        is None
     )
 
 
@@ -295,7 +351,9 @@ class _InAThread(_Part):
 
         def run() -> None:
             with torch.no_grad():
-                found.append(self.inner(x) + (x @ x.new_ones(64, 333) / 8 @ x.new_ones(333, 64)) * 1e-3)
+                found.append(
+                    self.inner(x) + (x @ x.new_ones(64, 333) / 8 @ x.new_ones(333, 64)) * 1e-3
+                )
 
         thread = threading.Thread(target=run)
         thread.start()

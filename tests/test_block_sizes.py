@@ -1,5 +1,5 @@
-"""`block_size="auto"` from the outside: plain `generate`'s tokens, and sizes per layer group that follow the
-lengths."""
+"""`block_size="auto"` from the outside: plain `generate`'s tokens, and sizes per layer group that
+follow the lengths."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from tests.support.checks import assert_same_tokens
 
 AUTO = {"block_size": "auto"}
 PAGED: dict[str, Any] = {"cache_implementation": "paged", "cache_config": AUTO}
-UNCACHED: dict[str, Any] = {"cache_implementation": "paged", "cache_config": AUTO | {"prefix_caching": False}}
+UNCACHED: dict[str, Any] = {
+    "cache_implementation": "paged",
+    "cache_config": AUTO | {"prefix_caching": False},
+}
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
 TIMES = {"4": 1.4, "8": 1.2, "16": 1.1, "32": 1.05, "64": 1.02, "128": 1.0}
 
@@ -32,7 +35,9 @@ def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A made-up table: larger blocks are faster."""
     folder = tmp_path / "tables"
     folder.mkdir()
-    found = {costs.key(kernel, "float32"): TIMES for kernel in ("cpp", "gather", "triton", "reference")}
+    found = {
+        costs.key(kernel, "float32"): TIMES for kernel in ("cpp", "gather", "triton", "reference")
+    }
     (folder / f"{costs.machine(torch.device('cpu'))}.json").write_text(json.dumps({"costs": found}))
     monkeypatch.setattr(costs, "FOLDER", folder)
     yield
@@ -52,7 +57,9 @@ def llama() -> Iterator[Any]:
     hf_paged.free(model)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}], ids=str
+)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "mistral", "qwen3_next", "t5"])
 def test_tokens_are_those_of_plain_generate(name: str, options: dict[str, Any]) -> None:
     model = models.get(name)
@@ -62,7 +69,9 @@ def test_tokens_are_those_of_plain_generate(name: str, options: dict[str, Any]) 
         torch.manual_seed(1)
         expected = model.generate(**inputs, **GREEDY | options)
         torch.manual_seed(1)
-        assert_same_tokens(expected, model.generate(**inputs, **GREEDY | options, **PAGED), f"{name} {lengths}")
+        assert_same_tokens(
+            expected, model.generate(**inputs, **GREEDY | options, **PAGED), f"{name} {lengths}"
+        )
         hf_paged.check_integrity(model)
     hf_paged.free(model)
 
@@ -78,15 +87,26 @@ def test_groups_have_sizes_of_their_own(name: str) -> None:
         assert_same_tokens(expected, model.generate(**inputs, **GREEDY, **PAGED), name)
         stats = hf_paged.memory_stats(model)
         assert sizes(stats) == {"full attention": 32, f"window of {models.WINDOW} tokens": 4}
-        assert "sequences of 161 tokens (2 of them); times of" in stats.block_sizes["full attention"].reason
+        assert (
+            "sequences of 161 tokens (2 of them); times of"
+            in stats.block_sizes["full attention"].reason
+        )
         assert stats.cached_blocks > 0
     with hf_paged.PagedEngine(model, AUTO) as engine:
         engine._core.memory.sizes.note(300)
-        prompts = [ids[mask.bool()].tolist() for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"])]
+        prompts = [
+            ids[mask.bool()].tolist()
+            for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"])
+        ]
         first = engine.generate(prompts, GREEDY)
         second = engine.generate(prompts, GREEDY)
-        assert sizes(engine.stats()) == {"full attention": 32, f"window of {models.WINDOW} tokens": 4}
-        assert engine.stats().num_prefix_hit_tokens == 128 + 64, "prefixes are shared in steps of the largest size"
+        assert sizes(engine.stats()) == {
+            "full attention": 32,
+            f"window of {models.WINDOW} tokens": 4,
+        }
+        assert engine.stats().num_prefix_hit_tokens == 128 + 64, (
+            "prefixes are shared in steps of the largest size"
+        )
         engine.check_integrity()
     for row, results in enumerate(zip(first, second)):
         for result in results:
@@ -133,7 +153,9 @@ def test_what_no_prompt_began_with_does_not(llama: Any) -> None:
 
 def test_blocks_in_use_keep_the_pool(llama: Any) -> None:
     def call(length: int) -> Any:
-        return llama.generate(**models.prompt("llama", 1, length), **GREEDY, **UNCACHED, return_dict_in_generate=True)
+        return llama.generate(
+            **models.prompt("llama", 1, length), **GREEDY, **UNCACHED, return_dict_in_generate=True
+        )
 
     held = call(5).past_key_values
     for _ in range(2):
@@ -146,7 +168,9 @@ def test_blocks_in_use_keep_the_pool(llama: Any) -> None:
 
 def test_an_engine_changes_between_requests(llama: Any) -> None:
     prompts = [list(range(5, 5 + n)) for n in (20, 9)]
-    expected = [llama.generate(torch.tensor([ids]), **GREEDY)[0, len(ids) :].tolist() for ids in prompts]
+    expected = [
+        llama.generate(torch.tensor([ids]), **GREEDY)[0, len(ids) :].tolist() for ids in prompts
+    ]
     with hf_paged.PagedEngine(llama, AUTO | {"prefix_caching": False}) as engine:
         assert [result.token_ids for result in engine.generate(prompts, GREEDY)] == expected
         assert sizes(engine.stats()) == {"full attention": 16}
@@ -166,18 +190,30 @@ def test_an_engine_changes_between_requests(llama: Any) -> None:
 
 @pytest.mark.parametrize(
     ("config", "reason"),
-    [({"prefix_tiers": {"disk_bytes": 0}}, "other lengths"), ({"batch_invariant": True}, "same bits")],
+    [
+        ({"prefix_tiers": {"disk_bytes": 0}}, "other lengths"),
+        ({"batch_invariant": True}, "same bits"),
+    ],
     ids=["prefix_tiers", "batch_invariant"],
 )
-def test_where_others_need_the_same_blocks_it_is_the_default(llama: Any, config: dict[str, Any], reason: str) -> None:
+def test_where_others_need_the_same_blocks_it_is_the_default(
+    llama: Any, config: dict[str, Any], reason: str
+) -> None:
     for _ in range(2):
-        llama.generate(**models.prompt("llama"), **GREEDY, cache_implementation="paged", cache_config=AUTO | config)
+        llama.generate(
+            **models.prompt("llama"),
+            **GREEDY,
+            cache_implementation="paged",
+            cache_config=AUTO | config,
+        )
         (choice,) = hf_paged.memory_stats(llama).block_sizes.values()
         assert choice.block_size == 16 and reason in choice.reason
 
 
 def test_a_number_of_blocks_has_no_size() -> None:
-    with pytest.raises(ValueError, match=r"`num_blocks` is 7: .*`block_size` 'auto'.*`memory_fraction`.*budget"):
+    with pytest.raises(
+        ValueError, match=r"`num_blocks` is 7: .*`block_size` 'auto'.*`memory_fraction`.*budget"
+    ):
         hf_paged.PagedConfig(block_size="auto", num_blocks=7)
 
 
@@ -210,7 +246,8 @@ def test_a_prefix_is_saved_over_groups_of_other_sizes(tmp_path: Path) -> None:
     assert engines[0].save_prefix(prompt, tmp_path / "prefix") == 96
     assert engines[1].load_prefix(tmp_path / "prefix") == 96
     for _ in range(MIN_UNSERVED):
-        engines[1]._core.memory.sizes.note(9)  # smaller blocks would suit these, but the loaded ones must serve
+        # smaller blocks would suit these, but the loaded ones must serve
+        engines[1]._core.memory.sizes.note(9)
     results.append(engines[1].generate([prompt], GREEDY)[0].token_ids)
     assert engines[1].stats().num_prefix_hit_tokens == 96 and results[0] == results[1]
     other = hf_paged.PagedEngine(model, AUTO)
@@ -229,7 +266,10 @@ def test_a_cache_is_pickled_with_its_sizes() -> None:
     assert sizes(twin.stats()) == sizes(first.past_key_values.stats())
     ids = first.sequences
     mask = torch.ones_like(ids)
-    again, plain = (model.generate(ids, attention_mask=mask, **GREEDY, past_key_values=cache) for cache in (twin, None))
+    again, plain = (
+        model.generate(ids, attention_mask=mask, **GREEDY, past_key_values=cache)
+        for cache in (twin, None)
+    )
     assert_same_tokens(plain, again, "from a pickle")
     hf_paged.free(model)
 

@@ -1,4 +1,5 @@
-"""`hf_paged.install(by_default=True)`: calls that name no cache are paged, all others are unchanged."""
+"""`hf_paged.install(by_default=True)`: calls that name no cache are paged, all others are
+unchanged."""
 
 from __future__ import annotations
 
@@ -25,21 +26,25 @@ CALLS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"do_sample": True, "num_return_sequences": 2},
     "beams": {"num_beams": 3},
-    "a config": {"generation_config": GenerationConfig(max_new_tokens=9, do_sample=False, pad_token_id=0)},
+    "a config": {
+        "generation_config": GenerationConfig(max_new_tokens=9, do_sample=False, pad_token_id=0)
+    },
     "assisted": {"assistant": True},
     "lookup": {"prompt_lookup_num_tokens": 2},
 }
 
 
 @pytest.mark.parametrize(
-    ("family", "name"), [*(("llama", name) for name in CALLS), *(("t5", name) for name in CALLS if name != "assisted")]
+    ("family", "name"),
+    [*(("llama", name) for name in CALLS), *(("t5", name) for name in CALLS if name != "assisted")],
 )
 def test_tokens_are_plain(family: str, name: str) -> None:
     options = {"max_new_tokens": 9, **CALLS[name]}
     if options.pop("assistant", False):
         options["assistant_model"] = models.get_assistant(family)
     takes_loop = name in ("assisted", "lookup") and models.is_encoder_decoder(family)
-    inputs = models.prompt(family, batch_size=1 if name in ("assisted", "lookup") else 3)  # plain allows no more
+    # plain allows no more
+    inputs = models.prompt(family, batch_size=1 if name in ("assisted", "lookup") else 3)
     if "generation_config" in options:
         del options["max_new_tokens"]
     model = models.get(family)

@@ -17,7 +17,9 @@ from hf_paged import compat
 from tests.support import models
 
 PACKAGE = Path(compat.__file__).parent
-NAMES = set(re.findall(r'"(_[a-z][a-z_]+|ALL_CACHE_IMPLEMENTATIONS)"', Path(compat.__file__).read_text()))
+NAMES = set(
+    re.findall(r'"(_[a-z][a-z_]+|ALL_CACHE_IMPLEMENTATIONS)"', Path(compat.__file__).read_text())
+)
 
 
 @pytest.mark.parametrize(
@@ -29,16 +31,30 @@ NAMES = set(re.findall(r'"(_[a-z][a-z_]+|ALL_CACHE_IMPLEMENTATIONS)"', Path(comp
         (configuration_utils, "ALL_CACHE_IMPLEMENTATIONS"),
     ],
 )
-def test_a_version_that_lacks_a_name_is_told_of_it(owner: object, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_that_lacks_a_name_is_told_of_it(
+    owner: object, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delattr(owner, name)
-    with pytest.raises(ImportError, match=rf"^transformers [\d.]+\S* has no \S*\.{name}, which hf_paged uses: install"):
-        runpy.run_path(compat.__file__)
+    with pytest.raises(
+        ImportError,
+        match=rf"^transformers [\d.]+\S* has no \S*\.{name}, which hf_paged uses: install",
+    ):
+        runpy.run_module(compat.__name__)
 
 
 def test_what_a_newer_version_passes_beside_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     model, seen = models.get("llama"), []
 
-    def newer(self, generation_config, model_kwargs, mode, batch_size, max_cache_length, layout, device=None):
+    def newer(
+        self,
+        generation_config,
+        model_kwargs,
+        mode,
+        batch_size,
+        max_cache_length,
+        layout,
+        device=None,
+    ):
         seen.append((layout, device))
         own(self, generation_config, model_kwargs, mode, batch_size, max_cache_length)
 
@@ -48,7 +64,9 @@ def test_what_a_newer_version_passes_beside_is_passed_on(monkeypatch: pytest.Mon
     with monkeypatch.context() as patch:
         patch.setattr(GenerationMixin, "_prepare_cache_for_generation", newer)
         hf_paged.install()
-        model._prepare_cache_for_generation(config, inputs, None, 1, max_cache_length=16, layout="rows", device="cpu")
+        model._prepare_cache_for_generation(
+            config, inputs, None, 1, max_cache_length=16, layout="rows", device="cpu"
+        )
         hf_paged.uninstall()
     hf_paged.install()
     assert seen == [("rows", "cpu")] and type(inputs[compat.OUTPUT_CACHE]) is hf_paged.PagedCache
@@ -61,5 +79,11 @@ def test_no_other_module_names_them() -> None:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "value", None)
-            own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
-            assert own or not isinstance(name, str) or name not in NAMES, f"{path}:{node.lineno}: {name}"
+            own = (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "self"
+            )
+            assert own or not isinstance(name, str) or name not in NAMES, (
+                f"{path}:{node.lineno}: {name}"
+            )

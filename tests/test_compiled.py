@@ -1,4 +1,5 @@
-"""Models that `torch.compile` compiled, as a whole or in parts: same tokens, and our code is not traced."""
+"""Models that `torch.compile` compiled, as a whole or in parts: same tokens, and our code is not
+traced."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ MODES: dict[str, dict[str, Any]] = {
 }
 PROMPT = models.token_ids(1, 9, seed=3)
 COMPILED_FRAMES = 3
-"""Frames of a compiled part without a cache beyond plain's: packed steps have batches of one row, where plain's have as
-many as prompts, and a check runs both kinds."""
+"""Frames of a compiled part without a cache beyond plain's: packed steps have batches of one row,
+where plain's have as many as prompts, and a check runs both kinds."""
 
 compile_ = functools.partial(torch.compile, backend="eager")
 
@@ -122,7 +123,10 @@ def _attention(model: Any) -> Any:
     return model
 
 
-SLOW = [pytest.param(wrap, marks=pytest.mark.slow) for wrap in (_whole_graph, _decoder, _layer, _layers_in_place)]
+SLOW = [
+    pytest.param(wrap, marks=pytest.mark.slow)
+    for wrap in (_whole_graph, _decoder, _layer, _layers_in_place)
+]
 WRAPS = [_wrapper, _forward, _in_place, _layer_forward, _attention, _everything, *SLOW]
 
 
@@ -218,7 +222,7 @@ def test_a_compiled_assistant() -> None:
     assert num_frames() == 0
 
 
-# ----------------------------------------------------------------------------------------------- what is switched
+# ------------------------------------------------------------------------------- what is switched
 
 
 def attributes(model: nn.Module) -> list[dict[str, Any]]:

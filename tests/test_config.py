@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import runpy
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
@@ -29,7 +30,8 @@ VALID: dict[str, st.SearchStrategy[Any]] = {
     "cache_salt": st.none() | st.text("aé ", min_size=1),
     "idle_release_seconds": st.none() | st.floats(0, 1e9) | st.integers(0, 10**9),
     "speculation": st.sampled_from([None, "ngram"]),
-    "prefix_tiers": st.none() | st.builds(PrefixTiers, st.none() | st.text(min_size=1), st.integers(0, 10**12)),
+    "prefix_tiers": st.none()
+    | st.builds(PrefixTiers, st.none() | st.text(min_size=1), st.integers(0, 10**12)),
     "storage": st.just("blocks")
     | st.builds(VirtualStorage, st.none() | st.just(1 << 16), st.booleans(), st.integers(1)),
 }
@@ -82,7 +84,13 @@ def test_a_fraction_is_above_0_and_at_most_1(value: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("prefix_caching", 1), ("capture", None), ("preemption", "never"), ("cache_salt", ""), ("kv_dtype", "int4")],
+    [
+        ("prefix_caching", 1),
+        ("capture", None),
+        ("preemption", "never"),
+        ("cache_salt", ""),
+        ("kv_dtype", "int4"),
+    ],
 )
 def test_other_bad_values_are_named(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"`{name}` is {value!r}"):
@@ -90,9 +98,17 @@ def test_other_bad_values_are_named(name: str, value: Any) -> None:
 
 
 def test_unknown_keys_and_other_types_are_named() -> None:
-    with pytest.raises(ValueError, match=r"unknown keys \['blocksize'\]: allowed with 'paged' are \['block_size', "):
+    with pytest.raises(
+        ValueError, match="`cache_config` has no option `blocksize`: did you mean `block_size`"
+    ):
         PagedConfig.coerce({"blocksize": 8})
-    with pytest.raises(ValueError, match="`cache_config` is 16: it must be a dict"):
+    for name in ("max_new_tokens", "num_beams"):
+        with pytest.raises(
+            ValueError,
+            match=f"no option `{name}`: `{name}` is an argument of `generate`. The options",
+        ):
+            PagedConfig.coerce({name: 8})
+    with pytest.raises(ValueError, match="`cache_config` is 16: it must be None"):
         PagedConfig.coerce(16)  # type: ignore[arg-type]
     assert PagedConfig.coerce(None) == PagedConfig()
 
@@ -104,28 +120,63 @@ def test_does_not_change() -> None:
 
 def test_numbers_of_numpy_can_be_saved() -> None:
     made = PagedConfig(block_size=np.int64(32), memory_fraction=np.float32(0.5))
-    assert json.loads(json.dumps(made.to_dict())) == PagedConfig(block_size=32, memory_fraction=0.5).to_dict()
+    assert (
+        json.loads(json.dumps(made.to_dict()))
+        == PagedConfig(block_size=32, memory_fraction=0.5).to_dict()
+    )
 
 
 @pytest.mark.parametrize("value", [-1, -0.5, float("nan"), float("inf"), True, "60"])
 def test_idle_seconds_are_finite_and_not_negative(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"`idle_release_seconds` is .*None or a finite number of at least 0"):
+    with pytest.raises(
+        ValueError, match=r"`idle_release_seconds` is .*None or a finite number of at least 0"
+    ):
         PagedConfig(idle_release_seconds=value)
 
 
 def test_tiers_are_given_as_a_folder_or_as_a_dict() -> None:
     tiers = PrefixTiers("folder", disk_bytes=1 << 30)
     assert PagedConfig(prefix_tiers="folder").prefix_tiers == PrefixTiers("folder")
-    assert PagedConfig(prefix_tiers={"disk_path": "folder", "disk_bytes": 1 << 30}).prefix_tiers == tiers
+    assert (
+        PagedConfig(prefix_tiers={"disk_path": "folder", "disk_bytes": 1 << 30}).prefix_tiers
+        == tiers
+    )
     saved = json.loads(json.dumps(PagedConfig(prefix_tiers=tiers).to_dict()))
     assert PagedConfig(**saved).prefix_tiers == tiers
 
 
 @pytest.mark.parametrize(
+    ("cls", "name", "values"),
+    [
+        (
+            PagedConfig,
+            "prefix_tiers",
+            ["folder", Path("folder"), {"disk_path": "folder"}, PrefixTiers("folder"), None],
+        ),
+        (PagedConfig, "storage", ["virtual", {"blocks_ahead": 2}, VirtualStorage()]),
+        (PrefixTiers, "disk_path", ["folder", Path("folder"), None]),
+    ],
+)
+def test_annotations_admit_what_the_constructor_takes(
+    cls: Any, name: str, values: list[Any]
+) -> None:
+    types = tuple(get_origin(each) or each for each in get_args(get_type_hints(cls)[name]))
+    for value in values:
+        cls(**{name: value})
+        assert isinstance(value, types)
+
+
+@pytest.mark.parametrize(
     ("value", "words"),
     [
-        ({"path": "folder"}, "`prefix_tiers` is .*keys among disk_path, disk_bytes, host_bytes"),
-        (7, "`prefix_tiers` is 7: it must be None, the path of a folder, or a dict"),
+        (
+            {"path": "folder"},
+            (
+                "`prefix_tiers` has no option `path`. The options are disk_path, disk_bytes,"
+                " host_bytes"
+            ),
+        ),
+        (7, "`prefix_tiers` is 7: it must be None, a folder's path or a `PrefixTiers`"),
         ("", "`disk_path` is ''"),
         ({"disk_bytes": -1}, "`disk_bytes` is -1: .*at least 0"),
         ({"host_bytes": 0.5}, "`host_bytes` is 0.5"),
@@ -137,8 +188,19 @@ def test_bad_tiers_are_named(value: Any, words: str) -> None:
 
 
 def test_tiers_need_the_prefix_cache() -> None:
-    with pytest.raises(ValueError, match=r"`prefix_tiers` is .*None where `prefix_caching` is False"):
-        PagedConfig(prefix_caching=False, prefix_tiers="folder")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"`prefix_tiers` is .*None with `prefix_caching=False`"):
+        PagedConfig(prefix_caching=False, prefix_tiers="folder")
+
+
+@pytest.mark.parametrize("name", ["block_size", "kv_dtype", "storage", "prefix_tiers"])
+def test_a_list_in_the_environment_is_refused_by_name(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(config.VARIABLE, json.dumps({name: [1]}))
+    with pytest.raises(
+        ValueError, match=rf"{config.VARIABLE} sets wrong defaults: `{name}` is \[1\]: it must be "
+    ):
+        runpy.run_path(config.__file__)
 
 
 @pytest.mark.parametrize("value", ['"folder"', '{"disk_path": "folder"}'])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shutil
@@ -10,9 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -20,7 +19,8 @@ NOTEBOOK = EXAMPLES / "notebook.ipynb"
 TIME_LIMIT = 300  # seconds, for busy machines
 PNG = "image/png"
 
-# Expected output of a run, beside exit status 0, which means that all tokens equal plain `generate`'s.
+# Expected output of a run, beside exit status 0, which means that all tokens equal plain
+# `generate`'s.
 EXPECTED = {
     "accelerate_batch.py": [
         r"process 0: 13 prompts, \d+ tokens",
@@ -38,7 +38,10 @@ EXPECTED = {
         r"paged: [\d,]+ KiB at most \([1-4]\d%\)",
         r"\n  [.c1-9+]*[89+][.c1-9+]*\n",  # the block map has blocks that 8 beams hold
         r"\(plain -\d+\.\d+\): \w+",
-        r"equal to plain generate: generate yes, 8 beams yes, 4 samples yes, greedy yes, 3 beams yes, scores yes",
+        (
+            r"equal to plain generate: generate yes, 8 beams yes, 4 samples yes, greedy yes, 3"
+            r" beams yes, scores yes"
+        ),
     ],
     "chats.py": [
         r"its first token had \d+\.\d%; the best were .*%, .*%, .*%",
@@ -57,6 +60,10 @@ EXPECTED = {
         r"greedy, 4 ragged prompts .* yes\n",
         r"8 samples of one prompt .* yes\n",
         r"6 beams of one prompt .* yes\n",
+        (
+            r"\nThe paged cache gave the same tokens in [\d.]+ s instead of [\d.]+ s, and .* in"
+            r" \d+% of the memory\.\n$"
+        ),
     ],
     "streaming.py": [
         r"(?s)\(length\).*\(length\).*\(length\).*\(length\)",
@@ -66,11 +73,13 @@ EXPECTED = {
     ],
 }
 
-ELSEWHERE = {"chat.py", "structured_output.py"}  # need packages that may be missing: tests/ecosystem runs them
+# need packages that may be missing: tests/ecosystem runs them
+ELSEWHERE = {"chat.py", "structured_output.py"}
 
 
 def environment(tmp_path: Path) -> dict[str, str]:
-    """This process's environment, with its modules, one thread, and no files left in the user's folders."""
+    """This process's environment, with its modules, one thread, and no files left in the user's
+    folders."""
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
@@ -90,8 +99,26 @@ def assert_shows(cells: list[Any]) -> None:
         assert len([output for output in cells if kind in output.get("data", {})]) == count
 
 
+def test_words_of_the_learned_topics_are_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a model that writes tokens of them spells words right."""
+    for name, value in (("HF_HUB_OFFLINE", "1"), ("OMP_WAIT_POLICY", "passive")):
+        # the import sets them
+        monkeypatch.setenv(name, value)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    tiny_model = importlib.import_module("tiny_model")
+    words = re.findall(
+        r" [A-Za-z]{3,}", " ".join(tiny_model.MANUAL[name] for name in tiny_model.LEARNED)
+    )
+    split = [ids for ids in tiny_model.train_tokenizer()(words)["input_ids"] if len(ids) > 1]
+    assert len(words) > 1000 and len(split) < len(words) / 500
+
+
 def test_every_script_is_run() -> None:
-    scripts = {path.name for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text(encoding="utf-8")}
+    scripts = {
+        path.name
+        for path in EXAMPLES.glob("*.py")
+        if "__main__" in path.read_text(encoding="utf-8")
+    }
     assert scripts == set(EXPECTED) | ELSEWHERE
 
 
@@ -118,7 +145,8 @@ def test_script(script: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
-    """accelerate's launcher, without GPUs: each process serves a part, and the results are in prompt order."""
+    """accelerate's launcher, without GPUs: each process serves a part, and the results are in
+    prompt order."""
     run = subprocess.run(
         [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
         + [str(Path("examples") / "accelerate_batch.py"), "--quick"],
@@ -129,24 +157,34 @@ def test_two_processes(tmp_path: Path) -> None:
         timeout=TIME_LIMIT,
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    for pattern in [r"process 0: 7 prompts", r"process 1: 6 prompts", *EXPECTED["accelerate_batch.py"][1:]]:
+    for pattern in [
+        r"process 0: 7 prompts",
+        r"process 1: 6 prompts",
+        *EXPECTED["accelerate_batch.py"][1:],
+    ]:
         assert re.search(pattern, run.stdout), f"{pattern!r} is not in:\n{run.stdout}"
 
 
 @pytest.mark.slow
 def test_notebook_runs(tmp_path: Path) -> None:
     """Runs in a folder with only the imported module; a failing cell raises."""
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     shutil.copy(EXAMPLES / "tiny_model.py", tmp_path)
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    [parameters] = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
+    [parameters] = [
+        cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])
+    ]
     assert parameters.source.count("QUICK = False") == 1
     parameters.source = parameters.source.replace("QUICK = False", "QUICK = True")
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
 
-    client = NotebookClient(
-        notebook, timeout=TIME_LIMIT, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    client = nbclient.NotebookClient(
+        notebook,
+        timeout=TIME_LIMIT,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(tmp_path)}},
     )
     client.execute(env=environment(tmp_path))
     ran = outputs(notebook)
@@ -155,10 +193,13 @@ def test_notebook_runs(tmp_path: Path) -> None:
 
 
 def test_notebook_is_committed_with_its_outputs() -> None:
+    nbformat = pytest.importorskip("nbformat")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     kept = outputs(notebook)
-    assert not [output for output in kept if output.output_type == "error" or output.get("name") == "stderr"]
+    assert not [
+        output for output in kept if output.output_type == "error" or output.get("name") == "stderr"
+    ]
     assert_shows(kept)

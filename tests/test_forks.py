@@ -70,7 +70,9 @@ def test_a_lock_of_another_thread_is_free_in_the_child(
     elsewhere(held)
     assert not held.acquire(blocking=False)
     assert holds_in_child(lambda: held.acquire(blocking=False) and free.acquire(blocking=False))
-    assert holds_in_child(lambda: survivor.freed is not None and held in survivor.freed and free not in survivor.freed)
+    assert holds_in_child(
+        lambda: survivor.freed is not None and held in survivor.freed and free not in survivor.freed
+    )
     assert survivor.freed is None, "only the child is told"
     assert not held.acquire(blocking=False), "the parent's lock is as it was"
 
@@ -103,7 +105,8 @@ def test_what_is_gone_is_not_told() -> None:
 
 
 def test_no_cached_property() -> None:
-    """Up to Python 3.11 it computes under a lock, shared by all instances, which `forks` does not know."""
+    """Up to Python 3.11 it computes under a lock, shared by all instances, which `forks` does not
+    know."""
     for path in Path(forks.__file__).parent.rglob("*.py"):
         nodes = list(ast.walk(ast.parse(path.read_text())))
         names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}

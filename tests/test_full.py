@@ -10,7 +10,11 @@ import pytest
 
 from tests.support import full
 
-PASSES = [sys.executable, "-c", "print('3 cases so far'); print('1,500 cases, 7 calls, 0 failed, 2 s'); print('bye')"]
+PASSES = [
+    sys.executable,
+    "-c",
+    "print('3 cases so far'); print('1,500 cases, 7 calls, 0 failed, 2 s'); print('bye')",
+]
 FAILS = [sys.executable, "-c", "print('2 passed, 1 failed in 3.00s'); raise SystemExit(3)"]
 
 
@@ -38,8 +42,10 @@ def test_an_unknown_part_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_parts_are_files_and_modules_that_exist() -> None:
     for path in (full.MATRIX, *full.FAULTS):
         assert (full.ROOT / path).exists()
-    modules = {argument for commands in full.PARTS.values() for command in commands for argument in command}
+    modules = {
+        argument for commands in full.PARTS.values() for command in commands for argument in command
+    }
     programs = {name for name in modules if name.startswith("tests.support.")}
-    assert len(programs) == 5
+    assert len(programs) == 8
     for name in programs:
         assert (full.ROOT / f"{name.replace('.', '/')}.py").exists()

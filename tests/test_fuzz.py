@@ -1,4 +1,5 @@
-"""A fixed part of `python -m tests.support.fuzz`, and a check that its comparison detects differences."""
+"""A fixed part of `python -m tests.support.fuzz`, and a check that its comparison detects
+differences."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def test_case(number: int) -> None:
     try:
         outcomes = fuzz.run_case(case)
     except Exception as error:
-        raise AssertionError(f"python -m tests.support.fuzz --seed {SEED} --only {number}\n{case}\n{error}") from error
+        raise AssertionError(
+            f"python -m tests.support.fuzz --seed {SEED} --only {number}\n{case}\n{error}"
+        ) from error
     assert outcomes
 
 
@@ -35,11 +38,37 @@ def test_a_case_is_drawn_from_its_number_alone() -> None:
 
 def test_every_option_is_drawn_among_500_cases() -> None:
     cases = [fuzz_cases.draw(0, number) for number in range(500)]
-    options = {name for case in cases for name in case.options} | {name for case in cases for name in case.late}
-    expected = {*fuzz_cases.SHAPERS, *fuzz_cases.SHARPENERS, *(name for given in fuzz_cases.INVALID for name in given)}
-    expected |= {"use_cache", "prefill_chunk_size", "early_stopping", "length_penalty", "num_return_sequences"}
-    expected |= {"output_scores", "output_logits", "output_hidden_states", "max_new_tokens", "max_length", "ends"}
-    expected |= {"processors", "criteria", "stop_strings", "prefix_allowed", "streamer", "prompt_lookup"}
+    options = {name for case in cases for name in case.options} | {
+        name for case in cases for name in case.late
+    }
+    expected = {
+        *fuzz_cases.SHAPERS,
+        *fuzz_cases.SHARPENERS,
+        *(name for given in fuzz_cases.INVALID for name in given),
+    }
+    expected |= {
+        "use_cache",
+        "prefill_chunk_size",
+        "early_stopping",
+        "length_penalty",
+        "num_return_sequences",
+    }
+    expected |= {
+        "output_scores",
+        "output_logits",
+        "output_hidden_states",
+        "max_new_tokens",
+        "max_length",
+        "ends",
+    }
+    expected |= {
+        "processors",
+        "criteria",
+        "stop_strings",
+        "prefix_allowed",
+        "streamer",
+        "prompt_lookup",
+    }
     assert not expected - options
     assert {case.model for case in cases} == set(models.DECODER_ONLY)
     assert {case.mode for case in cases} == {"greedy", "sample", "beams", "beam_sample"}
@@ -53,22 +82,30 @@ def test_ends_make_rows_stop_at_different_steps() -> None:
     """In most cases of several rows with ends from the greedy text, rows end at several lengths."""
     found = []
     for case in (fuzz_cases.draw(SEED, number, "llama") for number in range(100)):
-        if len(case.lengths) == 1 or case.prompts == "equal" or not isinstance(case.late.get("ends"), list):
+        if (
+            len(case.lengths) == 1
+            or case.prompts == "equal"
+            or not isinstance(case.late.get("ends"), list)
+        ):
             continue
         model, rows = models.get("llama"), fuzz_cases.prompts(case)
         text = fuzz.greedy_text(model, fuzz_cases.inputs(case, rows, model))
         case = dataclasses.replace(case, by_config=False)
         ends = fuzz_cases.arguments(case, max(map(len, rows)), text).arguments["eos_token_id"]
-        stops = [token in (ends if isinstance(ends, list) else [ends]) for row in text for token in row]
+        stops = [
+            token in (ends if isinstance(ends, list) else [ends]) for row in text for token in row
+        ]
         lengths = {
-            (stops[n : n + fuzz.GREEDY_STEPS] + [True]).index(True) for n in range(0, len(stops), fuzz.GREEDY_STEPS)
+            (stops[n : n + fuzz.GREEDY_STEPS] + [True]).index(True)
+            for n in range(0, len(stops), fuzz.GREEDY_STEPS)
         }
         found.append(len(lengths) > 1)
     assert len(found) >= 20
     assert sum(found) > len(found) / 2
 
 
-# A call with everything that is compared: scores, logits, states, a processor that records its inputs.
+# A call with everything that is compared: scores, logits, states, a processor that records its
+# inputs.
 PLAIN = Case(
     seed=SEED,
     number=0,
@@ -94,7 +131,8 @@ PLAIN = Case(
 BEAMS = dataclasses.replace(
     PLAIN,
     mode="beams",
-    options=PLAIN.options | {"do_sample": False, "num_beams": 3, "early_stopping": True, "length_penalty": 0.0},
+    options=PLAIN.options
+    | {"do_sample": False, "num_beams": 3, "early_stopping": True, "length_penalty": 0.0},
     late={"max_new_tokens": 16, "ends": "frequent", "processors": ["bias"]},
 )
 
@@ -125,7 +163,8 @@ def missing_step(output: Any, processor: Any) -> None:
 
 
 def missing_field(output: Any, processor: Any) -> None:
-    collections.OrderedDict.__delitem__(output, "logits")  # `ModelOutput` itself does not allow this
+    # `ModelOutput` itself does not allow this
+    collections.OrderedDict.__delitem__(output, "logits")
 
 
 def random_number_drawn(output: Any, processor: Any) -> None:
@@ -204,7 +243,9 @@ def test_a_model_left_changed_is_caught(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("case", [PLAIN, BEAMS], ids=["sample", "beams"])
-def test_what_comes_after_a_row_s_end_is_not_compared(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_comes_after_a_row_s_end_is_not_compared(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right, changed = fuzz.generate, []
 
     def generate(model: Any, inputs: Any, options: Any, paged: bool) -> Any:

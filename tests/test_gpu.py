@@ -1,4 +1,5 @@
-"""On a CUDA device: the portable path on device memory gives plain `generate`'s tokens. `python -m pytest -m gpu`."""
+"""On a CUDA device: the portable path on device memory gives plain `generate`'s tokens. `python -m
+pytest -m gpu`."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def test_parity_on_cuda(name: str, mode: str) -> None:
     torch.manual_seed(0)
     plain = model.generate(**inputs, **options)
     torch.manual_seed(0)
-    paged = model.generate(**inputs, **options, cache_implementation="paged", cache_config={"block_size": 8})
+    paged = model.generate(
+        **inputs, **options, cache_implementation="paged", cache_config={"block_size": 8}
+    )
     assert torch.equal(plain, paged)
     hf_paged.check_integrity(model)
     assert hf_paged.memory_stats(model).used_blocks == 0

@@ -8,7 +8,17 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "hf_paged"
 
-ROOMS = ("tools", "generation", "batching", "model", "attention", "cache", "tape", "kernels", "base")
+ROOMS = (
+    "tools",
+    "generation",
+    "batching",
+    "model",
+    "attention",
+    "cache",
+    "tape",
+    "kernels",
+    "base",
+)
 """From the top down: a module imports from its own room and from those after it."""
 
 # What is not in a folder of its room's name. The first that fits a module's name counts.
@@ -17,8 +27,24 @@ PLACES = {
     "__main__": "tools",  # commands
     "inspect": "tools",
     "ray": "tools",  # Ray's workers
-    "tools.pictures": "base",  # draws plain lists: any room may use it, and it may use nothing else of ours
-    **dict.fromkeys(("compat", "compiled", "config", "forks", "interrupts", "step", "switches"), "base"),
+    # draws plain lists: any room may use it, and it may use nothing else of ours
+    "tools.pictures": "base",
+    **dict.fromkeys(
+        (
+            "compat",
+            "compiled",
+            "config",
+            "forks",
+            "interrupts",
+            "plan",
+            "step",
+            "switches",
+            "threads",
+            "timing",
+            "topics",
+        ),
+        "base",
+    ),
 }
 
 VIOLATIONS: dict[tuple[str, str], str] = {}
@@ -53,16 +79,21 @@ def imports(module: str) -> set[str]:
     found: set[str] = set()
     for node in _running_nodes(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names if alias.name.partition(".")[0] == "hf_paged"]
+            names = [
+                alias.name for alias in node.names if alias.name.partition(".")[0] == "hf_paged"
+            ]
             found.update(name.partition(".")[2] for name in names)
         elif isinstance(node, ast.ImportFrom):
             if node.level:
-                base = ".".join([*package[: len(package) + 1 - node.level], *filter(None, [node.module])])
+                base = ".".join(
+                    [*package[: len(package) + 1 - node.level], *filter(None, [node.module])]
+                )
             elif node.module is not None and node.module.partition(".")[0] == "hf_paged":
                 base = node.module.partition(".")[2]
             else:
                 continue
-            for alias in node.names:  # a module of a package, or something that the module `base` defines
+            for alias in node.names:
+                # a module of a package, or something that the module `base` defines
                 inner = f"{base}.{alias.name}".lstrip(".")
                 found.add(inner if inner in MODULES else base)
     return found
@@ -99,7 +130,12 @@ def test_imports_run_downward() -> None:
 
 
 def test_pictures_use_nothing_else_of_ours() -> None:
-    used = {each for module, found in IMPORTS.items() if module.startswith("tools.pictures") for each in found}
+    used = {
+        each
+        for module, found in IMPORTS.items()
+        if module.startswith("tools.pictures")
+        for each in found
+    }
     assert all(each.startswith("tools.pictures.") for each in used)
 
 

@@ -17,13 +17,26 @@ from tests.support import models
 
 DEEPSEEK: dict[str, Any] = {
     **{"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32},
-    **{"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 8},
+    **{
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 8,
+    },
     **{"num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
-    **{"kv_lora_rank": 24, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+    **{
+        "kv_lora_rank": 24,
+        "q_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+    },
 }
 
 
-def saved(tmp_path: Path, config: transformers.PreTrainedConfig, architecture: str | None = None) -> str:
+def saved(
+    tmp_path: Path, config: transformers.PreTrainedConfig, architecture: str | None = None
+) -> str:
     if architecture is not None:
         config.architectures = [architecture]
     config.save_pretrained(tmp_path)
@@ -37,7 +50,9 @@ def saved_test_model(tmp_path: Path, name: str) -> str:
 def generated(name: str) -> tuple[hf_paged.MemoryStats, hf_paged.Route]:
     """Memory and route after a call of 13 + 8 tokens."""
     model = models.build(name)
-    model.generate(**models.prompt(name, batch_size=1), max_new_tokens=8, do_sample=False, **models.PAGED)
+    model.generate(
+        **models.prompt(name, batch_size=1), max_new_tokens=8, do_sample=False, **models.PAGED
+    )
     route = hf_paged.last_route(model)
     assert route is not None
     return hf_paged.memory_stats(model), route
@@ -73,11 +88,14 @@ def test_against_a_call_of_generate(name: str, tmp_path: Path) -> None:
 
 
 def test_llama(tmp_path: Path) -> None:
-    report = examine(saved_test_model(tmp_path, "llama"), block_size=16, dtype=torch.bfloat16, length=100)
+    report = examine(
+        saved_test_model(tmp_path, "llama"), block_size=16, dtype=torch.bfloat16, length=100
+    )
     [group] = report.groups
     assert (group.kind, group.window, group.num_layers) == ("self", None, 2)
     assert group.layers == {"2 heads of 16": 2}
-    assert group.token_bytes == report.token_bytes == 2 * 2 * 2 * 16 * 2  # layers, K and V, heads, dim, bytes
+    # layers, K and V, heads, dim, bytes
+    assert group.token_bytes == report.token_bytes == 2 * 2 * 2 * 16 * 2
     assert group.block_bytes == 16 * group.token_bytes
     assert [fit["length"] for fit in report.fits] == [100, 2048] and group.num_blocks(100) == 7
     assert report.fits[0]["sequences"] == report.left_bytes // (7 * group.block_bytes)
@@ -88,16 +106,24 @@ def test_sliding_windows_are_a_group_that_stops_growing(tmp_path: Path) -> None:
     by_window = {group.window: group for group in report.groups}
     assert set(by_window) == {None, models.WINDOW}
     assert (by_window[None].num_layers, by_window[models.WINDOW].num_layers) == (1, 2)
-    assert by_window[models.WINDOW].num_blocks(1000) == by_window[models.WINDOW].num_blocks(100) == 2
+    assert (
+        by_window[models.WINDOW].num_blocks(1000) == by_window[models.WINDOW].num_blocks(100) == 2
+    )
     assert by_window[None].num_blocks(1000) == 125
 
 
 def test_latents(tmp_path: Path) -> None:
-    report = examine(saved(tmp_path, transformers.DeepseekV3Config(**DEEPSEEK)), dtype=torch.float32)
+    report = examine(
+        saved(tmp_path, transformers.DeepseekV3Config(**DEEPSEEK)), dtype=torch.float32
+    )
     [group] = report.groups
     assert group.is_latent and group.layers == {"latent of 24, rotary key of 8": 3}
     assert group.token_bytes == 3 * (24 + 8) * 4
-    assert report.route.road == "engine" and report.route.in_place and "packed forwards" in report.route.reason
+    assert (
+        report.route.road == "engine"
+        and report.route.in_place
+        and "packed forwards" in report.route.reason
+    )
     assert group.name == "full attention" and list(group.kernels) == ["decode", "prefill chunk"]
 
 
@@ -108,7 +134,9 @@ def test_encoder_decoders_have_cross_attention(tmp_path: Path) -> None:
 
 
 def test_states_that_are_not_in_blocks(tmp_path: Path) -> None:
-    config = transformers.MambaConfig(vocab_size=128, hidden_size=32, state_size=8, num_hidden_layers=2)
+    config = transformers.MambaConfig(
+        vocab_size=128, hidden_size=32, state_size=8, num_hidden_layers=2
+    )
     report = examine(saved(tmp_path, config), length=100)
     assert not report.groups and report.other_layers == {"LinearAttentionLayer": 2}
     assert report.fits[0]["sequences"] == 0 and report.route.road == "engine"
@@ -116,13 +144,17 @@ def test_states_that_are_not_in_blocks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", models.HYBRID)
 def test_rows_side_by_side(name: str, tmp_path: Path) -> None:
-    report = examine(saved_test_model(tmp_path, name), block_size=models.BLOCK_SIZE, dtype=torch.float32)
+    report = examine(
+        saved_test_model(tmp_path, name), block_size=models.BLOCK_SIZE, dtype=torch.float32
+    )
     _, route = generated(name)
     assert (report.route.road, report.route.in_place) == (route.road, route.in_place)
     assert route.reason in report.route.reason
 
 
-def test_a_large_model_takes_no_memory_and_its_road_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_model_takes_no_memory_and_its_road_is_not_guessed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("hf_paged.tools.models.MAX_CHECK_BYTES", 0)
     report = examine("LlamaConfig", dtype=torch.float16)
     assert report.num_parameters > 6e9 and report.weight_bytes >= 2 * report.num_parameters
@@ -130,7 +162,9 @@ def test_a_large_model_takes_no_memory_and_its_road_is_not_guessed(monkeypatch: 
     assert report.route.road == "undecided" and "large" in report.route.reason
 
 
-def test_a_model_with_fewer_layers_is_checked_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_with_fewer_layers_is_checked_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = models.config("gemma3", num_hidden_layers=24, layer_types=None)
     name = saved(tmp_path, config, "Gemma3ForCausalLM")
     size = examine(name, dtype=torch.float32).weight_bytes
@@ -171,7 +205,7 @@ def test_what_names_no_model(name: str, message: str, capsys: pytest.CaptureFixt
     with pytest.raises(ValueError, match=message):
         examine(name)
     assert main([name]) == 2
-    assert capsys.readouterr().err.startswith("python -m hf_paged.inspect: ")
+    assert capsys.readouterr().err.startswith("python -m hf_paged inspect: ")
 
 
 def test_folders_that_hold_no_model(tmp_path: Path) -> None:
@@ -185,20 +219,37 @@ def test_folders_that_hold_no_model(tmp_path: Path) -> None:
         examine(str(tmp_path / "config.json"))
 
 
-@pytest.mark.parametrize(("option", "message"), [({"block_size": 12}, "power of two"), ({"length": 0}, "at least 1")])
+@pytest.mark.parametrize(
+    ("option", "message"), [({"block_size": 12}, "power of two"), ({"length": 0}, "at least 1")]
+)
 def test_bad_numbers(option: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         examine("gpt2", **option)  # type: ignore[arg-type]
 
 
-# -- the command ----------------------------------------------------------------------------------------------------
+# -- the command ---------------------------------------------------------------------------------
 
 
 def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([saved_test_model(tmp_path, "gemma3"), "--json", "--block-size", "8", "--dtype", "bfloat16"]) == 0
+    assert (
+        main(
+            [
+                saved_test_model(tmp_path, "gemma3"),
+                "--json",
+                "--block-size",
+                "8",
+                "--dtype",
+                "bfloat16",
+            ]
+        )
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
     assert found["model"] == "Gemma3ForCausalLM" and found["dtype"] == "bfloat16"
-    assert [group["name"] for group in found["groups"]] == [f"window of {models.WINDOW} tokens", "full attention"]
+    assert [group["name"] for group in found["groups"]] == [
+        f"window of {models.WINDOW} tokens",
+        "full attention",
+    ]
     assert found["groups"][0]["kernels"]["decode"] in ("cpp", "gather")
     assert found["fits"][0]["tokens"] == found["fits"][0]["sequences"] * 2048
     assert found["road"]["name"] == "engine"
@@ -232,11 +283,19 @@ def test_block_sizes_that_are_left_to_us(
 ) -> None:
     path, dtype = saved_test_model(tmp_path, "gemma3"), torch.float32
     times = {4: 1.4, 8: 1.2, 16: 1.1, 32: 1.05, 64: 1.02, 128: 1.0}
-    monkeypatch.setattr("hf_paged.inspect.find_costs", lambda device, dtype, kv_dtype: (times, "made up"))
+    monkeypatch.setattr(
+        "hf_paged.inspect.find_costs", lambda device, dtype, kv_dtype: (times, "made up")
+    )
     for length, size in ((40, 8), (300, 32)):
         report = examine(path, block_size="auto", dtype=dtype, length=length)
-        assert {group.window: group.block_size for group in report.groups} == {None: size, models.WINDOW: 4}
-        assert all(f"sequences of {length} tokens (1 of them); made up" in str(group.reason) for group in report.groups)
+        assert {group.window: group.block_size for group in report.groups} == {
+            None: size,
+            models.WINDOW: 4,
+        }
+        assert all(
+            f"sequences of {length} tokens (1 of them); made up" in str(group.reason)
+            for group in report.groups
+        )
     assert {group.reason for group in examine(path, dtype=dtype).groups} == {None}
     assert main([path, "--block-size", "auto", "--length", "300", "--dtype", "float32"]) == 0
     assert "32 tokens a block: 5.1% of memory" in " ".join(capsys.readouterr().out.split())

@@ -96,7 +96,8 @@ def test_threads_that_wait_for_a_condition_each_hold_their_own_signals() -> None
             assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
             for thread in threads:
                 thread.start()
-            while len(inside) < 3:  # they take the lock while this thread waits, and hold it when this thread leaves
+            while len(inside) < 3:
+                # they take the lock while this thread waits, and hold it when this thread leaves
                 lock.wait_for(condition)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         with pytest.raises(KeyboardInterrupt), lock:

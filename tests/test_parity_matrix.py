@@ -1,8 +1,10 @@
-"""`generate(cache_implementation="paged")` gives plain `generate`'s result: every model, every option.
+"""`generate(cache_implementation="paged")` gives plain `generate`'s result: every model, every
+option.
 
-A cell runs the same option function twice, on plain `generate` and on the paged cache, from the same seed, and compares
-all results: tokens, RNG state and recorded calls exactly, scores closely. A cell that plain refuses must be refused by
-paged with the same exception type; `REFUSED` names those cells, so that a mistake in a test cannot pass for a refusal.
+A cell runs the same option function twice, on plain `generate` and on the paged cache, from the
+same seed, and compares all results: tokens, RNG state and recorded calls exactly, scores closely. A
+cell that plain refuses must be refused by paged with the same exception type; `REFUSED` names those
+cells, so that a mistake in a test cannot pass for a refusal.
 """
 
 from __future__ import annotations
@@ -42,9 +44,10 @@ from tests.support.checks import model_state
 
 NEW_TOKENS = 12
 SEED = 1
-TOLERANCE = 2e-4  # float32 logits have a standard deviation of about 3; reordered sums differ by about 1e-5
+# float32 logits have a standard deviation of about 3; reordered sums differ by about 1e-5
+TOLERANCE = 2e-4
 
-# ----------------------------------------------------------------------------------------------------- one run
+# ----------------------------------------------------------------------------------------- one run
 
 
 @dataclasses.dataclass
@@ -103,13 +106,16 @@ class Run:
 @functools.cache
 def greedy_tokens(name: str) -> torch.Tensor:
     """Plain greedy output for the standard prompt, without the prompt, `[3, NEW_TOKENS]`."""
-    output = models.get(name).generate(**models.prompt(name), do_sample=False, max_new_tokens=NEW_TOKENS)
+    output = models.get(name).generate(
+        **models.prompt(name), do_sample=False, max_new_tokens=NEW_TOKENS
+    )
     return output[:, -NEW_TOKENS:]
 
 
 @functools.cache
 def end_tokens(name: str) -> tuple[int, int]:
-    """Two EOS ids at which the rows of the standard prompt end at different lengths under greedy."""
+    """Two EOS ids at which the rows of the standard prompt end at different lengths under
+    greedy."""
     tokens = greedy_tokens(name).tolist()
 
     def length(row: list[int], ends: tuple[int, int]) -> int:
@@ -122,14 +128,17 @@ def end_tokens(name: str) -> tuple[int, int]:
         return len(set(lengths)), min(lengths)
 
     best = max(pairs, key=quality)
-    assert quality(best)[0] >= 2, f"{name}: no pair of tokens ends the rows at different lengths: {tokens}"
+    assert quality(best)[0] >= 2, (
+        f"{name}: no pair of tokens ends the rows at different lengths: {tokens}"
+    )
     return best
 
 
-# Each token is one of these with a probability of about one in eight, so most samples and beams end before the limit.
+# Each token is one of these with a probability of about one in eight, so most samples and beams end
+# before the limit.
 FREQUENT_ENDS = list(range(20, 36))
 
-# ----------------------------------------------------------------------------------------------------- options
+# ----------------------------------------------------------------------------------------- options
 
 ALL = (*models.NAMES, *models.HYBRID)
 Option = Callable[[Run], Any]
@@ -141,7 +150,9 @@ NO_POOL: set[str] = set()
 EAGER: set[str] = set()
 
 
-def option(models_of: Sequence[str] = ALL, pool: bool = True, eager: bool = False) -> Callable[[Option], Option]:
+def option(
+    models_of: Sequence[str] = ALL, pool: bool = True, eager: bool = False
+) -> Callable[[Option], Option]:
     def register(function: Option) -> Option:
         name = function.__name__
         OPTIONS[name] = function
@@ -173,7 +184,9 @@ def greedy_long(run: Run) -> Any:
 @option()
 def greedy_block_edges(run: Run) -> Any:
     lengths = (models.BLOCK_SIZE - 1, models.BLOCK_SIZE, models.BLOCK_SIZE + 1)
-    return [run.generate(run.prompt(1, length), do_sample=False, max_new_tokens=9) for length in lengths]
+    return [
+        run.generate(run.prompt(1, length), do_sample=False, max_new_tokens=9) for length in lengths
+    ]
 
 
 @option()
@@ -227,7 +240,9 @@ def return_sequences_sample(run: Run) -> Any:
 
 @option()
 def return_sequences_eos(run: Run) -> Any:
-    return run.generate(run.prompt(2), num_return_sequences=4, eos_token_id=FREQUENT_ENDS, **run.sampling)
+    return run.generate(
+        run.prompt(2), num_return_sequences=4, eos_token_id=FREQUENT_ENDS, **run.sampling
+    )
 
 
 @option()
@@ -248,23 +263,34 @@ def repetitive_prompt(run: Run) -> dict[str, torch.Tensor]:
 
 @option()
 def prompt_lookup(run: Run) -> Any:
-    return run.generate(repetitive_prompt(run), prompt_lookup_num_tokens=3, do_sample=False, **FEW_WORDS)
+    return run.generate(
+        repetitive_prompt(run), prompt_lookup_num_tokens=3, do_sample=False, **FEW_WORDS
+    )
 
 
 @option()
 def prompt_lookup_sample(run: Run) -> Any:
-    options = {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 1, **FEW_WORDS, **run.sampling}
+    options = {
+        "prompt_lookup_num_tokens": 3,
+        "max_matching_ngram_size": 1,
+        **FEW_WORDS,
+        **run.sampling,
+    }
     return run.generate(repetitive_prompt(run), **options)
 
 
 @option()
 def assistant_model(run: Run) -> Any:
-    return run.generate(run.prompt(1), assistant_model=run.assistant(), do_sample=False, max_new_tokens=20)
+    return run.generate(
+        run.prompt(1), assistant_model=run.assistant(), do_sample=False, max_new_tokens=20
+    )
 
 
 @option()
 def assistant_model_sample(run: Run) -> Any:
-    return run.generate(run.prompt(1), assistant_model=run.assistant(), max_new_tokens=20, **run.sampling)
+    return run.generate(
+        run.prompt(1), assistant_model=run.assistant(), max_new_tokens=20, **run.sampling
+    )
 
 
 @option()
@@ -311,7 +337,9 @@ def decoder_prompt(run: Run) -> Any:
     mask = torch.ones_like(ids)
     mask[1, :6] = 0
     ids = ids.masked_fill(mask == 0, models.PAD)
-    return run.generate({**run.prompt(), "decoder_input_ids": ids, "decoder_attention_mask": mask}, do_sample=False)
+    return run.generate(
+        {**run.prompt(), "decoder_input_ids": ids, "decoder_attention_mask": mask}, do_sample=False
+    )
 
 
 @option(models.ENCODER_DECODER)
@@ -324,7 +352,8 @@ def encoder_outputs(run: Run) -> Any:
 
 
 class RowBudgets(StoppingCriteria):
-    """Stops row `i` after `3 + i % 5` tokens, or after a token of a set; records which rows are done."""
+    """Stops row `i` after `3 + i % 5` tokens, or after a token of a set; records which rows are
+    done."""
 
     def __init__(self) -> None:
         self.done: torch.Tensor | None = None
@@ -345,7 +374,9 @@ class RowBudgets(StoppingCriteria):
 @option()
 def stopping_criteria(run: Run) -> Any:
     criteria = RowBudgets()
-    output = run.generate(run.prompt(), stopping_criteria=StoppingCriteriaList([criteria]), do_sample=False)
+    output = run.generate(
+        run.prompt(), stopping_criteria=StoppingCriteriaList([criteria]), do_sample=False
+    )
     return output, criteria.seen
 
 
@@ -353,18 +384,25 @@ def stopping_criteria(run: Run) -> Any:
 def stopping_criteria_eos(run: Run) -> Any:
     criteria = RowBudgets()
     options = {"stopping_criteria": StoppingCriteriaList([criteria]), "eos_token_id": FREQUENT_ENDS}
-    return run.generate(run.prompt(), num_return_sequences=2, **options, **run.sampling), criteria.seen
+    return run.generate(
+        run.prompt(), num_return_sequences=2, **options, **run.sampling
+    ), criteria.seen
 
 
 @option()
 def stopping_criteria_beams(run: Run) -> Any:
     criteria = RowBudgets()
-    options = {"stopping_criteria": StoppingCriteriaList([criteria]), "num_beams": 3, "do_sample": False}
+    options = {
+        "stopping_criteria": StoppingCriteriaList([criteria]),
+        "num_beams": 3,
+        "do_sample": False,
+    }
     return run.generate(run.prompt(), **options), criteria.seen
 
 
 def stop_strings_for(name: str) -> list[str]:
-    """A token of the first row's text, and a string that starts and ends inside two tokens of the second row's."""
+    """A token of the first row's text, and a string that starts and ends inside two tokens of the
+    second row's."""
     first, second, _ = greedy_tokens(name).tolist()
     decode = models.tokenizer().decode
     return [decode(first[2:3]), decode(second[3:5])[1:]]
@@ -373,7 +411,9 @@ def stop_strings_for(name: str) -> list[str]:
 @option()
 def stop_strings(run: Run) -> Any:
     strings = stop_strings_for(run.name)
-    return run.generate(run.prompt(), stop_strings=strings, tokenizer=models.tokenizer(), do_sample=False)
+    return run.generate(
+        run.prompt(), stop_strings=strings, tokenizer=models.tokenizer(), do_sample=False
+    )
 
 
 @option()
@@ -383,7 +423,8 @@ def stop_strings_eos(run: Run) -> Any:
 
 
 class Allowed:
-    """`prefix_allowed_tokens_fn` whose answer depends on the row and on its last token; records its calls."""
+    """`prefix_allowed_tokens_fn` whose answer depends on the row and on its last token; records its
+    calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, list[int]]] = []
@@ -398,13 +439,17 @@ class Allowed:
 @option()
 def prefix_allowed_tokens(run: Run) -> Any:
     allowed = Allowed()
-    return run.generate(run.prompt(), prefix_allowed_tokens_fn=allowed, do_sample=False), allowed.calls
+    return run.generate(
+        run.prompt(), prefix_allowed_tokens_fn=allowed, do_sample=False
+    ), allowed.calls
 
 
 @option()
 def prefix_allowed_tokens_beams(run: Run) -> Any:
     allowed = Allowed()
-    return run.generate(run.prompt(), prefix_allowed_tokens_fn=allowed, num_beams=3, do_sample=False), allowed.calls
+    return run.generate(
+        run.prompt(), prefix_allowed_tokens_fn=allowed, num_beams=3, do_sample=False
+    ), allowed.calls
 
 
 class RowBias(LogitsProcessor):
@@ -416,10 +461,14 @@ class RowBias(LogitsProcessor):
         self.batches: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        assert scores.shape == (input_ids.shape[0], models.VOCAB_SIZE), f"{input_ids.shape=} {scores.shape=}"
+        assert scores.shape == (input_ids.shape[0], models.VOCAB_SIZE), (
+            f"{input_ids.shape=} {scores.shape=}"
+        )
         if self.batches:
             before = self.batches[-1]
-            assert input_ids.shape == (before.shape[0], before.shape[1] + 1), f"{before.shape} then {input_ids.shape}"
+            assert input_ids.shape == (before.shape[0], before.shape[1] + 1), (
+                f"{before.shape} then {input_ids.shape}"
+            )
         self.batches.append(input_ids.clone())
         rows = (torch.arange(input_ids.shape[0]) + input_ids.shape[1]) % len(self.bias)
         return scores + self.bias[rows]
@@ -434,7 +483,9 @@ def custom_processor(run: Run) -> Any:
     output = run.generate(inputs, logits_processor=LogitsProcessorList([processor]), **options)
     width = processor.batches[0].shape[1]
     for batch in processor.batches:
-        assert torch.equal(batch[:, :width], processor.batches[0]), "the prompt moved inside the batch"
+        assert torch.equal(batch[:, :width], processor.batches[0]), (
+            "the prompt moved inside the batch"
+        )
     return output, processor.batches
 
 
@@ -442,14 +493,18 @@ def custom_processor(run: Run) -> Any:
 def custom_processor_beams(run: Run) -> Any:
     processor = RowBias()
     options = {"num_beams": 3, "num_return_sequences": 2, "do_sample": False}
-    return run.generate(run.prompt(2), logits_processor=LogitsProcessorList([processor]), **options), processor.batches
+    return run.generate(
+        run.prompt(2), logits_processor=LogitsProcessorList([processor]), **options
+    ), processor.batches
 
 
 @option()
 def custom_processor_return_sequences(run: Run) -> Any:
     processor = RowBias()
     options = {"num_return_sequences": 3, "eos_token_id": FREQUENT_ENDS, **run.sampling}
-    return run.generate(run.prompt(2), logits_processor=LogitsProcessorList([processor]), **options), processor.batches
+    return run.generate(
+        run.prompt(2), logits_processor=LogitsProcessorList([processor]), **options
+    ), processor.batches
 
 
 class Recorder(BaseStreamer):
@@ -497,18 +552,27 @@ DICT = {"return_dict_in_generate": True, "output_scores": True, "output_logits":
 
 @option()
 def dict_greedy(run: Run) -> Any:
-    return run.generate(run.prompt(), do_sample=False, eos_token_id=list(end_tokens(run.name)), **DICT)
+    return run.generate(
+        run.prompt(), do_sample=False, eos_token_id=list(end_tokens(run.name)), **DICT
+    )
 
 
 @option()
 def dict_sample(run: Run) -> Any:
-    options = {"top_k": 20, "repetition_penalty": 1.3, "eos_token_id": FREQUENT_ENDS, **run.sampling}
+    options = {
+        "top_k": 20,
+        "repetition_penalty": 1.3,
+        "eos_token_id": FREQUENT_ENDS,
+        **run.sampling,
+    }
     return run.generate(run.prompt(), num_return_sequences=2, **options, **DICT)
 
 
 @option()
 def dict_padded(run: Run) -> Any:
-    return run.generate(models.padded_prompt(run.name), do_sample=False, eos_token_id=FREQUENT_ENDS, **DICT)
+    return run.generate(
+        models.padded_prompt(run.name), do_sample=False, eos_token_id=FREQUENT_ENDS, **DICT
+    )
 
 
 @option()
@@ -554,13 +618,17 @@ def eager_model(run: Run) -> Any:
 @option()
 def max_length(run: Run) -> Any:
     inputs = run.prompt()
-    return run.generate(inputs, max_length=models.prompt_width(run.name, inputs) + 9, do_sample=False)
+    return run.generate(
+        inputs, max_length=models.prompt_width(run.name, inputs) + 9, do_sample=False
+    )
 
 
 @option()
 def max_length_beams(run: Run) -> Any:
     inputs = run.prompt()
-    return run.generate(inputs, max_length=models.prompt_width(run.name, inputs) + 9, num_beams=3, do_sample=False)
+    return run.generate(
+        inputs, max_length=models.prompt_width(run.name, inputs) + 9, num_beams=3, do_sample=False
+    )
 
 
 @option()
@@ -577,7 +645,10 @@ def guidance_scale(run: Run) -> Any:
 @option()
 def guidance_scale_negative_prompt(run: Run) -> Any:
     negative = models.token_ids(3, 6, seed=3)
-    options = {"negative_prompt_ids": negative, "negative_prompt_attention_mask": torch.ones_like(negative)}
+    options = {
+        "negative_prompt_ids": negative,
+        "negative_prompt_attention_mask": torch.ones_like(negative),
+    }
     return run.generate(run.prompt(), guidance_scale=1.5, do_sample=False, **options)
 
 
@@ -617,7 +688,9 @@ def use_cache_false_beams(run: Run) -> Any:
 
 @option()
 def prefill_chunk_size(run: Run) -> Any:
-    return run.generate(models.padded_prompt(run.name, (21, 4, 13)), prefill_chunk_size=5, do_sample=False)
+    return run.generate(
+        models.padded_prompt(run.name, (21, 4, 13)), prefill_chunk_size=5, do_sample=False
+    )
 
 
 @option()
@@ -641,14 +714,20 @@ def returned_cache_continues(run: Run) -> Any:
     cache = first.past_key_values
     held = cache.get_seq_length()
     own = cache.self_attention_cache if run.encoder_decoder else cache
-    layers = [layer for layer in own.layers if hasattr(layer, "keys") and not getattr(layer, "is_sliding", False)]
+    layers = [
+        layer
+        for layer in own.layers
+        if hasattr(layer, "keys") and not getattr(layer, "is_sliding", False)
+    ]
     contents = [(layer.keys + 0, layer.values + 0) for layer in layers]
     ids = torch.cat([first.sequences, models.token_ids(3, 4, seed=9)], dim=1)
     if run.encoder_decoder:
         rest = {**inputs, "decoder_input_ids": ids}
     else:
         rest = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    second = run.model.generate(**rest, past_key_values=cache, do_sample=False, max_new_tokens=NEW_TOKENS)
+    second = run.model.generate(
+        **rest, past_key_values=cache, do_sample=False, max_new_tokens=NEW_TOKENS
+    )
     return first.sequences, held, contents, second
 
 
@@ -659,7 +738,9 @@ def passed_cache_continues(run: Run) -> Any:
     cache = run.new_cache()
     turns = []
     for turn in range(3):
-        output = run.model.generate(**inputs, past_key_values=cache, do_sample=False, max_new_tokens=7)
+        output = run.model.generate(
+            **inputs, past_key_values=cache, do_sample=False, max_new_tokens=7
+        )
         turns.append((output, cache.get_seq_length()))
         more = models.token_ids(3, 5, seed=20 + turn)
         ids = torch.cat([output, more], dim=1)
@@ -679,30 +760,45 @@ def passed_cache_continues(run: Run) -> Any:
 def passed_cache_beams(run: Run) -> Any:
     """Beams reorder a cache that the user passed."""
     cache = run.new_cache()
-    options = {"num_beams": 3, "num_return_sequences": 3, "do_sample": False, "max_new_tokens": NEW_TOKENS}
+    options = {
+        "num_beams": 3,
+        "num_return_sequences": 3,
+        "do_sample": False,
+        "max_new_tokens": NEW_TOKENS,
+    }
     output = run.model.generate(**run.prompt(2), past_key_values=cache, **options)
     return output, cache.get_seq_length()
 
 
 def step_inputs(run: Run, encoded: Any, tokens: torch.Tensor, cache: Cache) -> dict[str, Any]:
     if run.encoder_decoder:
-        return {"encoder_outputs": encoded, "decoder_input_ids": tokens, "past_key_values": cache, "use_cache": True}
+        return {
+            "encoder_outputs": encoded,
+            "decoder_input_ids": tokens,
+            "past_key_values": cache,
+            "use_cache": True,
+        }
     return {"input_ids": tokens, "past_key_values": cache, "use_cache": True}
 
 
 @option(pool=False)
 @torch.no_grad()
 def token_by_token(run: Run) -> Any:
-    """`model(...)` with a cache, no generate: a prompt, single tokens, then several tokens at once."""
+    """`model(...)` with a cache, no generate: a prompt, single tokens, then several tokens at
+    once."""
     cache = run.new_cache()
     encoded = run.model.get_encoder()(**run.prompt()) if run.encoder_decoder else None
     tokens = models.token_ids(3, 13)
     logits = []
     for step in range(12):
         output = run.model(**step_inputs(run, encoded, tokens, cache))
-        assert output.past_key_values is cache, "a cache that the user passes is used, never replaced"
+        assert output.past_key_values is cache, (
+            "a cache that the user passes is used, never replaced"
+        )
         logits.append(output.logits)
-        tokens = models.token_ids(3, 3, seed=step) if step == 9 else output.logits[:, -1:].argmax(-1)
+        tokens = (
+            models.token_ids(3, 3, seed=step) if step == 9 else output.logits[:, -1:].argmax(-1)
+        )
     return logits, cache.get_seq_length()
 
 
@@ -718,7 +814,9 @@ def cache_operations(run: Run) -> Any:
     def step(tokens: torch.Tensor) -> None:
         nonlocal encoded
         if encoded is not None and encoded.last_hidden_state.shape[0] != len(tokens):
-            encoded = type(encoded)(last_hidden_state=encoded.last_hidden_state[:1].expand(len(tokens), -1, -1))
+            encoded = type(encoded)(
+                last_hidden_state=encoded.last_hidden_state[:1].expand(len(tokens), -1, -1)
+            )
         logits.append(run.model(**step_inputs(run, encoded, tokens, cache)).logits)
 
     step(models.token_ids(rows, 6))
@@ -737,7 +835,8 @@ def cache_operations(run: Run) -> Any:
         cache.reset()
         assert cache.get_seq_length() == 0
     else:
-        cache = run.new_cache()  # the expected reset state (before 5.23, plain zeroes states and keeps their length)
+        # the expected reset state (before 5.23, plain zeroes states and keeps their length)
+        cache = run.new_cache()
     step(models.token_ids(2, 4, seed=6))
     return logits
 
@@ -755,7 +854,10 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "forced_eos_token_id": {"forced_eos_token_id": 50},
     "suppress_tokens": {"suppress_tokens": list(range(60, 110))},
     "begin_suppress_tokens": {"begin_suppress_tokens": list(range(3, 90))},
-    "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (3, 1.6), "eos_token_id": 50},
+    "exponential_decay_length_penalty": {
+        "exponential_decay_length_penalty": (3, 1.6),
+        "eos_token_id": 50,
+    },
     "sequence_bias": {"sequence_bias": BIAS},
     "remove_invalid_values": {"remove_invalid_values": True},
     "temperature": {"do_sample": True, "temperature": 0.6},
@@ -793,7 +895,9 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 def processor_option(arguments: dict[str, Any]) -> Option:
     def function(run: Run) -> Any:
         sampling = run.sampling if arguments.get("do_sample") else {}
-        return run.generate(run.prompt(), **{"do_sample": False, **sampling, **copy.deepcopy(arguments)})
+        return run.generate(
+            run.prompt(), **{"do_sample": False, **sampling, **copy.deepcopy(arguments)}
+        )
 
     return function
 
@@ -805,7 +909,8 @@ for _name, _arguments in PROCESSORS.items():
 # Options that plain `generate` refuses, determined by running it.
 REFUSED = {
     ("whisper", "assistant_model_padded"),  # ValueError: a decoder prompt with an assistant
-    ("whisper", "left_padding_return_sequences"),  # AttributeError: Whisper loses rows when it splits its segments
+    # AttributeError: Whisper loses rows when it splits its segments
+    ("whisper", "left_padding_return_sequences"),
     ("t5", "guidance_scale"),  # ValueError: the unconditional forward gets no encoder input
     ("t5", "guidance_scale_negative_prompt"),
     ("whisper", "guidance_scale"),  # ValueError: the unconditional forward gets tokens for audio
@@ -814,7 +919,8 @@ REFUSED = {
     ("bart", "inputs_embeds_and_ids"),
     ("whisper", "prefill_chunk_size"),  # TypeError: Whisper's encoder input is passed twice
     ("whisper", "prefill_chunk_size_beams"),
-    ("whisper", "passed_cache_continues"),  # RuntimeError: Whisper counts a prompt shorter than its cache
+    # RuntimeError: Whisper counts a prompt shorter than its cache
+    ("whisper", "passed_cache_continues"),
     ("qwen3_next", "prompt_lookup"),  # ValueError: no assisted generation with states
     ("qwen3_next", "prompt_lookup_sample"),
     ("qwen3_next", "assistant_model"),
@@ -829,10 +935,15 @@ def fails_in_older_versions(name: str, cell: str, refusal: Refusal) -> bool:
     """Before 5.23, plain fails when it rolls back its sliding-window cache (seen on 5.17)."""
     old = version.parse(transformers.__version__) < version.parse("5.23")
     rolled_back = "assistant" in cell or cell == "cache_operations"
-    return old and name in models.SLIDING and rolled_back and "must match the size of tensor" in refusal.message
+    return (
+        old
+        and name in models.SLIDING
+        and rolled_back
+        and "must match the size of tensor" in refusal.message
+    )
 
 
-# ----------------------------------------------------------------------------------------------------- comparison
+# ------------------------------------------------------------------------------------- comparison
 
 
 def outcome(function: Option, run: Run) -> Any:
@@ -848,23 +959,35 @@ def outcome(function: Option, run: Run) -> Any:
 
 
 def assert_same(expected: Any, actual: Any, where: str) -> None:
-    """Compares integers, strings and structure exactly, floating point closely. `where` names the place in the
-    message."""
+    """Compares integers, strings and structure exactly, floating point closely. `where` names the
+    place in the message."""
     if isinstance(expected, Refusal) or isinstance(actual, Refusal):
-        assert isinstance(actual, Refusal), f"{where}: plain raises {expected}, paged returned a result"
+        assert isinstance(actual, Refusal), (
+            f"{where}: plain raises {expected}, paged returned a result"
+        )
         assert isinstance(expected, Refusal), f"{where}: plain is served, paged raises {actual}"
-        assert actual.error is expected.error, f"{where}: plain raises {expected}, paged raises {actual}"
+        assert actual.error is expected.error, (
+            f"{where}: plain raises {expected}, paged raises {actual}"
+        )
     elif isinstance(expected, ModelOutput):
         assert_same_output(expected, actual, where)
     elif isinstance(expected, torch.Tensor):
-        assert isinstance(actual, torch.Tensor), f"{where}: expected a tensor, got {type(actual).__name__}"
+        assert isinstance(actual, torch.Tensor), (
+            f"{where}: expected a tensor, got {type(actual).__name__}"
+        )
         assert_same_tensor(expected, actual, where)
     elif isinstance(expected, Cache):
         assert isinstance(actual, Cache), f"{where}: expected a cache, got {type(actual).__name__}"
         # 5.17 returns a 0-d tensor after assisted decoding
-        assert_same(int(expected.get_seq_length()), int(actual.get_seq_length()), f"{where}.get_seq_length()")
+        assert_same(
+            int(expected.get_seq_length()),
+            int(actual.get_seq_length()),
+            f"{where}.get_seq_length()",
+        )
     elif isinstance(expected, (list, tuple)):
-        assert type(expected) is type(actual), f"{where}: {type(expected).__name__} became {type(actual).__name__}"
+        assert type(expected) is type(actual), (
+            f"{where}: {type(expected).__name__} became {type(actual).__name__}"
+        )
         assert len(expected) == len(actual), f"{where}: {len(expected)} items became {len(actual)}"
         for index, (left, right) in enumerate(zip(expected, actual, strict=True)):
             assert_same(left, right, f"{where}[{index}]")
@@ -873,20 +996,31 @@ def assert_same(expected: Any, actual: Any, where: str) -> None:
 
 
 def assert_same_tensor(expected: torch.Tensor, actual: torch.Tensor, where: str) -> None:
-    assert expected.shape == actual.shape, f"{where}: shape {tuple(expected.shape)} became {tuple(actual.shape)}"
+    assert expected.shape == actual.shape, (
+        f"{where}: shape {tuple(expected.shape)} became {tuple(actual.shape)}"
+    )
     assert expected.dtype == actual.dtype, f"{where}: {expected.dtype} became {actual.dtype}"
     assert expected.device == actual.device, f"{where}: {expected.device} became {actual.device}"
     if expected.is_floating_point():
         torch.testing.assert_close(
-            actual, expected, atol=TOLERANCE, rtol=TOLERANCE, equal_nan=True, msg=lambda text: f"{where}: {text}"
+            actual,
+            expected,
+            atol=TOLERANCE,
+            rtol=TOLERANCE,
+            equal_nan=True,
+            msg=lambda text: f"{where}: {text}",
         )
     elif not torch.equal(expected, actual):
         first = (expected != actual).nonzero()[0].tolist()
-        raise AssertionError(f"{where}: first difference at {first}\nplain\n{expected}\npaged\n{actual}")
+        raise AssertionError(
+            f"{where}: first difference at {first}\nplain\n{expected}\npaged\n{actual}"
+        )
 
 
 def assert_same_output(expected: ModelOutput, actual: ModelOutput, where: str) -> None:
-    assert type(expected) is type(actual), f"{where}: {type(expected).__name__} became {type(actual).__name__}"
+    assert type(expected) is type(actual), (
+        f"{where}: {type(expected).__name__} became {type(actual).__name__}"
+    )
     assert list(expected) == list(actual), f"{where}: fields {list(expected)} became {list(actual)}"
     assert_same(expected["sequences"], actual["sequences"], f"{where}.sequences")
     for field in expected:
@@ -898,15 +1032,21 @@ def assert_same_output(expected: ModelOutput, actual: ModelOutput, where: str) -
 
 
 def assert_same_scores(
-    expected: tuple[torch.Tensor, ...], actual: tuple[torch.Tensor, ...], sequences: torch.Tensor, where: str
+    expected: tuple[torch.Tensor, ...],
+    actual: tuple[torch.Tensor, ...],
+    sequences: torch.Tensor,
+    where: str,
 ) -> None:
     """Compares step by step the rows that have not ended; later values continue padding."""
     assert len(expected) == len(actual), f"{where}: {len(expected)} steps became {len(actual)}"
     width = sequences.shape[1] - len(expected)
-    ends = [int((row != models.PAD).nonzero()[-1]) + 1 for row in sequences]  # trailing padding follows the end
+    # trailing padding follows the end
+    ends = [int((row != models.PAD).nonzero()[-1]) + 1 for row in sequences]
     for step, (left, right) in enumerate(zip(expected, actual, strict=True)):
         open_rows = [row for row, end in enumerate(ends) if width + step < end]
-        assert left.shape == right.shape, f"{where}[{step}]: {tuple(left.shape)} became {tuple(right.shape)}"
+        assert left.shape == right.shape, (
+            f"{where}[{step}]: {tuple(left.shape)} became {tuple(right.shape)}"
+        )
         assert_same_tensor(left[open_rows], right[open_rows], f"{where}[{step}]")
 
 
@@ -920,9 +1060,9 @@ def assert_pool_empty(model: PreTrainedModel) -> None:
 
 CELLS = [(name, cell) for cell in OPTIONS for name in MODELS_OF[cell]]
 WHOLE = ("llama", "gpt_oss", "qwen3_next", "t5")
-"""
-Models whose every cell is in a plain run: packed steps; experts, windows and sinks; states beside keys and values;
-cross attention and position biases. Of the others each option runs on one, in turn; all other cells are slow.
+""" Models whose every cell is in a plain run: packed steps; experts, windows and sinks; states
+beside keys and values; cross attention and position biases. Of the others each option runs on one,
+in turn; all other cells are slow.
 """
 
 
@@ -935,11 +1075,15 @@ def test_a_plain_run_has_every_model_and_option() -> None:
     fast = [(name, cell) for name, cell in CELLS if is_fast(name, cell)]
     assert {name for name, _ in fast} == set(ALL)
     assert {cell for _, cell in fast} == set(OPTIONS)
-    assert {cell for name, cell in fast if name not in WHOLE} == {c for n, c in CELLS if n not in WHOLE}
+    assert {cell for name, cell in fast if name not in WHOLE} == {
+        c for n, c in CELLS if n not in WHOLE
+    }
 
 
 def as_param(name: str, cell: str) -> Any:
-    return pytest.param(name, cell, id=f"{name}-{cell}", marks=[] if is_fast(name, cell) else pytest.mark.slow)
+    return pytest.param(
+        name, cell, id=f"{name}-{cell}", marks=[] if is_fast(name, cell) else pytest.mark.slow
+    )
 
 
 @pytest.mark.parametrize(("name", "cell"), [as_param(*cell) for cell in CELLS])
@@ -949,7 +1093,9 @@ def test_parity(name: str, cell: str) -> None:
     expected = outcome(function, Run(name, paged=False, model=model))
     refused = isinstance(expected, Refusal)
     broken = isinstance(expected, Refusal) and fails_in_older_versions(name, cell, expected)
-    assert refused == ((name, cell) in REFUSED or broken), f"plain generate: {expected if refused else 'served'}"
+    assert refused == ((name, cell) in REFUSED or broken), (
+        f"plain generate: {expected if refused else 'served'}"
+    )
 
     before = model_state(model)
     hf_paged.memory_stats(model, reset=True)
@@ -973,7 +1119,7 @@ def test_attention_reads_the_blocks_in_place(name: str) -> None:
     assert route.road != "plain", route
 
 
-# ----------------------------------------------------------------------------------------------------- the doors
+# -------------------------------------------------------------------------------------- the doors
 
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False, "max_new_tokens": NEW_TOKENS},
@@ -990,11 +1136,15 @@ CACHE_CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
-def through_keyword(model: PreTrainedModel, inputs: Any, paged: dict[str, Any], mode: dict[str, Any], _: Path) -> Any:
+def through_keyword(
+    model: PreTrainedModel, inputs: Any, paged: dict[str, Any], mode: dict[str, Any], _: Path
+) -> Any:
     return model.generate(**inputs, **paged, **mode)
 
 
-def through_config(model: PreTrainedModel, inputs: Any, paged: dict[str, Any], mode: dict[str, Any], _: Path) -> Any:
+def through_config(
+    model: PreTrainedModel, inputs: Any, paged: dict[str, Any], mode: dict[str, Any], _: Path
+) -> Any:
     config = GenerationConfig(**paged, **mode, pad_token_id=models.PAD)
     before = config.to_dict()
     output = model.generate(**inputs, generation_config=config)
@@ -1003,7 +1153,9 @@ def through_config(model: PreTrainedModel, inputs: Any, paged: dict[str, Any], m
     return output
 
 
-def through_model(model: PreTrainedModel, inputs: Any, paged: dict[str, Any], mode: dict[str, Any], _: Path) -> Any:
+def through_model(
+    model: PreTrainedModel, inputs: Any, paged: dict[str, Any], mode: dict[str, Any], _: Path
+) -> Any:
     model = copy.deepcopy(model)
     model.generation_config.cache_implementation = paged["cache_implementation"]
     model.generation_config.cache_config = paged.get("cache_config")
@@ -1036,7 +1188,9 @@ DOORS = {
 @pytest.mark.parametrize("cache_config", CACHE_CONFIGS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("door", DOORS)
-def test_every_door_leads_to_the_same_tokens(door: str, mode: str, cache_config: str, tmp_path: Path) -> None:
+def test_every_door_leads_to_the_same_tokens(
+    door: str, mode: str, cache_config: str, tmp_path: Path
+) -> None:
     model = models.get("llama")
     inputs = models.padded_prompt("llama", (13, 4, 21))
     paged: dict[str, Any] = {"cache_implementation": "paged"}
@@ -1066,7 +1220,11 @@ def test_install_and_uninstall_can_be_repeated() -> None:
     try:
         hf_paged.uninstall()
         hf_paged.uninstall()
-        assert_same(expected, model.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS), "uninstalled")
+        assert_same(
+            expected,
+            model.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS),
+            "uninstalled",
+        )
     finally:
         hf_paged.install()
         hf_paged.install()

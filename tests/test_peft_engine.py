@@ -1,4 +1,5 @@
-"""PEFT models in `generate` and in the engine: every request runs with its adapter and does not affect the others."""
+"""PEFT models in `generate` and in the engine: every request runs with its adapter and does not
+affect the others."""
 
 from __future__ import annotations
 
@@ -13,7 +14,14 @@ import hf_paged
 from hf_paged import PagedConfig, PagedEngine
 from tests.support import models
 from tests.support.checks import model_state
-from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, prompts, run_all
+from tests.support.engine_helpers import (
+    MODES,
+    assert_drained,
+    assert_same_as_lone,
+    lone_run,
+    prompts,
+    run_all,
+)
 from tests.test_faults import Countdown, OnPurpose, last_block, replaced_forward
 
 peft = pytest.importorskip("peft")
@@ -29,12 +37,14 @@ def lora(**options: Any) -> Any:
 
 
 def lora_model(name: Any = "llama", second: dict[str, Any] | None = None, **options: Any) -> Any:
-    """A model with two adapters of different rank and target modules; the first is active. `name` may be a model."""
+    """A model with two adapters of different rank and target modules; the first is active. `name`
+    may be a model."""
     torch.manual_seed(0)
     base = models.build(name) if isinstance(name, str) else name
     model = peft.get_peft_model(base, lora(**options), adapter_name="first")
     model.add_adapter(
-        "second", lora(**({"r": 2, "target_modules": ["k_proj", "v_proj"]} if second is None else second))
+        "second",
+        lora(**({"r": 2, "target_modules": ["k_proj", "v_proj"]} if second is None else second)),
     )
     return model.eval()
 
@@ -52,15 +62,26 @@ def active(model: Any, adapter: str) -> Iterator[None]:
     model.set_adapter(before)
 
 
-def lone_with(model: Any, adapter: str, prompt: list[int], options: dict[str, Any], seed: int | None = None) -> Any:
+def lone_with(
+    model: Any, adapter: str, prompt: list[int], options: dict[str, Any], seed: int | None = None
+) -> Any:
     with active(model, adapter):
         return lone_run(model, prompt, options, seed)
 
 
 def peft_state(model: Any) -> dict[str, Any]:
-    own = [(m._active_adapter, m._disable_adapters) for m in model.modules() if hasattr(m, "_disable_adapters")]
+    own = [
+        (m._active_adapter, m._disable_adapters)
+        for m in model.modules()
+        if hasattr(m, "_disable_adapters")
+    ]
     flags = [parameter.requires_grad for parameter in model.parameters()]
-    return {"layers": own, "flags": flags, "active": model.active_adapter, **model_state(model.get_base_model())}
+    return {
+        "layers": own,
+        "flags": flags,
+        "active": model.active_adapter,
+        **model_state(model.get_base_model()),
+    }
 
 
 def test_the_adapters_differ() -> None:
@@ -69,13 +90,16 @@ def test_the_adapters_differ() -> None:
     assert len(texts) == 3, "the tests below would show nothing"
 
 
-# ------------------------------------------------------------------------------------------------------- generate
+# --------------------------------------------------------------------------------------- generate
 
 
 @pytest.mark.parametrize("mode", ["greedy", "samples", "beams_eos"])
 @pytest.mark.parametrize("adapter", ADAPTERS)
-def test_generate(mode: str, adapter: str) -> None:
-    model, inputs = lora_model(), models.padded_prompt("llama", (26, 4, 17))
+def test_generate(mode: str, adapter: str, device: torch.device) -> None:
+    model, inputs = (
+        lora_model().to(device),
+        models.put(models.padded_prompt("llama", (26, 4, 17)), device),
+    )
     with active(model, adapter):
         for _ in range(2):  # again with cached blocks
             torch.manual_seed(1)
@@ -87,8 +111,9 @@ def test_generate(mode: str, adapter: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["greedy", "samples", "beams"])
-def test_adapter_names_in_a_batch(mode: str) -> None:
-    model, inputs = lora_model(), models.padded_prompt("llama", (26, 4, 17, 17))
+def test_adapter_names_in_a_batch(mode: str, device: torch.device) -> None:
+    model = lora_model().to(device)
+    inputs = models.put(models.padded_prompt("llama", (26, 4, 17, 17)), device)
     names = ["first", "__base__", "second", "first"]
     options = dict(MODES[mode])
     if mode == "samples":  # PEFT repeats the names for beams only
@@ -99,7 +124,8 @@ def test_adapter_names_in_a_batch(mode: str) -> None:
         torch.manual_seed(1)
         actual = model.generate(**inputs, adapter_names=list(names), **options, **models.PAGED)
         assert torch.equal(expected, actual)
-        names = names[::-1]  # rows keep their prompts and swap adapters: no cached block may be reused
+        # rows keep their prompts and swap adapters: no cached block may be reused
+        names = names[::-1]
     # afterwards the model is as before, and its cache clean
     torch.manual_seed(1)
     expected = model.generate(**inputs, **options)
@@ -117,13 +143,20 @@ def test_prefix_tuning() -> None:
             parameter.normal_(std=0.5)
     base = models.build("llama")
     for inputs in (models.prompt("llama"), models.padded_prompt("llama")):
-        for mode in ("greedy", "greedy_eos", "sample"):  # PEFT makes a prefix for every prompt, not for every row
+        for mode in ("greedy", "greedy_eos", "sample"):
+            # PEFT makes a prefix for every prompt, not for every row
             torch.manual_seed(1)
             expected = model.generate(**inputs, **MODES[mode])
             torch.manual_seed(1)
-            assert torch.equal(expected, model.generate(**inputs, **MODES[mode], **models.PAGED)), mode
-    assert not torch.equal(model.generate(**inputs, **GREEDY), base.generate(**inputs, **GREEDY)), "no prefix: void"
-    with pytest.raises(ValueError, match=r"'default' is prompt learning \(PrefixTuningConfig\).*generate"):
+            assert torch.equal(expected, model.generate(**inputs, **MODES[mode], **models.PAGED)), (
+                mode
+            )
+    assert not torch.equal(model.generate(**inputs, **GREEDY), base.generate(**inputs, **GREEDY)), (
+        "no prefix: void"
+    )
+    with pytest.raises(
+        ValueError, match=r"'default' is prompt learning \(PrefixTuningConfig\).*generate"
+    ):
         PagedEngine(model)
 
 
@@ -133,7 +166,7 @@ def test_prompt_tuning_is_refused_too() -> None:
         PagedEngine(peft.get_peft_model(models.build("llama"), config))
 
 
-# --------------------------------------------------------------------------------------------------------- engine
+# ----------------------------------------------------------------------------------------- engine
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
@@ -146,7 +179,13 @@ def test_every_request_with_its_own_adapter(name: str) -> None:
     for _ in range(2):  # again with cached blocks
         with PagedEngine(model, CONFIG) as engine:
             for adapter, mode, i in cases:
-                engine.add_request(texts[i], MODES[mode], request_id=f"{adapter} {mode} {i}", adapter=adapter, seed=i)
+                engine.add_request(
+                    texts[i],
+                    MODES[mode],
+                    request_id=f"{adapter} {mode} {i}",
+                    adapter=adapter,
+                    seed=i,
+                )
             results: dict[str, Any] = {}
             while engine.has_unfinished:
                 results |= {o.request_id: o.result for o in engine.step() if o.finished}
@@ -156,11 +195,15 @@ def test_every_request_with_its_own_adapter(name: str) -> None:
             assert_drained(engine)
     for adapter, mode, i in cases:
         expected = lone_with(model, adapter or "first", texts[i], MODES[mode], i)
-        assert_same_as_lone(expected, results[f"{adapter} {mode} {i}"], MODES[mode], f"{adapter}, {mode}, {i}")
+        assert_same_as_lone(
+            expected, results[f"{adapter} {mode} {i}"], MODES[mode], f"{adapter}, {mode}, {i}"
+        )
     for adapter, result in again.items():
         if name == "llama":  # blocks outside a window may be freed
             assert result.num_prefix_hit_tokens == 16, "kept by adapter"
-        assert_same_as_lone(lone_with(model, adapter, texts[0], GREEDY), result, GREEDY, f"{adapter} again")
+        assert_same_as_lone(
+            lone_with(model, adapter, texts[0], GREEDY), result, GREEDY, f"{adapter} again"
+        )
 
 
 def test_adapters_in_a_small_pool() -> None:
@@ -177,7 +220,9 @@ def test_adapters_in_a_small_pool() -> None:
         for i, prompt in enumerate(texts):
             for adapter in ADAPTERS:
                 expected = lone_with(model, adapter, prompt, GREEDY)
-                assert_same_as_lone(expected, results[f"{i} {adapter}"], GREEDY, f"{preemption} {i} {adapter}")
+                assert_same_as_lone(
+                    expected, results[f"{i} {adapter}"], GREEDY, f"{preemption} {i} {adapter}"
+                )
 
 
 def test_modules_to_save_go_with_their_adapter() -> None:
@@ -193,7 +238,9 @@ def test_modules_to_save_go_with_their_adapter() -> None:
             engine.add_request(prompt, GREEDY, request_id=adapter, adapter=adapter)
         results = run_all(engine)
     for adapter in ADAPTERS:
-        assert_same_as_lone(lone_with(model, adapter, prompt, GREEDY), results[adapter], GREEDY, adapter)
+        assert_same_as_lone(
+            lone_with(model, adapter, prompt, GREEDY), results[adapter], GREEDY, adapter
+        )
 
 
 def test_adapters_that_come_and_go_later() -> None:
@@ -223,10 +270,14 @@ def test_a_model_with_the_adapters_of_transformers_own() -> None:
     model, prompt = models.build("llama"), prompts(12)[0]
     bare = lone_run(model, prompt, GREEDY)
     torch.manual_seed(0)
-    peft.inject_adapter_in_model(lora(), model, adapter_name="own")  # as `model.add_adapter` of transformers does
+    # as `model.add_adapter` of transformers does
+    peft.inject_adapter_in_model(lora(), model, adapter_name="own")
     model.eval()
     with PagedEngine(model, CONFIG) as engine:
-        results = {name: engine.generate([prompt], GREEDY, adapter=name)[0] for name in ("own", "__base__", None)}
+        results = {
+            name: engine.generate([prompt], GREEDY, adapter=name)[0]
+            for name in ("own", "__base__", None)
+        }
     expected = lone_run(model, prompt, GREEDY)
     assert expected != bare
     assert_same_as_lone(bare, results["__base__"], GREEDY, "base")
@@ -235,9 +286,11 @@ def test_a_model_with_the_adapters_of_transformers_own() -> None:
 
 
 @pytest.mark.parametrize("error", [OnPurpose, KeyboardInterrupt])
-@pytest.mark.parametrize("forward", [11, 13])  # nine forwards check, with this layer, whether packing works
+# nine forwards check, with this layer, whether packing works
+@pytest.mark.parametrize("forward", [11, 13])
 def test_a_forward_of_one_adapter_that_raises(error: type[BaseException], forward: int) -> None:
-    """A step with three adapters is one forward; if it fails once, the step of all requests is undone and repeated."""
+    """A step with three adapters is one forward; if it fails once, the step of all requests is
+    undone and repeated."""
     model, texts = lora_model(), prompts(20, 11)
     before = peft_state(model)
     with PagedEngine(model, PagedConfig(block_size=8)) as engine:
@@ -248,7 +301,9 @@ def test_a_forward_of_one_adapter_that_raises(error: type[BaseException], forwar
         for attempt in range(2):
             for i, prompt in enumerate(texts):
                 for adapter in ADAPTERS:
-                    engine.add_request(prompt, GREEDY, request_id=f"{attempt} {i} {adapter}", adapter=adapter)
+                    engine.add_request(
+                        prompt, GREEDY, request_id=f"{attempt} {i} {adapter}", adapter=adapter
+                    )
             if attempt:
                 results |= run_all(engine)
                 continue

@@ -1,4 +1,5 @@
-"""Every tuner of PEFT: equal to plain `generate` in an engine and in `generate_batch`, or refused by name."""
+"""Every tuner of PEFT: equal to plain `generate` in an engine and in `generate_batch`, or refused
+by name."""
 
 from __future__ import annotations
 
@@ -112,6 +113,14 @@ VARIANTS: dict[str, Callable[[], dict[str, Any]]] = {
 """Options of each variant of LoRA, by the field of its config that asks for it."""
 
 
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restored after a test: BOFT leaves the compilers that it chose when it cannot build."""
+    for name in ("CC", "CXX"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
 @pytest.fixture
 def native_names() -> Iterator[None]:
     hf_paged.install(continuous_batching={"block_size": 8})
@@ -144,7 +153,10 @@ def draw_weights(model: Any, seed: int) -> None:
 
 def config_of(name: str, folder: Path) -> Any:
     if name not in TUNERS:
-        pytest.fail(f"PEFT has a new tuner: add options of {name} to TUNERS, and see how an engine serves it")
+        pytest.fail(
+            f"PEFT has a new tuner: add options of {name} to TUNERS, and see how an engine"
+            " serves it"
+        )
     if name == "ADAMSS":
         pytest.importorskip("sklearn")
     options = {"adapters": expert_folders(folder)} if name == "XLORA" else {}
@@ -174,13 +186,16 @@ def base_tokens() -> list[int]:
 
 
 def batch_tokens(model: Any, **options: Any) -> list[int]:
-    (output,) = model.generate_batch([PROMPT], generation_config=GenerationConfig(**GREEDY, **options)).values()
+    (output,) = model.generate_batch(
+        [PROMPT], generation_config=GenerationConfig(**GREEDY, **options)
+    ).values()
     assert output.error is None, output.error
     return output.generated_tokens
 
 
 def engine_tokens(model: Any, *adapters: str | None) -> list[list[int]]:
-    """New tokens of one engine's requests with these adapters. Raises the first error of a request."""
+    """New tokens of one engine's requests with these adapters. Raises the first error of a
+    request."""
     with PagedEngine(model, CONFIG) as engine:
         results = engine.generate([PROMPT] * len(adapters), GREEDY, adapter=list(adapters))
         for result in results:
@@ -201,11 +216,16 @@ def assert_refused(model: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         batch_tokens(model)
     with pytest.raises(ValueError, match=message):  # rows of one call
-        model.generate_batch([PROMPT], generation_config=GenerationConfig(do_sample=True, max_new_tokens=2))
+        model.generate_batch(
+            [PROMPT], generation_config=GenerationConfig(do_sample=True, max_new_tokens=2)
+        )
 
 
 def refusal(config: Any, adapter: str = "default") -> str:
-    return rf"adapter '{adapter}' .*\({type(config).__name__}\).*PEFT's own `.*generate`.*Call `peft_model.generate"
+    return (
+        rf"adapter '{adapter}' .*\({type(config).__name__}\).*PEFT's own `.*generate`.*Call"
+        r" `peft_model.generate"
+    )
 
 
 IS_OLD = Version(peft.__version__) < Version(MIN_PEFT_VERSION)  # than transformers asks for
@@ -219,15 +239,22 @@ def test_a_tuner_is_served_or_refused(name: str, tmp_path_factory: pytest.TempPa
     model = tuned(config)
     task = {"task_ids": torch.tensor([1])} if name in ("POLY", "MULTITASK_PROMPT_TUNING") else {}
     first = tokens(model, **task)
-    # an older PEFT passes its prefixes under a name that this transformers ignores, with and without us
+    # an older PEFT passes its prefixes under a name that this transformers ignores, with and
+    # without us
     is_ignored = name in ("CARTRIDGE", "PREFIX_TUNING") and IS_OLD
-    assert is_ignored or first != base_tokens(), "the adapter does nothing: the test would show nothing"
+    assert is_ignored or first != base_tokens(), (
+        "the adapter does nothing: the test would show nothing"
+    )
     assert tokens(model, **task, **models.PAGED) == first
     if name in REFUSED:
         assert_refused(model, refusal(config))
         return
     assert batch_tokens(model) == first
-    expected: dict[str | None, list[int]] = {None: first, "default": first, "__base__": base_tokens()}
+    expected: dict[str | None, list[int]] = {
+        None: first,
+        "default": first,
+        "__base__": base_tokens(),
+    }
     if name not in ONE_ADAPTER:
         model.add_adapter("second", config_of(name, folder))
         model.set_adapter("second")
@@ -239,7 +266,9 @@ def test_a_tuner_is_served_or_refused(name: str, tmp_path_factory: pytest.TempPa
         assert engine_tokens(model, *expected) == list(expected.values())
         return
     for adapter in ("default", "__base__", "second"):
-        with pytest.raises(ValueError, match=rf"'{adapter}' cannot be chosen for a request: \w+ .*set_adapter"):
+        with pytest.raises(
+            ValueError, match=rf"'{adapter}' cannot be chosen for a request: \w+ .*set_adapter"
+        ):
             engine_tokens(model, adapter)
     for adapter in ("default", "second"):
         model.set_adapter(adapter)
@@ -248,7 +277,12 @@ def test_a_tuner_is_served_or_refused(name: str, tmp_path_factory: pytest.TempPa
 
 @pytest.mark.usefixtures("native_names")
 @pytest.mark.parametrize(
-    "variant", [field.name for field in dataclasses.fields(peft.LoraConfig) if field.metadata.get("is_lora_variant")]
+    "variant",
+    [
+        field.name
+        for field in dataclasses.fields(peft.LoraConfig)
+        if field.metadata.get("is_lora_variant")
+    ],
 )
 def test_a_variant_of_lora_is_served_or_refused(variant: str, tmp_path: Path) -> None:
     if variant not in VARIANTS:
@@ -256,7 +290,9 @@ def test_a_variant_of_lora_is_served_or_refused(variant: str, tmp_path: Path) ->
     config = peft.LoraConfig(task_type="CAUSAL_LM", **RANK, **VARIANTS[variant]())
     if variant == "arrow_config":
         arrow = lora.ArrowConfig(top_k=1, router_temperature=1.0)
-        model = peft.create_arrow_model(models.build("llama"), list(expert_folders(tmp_path).values()), arrow).eval()
+        model = peft.create_arrow_model(
+            models.build("llama"), list(expert_folders(tmp_path).values()), arrow
+        ).eval()
     else:
         model = tuned(config)
     expected = tokens(model)
@@ -268,14 +304,16 @@ def test_a_variant_of_lora_is_served_or_refused(variant: str, tmp_path: Path) ->
         assert_served(model, expected)
 
 
-# ---------------------------------------------------------------------------------------------------- activated LoRA
+# --------------------------------------------------------------------------------- activated LoRA
 
 
 def activated_beside_plain() -> Any:
     """A model with a plain LoRA adapter, which is active, and an activated one."""
     torch.manual_seed(0)
     options = {"task_type": "CAUSAL_LM", "init_lora_weights": False, **RANK}
-    model = peft.get_peft_model(models.build("llama"), peft.LoraConfig(**options), adapter_name="plain")
+    model = peft.get_peft_model(
+        models.build("llama"), peft.LoraConfig(**options), adapter_name="plain"
+    )
     model.add_adapter("activated", peft.LoraConfig(alora_invocation_tokens=PROMPT[5:8], **options))
     return model.eval()
 
@@ -286,7 +324,10 @@ def test_other_adapters_beside_an_activated_one_are_served() -> None:
     for active in ("plain", "activated"):
         model.set_adapter(active)
         assert engine_tokens(model, "plain", "__base__") == [expected, base_tokens()]
-        with PagedEngine(model, CONFIG) as engine, pytest.raises(ValueError, match="'activated' begins at its"):
+        with (
+            PagedEngine(model, CONFIG) as engine,
+            pytest.raises(ValueError, match="'activated' begins at its"),
+        ):
             engine.add_request(PROMPT, GREEDY, adapter="activated")
     with model.disable_adapter():
         assert engine_tokens(model, None) == [base_tokens()]
@@ -311,7 +352,9 @@ def test_requests_end_when_an_activated_adapter_becomes_active() -> None:
         assert_drained(engine)
         model.set_adapter("plain")
         again = engine.generate([PROMPT], GREEDY)[0]
-    assert all("'activated' begins at its" in str(results[name].error) for name in ("active", "0", "1"))
+    assert all(
+        "'activated' begins at its" in str(results[name].error) for name in ("active", "0", "1")
+    )
     assert results["plain"].sequences[0].token_ids == again.sequences[0].token_ids == expected
 
 
@@ -320,10 +363,12 @@ def test_names_of_rows_with_an_activated_adapter() -> None:
     names = ["plain", "activated", "__base__"]
     expected = model.generate(input_ids=ids, adapter_names=names, **GREEDY)
     assert len({str(row) for row in expected.tolist()}) == 3
-    assert torch.equal(expected, model.generate(input_ids=ids, adapter_names=names, **GREEDY, **models.PAGED))
+    assert torch.equal(
+        expected, model.generate(input_ids=ids, adapter_names=names, **GREEDY, **models.PAGED)
+    )
 
 
-# ------------------------------------------------------------------------------------- other ways to adapt a model
+# -------------------------------------------------------------------- other ways to adapt a model
 
 
 @pytest.mark.parametrize("name", ["XLORA", "PREFIX_TUNING", "POLY", "activated"])
@@ -335,7 +380,9 @@ def test_a_folder_of_a_refused_adapter(name: str, tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
     tuned(config).save_pretrained(folder)
     with PagedEngine(models.build("llama"), CONFIG) as engine:
-        with pytest.raises(ValueError, match=rf"the adapter in .*\({type(config).__name__}\).*PEFT's own"):
+        with pytest.raises(
+            ValueError, match=rf"the adapter in .*\({type(config).__name__}\).*PEFT's own"
+        ):
             engine.add_request(PROMPT, GREEDY, adapter=folder)
 
 
@@ -384,7 +431,9 @@ def test_the_model_inside_x_lora_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("native_names")
 def test_a_model_of_mixed_tuners(tmp_path: Path) -> None:
-    model = peft.get_peft_model(models.build("llama"), config_of("LORA", tmp_path), adapter_name="lora", mixed=True)
+    model = peft.get_peft_model(
+        models.build("llama"), config_of("LORA", tmp_path), adapter_name="lora", mixed=True
+    )
     draw_weights(model, 5)
     lora_alone = tokens(model)
     model.add_adapter("loha", config_of("LOHA", tmp_path))
@@ -402,7 +451,7 @@ def test_a_model_of_mixed_tuners(tmp_path: Path) -> None:
     assert engine_tokens(model, "loha", "__base__") == [loha_alone, base_tokens()]
 
 
-# ------------------------------------------------------------------------- names of continuous batching on `PeftModel`
+# ---------------------------------------------------- names of continuous batching on `PeftModel`
 
 
 def test_the_names_are_added_and_removed() -> None:
@@ -441,7 +490,9 @@ def test_peft_may_be_imported_after_the_names_are_installed() -> None:
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=300)
 
 
-def test_actions_after_an_import_of_a_module_that_is_reloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actions_after_an_import_of_a_module_that_is_reloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "paged_early.py").write_text("value = []\n")
     module = importlib.import_module("paged_early")

@@ -48,7 +48,9 @@ def test_rows_with_adapters_in_folders_share_forwards_over_two_processes() -> No
     assert once["forwards a step"] == 1.0
     assert once["loads"] == again["loads"] == NUM_ADAPTERS and once["evictions"] == 0
     assert again["hits"] == [24] * (NUM_ADAPTERS + 1), "prefixes are kept by adapter"
-    assert len({str(rows["greedy"]) for rows in expected()}) == NUM_ADAPTERS + 1, "else this shows nothing"
+    assert len({str(rows["greedy"]) for rows in expected()}) == NUM_ADAPTERS + 1, (
+        "else this shows nothing"
+    )
 
 
 def test_adapters_lose_their_places_in_all_processes() -> None:
@@ -70,8 +72,11 @@ def test_own_adapters_by_name_give_the_tokens_of_one_process() -> None:
     alone = [rows for number, rows in enumerate(expected()) if number != ranks.HEADED]
     assert first["plain"] == second["plain"] == alone
     assert first["engine"]["tokens"] == alone and first["engine"]["forwards a step"] == 1.0
-    # PEFT (0.21) computes the adapters of a batch in another order in each process, so it sums different ones
-    names = [f"a{number}" for number in range(NUM_ADAPTERS) if number != ranks.HEADED] + ["__base__"]
+    # PEFT (0.21) computes the adapters of a batch in another order in each process, so it sums
+    # different ones
+    names = [f"a{number}" for number in range(NUM_ADAPTERS) if number != ranks.HEADED] + [
+        "__base__"
+    ]
     rows = ranks.rows_by_names(adapted(), names)
     for each in (first, second):
         assert each["rows"] == rows and each["road"] == "engine"
@@ -81,7 +86,9 @@ def test_drafts_over_two_processes_give_plain_tokens() -> None:
     first = found("drafts")[0]["drafts"]
     model = models.get("llama")
     for kind, options in ranks.ONE_ROW.items():
-        assert first["ngrams"][kind] == [ranks.plain(model, prompt, options) for prompt in ranks.REPEATING]
+        assert first["ngrams"][kind] == [
+            ranks.plain(model, prompt, options) for prompt in ranks.REPEATING
+        ]
     assert first["assistant"]["greedy"] == first["ngrams"]["greedy"]
     assert first["ngrams"]["accepted"] > 0 and first["assistant"]["accepted"] > 0
     names = [f"a{number}" for number in range(NUM_ADAPTERS)] + ["__base__"]
@@ -96,7 +103,8 @@ def test_drafts_over_two_processes_give_plain_tokens() -> None:
 @pytest.mark.parametrize(
     ("name", "targets"),
     [
-        ("phi3", ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]),  # layers with gathered outputs and split inputs
+        # layers with gathered outputs and split inputs
+        ("phi3", ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]),
         ("mixtral", ["q_proj", "v_proj", "o_proj", "lm_head"]),
     ],
 )

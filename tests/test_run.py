@@ -1,13 +1,18 @@
-"""`python -m hf_paged run`: programs unaware of hf_paged, their children, and errors before the start."""
+"""`python -m hf_paged run`: programs unaware of hf_paged, their children, and errors before the
+start."""
 
 from __future__ import annotations
 
 import json
 import os
+import pydoc
 import re
+import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,8 +25,10 @@ from .support import models
 
 ROOT = Path(hf_paged.__file__).parents[1]
 TIME_LIMIT = 300  # seconds, for busy machines
+STARTED = "-X", "importtime", "-m", "hf_paged", "run"  # says what is imported
 
-# A user's script that does not import hf_paged. It reports its environment and the outcome of a call.
+# A user's script that does not import hf_paged. It reports its environment and the outcome of a
+# call.
 SCRIPT = """
 import json, os, subprocess, sys
 import torch
@@ -56,7 +63,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(*arguments: Any, cwd: Path = ROOT, command: tuple[str, ...] = ("-m", "hf_paged", "run"), **env: str) -> Any:
+def run(
+    *arguments: Any,
+    cwd: Path = ROOT,
+    command: tuple[str, ...] = ("-m", "hf_paged", "run"),
+    **env: str,
+) -> Any:
     return subprocess.run(
         [sys.executable, *command, *map(str, arguments)],
         cwd=cwd,
@@ -70,14 +82,26 @@ def run(*arguments: Any, cwd: Path = ROOT, command: tuple[str, ...] = ("-m", "hf
 def expected() -> list[list[int]]:
     return (
         models.get("llama")
-        .generate(torch.tensor([[5, 6, 7], [9, 8, 7]]), max_new_tokens=8, do_sample=False, pad_token_id=0)
+        .generate(
+            torch.tensor([[5, 6, 7], [9, 8, 7]]), max_new_tokens=8, do_sample=False, pad_token_id=0
+        )
         .tolist()
     )
 
 
 def test_a_script_as_it_is(folder: Path, tmp_path: Path) -> None:
-    """Its arguments, its exit status; all its calls of `generate` are paged, with the configured block size."""
-    ended = run("--paged", "--set", "block_size=32", folder / "script.py", tmp_path, folder / "model", "7", "--set")
+    """Its arguments, its exit status; all its calls of `generate` are paged, with the configured
+    block size."""
+    ended = run(
+        "--paged",
+        "--set",
+        "block_size=32",
+        folder / "script.py",
+        tmp_path,
+        folder / "model",
+        "7",
+        "--set",
+    )
     assert ended.returncode == 7, ended.stderr
     told = json.loads((tmp_path / "0.json").read_text())
     assert told["tokens"] == expected()
@@ -89,10 +113,27 @@ def test_a_script_as_it_is(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_accelerate_launch(folder: Path, tmp_path: Path) -> None:
     """A console script that starts Python again, twice: both get `run`'s settings."""
-    # accelerate's way to run several processes on one machine; without a GPU they compute on the CPU
+    # accelerate's way to run several processes on one machine; without a GPU they compute on the
+    # CPU
     launch = "accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"
-    launch = *launch, "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"
-    ended = run("--paged", "--set=block_size=64", *launch, folder / "script.py", tmp_path, folder / "model", "0")
+    launch = (
+        *launch,
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+        "--main_process_port",
+        "0",
+    )
+    ended = run(
+        "--paged",
+        "--set=block_size=64",
+        *launch,
+        folder / "script.py",
+        tmp_path,
+        folder / "model",
+        "0",
+    )
     assert ended.returncode == 0, ended.stderr
     told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert [each["rank"] for each in told] == ["0", "1"]
@@ -129,15 +170,26 @@ def test_trl(folder: Path, tmp_path: Path) -> None:
             --reward_funcs rewards.reward --output_dir {tmp_path / name} --per_device_train_batch_size 4
             --num_generations 4 --max_completion_length 8 --report_to none --save_strategy no --bf16 false
             --gradient_checkpointing false --dtype float32 --max_steps 2 --seed 3"""
-        env = {"REWARDS": str(tmp_path / f"{name}.jsonl"), "PYTHONPATH": str(folder), "HF_HOME": str(tmp_path)}
+        env = {
+            "REWARDS": str(tmp_path / f"{name}.jsonl"),
+            "PYTHONPATH": str(folder),
+            "HF_HOME": str(tmp_path),
+        }
         ended = run(*grpo.split(), *options, command=("-m", *run_with), **env)
         assert ended.returncode == 0, ended.stdout + ended.stderr
         return [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
 
     plain = rollouts("plain", run_with=("trl.cli.main",))
-    paged = rollouts("paged", "--cache_implementation", "paged", run_with=("hf_paged", "run", "trl"))
+    paged = rollouts(
+        "paged", "--cache_implementation", "paged", run_with=("hf_paged", "run", "trl")
+    )
     assert [texts for texts, _ in paged] == [texts for texts, _ in plain] and len(plain) == 2
     assert [roads for _, roads in plain] == [[], []] and paged[-1][1] == ["engine"]
+
+
+def test_a_closed_pipe_ends_a_program_as_without_run() -> None:
+    ended = run("bash", "-c", 'yes | head -1; echo "${PIPESTATUS[0]}"')
+    assert (ended.stdout.split(), ended.stderr) == (["y", "141"], "")  # 128 + SIGPIPE
 
 
 def test_a_traceback_is_the_programs_own(tmp_path: Path) -> None:
@@ -169,8 +221,10 @@ def test_a_child_without_models_imports_nothing(tmp_path: Path) -> None:
     "first",
     [
         "import transformers.models.llama.modeling_llama",
-        "import transformers.generation.utils; from transformers import AutoModel; AutoModel.from_pretrained; "
-        "from transformers import PreTrainedModel",
+        (
+            "import transformers.generation.utils; from transformers import AutoModel;"
+            " AutoModel.from_pretrained; from transformers import PreTrainedModel"
+        ),
         pytest.param("import hf_paged", marks=pytest.mark.slow),
         pytest.param("from transformers import Trainer", marks=pytest.mark.slow),
     ],
@@ -184,16 +238,19 @@ def test_whichever_module_is_first(first: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["--set", "block=3", "x"], r"--set: .*unknown keys \['block'\].*'block_size', 'num_blocks'"),
+        (["--set", "block=3", "x"], "--set: .*has no option `block`.*block_size, num_blocks"),
         (["--set", "block_size=33", "x"], "--set: `block_size` is 33"),
         (["--set", "block_size", "x"], "--set: 'block_size' is not NAME=VALUE"),
-        (["acelerate"], "'acelerate' is no console script.*: accelerate"),
+        (["acelerate"], "'acelerate' is no console script.*nor on PATH: did you mean accelerate"),
+        (["-m", "json"], "no module 'json' that can be run"),
         (["-m", "no.such.module"], "no module 'no.such.module'"),
         (["--sett", "a=b", "x"], "usage"),
         ([], "usage"),
     ],
 )
-def test_refused_before_anything_starts(arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused_before_anything_starts(
+    arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as raised:
         main(["run", *arguments])
     assert raised.value.code == 2
@@ -201,14 +258,26 @@ def test_refused_before_anything_starts(arguments: list[str], error: str, capsys
 
 
 def test_what_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A console script takes precedence over a file of that name, then a path, then a module."""
+    """A console script takes precedence over a file of that name, then a path, a module, a program
+    on PATH."""
     monkeypatch.chdir(tmp_path)
     for name in ("accelerate", "mine.py"):
         (tmp_path / name).touch()
     assert command_of("accelerate", False) == [str(Path(sys.executable).with_name("accelerate"))]
     assert command_of("./accelerate", False) == [sys.executable, "./accelerate"]
     assert command_of("mine.py", False) == [sys.executable, "mine.py"]
-    assert command_of("json.tool", False) == command_of("json.tool", True) == [sys.executable, "-m", "json.tool"]
+    assert (
+        command_of("json.tool", False)
+        == command_of("json.tool", True)
+        == [sys.executable, "-m", "json.tool"]
+    )
+    assert command_of("torch.distributed.run", True) == [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+    ]
+    (tmp_path / "sh").mkdir()  # no module that can be run
+    assert command_of("sh", False) == [shutil.which("sh")]
 
 
 def test_a_file_that_names_its_interpreter(folder: Path, tmp_path: Path) -> None:
@@ -216,7 +285,9 @@ def test_a_file_that_names_its_interpreter(folder: Path, tmp_path: Path) -> None
     script = tmp_path / "job.sh"
     script.write_text(f'#!/bin/sh\nshift\nexec "{sys.executable}" "{folder / "script.py"}" "$@"\n')
     ended = run("--paged", "--set=block_size=32", script, "x", tmp_path, folder / "model", "7")
-    assert ended.returncode == 2 and re.search(r"job.sh' is no Python script.*chmod", ended.stderr), ended.stderr
+    assert ended.returncode == 2 and re.search(
+        r"job.sh' is no Python script.*chmod", ended.stderr
+    ), ended.stderr
     script.chmod(0o755)
     ended = run("--paged", "--set=block_size=32", script, "x", tmp_path, folder / "model", "7")
     assert ended.returncode == 7, ended.stderr
@@ -235,7 +306,9 @@ def test_a_file_that_names_its_interpreter(folder: Path, tmp_path: Path) -> None
         ("\0ELF", True, False),
     ],
 )
-def test_what_runs_a_file(content: str, is_executable: bool, is_python: bool | None, tmp_path: Path) -> None:
+def test_what_runs_a_file(
+    content: str, is_executable: bool, is_python: bool | None, tmp_path: Path
+) -> None:
     path = tmp_path / "job"
     path.write_text(content)
     path.chmod(0o755 if is_executable else 0o644)
@@ -251,7 +324,9 @@ def test_a_console_script_that_reads_no_environment(
     flags: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "tool"
-    path.write_text(f"#!/usr/bin/env -S python3 {flags}\n" if flags else "#!/opt/python3.11/bin/python3.11\n")
+    path.write_text(
+        f"#!/usr/bin/env -S python3 {flags}\n" if flags else "#!/opt/python3.11/bin/python3.11\n"
+    )
     path.chmod(0o755)
     monkeypatch.setattr("hf_paged.__main__.scripts", lambda: str(tmp_path))
     if flags in (None, "-s"):
@@ -261,10 +336,96 @@ def test_a_console_script_that_reads_no_environment(
         command_of("tool", False)
 
 
-def test_help_names_both_commands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     printed = capsys.readouterr().out
-    assert "hf_paged run" in printed and "hf_paged.inspect" in printed
+    assert (
+        re.search(r"(?m)^  +run +run a program.*\n +inspect +report a model", printed)
+        and "--version" in printed
+    )
+
+
+def test_version_names_what_it_runs_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    printed = capsys.readouterr().out
+    assert (
+        printed.startswith(f"hf_paged {hf_paged.__version__} (")
+        and f"torch {metadata.version('torch')}" in printed
+    )
+
+
+@pytest.mark.slow
+def test_inspect_is_the_module_of_that_name() -> None:
+    ended = run("llama", "--length", "0", command=("-m", "hf_paged", "inspect"))
+    assert ended.returncode == 2, ended.stderr
+    # no warning of an import
+    assert re.fullmatch("python -m hf_paged inspect: `length` is 0.*\n", ended.stderr)
+
+
+def test_a_program_starts_without_torch() -> None:
+    """... and without transformers; any program on PATH runs."""
+    ended = run(
+        "--set", "block_size=32", "sh", "-c", "echo $HF_PAGED_CONFIG; exit 7", command=STARTED
+    )
+    assert (ended.returncode, ended.stdout) == (7, '{"block_size": 32}\n'), ended.stderr
+    refused = run("-m", "torch.distributed.missing", command=STARTED)
+    assert refused.returncode == 2 and "no module 'torch.distributed.missing'" in refused.stderr
+    for stderr in (ended.stderr, refused.stderr):
+        imported = {line.rpartition("|")[2].strip() for line in stderr.splitlines()}
+        assert {"hf_paged", "hf_paged.config"} <= imported and not {
+            "torch",
+            "transformers",
+            "numpy",
+        } & imported
+
+
+@pytest.mark.parametrize(
+    ("command", "argv", "is_command"),
+    [
+        ("python -m hf_paged run tool -m pkg", "-m run tool -m pkg", True),
+        ("python -X importtime -mhf_paged", "-m", True),
+        ("python -m hf_paged.inspect llama", "-m llama", False),
+        ("python -m package hf_paged", "-m hf_paged", False),  # imports hf_paged in its `__init__`
+        ("python script.py -m hf_paged", "script.py -m hf_paged", False),
+        ("python -m pytest -m hf_paged", "/site/pytest/__main__.py -m hf_paged", False),
+        ("python -c code", "-c", False),
+    ],
+)
+def test_importing_installs_except_for_the_command(
+    command: str, argv: str, is_command: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "orig_argv", command.split())
+    monkeypatch.setattr(sys, "argv", argv.split())
+    assert hf_paged._is_command() == is_command
+
+
+def test_help_of_the_package_is_short_and_names_all_that_is_public() -> None:
+    text = pydoc.render_doc(hf_paged, renderer=pydoc.plaintext)
+    names = {
+        name
+        for name, x in vars(hf_paged).items()
+        if name[0] != "_" and not isinstance(x, ModuleType)
+    }
+    assert "PagedEngine" in names and all(
+        re.search(rf"\b{name}\b", hf_paged.__doc__ or "") for name in names
+    )
+    assert len(text.splitlines()) < 200 and "HF_PAGED" not in text
+
+
+def test_a_star_import_takes_the_public_names_and_no_modules() -> None:
+    # in another process, as modules that are imported later stand in the package
+    code = (
+        "from hf_paged import *; import hf_paged.config, hf_paged.cache.memory as memory; memory,"
+        " hf_paged.config"
+    )
+    program = f"{code}; print(*(name for name in vars() if name[:1] != '_'))"
+    shown = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout.split()
+    listing = (hf_paged.__doc__ or "").partition("The public names")[2].splitlines()
+    public = {name for line in listing[1:] for name in re.findall(r"\w+", line[:29])}
+    assert set(shown) == public | {"hf_paged", "memory"}
+    assert hf_paged.config is sys.modules["hf_paged.config"] and not hasattr(hf_paged, "no_module")
 
 
 def test_runs_within_runs_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,10 +437,37 @@ def test_runs_within_runs_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert inner["PYTHONPATH"].count("startup") == 1
 
 
+def test_threads_of_a_server_do_not_wait_in_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would hold the cores that the web server needs. What the user has set stays."""
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    assert environment({}, ["continuous_batching"])["GOMP_SPINCOUNT"] == "10000"
+    assert "GOMP_SPINCOUNT" not in environment({}, ["by_default"])
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert environment({}, ["continuous_batching"])["GOMP_SPINCOUNT"] == "7"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert "GOMP_SPINCOUNT" not in environment({}, ["continuous_batching"])
+
+
 @pytest.mark.parametrize(
     ("variable", "value"),
-    [("HF_PAGED_CONFIG", "[]"), ("HF_PAGED_CONFIG", '{"blocks": 1}'), ("HF_PAGED_INSTALL", "every")],
+    [
+        ("HF_PAGED_CONFIG", "[]"),
+        ("HF_PAGED_CONFIG", '{"blocks": 1}'),
+        ("HF_PAGED_INSTALL", "every"),
+    ],
 )
 def test_a_wrong_variable_is_named(variable: str, value: str) -> None:
     ended = run("-c", "import hf_paged", command=(), **{variable: value})
     assert ended.returncode == 1 and f"ValueError: {variable} " in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "value", ["{", '{"blocks": 1}', '{"block_size": 33}', '{"prefix_tiers": 7}']
+)
+def test_a_wrong_default_ends_the_command_in_a_line(value: str) -> None:
+    ended = run("true", HF_PAGED_CONFIG=value)
+    assert ended.returncode == 2 and re.fullmatch(
+        "python -m hf_paged: HF_PAGED_CONFIG .*\n", ended.stderr
+    )

@@ -1,4 +1,5 @@
-"""Savings of paging: rows expanded from one prompt share its blocks and its prefill; blocks have little waste."""
+"""Savings of paging: rows expanded from one prompt share its blocks and its prefill; blocks have
+little waste."""
 
 from __future__ import annotations
 
@@ -16,22 +17,37 @@ from tests.support import models
 
 PROMPT, NEW = 512, 64
 BLOCK_SIZE = 16
-PAGED: dict[str, Any] = {"cache_implementation": "paged", "cache_config": {"block_size": BLOCK_SIZE}}
+PAGED: dict[str, Any] = {
+    "cache_implementation": "paged",
+    "cache_config": {"block_size": BLOCK_SIZE},
+}
 UNRECORDED = {**PAGED, "cache_config": {"block_size": BLOCK_SIZE, "capture": False}}
 BEAMS: dict[str, Any] = {"num_beams": 8, "num_return_sequences": 8, "do_sample": False}
-SAMPLES: dict[str, Any] = {"num_return_sequences": 16, "do_sample": True, "temperature": 1.5, "top_k": 0}
+SAMPLES: dict[str, Any] = {
+    "num_return_sequences": 16,
+    "do_sample": True,
+    "temperature": 1.5,
+    "top_k": 0,
+}
 
 
 def contiguous_bytes(model: PreTrainedModel, rows: int, length: int) -> int:
     """Bytes of K/V in a cache of one padded row per sequence."""
     config = model.config
-    per_token = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
+    per_token = (
+        config.num_hidden_layers
+        * 2
+        * config.num_key_value_heads
+        * config.head_dim
+        * model.dtype.itemsize
+    )
     return rows * length * per_token
 
 
 @contextlib.contextmanager
 def counted_tokens() -> Iterator[list[int]]:
-    """Tokens of each call of a layer's MLP. Counted in the class: a hook could change the road of the call."""
+    """Tokens of each call of a layer's MLP. Counted in the class: a hook could change the road of
+    the call."""
     counts: list[int] = []
     original = LlamaMLP.forward
 
@@ -46,41 +62,52 @@ def counted_tokens() -> Iterator[list[int]]:
         LlamaMLP.forward = original  # type: ignore[method-assign]
 
 
-def generate(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
+def generate(
+    model: PreTrainedModel, inputs: dict[str, torch.Tensor], **options: Any
+) -> torch.Tensor:
     torch.manual_seed(2)
     return model.generate(**inputs, **options)
 
 
 @pytest.mark.parametrize(
-    ("mode", "rows", "share"), [(BEAMS, 8, 0.23), (SAMPLES, 16, 0.18)], ids=["8 beams", "16 samples"]
+    ("mode", "rows", "share"),
+    [(BEAMS, 8, 0.23), (SAMPLES, 16, 0.18)],
+    ids=["8 beams", "16 samples"],
 )
 def test_rows_of_one_prompt_share_its_blocks(mode: dict[str, Any], rows: int, share: float) -> None:
     model = models.build("llama")
     inputs = models.prompt("llama", 1, PROMPT)
     expected = generate(model, inputs, **mode, max_new_tokens=NEW)
     assert expected.shape == (rows, PROMPT + NEW)
-    assert len(set(map(tuple, expected.tolist()))) == rows, "the rows do not differ: the test is void"
+    assert len(set(map(tuple, expected.tolist()))) == rows, (
+        "the rows do not differ: the test is void"
+    )
     actual = generate(model, inputs, **mode, max_new_tokens=NEW, **PAGED)
     assert torch.equal(expected, actual)
     stats = hf_paged.memory_stats(model)
     whole = contiguous_bytes(model, rows, PROMPT + NEW)
     # At least what the tokens need: the prompt once and, for samples, every row's own tokens.
     least = contiguous_bytes(model, 1, PROMPT + (rows if mode is SAMPLES else 1) * (NEW - 1))
-    assert least <= stats.peak_bytes <= share * whole, f"{stats.peak_bytes / whole:.1%} of {whole} bytes, {stats}"
+    assert least <= stats.peak_bytes <= share * whole, (
+        f"{stats.peak_bytes / whole:.1%} of {whole} bytes, {stats}"
+    )
     hf_paged.check_integrity(model)
     assert hf_paged.memory_stats(model).used_blocks == 0
 
 
 def checked_once(model: Any, counts: list[int]) -> None:
+    """The first call of a model, and of one whose class was changed, checks with a few short
+    forwards whether it can run packed: these do not count.
     """
-    The first call of a model, and of one whose class was changed, checks with a few short forwards whether it can run
-    packed: these do not count.
-    """
-    generate(model, models.prompt("llama", 1, 3, seed=9), do_sample=False, max_new_tokens=1, **PAGED)
+    generate(
+        model, models.prompt("llama", 1, 3, seed=9), do_sample=False, max_new_tokens=1, **PAGED
+    )
     counts.clear()
 
 
-@pytest.mark.parametrize(("mode", "rows"), [(BEAMS, 8), (SAMPLES, 16)], ids=["8 beams", "16 samples"])
+@pytest.mark.parametrize(
+    ("mode", "rows"), [(BEAMS, 8), (SAMPLES, 16)], ids=["8 beams", "16 samples"]
+)
 def test_the_prompt_is_computed_once(mode: dict[str, Any], rows: int) -> None:
     model = models.build("llama")
     inputs = models.prompt("llama", 1, PROMPT)
@@ -97,7 +124,8 @@ def test_the_prompt_is_computed_once(mode: dict[str, Any], rows: int) -> None:
 
 @pytest.mark.parametrize("mode", [BEAMS, SAMPLES], ids=["beams", "samples"])
 def test_several_ragged_prompts_are_each_computed_once(mode: dict[str, Any]) -> None:
-    """Prompts are no multiples of the block size: each row that writes to the shared tail block copies it once."""
+    """Prompts are no multiples of the block size: each row that writes to the shared tail block
+    copies it once."""
     model = models.build("llama")
     inputs = models.padded_prompt("llama", (75, 20, 49))
     rows = mode["num_return_sequences"]
@@ -126,7 +154,8 @@ def test_waste_on_ragged_prompts(rows: int) -> None:
     assert torch.equal(expected, actual)
     stats = hf_paged.memory_stats(model)
     assert 0 <= stats.waste < 0.04, stats
-    # The same measured from outside: slots allocated at the peak against tokens that have K/V there.
+    # The same measured from outside: slots allocated at the peak against tokens that have K/V
+    # there.
     stored = sum(length + new - 1 for length in lengths)
     allocated = stats.peak_blocks * BLOCK_SIZE
     assert stored <= allocated, stats
@@ -134,11 +163,14 @@ def test_waste_on_ragged_prompts(rows: int) -> None:
 
 
 def test_stats_count_what_is_held() -> None:
-    """A returned cache holds its blocks until it is collected; `reset` restarts the peak counters."""
+    """A returned cache holds its blocks until it is collected; `reset` restarts the peak
+    counters."""
     model, inputs = models.build("llama"), models.prompt("llama", 2, 40)
     empty = hf_paged.memory_stats(model)
     assert (empty.used_blocks, empty.peak_blocks, empty.peak_bytes) == (0, 0, 0)
-    output = generate(model, inputs, do_sample=False, max_new_tokens=9, return_dict_in_generate=True, **PAGED)
+    output = generate(
+        model, inputs, do_sample=False, max_new_tokens=9, return_dict_in_generate=True, **PAGED
+    )
     held = hf_paged.memory_stats(model)
     assert held.used_blocks == 2 * 3, held  # 48 tokens of each row
     assert held.peak_blocks == 2 * 3, held
@@ -159,7 +191,11 @@ def test_sliding_layers_give_blocks_back(name: str) -> None:
     config = model.config
     inputs = models.prompt(name, 2, 150)
     expected = generate(model, inputs, do_sample=False, max_new_tokens=50)
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 50, "return_dict_in_generate": True}
+    options: dict[str, Any] = {
+        "do_sample": False,
+        "max_new_tokens": 50,
+        "return_dict_in_generate": True,
+    }
     output = generate(model, inputs, **options, **models.PAGED)  # type: ignore[assignment]
     assert torch.equal(expected, output.sequences)
     stats = hf_paged.memory_stats(model)
@@ -194,7 +230,9 @@ def test_a_passed_empty_cache_shares_the_prefill_too() -> None:
     paged = model.generate(**prompt, **options, past_key_values=cache)
     assert torch.equal(plain, paged)
     assert hf_paged.last_route(model).prefills_shared
-    assert cache.stats().used_blocks == 5 + 8, "five blocks of the prompt for all, one more for each row"
+    assert cache.stats().used_blocks == 5 + 8, (
+        "five blocks of the prompt for all, one more for each row"
+    )
     cache.check_integrity()
 
 

@@ -24,10 +24,21 @@ SEED = 5
 
 def play(count: int) -> None:
     """Plays mixes in a separate process, which a hang ends: it prints all stacks."""
-    command = [sys.executable, "-m", "tests.support.threads", "--seed", str(SEED), "--mixes", str(count)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.support.threads",
+        "--seed",
+        str(SEED),
+        "--mixes",
+        str(count),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    counts = {name: int(found) for name, found in re.findall(r"(\w[a-z ]+): (\d+)", done.stdout.splitlines()[-2])}
+    counts = {
+        name: int(found)
+        for name, found in re.findall(r"(\w[a-z ]+): (\d+)", done.stdout.splitlines()[-2])
+    }
     assert counts["equal"] > count and counts["shared steps"] > count, counts
     # of the few signals, possibly none hits its call
     signals = ("interrupted",) if count > 100 else ()
@@ -40,6 +51,7 @@ def test_mixes() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_many_mixes() -> None:
     play(200)
 
@@ -54,18 +66,30 @@ def test_all_kinds_are_drawn_among_200_mixes() -> None:
     calls = [call for mix in mixes for own in mix.calls for call in own]
     assert {mix.model for mix in mixes} == set(thread_mixes.MODELS)
     assert {mix.in_main for mix in mixes} == {mix.may_run_out for mix in mixes} == {True, False}
-    kinds = {each[0] for call in calls for each in (call.processor, call.criterion, call.streamer) if each is not None}
+    kinds = {
+        each[0]
+        for call in calls
+        for each in (call.processor, call.criterion, call.streamer)
+        if each is not None
+    }
     assert kinds == {"bias", "slow", "raises", "watches", "ends", "rows", "one", "by row"}
     options = {name for call in calls for name in call.options}
-    assert {"num_beams", "num_return_sequences", "eos_token_id", "return_dict_in_generate"} <= options
-    assert {"num_blocks", "preemption", "cache_salt"} <= {name for call in calls for name in call.cache_config}
+    assert {
+        "num_beams",
+        "num_return_sequences",
+        "eos_token_id",
+        "return_dict_in_generate",
+    } <= options
+    assert {"num_blocks", "preemption", "cache_salt"} <= {
+        name for call in calls for name in call.cache_config
+    }
     for flag in ("is_autocast", "is_inference", "is_poisoned"):
         assert {getattr(call, flag) for call in calls} == {True, False}
     for mix in mixes:
         assert sum(call.options["do_sample"] for own in mix.calls for call in own) <= 1
 
 
-# ------------------------------------------------------------------------------------------- errors to detect
+# ------------------------------------------------------------------------------- errors to detect
 
 GREEDY = Call(
     owner="0/0",
@@ -84,7 +108,9 @@ GREEDY = Call(
 
 
 def mix_of(*calls: Call) -> Mix:
-    return Mix("llama", tuple((call,) for call in calls), in_main=False, interrupted=None, delay=0.0)
+    return Mix(
+        "llama", tuple((call,) for call in calls), in_main=False, interrupted=None, delay=0.0
+    )
 
 
 def with_processor(kind: str) -> Call:
@@ -160,7 +186,9 @@ WRONGS: dict[Callable[[Any, Call], None], str] = {
 
 
 @pytest.mark.parametrize("wrong", WRONGS, ids=lambda function: function.__name__)
-def test_a_wrong_outcome_is_caught(wrong: Callable[[Any, Call], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_outcome_is_caught(
+    wrong: Callable[[Any, Call], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     try:
         assert WRONGS[wrong] in played(MIX, wrong, monkeypatch)
     finally:
@@ -177,7 +205,11 @@ def test_blocks_that_stay_in_use_are_caught(monkeypatch: pytest.MonkeyPatch) -> 
 
     def holds(outcome: Any, call: Call) -> None:
         ids = torch.full((1, 5), 30)
-        options: dict[str, Any] = {**call.options, "return_dict_in_generate": True, "cache_config": call.cache_config}
+        options: dict[str, Any] = {
+            **call.options,
+            "return_dict_in_generate": True,
+            "cache_config": call.cache_config,
+        }
         held.append(get_model("llama").generate(ids, cache_implementation="paged", **options))
 
     assert "blocks are in use" in played(mix_of(GREEDY), holds, monkeypatch)
@@ -191,7 +223,9 @@ def test_the_error_of_another_call_is_caught(monkeypatch: pytest.MonkeyPatch) ->
     assert "another call's" in played(mix_of(with_processor("raises")), swapped, monkeypatch)
 
 
-def test_a_call_in_half_precision_computed_in_another_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_in_half_precision_computed_in_another_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     call = dataclasses.replace(GREEDY, is_autocast=True)
     assert not played(mix_of(call), None, monkeypatch)
 

@@ -18,9 +18,17 @@ NEW_TOKENS = 24
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False, "max_new_tokens": NEW_TOKENS},
     "samples": {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": NEW_TOKENS},
-    "beams": {"do_sample": False, "num_beams": 4, "num_return_sequences": 2, "max_new_tokens": NEW_TOKENS},
+    "beams": {
+        "do_sample": False,
+        "num_beams": 4,
+        "num_return_sequences": 2,
+        "max_new_tokens": NEW_TOKENS,
+    },
 }
-PROMPTS = [" ".join(sentence.split()[:count]) for sentence, count in zip(models.corpus()[::9], (7, 1, 3, 5, 2, 4))]
+PROMPTS = [
+    " ".join(sentence.split()[:count])
+    for sentence, count in zip(models.corpus()[::9], (7, 1, 3, 5, 2, 4))
+]
 
 
 @pytest.fixture(scope="session")
@@ -39,7 +47,9 @@ def assert_varied(rows: list[list[int]]) -> None:
 @pytest.mark.parametrize("name", trained.NAMES)
 def test_generate(name: str, mode: str, folder: Path) -> None:
     model = trained.load(name, folder)
-    inputs = models.tokenizer()(PROMPTS, padding=True, return_tensors="pt", return_token_type_ids=False)
+    inputs = models.tokenizer()(
+        PROMPTS, padding=True, return_tensors="pt", return_token_type_ids=False
+    )
     assert len(set(inputs["attention_mask"].sum(1).tolist())) > 3, "the prompts have few lengths"
     torch.manual_seed(1)
     expected = model.generate(**inputs, **MODES[mode])
@@ -51,22 +61,36 @@ def test_generate(name: str, mode: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kv_dtype", "error", "agreement"), [("int8", 0.01, 1.0), ("fp8_e4m3", 0.03, 0.9), ("fp8_e5m2", 0.06, 0.8)]
+    ("kv_dtype", "error", "agreement"),
+    [("int8", 0.01, 1.0), ("fp8_e4m3", 0.03, 0.9), ("fp8_e5m2", 0.06, 0.8)],
 )
-def test_quantized_keys_and_values(kv_dtype: str, error: float, agreement: float, folder: Path) -> None:
-    """Effect of rounded K/V on logits, token by token, in standard deviations, and the number of unchanged greedy
-    tokens. (In bfloat16 without rounded blocks, the same model's is 0.005.)"""
+def test_quantized_keys_and_values(
+    kv_dtype: str, error: float, agreement: float, folder: Path
+) -> None:
+    """Effect of rounded K/V on logits, token by token, in standard deviations, and the number of
+    unchanged greedy tokens. (In bfloat16 without rounded blocks, the same model's is 0.005.)"""
     model = trained.load("llama", folder)
     ids = models.tokenizer()(" ".join(models.corpus()[:3]), return_tensors="pt").input_ids
     found = []
     for each in (None, kv_dtype):
         cache = hf_paged.PagedCache(model.config, {"kv_dtype": each})
         with torch.no_grad():
-            found.append(torch.cat([model(token, past_key_values=cache).logits[0] for token in ids.split(1, dim=1)]))
+            found.append(
+                torch.cat(
+                    [model(token, past_key_values=cache).logits[0] for token in ids.split(1, dim=1)]
+                )
+            )
     assert 0 < (found[1] - found[0]).square().mean().sqrt() < error * found[0].std()
-    inputs = models.tokenizer()(PROMPTS, padding=True, return_tensors="pt", return_token_type_ids=False)
+    inputs = models.tokenizer()(
+        PROMPTS, padding=True, return_tensors="pt", return_token_type_ids=False
+    )
     rows = [
-        model.generate(**inputs, **MODES["greedy"], cache_implementation="paged", cache_config={"kv_dtype": each})
+        model.generate(
+            **inputs,
+            **MODES["greedy"],
+            cache_implementation="paged",
+            cache_config={"kv_dtype": each},
+        )
         for each in (None, kv_dtype)
     ]
     assert (rows[0] == rows[1]).float().mean() >= agreement

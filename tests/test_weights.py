@@ -1,4 +1,5 @@
-"""Weights that change between calls are never combined with older cached K/V; unchanged weights use the cache."""
+"""Weights that change between calls are never combined with older cached K/V; unchanged weights use
+the cache."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from hf_paged.kernels import cpp
 from hf_paged.model.weights import WeightsGuard
 from tests.support import models
 
-GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 17}  # with the prompts, enough tokens to be kept
+# with the prompts, enough tokens to be kept
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 17}
 LENGTHS = (26, 20, 17)
 HITS = 24 + 16 + 16  # tokens in full blocks of 8, short of each prompt's last token
 
@@ -27,7 +29,11 @@ HITS = 24 + 16 + 16  # tokens in full blocks of 8, short of each prompt's last t
 @contextlib.contextmanager
 def counted_tokens(model: Any) -> Iterator[list[int]]:
     """Counts tokens of every forward, in the first layer without a hook."""
-    norm = next(module for name, module in model.named_modules() if name.endswith("layers.0.input_layernorm"))
+    norm = next(
+        module
+        for name, module in model.named_modules()
+        if name.endswith("layers.0.input_layernorm")
+    )
     original, counts = type(norm).forward, []
 
     def forward(self: torch.nn.Module, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -49,7 +55,9 @@ class Generate:
         self.model, self.inputs = model, inputs
 
     def __call__(self) -> tuple[torch.Tensor, int]:
-        inner = self.model if isinstance(self.model, PreTrainedModel) else self.model.get_base_model()
+        inner = (
+            self.model if isinstance(self.model, PreTrainedModel) else self.model.get_base_model()
+        )
         with counted_tokens(self.model) as counts:
             # forwards of the check whether a model can run packed do not belong to the call
             empty = empty_cache(inner, PagedMemory(PagedConfig(**models.PAGED["cache_config"])))
@@ -65,7 +73,10 @@ class Engine:
 
     def __init__(self, model: Any, inputs: dict[str, torch.Tensor]) -> None:
         self.engine = PagedEngine(model, {"block_size": models.BLOCK_SIZE})
-        self.prompts = [row[mask.bool()].tolist() for row, mask in zip(inputs["input_ids"], inputs["attention_mask"])]
+        self.prompts = [
+            row[mask.bool()].tolist()
+            for row, mask in zip(inputs["input_ids"], inputs["attention_mask"])
+        ]
 
     def __call__(self) -> tuple[torch.Tensor, int]:
         before = self.engine.stats().num_prefix_hit_tokens
@@ -99,7 +110,7 @@ class Watch:
         return tokens
 
 
-# ------------------------------------------------------------------------------------------------------ training
+# --------------------------------------------------------------------------------------- training
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, fused=False, foreach=False),
@@ -115,7 +126,9 @@ def train_step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.slow), "adamw_fused", "sgd"])
+@pytest.mark.parametrize(
+    "optimizer", [pytest.param("adamw", marks=pytest.mark.slow), "adamw_fused", "sgd"]
+)
 @pytest.mark.parametrize("door", DOORS)
 def test_train_eval_train(door: str, optimizer: str) -> None:
     """Ten optimizer steps, a call before, between and after, in train and in eval mode."""
@@ -165,7 +178,7 @@ def test_dropout_in_train_mode_leaves_nothing_to_serve() -> None:
         assert result.token_ids == expected and result.num_prefix_hit_tokens == 0
 
 
-# -------------------------------------------------------------------------------------------- writes to the weights
+# -------------------------------------------------------------------------- writes to the weights
 
 
 def value_projection(model: PreTrainedModel) -> torch.nn.Parameter:
@@ -193,7 +206,9 @@ def numpy_write(model: PreTrainedModel) -> None:
 
 
 def one_element(model: PreTrainedModel) -> None:
-    model.get_decoder().embed_tokens.weight.data[int(models.padded_prompt("llama", LENGTHS)["input_ids"][0, 3]), 7] = 9
+    model.get_decoder().embed_tokens.weight.data[
+        int(models.padded_prompt("llama", LENGTHS)["input_ids"][0, 3]), 7
+    ] = 9
 
 
 def in_place_without_grad(model: PreTrainedModel) -> None:
@@ -226,7 +241,16 @@ def attribute(model: PreTrainedModel) -> None:
 
 
 WRITES = [
-    *(load, data_copy, data_add, data_replaced, numpy_write, one_element, in_place_without_grad, layer_replaced),
+    *(
+        load,
+        data_copy,
+        data_add,
+        data_replaced,
+        numpy_write,
+        one_element,
+        in_place_without_grad,
+        layer_replaced,
+    ),
     *(layers_swapped, swapped_twins, buffer_write, attribute),
 ]
 
@@ -280,7 +304,9 @@ def test_a_change_within_a_call(change: Callable[[PreTrainedModel], None]) -> No
         model, inputs = models.build("llama"), models.padded_prompt("llama", LENGTHS)
         width = inputs["input_ids"].shape[1]
 
-        def process(ids: torch.Tensor, scores: torch.Tensor, model: Any = model, width: int = width) -> torch.Tensor:
+        def process(
+            ids: torch.Tensor, scores: torch.Tensor, model: Any = model, width: int = width
+        ) -> torch.Tensor:
             if ids.shape[1] == width + 20:
                 change(model)
             return scores
@@ -313,12 +339,14 @@ def test_one_write_is_seen_through_both_doors() -> None:
             watch.expect(HITS, f"round {round_}, again")
 
 
-# -------------------------------------------------------------------------------------------------------- adapters
+# --------------------------------------------------------------------------------------- adapters
 
 
 def lora_model() -> Any:
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False
+    )
     model = peft.get_peft_model(models.build("llama"), config, adapter_name="first")
     model.add_adapter("second", config)
     return model.eval()
@@ -358,7 +386,9 @@ def test_adapters(door: str) -> None:
 def test_training_an_adapter(door: str) -> None:
     model = lora_model()
     watch = Watch(door, model)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-2, fused=True)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=5e-2, fused=True
+    )
     seen = [watch.expect(0, "before")]
     for step in range(3):
         train_step(model.train(), optimizer, step)
@@ -369,9 +399,13 @@ def test_training_an_adapter(door: str) -> None:
 
 
 def test_a_change_that_one_layout_finds_is_one_for_the_others() -> None:
-    """Packed and rectangular calls have separate managers on one memory, with a single fingerprint."""
+    """Packed and rectangular calls have separate managers on one memory, with a single
+    fingerprint."""
     model, memory = models.build("llama"), PagedMemory(PagedConfig(block_size=8))
-    packed, rectangles = memory.manager([FULL_ATTENTION]), memory.manager([FULL_ATTENTION, StateSpec(is_empty=True)])
+    packed, rectangles = (
+        memory.manager([FULL_ATTENTION]),
+        memory.manager([FULL_ATTENTION, StateSpec(is_empty=True)]),
+    )
     guards = [WeightsGuard(model, memory, blocks) for blocks in (packed, rectangles)]
 
     def begin(guard: WeightsGuard) -> None:

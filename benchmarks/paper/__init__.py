@@ -1,1 +1,2 @@
-"""Reproduces the tables of the papers behind this package on our system, each row beside the published figure."""
+"""Reproduces the tables of the papers behind this package on our system, each row beside the
+published figure."""

@@ -38,18 +38,25 @@ TABLES: dict[str, Callable[[Size], list[Row]]] = {
     **vattention.TABLES,
     **article.TABLES,
 }
-COLUMNS = {"table": "table", "name": "what", "published": "published", "ours": "ours", "unit": "unit"} | {
+COLUMNS = {
+    "table": "table",
+    "name": "what",
+    "published": "published",
+    "ours": "ours",
+    "unit": "unit",
+} | {
     "source": "published in",
     "why": "why they differ",
 }
 NOTES = (
-    f"`{READ}`: the figure was looked up in the paper. `{TOLD}`: it is from the document S4 of those that this project "
-    "was asked for in, an article on the PagedAttention paper (2026-02-17, Japanese), and the paper does not have it. "
-    f"`{TOLD_S1}`: it is from S1, an article on the vAttention paper (2025-03-11, Korean). `{TOLD_S2}`: it is from S2, "
-    "notes on that announcement (2023-06-20, Korean). "
-    "A value with a range is the median with the least and the greatest over several seeds, or turns if it is timed; "
-    "the spread is that of the lengths' logarithms, a constant that the paper does not give. What each table has in "
-    "common with the paper's is in its docstring, `benchmarks/paper/`."
+    f"`{READ}`: the figure was looked up in the paper. `{TOLD}`: it is from the document S4 of"
+    " those that this project was asked for in, an article on the PagedAttention paper"
+    f" (2026-02-17, Japanese), and the paper does not have it. `{TOLD_S1}`: it is from S1, an"
+    f" article on the vAttention paper (2025-03-11, Korean). `{TOLD_S2}`: it is from S2, notes on"
+    " that announcement (2023-06-20, Korean). A value with a range is the median with the least"
+    " and the greatest over several seeds, or turns if it is timed; the spread is that of the"
+    " lengths' logarithms, a constant that the paper does not give. What each table has in common"
+    " with the paper's is in its docstring, `benchmarks/paper/`."
 )
 
 
@@ -84,32 +91,47 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def run(names: list[str], size: Size) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Prints each table when it is ready; returns their rows, and each table's command, seconds and machine facts."""
+    """Prints each table when it is ready; returns their rows, and each table's command, seconds and
+    machine facts."""
     rows: list[dict[str, Any]] = []
     runs: dict[str, Any] = {}
     for name in names:
         start = time.perf_counter()
         found = [row.as_dict(name) for row in TABLES[name](size)]
         seconds = time.perf_counter() - start
-        print(f"{name}, {seconds:.1f} s\n\n{report.markdown(found, list(COLUMNS)[1:])}\n", flush=True)
+        print(
+            f"{name}, {seconds:.1f} s\n\n{report.markdown(found, list(COLUMNS)[1:])}\n", flush=True
+        )
         rows += found
-        runs[name] = {"command": report.command_line(), "seconds": round(seconds, 1), "facts": machine.facts()}
+        runs[name] = {
+            "command": report.command_line(),
+            "seconds": round(seconds, 1),
+            "facts": machine.facts(),
+        }
     print(NOTES, file=sys.stderr)
     return rows, runs
 
 
-def write(path: Path, facts: dict[str, Any], rows: list[dict[str, Any]], runs: dict[str, Any]) -> None:
-    """Replaces these tables in `path`, keeps the others there, and draws the plots of all tables."""
+def write(
+    path: Path, facts: dict[str, Any], rows: list[dict[str, Any]], runs: dict[str, Any]
+) -> None:
+    """Replaces these tables in `path`, keeps the others there, and draws the plots of all
+    tables."""
     kept = report.read(path) if path.exists() else {"rows": [], "runs": {}}
     runs = {**kept["runs"], **runs}
-    both = [row for row in kept["rows"] if row["table"] not in {row["table"] for row in rows}] + rows
+    both = [
+        row for row in kept["rows"] if row["table"] not in {row["table"] for row in rows}
+    ] + rows
     both.sort(key=lambda row: list(TABLES).index(row["table"]))
-    dates = ["| table | command | date, UTC | seconds | threads | load | revision |", "|---|---|---|--:|--:|--:|---|"]
+    dates = [
+        "| table | command | date, UTC | seconds | threads | load | revision |",
+        "|---|---|---|--:|--:|--:|---|",
+    ]
     for name in sorted(runs, key=list(TABLES).index):
         of = runs[name]["facts"]
         dates.append(
-            f"| {name} | `{runs[name]['command']}` | {of['date']} | {runs[name]['seconds']} | {of['threads']} | "
-            f"{of['load_1min']} | {of['revision']} |"
+            f"| {name} | `{runs[name]['command']}` | {of['date']} | {runs[name]['seconds']} |"
+            f" {of['threads']} | {of['load_1min']} | {of['revision']} |"
         )
     report.write(
         path.stem,
@@ -121,7 +143,7 @@ def write(path: Path, facts: dict[str, Any], rows: list[dict[str, Any]], runs: d
         notes=NOTES + "\n\n" + "\n".join(dates),
         extra={"runs": runs},
     )
-    draw_all(both, path.with_suffix(""))
+    draw_all({"rows": both, "runs": runs}, path.with_suffix(""))
 
 
 if __name__ == "__main__":

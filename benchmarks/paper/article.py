@@ -31,17 +31,25 @@ OVERHEAD = {4: 11, 8: 6, 16: 3, 32: 8, 64: 18}
 """S4's overhead in percent, by block size."""
 SWAPPED_BLOCKS = tuple(block for block in (8, 16, 64) if block in SUPPORTED)
 METHODS = ("swap", "recompute")
-SCALED = {"LLaMA-7B": (1.24, 4.21), "LLaMA-13B": (0.89, 3.56), "LLaMA-33B": (0.34, 1.52), "LLaMA-65B": (0.18, 0.89)}
+SCALED = {
+    "LLaMA-7B": (1.24, 4.21),
+    "LLaMA-13B": (0.89, 3.56),
+    "LLaMA-33B": (0.34, 1.52),
+    "LLaMA-65B": (0.18, 0.89),
+}
 """S4's requests per second of FasterTransformer and of vLLM."""
 
 
 def sharegpt_pairs(size: Size) -> list[tuple[int, int]]:
     """Prompt and output lengths like ShareGPT's, cut so that a run takes about a second."""
     trace = make_trace(SHAREGPT, size.engine_requests, seed=2)
-    return [(min(256, prompt), max(2, min(48, output // 16))) for prompt, output in zip(trace.prompts, trace.outputs)]
+    return [
+        (min(256, prompt), max(2, min(48, output // 16)))
+        for prompt, output in zip(trace.prompts, trace.outputs)
+    ]
 
 
-# -- block sizes -----------------------------------------------------------------------------------------------------
+# -- block sizes ---------------------------------------------------------------------------------
 
 
 def block_times(size: Size) -> dict[str, Times]:
@@ -50,7 +58,9 @@ def block_times(size: Size) -> dict[str, Times]:
     model = build(shape, "cpu", torch.float32)
 
     def work(block: int) -> float:
-        return serve(model, shape, pairs, {"block_size": block, "num_blocks": ENGINE_SLOTS // block})[0]
+        return serve(
+            model, shape, pairs, {"block_size": block, "num_blocks": ENGINE_SLOTS // block}
+        )[0]
 
     works = {str(block): functools.partial(work, block) for block in SWEEP}
     in_turns(works, 1)  # warm-up
@@ -58,13 +68,14 @@ def block_times(size: Size) -> dict[str, Times]:
 
 
 def sweep(size: Size) -> list[Row]:
-    """
-    S4's block sizes: throughput, and an "overhead" that is least at 16, for ShareGPT, LLaMA-13B and an A100.
+    """S4's block sizes: throughput, and an "overhead" that is least at 16, for ShareGPT, LLaMA-13B
+    and an A100.
 
-    The same: mean lengths, one memory size for all block sizes. Different: S4 does not define its overhead; it names
-    the management of block tables and the unused slots of a request's last block. We report two figures: our kernel's
-    time beyond that over contiguous rows (one block per row), and allocated but empty slots, simulated in OPT-13B's
-    15.7K slots. Throughput is the engine's on a small random model in float32 on this CPU.
+    The same: mean lengths, one memory size for all block sizes. Different: S4 does not define its
+    overhead; it names the management of block tables and the unused slots of a request's last
+    block. We report two figures: our kernel's time beyond that over contiguous rows (one block per
+    row), and allocated but empty slots, simulated in OPT-13B's 15.7K slots. Throughput is the
+    engine's on a small random model in float32 on this CPU.
     """
     times, rows = measured(block_times, size), []
     trace = make_trace(SHAREGPT, max(60, size.short // 8))
@@ -72,7 +83,9 @@ def sweep(size: Size) -> list[Row]:
         speeds = paired.ratios(times["engine"]["16"], times["engine"][str(block)])
         usage = serve_paged(trace, A100, OPT_13B_SLOTS, block).usage.percent()
         empty = 100 * usage["internal"] / (usage["used"] + usage["internal"])
-        over = paired.ratios(times["kernel"].get(f"blocks of {block}", []), times["kernel"]["one block a row"])
+        over = paired.ratios(
+            times["kernel"].get(f"blocks of {block}", []), times["kernel"]["one block a row"]
+        )
         over = [100 * (ratio - 1) for ratio in over]
         rate = REQUESTS_A_SECOND[block]
         rows.append(
@@ -83,7 +96,11 @@ def sweep(size: Size) -> list[Row]:
                 "times",
                 TOLD,
                 _WHY_SWEEP,
-                {"block_size": block, "published": rate / REQUESTS_A_SECOND[16], **details_of(speeds)},
+                {
+                    "block_size": block,
+                    "published": rate / REQUESTS_A_SECOND[16],
+                    **details_of(speeds),
+                },
             )
         )
         kernel = said(over, size, ".1f") if over else "not measured: contexts are shorter"
@@ -95,16 +112,24 @@ def sweep(size: Size) -> list[Row]:
                 "%",
                 TOLD,
                 "S4 does not say of what; its figures are least at 16",
-                {"block_size": block, "published": OVERHEAD[block], "kernel_percent": over, "empty_percent": empty},
+                {
+                    "block_size": block,
+                    "published": OVERHEAD[block],
+                    "kernel_percent": over,
+                    "empty_percent": empty,
+                },
             )
         )
     return rows
 
 
-_WHY_SWEEP = "another model, a CPU, and memory that holds few requests, so that large blocks keep some of them waiting"
+_WHY_SWEEP = (
+    "another model, a CPU, and memory that holds few requests, so that large blocks keep some of"
+    " them waiting"
+)
 
 
-# -- swap against recompute ------------------------------------------------------------------------------------------
+# -- swap against recompute ----------------------------------------------------------------------
 
 
 def preempting_pairs(size: Size) -> list[tuple[int, int]]:
@@ -114,7 +139,8 @@ def preempting_pairs(size: Size) -> list[tuple[int, int]]:
 
 
 def preempted_times(size: Size) -> dict[str, Times]:
-    """Seconds of whole runs with each preemption method in a memory that is too small, by block size."""
+    """Seconds of whole runs with each preemption method in a memory that is too small, by block
+    size."""
     shape, pairs = small_shape(size, 2), preempting_pairs(size)
     model, found = build(shape, "cpu", torch.float32), {}
     slots = 384 if size.turns > 1 else 128
@@ -125,7 +151,9 @@ def preempted_times(size: Size) -> dict[str, Times]:
             config = {"block_size": block, "num_blocks": slots // block, "preemption": method}
             seconds, stats = serve(model, shape, pairs, config)
             if not stats.num_preemptions or (method == "swap") != (stats.num_swaps > 0):
-                raise RuntimeError(f"{method}: {stats.num_preemptions} preemptions, {stats.num_swaps} swaps")
+                raise RuntimeError(
+                    f"{method}: {stats.num_preemptions} preemptions, {stats.num_swaps} swaps"
+                )
             counts[f"{method}, preemptions"].append(stats.num_preemptions)
             return seconds
 
@@ -136,13 +164,12 @@ def preempted_times(size: Size) -> dict[str, Times]:
 
 
 def preempted(size: Size) -> list[Row]:
-    """
-    PagedAttention (arXiv 2309.06180), section 7.3 and figure 19b: whole runs with swap against whole runs with
-    recompute, by block size.
+    """PagedAttention (arXiv 2309.06180), section 7.3 and figure 19b: whole runs with swap against
+    whole runs with recompute, by block size.
 
-    The same: one trace, one undersized memory, one method for all preemptions. Different: host memory on both sides of
-    a swap; 2 layers of a small random model in float32 on a CPU; few requests with short contexts. `preemption` has
-    both methods without the rest of a run.
+    The same: one trace, one undersized memory, one method for all preemptions. Different: host
+    memory on both sides of a swap; 2 layers of a small random model in float32 on a CPU; few
+    requests with short contexts. `preemption` has both methods without the rest of a run.
     """
     said_there = {8: "swap slower", 16: "comparable", 64: "comparable"}
     rows = []
@@ -150,27 +177,41 @@ def preempted(size: Size) -> list[Row]:
         ratios = paired.ratios(times["swap"], times["recompute"])
         seconds = {method: statistics.median(times[method]) for method in METHODS}
         counts = {method: statistics.median(times[f"{method}, preemptions"]) for method in METHODS}
-        figures = ", ".join(f"{method} {seconds[method]:.3g} s, {counts[method]:g} preemptions" for method in METHODS)
+        figures = ", ".join(
+            f"{method} {seconds[method]:.3g} s, {counts[method]:g} preemptions"
+            for method in METHODS
+        )
         rows.append(
             Row(
-                f"time with swap over time with recompute, block size {block}, {small_shape(size, 2).name}",
+                f"time with swap over time with recompute, block size {block},"
+                f" {small_shape(size, 2).name}",
                 said_there[int(block)],
                 f"{said(ratios, size)}; {figures}",
                 "times",
                 f"{PAPER}, section 7.3 ({READ})",
-                "a copy within host memory has no PCIe transfers to set up, and a CPU computes a prompt slowly",
-                {"block_size": int(block), "seconds": seconds, "preemptions": counts, **details_of(ratios)},
+                "a copy within host memory has no PCIe transfers to set up, and a CPU computes a"
+                " prompt slowly",
+                {
+                    "block_size": int(block),
+                    "seconds": seconds,
+                    "preemptions": counts,
+                    **details_of(ratios),
+                },
             )
         )
     return rows
 
 
-# -- larger models, more devices -------------------------------------------------------------------------------------
+# -- larger models, more devices -----------------------------------------------------------------
 
 
 def step_cost(shape: Shape, gpus: int) -> StepCost:
     """Step cost of a model over `gpus` GPUs, from `benchmarks.parallel`."""
-    part, bandwidth, flops = parallel.cost(shape, gpus), parallel.A100.bandwidth, parallel.A100.flops["bfloat16"]
+    part, bandwidth, flops = (
+        parallel.cost(shape, gpus),
+        parallel.A100.bandwidth,
+        parallel.A100.flops["bfloat16"],
+    )
     return StepCost(
         f"{shape.name} on {gpus} GPUs, roofline",
         fixed=0.0,
@@ -182,14 +223,15 @@ def step_cost(shape: Shape, gpus: int) -> StepCost:
 
 
 def scaling(size: Size) -> list[Row]:
-    """
-    S4's scaling over model sizes, **computed, not measured**: LLaMA of 7B to 65B on 1 to 8 A100 of 80 GB.
+    """S4's scaling over model sizes, **computed, not measured**: LLaMA of 7B to 65B on 1 to 8 A100
+    of 80 GB.
 
-    The same: ShareGPT's mean lengths, all requests waiting. Different: no GPU has run it. A step costs what the
-    roofline of `benchmarks.parallel` gives (a GPU's share of the weights or of the products, the K/V that it reads, the
-    all-reduces of each layer). Ours is the engine's scheduler and block manager; the other reserves the longest
-    sequence for each row of a static batch, as FasterTransformer does. S4 does not say how many GPUs a model has. A
-    case has no row if less than one longest sequence fits beside the weights.
+    The same: ShareGPT's mean lengths, all requests waiting. Different: no GPU has run it. A step
+    costs what the roofline of `benchmarks.parallel` gives (a GPU's share of the weights or of the
+    products, the K/V that it reads, the all-reduces of each layer). Ours is the engine's scheduler
+    and block manager; the other reserves the longest sequence for each row of a static batch, as
+    FasterTransformer does. S4 does not say how many GPUs a model has. A case has no row if less
+    than one longest sequence fits beside the weights.
     """
     trace, rows = make_trace(SHAREGPT, max(60, size.short // 20)), []
     shapes = {shape.name: shape for shape in parallel.LLAMAS}
@@ -203,7 +245,10 @@ def scaling(size: Size) -> list[Row]:
         theirs, vllm = SCALED[name]
         devices = f"{gpus} GPU{'s' * (gpus > 1)}"
         details = {"model": name, "gpus": gpus, "kv_tokens": slots, "ours": ours, "static": static}
-        details |= {"published": {"FasterTransformer": theirs, "vLLM": vllm}, "tokens_per_second": line["tokens_s"]}
+        details |= {
+            "published": {"FasterTransformer": theirs, "vLLM": vllm},
+            "tokens_per_second": line["tokens_s"],
+        }
         rows.append(
             Row(
                 f"computed: {name} on {devices}, ours over static batches",
@@ -219,12 +264,12 @@ def scaling(size: Size) -> list[Row]:
 
 
 _WHY_SCALING = (
-    "a static batch waits for its longest row, with room for the longest sequence in each; a roofline has no overhead "
-    "per request or kernel; S4 does not say how many GPUs a model has"
+    "a static batch waits for its longest row, with room for the longest sequence in each; a"
+    " roofline has no overhead per request or kernel; S4 does not say how many GPUs a model has"
 )
 
 
-# -- beams -----------------------------------------------------------------------------------------------------------
+# -- beams ---------------------------------------------------------------------------------------
 
 PLAIN, OURS = "plain", "ours"
 
@@ -250,7 +295,9 @@ def beam_times(size: Size) -> dict[str, Times]:
         answers[name] = systems[name](model, shape, workload, batch).rows
         seconds = time.perf_counter() - start
         if name == OURS:
-            numbers["bytes"].append(float(systems[OURS].kv_bytes(model, shape, workload, batch) or 0))
+            numbers["bytes"].append(
+                float(systems[OURS].kv_bytes(model, shape, workload, batch) or 0)
+            )
             numbers["contiguous bytes"].append(float(contiguous_bytes(shape, workload, batch, 4)))
         if calls % 2 == 0 and answers[PLAIN] != answers[OURS]:
             raise RuntimeError("beams differ from those of plain generate")
@@ -265,17 +312,20 @@ def beam_times(size: Size) -> dict[str, Times]:
 
 
 def beam_speed(size: Size) -> list[Row]:
-    """
-    S2's "up to 55% of the memory, which gives up to 2.2 times the throughput" for beams and samples, beside W5.
+    """S2's "up to 55% of the memory, which gives up to 2.2 times the throughput" for beams and
+    samples, beside W5.
 
-    The same: beam search. Different: W5 is one prompt of 512 with 8 beams of 64 new tokens, plain `generate` against
-    `generate(cache_implementation="paged")`. Saved memory does not enlarge the batch; the gain comes from moving and
-    reading fewer bytes. The announcement's figure is of a server whose batch grows into the saved memory.
+    The same: beam search. Different: W5 is one prompt of 512 with 8 beams of 64 new tokens, plain
+    `generate` against `generate(cache_implementation="paged")`. Saved memory does not enlarge the
+    batch; the gain comes from moving and reading fewer bytes. The announcement's figure is of a
+    server whose batch grows into the saved memory.
     """
     times, workload = measured(beam_times, size)["W5"], beam_workload(size)
     ratios = paired.ratios(times[PLAIN], times[OURS])
     saved = 100 * (1 - max(times["bytes"]) / max(times["contiguous bytes"]))
-    title = f"{workload.title}, {size.small}, float32" + ("" if size.turns > 1 else ", an eighth of it")
+    title = f"{workload.title}, {size.small}, float32" + (
+        "" if size.turns > 1 else ", an eighth of it"
+    )
     seconds = {name: statistics.median(times[name]) for name in (PLAIN, OURS)}
     details = {"seconds": seconds, **details_of(ratios)}
     why = "one prompt: no other request takes the room"
@@ -289,7 +339,15 @@ def beam_speed(size: Size) -> list[Row]:
             why,
             details,
         ),
-        Row("bytes of keys and values saved, W5", "up to 55", saved, "%", TOLD_S2, "8 beams share a prompt of 512", {}),
+        Row(
+            "bytes of keys and values saved, W5",
+            "up to 55",
+            saved,
+            "%",
+            TOLD_S2,
+            "8 beams share a prompt of 512",
+            {},
+        ),
     ]
 
 

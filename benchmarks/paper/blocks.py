@@ -30,10 +30,11 @@ def block_sizes(size: Size) -> list[Row]:
     """
     PagedAttention (arXiv 2309.06180), section 7.2 and figure 18b: performance over block sizes.
 
-    The same: OPT-13B's slots and the data sets' mean lengths in the simulated rows. Different: the paper plots latency
-    at one request rate; ours is requests (or tokens) per second relative to block size 16, with memory always short.
-    Simulated rows include the waste of large blocks but not the kernel cost of small ones; measured rows include both:
-    the engine on a real model in a fixed memory, with the sizes that `PagedConfig` accepts.
+    The same: OPT-13B's slots and the data sets' mean lengths in the simulated rows. Different: the
+    paper plots latency at one request rate; ours is requests (or tokens) per second relative to
+    block size 16, with memory always short. Simulated rows include the waste of large blocks but
+    not the kernel cost of small ones; measured rows include both: the engine on a real model in a
+    fixed memory, with the sizes that `PagedConfig` accepts.
     """
     rows = []
     for lengths, said in (
@@ -43,13 +44,15 @@ def block_sizes(size: Size) -> list[Row]:
         trace = make_trace(lengths, size.short // 8)
         rates = {block: serve_paged(trace, A100, OPT_13B_SLOTS, block).rate for block in SIMULATED}
         rows += _relative(rates, f"simulated, {lengths.name}", said, _WHY)
-    rows += _relative(engine_rates(size), f"measured, engine in {ENGINE_SLOTS} slots, {size.engine_shape}", "", "")
+    rows += _relative(
+        engine_rates(size), f"measured, engine in {ENGINE_SLOTS} slots, {size.engine_shape}", "", ""
+    )
     return rows
 
 
 _WHY = (
-    "the paper plots latency at one rate, which explodes once capacity falls below that; ours is the capacity itself, "
-    "and a simulated step costs the same at any block size"
+    "the paper plots latency at one rate, which explodes once capacity falls below that; ours is"
+    " the capacity itself, and a simulated step costs the same at any block size"
 )
 
 
@@ -73,7 +76,10 @@ def engine_rates(size: Size) -> dict[int, float]:
     """Tokens per second of the engine by block size, with equally many slots: medians of turns."""
     shape, model = SHAPES[size.engine_shape], model_of(size.engine_shape)
     trace = make_trace(SHAREGPT, size.engine_requests, seed=2)
-    pairs = [(min(256, prompt), max(2, min(48, output // 16))) for prompt, output in zip(trace.prompts, trace.outputs)]
+    pairs = [
+        (min(256, prompt), max(2, min(48, output // 16)))
+        for prompt, output in zip(trace.prompts, trace.outputs)
+    ]
     seconds: dict[int, list[float]] = {block: [] for block in SUPPORTED}
     for turn in range(max(1, size.repeats // 4)):
         for block in SUPPORTED:
@@ -84,14 +90,13 @@ def engine_rates(size: Size) -> dict[int, float]:
 
 
 def preemption(size: Size) -> list[Row]:
-    """
-    PagedAttention (arXiv 2309.06180), section 7.3 and figure 19a: recomputing a preempted request's tokens against
-    swapping its blocks out and in, over block sizes.
+    """PagedAttention (arXiv 2309.06180), section 7.3 and figure 19a: recomputing a preempted
+    request's tokens against swapping its blocks out and in, over block sizes.
 
-    The same: both in one unit; recompute does not depend on the block size. Different: the paper copies over PCIe
-    between GPU and host; on a CPU both sides are host memory. Recompute is `CostModel`'s estimate after prefill steps
-    of several sizes; swap is the measured time of `BlockSwapper` over all layers; `CostModel.choose` gives the engine's
-    choice.
+    The same: both in one unit; recompute does not depend on the block size. Different: the paper
+    copies over PCIe between GPU and host; on a CPU both sides are host memory. Recompute is
+    `CostModel`'s estimate after prefill steps of several sizes; swap is the measured time of
+    `BlockSwapper` over all layers; `CostModel.choose` gives the engine's choice.
     """
     shape, model = SHAPES[size.shape], model_of(size.shape)
     cost = CostModel(1e9)
@@ -113,7 +118,8 @@ def preemption(size: Size) -> list[Row]:
                 swap / recompute,
                 "times",
                 f"{PAPER}, section 7.3 ({READ})",
-                "a copy within host memory has no PCIe transfers to set up, and a CPU computes a prompt slowly",
+                "a copy within host memory has no PCIe transfers to set up, and a CPU computes a"
+                " prompt slowly",
                 {
                     "block_size": block,
                     "swap_out_ms": 1e3 * out,
@@ -127,7 +133,8 @@ def preemption(size: Size) -> list[Row]:
 
 
 def swap_seconds(shape: Shape, size: Size) -> dict[int, tuple[float, float, int]]:
-    """Median seconds to swap a request of `size.context` tokens out and in, and its bytes, by block size."""
+    """Median seconds to swap a request of `size.context` tokens out and in, and its bytes, by block
+    size."""
     found: dict[int, tuple[float, float, int]] = {}
     state = torch.zeros(1, shape.kv_heads, 0, shape.head_dim, dtype=torch.bfloat16)
     for block in SUPPORTED:
@@ -140,7 +147,9 @@ def swap_seconds(shape: Shape, size: Size) -> dict[int, tuple[float, float, int]
                 tensor.zero_()
         table = BlockTable(group.pool, block)
         table.append(size.context)
-        request = SimpleNamespace(sequences=[SimpleNamespace(blocks=SimpleNamespace(tables=(table,)), swapped=None)])
+        request = SimpleNamespace(
+            sequences=[SimpleNamespace(blocks=SimpleNamespace(tables=(table,)), swapped=None)]
+        )
         swapper = BlockSwapper([group], lambda: None)
         outs, backs = [], []
         for _ in range(size.repeats + 1):
@@ -153,6 +162,7 @@ def swap_seconds(shape: Shape, size: Size) -> dict[int, tuple[float, float, int]
             outs.append(times[1] - times[0])
             backs.append(times[2] - times[1])
         num_bytes = count * group.storage.block_bytes
-        found[block] = statistics.median(outs[1:]), statistics.median(backs[1:]), num_bytes  # the first is a warm-up
+        # the first is a warm-up
+        found[block] = statistics.median(outs[1:]), statistics.median(backs[1:]), num_bytes
         table.free()
     return found

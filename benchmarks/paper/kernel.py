@@ -29,20 +29,26 @@ def _step(tables: Tensor, context: int, block: int) -> StepMetadata:
     return StepMetadata.rectangle(tables, (context,) * tables.shape[0], block)
 
 
-def _call(query: Tensor, pool: Tensor, step: StepMetadata, kv_heads: int, scale: float) -> AttentionCall:
+def _call(
+    query: Tensor, pool: Tensor, step: StepMetadata, kv_heads: int, scale: float
+) -> AttentionCall:
     """Attention call for queries `[rows, heads, 1, head_dim]`."""
-    return AttentionCall(query[:, :, 0], KVBlocks((pool,), pool[:, :kv_heads], pool[:, kv_heads:]), step, scale)
+    return AttentionCall(
+        query[:, :, 0], KVBlocks((pool,), pool[:, :kv_heads], pool[:, kv_heads:]), step, scale
+    )
 
 
 def contenders(shape: Shape, context: int) -> dict[str, Callable[[int], Tensor]]:
-    """
-    Decode attention of `ROWS` rows over the same K/V in several layouts: functions of the layer that return
-    `[rows, 1, heads, head_dim]`.
+    """Decode attention of `ROWS` rows over the same K/V in several layouts: functions of the layer
+    that return `[rows, 1, heads, head_dim]`.
     """
     draw = torch.Generator().manual_seed(0)
     head_dim = shape.head_dim
     query = torch.randn(ROWS, shape.heads, 1, head_dim, generator=draw).bfloat16()
-    both = [torch.randn(ROWS, 2 * shape.kv_heads, context, head_dim, generator=draw).bfloat16() for _ in range(LAYERS)]
+    both = [
+        torch.randn(ROWS, 2 * shape.kv_heads, context, head_dim, generator=draw).bfloat16()
+        for _ in range(LAYERS)
+    ]
     scale = head_dim**-0.5
 
     def paged(pools: list[Tensor], step: StepMetadata) -> Callable[[int], Tensor]:
@@ -65,7 +71,8 @@ def contenders(shape: Shape, context: int) -> dict[str, Callable[[int], Tensor]]
         if not count:
             continue
         cut = [
-            layer.unflatten(2, (count, block)).transpose(1, 2).flatten(0, 1).contiguous()  # [rows * count, 2 kv, ...]
+            # [rows * count, 2 kv, ...]
+            layer.unflatten(2, (count, block)).transpose(1, 2).flatten(0, 1).contiguous()
             for layer in both
         ]
         order = torch.randperm(ROWS * count, generator=draw)
@@ -74,13 +81,20 @@ def contenders(shape: Shape, context: int) -> dict[str, Callable[[int], Tensor]]
             target[order] = source
         consecutive = torch.arange(ROWS * count, dtype=torch.int32).view(ROWS, count)
         found[f"blocks of {block} in order"] = paged(cut, _step(consecutive, context, block))
-        found[f"blocks of {block}"] = paged(shuffled, _step(order.int().view(ROWS, count), context, block))
+        found[f"blocks of {block}"] = paged(
+            shuffled, _step(order.int().view(ROWS, count), context, block)
+        )
     _check(found, both[0], query, shape, scale, context)
     return found
 
 
 def _check(
-    found: dict[str, Callable[[int], Tensor]], both: Tensor, query: Tensor, shape: Shape, scale: float, context: int
+    found: dict[str, Callable[[int], Tensor]],
+    both: Tensor,
+    query: Tensor,
+    shape: Shape,
+    scale: float,
+    context: int,
 ) -> None:
     """Raises unless every contender matches the reference."""
     whole = _step(torch.arange(ROWS, dtype=torch.int32)[:, None], context, context)
@@ -108,15 +122,15 @@ def seconds_of(size: Size, turns: int) -> dict[str, list[float]]:
 
 
 def overhead(size: Size) -> list[Row]:
-    """
-    PagedAttention (arXiv 2309.06180), section 7.1 and figure 18a: a decode kernel that reads blocks against one that
-    reads contiguous K/V. "Under 3 %" is S4's.
+    """PagedAttention (arXiv 2309.06180), section 7.1 and figure 18a: a decode kernel that reads
+    blocks against one that reads contiguous K/V. "Under 3 %" is S4's.
 
-    The same: one decode step's attention, rows of one length. Different: the paper's baseline is another kernel
-    (FasterTransformer's) on an A100; ours is our kernel on this CPU over the same bytes with one block per row, and
-    PyTorch's SDPA over contiguous tensors. Contenders take turns, each over several layers of a separate copy, so that
-    processor caches hold little of the data; every other turn reverses the order. Each figure is the median of the
-    ratios within turns, with minimum and maximum. Blocks are in random order unless stated otherwise.
+    The same: one decode step's attention, rows of one length. Different: the paper's baseline is
+    another kernel (FasterTransformer's) on an A100; ours is our kernel on this CPU over the same
+    bytes with one block per row, and PyTorch's SDPA over contiguous tensors. Contenders take turns,
+    each over several layers of a separate copy, so that processor caches hold little of the data;
+    every other turn reverses the order. Each figure is the median of the ratios within turns, with
+    minimum and maximum. Blocks are in random order unless stated otherwise.
     """
     seconds = seconds_of(size, 3 * size.repeats)
     medians = {name: statistics.median(taken) for name, taken in seconds.items()}
@@ -132,21 +146,42 @@ def overhead(size: Size) -> list[Row]:
             published, source = "", ""
             if is_main:
                 published, source = (
-                    ("20 to 26", f"{PAPER}, section 7.1 ({READ})") if base == "sdpa" else ("under 3", TOLD)
+                    ("20 to 26", f"{PAPER}, section 7.1 ({READ})")
+                    if base == "sdpa"
+                    else ("under 3", TOLD)
                 )
             what = "contiguous SDPA" if base == "sdpa" else "our kernel over contiguous rows"
-            details = {"ms": 1e3 * medians[name], "base_ms": 1e3 * medians[base], "block_size": block, "base": base}
+            details = {
+                "ms": 1e3 * medians[name],
+                "base_ms": 1e3 * medians[base],
+                "block_size": block,
+                "base": base,
+            }
             why = _WHY[base] if is_main else ""
             over = [100 * (ratio - 1) for ratio in paired.ratios(seconds[name], seconds[base])]
             details |= {"turns": len(over), "interval": paired.interval(over), "over_percent": over}
             ours = f"{ranged(over, '.3g')}, {len(over)} turns"
             rows.append(
-                Row(f"{name}, {size.context} tokens a row, over {what}", published, ours, "%", source, why, details)
+                Row(
+                    f"{name}, {size.context} tokens a row, over {what}",
+                    published,
+                    ours,
+                    "%",
+                    source,
+                    why,
+                    details,
+                )
             )
     return rows
 
 
 _WHY = {
-    "sdpa": "another kernel on other hardware: below 0, ours is the faster one; what blocks cost is the row above",
-    "one block a row": "the kernel looks a block up once for all of its tokens, which lie side by side for each head",
+    "sdpa": (
+        "another kernel on other hardware: below 0, ours is the faster one; what blocks cost is the"
+        " row above"
+    ),
+    "one block a row": (
+        "the kernel looks a block up once for all of its tokens, which lie side by side for each"
+        " head"
+    ),
 }

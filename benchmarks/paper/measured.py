@@ -1,4 +1,5 @@
-"""Cost of a step: fitted to steps of the engine on this machine, and the roofline of a paper's accelerator."""
+"""Cost of a step: fitted to steps of the engine on this machine, and the roofline of a paper's
+accelerator."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from benchmarks.models import FIRST_WORD, SHAPES, Shape, build
 from benchmarks.paper.serving import StepCost
 
 OPT_13B_KV_BYTES = 2 * 5120 * 40 * 2
-"""Bytes per token: keys and values, hidden size, layers, bytes of float16 (arXiv 2309.06180, section 3)."""
+"""Bytes per token: keys and values, hidden size, layers, bytes of float16 (arXiv 2309.06180,
+section 3)."""
 OPT_13B_SLOTS = 15_700
 """K/V slots on an A100 of 40 GB (arXiv 2309.06180, table 1)."""
 A100 = StepCost(
@@ -38,13 +40,16 @@ def model_of(shape: str) -> Any:
     return build(SHAPES[shape], "cpu", torch.bfloat16)
 
 
-def timed_steps(model: Any, shape: Shape, rows: int, prompt: int, steps: int) -> list[tuple[int, int, float]]:
-    """
-    New tokens, cached tokens afterwards, and seconds of each step of `rows` greedy requests: first the prefill of all
-    prompts, then `steps` decodes.
+def timed_steps(
+    model: Any, shape: Shape, rows: int, prompt: int, steps: int
+) -> list[tuple[int, int, float]]:
+    """New tokens, cached tokens afterwards, and seconds of each step of `rows` greedy requests:
+    first the prefill of all prompts, then `steps` decodes.
     """
     draw = random.Random(f"{rows} {prompt}")
-    config = hf_paged.PagedConfig(prefix_caching=False, max_num_batched_tokens=max(256, rows * prompt))
+    config = hf_paged.PagedConfig(
+        prefix_caching=False, max_num_batched_tokens=max(256, rows * prompt)
+    )
     options = {"max_new_tokens": steps + 1, "do_sample": False, "eos_token_id": None}
     points = []
     with hf_paged.PagedEngine(model, config) as engine:
@@ -61,9 +66,14 @@ def timed_steps(model: Any, shape: Shape, rows: int, prompt: int, steps: int) ->
 
 @lru_cache(maxsize=2)
 def measured_cost(shape_name: str, quick: bool) -> tuple[StepCost, float]:
-    """Step cost by least squares over steps of many sizes, and the median relative error in percent."""
+    """Step cost by least squares over steps of many sizes, and the median relative error in
+    percent."""
     shape, model = SHAPES[shape_name], model_of(shape_name)
-    grid = [(1, 32), (4, 64), (8, 128), (32, 32)] if quick else [(1, 32), (1, 512), (4, 128), (8, 256), (16, 64)]
+    grid = (
+        [(1, 32), (4, 64), (8, 128), (32, 32)]
+        if quick
+        else [(1, 32), (1, 512), (4, 128), (8, 256), (16, 64)]
+    )
     grid += [] if quick else [(32, 32), (32, 64), (64, 16)]
     timed_steps(model, shape, 2, 16, 2)  # warm-up
     points = []
@@ -76,13 +86,18 @@ def measured_cost(shape_name: str, quick: bool) -> tuple[StepCost, float]:
 
 
 def fit(points: list[tuple[int, int, float]], name: str) -> tuple[StepCost, float]:
-    """A `StepCost` by least squares of relative errors, with coefficients of at least 0; and the median error in
-    percent."""
+    """A `StepCost` by least squares of relative errors, with coefficients of at least 0; and the
+    median error in percent."""
     seconds = torch.tensor([point[2] for point in points], dtype=torch.float64)
-    terms = torch.tensor([[1.0, new, context] for new, context, _ in points], dtype=torch.float64) / seconds[:, None]
+    terms = (
+        torch.tensor([[1.0, new, context] for new, context, _ in points], dtype=torch.float64)
+        / seconds[:, None]
+    )
     used = [0, 1, 2]
     while True:
-        found = torch.linalg.lstsq(terms[:, used], torch.ones(len(points), 1, dtype=torch.float64)).solution[:, 0]
+        found = torch.linalg.lstsq(
+            terms[:, used], torch.ones(len(points), 1, dtype=torch.float64)
+        ).solution[:, 0]
         if (found >= 0).all() or len(used) == 1:
             break
         used.pop(int(found.argmin()))
@@ -97,7 +112,8 @@ def fit(points: list[tuple[int, int, float]], name: str) -> tuple[StepCost, floa
 def serve(
     model: Any, shape: Shape, pairs: list[tuple[int, int]], config: dict[str, Any], seed: int = 0
 ) -> tuple[float, Any]:
-    """Seconds in which a new engine serves greedy requests of these prompt and output lengths, and its stats."""
+    """Seconds in which a new engine serves greedy requests of these prompt and output lengths, and
+    its stats."""
     draw = random.Random(seed)
     with hf_paged.PagedEngine(model, {"prefix_caching": False, **config}) as engine:
         for prompt, output in pairs:

@@ -11,8 +11,13 @@ from benchmarks.paper.rows import PAPER, READ, TOLD, Row, Size, ranged
 from benchmarks.paper.serving import BLOCK_SIZE, Outcome, serve_paged, serve_reserved
 from benchmarks.paper.traces import LONGEST, SHAREGPT, SIGMA, SIGMAS, make_trace
 
-FIGURE_2 = {"Max": (20.4, 13.3, 57.3, 8.9), "Pow2": (26.8, 17.9, 13.6, 41.6), "Oracle": (38.2, 25.2, 0.0, 36.6)}
-"""Token states, reservation, internal and external fragmentation (plus others), in percent; arXiv 2309.06180."""
+FIGURE_2 = {
+    "Max": (20.4, 13.3, 57.3, 8.9),
+    "Pow2": (26.8, 17.9, 13.6, 41.6),
+    "Oracle": (38.2, 25.2, 0.0, 36.6),
+}
+"""Token states, reservation, internal and external fragmentation (plus others), in percent; arXiv
+2309.06180."""
 FIGURE_13A = {"Max": 7.00, "Pow2": 9.81, "Oracle": 13.62, "ours": 30.42}
 """Average number of running requests."""
 PAGED_USED = 96.3
@@ -39,29 +44,39 @@ def _traces(size: Size) -> dict[tuple[str, float], list[Outcome]]:
 
 def _by_spread(values: dict[float, list[float]]) -> str:
     """Median and range at `SIGMA`, and the medians at the other spreads."""
-    others = ", ".join(f"{statistics.median(values[one]):.1f} at spread {one:g}" for one in SIGMAS if one != SIGMA)
+    others = ", ".join(
+        f"{statistics.median(values[one]):.1f} at spread {one:g}" for one in SIGMAS if one != SIGMA
+    )
     return f"{ranged(values[SIGMA], '.1f')}; {others}"
 
 
 def waste(size: Size) -> list[Row]:
-    """
-    PagedAttention (arXiv 2309.06180), figure 2 and section 6.2: shares of the memory while requests wait for room.
+    """PagedAttention (arXiv 2309.06180), figure 2 and section 6.2: shares of the memory while
+    requests wait for room.
 
-    The same: OPT-13B's 15.7K slots, the data set's mean lengths, the three reservations with a buddy allocator, blocks
-    of 16. Different: log-normal lengths instead of the data set; their spread is a free parameter, so medians and
-    ranges are over several seeds at spread 1, with the medians at 0.5 and 1.5 beside them; step costs come from a
-    roofline and only weight the steps; all requests wait from the start, so memory is always short. Ours is the
-    engine's scheduler and block manager.
+    The same: OPT-13B's 15.7K slots, the data set's mean lengths, the three reservations with a
+    buddy allocator, blocks of 16. Different: log-normal lengths instead of the data set; their
+    spread is a free parameter, so medians and ranges are over several seeds at spread 1, with the
+    medians at 0.5 and 1.5 beside them; step costs come from a roofline and only weight the steps;
+    all requests wait from the start, so memory is always short. Ours is the engine's scheduler and
+    block manager.
     """
     found = _traces(size)
     rows, empty = [], []
     for name in (*POLICIES, "ours"):
-        shares = {sigma: [outcome.usage.percent() for outcome in found[name, sigma]] for sigma in SIGMAS}
-        parts = {part: statistics.median(one[part] for one in shares[SIGMA]) for part in shares[SIGMA][0]}
+        shares = {
+            sigma: [outcome.usage.percent() for outcome in found[name, sigma]] for sigma in SIGMAS
+        }
+        parts = {
+            part: statistics.median(one[part] for one in shares[SIGMA]) for part in shares[SIGMA][0]
+        }
         used = _by_spread({sigma: [one["used"] for one in of] for sigma, of in shares.items()})
         more = ", ".join(f"{parts[part]:.1f} {part}" for part in list(parts)[1:])
         if name == "ours":
-            why = f"{SPREAD}; free blocks, among them the 1 % that admission leaves to running requests, are external"
+            why = (
+                f"{SPREAD}; free blocks, among them the 1 % that admission leaves to running"
+                " requests, are external"
+            )
             published, title = f"{PAGED_USED} used", "ours"
         else:
             why, title = _WHY[name], f"Orca ({name})"
@@ -70,12 +85,22 @@ def waste(size: Size) -> list[Row]:
             empty += [100 - one["used"] for one in shares[SIGMA]]
         source = f"{PAPER}, figure 2 ({READ})"
         shown = f"used {used}; {more}"
-        rows.append(Row(f"memory by use, {title}", published, shown, "% of the memory", source, why, parts))
+        rows.append(
+            Row(f"memory by use, {title}", published, shown, "% of the memory", source, why, parts)
+        )
     source = f"{PAPER}, figure 2 ({READ}: 61.8 to 79.6)"
-    name, shown = "memory that holds no token, best and worst reservation", f"{min(empty):.1f} to {max(empty):.1f}"
+    name, shown = (
+        "memory that holds no token, best and worst reservation",
+        f"{min(empty):.1f} to {max(empty):.1f}",
+    )
     rows.append(Row(name, "60 to 80", shown, "% of the memory", source, SPREAD))
-    shares = {sigma: [outcome.usage.percent() for outcome in found["ours", sigma]] for sigma in SIGMAS}
-    wasted = {s: [100 * one["internal"] / (one["used"] + one["internal"]) for one in of] for s, of in shares.items()}
+    shares = {
+        sigma: [outcome.usage.percent() for outcome in found["ours", sigma]] for sigma in SIGMAS
+    }
+    wasted = {
+        s: [100 * one["internal"] / (one["used"] + one["internal"]) for one in of]
+        for s, of in shares.items()
+    }
     source = f"{PAPER}, figure 2 ({READ}: 100 - {PAGED_USED})"
     why = "" if max(wasted[SIGMA]) < 4 else SPREAD
     name = f"slots allocated and empty, ours, blocks of {BLOCK_SIZE}"
@@ -84,26 +109,31 @@ def waste(size: Size) -> list[Row]:
 
 
 _WHY = {
-    "Max": f"{SPREAD}: with a longer tail, running requests are longer ones, which fill more of their 2048 slots",
+    "Max": (
+        f"{SPREAD}: with a longer tail, running requests are longer ones, which fill more of their"
+        " 2048 slots"
+    ),
     "Pow2": SPREAD,
     "Oracle": SPREAD,
 }
 
 
 def batch_size(size: Size) -> list[Row]:
-    """
-    Running requests in OPT-13B's 15.7K slots: PagedAttention (arXiv 2309.06180), figure 13a; and the ratio of ours to
-    each system's, beside S4's figures for an unnamed model on an A100 of 40 GB: 12 with FasterTransformer, 16 with Orca
-    (reservation not stated), 48 with vLLM. The paper has none of the three.
+    """Running requests in OPT-13B's 15.7K slots: PagedAttention (arXiv 2309.06180), figure 13a;
+    and the ratio of ours to each system's, beside S4's figures for an unnamed model on an A100 of
+    40 GB: 12 with FasterTransformer, 16 with Orca (reservation not stated), 48 with vLLM. The paper
+    has none of the three.
 
-    The same: slots, mean lengths, reservations. Different: log-normal lengths of a free spread, as in `waste`; memory
-    is always short, while the paper's trace has 2 requests per second.
+    The same: slots, mean lengths, reservations. Different: log-normal lengths of a free spread, as
+    in `waste`; memory is always short, while the paper's trace has 2 requests per second.
     """
     found = _traces(size)
     rows = []
     for name in (*POLICIES, "ours"):
         shown = name if name == "ours" else f"Orca ({name})"
-        ours = _by_spread({sigma: [outcome.rows for outcome in found[name, sigma]] for sigma in SIGMAS})
+        ours = _by_spread(
+            {sigma: [outcome.rows for outcome in found[name, sigma]] for sigma in SIGMAS}
+        )
         preemptions = sum(outcome.preemptions for outcome in found[name, SIGMA])
         details = {"slots": OPT_13B_SLOTS, "system": name, "preemptions": preemptions}
         fit = OPT_13B_SLOTS // LONGEST
@@ -111,7 +141,15 @@ def batch_size(size: Size) -> list[Row]:
         why = why if name == "Max" else SPREAD
         published, source = f"{FIGURE_13A[name]:.2f}", f"{PAPER}, figure 13a ({READ})"
         rows.append(
-            Row(f"batch size in {OPT_13B_SLOTS} slots, {shown}", published, ours, "requests", source, why, details)
+            Row(
+                f"batch size in {OPT_13B_SLOTS} slots, {shown}",
+                published,
+                ours,
+                "requests",
+                source,
+                why,
+                details,
+            )
         )
     said = {
         "Max": ("FasterTransformer, which reserves the longest sequence", "4 (48 over 12)"),
@@ -119,7 +157,13 @@ def batch_size(size: Size) -> list[Row]:
         "Oracle": ("Orca (Oracle)", "3 (48 over 16)"),
     }
     for name, (title, published) in said.items():
-        times = {s: [a.rows / b.rows for a, b in zip(found["ours", s], found[name, s])] for s in SIGMAS}
-        why = "S4 says neither model nor lengths" + ("" if name == "Max" else ", nor how Orca reserves")
-        rows.append(Row(f"batch size, ours over {title}", published, _by_spread(times), "times", TOLD, why))
+        times = {
+            s: [a.rows / b.rows for a, b in zip(found["ours", s], found[name, s])] for s in SIGMAS
+        }
+        why = "S4 says neither model nor lengths" + (
+            "" if name == "Max" else ", nor how Orca reserves"
+        )
+        rows.append(
+            Row(f"batch size, ours over {title}", published, _by_spread(times), "times", TOLD, why)
+        )
     return rows

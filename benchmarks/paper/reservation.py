@@ -16,7 +16,8 @@ def reserve_max(prompt: int, output: int) -> int:
 
 
 def reserve_pow2(prompt: int, output: int) -> int:
-    """Slots for the prompt and for the output rounded up to a power of two: at most twice what the output needs."""
+    """Slots for the prompt and for the output rounded up to a power of two: at most twice what the
+    output needs."""
     return min(LONGEST, prompt + power_of_two(output))
 
 
@@ -30,14 +31,16 @@ POLICIES = {"Max": reserve_max, "Pow2": reserve_pow2, "Oracle": reserve_oracle}
 
 
 class Buddy:
-    """
-    The buddy allocator (Knuth, The Art of Computer Programming, volume 1, section 2.5) over `num_slots` slots, in
-    power-of-two chunks. Splits `num_slots` that is no power of two into several such regions, largest first.
+    """The buddy allocator (Knuth, The Art of Computer Programming, volume 1, section 2.5) over
+    `num_slots` slots, in power-of-two chunks. Splits `num_slots` that is no power of two into
+    several such regions, largest first.
     """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = self.num_free = num_slots
-        self._free: dict[int, set[int]] = {1 << order: set() for order in range(num_slots.bit_length())}
+        self._free: dict[int, set[int]] = {
+            1 << order: set() for order in range(num_slots.bit_length())
+        }
         self._regions: list[tuple[int, int]] = []
         start = 0
         for order in reversed(range(num_slots.bit_length())):
@@ -48,7 +51,8 @@ class Buddy:
                 start += size
 
     def allocate(self, num_slots: int) -> int | None:
-        """Start of a chunk of `power_of_two(num_slots)` slots; `None` if no free chunk is large enough."""
+        """Start of a chunk of `power_of_two(num_slots)` slots; `None` if no free chunk is large
+        enough."""
         size = wanted = power_of_two(num_slots)
         while size in self._free and not self._free[size]:
             size *= 2
@@ -65,7 +69,9 @@ class Buddy:
         """Frees the chunk returned by `allocate(num_slots)` and merges it with its free buddies."""
         size = power_of_two(num_slots)
         self.num_free += size
-        first, whole = next(region for region in self._regions if region[0] <= start < region[0] + region[1])
+        first, whole = next(
+            region for region in self._regions if region[0] <= start < region[0] + region[1]
+        )
         while size < whole:
             buddy = first + ((start - first) ^ size)
             if buddy not in self._free[size]:

@@ -12,14 +12,15 @@ VATTENTION = "vAttention, arXiv 2405.04437"
 READ = "read"
 """The published figure was read in the paper's text or on its plot."""
 TOLD = "S4, not in the paper"
-"""
-The figure is from S4, one of the documents that define this project's task: an article on the PagedAttention paper, of
-2026-02-17, in Japanese. The paper does not have the figure.
+""" The figure is from S4, one of the documents that define this project's task: an article on the
+PagedAttention paper, of 2026-02-17, in Japanese. The paper does not have the figure.
 """
 TOLD_S1 = "S1, not looked up in the paper"
-"""The figure is from the document S1: an article on the vAttention paper, of 2025-03-11, in Korean."""
+"""The figure is from the document S1: an article on the vAttention paper, of 2025-03-11, in
+Korean."""
 TOLD_S2 = "S2, from the announcement of vLLM"
-"""The figure is from the document S2: notes on the announcement of vLLM, of 2023-06-20, in Korean."""
+"""The figure is from the document S2: notes on the announcement of vLLM, of 2023-06-20, in
+Korean."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,10 @@ class Row:
 
     def as_dict(self, table: str) -> dict[str, Any]:
         """The row for `benchmarks.report`."""
-        return {"table": table, **{key: value for key, value in asdict(self).items() if value is not None}}
+        return {
+            "table": table,
+            **{key: value for key, value in asdict(self).items() if value is not None},
+        }
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,8 @@ class Size:
     Args:
         requests (`int`): Requests of the trace that compares the schedulers with measured costs.
         short (`int`): Requests of every other simulated trace.
-        shape (`str`): Model whose steps, copies and attention are timed, from `benchmarks.models.SHAPES`.
+        shape (`str`): Model whose steps, copies and attention are timed, from
+            `benchmarks.models.SHAPES`.
         engine_shape (`str`): Model that serves whole requests.
         context (`int`): Tokens of a preempted request, and of a row that a kernel reads.
         engine_requests (`int`): Timed requests per block size.

@@ -17,7 +17,8 @@ LOADS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 1.05, 1.2, 1.5)
 SHARE = 0.85
 """Rate of the long trace, which all systems get, as a share of the rate that ours sustains."""
 BOUND = 10.0
-"""Latency bound, in multiples of the normalized latency of requests that do not wait for each other."""
+"""Latency bound, in multiples of the normalized latency of requests that do not wait for each
+other."""
 
 
 def serve(system: str, trace: Trace, cost: StepCost) -> Outcome:
@@ -35,9 +36,8 @@ def shown(system: str) -> str:
 
 
 def sustained(curve: list[tuple[float, float]], bound: float) -> float:
-    """
-    The request rate at which a curve of (rate, latency), in ascending order, crosses `bound`, interpolated. At most the
-    last rate; 0 if the first latency is already above the bound.
+    """The request rate at which a curve of (rate, latency), in ascending order, crosses `bound`,
+    interpolated. At most the last rate; 0 if the first latency is already above the bound.
     """
     for (rate, latency), (next_rate, next_latency) in pairwise(curve):
         if latency <= bound < next_latency:
@@ -46,15 +46,16 @@ def sustained(curve: list[tuple[float, float]], bound: float) -> float:
 
 
 def curves(cost: StepCost, requests: int) -> dict[str, list[tuple[float, float]]]:
-    """Points (requests per second, normalized latency) of every system, at `LOADS` of its rate when all requests
-    wait."""
+    """Points (requests per second, normalized latency) of every system, at `LOADS` of its rate when
+    all requests wait."""
     everybody = make_trace(SHAREGPT, requests)
     found: dict[str, list[tuple[float, float]]] = {}
     for system in SYSTEMS:
         most = serve(system, everybody, cost).rate
         rates = [load * most for load in LOADS]
         found[system] = [
-            (rate, serve(system, make_trace(SHAREGPT, requests, rate), cost).normalized_latency) for rate in rates
+            (rate, serve(system, make_trace(SHAREGPT, requests, rate), cost).normalized_latency)
+            for rate in rates
         ]
     return found
 
@@ -65,15 +66,15 @@ def alone(cost: StepCost) -> float:
 
 
 def schedulers(size: Size) -> list[Row]:
-    """
-    PagedAttention (arXiv 2309.06180), section 6.2 and figures 12a and 13a; Orca (OSDI'22) introduced the
-    iteration-level scheduling that all systems but the static batches use.
+    """PagedAttention (arXiv 2309.06180), section 6.2 and figures 12a and 13a; Orca (OSDI'22)
+    introduced the iteration-level scheduling that all systems but the static batches use.
 
-    The same: OPT-13B's 15.7K slots, mean lengths, Poisson arrivals, the metric (normalized latency: seconds from
-    arrival to end over output tokens, averaged over requests), the reservations. Different: time is simulated with two
-    step costs, one fitted to our engine's steps on this machine, one a roofline of the paper's model and GPU; lengths
-    are log-normal; static batches are padded; at most 256 requests at a time and 2048 tokens per step, for all. Ours is
-    the engine's scheduler and block manager. Figure 13a's batch sizes are in the table `batch_size`.
+    The same: OPT-13B's 15.7K slots, mean lengths, Poisson arrivals, the metric (normalized latency:
+    seconds from arrival to end over output tokens, averaged over requests), the reservations.
+    Different: time is simulated with two step costs, one fitted to our engine's steps on this
+    machine, one a roofline of the paper's model and GPU; lengths are log-normal; static batches are
+    padded; at most 256 requests at a time and 2048 tokens per step, for all. Ours is the engine's
+    scheduler and block manager. Figure 13a's batch sizes are in the table `batch_size`.
     """
     rows = []
     measured, error = measured_cost(size.shape, size.repeats < 5)
@@ -84,7 +85,11 @@ def schedulers(size: Size) -> list[Row]:
         rates = {system: sustained(found[system], bound) for system in SYSTEMS}
         details = {"cost": cost.name, "bound": bound, "curves": found, "requests": few}
         if cost is measured:
-            details |= {"fixed": cost.fixed, "per_token": cost.per_token, "per_context": cost.per_context}
+            details |= {
+                "fixed": cost.fixed,
+                "per_token": cost.per_token,
+                "per_context": cost.per_context,
+            }
             details |= {"median_error_percent": error}
         rows += list(_rates(rates, cost, details))
         rate = SHARE * rates["ours"]
@@ -96,14 +101,16 @@ def schedulers(size: Size) -> list[Row]:
 
 
 PUBLISHED_RATIOS = {"Max": (2.7, 8.0), "Oracle": (1.7, 2.7)}
-"""Over three models. For FasterTransformer's static batches the paper only says "up to 22", which fits any smaller
-ratio."""
+"""Over three models. For FasterTransformer's static batches the paper only says "up to 22", which
+fits any smaller ratio."""
 
 
 def _rates(rates: dict[str, float], cost: StepCost, details: dict[str, object]) -> Iterator[Row]:
     for system in SYSTEMS:
         name = f"requests a second within the latency bound, {shown(system)}; {cost.name}"
-        yield Row(name, "", rates[system], "requests/s", "", "", details if system == "ours" else None)
+        yield Row(
+            name, "", rates[system], "requests/s", "", "", details if system == "ours" else None
+        )
     for system in SYSTEMS[:-1]:
         ratio = rates["ours"] / rates[system] if rates[system] else math.inf
         published = source = why = ""
@@ -114,14 +121,26 @@ def _rates(rates: dict[str, float], cost: StepCost, details: dict[str, object]) 
             if not low <= ratio <= high:
                 why = _WHY_A100 if cost is A100 else _WHY_MEASURED
         ours = ratio if ratio < math.inf else "the other is never within it"
-        yield Row(f"ours over {shown(system)}, requests a second; {cost.name}", published, ours, "times", source, why)
+        yield Row(
+            f"ours over {shown(system)}, requests a second; {cost.name}",
+            published,
+            ours,
+            "times",
+            source,
+            why,
+        )
 
 
 def _at_one_rate(outcome: Outcome, system: str, cost: StepCost, rate: float, bound: float) -> Row:
     late = outcome.normalized_latency > bound
-    why = f"serves {outcome.rate:.3g} a second, so that its queue grows to the end of the trace" if late else ""
+    why = (
+        f"serves {outcome.rate:.3g} a second, so that its queue grows to the end of the trace"
+        if late
+        else ""
+    )
     return Row(
-        f"seconds per output token, {outcome.requests} requests at {rate:.3g}/s, {shown(system)}; {cost.name}",
+        f"seconds per output token, {outcome.requests} requests at {rate:.3g}/s, {shown(system)};"
+        f" {cost.name}",
         "",
         outcome.normalized_latency,
         "s",
@@ -140,5 +159,9 @@ def _at_one_rate(outcome: Outcome, system: str, cost: StepCost, rate: float, bou
     )
 
 
-_WHY_MEASURED = "on this machine a step's time grows with its tokens, so larger batches gain less than on a GPU"
-_WHY_A100 = "a roofline has no overhead per request or kernel, and the published range is over three models"
+_WHY_MEASURED = (
+    "on this machine a step's time grows with its tokens, so larger batches gain less than on a GPU"
+)
+_WHY_A100 = (
+    "a roofline has no overhead per request or kernel, and the published range is over three models"
+)

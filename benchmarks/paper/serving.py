@@ -1,4 +1,5 @@
-"""Serving simulated with step costs: static batches, iteration-level batches with reserved memory, and ours."""
+"""Serving simulated with step costs: static batches, iteration-level batches with reserved memory,
+and ours."""
 
 from __future__ import annotations
 
@@ -22,11 +23,12 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True)
 class StepCost:
-    """
-    Seconds of one step: `max(floor, fixed + per_token * new) + per_link * new + per_context * context`.
+    """Seconds of one step: `max(floor, fixed + per_token * new) + per_link * new + per_context *
+    context`.
 
     Args:
-        fixed, floor (`float`): Seconds that do not depend on the tokens; `floor` overlaps with computing them.
+        fixed, floor (`float`): Seconds that do not depend on the tokens; `floor` overlaps with
+            computing them.
         per_token (`float`): Seconds per new token, of a prompt or generated.
         per_context (`float`): Seconds to read one token's K/V.
         per_link (`float`): Seconds per new token to exchange data with other devices.
@@ -53,8 +55,9 @@ class Usage:
     """
     Slot-seconds of the whole memory while requests wait for room.
 
-    `used`: the slot holds a token of a running request; `reserved`: it will hold one of the same request; `internal`:
-    it belongs to a request that never fills it; `external`: all other slots (free, or lost to rounding up).
+    `used`: the slot holds a token of a running request; `reserved`: it will hold one of the same
+    request; `internal`: it belongs to a request that never fills it; `external`: all other slots
+    (free, or lost to rounding up).
     """
 
     used: float = 0.0
@@ -72,7 +75,8 @@ class Usage:
 
 @dataclass
 class Outcome:
-    """Result of serving a trace; `normalized_latency` is the mean over requests of seconds per output token."""
+    """Result of serving a trace; `normalized_latency` is the mean over requests of seconds per
+    output token."""
 
     system: str
     num_slots: int
@@ -112,10 +116,9 @@ def sum_of_products(steps: int, a: float, da: float, b: float, db: float) -> flo
 
 
 def serve_static(trace: Trace, cost: StepCost, num_slots: int) -> Outcome:
-    """
-    Static batches, which run until their last request is done. Every row is padded to the widest prompt and the longest
-    output; the batch size is what fits if every row has the longest sequence. First come, first served; answers
-    return when the batch ends.
+    """Static batches, which run until their last request is done. Every row is padded to the
+    widest prompt and the longest output; the batch size is what fits if every row has the longest
+    sequence. First come, first served; answers return when the batch ends.
     """
     outcome, usage = Outcome("static", num_slots), Usage()
     outcome.usage = usage
@@ -133,7 +136,10 @@ def serve_static(trace: Trace, cost: StepCost, num_slots: int) -> Outcome:
         alive = sorted(zip(outputs, prompts))
         while alive:  # one iteration per end of a row
             until = alive[0][0]
-            step_a, step_da = cost.work(rows) + cost.per_context * rows * (width + done - 1), cost.per_context * rows
+            step_a, step_da = (
+                cost.work(rows) + cost.per_context * rows * (width + done - 1),
+                cost.per_context * rows,
+            )
             held = sum(prompt for _, prompt in alive) + len(alive) * (done - 1)
             steps = until - done
             used = sum_of_products(steps, step_a, step_da, held, len(alive))
@@ -164,9 +170,9 @@ def serve_static(trace: Trace, cost: StepCost, num_slots: int) -> Outcome:
 def serve_reserved(
     trace: Trace, cost: StepCost, num_slots: int, policy: Callable[[int, int], int], name: str
 ) -> Outcome:
-    """
-    Iteration-level batches (Orca, OSDI'22): requests join and leave at every step, first come, first served; prompts
-    run beside decodes. `policy` sets the memory reserved on admission, from a buddy allocator.
+    """Iteration-level batches (Orca, OSDI'22): requests join and leave at every step, first come,
+    first served; prompts run beside decodes. `policy` sets the memory reserved on admission, from a
+    buddy allocator.
     """
     outcome, usage = Outcome(name, num_slots), Usage()
     outcome.usage = usage
@@ -242,7 +248,9 @@ def serve_paged(
     outcome.usage = usage
     pool = BlockPool(num_slots // block_size)
     blocks = BlockManager([BlockGroup(pool)], block_size, prefix_caching=False)
-    scheduler = Scheduler(Preemption(blocks), max_num_batched_tokens=MAX_TOKENS, max_num_seqs=MAX_SEQS)
+    scheduler = Scheduler(
+        Preemption(blocks), max_num_batched_tokens=MAX_TOKENS, max_num_seqs=MAX_SEQS
+    )
     head, now, count, held = 0, 0.0, len(trace), 0
     while head < count or scheduler.has_unfinished:
         if not scheduler.has_unfinished:
@@ -252,10 +260,8 @@ def serve_paged(
             scheduler.add(Request(head, [Sequence([0] * prompt)], prompt + output))
             head += 1
         batch = scheduler.schedule()
-        items = batch.items
-        new = 0
-        for _, query_len in items:
-            new += query_len
+        scheduler.commit(batch)
+        new = batch.num_tokens
         if batch.preempted:  # recompute: their tokens are computed again
             held = sum(table.num_tokens for table in blocks.tables(0))
             outcome.preemptions += len(batch.preempted)
@@ -264,7 +270,7 @@ def serve_paged(
         seconds = cost.seconds(new, held)
         now += seconds
         outcome.steps += 1
-        outcome.row_seconds += seconds * len(items)
+        outcome.row_seconds += seconds * len(batch)
         outcome.busy_seconds += seconds
         if scheduler.num_waiting:
             used_slots = pool.num_used * block_size
@@ -272,7 +278,7 @@ def serve_paged(
             usage.internal += seconds * (used_slots - held)
             usage.external += seconds * (num_slots - used_slots)
             usage.seconds += seconds
-        for sequence, _ in items:
+        for sequence in batch.sequences:
             token_ids = sequence.token_ids
             if sequence.num_computed_tokens == len(token_ids):
                 token_ids.append(0)

@@ -15,25 +15,34 @@ from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.block_pool import BlockPool
 from hf_paged.cache.groups import BlockGroup
 
-SAMPLES = {"Alpaca-like": {2: "6.09", 4: "8.53", 6: "9.79"}, "ShareGPT-like": {2: "16.2 to 30.5 over 2, 4, 6"}}
-BEAMS = {"Alpaca-like": {2: "37.56", 4: "53.13", 6: "55.16"}, "ShareGPT-like": {2: "44.3 to 66.3 over 2, 4, 6"}}
+SAMPLES = {
+    "Alpaca-like": {2: "6.09", 4: "8.53", 6: "9.79"},
+    "ShareGPT-like": {2: "16.2 to 30.5 over 2, 4, 6"},
+}
+BEAMS = {
+    "Alpaca-like": {2: "37.56", 4: "53.13", 6: "55.16"},
+    "ShareGPT-like": {2: "44.3 to 66.3 over 2, 4, 6"},
+}
 
 
 def grow(manager: BlockManager, count: int, prompt: int, output: int) -> tuple[int, int, int]:
-    """
-    Grows `count` samples of one prompt token by token. Returns the blocks named in their tables and the blocks in use,
-    each summed over the steps, and the peak in use.
+    """Grows `count` samples of one prompt token by token. Returns the blocks named in their tables
+    and the blocks in use, each summed over the steps, and the peak in use.
     """
     pool = manager.groups[0].pool
     first = manager.new()
     if not manager.append(first, prompt):
-        raise ValueError(f"a pool of {pool.num_blocks} blocks has no room for a prompt of {prompt} tokens")
+        raise ValueError(
+            f"a pool of {pool.num_blocks} blocks has no room for a prompt of {prompt} tokens"
+        )
     rows = [first, *(manager.fork(first) for _ in range(count - 1))]
     named = taken = peak = 0
     for _ in range(output):
         for row in rows:
             if not manager.append(row, 1):
-                raise ValueError(f"a pool of {pool.num_blocks} blocks has no room for {count} samples")
+                raise ValueError(
+                    f"a pool of {pool.num_blocks} blocks has no room for {count} samples"
+                )
         manager.flush_copies()
         named += sum(len(row.tables[0].block_ids) for row in rows)
         taken += pool.num_used
@@ -44,9 +53,12 @@ def grow(manager: BlockManager, count: int, prompt: int, output: int) -> tuple[i
 
 
 def sampling_saving(lengths: Lengths, count: int, requests: int, seed: int = 0) -> float:
-    """Percent of the blocks saved by sharing over all steps of a trace; samples of a request are equally long."""
+    """Percent of the blocks saved by sharing over all steps of a trace; samples of a request are
+    equally long."""
     trace = make_trace(lengths, requests, seed=seed)
-    manager = BlockManager([BlockGroup(BlockPool((count + 1) * 2048 // BLOCK_SIZE))], BLOCK_SIZE, prefix_caching=False)
+    manager = BlockManager(
+        [BlockGroup(BlockPool((count + 1) * 2048 // BLOCK_SIZE))], BLOCK_SIZE, prefix_caching=False
+    )
     named = taken = 0
     for prompt, output in zip(trace.prompts, trace.outputs):
         more = grow(manager, count, prompt, output)
@@ -56,27 +68,39 @@ def sampling_saving(lengths: Lengths, count: int, requests: int, seed: int = 0) 
 
 
 def sampling(size: Size) -> list[Row]:
-    """
-    PagedAttention (arXiv 2309.06180), section 6.3 and figure 15a: blocks saved by sharing over blocks without it.
+    """PagedAttention (arXiv 2309.06180), section 6.3 and figure 15a: blocks saved by sharing over
+    blocks without it.
 
-    The same: mean lengths, blocks of 16, equally long samples, the average over all steps. Different: log-normal
-    lengths, medians and ranges over several seeds. Ours is the engine's block manager with its forks and copy-on-write;
-    the savings depend only on lengths, so no model runs.
+    The same: mean lengths, blocks of 16, equally long samples, the average over all steps.
+    Different: log-normal lengths, medians and ranges over several seeds. Ours is the engine's block
+    manager with its forks and copy-on-write; the savings depend only on lengths, so no model runs.
     """
     rows = []
     requests = max(4, size.short // 125)
     for lengths in (ALPACA, SHAREGPT):
         for count in (2, 4, 6, 8, 16):
             published = SAMPLES[lengths.name].get(count, "")
-            saved = ranged([sampling_saving(lengths, count, requests, seed) for seed in range(size.seeds)])
+            saved = ranged(
+                [sampling_saving(lengths, count, requests, seed) for seed in range(size.seeds)]
+            )
             why = (
-                "the prompt's share of the tokens depends on the spread of the lengths and on how the two go together, "
-                "which the paper does not give"
+                "the prompt's share of the tokens depends on the spread of the lengths and on how"
+                " the two go together, which the paper does not give"
             )
             source = f"{PAPER}, figure 15a, section 6.3 ({READ})" if published else ""
             details = {"lengths": lengths.name, "count": count, "kind": "samples"}
             name = f"saved by sharing, {count} samples, {lengths.name}"
-            rows.append(Row(name, published, saved, "% of the blocks", source, why if published else "", details))
+            rows.append(
+                Row(
+                    name,
+                    published,
+                    saved,
+                    "% of the blocks",
+                    source,
+                    why if published else "",
+                    details,
+                )
+            )
     return rows
 
 
@@ -90,19 +114,29 @@ def beam_saving(model: Any, vocab: int, beams: int, prompts: list[tuple[int, int
     draw = random.Random(beams)
     budget = sum(prompt for prompt, _ in prompts)  # all prompts run in the first step
     config = hf_paged.PagedConfig(
-        block_size=BLOCK_SIZE, prefix_caching=False, max_num_batched_tokens=max(budget, 256), max_num_seqs=1024
+        block_size=BLOCK_SIZE,
+        prefix_caching=False,
+        max_num_batched_tokens=max(budget, 256),
+        max_num_seqs=1024,
     )
     named = taken = 0
     with hf_paged.PagedEngine(model, config) as engine:
         for prompt, output in prompts:
-            options = {"num_beams": beams, "do_sample": False, "max_new_tokens": output, "eos_token_id": None}
+            options = {
+                "num_beams": beams,
+                "do_sample": False,
+                "max_new_tokens": output,
+                "eos_token_id": None,
+            }
             engine.add_request(prompt_of(prompt, vocab, draw), options)
         while engine.has_unfinished:
             engine.step()
             for group in engine.memory.groups.values():
                 tables = [table for table in group.live_tables() if table.block_ids]
                 if len(tables) % beams:
-                    raise RuntimeError(f"{len(tables)} block tables are alive, no multiple of {beams} beams")
+                    raise RuntimeError(
+                        f"{len(tables)} block tables are alive, no multiple of {beams} beams"
+                    )
                 named += sum(len(table.block_ids) for table in tables)
                 taken += group.pool.num_used
         engine.check_integrity()
@@ -110,12 +144,13 @@ def beam_saving(model: Any, vocab: int, beams: int, prompts: list[tuple[int, int
 
 
 def beams(size: Size) -> list[Row]:
-    """
-    PagedAttention (arXiv 2309.06180), section 6.3 and figure 15b: blocks saved by sharing over blocks without it.
+    """PagedAttention (arXiv 2309.06180), section 6.3 and figure 15b: blocks saved by sharing over
+    blocks without it.
 
-    The same: mean lengths, blocks of 16, the average over all steps, beam search that goes on to the given length.
-    Different: log-normal lengths, fewer prompts (medians and ranges over a few seeds), and a model of random weights,
-    whose scores decide where beams part. The engine runs it and continues the same beams as transformers' beam search.
+    The same: mean lengths, blocks of 16, the average over all steps, beam search that goes on to
+    the given length. Different: log-normal lengths, fewer prompts (medians and ranges over a few
+    seeds), and a model of random weights, whose scores decide where beams part. The engine runs it
+    and continues the same beams as transformers' beam search.
     """
     shape = SHAPES["llama-tiny"]
     model = model_of(shape.name)
@@ -133,33 +168,64 @@ def beams(size: Size) -> list[Row]:
         for count in (2, 4, 6):
             published = BEAMS[lengths.name].get(count, "")
             saved = ranged([beam_saving(model, shape.vocab, count, pairs) for pairs in seeds])
-            why = "how long beams stay together depends on the model; a random one's scores are not a language's"
+            why = (
+                "how long beams stay together depends on the model; a random one's scores are not a"
+                " language's"
+            )
             source = f"{PAPER}, figure 15b, section 6.3 ({READ})" if published else ""
             details = {"lengths": lengths.name, "count": count, "kind": "beams"}
             name = f"saved by sharing, {count} beams, {lengths.name}"
-            rows.append(Row(name, published, saved, "% of the blocks", source, why if published else "", details))
+            rows.append(
+                Row(
+                    name,
+                    published,
+                    saved,
+                    "% of the blocks",
+                    source,
+                    why if published else "",
+                    details,
+                )
+            )
     return rows
 
 
 def example(size: Size) -> list[Row]:
-    """
-    16 samples of a prompt of 2048 tokens with 128 new tokens each, in gigabytes of OPT-13B's K/V, beside S4's figures
-    for an unnamed model: 26.4 without sharing, 4.8 with it. The paper has neither figure, nor the 82 %: sharing among
-    samples saves at most 30.5 % there (section 6.3, ShareGPT).
+    """16 samples of a prompt of 2048 tokens with 128 new tokens each, in gigabytes of OPT-13B's
+    K/V, beside S4's figures for an unnamed model: 26.4 without sharing, 4.8 with it. The paper has
+    neither figure, nor the 82 %: sharing among samples saves at most 30.5 % there (section 6.3,
+    ShareGPT).
 
     Computed twice: by arithmetic, and from the blocks that the block manager of the engine takes.
     """
     count, prompt, output = 16, 2048, 128
     apart, together = count * (prompt + output), prompt + count * output
-    manager = BlockManager([BlockGroup(BlockPool(count * 2048 // 4))], BLOCK_SIZE, prefix_caching=False)
+    manager = BlockManager(
+        [BlockGroup(BlockPool(count * 2048 // 4))], BLOCK_SIZE, prefix_caching=False
+    )
     _, _, peak = grow(manager, count, prompt, output)
     gib = OPT_13B_KV_BYTES / 2**30
     why_apart = f"{apart} tokens of {OPT_13B_KV_BYTES} bytes; S4 does not name its model"
-    ratio = f"{apart / together:.3g} times less by S4's own formula, P + N O tokens against N (P + O)"
+    ratio = (
+        f"{apart / together:.3g} times less by S4's own formula, P + N O tokens against N (P + O)"
+    )
     why_together = f"{together} tokens: {ratio}; S4's two figures are {26.4 / 4.8:.3g} times apart"
     return [
-        Row("16 samples of 2048 + 128, each with its own copy", "26.4", apart * gib, "GiB", TOLD, why_apart),
-        Row("the same, prompt shared, by arithmetic", "4.8", together * gib, "GiB", TOLD, why_together),
+        Row(
+            "16 samples of 2048 + 128, each with its own copy",
+            "26.4",
+            apart * gib,
+            "GiB",
+            TOLD,
+            why_apart,
+        ),
+        Row(
+            "the same, prompt shared, by arithmetic",
+            "4.8",
+            together * gib,
+            "GiB",
+            TOLD,
+            why_together,
+        ),
         Row(
             "the same, prompt shared, blocks that ours takes",
             "4.8",

@@ -1,4 +1,5 @@
-"""Requests with the mean lengths of the PagedAttention paper's data sets (arXiv 2309.06180, section 6.1, figure 11)."""
+"""Requests with the mean lengths of the PagedAttention paper's data sets (arXiv 2309.06180, section
+6.1, figure 11)."""
 
 from __future__ import annotations
 
@@ -9,15 +10,15 @@ from dataclasses import dataclass
 LONGEST = 2048
 """Most tokens of a sequence, prompt and output together: OPT's limit."""
 SIGMA = 1.0
-"""Spread of the lengths' logarithms. The paper does not give it, so tables show the results of `SIGMAS`, too."""
+"""Spread of the lengths' logarithms. The paper does not give it, so tables show the results of
+`SIGMAS`, too."""
 SIGMAS = (0.5, SIGMA, 1.5)
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """
-    Prompt and output lengths of a data set: log-normal, with the long tail of the paper's histograms; the means are the
-    paper's, which does not give the spread.
+    """Prompt and output lengths of a data set: log-normal, with the long tail of the paper's
+    histograms; the means are the paper's, which does not give the spread.
     """
 
     name: str
@@ -41,7 +42,9 @@ class Trace:
         return len(self.arrivals)
 
 
-def make_trace(lengths: Lengths, count: int, rate: float = math.inf, seed: int = 0, sigma: float = SIGMA) -> Trace:
+def make_trace(
+    lengths: Lengths, count: int, rate: float = math.inf, seed: int = 0, sigma: float = SIGMA
+) -> Trace:
     """
     `count` requests with Poisson arrivals.
 

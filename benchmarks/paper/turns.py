@@ -23,9 +23,8 @@ Times = dict[str, list[float]]
 
 
 def measured(measure: Callable[[Size], Mapping[str, Times]], size: Size) -> dict[str, Times]:
-    """
-    Collects the turns of `size.processes` processes, which run one after the other, each with separate memory and
-    models; runs in this process if `size.processes` is 1.
+    """Collects the turns of `size.processes` processes, which run one after the other, each with
+    separate memory and models; runs in this process if `size.processes` is 1.
 
     Args:
         measure (`Callable`): A module-level function that returns the times of each case.
@@ -42,14 +41,17 @@ def measured(measure: Callable[[Size], Mapping[str, Times]], size: Size) -> dict
     return found
 
 
-def _child(measure: Callable[[Size], Mapping[str, Times]], size: Size, threads: int) -> Mapping[str, Times]:
+def _child(
+    measure: Callable[[Size], Mapping[str, Times]], size: Size, threads: int
+) -> Mapping[str, Times]:
     torch.set_num_threads(threads)
     return measure(size)
 
 
 @contextlib.contextmanager
 def backend(name: str | None) -> Iterator[None]:
-    """Forces an attention backend within the context (`HF_PAGED_ATTENTION`); `None`: the library chooses."""
+    """Forces an attention backend within the context (`HF_PAGED_ATTENTION`); `None`: the library
+    chooses."""
     before = os.environ.pop(VARIABLE, None)
     if name is not None:
         os.environ[VARIABLE] = name
@@ -62,8 +64,8 @@ def backend(name: str | None) -> Iterator[None]:
 
 
 def small_shape(size: Size, layers: int) -> Shape:
-    """The small model with few layers and a small vocabulary, so that a long run has time for turns, and the logits do
-    not dominate attention."""
+    """The small model with few layers and a small vocabulary, so that a long run has time for
+    turns, and the logits do not dominate attention."""
     shape = SHAPES[size.small]
     layers, vocab = min(layers, shape.layers), min(2048, shape.vocab)
     return replace(shape, name=f"{shape.name} of {layers} layers", layers=layers, vocab=vocab)

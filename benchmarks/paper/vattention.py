@@ -1,4 +1,5 @@
-"""vAttention's tables: rows contiguous in virtual addresses, against blocks and against contiguous tensors."""
+"""vAttention's tables: rows contiguous in virtual addresses, against blocks and against contiguous
+tensors."""
 
 from __future__ import annotations
 
@@ -31,8 +32,16 @@ from hf_paged.config import MIN_BLOCK_SIZE
 GIB, MIB = 2**30, 2**20
 CHUNK = 256
 BATCHES = (1, 2, 4, 8)
-BLOCKS, LARGE, GATHERED = "blocks of 16, C++ kernel", "blocks of 128, C++ kernel", "blocks of 16, gathered for SDPA"
-VIRTUAL, RESERVED, DYNAMIC = "virtual, SDPA in place", "contiguous, reserved", "contiguous, copied (DynamicCache)"
+BLOCKS, LARGE, GATHERED = (
+    "blocks of 16, C++ kernel",
+    "blocks of 128, C++ kernel",
+    "blocks of 16, gathered for SDPA",
+)
+VIRTUAL, RESERVED, DYNAMIC = (
+    "virtual, SDPA in place",
+    "contiguous, reserved",
+    "contiguous, copied (DynamicCache)",
+)
 PAGE_BYTES = (1 << 12, 1 << 16, 1 << 17, 1 << 18, 1 << 21)
 """A page of Linux, and vAttention's page groups (arXiv 2405.04437, section 6.1)."""
 
@@ -52,11 +61,15 @@ class ReservedLayer(DynamicLayer):
         super().__init__()
         self.longest = longest
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             rows, heads, _, dim = key_states.shape
-            self.room = [x.new_empty(rows, heads, self.longest, dim) for x in (key_states, value_states)]
+            self.room = [
+                x.new_empty(rows, heads, self.longest, dim) for x in (key_states, value_states)
+            ]
         first = self.get_seq_length()
         end = first + key_states.shape[2]
         for room, states in zip(self.room, (key_states, value_states)):
@@ -69,7 +82,7 @@ def reserved(shape: Shape, longest: int) -> Cache:
     return Cache(layers=[ReservedLayer(longest) for _ in range(shape.layers)])
 
 
-# -- prefill ---------------------------------------------------------------------------------------------------------
+# -- prefill -------------------------------------------------------------------------------------
 
 
 def contiguous_first_token(model: Any, shape: Shape, ids: Tensor) -> int:
@@ -85,13 +98,20 @@ def prefill_times(size: Size) -> dict[str, Times]:
     """Seconds to the first token of one prompt, by context length."""
     shape = small_shape(size, 2)
     model = build(shape, "cpu", torch.float32)
-    common: dict[str, Any] = {"prefix_caching": False, "capture": False, "max_num_batched_tokens": CHUNK}
+    common: dict[str, Any] = {
+        "prefix_caching": False,
+        "capture": False,
+        "max_num_batched_tokens": CHUNK,
+    }
     systems = {
         BLOCKS: ("blocks", None),
         GATHERED: ("blocks", "gather"),
         VIRTUAL: ("virtual", "gather"),
     }
-    engines = {name: hf_paged.PagedEngine(model, {"storage": kind, **common}) for name, (kind, _) in systems.items()}
+    engines = {
+        name: hf_paged.PagedEngine(model, {"storage": kind, **common})
+        for name, (kind, _) in systems.items()
+    }
     found = {}
     for context in contexts(size):
         prompt = prompt_of(context, shape.vocab, random.Random(context))
@@ -103,13 +123,18 @@ def prefill_times(size: Size) -> dict[str, Times]:
                 token = contiguous_first_token(model, shape, torch.tensor([prompt]))
             else:
                 with backend(systems[name][1]):
-                    (result,) = engines[name].generate([prompt], {"max_new_tokens": 1, "do_sample": False})
+                    (result,) = engines[name].generate(
+                        [prompt], {"max_new_tokens": 1, "do_sample": False}
+                    )
                 if result.error is not None:
                     raise result.error
                 (token,) = result.token_ids
             seconds = time.perf_counter() - start
             if token != expected:
-                raise RuntimeError(f"{name}: the first token behind {len(prompt)} others is {token}, not {expected}")
+                raise RuntimeError(
+                    f"{name}: the first token behind {len(prompt)} others is {token}, not"
+                    f" {expected}"
+                )
             return seconds
 
         works = {name: functools.partial(work, name) for name in (*systems, RESERVED)}
@@ -124,12 +149,13 @@ def prefill(size: Size) -> list[Row]:
     """
     vAttention (arXiv 2405.04437), section 7.1: prefill over context lengths, in chunks.
 
-    The same: one prompt at a time, in chunks; a kernel written for blocks, and one without paging support (PyTorch's
-    SDPA), over rows contiguous in virtual addresses and over contiguous tensors. Different: a CPU; two layers of a
-    small random model in float32, so that turns of long prompts take seconds; contexts of thousands of tokens, not up
-    to 192 thousand. The CPU's alternative for a kernel without paging support is a copy: gathered. Times are until the
-    first token, from the engine; for contiguous tensors, a loop computes the chunks with the model, which repeats the
-    K/V of grouped heads, as transformers does with a mask.
+    The same: one prompt at a time, in chunks; a kernel written for blocks, and one without paging
+    support (PyTorch's SDPA), over rows contiguous in virtual addresses and over contiguous tensors.
+    Different: a CPU; two layers of a small random model in float32, so that turns of long prompts
+    take seconds; contexts of thousands of tokens, not up to 192 thousand. The CPU's alternative for
+    a kernel without paging support is a copy: gathered. Times are until the first token, from the
+    engine; for contiguous tensors, a loop computes the chunks with the model, which repeats the K/V
+    of grouped heads, as transformers does with a mask.
     """
     rows, (shortest, *_, longest) = [], contexts(size)
     published = {
@@ -139,7 +165,11 @@ def prefill(size: Size) -> list[Row]:
             f"{VATTENTION}, abstract ({READ}); 16K: S1",
             _WHY_PREFILL,
         ),
-        (RESERVED, longest): ("1", f"{VATTENTION}, abstract: kernels unchanged ({READ})", _WHY_RESERVED),
+        (RESERVED, longest): (
+            "1",
+            f"{VATTENTION}, abstract: kernels unchanged ({READ})",
+            _WHY_RESERVED,
+        ),
     }
     for context, times in measured(prefill_times, size).items():
         speed = {name: int(context) / statistics.median(seconds) for name, seconds in times.items()}
@@ -154,20 +184,28 @@ def prefill(size: Size) -> list[Row]:
                     "times",
                     source,
                     why,
-                    {"context": int(context), "base": base, "tokens_per_second": speed, **details_of(ratios)},
+                    {
+                        "context": int(context),
+                        "base": base,
+                        "tokens_per_second": speed,
+                        **details_of(ratios),
+                    },
                 )
             )
     return rows
 
 
 _WHY_PREFILL = (
-    "the paged kernel there is FlashAttention's of 2024 on a GPU; here it is a CPU kernel that was made for blocks, "
-    "and the unmodified one is PyTorch's"
+    "the paged kernel there is FlashAttention's of 2024 on a GPU; here it is a CPU kernel that was"
+    " made for blocks, and the unmodified one is PyTorch's"
 )
-_WHY_RESERVED = "the engine's time has its scheduling in it; transformers repeats keys of grouped heads under a mask"
+_WHY_RESERVED = (
+    "the engine's time has its scheduling in it; transformers repeats keys of grouped heads under a"
+    " mask"
+)
 
 
-# -- decode ----------------------------------------------------------------------------------------------------------
+# -- decode --------------------------------------------------------------------------------------
 
 
 def filled(cache: Any, states: list[tuple[Tensor, Tensor]]) -> Any:
@@ -180,7 +218,10 @@ def filled(cache: Any, states: list[tuple[Tensor, Tensor]]) -> Any:
 def random_states(shape: Shape, rows: int, length: int) -> list[tuple[Tensor, Tensor]]:
     draw = torch.Generator().manual_seed(rows)
     size = rows, shape.kv_heads, length, shape.head_dim
-    return [(torch.randn(size, generator=draw), torch.randn(size, generator=draw)) for _ in range(shape.layers)]
+    return [
+        (torch.randn(size, generator=draw), torch.randn(size, generator=draw))
+        for _ in range(shape.layers)
+    ]
 
 
 @torch.no_grad()
@@ -203,18 +244,25 @@ def decode_times(size: Size) -> dict[str, Times]:
             filled(cache, states)
         token, logits = torch.full((rows, 1), 5), {}
 
-        def work(name: str, token: Tensor = token, systems: Any = systems, logits: Any = logits) -> float:
+        def work(
+            name: str, token: Tensor = token, systems: Any = systems, logits: Any = logits
+        ) -> float:
             model, cache, forced = systems[name]
             with backend(forced):
                 start = time.perf_counter()
-                for _ in range(steps):  # every cache grows by the same number of tokens in each turn
-                    logits[name] = model(token, **{compat.OUTPUT_CACHE: cache}, use_cache=True).logits
+                for _ in range(steps):
+                    # every cache grows by the same number of tokens in each turn
+                    logits[name] = model(
+                        token, **{compat.OUTPUT_CACHE: cache}, use_cache=True
+                    ).logits
                 return (time.perf_counter() - start) / steps
 
         works = {name: functools.partial(work, name) for name in systems}
         in_turns(works, 1)  # warm-up
         for name, found_logits in logits.items():
-            torch.testing.assert_close(found_logits, logits[DYNAMIC], atol=1e-3, rtol=1e-3, msg=f"{name} differs")
+            torch.testing.assert_close(
+                found_logits, logits[DYNAMIC], atol=1e-3, rtol=1e-3, msg=f"{name} differs"
+            )
         found[str(rows)] = in_turns(works, size.turns)
         virtual = systems[VIRTUAL][1]
         if virtual.counters.gathered:
@@ -223,12 +271,13 @@ def decode_times(size: Size) -> dict[str, Times]:
 
 
 def decode(size: Size) -> list[Row]:
-    """
-    vAttention (arXiv 2405.04437), section 7.2 and figure 9: decode over the number of rows, all with one long context.
+    """vAttention (arXiv 2405.04437), section 7.2 and figure 9: decode over the number of rows, all
+    with one long context.
 
-    The same: all rows have the same context, long enough to dominate a step's reads; a kernel written for blocks, with
-    small and with large ones, against one without paging support. Different: a CPU, 4 layers of a small random model in
-    float32, random K/V; forwards of the model, not recorded. A `DynamicCache` is copied in each step.
+    The same: all rows have the same context, long enough to dominate a step's reads; a kernel
+    written for blocks, with small and with large ones, against one without paging support.
+    Different: a CPU, 4 layers of a small random model in float32, random K/V; forwards of the
+    model, not recorded. A `DynamicCache` is copied in each step.
     """
     shape, context = small_shape(size, 4), contexts(size)[-1]
     published = {
@@ -246,35 +295,46 @@ def decode(size: Size) -> list[Row]:
             figure, source = published.get((base, int(batch)), ("", ""))
             rows.append(
                 Row(
-                    f"{batch} rows of {context} tokens: decode throughput of {VIRTUAL}, over {base}",
+                    f"{batch} rows of {context} tokens: decode throughput of {VIRTUAL}, over"
+                    f" {base}",
                     figure,
                     f"{said(ratios, size)}; {speed[VIRTUAL]:.1f} over {speed[base]:.1f} tokens/s",
                     "times",
                     source,
                     _WHY_DECODE if base in (BLOCKS, LARGE) and figure else "",
-                    {"rows": int(batch), "base": base, "tokens_per_second": speed, **details_of(ratios)},
+                    {
+                        "rows": int(batch),
+                        "base": base,
+                        "tokens_per_second": speed,
+                        **details_of(ratios),
+                    },
                 )
             )
     batch, times = list(found.items())[-1]
     needed = int(batch) / statistics.median(times[VIRTUAL]) * shape.kv_bytes(1, 4)
-    why = f"{shape.layers} layers of {shape.kv_heads} heads; the paper's models have more of both and run on a GPU"
+    why = (
+        f"{shape.layers} layers of {shape.kv_heads} heads; the paper's models have more of both and"
+        " run on a GPU"
+    )
     name = f"bytes that {batch} rows grow by while they decode"
-    rows.append(Row(name, "some hundred", needed / 1e6, "MB/s", TOLD_S1, why, {"bytes_per_second": needed}))
+    rows.append(
+        Row(name, "some hundred", needed / 1e6, "MB/s", TOLD_S1, why, {"bytes_per_second": needed})
+    )
     return rows
 
 
 _WHY_DECODE = (
-    "there the paged kernel is one for a GPU that reads blocks slower than FlashAttention reads rows; here it is a CPU "
-    "kernel that was made for blocks"
+    "there the paged kernel is one for a GPU that reads blocks slower than FlashAttention reads"
+    " rows; here it is a CPU kernel that was made for blocks"
 )
 
 
-# -- pages -----------------------------------------------------------------------------------------------------------
+# -- pages ---------------------------------------------------------------------------------------
 
 
 def map_seconds(page: int, total: int) -> tuple[float, float]:
-    """Seconds to map `total` bytes in groups of `page`, one call each, at reserved addresses; and to write once to each
-    Linux page in them, which allocates the page."""
+    """Seconds to map `total` bytes in groups of `page`, one call each, at reserved addresses; and
+    to write once to each Linux page in them, which allocates the page."""
     mapper = pages.pages_for(torch.device("cpu"), page)
     offset, addresses = mapper.extend(total), mapper.reserve(total)
     start = time.perf_counter()
@@ -302,9 +362,10 @@ def allocation(size: Size) -> list[Row]:
     """
     vAttention (arXiv 2405.04437), section 7.3: time to map page groups, by their size.
 
-    The same: one call per group, one thread, addresses reserved before. Different: pages of a memory file and `mmap` on
-    Linux, which allocates a page at the first write, not when it is mapped. So there are two figures: mapping alone,
-    and with the first write to each page of 4 KiB; the second is comparable with a GPU's.
+    The same: one call per group, one thread, addresses reserved before. Different: pages of a
+    memory file and `mmap` on Linux, which allocates a page at the first write, not when it is
+    mapped. So there are two figures: mapping alone, and with the first write to each page of 4 KiB;
+    the second is comparable with a GPU's.
     """
     total = size.context * 1024 * 256
     rows, found = [], measured(allocation_times, size)
@@ -318,8 +379,22 @@ def allocation(size: Size) -> list[Row]:
             most = f"; {ranged([count / one for one in seconds], '.3g')} groups/s"
             is_first = int(page) == PAGE_BYTES[1] and what != "mapped"
             published, source = ("up to 7.6 (size not said)", TOLD_S1) if is_first else ("", "")
-            why = "host memory, which the system fills with zeros; there the driver of an A100" if source else ""
-            rows.append(Row(f"groups of {name}, {what}", published, rates + most, "GB/s", source, why, details))
+            why = (
+                "host memory, which the system fills with zeros; there the driver of an A100"
+                if source
+                else ""
+            )
+            rows.append(
+                Row(
+                    f"groups of {name}, {what}",
+                    published,
+                    rates + most,
+                    "GB/s",
+                    source,
+                    why,
+                    details,
+                )
+            )
     return rows
 
 
@@ -335,9 +410,8 @@ def model_config(heads: int, dim: int) -> Any:
 
 
 def wasted_bytes(page: int, heads: int, dim: int, lengths: list[int]) -> tuple[int, int, int, int]:
-    """
-    For rows of one layer in bfloat16: tokens per block, bytes that the tokens need, bytes of pages written to, and
-    bytes of whole blocks.
+    """For rows of one layer in bfloat16: tokens per block, bytes that the tokens need, bytes of
+    pages written to, and bytes of whole blocks.
     """
     model = model_config(heads, dim)
     config = fit_blocks(
@@ -358,14 +432,15 @@ def wasted_bytes(page: int, heads: int, dim: int, lengths: list[int]) -> tuple[i
 
 
 def page_sizes(size: Size) -> list[Row]:
-    """
-    vAttention (arXiv 2405.04437), section 7.4 and table 8: tokens per page group, and the largest waste of a request.
+    """vAttention (arXiv 2405.04437), section 7.4 and table 8: tokens per page group, and the
+    largest waste of a request.
 
-    The same: heads and layers of the paper's models, in 16 bits. Different: our blocks are whole page groups of one
-    head's keys or, if such a group has more than 256 tokens, of all heads' K/V together, so that other group sizes make
-    the same block. Linux allocates a page at its first write, so the bytes of rows are counted in pages of 4 KiB for
-    every group size: by the system (`st_blocks`), for lengths like ShareGPT's. Beside them, bytes in whole groups, as
-    with a driver that cannot map part of a group.
+    The same: heads and layers of the paper's models, in 16 bits. Different: our blocks are whole
+    page groups of one head's keys or, if such a group has more than 256 tokens, of all heads' K/V
+    together, so that other group sizes make the same block. Linux allocates a page at its first
+    write, so the bytes of rows are counted in pages of 4 KiB for every group size: by the system
+    (`st_blocks`), for lengths like ShareGPT's. Beside them, bytes in whole groups, as with a driver
+    that cannot map part of a group.
     """
     trace = make_trace(SHAREGPT, max(4, min(48, size.short // 200)))
     lengths = [prompt + output for prompt, output in zip(trace.prompts, trace.outputs)]
@@ -378,17 +453,26 @@ def page_sizes(size: Size) -> list[Row]:
             published, source = "", ""
             if page in WASTED:
                 published = f"{WASTED[page]} MB at most"
-                source = TOLD_S1 if page == 1 << 21 else f"{VATTENTION}, section 7.4, three models ({READ})"
+                source = (
+                    TOLD_S1
+                    if page == 1 << 21
+                    else f"{VATTENTION}, section 7.4, three models ({READ})"
+                )
             rows.append(
                 Row(
-                    f"groups of {named(page)}, heads of {name}: most that a request's blocks waste, and shares",
+                    f"groups of {named(page)}, heads of {name}: most that a request's blocks waste,"
+                    " and shares",
                     published,
-                    f"{most / MIB:.3g} MiB at most; {shares[0]:.1f}% of the pages, {shares[1]:.1f}% of whole blocks",
+                    f"{most / MIB:.3g} MiB at most; {shares[0]:.1f}% of the pages, {shares[1]:.1f}%"
+                    " of whole blocks",
                     f"with {tokens} tokens a block",
                     source,
-                    "a group is one layer's keys or values there, here of one head, or of keys and values together"
-                    if source
-                    else "",
+                    (
+                        "a group is one layer's keys or values there, here of one head, or of keys"
+                        " and values together"
+                        if source
+                        else ""
+                    ),
                     {
                         "page_bytes": page,
                         "model": name,
@@ -402,7 +486,7 @@ def page_sizes(size: Size) -> list[Row]:
     return rows
 
 
-# -- spikes ----------------------------------------------------------------------------------------------------------
+# -- spikes --------------------------------------------------------------------------------------
 
 MECHANISMS: dict[str, Any] = {
     "blocks, nothing to map": "blocks",
@@ -411,7 +495,8 @@ MECHANISMS: dict[str, Any] = {
     "virtual, a block ahead, in the background": VirtualStorage(blocks_ahead=1, background=True),
 }
 MANY_HEADS = Shape("12 layers of 8 heads", "llama", 256, 12, 8, 8, 64, 256, 2048)
-"""More than a thousand runs of pages for 8 rows, as with models of billions of parameters, in steps of milliseconds."""
+"""More than a thousand runs of pages for 8 rows, as with models of billions of parameters, in steps
+of milliseconds."""
 
 
 class Counted:
@@ -431,7 +516,9 @@ class Counted:
         pages.MemoryFile.map = self._own  # type: ignore[method-assign]
 
 
-def latencies(model: Any, storage: Any, states: list[tuple[Tensor, Tensor]], steps: int) -> list[tuple[float, int]]:
+def latencies(
+    model: Any, storage: Any, states: list[tuple[Tensor, Tensor]], steps: int
+) -> list[tuple[float, int]]:
     """Seconds and `mmap` calls of each decode step after these states, in a separate cache."""
     cache = filled(PagedCache(model.config, {"storage": storage}), states)
     token, found = torch.full((states[0][0].shape[0], 1), 5), []
@@ -446,19 +533,22 @@ def latencies(model: Any, storage: Any, states: list[tuple[Tensor, Tensor]], ste
 
 @torch.no_grad()
 def spike_times(size: Size) -> dict[str, Times]:
-    """By mechanism, for each turn: the median step, the largest, and the median of the steps that map less that of the
-    others; for the last turn all steps."""
+    """By mechanism, for each turn: the median step, the largest, and the median of the steps that
+    map less that of the others; for the last turn all steps."""
     shape = MANY_HEADS if size.turns > 1 else SHAPES["llama-tiny"]
     rows, length, steps = (8, 64, 104) if size.turns > 1 else (2, 60, 70)
     model = build(shape, "cpu", torch.float32)
     model.set_attn_implementation("hf_paged")
     states = random_states(shape, rows, length)
     names = list(MECHANISMS)
-    found: dict[str, Times] = {name: {"median": [], "largest": [], "more": [], "maps": []} for name in names}
+    found: dict[str, Times] = {
+        name: {"median": [], "largest": [], "more": [], "maps": []} for name in names
+    }
     for turn in range(-1, size.turns):
         at = turn % len(names)
         for name in names[at:] + names[:at]:
-            taken = latencies(model, MECHANISMS[name], states, steps)[1:]  # the first step maps the existing blocks
+            # the first step maps the existing blocks
+            taken = latencies(model, MECHANISMS[name], states, steps)[1:]
             if turn < 0:
                 continue
             seconds = [one for one, _ in taken]
@@ -466,22 +556,24 @@ def spike_times(size: Size) -> dict[str, Times]:
             others = [one for one, calls in taken if not calls]
             found[name]["median"].append(statistics.median(seconds))
             found[name]["largest"].append(max(seconds))
-            found[name]["more"].append(statistics.median(maps) - statistics.median(others) if maps and others else 0.0)
+            found[name]["more"].append(
+                statistics.median(maps) - statistics.median(others) if maps and others else 0.0
+            )
             found[name]["maps"].append(len(maps))
             found[name]["steps"] = seconds
     return found
 
 
 def spikes(size: Size) -> list[Row]:
-    """
-    vAttention (arXiv 2405.04437), section 6.1.1: time that mapping adds to the steps that need more pages, on demand
-    and in the background while steps compute.
+    """vAttention (arXiv 2405.04437), section 6.1.1: time that mapping adds to the steps that need
+    more pages, on demand and in the background while steps compute.
 
-    The same: rows grow in lockstep, so all need more pages in the same step. Different: `mmap` on Linux, 8 rows of a
-    small random model with enough layers and heads that a step maps more than a thousand runs of pages; the background
-    thread competes with the step for CPU cores, while with a GPU the CPU is free to map. A row gets its blocks in runs
-    of one more than are mapped ahead, and the step always maps the first of a run. "Beyond the others" is the median of
-    the steps that call `mmap` less that of the others, in the same turn.
+    The same: rows grow in lockstep, so all need more pages in the same step. Different: `mmap` on
+    Linux, 8 rows of a small random model with enough layers and heads that a step maps more than a
+    thousand runs of pages; the background thread competes with the step for CPU cores, while with a
+    GPU the CPU is free to map. A row gets its blocks in runs of one more than are mapped ahead, and
+    the step always maps the first of a run. "Beyond the others" is the median of the steps that
+    call `mmap` less that of the others, in the same turn.
     """
     rows = []
     for name, times in measured(spike_times, size).items():
@@ -494,24 +586,36 @@ def spikes(size: Size) -> list[Row]:
                 TOLD_S1,
                 f"the first block of a run is mapped by the step; {_WHY_SPIKES}",
             )
-        more, median, largest = ([1e3 * one for one in times[key]] for key in ("more", "median", "largest"))
-        maps, steps = statistics.median(times["maps"]), times["steps"][-(len(times["steps"]) // size.processes) :]
+        more, median, largest = (
+            [1e3 * one for one in times[key]] for key in ("more", "median", "largest")
+        )
+        maps, steps = (
+            statistics.median(times["maps"]),
+            times["steps"][-(len(times["steps"]) // size.processes) :],
+        )
         rows.append(
             Row(
                 f"steps that map, beyond the others: {name}",
                 published,
-                f"{said(more, size)}; median step {statistics.median(median):.2f} ms, largest of a turn "
-                f"{ranged(largest, '.3g')} ms; {maps:g} steps of {len(steps)} map",
+                f"{said(more, size)}; median step {statistics.median(median):.2f} ms, largest of a"
+                f" turn {ranged(largest, '.3g')} ms; {maps:g} steps of {len(steps)} map",
                 "ms",
                 source,
                 why,
-                {"mechanism": name, "step_ms": [round(1e3 * one, 4) for one in steps], "more_ms": more},
+                {
+                    "mechanism": name,
+                    "step_ms": [round(1e3 * one, 4) for one in steps],
+                    "more_ms": more,
+                },
             )
         )
     return rows
 
 
-_WHY_SPIKES = "calls of the CUDA driver take longer than `mmap`; pages are filled with zeros when first written to"
+_WHY_SPIKES = (
+    "calls of the CUDA driver take longer than `mmap`; pages are filled with zeros when first"
+    " written to"
+)
 
 TABLES: dict[str, Callable[[Size], list[Row]]] = {
     "prefill": prefill,

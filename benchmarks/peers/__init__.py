@@ -1,4 +1,5 @@
-"""CPU inference engines as systems of `benchmarks.generate`, each in a separate environment and process."""
+"""CPU inference engines as systems of `benchmarks.generate`, each in a separate environment and
+process."""
 
 from __future__ import annotations
 
@@ -22,9 +23,9 @@ _ROOT = _HERE.parents[1]
 
 
 def environment(name: str) -> Path:
-    """Path of the Python in a peer's environment, `.venv-peer-NAME`. Creates a missing environment with the exact
-    versions of `benchmarks/peers/NAME.txt`, from the package index. Raises `NotAvailable` if they cannot be
-    installed."""
+    """Path of the Python in a peer's environment, `.venv-peer-NAME`. Creates a missing environment
+    with the exact versions of `benchmarks/peers/NAME.txt`, from the package index. Raises
+    `NotAvailable` if they cannot be installed."""
     folder, wanted = _ROOT / f".venv-peer-{name}", _HERE / f"{name}.txt"
     python, stamp = folder / "bin" / "python", folder / "installed.txt"
     if not stamp.exists() or stamp.read_text() != wanted.read_text():
@@ -46,7 +47,8 @@ class Peer(System):
 
     Args:
         name (`str`): One of `TITLES`.
-        int8 (`bool`): Whether the engine uses its own 8-bit weights; only OpenVINO makes them from these files.
+        int8 (`bool`): Whether the engine uses its own 8-bit weights; only OpenVINO makes them from
+            these files.
     """
 
     def __init__(self, name: str, int8: bool = False) -> None:
@@ -73,17 +75,31 @@ class Peer(System):
         self._folder = tempfile.TemporaryDirectory()
         model.save_pretrained(self._folder.name)
         self._process = subprocess.Popen(
-            [str(python), str(_HERE / "worker.py"), self.name, self._folder.name, threads, "int8" if self.int8 else ""],
+            [
+                str(python),
+                str(_HERE / "worker.py"),
+                self.name,
+                self._folder.name,
+                threads,
+                "int8" if self.int8 else "",
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env={**{k: v for k, v in os.environ.items() if k != "PYTHONPATH"}, "OMP_NUM_THREADS": threads},
+            env={
+                **{k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+                "OMP_NUM_THREADS": threads,
+            },
         )
         self._ask(None)
 
     def _ask(self, line: str | None) -> dict[str, Any]:
-        assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
+        assert (
+            self._process is not None
+            and self._process.stdin is not None
+            and self._process.stdout is not None
+        )
         if line is not None:
             print(line, file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline()

@@ -1,6 +1,6 @@
-"""An engine in a separate process and environment: `python worker.py NAME DIRECTORY THREADS [int8]`. Reads a batch as
-one line of JSON and answers with one line: `rows`, the new tokens of each row, or `error`. Imports nothing of this
-project."""
+"""An engine in a separate process and environment: `python worker.py NAME DIRECTORY THREADS
+[int8]`. Reads a batch as one line of JSON and answers with one line: `rows`, the new tokens of each
+row, or `error`. Imports nothing of this project."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ NO_TOKEN = 1  # stop token for engines that require one; they are told to ignore
 
 
 def openvino(directory: Path, threads: int, int8: bool) -> Run:
-    """OpenVINO GenAI's continuous batching with default settings, on a model converted by optimum-intel."""
+    """OpenVINO GenAI's continuous batching with default settings, on a model converted by
+    optimum-intel."""
     import numpy as np
     import openvino
     import openvino_genai
     from optimum.intel import OVModelForCausalLM
 
     converted = directory / "openvino"
-    OVModelForCausalLM.from_pretrained(directory, export=True, load_in_8bit=int8).save_pretrained(converted)
+    OVModelForCausalLM.from_pretrained(directory, export=True, load_in_8bit=int8).save_pretrained(
+        converted
+    )
     scheduler = openvino_genai.SchedulerConfig()
     options = {"INFERENCE_NUM_THREADS": threads}
     pipeline = openvino_genai.ContinuousBatchingPipeline(str(converted), scheduler, "CPU", options)
@@ -40,8 +43,14 @@ def openvino(directory: Path, threads: int, int8: bool) -> Run:
             )
             for length in batch["new_tokens"]
         ]
-        prompts = [openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt in batch["prompts"]]
-        return [list(row) for answer in pipeline.generate(prompts, configs) for row in answer.m_generation_ids]
+        prompts = [
+            openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt in batch["prompts"]
+        ]
+        return [
+            list(row)
+            for answer in pipeline.generate(prompts, configs)
+            for row in answer.m_generation_ids
+        ]
 
     return run
 
@@ -52,7 +61,13 @@ def vllm(directory: Path, threads: int, int8: bool) -> Run:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")  # GiB
     from vllm import LLM, SamplingParams
 
-    llm = LLM(str(directory), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=4096, disable_log_stats=True)
+    llm = LLM(
+        str(directory),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=4096,
+        disable_log_stats=True,
+    )
 
     def run(batch: Batch) -> list[list[int]]:
         params = [
@@ -73,7 +88,8 @@ def vllm(directory: Path, threads: int, int8: bool) -> Run:
 
 
 def llamacpp(directory: Path, threads: int, int8: bool) -> Run:
-    """llama.cpp's server with 32 slots, built by xllamacpp, on a Llama written as GGUF in bfloat16."""
+    """llama.cpp's server with 32 slots, built by xllamacpp, on a Llama written as GGUF in
+    bfloat16."""
     import re
     from concurrent.futures import ThreadPoolExecutor
 
@@ -86,7 +102,13 @@ def llamacpp(directory: Path, threads: int, int8: bool) -> Run:
     server = xllamacpp.Server(params)
 
     def one(prompt: list[int], length: int, seed: int, sampled: bool) -> list[int]:
-        asked = {"prompt": prompt, "max_tokens": length, "ignore_eos": True, "seed": seed, "cache_prompt": True}
+        asked = {
+            "prompt": prompt,
+            "max_tokens": length,
+            "ignore_eos": True,
+            "seed": seed,
+            "cache_prompt": True,
+        }
         asked |= {"temperature": 1.0 if sampled else 0.0, "top_k": 0 if sampled else 1}
         answer = server.handle_completions(asked)
         return [int(number) for number in re.findall(r"t(\d+)", answer["choices"][0]["text"])]
@@ -94,7 +116,9 @@ def llamacpp(directory: Path, threads: int, int8: bool) -> Run:
     def run(batch: Batch) -> list[list[int]]:
         copies = range(batch["rows_per_prompt"])
         pairs = zip(batch["prompts"], batch["new_tokens"])
-        rows = [(prompt, length, copy, batch["sampled"]) for prompt, length in pairs for copy in copies]
+        rows = [
+            (prompt, length, copy, batch["sampled"]) for prompt, length in pairs for copy in copies
+        ]
         with ThreadPoolExecutor(max(1, len(rows))) as pool:
             return list(pool.map(lambda row: one(*row), rows))
 
@@ -102,15 +126,19 @@ def llamacpp(directory: Path, threads: int, int8: bool) -> Run:
 
 
 def _write_gguf(directory: Path) -> Path:
-    """Writes a Llama's weights and shape: queries and keys in llama.cpp's rotary order, and tokens whose text is their
-    number."""
+    """Writes a Llama's weights and shape: queries and keys in llama.cpp's rotary order, and tokens
+    whose text is their number."""
     import gguf
     import numpy as np
 
     config = json.loads((directory / "config.json").read_text())
     if config["model_type"] != "llama":
         raise ValueError(f"no GGUF is written of {config['model_type']}")
-    path, heads, kv_heads = directory / "model.gguf", config["num_attention_heads"], config["num_key_value_heads"]
+    path, heads, kv_heads = (
+        directory / "model.gguf",
+        config["num_attention_heads"],
+        config["num_key_value_heads"],
+    )
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     rope = config.get("rope_parameters") or {}
     writer = gguf.GGUFWriter(str(path), "llama")
@@ -132,8 +160,16 @@ def _write_gguf(directory: Path) -> Path:
     writer.add_token_types([gguf.TokenType.NORMAL] * count)
     writer.add_token_scores([0.0] * count)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
-    names = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q"}
-    names |= {"self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output"}
+    names = {
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_proj": "attn_q",
+    }
+    names |= {
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+    }
     names |= {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
     whole = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     for name, tensor in _bfloat16_tensors(directory / "model.safetensors"):
@@ -144,7 +180,11 @@ def _write_gguf(directory: Path) -> Path:
             _, _, layer, part = stem.split(".", 3)
             new = f"blk.{layer}.{names[part]}"
         if part_heads := {"attn_q": heads, "attn_k": kv_heads}.get(new.rpartition(".")[2]):
-            tensor = tensor.reshape(part_heads, 2, head_dim // 2, -1).swapaxes(1, 2).reshape(tensor.shape)
+            tensor = (
+                tensor.reshape(part_heads, 2, head_dim // 2, -1)
+                .swapaxes(1, 2)
+                .reshape(tensor.shape)
+            )
         if tensor.ndim == 1:
             writer.add_tensor(f"{new}.weight", (tensor.astype(np.uint32) << 16).view(np.float32))
         else:
@@ -158,7 +198,8 @@ def _write_gguf(directory: Path) -> Path:
 
 
 def _bfloat16_tensors(path: Path) -> Iterator[tuple[str, Any]]:
-    """Names and bits (`uint16`) of the tensors in a safetensors file, whose JSON header follows its length."""
+    """Names and bits (`uint16`) of the tensors in a safetensors file, whose JSON header follows its
+    length."""
     import numpy as np
 
     content = np.memmap(path, np.uint8, "r")
@@ -168,11 +209,19 @@ def _bfloat16_tensors(path: Path) -> Iterator[tuple[str, Any]]:
             if told["dtype"] != "BF16":
                 raise ValueError(f"{name} is {told['dtype']}")
             low, high = told["data_offsets"]
-            yield name, content[start + low : start + high].copy().view(np.uint16).reshape(told["shape"])
+            yield (
+                name,
+                content[start + low : start + high].copy().view(np.uint16).reshape(told["shape"]),
+            )
 
 
 def main() -> None:
-    name, directory, threads, int8 = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:5] == ["int8"]
+    name, directory, threads, int8 = (
+        sys.argv[1],
+        Path(sys.argv[2]),
+        int(sys.argv[3]),
+        sys.argv[4:5] == ["int8"],
+    )
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # library output goes to stderr
 
@@ -180,7 +229,9 @@ def main() -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
     try:
-        run = {"openvino": openvino, "vllm": vllm, "llamacpp": llamacpp}[name](directory, threads, int8)
+        run = {"openvino": openvino, "vllm": vllm, "llamacpp": llamacpp}[name](
+            directory, threads, int8
+        )
     except Exception as error:  # shown in the benchmark's table
         return tell(error=f"{type(error).__name__}: {error}")
     tell(ready=True)

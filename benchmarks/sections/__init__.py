@@ -1,4 +1,5 @@
-"""Text and tables of each benchmark's results, as shown in the documentation (`benchmarks.readme`)."""
+"""Text and tables of each benchmark's results, as shown in the documentation
+(`benchmarks.readme`)."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ def read_those(names: Sequence[str], directory: Path = RESULTS) -> list[dict[str
 
 def picture_of(name: str, said: str) -> list[str]:
     """Markdown of a result's picture, if the file exists."""
-    return [f"![{said}](../benchmarks/results/{name}.png)"] if (RESULTS / f"{name}.png").exists() else []
+    return (
+        [f"![{said}](../benchmarks/results/{name}.png)"]
+        if (RESULTS / f"{name}.png").exists()
+        else []
+    )
 
 
 def flow(text: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks import arrivals, paired, report
 from benchmarks.generate_tables import COLUMNS, OURS
 from benchmarks.peers import TITLES
-from benchmarks.sections import Data, flow, machine_of
+from benchmarks.sections import Data, flow, machine_of, picture_of
 from benchmarks.workloads import WORKLOADS
 
 WHOLE_CALLS = "generate-cpu-llama-100m"
@@ -17,7 +17,16 @@ PEERS = ("peers-cpu-llama-100m", "peers-cpu-llama-100m-avx2-w1", "peers-cpu-llam
 PEERS += ("int8-peers-cpu-llama-100m-avx2-w6",)
 INVARIANT = "generate-invariant-cpu-llama-100m-avx2-w6"
 TIMES = ("workload", "system", "turns", "time", "tokens_per_s", "plain_over", "interval", "target")
-MORE = ("workload", "system", "equal", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "kv_mib")
+MORE = (
+    "workload",
+    "system",
+    "equal",
+    "ttft_p50_ms",
+    "ttft_p99_ms",
+    "tpot_p50_ms",
+    "tpot_p99_ms",
+    "kv_mib",
+)
 MORE += ("roofline_share",)
 MARGIN = 1.005  # two latencies closer than this are printed alike
 
@@ -28,7 +37,9 @@ def targets(data: Data) -> list[dict[str, Any]]:
 
     def add(what: str, value: Any, turns: Any, target: str) -> None:
         limit, _, outcome = target.strip("()").rpartition(": ")
-        found.append({"target": f"{what}, {limit}", "value": value, "turns": turns, "outcome": outcome})
+        found.append(
+            {"target": f"{what}, {limit}", "value": value, "turns": turns, "outcome": outcome}
+        )
 
     for row in data["rows"]:
         if row.get("target"):
@@ -50,7 +61,9 @@ def not_run(rows: Sequence[Data]) -> str:
     for row in rows:
         if "seconds" not in row:
             reasons.setdefault((row["system"], row["time"]), []).append(row["workload"])
-    parts = [f"{system} on {', '.join(names)} ({reason})" for (system, reason), names in reasons.items()]
+    parts = [
+        f"{system} on {', '.join(names)} ({reason})" for (system, reason), names in reasons.items()
+    ]
     return f"Without figures: {'; '.join(parts)}." if parts else "Every system ran."
 
 
@@ -67,14 +80,21 @@ def slower_tails(rows: Sequence[Data]) -> str:
             if row["system"] in OURS and of and key in row and row[key] > MARGIN * of[key]:
                 pair = f"{report.text(row[key])} against {report.text(of[key])} ms"
                 found.append(f"{row['workload']} {row['system']} {COLUMNS[key][:8]} {pair}")
-    return f"p99 latencies of ours above plain's: {'; '.join(found)}." if found else "No p99 of ours is above plain's."
+    return (
+        f"Our p99 latencies above plain's: {'; '.join(found)}."
+        if found
+        else "No p99 of ours is above plain's."
+    )
 
 
 def equality(data: Data) -> str:
     """Explains the share of equal tokens."""
     checks = data.get("float32", [])
     wrong = [" ".join(line) for line in checks if line[2] != "equal"]
-    text = f"In float32 on a tiny model {len(checks) - len(wrong)} of {len(checks)} checks give plain's tokens exactly"
+    text = (
+        f"In float32 on a tiny model {len(checks) - len(wrong)} of {len(checks)} checks give"
+        " plain's tokens exactly"
+    )
     text += f" (not: {'; '.join(wrong)})." if wrong else "."
     own = [
         f"{row['equal']} ({row['workload']}, {row['system']})"
@@ -82,36 +102,55 @@ def equality(data: Data) -> str:
         if row["system"].startswith("plain,") and row.get("equal") not in (None, "", "100%")
     ]
     text += " " + flow(
-        """"Equal tokens" is the share of tokens that bfloat16 gives at the same place as plain generate: a text goes on
-        otherwise after its first near tie that falls the other way."""
+        """"Equal tokens" is the share of positions at which bfloat16 gives plain generate's token: after the first near
+        tie that goes the other way, the texts differ."""
     )
     return text + (f" Plain generate at another batch size: {', '.join(own)}." if own else "")
 
 
 def ahead_of_ours(rows: Sequence[Data]) -> str:
     """Lists columns of the arrivals in which another system is ahead of the engine."""
-    columns = {key: arrivals.COLUMNS[key] for key in arrivals.COLUMNS if key.startswith(("ttft", "tpot", "normalized"))}
+    columns = {
+        key: arrivals.COLUMNS[key]
+        for key in arrivals.COLUMNS
+        if key.startswith(("ttft", "tpot", "normalized"))
+    }
     engine = {row["rate"]: row for row in rows if row["system"] == "engine"}
     found: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         ours = engine.get(row["rate"], {})
         for key, title in columns.items():
-            if row["system"] != "engine" and key in row and key in ours and ours[key] > MARGIN * row[key]:
-                found.setdefault((row["system"], title.removesuffix(", ms")), []).append(report.text(row["rate"]))
-    parts = [f"{system} in {title} at {', '.join(rates)} requests/s" for (system, title), rates in found.items()]
-    return f"Ahead of the engine: {'; '.join(parts)}." if parts else "No other system is ahead of the engine."
+            if (
+                row["system"] != "engine"
+                and key in row
+                and key in ours
+                and ours[key] > MARGIN * row[key]
+            ):
+                found.setdefault((row["system"], title.removesuffix(", ms")), []).append(
+                    report.text(row["rate"])
+                )
+    parts = [
+        f"{system} in {title} at {', '.join(rates)} requests/s"
+        for (system, title), rates in found.items()
+    ]
+    return (
+        f"Ahead of the engine: {'; '.join(parts)}."
+        if parts
+        else "No other system is ahead of the engine."
+    )
 
 
 def whole_calls(data: Data) -> str:
     """The section about `benchmarks.generate`."""
     rows = [row for row in data["rows"] if "seconds" in row]
-    titles = data.get("workloads") or {name: workload.title for name, workload in WORKLOADS.items()}
     judged = targets(data)
     missed = [row for row in judged if row["outcome"] != "met"]
     limits = data["ceilings"]
     apart = {row["workload"]: row["processes"] for row in rows if row.get("processes", 1) > 1}
     shared = "; ".join(f"those of {name} ran in {count} processes" for name, count in apart.items())
-    flops = ", ".join(f"{rate / 1e12:.3g} TFLOP/s {dtype}" for dtype, rate in limits["flops"].items())
+    flops = ", ".join(
+        f"{rate / 1e12:.3g} TFLOP/s {dtype}" for dtype, rate in limits["flops"].items()
+    )
     served = data.get("arrivals", [])
     requests = next((row["requests"] for row in served if row.get("requests")), None)
     parts = [
@@ -120,7 +159,7 @@ def whole_calls(data: Data) -> str:
             `{data["command"]}`, {machine_of(data["facts"])}. Measured ceilings: {limits["bandwidth"] / 1e9:.1f} GB/s,
             {flops}."""
         ),
-        "\n".join(f"- {name}: {title}" for name, title in titles.items()),
+        "\n".join(f"- {name}: {workload.title}" for name, workload in WORKLOADS.items()),
         flow(
             f"""Here "ours" is `generate(cache_implementation="paged")`, "engine" is `PagedEngine`, `generate_batch` is
             transformers' continuous batching, at its defaults and tuned by a short search. "plain / it" is the median
@@ -130,14 +169,21 @@ def whole_calls(data: Data) -> str:
             above {paired.NOT_SLOWER}. Turns alternate in order{f"; {shared}" if shared else ""}."""
         ),
         report.markdown(rows, {key: COLUMNS[key] for key in TIMES}),
-        f"![Speed of whole calls over plain generate, by workload](../benchmarks/results/{WHOLE_CALLS}.png)",
+        (
+            "![Speed of whole calls over plain generate, by"
+            f" workload](../benchmarks/results/{WHOLE_CALLS}.png)"
+        ),
+        (
+            "![Memory of keys and values beside plain"
+            f" generate's](../benchmarks/results/{WHOLE_CALLS}-memory.png)"
+        ),
         flow(
-            """The same turns: latencies are each turn's percentiles, medians over the turns; beams have none, since
-            their tokens are settled at the end."""
+            """The same turns: latencies are medians, over the turns, of each turn's percentiles. Beams have none, since
+            their tokens are decided at the end."""
         ),
         report.markdown(rows, {key: COLUMNS[key] for key in MORE}),
         f"{slower_tails(rows)} {equality(data)}",
-        flow(f"""{not_run(data["rows"])} Engines made for processors are below, in a run of their own."""),
+        flow(f"""{not_run(data["rows"])} Other CPU engines follow below, in separate runs."""),
         flow(
             f"""**Targets** of this run: {len(judged) - len(missed)} of {len(judged)} are met, {len(missed)} are not.
             "a / b" is a's time over b's."""
@@ -148,12 +194,13 @@ def whole_calls(data: Data) -> str:
         count = f"{requests} requests" if requests else "requests"
         parts += [
             flow(
-                f"""**Requests that arrive**: {count} of an eighth of ShareGPT's mean lengths, Poisson arrivals at
-                shares of what the engine serves when all wait; plain takes what has arrived, at most
-                {arrivals.MAX_BATCH} at a time. Normalized latency is a request's time from arrival to
-                end over its new tokens."""
+                f"""**Requests that arrive**: {count} with an eighth of ShareGPT's mean lengths, in Poisson arrivals at
+                shares of the rate that the engine reaches when all requests are waiting; plain batches the requests
+                that have arrived, at most {arrivals.MAX_BATCH} at a time. Normalized latency is a request's time from
+                arrival to end, divided by its new tokens."""
             ),
             report.markdown(served, arrivals.COLUMNS),
+            *picture_of(f"{WHOLE_CALLS}-latency", "Latency by the rate of arrivals"),
             ahead_of_ours(served),
         ]
     problems = "; ".join(data.get("problems", []))
@@ -163,21 +210,52 @@ def whole_calls(data: Data) -> str:
 def processors(runs: Sequence[Data]) -> str:
     """CPU inference engines beside ours."""
     said = flow(
-        f"""**Engines made for processors** on the same weights (`{runs[0]["model"]["name"]}`, bfloat16; with `--int8`
-        8-bit weights, torchao's for plain and ours, their own for the others) and prompts. Each runs in a process and
-        an environment of its own, in the versions of `benchmarks/peers/*.txt`, at its defaults, on as many threads.
-        Seconds, medians over the turns, and their ratios: above 1 the best of them is faster than ours. llama.cpp gets
-        one turn, in W6, too."""
+        f"""**Other CPU engines** on the same weights (`{runs[0]["model"]["name"]}`, bfloat16; with `--int8` 8-bit
+        weights, torchao's for plain and ours, their own for the others) and the same prompts. Each runs in a separate
+        process and environment, in the versions of `benchmarks/peers/*.txt`, with its default settings and as many
+        threads. The tables show median seconds over the turns, and their ratios: above 1, the best of these engines is
+        faster than ours. llama.cpp gets one turn, also in W6."""
     )
     return "\n\n".join([said, *map(_beside_engines, runs)])
 
 
-def _beside_engines(data: Data) -> str:
-    """Table of one run."""
+def by_workload(data: Data) -> dict[str, dict[str, Data]]:
+    """Rows with figures by workload and system; plain at its best batch size."""
     found: dict[str, dict[str, Data]] = {}
     for row in data["rows"]:
-        if "seconds" in row and not row["system"].startswith("plain, "):
-            found.setdefault(row["workload"], {})[row["system"]] = row
+        if "seconds" in row and (row["plain_over"] == 1 or not row["system"].startswith("plain")):
+            found.setdefault(row["workload"], {})[row["system"].partition(", batch")[0]] = row
+    return found
+
+
+def seconds_table(data: Data) -> str:
+    """Median seconds of plain, ours and the other CPU engines; workloads in words."""
+    names = {
+        "plain": "plain `generate`",
+        "ours": "hf_paged",
+        **{name: name for name in TITLES.values()},
+    }
+
+    def cell(systems: dict[str, Data], name: str) -> str:
+        return (
+            f"{statistics.median(systems[name]['seconds']):.3g}"
+            if name in systems
+            else "not measured"
+        )
+
+    rows = [
+        {
+            "call": WORKLOADS[workload].title,
+            **{title: cell(systems, name) for name, title in names.items()},
+        }
+        for workload, systems in by_workload(data).items()
+    ]
+    return report.markdown(rows, {title: title for title in ("call", *names.values())})
+
+
+def _beside_engines(data: Data) -> str:
+    """Table of one run."""
+    found = by_workload(data)
     names, rows = list(TITLES.values()), []
     for workload, systems in found.items():
         line: dict[str, Any] = {"workload": workload, "turns": len(systems["ours"]["seconds"])}
@@ -190,7 +268,17 @@ def _beside_engines(data: Data) -> str:
             line |= {f"{name} / best": line[name] / line[best] for name in ("ours", "engine")}
             line["best"] = best
         rows.append(line)
-    columns = ["workload", "turns", "plain", "ours", "engine", *names, "best", "ours / best", "engine / best"]
+    columns = [
+        "workload",
+        "turns",
+        "plain",
+        "ours",
+        "engine",
+        *names,
+        "best",
+        "ours / best",
+        "engine / best",
+    ]
     limits = data["ceilings"]
     said = flow(
         f"""`{data["command"]}`, {machine_of(data["facts"])}. Measured ceilings: {limits["bandwidth"] / 1e9:.1f} GB/s,
@@ -206,24 +294,38 @@ def stages(runs: Sequence[Data]) -> str:
     for data in runs:
         for row in data["rows"]:
             if row["system"] in ("plain", *OURS) and "ttft_p99_ms" in row:
-                seconds, share = statistics.median(row["seconds"]), float(row["roofline_share"].rstrip("%")) / 100
+                seconds, share = (
+                    statistics.median(row["seconds"]),
+                    float(row["roofline_share"].rstrip("%")) / 100,
+                )
                 first, floor = row["ttft_p99_ms"] / 1000, share * seconds
-                line = {"CPU": data["facts"]["isa"], "workload": row["workload"], "system": row["system"]}
-                line |= {"seconds": seconds, "until all first tokens": first, "after them": seconds - first}
+                line = {
+                    "CPU": data["facts"]["isa"],
+                    "workload": row["workload"],
+                    "system": row["system"],
+                }
+                line |= {
+                    "seconds": seconds,
+                    "until all first tokens": first,
+                    "after them": seconds - first,
+                }
                 rows.append(line | {"roofline": floor})
     said = flow(
-        """**Where the time goes** in those runs: seconds until the first token of the last row (prompts, and what
-        decodes beside them), after it, and what the roofline gives the whole call (weights read once a step, products
-        at the best measured rate). W6 aims at 1.5 times the roofline:"""
+        """**Where the time goes** in those runs: seconds until the last row's first token (prompts, and the rows
+        that decode beside them), seconds after it, and the roofline of the whole call (weights read once per step,
+        products at the best measured rate). W6's target is 1.5 times the roofline:"""
     )
     return f"{said}\n\n{report.markdown(rows)}"
 
 
 def invariance(data: Data) -> str:
     """Cost of `batch_invariant`."""
-    columns = {key: COLUMNS[key] for key in ("workload", "system", "time", "turns", "ttft_p50_ms", "tpot_p50_ms")}
+    columns = {
+        key: COLUMNS[key]
+        for key in ("workload", "system", "time", "turns", "ttft_p50_ms", "tpot_p50_ms")
+    }
     said = flow(
-        f"""**The same bits in any batch** (`PagedConfig(batch_invariant=True)`) beside the engine without it,
+        f"""**The same bits in any batch** (`PagedConfig(batch_invariant=True)`), against the engine without it,
         `{data["command"]}`, {machine_of(data["facts"])}:"""
     )
     return f"{said}\n\n{report.markdown(data['rows'], columns)}"

@@ -22,39 +22,53 @@ def paper(data: Data) -> str:
     rows = [row for row in data["rows"] if row["table"] in tables]
     made = "; ".join(dict.fromkeys(machine_of(data["runs"][name]["facts"]) for name in tables))
     said = flow(
-        f"""**The papers' tables** on our own system, `{data["command"]}`: simulated with the engine's own scheduler and
-        block manager, so that the machine hardly matters ({made}). Medians and ranges over seeds; the spread of the
-        lengths' logarithms is a constant that the paper does not give. "{TOLD}": the figure is from a document that
-        this project was asked for in, an article on the paper, and the paper does not have it. Every row, and why it
+        f"""**The papers' tables**, repeated with hf_paged: `{data["command"]}` simulates with the engine's own
+        scheduler and block manager, so the machine hardly matters ({made}). Medians and ranges over seeds; the paper
+        does not state the spread of the lengths' logarithms, so it is a constant here. "{TOLD}": the figure is not in
+        the paper but in an article about it, one of the documents that this project started from. Every row, and why it
         differs:
         [{PAPER}.md](../benchmarks/results/{PAPER}.md)."""
     )
-    columns = {"name": "what", "published": "published", "ours": "ours", "unit": "unit", "source": "published in"}
+    columns = {
+        "name": "what",
+        "published": "published",
+        "ours": "ours",
+        "unit": "unit",
+        "source": "published in",
+    }
     picture = (
-        f"![Memory by use: reservation against blocks, published and here](../benchmarks/results/{PAPER}-waste.png)"
+        "![Memory by use: reservation against blocks, published and"
+        f" here](../benchmarks/results/{PAPER}-waste.png)"
     )
     return f"{said}\n\n{report.markdown(rows, columns)}\n\n{picture}"
 
 
 def paper_turns(data: Data) -> list[str]:
-    """The tables of S1 and of S4 in `benchmarks.paper`, as far as they were run: rows that have a published figure."""
-    columns = {"name": "what", "published": "published", "ours": "ours", "unit": "unit", "source": "published in"}
+    """The tables of S1 and of S4 in `benchmarks.paper`, as far as they were run: rows that have a
+    published figure."""
+    columns = {
+        "name": "what",
+        "published": "published",
+        "ours": "ours",
+        "unit": "unit",
+        "source": "published in",
+    }
     columns |= {"why": "what differs"}
     parts = []
     for names, picture, title in (
         (
             S1_TABLES,
             "vattention",
-            f"""**vAttention's tables** (arXiv 2405.04437) on our own system: rows side by side in addresses
-            (`storage="virtual"`) that code which knows nothing of blocks reads in place, beside blocks with the kernel
-            that was made for them, and contiguous tensors. "{TOLD_S1}": the figure is from a document that this project
-            was asked for in, an article on that paper.""",
+            f"""**vAttention's tables** (arXiv 2405.04437), repeated with hf_paged: rows at contiguous addresses
+            (`storage="virtual"`), which code that knows nothing of blocks reads in place, against blocks with the
+            kernel written for them, and against contiguous tensors. "{TOLD_S1}": the figure is from an article about
+            that paper, one of the documents that this project started from.""",
         ),
         (
             S4_TABLES,
             "s4",
             f"""**S4's tables**, an article on the PagedAttention paper, and the figure of S2 for beams
-            ("{TOLD_S2}"). What is called computed was not measured: a roofline gives the steps' times.""",
+            ("{TOLD_S2}"). Rows called computed were not measured: a roofline gives the time of each step.""",
         ),
     ):
         rows = [row for row in data["rows"] if row["table"] in names and row["published"]]
@@ -91,13 +105,11 @@ def attention(data: Data) -> str:
     said = flow(
         f"""**Attention alone** over a model's worth of layers, `{data["command"]}`, {machine_of(data["facts"])};
         medians in microseconds a layer. "Contiguous" is SDPA over contiguous keys and values at its best, the ideal
-        without paging; the last four columns are times over it, so that above 1 is slower than the ideal:"""
+        without paging; the last four columns are times relative to it: above 1 is slower than the ideal:"""
     )
-    more = flow(
-        f"""More shapes, block sizes, the portable path and float32:
+    more = flow(f"""More shapes, block sizes, the portable path and float32:
         [{ATTENTION}.md](../benchmarks/results/{ATTENTION}.md) and [a picture](../benchmarks/results/{ATTENTION}.png).
-        Target of chunks and prompts: at most 1.02."""
-    )
+        The target for chunks and prompts is at most 1.02.""")
     return f"{said}\n\n{report.markdown(rows)}\n\n{more}"
 
 
@@ -121,7 +133,9 @@ def quantized(runs: Sequence[Data]) -> str:
                 "blocks of the dtype": dtype,
                 "their time, µs": statistics.median(found["ours"]),
                 "int8, µs": statistics.median(found["ours: int8"]),
-                "int8 / theirs": f"{statistics.median(ratios):.2f} ({span[0]:.2f} to {span[1]:.2f})",
+                "int8 / theirs": (
+                    f"{statistics.median(ratios):.2f} ({span[0]:.2f} to {span[1]:.2f})"
+                ),
                 "turns": len(ratios),
                 "target": paired.at_most(span[0], 0.8),
             }

@@ -1,4 +1,5 @@
-"""Attention by a model's own code in a packed step: scores stay symbolic until they are multiplied by the values."""
+"""Attention by a model's own code in a packed step: scores stay symbolic until they are multiplied
+by the values."""
 
 from __future__ import annotations
 
@@ -23,27 +24,31 @@ HIDDEN = -1e4  # a bias of this or less hides a key
 
 
 def showing_rows(step: StepMetadata) -> StepMetadata:
-    """A packed step for a model with its own attention code. Raises `NotCapturable` if lengths are only on the device,
-    `NotPackable` if layers have a window."""
+    """A packed step for a model with its own attention code. Raises `NotCapturable` if lengths are
+    only on the device, `NotPackable` if layers have a window."""
     if step.lengths is not None:
         raise NotCapturable("its own attention code is shown as many keys as the longest row has")
     if step.window is not None:
         raise NotPackable("its own attention code is shown keys through a window")
-    return dataclasses.replace(step, key_len=max(step.seq_lens))
+    longest = max(step.seq_lens)
+    return dataclasses.replace(step, key_len=longest)
 
 
 def defer(*names: str) -> Callable[[Function], Function]:
-    """Decorates the replacement of torch functions with these names, called if an argument is a `DeferredTensor`."""
+    """Decorates the replacement of torch functions with these names, called if an argument is a
+    `DeferredTensor`."""
 
     def register(function: Function) -> Function:
-        DeferredTensor.functions.update(dict.fromkeys(names, function))
+        functions = dict.fromkeys(names, function)
+        DeferredTensor.functions.update(functions)
         return function
 
     return register
 
 
 class Scores(DeferredTensor):
-    """`query @ key * scale + bias`, or its softmax over keys, `(1, heads, T, key_len)` or without the first axis."""
+    """`query @ key * scale + bias`, or its softmax over keys, `(1, heads, T, key_len)` or without
+    the first axis."""
 
     query: Tensor  # (heads, T, dim)
     key: RowTensor
@@ -52,16 +57,36 @@ class Scores(DeferredTensor):
     is_softmax: bool
 
     @staticmethod
-    def __new__(cls, query: Tensor, key: RowTensor, sizes: tuple[int, ...], kind: torch.dtype) -> Scores:
-        scores = Tensor._make_wrapper_subclass(cls, sizes, dtype=kind, device=query.device)
+    def __new__(
+        cls,
+        query: Tensor,
+        key: RowTensor,
+        sizes: tuple[int, ...],
+        kind: torch.dtype,
+    ) -> Scores:
+        scores = Tensor._make_wrapper_subclass(
+            cls,
+            sizes,
+            dtype=kind,
+            device=query.device,
+        )
         scores.query, scores.key, scores.sizes, scores.kind = query, key, sizes, kind
         scores.scale, scores.bias, scores.is_softmax = 1.0, None, False
         return scores
 
-    def but(self, ndim: int | None = None, dtype: torch.dtype | None = None, **state: Any) -> Scores:
+    def but(
+        self,
+        ndim: int | None = None,
+        dtype: torch.dtype | None = None,
+        **state: Any,
+    ) -> Scores:
         """A copy with some attributes changed."""
-        sizes = self.sizes if ndim is None else (1, *self.sizes)[-ndim:]
-        scores = Scores(self.query, self.key, sizes, dtype or self.kind)
+        sizes = self.sizes
+        if ndim is not None:
+            sizes = (1, *sizes)
+            sizes = sizes[-ndim:]
+        kind = dtype or self.kind
+        scores = Scores(self.query, self.key, sizes, kind)
         scores.scale, scores.bias, scores.is_softmax = self.scale, self.bias, self.is_softmax
         for name, value in state.items():
             setattr(scores, name, value)
@@ -70,12 +95,15 @@ class Scores(DeferredTensor):
     def plus(self, bias: Tensor | None) -> Scores:
         if self.is_softmax:
             raise NotPackable("something is added to attention weights")
-        if bias is None or self.bias is None:
-            return self.but(bias=self.bias if bias is None else bias)
-        return self.but(bias=self.bias + bias)
+        if bias is None:
+            return self.but(bias=self.bias)
+        if self.bias is None:
+            return self.but(bias=bias)
+        bias = self.bias + bias
+        return self.but(bias=bias)
 
 
-# -- operations on keys, values and scores --------------------------------------------------------------------------
+# -- operations on keys, values and scores -------------------------------------------------------
 
 
 @defer("contiguous")
@@ -84,25 +112,41 @@ def _contiguous(function: Any, x: Any) -> Any:
 
 
 @defer("type_as", "float", "to", "type")
-def _convert(function: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
+def _convert(
+    function: Callable[..., Any],
+    x: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Converts the nominal dtype; the computation is in float32 regardless."""
-    args = tuple(other.kind if isinstance(other, DeferredTensor) else other for other in args)  # for `type_as`
+    # for `type_as`
+    args = tuple(other.kind if isinstance(other, DeferredTensor) else other for other in args)
     if not isinstance(x, DeferredTensor):
         return x.to(*args)
-    if len(args) == 1 and isinstance(args[0], torch.dtype) and not kwargs:
+    is_one_dtype = len(args) == 1 and isinstance(args[0], torch.dtype)
+    if is_one_dtype and not kwargs:
         dtype = args[0]
     else:
-        like = function(torch.empty(0, dtype=x.kind, device=x.device), *args, **kwargs)
+        empty = torch.empty(0, dtype=x.kind, device=x.device)
+        like = function(empty, *args, **kwargs)
         if not isinstance(like, Tensor) or like.device != x.device:
             raise NotPackable(f"{function.__name__} of packed keys, values or scores")
         dtype = like.dtype
     if not dtype.is_floating_point:
         raise NotPackable(f"packed keys, values or scores as {dtype}")
-    return x if dtype is x.kind else x.but(dtype=dtype)
+    if dtype is x.kind:
+        return x
+    return x.but(dtype=dtype)
 
 
 @defer("dropout")
-def _dropout(function: Any, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+def _dropout(
+    function: Any,
+    x: Any,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+) -> Any:
     if p and training:
         raise NotPackable("attention weights are dropped at random")
     return x
@@ -117,8 +161,13 @@ def _transpose(function: Any, x: Any, *dims: Any) -> Any:
         first, second = dims
         axes[first], axes[second] = axes[second], axes[first]
     else:
-        axes = [axis % ndim for axis in (dims[0] if isinstance(dims[0], (tuple, list)) else dims)]
-    if not isinstance(x, RowTensor) or axes != [*range(ndim - 2), ndim - 1, ndim - 2]:
+        order: Any = dims
+        if isinstance(dims[0], (tuple, list)):
+            order = dims[0]
+        axes = [axis % ndim for axis in order]
+    leading = range(ndim - 2)
+    swapped = [*leading, ndim - 1, ndim - 2]
+    if not isinstance(x, RowTensor) or axes != swapped:
         raise NotPackable(f"axes of packed keys, values or scores in the order {axes}")
     return x.but(is_transposed=not x.is_transposed)
 
@@ -126,77 +175,144 @@ def _transpose(function: Any, x: Any, *dims: Any) -> Any:
 @defer("view", "reshape")
 def _view(function: Any, x: Any, *shape: Any) -> Any:
     """Adds or removes the first axis, of length 1."""
-    wanted = tuple(shape[0] if isinstance(shape[0], (tuple, list)) else shape)
-    own = x.sizes if len(wanted) == len(x.sizes) else (1, *x.sizes)[-len(wanted) :]
+    wanted = tuple(shape)
+    if isinstance(shape[0], (tuple, list)):
+        wanted = tuple(shape[0])
+    ndim = len(wanted)
+    own = x.sizes
+    if ndim != len(x.sizes):
+        own = (1, *x.sizes)
+        own = own[-ndim:]
     # one length may be -1
-    is_same = len(own) == len(wanted) and all(size in (-1, mine) for size, mine in zip(wanted, own))
-    if not is_same or len(wanted) not in (3, 4) or wanted.count(-1) > 1:
+    sizes = zip(wanted, own)
+    is_same = all(size in (-1, mine) for size, mine in sizes)
+    is_same = is_same and len(own) == ndim
+    is_known = ndim in (3, 4) and wanted.count(-1) <= 1
+    if not is_same or not is_known:
         raise NotPackable(f"packed keys, values or scores of shape {x.sizes} as {wanted}")
-    return x if own is x.sizes else x.but(ndim=len(wanted))
+    if own is x.sizes:
+        return x
+    return x.but(ndim=ndim)
 
 
 @defer("matmul", "bmm", "__matmul__")
 def _matmul(function: Any, left: Any, right: Any) -> Any:
     """Multiplies queries by keys, or attention weights by values."""
-    sizes = left.sizes if isinstance(left, DeferredTensor) else tuple(left.shape)
-    if not isinstance(right, RowTensor) or len(sizes) != len(right.sizes):
+    if isinstance(left, DeferredTensor):
+        sizes = left.sizes
+    else:
+        sizes = tuple(left.shape)
+    ndim = len(sizes)
+    if not isinstance(right, RowTensor) or ndim != len(right.sizes):
         raise NotPackable("packed keys, values or scores are multiplied by something else")
     if isinstance(left, Scores):
         return _attend(left, right)
-    if not right.is_transposed or sizes[-2] != right.step.num_tokens or sizes[-3] % right.blocks.shape[1]:
+    kv_heads = right.blocks.shape[1]
+    has_all_tokens = sizes[-2] == right.step.num_tokens
+    has_groups = sizes[-3] % kv_heads == 0
+    if not right.is_transposed or not has_all_tokens or not has_groups:
         raise NotPackable(f"queries of shape {sizes} by keys of shape {right.sizes}")
-    query = left if len(sizes) == 3 else left.view(sizes[1:])
-    return Scores(query, right, (*sizes[:-1], right.sizes[-1]), left.dtype)
+    query = left
+    if ndim != 3:
+        query = left.view(sizes[1:])
+    key_len = right.sizes[-1]
+    scores_sizes = (*sizes[:-1], key_len)
+    return Scores(query, right, scores_sizes, left.dtype)
 
 
 @defer("baddbmm")
-def _baddbmm(function: Any, x: Tensor, batch1: Any, batch2: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+def _baddbmm(
+    function: Any,
+    x: Tensor,
+    batch1: Any,
+    batch2: Any,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> Any:
     scores = _matmul(torch.bmm, batch1, batch2)
     if not isinstance(scores, Scores):
         raise NotPackable("something is added to attention's output")
-    return scores.but(scale=float(alpha)).plus(_bias(scores.key.step, x if beta == 1 else x * beta))
+    scale = float(alpha)
+    scores = scores.but(scale=scale)
+    added = x
+    if beta != 1:
+        added = x * beta
+    bias = _bias(scores.key.step, added)
+    return scores.plus(bias)
 
 
 @defer("mul", "rmul", "imul", "div", "truediv", "itruediv")
 def _scale(function: Any, scores: Any, factor: Any) -> Any:
     if not isinstance(scores, Scores):
         scores, factor = factor, scores
-    is_number = isinstance(factor, (int, float)) or (isinstance(factor, Tensor) and factor.numel() == 1)
-    if not isinstance(scores, Scores) or scores.is_softmax or not is_number or not factor > 0:
+    is_number = isinstance(factor, (int, float))
+    if isinstance(factor, Tensor):
+        is_number = factor.numel() == 1
+    is_scores = isinstance(scores, Scores) and not scores.is_softmax
+    if not is_scores or not is_number or not factor > 0:
         raise NotPackable("packed keys, values or attention weights are scaled")
-    factor = 1 / float(factor) if "div" in function.__name__ else float(factor)
-    return scores.but(scale=scores.scale * factor, bias=None if scores.bias is None else scores.bias * factor)
+    factor = float(factor)
+    if "div" in function.__name__:
+        factor = 1 / factor
+    scale = scores.scale * factor
+    bias = scores.bias
+    if bias is not None:
+        bias = bias * factor
+    return scores.but(scale=scale, bias=bias)
 
 
 @defer("add", "radd", "iadd")
 def _add(function: Any, scores: Any, other: Any) -> Any:
     if not isinstance(scores, Scores):
         scores, other = other, scores
-    if not isinstance(scores, Scores) or not isinstance(other, Tensor) or isinstance(other, DeferredTensor):
+    is_dense = isinstance(other, Tensor) and not isinstance(other, DeferredTensor)
+    if not isinstance(scores, Scores) or not is_dense:
         raise NotPackable("something is added to packed keys or values")
-    return scores.plus(scores.key.step.plan(_bias, other))
+    step = scores.key.step
+    bias = step.plan(_bias, other)
+    return scores.plus(bias)
 
 
 @defer("masked_fill")
-def _masked_fill(function: Any, scores: Any, mask: Tensor, value: float) -> Any:
+def _masked_fill(
+    function: Any,
+    scores: Any,
+    mask: Tensor,
+    value: float,
+) -> Any:
     if not isinstance(scores, Scores) or not value <= HIDDEN:
         raise NotPackable("packed keys, values or scores are filled")
-    return scores.plus(scores.key.step.plan(_bias_where, mask, True))
+    step = scores.key.step
+    bias = step.plan(_bias_where, mask, True)
+    return scores.plus(bias)
 
 
 @defer("max", "maximum", "clamp_min")
 def _at_least(function: Any, scores: Any, least: Any) -> Any:
     """A lower bound of at most `HIDDEN`, which replaces `-inf`, has no effect."""
-    if not isinstance(scores, Scores) or scores.is_softmax or not least <= HIDDEN:
+    is_scores = isinstance(scores, Scores) and not scores.is_softmax
+    if not is_scores or not least <= HIDDEN:
         raise NotPackable("packed keys, values or scores are bounded")
     return scores
 
 
 @defer("softmax")
-def _softmax(function: Any, scores: Any, dim: int | None = None, *args: Any, **kwargs: Any) -> Any:
-    if not isinstance(scores, Scores) or scores.is_softmax or dim not in (-1, len(scores.sizes) - 1):
+def _softmax(
+    function: Any,
+    scores: Any,
+    dim: int | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if (
+        not isinstance(scores, Scores)
+        or scores.is_softmax
+        or dim not in (-1, len(scores.sizes) - 1)
+    ):
         raise NotPackable("a softmax of packed keys or values")
-    return scores.but(is_softmax=True, dtype=kwargs.get("dtype"))
+    dtype = kwargs.get("dtype")
+    return scores.but(is_softmax=True, dtype=dtype)
 
 
 @defer("scaled_dot_product_attention")
@@ -213,69 +329,119 @@ def _sdpa(
 ) -> Tensor:
     if attn_mask is None or is_causal:
         raise NotPackable("attention without a mask, or a mask of its own")
-    scores = _matmul(torch.matmul, query, key.but(is_transposed=True))
-    hides = attn_mask.dtype == torch.bool
-    bias = key.step.plan(_bias_where, attn_mask, False) if hides else key.step.plan(_bias, attn_mask)
-    scores = scores.plus(bias).but(scale=query.shape[-1] ** -0.5 if scale is None else scale, is_softmax=True)
-    return _attend(_dropout(F.dropout, scores, dropout_p), value)
+    transposed = key.but(is_transposed=True)
+    scores = _matmul(torch.matmul, query, transposed)
+    if attn_mask.dtype == torch.bool:
+        bias = key.step.plan(_bias_where, attn_mask, False)
+    else:
+        bias = key.step.plan(_bias, attn_mask)
+    scores = scores.plus(bias)
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    weights = scores.but(scale=scale, is_softmax=True)
+    weights = _dropout(F.dropout, weights, dropout_p)
+    return _attend(weights, value)
 
 
-# -- biases, once a step for all layers that are given the same tensor ----------------------------------------------
+# -- biases, once a step for all layers that are given the same tensor ---------------------------
 
 
 def _bias(step: StepMetadata, added: Tensor) -> Tensor | None:
     """The bias with three axes; `None` if it is just a causal mask."""
-    if added.dim() > 4 or (added.dim() == 4 and added.shape[0] != 1):
+    ndim = added.dim()
+    if ndim > 4 or (ndim == 4 and added.shape[0] != 1):
         raise NotPackable(f"a tensor of shape {tuple(added.shape)} is added to packed scores")
-    added = added.view((1,) * (3 - added.dim()) + added.shape) if added.dim() < 4 else added[0]
-    if added.shape[1:] == (step.num_tokens, step.key_len) and step.num_tokens > 0:
+    if ndim < 4:
+        leading = (1,) * (3 - ndim)
+        added = added.view(leading + added.shape)
+    else:
+        added = added[0]
+    num_tokens = step.num_tokens
+    sizes = (num_tokens, step.key_len)
+    has_all_keys = added.shape[1:] == sizes
+    if has_all_keys and num_tokens > 0:
         past = step.plan(_past)
-        if bool((torch.where(past, added == 0, added <= HIDDEN)).all()):
+        agrees = torch.where(past, added == 0, added <= HIDDEN)
+        if bool(agrees.all()):
             return None
     return added
 
 
 def _bias_where(step: StepMetadata, mask: Tensor, hides: bool) -> Tensor | None:
     """`_bias` of a boolean mask."""
-    visible = ~mask if hides else mask
-    return _bias(step, torch.zeros(mask.shape, device=mask.device).masked_fill_(~visible, -math.inf))
+    visible = mask
+    if hides:
+        visible = ~mask
+    added = torch.zeros(mask.shape, device=mask.device)
+    added = added.masked_fill_(~visible, -math.inf)
+    return _bias(step, added)
 
 
 def _past(step: StepMetadata) -> Tensor:
     """`(T, key_len)`: whether a position is the token's or before it."""
-    positions = torch.tensor(
-        [
-            seq_len - (end - start) + i
-            for seq_len, start, end in zip(step.seq_lens, step.query_start, step.query_start[1:])
-            for i in range(end - start)
-        ],
-        device=step.block_tables.device,
-    )
-    return torch.arange(step.key_len or 0, device=positions.device) <= positions[:, None]
+    token_positions: list[int] = []
+    ends = step.query_start[1:]
+    for seq_len, start, end in zip(step.seq_lens, step.query_start, ends):
+        first = seq_len - (end - start)
+        token_positions.extend(range(first, seq_len))
+    device = step.block_tables.device
+    positions = torch.tensor(token_positions, device=device)
+    key_len = step.key_len or 0
+    key_positions = torch.arange(key_len, device=positions.device)
+    return key_positions <= positions[:, None]
 
 
-# -- the attention --------------------------------------------------------------------------------------------------
+# -- the attention -------------------------------------------------------------------------------
 
 
 def _attend(weights: Scores, value: RowTensor) -> Tensor:
     """The weights' product with the values, `([1,] heads, T, value_dim)`."""
-    key, step = weights.key, weights.key.step
-    if not weights.is_softmax or not isinstance(value, RowTensor) or value.is_transposed or value.step is not step:
+    key = weights.key
+    step = key.step
+    is_value = isinstance(value, RowTensor) and not value.is_transposed
+    if not weights.is_softmax or not is_value or value.step is not step:
         raise NotPackable("packed values are multiplied by something else than attention weights")
-    dtype = value.kind if quantized.is_quantized(value.blocks) else value.blocks.dtype
-    query, bias = weights.query.transpose(0, 1).to(dtype), weights.bias
-    if key.layer.keys is key.blocks and key.layer.values is value.blocks:
-        blocks = key.layer
+    if quantized.is_quantized(value.blocks):
+        dtype = value.kind
     else:
-        blocks = KVBlocks((key.blocks, value.blocks), key.blocks, value.blocks)
+        dtype = value.blocks.dtype
+    query = weights.query.transpose(0, 1)
+    query = query.to(dtype)
+    bias = weights.bias
+    layer = key.layer
+    keys = key.blocks
+    values = value.blocks
+    if layer.keys is keys and layer.values is values:
+        blocks = layer
+    else:
+        blocks = KVBlocks((keys, values), keys, values)
     if bias is None or bias.shape[1] == 1:
-        call = AttentionCall(query, blocks, step, weights.scale, bias=None if bias is None else bias[None])
+        if bias is not None:
+            bias = bias[None]
+        call = AttentionCall(query, blocks, step, weights.scale, bias=bias)
         output = backends.attend(call)
     else:
         parts = []
         for at, rows in step.plan(row_groups):
-            own = bias[:, at].unflatten(1, (rows.num_rows, -1)).transpose(0, 1)
-            parts.append(backends.attend(AttentionCall(query[at], blocks, rows, weights.scale, bias=own)))
-        output = torch.cat(parts) if len(parts) > 1 else parts[0]
-    output = output.transpose(0, 1).to(value.kind)
-    return output[None] if len(value.sizes) == 4 else output
+            rows_query = query[at]
+            rows_bias = bias[:, at]
+            sizes = (rows.num_rows, -1)
+            rows_bias = rows_bias.unflatten(1, sizes)
+            rows_bias = rows_bias.transpose(0, 1)
+            call = AttentionCall(
+                rows_query,
+                blocks,
+                rows,
+                weights.scale,
+                bias=rows_bias,
+            )
+            output = backends.attend(call)
+            parts.append(output)
+        output = parts[0]
+        if len(parts) > 1:
+            output = torch.cat(parts)
+    output = output.transpose(0, 1)
+    output = output.to(value.kind)
+    if len(value.sizes) == 4:
+        return output[None]
+    return output

@@ -28,42 +28,69 @@ from .masks import (
     rectangle_step,
 )
 
-# A row with more queries is a prefill chunk, for which gathering once and calling sdpa costs less than 3% more.
+# A row with more queries is a prefill chunk, for which gathering once and calling sdpa costs less
+# than 3% more.
 MAX_IN_PLACE_QUERIES = 16
 
-Features = tuple[float, float | None, Tensor | None, Tensor | None]  # scale, softcap, sinks, position bias
+# scale, softcap, sinks, position bias
+Features = tuple[float, float | None, Tensor | None, Tensor | None]
 
 
 def register() -> None:
     """Makes `attn_implementation="hf_paged"` known to transformers."""
+    switch.forget_when_unused(None)
+    _register()
+
+
+def forget() -> None:
+    """Undoes `register`; calls that run go on."""
+    switch.forget_when_unused(_register)
+
+
+def _register() -> None:
     AttentionInterface.register(switch.NAME, paged_attention)
     AttentionMaskInterface.register(switch.NAME, paged_mask)
 
 
 @torch.compiler.disable
 def paged_mask(**arguments: Any) -> Tensor | None:
-    """The mask interface for `"hf_paged"`, with the arguments of `transformers.masking_utils.sdpa_mask` by name.
-    Returns a [`PagedMask`] if transformers' own functions make the mask and its pattern is known, else the mask of the
-    model's own implementation: it is made here, since `torch.vmap`, which it may use, cannot run inside of the
+    """The mask interface for `"hf_paged"`, with the arguments of
+    `transformers.masking_utils.sdpa_mask` by name. Returns a [`PagedMask`] if transformers' own
+    functions make the mask and its pattern is known, else the mask of the model's own
+    implementation: it is made here, since `torch.vmap`, which it may use, cannot run inside of the
     operation that first reads a symbolic mask."""
     implementation = switch.model_attention(arguments.get("config"))
     make = compat.mask_function(implementation)
-    if make not in switch.STOCK_MASKS or parse(arguments.get("mask_function", causal_mask_function)) is None:
-        return None if make is None else make(**arguments)
+    pattern = None
+    if make in switch.STOCK_MASKS:
+        mask_function = arguments.get("mask_function", causal_mask_function)
+        pattern = parse(mask_function)
+    if pattern is None:
+        if make is None:
+            return None
+        return make(**arguments)
     mask = PagedMask(arguments, implementation)
-    if observe := mask_observer.get():
+    observe = mask_observer.get()
+    if observe:
         observe(mask)
     return mask
 
 
 def paged_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention interface for `"hf_paged"`: from `(batch, heads, query_len, key_dim)` queries, `(batch, query_len,
-    heads, value_dim)`, under autocast in its dtype, and attention weights if the model's own implementation gives them.
-    Keys and values that are handles of a [`PagedCache`] are read in place if that gives the same result as the model's
-    implementation; else this calls it with ordinary tensors. `attention_mask`: a [`PagedMask`] or a mask for the
-    model's implementation, whose `kwargs` these are (`scaling`, `dropout`, `softcap`, `s_aux`, `position_bias`, ...).
+    """The attention interface for `"hf_paged"`: from `(batch, heads, query_len, key_dim)` queries,
+    `(batch, query_len, heads, value_dim)`, under autocast in its dtype, and attention weights if
+    the model's own implementation gives them. Keys and values that are handles of a [`PagedCache`]
+    are read in place if that gives the same result as the model's implementation; else this calls
+    it with ordinary tensors. `attention_mask`: a [`PagedMask`] or a mask for the model's
+    implementation, whose `kwargs` these are (`scaling`, `dropout`, `softcap`, `s_aux`,
+    `position_bias`, ...).
     """
     # checked here, since the wrapper of `disable` costs time in every layer
     function = _untraced if torch.compiler.is_dynamo_compiling() else _paged_attention
@@ -71,34 +98,58 @@ def paged_attention(
 
 
 def _paged_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     found: tuple[StepMetadata, Tensor, KVBlocks, Callable[[Tensor], Tensor] | None] | None = None
     if isinstance(key, PagedTensor) and isinstance(value, PagedTensor):
         if key.step.columns is None:
             return _packed(module, query, key, value, mask, kwargs), None
         if key.fresh is None:
-            found = key.step, query, _pair(key, value), None
+            blocks = _pair(key, value)
+            found = key.step, query, blocks, None
     elif isinstance(key, LatentTensor):
         if key.latent.step.columns is None:
             return _packed(module, query, key, value, mask, kwargs), None
         found = key.absorb(module, query, value)
+    observe = attention_observer.get()
+    if observe is not None:
+        is_causal = kwargs.get("is_causal")
+        if is_causal is None:
+            is_causal = getattr(module, "is_causal", True)
+        sizes = (query.shape[0], query.shape[2], key.shape[2])
+        observe(sizes, mask, bool(is_causal))
     if found is not None:
         step, in_place_query, blocks, expand = found
         is_causal = kwargs.get("is_causal")
         if is_causal is None:
             is_causal = getattr(module, "is_causal", True)
         features = _features(module, in_place_query, step, kwargs)
-        output = features and _in_place(in_place_query, step, blocks, mask, bool(is_causal), features)
+        output = None
+        if features is not None:
+            output = _in_place(
+                in_place_query,
+                step,
+                blocks,
+                mask,
+                bool(is_causal),
+                features,
+            )
         if output is not None:
             step.counters.latent += expand is not None
-            return output if expand is None else expand(output), None
-    if (observe := attention_observer.get()) is not None:
-        is_causal = kwargs.get("is_causal")
-        is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        observe((query.shape[0], query.shape[2], key.shape[2]), mask, is_causal)
-    key, value = (x.dense() if isinstance(x, LazyTensor) else x for x in (key, value))
-    implementation = switch.model_attention(getattr(module, "config", None), type(module))
+            if expand is not None:
+                output = expand(output)
+            return output, None
+    if isinstance(key, LazyTensor):
+        key = key.dense()
+    if isinstance(value, LazyTensor):
+        value = value.dense()
+    config = getattr(module, "config", None)
+    implementation = switch.model_attention(config, type(module))
     if isinstance(mask, PagedMask):
         mask = mask.resolve(implementation)
     function = switch.model_attention_function(type(module), implementation)
@@ -116,84 +167,140 @@ def _packed(
     mask: Tensor | None,
     kwargs: dict[str, Any],
 ) -> Tensor:
-    """Attention of a packed step. Raises `NotPackable` if it cannot be computed, since there is no fallback."""
-    step = key.step if isinstance(key, PagedTensor) else key.latent.step
+    """Attention of a packed step. Raises `NotPackable` if it cannot be computed, since there is no
+    fallback."""
+    if isinstance(key, PagedTensor):
+        step = key.step
+    else:
+        step = key.latent.step
     features = _features(module, query, step, kwargs)
     if features is None or features[3] is not None:
-        raise NotPackable(f"{type(module).__name__} adds more to attention than softcap and sinks, such as dropout")
+        raise NotPackable(
+            f"{type(module).__name__} adds more to attention than softcap and sinks, such as"
+            " dropout"
+        )
     if query.shape[0] != 1 or query.shape[2] != step.num_tokens:
-        raise NotPackable(f"queries of shape {tuple(query.shape)} in a packed step of {step.num_tokens} tokens")
+        raise NotPackable(
+            f"queries of shape {tuple(query.shape)} in a packed step of {step.num_tokens} tokens"
+        )
     metadata = step.plan(packed_step, mask)
     if isinstance(key, LatentTensor):
         if not isinstance(value, LatentTensor) or not key.is_with(value):
             raise NotPackable("values that are not of the latents that the keys are of")
-        return attend_packed(module, query, key, value, metadata, features[:3]).unsqueeze_(0)
+        output = attend_packed(module, query, key, value, metadata, features[:3])
+        return output.unsqueeze_(0)
     assert isinstance(value, PagedTensor)
     fresh = None
     if metadata.query_len != 1:
         assert key.fresh is not None and value.fresh is not None
-        fresh = key.fresh[0].transpose(0, 1), value.fresh[0].transpose(0, 1)
-    query = query.squeeze(2) if step.num_tokens == 1 else query[0].transpose_(0, 1)  # `squeeze` saves a view
-    return backends.attend(AttentionCall(query, _pair(key, value), metadata, *features, fresh)).unsqueeze_(0)
+        fresh_keys = key.fresh[0].transpose(0, 1)
+        fresh_values = value.fresh[0].transpose(0, 1)
+        fresh = fresh_keys, fresh_values
+    # `squeeze` saves a view
+    if step.num_tokens == 1:
+        query = query.squeeze(2)
+    else:
+        query = query[0].transpose_(0, 1)
+    blocks = _pair(key, value)
+    call = AttentionCall(query, blocks, metadata, *features, fresh)
+    output = backends.attend(call)
+    return output.unsqueeze_(0)
 
 
 def _pair(key: PagedTensor, value: PagedTensor) -> KVBlocks:
-    """The blocks of a layer, or a pair if the model mixes keys and values of several layers, or has read them before
-    and after another call made the pool larger."""
-    layer, keys, values = key.layer, key.blocks, value.blocks
+    """The blocks of a layer, or a pair if the model mixes keys and values of several layers, or has
+    read them before and after another call made the pool larger."""
+    layer = key.layer
+    keys = key.blocks
+    values = value.blocks
     if keys is layer.keys and values is layer.values:
         return layer
     num_blocks = min(len(keys), len(values))
-    keys, values = keys[:num_blocks], values[:num_blocks]
+    keys = keys[:num_blocks]
+    values = values[:num_blocks]
     return KVBlocks((keys, values), keys, values)
 
 
 def _in_place(
-    query: Tensor, step: StepMetadata, blocks: KVBlocks, mask: Tensor | None, is_causal: bool, features: Features
+    query: Tensor,
+    step: StepMetadata,
+    blocks: KVBlocks,
+    mask: Tensor | None,
+    is_causal: bool,
+    features: Features,
 ) -> Tensor | None:
-    """Attention through the block tables; `None` if gathering is faster, or a dense mask is needed."""
-    if query.shape[2] > MAX_IN_PLACE_QUERIES:
+    """Attention through the block tables; `None` if gathering is faster, or a dense mask is
+    needed."""
+    batch = query.shape[0]
+    query_len = query.shape[2]
+    if query_len > MAX_IN_PLACE_QUERIES:
         return None
-    plan = step.plan(rectangle_step, query.shape[2], mask, is_causal, query.device)
+    plan = step.plan(rectangle_step, query_len, mask, is_causal, query.device)
     if plan is None:
         return None
-    (metadata, bias), (scale, softcap, sinks, position_bias) = plan, features
+    metadata, bias = plan
+    scale, softcap, sinks, position_bias = features
     if position_bias is not None:
         if step.has_padding or step.columns is None:
             return None
-        position_bias = in_table_coordinates(position_bias[..., -len(step.columns) :], step)
-        bias = position_bias if bias is None else bias + position_bias
-    call = AttentionCall(query.transpose(1, 2).flatten(0, 1), blocks, metadata, scale, softcap, sinks, bias)
-    output = backends.attend(call).unflatten(0, (query.shape[0], query.shape[2]))
+        num_columns = len(step.columns)
+        position_bias = position_bias[..., -num_columns:]
+        position_bias = in_table_coordinates(position_bias, step)
+        if bias is None:
+            bias = position_bias
+        else:
+            bias = bias + position_bias
+    packed = query.transpose(1, 2).flatten(0, 1)
+    call = AttentionCall(packed, blocks, metadata, scale, softcap, sinks, bias)
+    output = backends.attend(call)
+    output = output.unflatten(0, (batch, query_len))
     step.counters.in_place += 1
     return output
 
 
-def _features(module: nn.Module, query: Tensor, step: StepMetadata, kwargs: dict[str, Any]) -> Features | None:
-    """The features that the model's own implementation would apply; `None` if it does more, or a gradient is wanted."""
+def _features(
+    module: nn.Module,
+    query: Tensor,
+    step: StepMetadata,
+    kwargs: dict[str, Any],
+) -> Features | None:
+    """The features that the model's own implementation would apply; `None` if it does more, or a
+    gradient is wanted."""
     if kwargs.get("dropout") or (query.requires_grad and torch.is_grad_enabled()):
         return None
-    # once a step for all layers of a class with one config, since reading the config takes a microsecond
+    # once a step for all layers of a class with one config, since reading the config takes a
+    # microsecond
     config = getattr(module, "config", None)
-    known, kind = step.plan(_no_functions), (type(module), id(config))
+    known = step.plan(_no_functions)
+    kind = (type(module), id(config))
     if kind not in known:
-        known[kind] = switch.stock_function(type(module), switch.model_attention(config, type(module)))
+        implementation = switch.model_attention(config, type(module))
+        known[kind] = switch.stock_function(type(module), implementation)
     function = known[kind]
     if function is None:
         return None
-    softcap, sinks, bias = kwargs.get("softcap"), kwargs.get("s_aux"), kwargs.get("position_bias")
+    softcap = kwargs.get("softcap")
+    sinks = kwargs.get("s_aux")
+    bias = kwargs.get("position_bias")
     if function is switch.sdpa_attention_forward:  # takes a bias, rejects a softcap, ignores sinks
         if softcap is not None:
             return None
         sinks = None
     elif function not in switch.STOCK_FUNCTIONS:  # a model file's eager function
-        if (does := switch.eager_features(function)) is None:
+        does = switch.eager_features(function)
+        if does is None:
             return None
-        softcap = softcap if "softcap" in does else None
-        sinks = getattr(module, "sinks", None) if "sinks" in does else None
-        bias = bias if "position_bias" in does else None
+        if "softcap" not in does:
+            softcap = None
+        sinks = None
+        if "sinks" in does:
+            sinks = getattr(module, "sinks", None)
+        if "position_bias" not in does:
+            bias = None
     scaling = kwargs.get("scaling")
-    return query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sinks, bias
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    return scaling, softcap, sinks, bias
 
 
 def _no_functions(step: StepMetadata) -> dict[tuple[type, int], Callable[..., Any] | None]:
@@ -210,14 +317,39 @@ def sdpa_on_handles(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """`scaled_dot_product_attention` of handles, for models whose config is not switched, as in a user's decoding
-    loop."""
-    is_plain = not (is_causal or dropout_p or (query.requires_grad and torch.is_grad_enabled())) and query.dim() == 4
-    if is_plain and isinstance(key, PagedTensor) and isinstance(value, PagedTensor) and key.fresh is None:
-        scale = options.get("scale")
-        factor = query.shape[-1] ** -0.5 if scale is None else scale
-        output = _in_place(query, key.step, _pair(key, value), attn_mask, False, (factor, None, None, None))
+    """`scaled_dot_product_attention` of handles, for models whose config is not switched, as in a
+    user's decoding loop."""
+    is_plain = not (is_causal or dropout_p)
+    if is_plain:
+        needs_grad = query.requires_grad and torch.is_grad_enabled()
+        is_plain = not needs_grad and query.dim() == 4
+    if (
+        is_plain
+        and isinstance(key, PagedTensor)
+        and isinstance(value, PagedTensor)
+        and key.fresh is None
+    ):
+        factor = options.get("scale")
+        if factor is None:
+            factor = query.shape[-1] ** -0.5
+        output = _in_place(
+            query,
+            key.step,
+            _pair(key, value),
+            attn_mask,
+            is_causal=False,
+            features=(factor, None, None, None),
+        )
         if output is not None:
             return output.transpose(1, 2)
-    query, key, value, mask = (x.dense() if isinstance(x, LazyTensor) else x for x in (query, key, value, attn_mask))
-    return F.scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal, **options)
+    inputs = (query, key, value, attn_mask)
+    query, key, value, mask = (x.dense() if isinstance(x, LazyTensor) else x for x in inputs)
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        mask,
+        dropout_p,
+        is_causal,
+        **options,
+    )

@@ -1,4 +1,5 @@
-"""Finds the attention implementation of a model's own code, and switches it to ours for the duration of a call."""
+"""Finds the attention implementation of a model's own code, and switches it to ours for the
+duration of a call."""
 
 from __future__ import annotations
 
@@ -22,18 +23,20 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .. import compat, forks
 from ..compiled import is_compiled, is_switched
 from ..switches import Switches
+from ..topics import Topic
 
 NAME = "hf_paged"
 
 
 class _Switched(str):
-    """Our name in a switched config. It also compares equal to the config's original name, which copies and pickles
-    made meanwhile get."""
+    """Our name in a switched config. It also compares equal to the config's original name, which
+    copies and pickles made meanwhile get."""
 
     named: str
 
     def __eq__(self, other: object) -> bool:
-        return str.__eq__(self, other) is True or self.named == other
+        is_ours = str.__eq__(self, other) is True
+        return is_ours or self.named == other
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -49,24 +52,52 @@ def _save(config: PreTrainedConfig) -> str:
     return getattr(named, "named", named)
 
 
-def _switch(config: PreTrainedConfig, named: str) -> None:
+@functools.cache
+def _switched(named: str) -> _Switched:
+    """One object for each name: between two steps the config does not change."""
     name = _Switched(NAME)
     name.named = named
-    compat.set_attention(config, name)
+    return name
+
+
+_register: Callable[[], None] | None = None
+"""While hf_paged is not installed: makes our functions known to transformers, for a call that began
+before."""
+
+
+def _switch(config: PreTrainedConfig, named: str) -> None:
+    if _register is not None:
+        _register()
+    compat.set_attention(config, _switched(named))
 
 
 _switches: Switches[PreTrainedConfig] = Switches(_save, _switch, compat.set_attention)
 
 
-def use_paged_attention(configs: Iterable[PreTrainedConfig]) -> contextlib.AbstractContextManager[None]:
-    """Within it, attention layers that read `configs` (from `switchable_configs`) call our attention function. Must be
-    entered and left within `interrupts.held`."""
+def forget_when_unused(register: Callable[[], None] | None) -> None:
+    """Makes transformers forget our functions, except while calls that began before use them; these
+    `register` them again. `None`: they stay known."""
+    global _register
+    _register, _switches.after = register, None if register is None else _forget
+    if register is not None and not _switches.held:
+        _forget()
+
+
+def _forget() -> None:
+    compat.forget_attention(NAME)
+
+
+def use_paged_attention(
+    configs: Iterable[PreTrainedConfig],
+) -> contextlib.AbstractContextManager[None]:
+    """Within it, attention layers that read `configs` (from `switchable_configs`) call our
+    attention function. Must be entered and left within `interrupts.held`."""
     return _switches.switched(configs)
 
 
 def compiled_layers(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The compiled ones among `modules` in which a cache is updated. Dynamo cannot trace the update, and would compile
-    the code around it in many pieces."""
+    """The compiled ones among `modules` in which a cache is updated. Dynamo cannot trace the
+    update, and would compile the code around it in many pieces."""
     layers = []
     for module in modules:
         if is_compiled(module) or is_switched(module):
@@ -77,8 +108,9 @@ def compiled_layers(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def model_attention(config: PreTrainedConfig | None, cls: type | None = None) -> str:
-    """The implementation that `config` names, or named before a call switched it. For a model loaded with ours: sdpa if
-    the file of the layer's class `cls` declares support for it, else eager."""
+    """The implementation that `config` names, or named before a call switched it. For a model
+    loaded with ours: sdpa if the file of the layer's class `cls` declares support for it, else
+    eager."""
     if config is None:
         return "sdpa"
     named = config._attn_implementation or "eager"
@@ -86,40 +118,60 @@ def model_attention(config: PreTrainedConfig | None, cls: type | None = None) ->
         return named.named
     if named != NAME:
         return named
-    return "sdpa" if cls is None or _file_supports_sdpa(cls.__module__) else "eager"
+    if cls is None or _file_supports_sdpa(cls.__module__):
+        return "sdpa"
+    return "eager"
 
 
 @functools.cache
 def _file_supports_sdpa(module_name: str) -> bool:
-    classes = filter(inspect.isclass, vars(sys.modules[module_name]).values())
-    models: list[Any] = [x for x in classes if issubclass(x, PreTrainedModel) and x.__module__ == module_name]
-    return not models or any(getattr(cls, compat.SUPPORTS_SDPA) for cls in models)
+    file_globals = vars(sys.modules[module_name])
+    classes = filter(inspect.isclass, file_globals.values())
+    models: list[Any] = []
+    for cls in classes:
+        if issubclass(cls, PreTrainedModel) and cls.__module__ == module_name:
+            models.append(cls)
+    if not models:
+        return True
+    return any(getattr(cls, compat.SUPPORTS_SDPA) for cls in models)
 
 
 def _of_file(cls: type, name: str) -> Any:
-    """The global `name` in the file that defines a class, or a base class; `None` if there is none."""
-    found = (getattr(sys.modules.get(base.__module__), name, None) for base in cls.__mro__)
-    return next((value for value in found if value is not None), None)
+    """The global `name` in the file that defines a class, or a base class; `None` if there is
+    none."""
+    for base in cls.__mro__:
+        module = sys.modules.get(base.__module__)
+        value = getattr(module, name, None)
+        if value is not None:
+            return value
+    return None
 
 
 def model_attention_function(cls: type, implementation: str) -> Callable[..., Any]:
     """The function that an attention layer of class `cls` would call with that implementation."""
     # a file may define a separate interface, with functions that other files do not see
     interface = _of_file(cls, "ALL_ATTENTION_FUNCTIONS") or ALL_ATTENTION_FUNCTIONS
-    return interface.get_interface(implementation, _of_file(cls, "eager_attention_forward"))
+    eager = _of_file(cls, "eager_attention_forward")
+    return interface.get_interface(implementation, eager)
 
 
 STOCK_MASKS = {
-    *(masking_utils.sdpa_mask, masking_utils.eager_mask),
-    *(masking_utils.flash_attention_mask, masking_utils.flex_attention_mask),
+    masking_utils.sdpa_mask,
+    masking_utils.eager_mask,
+    masking_utils.flash_attention_mask,
+    masking_utils.flex_attention_mask,
 }
 # functions that our kernels reproduce, beside eager functions
-STOCK_FUNCTIONS = (sdpa_attention_forward, flash_attention_forward, flex_attention_forward)
+STOCK_FUNCTIONS = (
+    sdpa_attention_forward,
+    flash_attention_forward,
+    flex_attention_forward,
+)
 
 
 def stock_function(cls: type, implementation: str) -> Callable[..., Any] | None:
-    """`model_attention_function` if that and its mask are transformers' code, so that its result is known; `None` if
-    other code registered or replaced it."""
+    """`model_attention_function` if that and its mask are transformers' code, so that its result is
+    known; `None` if other code registered or replaced it."""
     if compat.mask_function(implementation) not in STOCK_MASKS:
         return None
     try:
@@ -129,33 +181,46 @@ def stock_function(cls: type, implementation: str) -> Callable[..., Any] | None:
     if function in STOCK_FUNCTIONS:
         return function
     is_eager = function is not None and function is _of_file(cls, "eager_attention_forward")
-    return function if is_eager and is_from_transformers(function) else None
+    if is_eager and is_from_transformers(function):
+        return function
+    return None
 
 
 @functools.cache
 def is_from_transformers(function: Any) -> bool:
-    """Whether a function's code is from the transformers file that its module names, which a wrapper's code is not."""
-    file, code = getattr(sys.modules.get(function.__module__), "__file__", None), getattr(function, "__code__", None)
-    return function.__module__.startswith("transformers.") and code is not None and code.co_filename == file
+    """Whether a function's code is from the transformers file that its module names, which a
+    wrapper's code is not."""
+    module = sys.modules.get(function.__module__)
+    file = getattr(module, "__file__", None)
+    code = getattr(function, "__code__", None)
+    return (
+        function.__module__.startswith("transformers.")
+        and code is not None
+        and code.co_filename == file
+    )
 
 
 def _readers(modules: Iterable[nn.Module]) -> list[tuple[PreTrainedConfig, set[type]]]:
     """The configs of `modules`, each with the classes of the modules that read it."""
     found: dict[int, tuple[PreTrainedConfig, set[type]]] = {}
     for module in modules:
-        config = getattr(module, "config", None)
+        config = compat.attribute(module, "config")
         if isinstance(config, PreTrainedConfig):
-            found.setdefault(id(config), (config, set()))[1].add(type(module))
+            _, classes = found.setdefault(id(config), (config, set()))
+            classes.add(type(module))
     return list(found.values())
 
 
 def foreign_attention(modules: Iterable[nn.Module]) -> str | None:
-    """Why keys and values are gathered for cached attention layers among `modules`; `None` if they are not."""
+    """Why keys and values are gathered for cached attention layers among `modules`; `None` if they
+    are not."""
     for config, classes in _readers(modules):
         for cls in filter(_calls_interface, classes):
             implementation = model_attention(config, cls)
             if stock_function(cls, implementation) is None:
-                return f"its attention function or mask, {implementation!r}, is not transformers' own"
+                return Topic.MODEL_CODE(
+                    f"its attention function or mask, {implementation!r}, is not transformers' own"
+                )
     return None
 
 
@@ -166,7 +231,8 @@ def calls_interface(modules: Iterable[nn.Module]) -> bool:
 
 
 def switchable_configs(modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
-    """The configs from which cached attention layers among `modules` (all of a model) read their implementation."""
+    """The configs from which cached attention layers among `modules` (all of a model) read their
+    implementation."""
     switchable = []
     for config, classes in _readers(modules):
         named = compat.attention_of(config)  # read once: another thread's call may end meanwhile
@@ -177,7 +243,7 @@ def switchable_configs(modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
     return switchable
 
 
-# -- reading the models' source code --------------------------------------------------------------------------------
+# -- reading the models' source code -------------------------------------------------------------
 
 _parsing = forks.lock()
 
@@ -187,7 +253,8 @@ def _tree(code: Any) -> ast.Module | None:
     """The syntax tree of a class or a function, if it has one."""
     with _parsing:  # CPython 3.11 counts the parser's depth over all threads
         try:
-            return ast.parse(textwrap.dedent(inspect.getsource(code)))
+            source = inspect.getsource(code)
+            return ast.parse(textwrap.dedent(source))
         except (OSError, TypeError, SyntaxError):
             return None
 
@@ -199,50 +266,89 @@ def _calls_interface(cls: type) -> bool:
     if tree is None or issubclass(cls, PreTrainedModel):
         return False
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    return "ALL_ATTENTION_FUNCTIONS" in names and "update" in _attributes(tree)
+    if "ALL_ATTENTION_FUNCTIONS" not in names:
+        return False
+    return "update" in _attributes(tree)
 
 
 @functools.cache
 def _updates_cache(cls: type) -> bool:
-    """Whether code of the class, or of its bases, may update a cache; true of code without source."""
+    """Whether code of the class, or of its bases, may update a cache; true of code without
+    source."""
     if issubclass(cls, PreTrainedModel):  # its layers do
         return False
-    bases = [base for base in cls.__mro__ if base.__module__.partition(".")[0] not in ("builtins", "torch")]
-    trees = map(_tree, bases)
-    return any(tree is None or any(name.startswith("update") for name in _attributes(tree)) for tree in trees)
+    bases = []
+    for base in cls.__mro__:
+        package, _, _ = base.__module__.partition(".")
+        if package not in ("builtins", "torch"):
+            bases.append(base)
+    for base in bases:
+        tree = _tree(base)
+        if tree is None:
+            return True
+        if any(name.startswith("update") for name in _attributes(tree)):
+            return True
+    return False
 
 
 def _attributes(tree: ast.Module) -> set[str]:
     return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
 
 
-# What an eager attention function may use of its module and arguments if our kernels are to compute the same.
+# What an eager attention function may use of its module and arguments if our kernels are to compute
+# the same.
 _PLAIN_ATTRIBUTES = {"num_key_value_groups", "training", "head_dim", "sinks"}
-_PLAIN_PARAMETERS = {"module", "query", "key", "value", "attention_mask", "scaling", "dropout", "kwargs"}
+_PLAIN_PARAMETERS = {
+    "module",
+    "query",
+    "key",
+    "value",
+    "attention_mask",
+    "scaling",
+    "dropout",
+    "kwargs",
+}
 _OPTIONAL_PARAMETERS = {"softcap", "position_bias"}
 _PLAIN_CALLS = set(
-    "matmul repeat_kv softmax dropout transpose contiguous to type size float tanh reshape expand cat max getattr "
-    "hasattr maybe_autocast".split()
+    "matmul repeat_kv softmax dropout transpose contiguous to type size float tanh reshape expand"
+    " cat max getattr hasattr maybe_autocast".split()
 )
 
 
 @functools.cache
 def eager_features(function: Callable[..., Any] | None) -> frozenset[str] | None:
-    """What an eager attention function does beyond softmax(q k * scale + mask) v: some of `softcap`, `position_bias`
-    and `sinks`. `None` if it does anything else, so that it must be called."""
+    """What an eager attention function does beyond softmax(q k * scale + mask) v: some of
+    `softcap`, `position_bias` and `sinks`. `None` if it does anything else, so that it must be
+    called."""
     tree = _tree(function)
-    if function is None or tree is None or not isinstance(tree.body[0], ast.FunctionDef):
+    if function is None or tree is None:
+        return None
+    definition = tree.body[0]
+    if not isinstance(definition, ast.FunctionDef):
         return None
     parameters = set(inspect.signature(function).parameters)
-    attributes, calls, names = set(), set(), set()
-    for node in itertools.chain.from_iterable(map(ast.walk, tree.body[0].body)):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "module":
+    attributes = set()
+    calls = set()
+    names = set()
+    nodes = itertools.chain.from_iterable(map(ast.walk, definition.body))
+    for node in nodes:
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "module"
+        ):
             attributes.add(node.attr)
         elif isinstance(node, ast.Call):
-            calls.add(node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "?"))
+            if isinstance(node.func, ast.Attribute):
+                calls.add(node.func.attr)
+            else:
+                calls.add(getattr(node.func, "id", "?"))
         elif isinstance(node, ast.Name):
             names.add(node.id)
-    is_plain = parameters <= _PLAIN_PARAMETERS | _OPTIONAL_PARAMETERS and attributes <= _PLAIN_ATTRIBUTES
+    allowed_parameters = _PLAIN_PARAMETERS | _OPTIONAL_PARAMETERS
+    is_plain = parameters <= allowed_parameters and attributes <= _PLAIN_ATTRIBUTES
     if not is_plain or not calls <= _PLAIN_CALLS or "attention_mask" not in names:
         return None
-    return frozenset((parameters & _OPTIONAL_PARAMETERS) | (attributes & {"sinks"}))
+    options = parameters & _OPTIONAL_PARAMETERS
+    sinks = attributes & {"sinks"}
+    return frozenset(options | sinks)

@@ -1,8 +1,8 @@
-"""Checks and converts callers' arguments, prompts included; rejects wrong ones by name before memory is allocated."""
+"""Checks and converts callers' arguments, prompts included; rejects wrong ones by name before
+memory is allocated."""
 
 from __future__ import annotations
 
-import difflib
 import operator
 import os
 import reprlib
@@ -17,19 +17,31 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import TextStreamer
 
 from .. import compat
-from ..config import is_whole
+from ..config import PagedConfig, is_whole, meant, shown
 from ..model.capability import is_stock
+from ..model.forwards import compute_device
+from ..model.own_loop import mismatched_rows
 
-# list[int], 1-D or (1, length) tensor, a tokenizer's output for one text; with a tokenizer also str or chat messages
+# list[int], 1-D or (1, length) tensor, a tokenizer's output for one text; with a tokenizer also str
+# or chat messages
 Prompt = Any
+
+
+class ServedByGenerateError(ValueError):
+    """Only the model's own `generate` serves this request."""
 
 
 MAX_TOP_LOGPROBS = 1 << 20  # more than any vocabulary; at most the whole vocabulary is returned
 
+# Of one request: in each step, all requests wait while its texts are compared. A program may raise
+# these limits.
+MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 64, 4096
+
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """Arguments of `PagedEngine.add_request` beside the prompt and its generation config, unchecked."""
+    """Arguments of `PagedEngine.add_request` beside the prompt and its generation config,
+    unchecked."""
 
     request_id: Any = None
     priority: Any = 0
@@ -50,64 +62,144 @@ class RequestOptions:
     assistant_tokenizer: Any = None
 
 
-def shown(value: Any) -> str:
-    """Returns a shortened `repr`, or the type's name if `repr` fails."""
-    try:
-        return reprlib.repr(value)
-    except Exception:  # from the object's `__repr__`, or an integer with too many digits
-        return f"a value of type {type(value).__name__}"
-
-
 def as_whole(name: str, value: Any, low: int, high: int, before: str = "", after: str = "") -> int:
-    """Returns `value` as an int. Raises `ValueError` unless it is a whole number from `low` to `high`; the message has
-    `before` and `after` around this range."""
+    """Returns `value` as an int. Raises `ValueError` unless it is a whole number from `low` to
+    `high`; the message has `before` and `after` around this range."""
     if not is_whole(value) or not low <= value <= high:
-        raise ValueError(f"`{name}` is {shown(value)}: it must be {before}a whole number from {low} to {high}{after}")
+        raise ValueError(
+            f"`{name}` is {shown(value)}: it must be {before}a whole number from {low} to"
+            f" {high}{after}"
+        )
     return int(value)
 
 
-def check_generates(model: Any) -> None:
-    """Raises `ValueError` unless `model` is a model with a head; also for encoder-decoder models with their own cache
-    class, and for models that keep states in their modules."""
-    if not callable(getattr(model, "can_generate", None)):
-        raise ValueError(
-            f"`model` is {shown(model)}: it must be a model, from `AutoModelForCausalLM.from_pretrained` for instance"
+def refuse_options(options: Mapping[str, Any]) -> None:
+    """Raises `TypeError` for keyword arguments that a [`PagedEngine`] does not have."""
+    if not options:
+        return
+    fields = PagedConfig.__annotations__
+    of_requests = options.keys() & generation_options()
+    hint = meant(options, [*fields, *of_requests, "config", "tokenizer"])
+    known = ", ".join(f"{name}={shown(value)}" for name, value in options.items() if name in fields)
+    remedy = (
+        "Options of the memory go into the config, PagedEngine(model,"
+        f" PagedConfig({known or 'num_blocks=4096'}))"
+    )
+    if of_requests:
+        remedy = (
+            'Generation options go with the prompts, engine.generate(prompts, {"max_new_tokens":'
+            " 64})"
         )
+    raise TypeError(f"`PagedEngine` has no argument {_quoted(options)}{hint or '.'} {remedy}")
+
+
+def refuse_arguments(names: Iterable[str]) -> None:
+    """Raises `TypeError` for keyword arguments that a request does not have."""
+    if unknown := list(names):
+        hint = meant(unknown, [*RequestOptions.__annotations__, *generation_options()])
+        raise TypeError(
+            f"there is no argument {_quoted(unknown)}{hint or '.'} Generation options go into"
+            ' `generation_config`, such as {"max_new_tokens": 64}'
+        )
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))
+
+
+def check_generates(model: Any) -> None:
+    """Raises `ValueError` unless `model` is a model with a head and weights; also for
+    encoder-decoder models with their own cache class, and for models that keep states in their
+    modules."""
+    if isinstance(model, type) or not callable(getattr(model, "can_generate", None)):
+        instead = "it must be a model, from `AutoModelForCausalLM.from_pretrained` for instance"
+        if isinstance(model, (str, os.PathLike)):
+            instead = f"call `PagedEngine.from_pretrained({shown(model)})`, or pass a loaded model"
+        elif callable(getattr(getattr(model, "model", None), "can_generate", None)):
+            instead = "pass its `.model`"
+        raise ValueError(f"`model` is {shown(model)}: {instead}")
     name = type(model).__name__
+    check_weights(model)
     if not model.can_generate():
         raise ValueError(
-            f"`model` is a {name}, which cannot generate: pass the model with its head, a `...ForCausalLM`"
+            f"`model` is a {name}, which cannot generate: pass the model with its head, a"
+            " `...ForCausalLM`"
         )
     if not is_stock(model, compat.PREPARE_CACHE) or not compat.supports_dynamic_cache(model):
         if model.config.is_encoder_decoder:
-            raise ValueError(
-                f"{name} is an encoder-decoder model with a cache of its own: call `model.generate(..., "
-                'cache_implementation="paged")`'
+            raise ServedByGenerateError(
+                f"{name} is an encoder-decoder model with its own cache class: call"
+                ' `model.generate(..., cache_implementation="paged")`'
             )
-    if any(hasattr(module, "_setup_cache") for module in model.modules()):
+    if any(compat.attribute(module, "_setup_cache") for module in model.modules()):
+        raise ServedByGenerateError(
+            f"{name} keeps states in its modules, outside any cache, so its requests cannot run"
+            ' beside one another: call `model.generate(..., cache_implementation="paged")`'
+        )
+
+
+def check_weights(model: Any) -> None:
+    """Raises `ValueError` for a model on the meta device."""
+    if compute_device(model).type == "meta":
         raise ValueError(
-            f"{name} keeps states in its modules, outside of any cache, so that its requests cannot run beside one "
-            'another: call `model.generate(..., cache_implementation="paged")`'
+            f"the weights of {type(model).__name__} are on the meta device, which holds no numbers:"
+            " load them with `from_pretrained`"
+        )
+
+
+def check_path(name_or_path: Any) -> None:
+    """Raises `ValueError` for what is no name or path, and `FileNotFoundError` for a path of
+    nothing."""
+    if not isinstance(name_or_path, (str, os.PathLike)):
+        raise ValueError(
+            f"`name_or_path` is {shown(name_or_path)}: pass a name or a folder, or call"
+            " `PagedEngine(model)`"
+        )
+    path = os.fspath(name_or_path)
+    if path.startswith((os.sep, ".", "~")) and not os.path.exists(path):
+        raise FileNotFoundError(
+            f"there is no folder {path!r}: pass the folder of a saved model, or a name on the Hub"
+        )
+
+
+def check_config(config: Any) -> None:
+    """Raises `ValueError` for a tokenizer in the place of an engine's config."""
+    if callable(getattr(config, "decode", None)):
+        raise ValueError(
+            f"`config` is a {type(config).__name__}: pass it by name, `PagedEngine(model,"
+            " tokenizer=tokenizer)`"
         )
 
 
 def check_tokenizer(tokenizer: Any) -> None:
-    if isinstance(tokenizer, (str, os.PathLike)):
-        raise ValueError(f"`tokenizer` is {shown(tokenizer)}: pass a tokenizer, from `AutoTokenizer.from_pretrained`")
+    if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
+        raise ValueError(
+            f"`tokenizer` is {shown(tokenizer)}: pass a tokenizer, from"
+            " `AutoTokenizer.from_pretrained`"
+        )
 
 
-def check_assistant(value: Any) -> None:
+def check_assistant(value: Any, tokenizer: Any = None) -> None:
     if value is not None and not callable(getattr(value, "can_generate", None)):
         raise ValueError(f"`assistant_model` is {shown(value)}: it must be None or a model")
+    if value is None and tokenizer is not None:
+        raise ValueError(
+            "`assistant_tokenizer` goes with an `assistant_model`: pass it as well, or leave"
+            " both out"
+        )
 
 
 def check_names(request_id: Any, adapter: Any) -> None:
     try:
         hash(request_id)
     except TypeError:
-        raise ValueError(f"`request_id` is {shown(request_id)}: it must be hashable, a string for instance") from None
+        raise ValueError(
+            f"`request_id` is {shown(request_id)}: it must be hashable, a string for instance"
+        ) from None
     if adapter is not None and not isinstance(adapter, (str, os.PathLike)):
-        raise ValueError(f"`adapter` is {shown(adapter)}: it must be None or an adapter's name or folder")
+        raise ValueError(
+            f"`adapter` is {shown(adapter)}: it must be None or an adapter's name or folder"
+        )
 
 
 def check_logprobs(options: RequestOptions) -> int:
@@ -115,161 +207,294 @@ def check_logprobs(options: RequestOptions) -> int:
     for name in ("return_logprobs", "prompt_logprobs"):
         if not isinstance(getattr(options, name), bool):
             value = shown(getattr(options, name))
-            raise ValueError(f"`{name}` is {value}: it must be True or False; ask for alternatives with `top_logprobs`")
-    count = as_whole("top_logprobs", options.top_logprobs, 0, MAX_TOP_LOGPROBS, after=" (alternatives of a token)")
+            raise ValueError(
+                f"`{name}` is {value}: it must be True or False; ask for alternatives with"
+                " `top_logprobs`"
+            )
+    count = as_whole(
+        "top_logprobs",
+        options.top_logprobs,
+        0,
+        MAX_TOP_LOGPROBS,
+        after=" (alternatives of a token)",
+    )
     if count and not (options.return_logprobs or options.prompt_logprobs):
-        raise ValueError(f"`top_logprobs` is {count}: it goes with `return_logprobs=True` or `prompt_logprobs=True`")
+        raise ValueError(
+            f"`top_logprobs` is {count}: it goes with `return_logprobs=True` or"
+            " `prompt_logprobs=True`"
+        )
     return count
 
 
 def as_list(name: str, value: Any) -> list[Any]:
-    """Returns processors or criteria as a list. Raises `ValueError` if `value` is no list of callables."""
+    """Returns processors or criteria as a list. Raises `ValueError` if `value` is no list of
+    callables."""
     if value is None:
         return []
     if not isinstance(value, (list, tuple)):
-        raise ValueError(f"`{name}` is {shown(value)}: pass a list of them")
+        raise ValueError(f"`{name}` is {shown(value)}: pass a list")
     for place, each in enumerate(value):
         if not callable(each):
             raise ValueError(f"`{name}` holds {shown(each)} at place {place}: it must be callable")
     return list(value)
 
 
+def check_stop_strings(value: Any, name: str = "stop_strings") -> None:
+    """Raises `ValueError` for anything but text or a list of texts, and for more than a request may
+    have."""
+    strings = [value] if isinstance(value, str) else value
+    if (
+        not isinstance(strings, (list, tuple))
+        or not strings
+        or not all(isinstance(text, str) for text in strings)
+    ):
+        raise ValueError(f"`{name}` is {shown(value)}: it must be text, or a list of texts")
+    length = sum(map(len, strings))
+    if len(strings) > MAX_STOP_STRINGS:
+        most = (
+            f"{len(strings)} texts: a request may have at most {MAX_STOP_STRINGS}"
+            " (`MAX_STOP_STRINGS`"
+        )
+    elif length > MAX_STOP_CHARACTERS:
+        most = (
+            f"{length} characters: a request may have at most {MAX_STOP_CHARACTERS} in total"
+            " (`MAX_STOP_CHARACTERS`"
+        )
+    else:
+        return
+    raise ValueError(f"`{name}` has {most} in `{__name__}`)")
+
+
 def check_streamer(value: Any) -> None:
-    if value is not None and not all(callable(getattr(value, method, None)) for method in ("put", "end")):
+    if value is not None and not all(
+        callable(getattr(value, method, None)) for method in ("put", "end")
+    ):
         raise ValueError(f"`streamer` is {shown(value)}: it must have the methods `put` and `end`")
 
 
 def check_streamed_rows(streamer: Any, num_rows: int, instead: str) -> None:
-    """Raises `ValueError` for several rows with a streamer that takes one; `instead` says what to do."""
+    """Raises `ValueError` for several rows with a streamer that takes one; `instead` says what to
+    do."""
     if isinstance(streamer, TextStreamer) and num_rows > 1:
         raise ValueError(
-            f"`streamer` is a {type(streamer).__name__}, which takes one row, and there are {num_rows}: {instead}"
+            f"`streamer` is a {type(streamer).__name__}, which takes one row, and there are"
+            f" {num_rows}: {instead}"
         )
 
 
-def check_ids(value: Any) -> None:
-    """Raises `ValueError` for a tensor `(rows, length)` whose dtype is not int64 or int32, or without rows."""
-    is_tensor = isinstance(value, Tensor)
-    if is_tensor and value.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"`input_ids` are {value.dtype}: token ids must be torch.int64 or torch.int32")
-    if is_tensor and value.dim() == 2 and not len(value):
-        raise ValueError(f"`input_ids` have the shape {tuple(value.shape)}: there must be at least one row")
+def check_ids(value: Any, mask: Any = None, is_alone: bool = False) -> None:
+    """Raises `ValueError` unless `value` is None or an int64 or int32 tensor `(rows, length)` with
+    rows; `is_alone`: nothing precedes the ids, so that there must be some, and as many as a `mask`
+    of two dimensions covers."""
+    if value is None:
+        return
+    if not isinstance(value, Tensor):
+        raise ValueError(
+            f"`input_ids` are {shown(value)}: pass a tensor of token ids, "
+            '`model.generate(**tokenizer(texts, padding=True, return_tensors="pt"), ...)`'
+        )
+    shape = tuple(value.shape)
+    if value.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"`input_ids` are {value.dtype}: token ids must be torch.int64 or torch.int32"
+        )
+    if value.dim() < 2 or not len(value):
+        raise ValueError(
+            f"`input_ids` have the shape {shape}: it must be (rows, length), with at least one row"
+        )
+    if is_alone and not shape[1]:
+        raise ValueError(
+            f"`input_ids` have the shape {shape}: each row needs at least one token, such as BOS"
+        )
+    if isinstance(mask, Tensor) and mask.dim() == value.dim() == 2 and mask.shape != value.shape:
+        raise ValueError(
+            f"`attention_mask` has the shape {tuple(mask.shape)} and `input_ids` {shape}: pass both"
+            " as the tokenizer returned them"
+        )
 
 
 def check_numbers(options: Mapping[str, Any], *, check_range: bool = True) -> None:
-    """Raises `ValueError` for options that are not numbers; with `check_range` also for bools and counts below 1."""
+    """Raises `ValueError` for options that are not numbers; with `check_range` also for bools and
+    counts below 1."""
     for name in ("num_beams", "num_return_sequences"):
         value = options.get(name)
-        is_count = isinstance(value, Integral) and (not check_range or (is_whole(value) and int(value) >= 1))
-        if value is not None and not is_count:
+        if value is None:
+            continue
+        is_count = isinstance(value, Integral) and (not check_range or is_whole(value))
+        if not is_count or (check_range and int(value) < 1):
             raise ValueError(f"`{name}` is {shown(value)}: it must be a whole number of at least 1")
     # plain `generate` accepts 3.0 as well, and raises for numbers that are too low
     for name in ("max_new_tokens", "max_length", "min_new_tokens", "min_length"):
         if not isinstance(options.get(name), (Real, Tensor, type(None))):
-            raise ValueError(f"`{name}` is {shown(options[name])}: it must be a whole number (tokens)")
+            raise ValueError(
+                f"`{name}` is {shown(options[name])}: it must be a whole number (tokens)"
+            )
 
 
-def as_config(value: GenerationConfig | Mapping[str, Any] | None) -> GenerationConfig | None:
+def check_generation_config(value: Any) -> None:
+    """Raises `ValueError` unless `value` is None, a `GenerationConfig` or a dict of its options.
+    Their values are validated together with the model's own, when a request is prepared."""
     if value is None:
-        return None
+        return
     if isinstance(value, GenerationConfig):
         check_numbers(vars(value))
-        return value
+        return
     if not isinstance(value, Mapping):
-        raise ValueError(f"the generation config is {shown(value)}: pass a `GenerationConfig` or a dict of its options")
+        raise ValueError(
+            f"the generation config is {shown(value)}: pass a `GenerationConfig` or a dict of its"
+            " options"
+        )
     known = vars(GenerationConfig())
     unknown = [str(name) for name in value if name not in known]
     if unknown:  # transformers would keep them as unused attributes
-        raise ValueError(f"`GenerationConfig` has no options {', '.join(sorted(unknown))}{meant(unknown)}")
+        hint = meant(unknown, generation_options())
+        if of_memory := PagedConfig.__annotations__.keys() & unknown:
+            hint = (
+                ": options of the memory go into the engine's config, such as"
+                f" PagedConfig({min(of_memory)}=...)"
+            )
+        elif of_request := RequestOptions.__annotations__.keys() & unknown:
+            hint = f": pass it beside the config, as the argument `{min(of_request)}=`"
+        raise ValueError(f"`GenerationConfig` has no option {_quoted(unknown)}{hint}")
     check_numbers(value)
     for name in ("num_beams", "num_return_sequences"):
-        if (
-            name in value and value[name] is None and not is_saved(value)
-        ):  # `generate` rejects it as a keyword argument, too
-            raise ValueError(f"`{name}` is None: leave it out, or pass a whole number of at least 1")
-    return GenerationConfig(**value)
+        # `generate` rejects None as a keyword argument, too
+        if value.get(name, 1) is None and not is_saved(value):
+            raise ValueError(
+                f"`{name}` is None: leave it out, or pass a whole number of at least 1"
+            )
 
 
 def is_saved(value: Any) -> bool:
-    """Whether `value` is the dict of a whole `GenerationConfig` (`to_dict`), in which None means "not set"."""
+    """Whether `value` is the dict of a whole `GenerationConfig` (`to_dict`), in which None means
+    "not set"."""
     return isinstance(value, Mapping) and "transformers_version" in value
 
 
-def meant(names: Iterable[str]) -> str:
-    known = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
-    found = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.7) for name in sorted(names)}
-    hints = [f"`{close[0]}` instead of `{name}`" for name, close in found.items() if close and close[0] != name]
-    return f": did you mean {', '.join(hints)}?" if hints else ""
+def generation_options() -> list[str]:
+    """The names of `generate`'s options."""
+    return [name for name in vars(GenerationConfig()) if not name.startswith("_")]
 
 
 def split_inputs(prompt: Prompt, inputs: Any) -> tuple[Prompt, dict[str, Any] | None]:
-    """Returns the prompt and its inputs beside token ids (`None` without any), taken from `inputs` and from `prompt` if
-    that is a processor's mapping. Raises `ValueError` for inputs that are not those of one prompt."""
+    """Returns the prompt and its inputs beside token ids (`None` without any), taken from `inputs`
+    and from `prompt` if that is a processor's mapping. Raises `ValueError` for inputs that are not
+    those of one prompt."""
     if inputs is not None and not isinstance(inputs, Mapping):
-        raise ValueError(f"`inputs` is {shown(inputs)}: pass a dict of what the model takes beside token ids")
+        raise ValueError(
+            f"`inputs` is {shown(inputs)}: pass a dict of the model's inputs beside token ids"
+        )
     given = dict(inputs or {})
     if isinstance(prompt, Mapping) and has_inputs(prompt):
         given = {**{name: value for name, value in prompt.items() if name != "input_ids"}, **given}
         prompt = prompt.get("input_ids")
         mask = given.get("attention_mask")
         if prompt is not None and mask is not None:
+            if (
+                isinstance(mask, Tensor)
+                and isinstance(prompt, Tensor)
+                and mask.shape != prompt.shape
+            ):
+                raise ValueError(
+                    f"`attention_mask` has the shape {tuple(mask.shape)} and `input_ids`"
+                    f" {tuple(prompt.shape)}: pass both as the processor returned them"
+                )
             if not isinstance(mask, Tensor) or not bool(mask.all()):
-                raise ValueError("the attention mask hides tokens: pass a prompt with other inputs without padding")
+                raise ValueError(
+                    "the attention mask hides tokens: pass a prompt with images or sound without"
+                    " padding"
+                )
             del given["attention_mask"]
     options = vars(GenerationConfig())
-    if refused := sorted(str(name) for name in given if name in ("input_ids", *compat.CACHE_NAMES) or name in options):
-        raise ValueError(f"`inputs` has {', '.join(refused)}: pass what the model takes beside token ids alone")
+    if refused := sorted(
+        str(name) for name in given if name in ("input_ids", *compat.CACHE_NAMES) or name in options
+    ):
+        raise ValueError(
+            f"`inputs` has {', '.join(refused)}: pass only model inputs beside token ids there, and"
+            " options in `generation_config`"
+        )
+    if (mismatch := mismatched_rows(given, 1)) is not None:
+        raise ValueError(f"`inputs` are not those of one prompt: {mismatch}")
     return prompt, given or None
 
 
 def has_inputs(prompt: Mapping[str, Any]) -> bool:
     """Whether a processor's output holds more than token ids and their mask."""
-    return any(name not in ("input_ids", "attention_mask") and value is not None for name, value in prompt.items())
+    return any(
+        name not in ("input_ids", "attention_mask") and value is not None
+        for name, value in prompt.items()
+    )
 
 
 def is_chat(prompt: Prompt) -> bool:
-    """Whether a prompt is a list of chat messages. Raises `ValueError` if only some of them have a role."""
-    if not isinstance(prompt, (list, tuple)) or (prompt and isinstance(prompt[0], int)):  # usually token ids
+    """Whether a prompt is a list of chat messages. Raises `ValueError` if only some of them have a
+    role."""
+    if not isinstance(prompt, (list, tuple)) or (prompt and isinstance(prompt[0], int)):
+        # usually token ids
         return False
-    roles = [isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in prompt]
+    roles = [
+        isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in prompt
+    ]
     if any(roles) and not all(roles):
         place = roles.index(False)
-        raise ValueError(f"message {place} of the chat is {shown(prompt[place])}: pass a dict with its `role`, as text")
+        raise ValueError(
+            f"message {place} of the chat is {shown(prompt[place])}: pass a dict with its `role`,"
+            " as text"
+        )
     return any(roles)
 
 
 def _chat_ids(messages: Any, tokenizer: Any) -> Any:
     if tokenizer is None:
-        raise ValueError("the prompt is a chat: make the engine with `tokenizer=`, or pass token ids")
-    if getattr(tokenizer, "chat_template", "its own") is None or not hasattr(tokenizer, "apply_chat_template"):
         raise ValueError(
-            "the prompt is a chat, and the tokenizer has no chat template: set `tokenizer.chat_template`, or pass text"
+            "the prompt is a chat: make the engine with `tokenizer=`, or pass token ids"
+        )
+    if getattr(tokenizer, "chat_template", "its own") is None or not hasattr(
+        tokenizer, "apply_chat_template"
+    ):
+        raise ValueError(
+            "the prompt is a chat, and the tokenizer has no chat template: set"
+            " `tokenizer.chat_template`, or pass text"
         )
     for part in (
-        part for message in messages if isinstance(message.get("content"), list) for part in message["content"]
+        part
+        for message in messages
+        if isinstance(message.get("content"), list)
+        for part in message["content"]
     ):
         if isinstance(part, Mapping) and part.get("type") != "text":
             raise ValueError(
-                f"a message of the chat holds content of type {shown(part.get('type'))}, which no tokenizer reads: "
-                "pass what `processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, "
-                'return_dict=True, return_tensors="pt")` returns'
+                f"a message of the chat holds content of type {shown(part.get('type'))}, which no"
+                " tokenizer reads: pass what `processor.apply_chat_template(messages,"
+                " add_generation_prompt=True, tokenize=True, return_dict=True,"
+                ' return_tensors="pt")` returns'
             )
     try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
     except Exception as error:  # raised by the jinja2 template
-        raise ValueError(f"the tokenizer's chat template does not take these messages: {error}") from error
+        raise ValueError(
+            f"the tokenizer's chat template does not take these messages: {error}"
+        ) from error
 
 
 def prompt_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
-    """Returns the token ids of one prompt. Raises `ValueError` for anything else, and for text without a tokenizer."""
+    """Returns the token ids of one prompt. Raises `ValueError` for anything else, and for text
+    without a tokenizer."""
     if isinstance(prompt, Mapping):
         rows = _mapped(prompt)[0]
         if len(rows) != 1:
-            raise ValueError(f"the prompt is a mapping with {len(rows)} rows of `input_ids`: pass one for each request")
+            raise ValueError(
+                f"the prompt has {len(rows)} rows of `input_ids`, and a request takes one: call "
+                "`engine.generate(inputs)`, or `add_request` with each"
+            )
         prompt = rows[0]
     if isinstance(prompt, str):
         if tokenizer is None:
-            raise ValueError("the prompt is text: make the engine with `tokenizer=`, or pass token ids")
+            raise ValueError(
+                "the prompt is text: make the engine with `tokenizer=`, or pass token ids"
+            )
         prompt = tokenizer(prompt)["input_ids"]
     elif is_chat(prompt):
         prompt = _chat_ids(prompt, tokenizer)
@@ -278,45 +503,80 @@ def prompt_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
             prompt = prompt[0]
         if prompt.dim() != 1 or prompt.is_floating_point():
             raise ValueError(
-                f"the prompt is a {prompt.dtype} tensor of shape {tuple(prompt.shape)}: pass whole numbers of "
-                "shape (length,) or (1, length), one request for each prompt"
+                f"the prompt is a {prompt.dtype} tensor of shape {tuple(prompt.shape)}: pass whole"
+                " numbers of shape (length,) or (1, length), one request for each prompt"
             )
         prompt = prompt.tolist()
     nothing: Any = None
+    if isinstance(prompt, (bytes, bytearray)):  # whose items are whole numbers
+        raise ValueError(
+            f"the prompt is {reprlib.repr(prompt)}: decode it, and pass text or token ids"
+        )
     try:
         return [operator.index(nothing if isinstance(token, bool) else token) for token in prompt]
     except TypeError:  # not iterable, or not whole numbers
-        what = reprlib.repr(prompt)
-        raise ValueError(f"the prompt is {what}: pass token ids, one list of whole numbers for each request") from None
+        what = f"the prompt is {reprlib.repr(prompt)}"
+        if isinstance(prompt, (list, tuple)) and all(
+            isinstance(part, (str, list, tuple, Tensor)) for part in prompt
+        ):
+            what += (
+                f", which are {len(prompt)} prompts, and a request has one: call"
+                " `engine.generate(prompts)`, or"
+            )
+            raise ValueError(f"{what} `add_request` with each") from None
+        raise ValueError(
+            f"{what}: pass token ids, one list of whole numbers for each request"
+        ) from None
 
 
 def split_prompts(
     prompts: Iterable[Prompt] | Mapping[str, Any], generation_config: Any, attention_mask: Any
 ) -> list[tuple[Prompt, Any]]:
-    """Returns the prompts of `PagedEngine.generate`, each with its generation config. Raises `generate`'s errors."""
-    is_one = isinstance(prompts, str) or (isinstance(prompts, Tensor) and prompts.dim() < 2) or is_chat(prompts)
+    """Returns the prompts of `PagedEngine.generate`, each with its generation config. Raises
+    `generate`'s errors."""
+    is_one = (
+        isinstance(prompts, str)
+        or (isinstance(prompts, Tensor) and prompts.dim() < 2)
+        or is_chat(prompts)
+    )
+    is_one = is_one or (
+        isinstance(prompts, (list, tuple)) and bool(prompts) and is_whole(prompts[0])
+    )
     if attention_mask is not None and not is_one:
         if not isinstance(prompts, Tensor) or prompts.dim() != 2:
-            raise ValueError("`attention_mask` goes with one tensor of shape (rows, length); a mapping holds its own")
+            raise ValueError(
+                "`attention_mask` goes with one tensor of shape (rows, length); a mapping holds"
+                " its own"
+            )
         prompts = {"input_ids": prompts, "attention_mask": attention_mask}
     if isinstance(prompts, Mapping) and has_inputs(prompts):
         ids = prompts.get("input_ids")
         if not isinstance(ids, Tensor) or ids.dim() != 2 or len(ids) != 1:
             raise ValueError(
-                "the mapping of prompts has inputs beside `input_ids` and `attention_mask`, whose rows are not known: "
-                "pass a list of such mappings, one a prompt, with `input_ids` of shape (1, length)"
+                "the mapping of prompts has inputs beside `input_ids` and `attention_mask`, whose"
+                " rows are unknown: pass a list of such mappings, one a prompt, with `input_ids` of"
+                " shape (1, length)"
             )
         prompts = [prompts]
     elif isinstance(prompts, Mapping):
         prompts, is_one = _mapped(prompts)
     if is_one:
-        raise ValueError("pass a list of prompts, or one prompt to `add_request`")
+        raise ValueError(
+            f"{reprlib.repr(prompts)} is one prompt: pass a list of prompts, or call `add_request`"
+        )
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"`prompts` is {shown(prompts)}: pass a list of prompts")
     prompts = list(prompts)
-    configs = generation_config if isinstance(generation_config, (list, tuple)) else [generation_config]
+    configs = (
+        generation_config if isinstance(generation_config, (list, tuple)) else [generation_config]
+    )
     if len(configs) == 1:
         configs = list(configs) * len(prompts)
     if len(configs) != len(prompts):
-        raise ValueError(f"{len(configs)} generation configs were passed for {len(prompts)} prompts")
+        raise ValueError(
+            f"{len(configs)} generation configs were passed for {len(prompts)} prompts: pass one,"
+            " or one for each"
+        )
     return list(zip(prompts, configs))
 
 
@@ -325,15 +585,22 @@ def _unpadded(rows: list[Any], masks: list[Any]) -> list[Prompt]:
     for row, (ids, mask) in enumerate(zip(rows, masks)):
         places = [place for place, is_token in enumerate(mask) if is_token]
         if places and places[-1] - places[0] >= len(places):
-            raise ValueError(f"the attention mask hides tokens inside of row {row}: it may hide padding at its ends")
+            raise ValueError(
+                f"the attention mask hides tokens inside of row {row}: it may hide padding at its"
+                " ends"
+            )
         prompts.append([ids[place] for place in places])
     return prompts
 
 
 def _mapped(inputs: Mapping[str, Any]) -> tuple[list[Prompt], bool]:
-    """Returns, from a tokenizer's output, the unpadded ids of every text, and whether it was a single text."""
+    """Returns, from a tokenizer's output, the unpadded ids of every text, and whether it was a
+    single text."""
     if "input_ids" not in inputs:
-        raise ValueError("the mapping of prompts has no `input_ids`")
+        raise ValueError(
+            f"the mapping of prompts has no `input_ids`, only {_quoted(map(str, inputs))}: tokenize"
+            " the texts"
+        )
     ids = _listed("input_ids", inputs["input_ids"])
     is_one = bool(ids) and not isinstance(ids[0], (list, tuple))
     ids = [ids] if is_one else ids
@@ -341,13 +608,20 @@ def _mapped(inputs: Mapping[str, Any]) -> tuple[list[Prompt], bool]:
         return ids, is_one
     masks = _listed("attention_mask", inputs["attention_mask"])
     masks = [masks] if is_one else masks
-    if any(not isinstance(mask, (list, tuple)) for mask in masks) or [*map(len, masks)] != [*map(len, ids)]:
-        raise ValueError("the attention mask has other lengths than `input_ids`: pass both as the tokenizer made them")
+    if any(not isinstance(mask, (list, tuple)) for mask in masks) or [*map(len, masks)] != [
+        *map(len, ids)
+    ]:
+        raise ValueError(
+            "the attention mask has other lengths than `input_ids`: pass both as the tokenizer made"
+            " them"
+        )
     return _unpadded(ids, masks), is_one
 
 
 def _listed(name: str, value: Any) -> list[Any]:
     value = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(value, (list, tuple)):
-        raise ValueError(f"`{name}` of the mapping of prompts is {reprlib.repr(value)}: pass lists or a tensor")
+        raise ValueError(
+            f"`{name}` of the mapping of prompts is {reprlib.repr(value)}: pass lists or a tensor"
+        )
     return [each.tolist() if hasattr(each, "tolist") else each for each in value]

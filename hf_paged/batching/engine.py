@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -19,7 +19,18 @@ from ..model.forwards import compute_device
 from ..model.loading import load_model, load_tokenizer
 from ..model.registry import Route
 from ..tools.pictures import MAX_REQUESTS, engine_html, plot_block_map, plot_intervals
-from .arguments import Prompt, RequestOptions, check_generates, check_tokenizer, prompt_ids, split_inputs
+from .arguments import (
+    Prompt,
+    RequestOptions,
+    check_config,
+    check_generates,
+    check_path,
+    check_tokenizer,
+    prompt_ids,
+    refuse_arguments,
+    refuse_options,
+    split_inputs,
+)
 from .engine_core import EngineCore
 from .execution.adapter_files import adapter_namespace, resolve_adapter
 from .execution.adapters import base_model
@@ -29,33 +40,47 @@ from .saved_prefixes import load, save, saved_to
 from .streams import RequestStream
 
 _MEMORY = (
-    *("used_blocks", "shared_blocks", "cached_blocks", "peak_blocks", "used_bytes", "peak_bytes", "budget_bytes"),
-    *("tier_host_bytes", "tier_disk_bytes", "tier_kept_blocks", "tier_restored_blocks"),
+    "used_blocks",
+    "shared_blocks",
+    "cached_blocks",
+    "peak_blocks",
+    "used_bytes",
+    "peak_bytes",
+    "budget_bytes",
+    "tier_host_bytes",
+    "tier_disk_bytes",
+    "tier_kept_blocks",
+    "tier_restored_blocks",
 )
 
 
 class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
-    """
-    Generates for many requests at once (iteration-level scheduling, Orca, OSDI'22; blocks, PagedAttention, arXiv
-    2309.06180). A request gets the tokens that `model.generate` gives for its prompt alone.
+    """Generates for many requests at once (iteration-level scheduling, Orca, OSDI'22; blocks,
+    PagedAttention, arXiv 2309.06180). A request gets the tokens that `model.generate` gives for its
+    prompt alone.
 
-    You may change the model between calls and between steps: later requests reuse no K/V computed with other weights.
-    Unfinished requests keep their K/V; `weights_update` can recompute them. The engine decides whether the model runs
-    packed while it has no unfinished request: add forward hooks, dropout, attention functions and code that depends on
-    shapes only then, otherwise unfinished requests, and requests that join them, may get other tokens. Several threads
-    may call the methods; a thread that changes the model while others take steps does so within `weights_update` or
-    `pause`.
+    You may change the model between calls and between steps: later requests reuse no K/V computed
+    with other weights. Unfinished requests keep their K/V; `weights_update` can recompute them. The
+    engine decides whether the model runs packed while it has no unfinished request: add forward
+    hooks, dropout, attention functions and code that depends on shapes only then, otherwise
+    unfinished requests, and requests that join them, may get other tokens. Several threads may call
+    the methods; a thread that changes the model while others take steps does so within
+    `weights_update` or `pause`.
 
     Args:
-        model ([`PreTrainedModel`] or `PeftModel`): A decoder-only model.
+        model ([`PreTrainedModel`] or a wrapper of one): A decoder-only model. Of wrappers (PEFT,
+            `torch.compile`, `DataParallel`, `DistributedDataParallel`) the model inside runs.
         config ([`PagedConfig`] or `dict`, *optional*): Block size, budgets, preemption.
         tokenizer (*optional*): Needed for text prompts, stop strings, and text in the results.
 
     Raises:
-        ValueError: for a model that cannot generate; for models that only `generate` serves: encoder-decoder models
-            with a custom cache, models with states in their modules, PEFT's prompt learning and X-LoRA; for a
-            tokenizer's name instead of a tokenizer; for a sharded model in any process but process 0
-            (`hf_paged.serve_rank`).
+        ValueError: for a model that cannot generate; for models that only `generate` serves:
+            encoder-decoder models with a custom cache, models with states in their modules, PEFT's
+            prompt learning and X-LoRA; for a tokenizer's name instead of a tokenizer, or a
+            tokenizer as `config`; for a model on the meta device; for one that FSDP has sharded;
+            for a sharded model in any process but process 0 (`hf_paged.serve_rank`).
+        TypeError: for other arguments, such as options of the config beside it; for pickling or
+            copying an engine.
         OSError: if the folder of `prefix_tiers` cannot be created, listed or entered.
 
     Example:
@@ -67,13 +92,21 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
     """
 
     def __init__(
-        self, model: Any, config: PagedConfig | Mapping[str, Any] | None = None, *, tokenizer: Any = None
+        self,
+        model: Any,
+        config: PagedConfig | Mapping[str, Any] | None = None,
+        *,
+        tokenizer: Any = None,
+        **unknown: Any,
     ) -> None:
+        refuse_options(unknown)
+        check_config(config)
         self.model: PreTrainedModel = base_model(model)
         check_generates(self.model)
         check_tokenizer(tokenizer)
-        self.config = fit_blocks(PagedConfig.coerce(config), self.model.config, compute_device(self.model))
-        check_tiers(self.config.prefix_tiers)
+        asked = PagedConfig.coerce(config, "config")
+        self.config = fit_blocks(asked, self.model.config, compute_device(self.model))
+        check_tiers(self.config)
         self.tokenizer = tokenizer
         self._core = EngineCore(self.model, self.config)
         self.timeline = self._core.timeline
@@ -82,28 +115,35 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
     def from_pretrained(
         cls,
         name_or_path: str | os.PathLike[str],
-        *,
         config: PagedConfig | Mapping[str, Any] | None = None,
+        *,
         tokenizer: Any = None,
         **loading: Any,
     ) -> PagedEngine:
-        """
-        Makes an engine for a saved model or a name on the Hub; transformers loads the model (with accelerate).
+        """Makes an engine for a saved model or a name on the Hub; transformers loads the model
+        (with accelerate).
 
         Args:
-            name_or_path (`str` or path): A model, or a PEFT adapter, which is loaded with its base model.
+            name_or_path (`str` or path): A model, or a PEFT adapter, which is loaded with its base
+                model.
             config ([`PagedConfig`] or `dict`, *optional*): The engine's config.
             tokenizer (*optional*): Replaces the tokenizer saved beside the model, if any.
-            loading: Arguments of the model's `from_pretrained`: `dtype`, `device_map`, `quantization_config`,
-                `revision`, `attn_implementation`, ...
+            loading: Arguments of the model's `from_pretrained`: `dtype`, `device_map`,
+                `quantization_config`, `revision`, `attn_implementation`, ...
 
         Raises:
-            OSError, ValueError: the errors of `from_pretrained` and of [`PagedEngine`].
+            OSError, TypeError, ValueError: the errors of `from_pretrained` and of [`PagedEngine`].
         """
-        config = PagedConfig.coerce(config)  # before anything is loaded
+        # before anything is loaded
+        fields = PagedConfig.__annotations__
+        refuse_options({name: value for name, value in loading.items() if name in fields})
+        check_config(config)
+        config = PagedConfig.coerce(config, "config")
         check_tokenizer(tokenizer)
+        check_path(name_or_path)
         model = load_model(name_or_path, **loading)
-        tokenizer = load_tokenizer(name_or_path, model, **loading) if tokenizer is None else tokenizer
+        if tokenizer is None:
+            tokenizer = load_tokenizer(name_or_path, model, **loading)
         return cls(model, config, tokenizer=tokenizer)
 
     def add_request(
@@ -128,74 +168,109 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         grammar: str | None = None,
         assistant_model: Any = None,
         assistant_tokenizer: Any = None,
+        **unknown: Any,
     ) -> str:
-        """
-        Queues a request and returns its id. Computes nothing before the next `step`, except some `inputs` (see there).
+        """Queues a request and returns its id. Computes nothing before the next `step`, except
+        some `inputs` (see there).
 
         Args:
-            input_ids (`list[int]`, `torch.Tensor` of shape `(length,)` or `(1, length)`, `str`, `list[dict]`, or a
-                mapping): The prompt, which goes to the encoder if the model has one. A list of dicts is a chat,
-                `[{"role": "user", "content": ...}, ...]`, rendered with the tokenizer's chat template; a mapping is the
-                output of a tokenizer or processor for one text, with its images or sound.
-            inputs (`dict`, *optional*): What the model's `generate` takes beside or instead of token ids, for one
-                prompt: `{"pixel_values": ..., "image_grid_thw": ...}` for images, `{"input_features": ...}` for sound.
-                Encoders of encoder-decoder models run in this call, in `generate`'s own preparation; vision towers run
-                with the prefill, or in this call if the model does not run packed. Prompts that differ only in text,
+            input_ids (`list[int]`, `torch.Tensor`, `str`, `list[dict]`, or a mapping): The prompt,
+                which goes to the encoder if the model has one. A tensor is of shape `(length,)` or
+                `(1, length)`. A list of dicts is a chat, `[{"role": "user", "content": ...},
+                ...]`, rendered with the tokenizer's chat template; a mapping is the output of a
+                tokenizer or processor for one text, with its images or sound.
+            inputs (`dict`, *optional*): What the model's `generate` takes beside or instead of
+                token ids, for one prompt: `{"pixel_values": ..., "image_grid_thw": ...}` for
+                images, `{"input_features": ...}` for sound. Encoders of encoder-decoder models run
+                in this call, in `generate`'s own preparation; vision towers run with the prefill,
+                or in this call if the model does not run packed. Prompts that differ only in text,
                 length and float inputs share one prefill forward.
-            generation_config ([`GenerationConfig`] or `dict`, *optional*): Overrides the model's own, as in `generate`.
-                A dict acts as `generate`'s keyword arguments: `{"eos_token_id": None}` disables EOS. `max_time` counts
-                from the step that first runs the request.
+            generation_config ([`GenerationConfig`] or `dict`, *optional*): Overrides the model's
+                own, as in `generate`. A dict acts as `generate`'s keyword arguments:
+                `{"eos_token_id": None}` disables EOS. `max_time` counts from the step that first
+                runs the request.
             request_id (`str`, *optional*): A name; the engine makes one up by default.
             priority (`int`, within 2**31): Lower runs earlier; a long wait outweighs any priority.
-            logits_processor, stopping_criteria (lists, *optional*): As in `generate`, over this request's rows.
-            streamer (*optional*): As in `generate`; gets the prompt in this call, and `end` however the request ends.
-            adapter (`str` or path, *optional*): The PEFT adapter to run with: the name of a loaded adapter,
-                `"__base__"` for none, or a folder with a LoRA adapter, whose weights are loaded on demand into memory
-                of the block pool. Default: the active adapter. Rows with different LoRA adapters share forwards.
-            seed (`int` from -2**63 to 2**64 - 1, *optional*): Draws as `generate` does after `torch.manual_seed(seed)`.
-            return_logprobs (`bool`): Record log-probabilities of the new tokens, under the model and under the
-                distribution that they were chosen from ([`SequenceResult`]).
-            top_logprobs (`int`): How many of the most probable alternatives to record for each of these tokens.
-            prompt_logprobs (`bool`): Record log-probabilities of the prompt's tokens ([`RequestResult`]). The whole
-                prompt is then computed: the request neither uses nor fills the prefix cache.
-            cache_salt (`str`, *optional*): As in [`PagedConfig`], for this request; default: the config's. Requests
-                with different salts share no cached prefix.
-            schema (`dict`, JSON as `str`, or a pydantic model's class, *optional*): Restricts the new tokens to JSON
-                that this schema allows, then EOS (xgrammar, installed by the extra `structured`).
-            regex, grammar (`str`, *optional*): Restricts the new tokens to text that this regular expression matches,
-                or that this grammar (GBNF, start rule `root`) derives. `schema`, `regex` and `grammar` exclude each
-                other.
-            assistant_model ([`PreTrainedModel`], *optional*): As in `generate`: a smaller model drafts tokens, and one
-                forward verifies several of them. Rows with the same assistant are drafted together, in blocks of this
-                engine's memory; rows without an assistant run beside them. Greedy requests get the same tokens as
-                without; sampled ones the same distribution (speculative sampling, arXiv 2211.17192).
-                `prompt_lookup_num_tokens` and `assistant_early_exit` of the generation config work as well.
-            assistant_tokenizer (*optional*): The assistant's tokenizer, if its tokens differ from the model's; the
-                engine then needs its own `tokenizer`.
+            logits_processor, stopping_criteria (lists, *optional*): As in `generate`, over this
+                request's rows.
+            streamer (*optional*): As in `generate`; gets the prompt in this call, and `end` however
+                the request ends.
+            adapter (`str` or path, *optional*): The PEFT adapter to run with: the name of a loaded
+                adapter, `"__base__"` for none, or a folder with a LoRA adapter, whose weights are
+                loaded on demand into memory of the block pool. Default: the active adapter. Rows
+                with different LoRA adapters share forwards.
+            seed (`int` from -2**63 to 2**64 - 1, *optional*): Draws as `generate` does after
+                `torch.manual_seed(seed)`.
+            return_logprobs (`bool`): Record log-probabilities of the new tokens, under the model
+                and under the distribution that they were chosen from ([`SequenceResult`]).
+            top_logprobs (`int`): How many of the most probable alternatives to record for each of
+                these tokens.
+            prompt_logprobs (`bool`): Record log-probabilities of the prompt's tokens
+                ([`RequestResult`]). The whole prompt is then computed: the request neither uses nor
+                fills the prefix cache.
+            cache_salt (`str`, *optional*): As in [`PagedConfig`], for this request; default: the
+                config's. Requests with different salts share no cached prefix.
+            schema (`dict`, JSON as `str`, or a pydantic model's class, *optional*): Restricts the
+                new tokens to JSON that this schema allows, then EOS (xgrammar, installed by the
+                extra `structured`).
+            regex, grammar (`str`, *optional*): Restricts the new tokens to text that this regular
+                expression matches, or that this grammar (GBNF, start rule `root`) derives.
+                `schema`, `regex` and `grammar` exclude each other.
+            assistant_model ([`PreTrainedModel`], *optional*): As in `generate`: a smaller model
+                drafts tokens, and one forward verifies several of them. Rows with the same
+                assistant are drafted together, in blocks of this engine's memory; rows without an
+                assistant run beside them. Greedy requests get the same tokens as without; sampled
+                ones the same distribution (speculative sampling, arXiv 2211.17192).
+                `prompt_lookup_num_tokens` and `assistant_early_exit` of the generation config work
+                as well.
+            assistant_tokenizer (*optional*): The assistant's tokenizer, if its tokens differ from
+                the model's; the engine then needs its own `tokenizer`.
 
         Raises:
-            ValueError: for an empty prompt, ids outside the vocabulary, messages without a chat template, an id in use,
-                an unknown adapter, one that PEFT's own `generate` computes (aLoRA, Poly), arguments of another type or
-                outside their limits, options that contradict each other, that only `generate` serves or that the
-                engine's config decides; for an autocast dtype other than that of unfinished requests; for a schema,
+            ValueError: for an empty prompt, ids outside the vocabulary, messages without a chat
+                template, an id in use, an unknown adapter, one that PEFT's own `generate` computes
+                (aLoRA, Poly), arguments of another type or outside their limits, options that
+                contradict each other, that only `generate` serves or that the engine's config
+                decides; for an autocast dtype other than that of unfinished requests; for a schema,
                 expression or grammar that cannot be compiled, or without EOS tokens.
+            TypeError: for other arguments, such as generation options beside `generation_config`.
             ImportError: for a schema, expression or grammar without xgrammar.
             OutOfBlocksError: if the request can never fit into the budget.
-            IndexError: for a prompt that is longer than the model's table of positions, if it has one (GPT-2, OPT).
+            IndexError: for a prompt that is longer than the model's table of positions, if it has
+                one (GPT-2, OPT).
         """
-        callers_own = logits_processor, stopping_criteria, streamer
-        logprobs = return_logprobs, top_logprobs, prompt_logprobs
-        others = cache_salt, inputs, schema, regex, grammar, assistant_model, assistant_tokenizer
-        options = RequestOptions(request_id, priority, *callers_own, adapter, seed, *logprobs, *others)
+        refuse_arguments(unknown)
+        options = RequestOptions(
+            request_id=request_id,
+            priority=priority,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            streamer=streamer,
+            adapter=adapter,
+            seed=seed,
+            return_logprobs=return_logprobs,
+            top_logprobs=top_logprobs,
+            prompt_logprobs=prompt_logprobs,
+            cache_salt=cache_salt,
+            inputs=inputs,
+            schema=schema,
+            regex=regex,
+            grammar=grammar,
+            assistant_model=assistant_model,
+            assistant_tokenizer=assistant_tokenizer,
+        )
         return self._core.add(self.tokenizer, input_ids, generation_config, options)
 
     def cancel(self, request_id: str) -> None:
-        """Ends a request at any point and frees its blocks; the next step returns its result, with the tokens so far.
-        Raises `ValueError` if no unfinished request has that id."""
+        """Ends a request at any point and frees its blocks; the next step returns its result, with
+        the tokens so far. Raises `ValueError` if no unfinished request has that id."""
         with self._core.lock:
             state = self._core.requests.get(request_id)
             if state is None:
-                raise ValueError(f"no unfinished request has the id {request_id!r}")
+                unfinished = ", ".join(map(repr, self._core.requests)) or "none"
+                raise ValueError(
+                    f"no unfinished request has the id {request_id!r}: unfinished are {unfinished}"
+                )
             self._core.end(state, "cancelled")
 
     @property
@@ -204,21 +279,23 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         return bool(self._core.requests or self._core.unread)
 
     def step(self) -> list[RequestOutput]:
-        """
-        Runs one forward over the requests that fit, and samples one token for each sequence that is ready. Returns the
-        outputs of requests made with `add_request`; `generate` and `stream` get those of theirs. Outputs of steps that
-        other threads took wait for the next call: all results, and the last 16,384 outputs without a result (the
-        results hold the tokens of dropped ones).
+        """Runs one forward over the requests that fit, and samples one token for each sequence
+        that is ready. Returns the outputs of requests made with `add_request`; `generate` and
+        `stream` get those of theirs. Outputs of steps that other threads took wait for the next
+        call: all results, and the last 16,384 outputs without a result (the results hold the tokens
+        of dropped ones).
 
-        You may change the model between two steps. A quick check in each step notices a change of whole weights; a
-        fingerprint (about the time of a decode step) notices a change of a few elements, when cached blocks of earlier
-        steps are about to be reused. A change that is undone while requests are unfinished may escape both: use
-        `weights_update`.
+        You may change the model between two steps. A quick check in each step notices changed
+        attributes, hooks, forwards, adapters and whole weights; a fingerprint (about the time of a
+        decode step) notices a change of a few elements, when cached blocks of earlier steps are
+        about to be reused. A change of weights that is undone while requests are unfinished may
+        escape both: use `weights_update`.
 
-        Waits while another thread has paused the engine. Raises `RuntimeError` if this thread has, and the error of a
-        step that cannot be completed, such as `OutOfBlocksError` while others hold the blocks, or `EngineStalledError`.
-        The next step repeats it. If that step raises as well, the requests that it would compute (those that run; if
-        none runs or blocks are short, the first that waits) end with the error, and the others go on.
+        Waits while another thread has paused the engine. Raises `RuntimeError` if this thread has,
+        and the error of a step that cannot be completed, such as `OutOfBlocksError` while others
+        hold the blocks, or `EngineStalledError`. The next step repeats it. If that step raises as
+        well, the requests that it would compute (those that run; if none runs or blocks are short,
+        the first that waits) end with the error, and the others go on.
         """
         told: list[RequestOutput] = []
         try:
@@ -229,11 +306,13 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
                     self._core.step(Window())
                 told = self._core.unread.copy()
                 self._core.unread.clear()
+            return told
         except BaseException:  # also a deferred interrupt: the next step returns these outputs
             with self._core.lock:
-                self._core.unread[:0] = told
+                unread = self._core.unread
+                if told and (not unread or unread[0] is not told[0]):  # `clear` was reached
+                    unread[:0] = told
             raise
-        return told
 
     def generate(
         self,
@@ -241,56 +320,78 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         generation_config: Any = None,
         *,
         attention_mask: Any = None,
-        progress: bool = False,
+        progress: bool | None = None,
         **options: Any,
     ) -> list[RequestResult]:
-        """
-        Returns the results of all prompts, in order. The result of a request that cannot be served holds its error. A
-        step that raises is repeated once, with a warning; then its requests end with the error, as in `step`.
+        """Returns the results of all prompts, in order. The result of a request that cannot be
+        served holds its error; one warning says how many failed, and the first error. A step that
+        raises is repeated once, with a warning; then its requests end with the error, as in `step`.
 
         Args:
-            prompts (iterable of prompts, or a mapping): Each as in `add_request`. Rows of a 2-D tensor are used as
-                they are, padding included, unless a mask is given. A mapping is a tokenizer's output for several texts:
-                `input_ids`, whose padding `attention_mask` removes. With images or sound pass a list of mappings, one
-                a prompt.
-            generation_config ([`GenerationConfig`], `dict`, or a list of them, *optional*): One for all, or one each.
-            attention_mask (`torch.Tensor`, *optional*): For `prompts` as a 2-D tensor, in the same shape; zero at
-                padding, on the left or right, which is dropped.
-            progress (`bool`): Show a progress bar (tqdm).
-            options: Arguments of `add_request`, for all prompts: `priority`, `logits_processor`, `stopping_criteria`,
-                `adapter`, `seed`, `return_logprobs`, `top_logprobs`, `prompt_logprobs`, `cache_salt`, `schema`,
-                `regex`, `grammar`, `assistant_model`, `assistant_tokenizer`; with a single prompt also `request_id`,
-                `streamer` and `inputs`. `adapter`, `cache_salt`, `grammar`, `priority`, `regex`, `schema` and `seed`
-                may be lists with one value a prompt.
+            prompts (iterable of prompts, or a mapping): Each as in `add_request`. Rows of a 2-D
+                tensor are used as they are, padding included, unless a mask is given. A mapping is
+                a tokenizer's output for several texts: `input_ids`, whose padding `attention_mask`
+                removes. With images or sound pass a list of mappings, one a prompt.
+            generation_config ([`GenerationConfig`], `dict`, or a list of them, *optional*): One for
+                all, or one each.
+            attention_mask (`torch.Tensor`, *optional*): For `prompts` as a 2-D tensor, in the same
+                shape; zero at padding, on the left or right, which is dropped.
+            progress (`bool`, *optional*): Show a progress bar (tqdm). `None`: in a terminal or
+                notebook, once the call has taken 2 seconds.
+            options: Arguments of `add_request`, for all prompts: `priority`, `logits_processor`,
+                `stopping_criteria`, `adapter`, `seed`, `return_logprobs`, `top_logprobs`,
+                `prompt_logprobs`, `cache_salt`, `schema`, `regex`, `grammar`, `assistant_model`,
+                `assistant_tokenizer`; with a single prompt also `request_id`, `streamer` and
+                `inputs`. `adapter`, `cache_salt`, `grammar`, `priority`, `regex`, `schema` and
+                `seed` may be lists with one value a prompt; with one seed `s`, prompt number i
+                draws with `s + i`.
 
         Raises:
             TypeError: for options that `add_request` does not have.
-            ValueError: for one bare prompt instead of a list, a wrong number of configs or of an option's values, a
-                mask that does not fit, a mapping of several rows with other inputs, and `request_id`, `streamer` or
-                `inputs` with several prompts.
+            ValueError: for one bare prompt instead of a list, a wrong number of configs or of an
+                option's values, a mask that does not fit, a mapping of several rows with other
+                inputs, and `request_id`, `streamer` or `inputs` with several prompts.
         """
-        stream = RequestStream(self._core, self.tokenizer, options, prompts, generation_config, attention_mask)
+        stream = RequestStream(
+            self._core, self.tokenizer, options, prompts, generation_config, attention_mask
+        )
         return stream.results(progress)
 
     def stream(
-        self, prompts: Iterable[Prompt], generation_config: Any = None, *, attention_mask: Any = None, **options: Any
+        self,
+        prompts: Iterable[Prompt],
+        generation_config: Any = None,
+        *,
+        attention_mask: Any = None,
+        **options: Any,
     ) -> Generator[RequestOutput, None, None]:
-        """Yields the outputs of all prompts as they come. Request ids are assigned in the order of the prompts; closing
-        the iterator cancels unfinished requests. Arguments, `options` and errors are those of `generate`."""
-        return RequestStream(self._core, self.tokenizer, options, prompts, generation_config, attention_mask).stream()
+        """Yields the outputs of all prompts as they come. Request ids are assigned in the order of
+        the prompts; closing the iterator cancels unfinished requests. Arguments, `options` and
+        errors are those of `generate`."""
+        return RequestStream(
+            self._core, self.tokenizer, options, prompts, generation_config, attention_mask
+        ).stream()
 
     def astream(
-        self, prompts: Iterable[Prompt], generation_config: Any = None, *, attention_mask: Any = None, **options: Any
+        self,
+        prompts: Iterable[Prompt],
+        generation_config: Any = None,
+        *,
+        attention_mask: Any = None,
+        **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """`stream` for `async for`: steps run in a worker thread, and several streams share them. A cancelled reader
-        returns at once; its requests end after the step in progress."""
-        stream = RequestStream(self._core, self.tokenizer, options, prompts, generation_config, attention_mask)
+        """`stream` for `async for`: steps run in a worker thread, and several streams share them. A
+        cancelled reader returns at once; its requests end after the step in progress."""
+        stream = RequestStream(
+            self._core, self.tokenizer, options, prompts, generation_config, attention_mask
+        )
         return stream.astream()
 
     def pause(self) -> contextlib.ExitStack:
-        """Waits for the step in progress, then blocks further steps until `resume` or the end of `with
-        engine.pause():`. Requests may be added meanwhile. `step`, `generate`, `stream` and `astream` wait in other
-        threads, and raise in this one. Several threads may pause: steps continue once all have resumed."""
+        """Waits for the step in progress, then blocks further steps until `resume` or the end of
+        `with engine.pause():`. Requests may be added meanwhile. `step`, `generate`, `stream` and
+        `astream` wait in other threads, and raise in this one. Several threads may pause: steps
+        continue once all have resumed."""
         with self._core.lock:
             self._core.paused_by.append(threading.get_ident())
         stack = contextlib.ExitStack()
@@ -298,25 +399,30 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         return stack
 
     def resume(self) -> None:
-        """Ends one pause, preferably this thread's. Raises `RuntimeError` if the engine is not paused."""
+        """Ends one pause, preferably this thread's. Raises `RuntimeError` if the engine is not
+        paused."""
         with self._core.lock:
-            threads, mine = self._core.paused_by, threading.get_ident()
+            threads = self._core.paused_by
+            mine = threading.get_ident()
             if not threads:
-                raise RuntimeError("the engine is not paused: every `resume` needs a `pause` before it")
-            threads.remove(mine if mine in threads else threads[-1])
+                raise RuntimeError(
+                    "the engine is not paused: every `resume` needs a `pause` before it"
+                )
+            ended = mine if mine in threads else threads[-1]
+            threads.remove(ended)
             self._core.resumed.notify_all()
 
     @contextlib.contextmanager
     def weights_update(self, policy: str = "recompute") -> Iterator[None]:
-        """
-        Pauses the engine, so that any thread may change the model in any way; afterwards, however the context ends, no
-        cached block from before is reused. Outside of this context `step` detects a change between two steps, and acts
-        as with `"keep"`.
+        """Pauses the engine, so that any thread may change the model in any way; afterwards,
+        however the context ends, no cached block from before is reused. Outside of this context
+        `step` detects a change between two steps, and acts as with `"keep"`.
 
         Args:
-            policy (`str`): What happens to unfinished requests, which keep their tokens. `"recompute"`: their K/V are
-                computed again with the new weights, as after a preemption. `"keep"`: they keep their K/V, and only new
-                tokens use the new weights. Any other value raises `ValueError`.
+            policy (`str`): What happens to unfinished requests, which keep their tokens.
+                `"recompute"`: their K/V are computed again with the new weights, as after a
+                preemption. `"keep"`: they keep their K/V, and only new tokens use the new weights.
+                Any other value raises `ValueError`.
         """
         if policy not in ("recompute", "keep"):
             raise ValueError(f"`policy` is {policy!r}: it must be one of 'recompute', 'keep'")
@@ -327,12 +433,14 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
                 with self._core.lock:
                     if self._core.loop is not None:
                         self._core.loop.change_weights(recompute=policy == "recompute")
-                    for state in self._core.requests.values() if policy == "recompute" else ():
-                        state.prepare_again(self.model)
+                    if policy == "recompute":
+                        for state in self._core.requests.values():
+                            state.prepare_again(self.model)
 
     @property
     def route(self) -> Route | None:
-        """How requests are served, and why; `None` before the first. `last_route(model)` returns the same."""
+        """How requests are served, and why; `None` before the first. `last_route(model)` returns
+        the same."""
         with self._core.lock:
             return self._core.route
 
@@ -340,14 +448,22 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         """Returns the engine's current state and its counters."""
         core = self._core
         with core.lock:
-            memory, counts = self.memory.stats(), core.counts()
-            scheduler = core.loop.scheduler if core.loop is not None else None
+            memory = self.memory.stats()
+            counts = core.counts()
+            num_running = 0
+            num_waiting = 0
+            if core.loop is not None:
+                num_running = core.loop.scheduler.num_running
+                num_waiting = core.loop.scheduler.num_waiting
+            tokens_per_second = 0.0
+            if counts["seconds"]:
+                tokens_per_second = counts["num_generated_tokens"] / counts["seconds"]
             return EngineStats(
                 num_blocks=self.config.num_blocks,
                 waste_percent=100 * memory.waste,
-                num_running=scheduler.num_running if scheduler else 0,
-                num_waiting=scheduler.num_waiting if scheduler else 0,
-                tokens_per_second=counts["num_generated_tokens"] / counts["seconds"] if counts["seconds"] else 0.0,
+                num_running=num_running,
+                num_waiting=num_waiting,
+                tokens_per_second=tokens_per_second,
                 first_token_seconds=core.first_token_seconds,
                 output_token_seconds=core.output_token_seconds,
                 route=core.route,
@@ -359,41 +475,51 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
 
     @property
     def memory(self) -> PagedMemory:
-        """The memory that holds the requests' blocks. A new one replaces it when the model's layers, dtype or device
-        change, or block sizes that the engine chooses."""
+        """The memory that holds the requests' blocks. A new one replaces it when the model's
+        layers, dtype or device change, or block sizes that the engine chooses."""
         return self._core.memory
 
     def block_map(self) -> dict[int | None, list[int]]:
-        """Returns, for each layer group, by its window (`None`: full attention), the state of every block: 0 free, -1
-        cached, else the number of sequences that hold it."""
+        """Returns, for each layer group, by its window (`None`: full attention), the state of every
+        block: 0 free, -1 cached, else the number of sequences that hold it."""
         with self._core.lock, self.memory.lock:
-            groups = self._core.loop.blocks.groups if self._core.loop is not None else []
-            return {group.spec.window: group.pool.states() for group in groups if group.spec.kind == "self"}
+            if self._core.loop is None:
+                return {}
+            groups = self._core.loop.blocks.groups
+            self_groups = [group for group in groups if group.spec.kind == "self"]
+            return {group.spec.window: group.pool.states() for group in self_groups}
 
     def plot_memory(self, ax: Any = None) -> Any:
-        """Plots `block_map`: which blocks are free, used, shared by how many sequences, cached. Returns a matplotlib
-        `Figure`: that of `ax` (`matplotlib.axes.Axes`), or a new one, 800 pixels wide. Raises `ImportError` without
-        matplotlib, which the extra `viz` installs."""
-        block_map, total = self.block_map(), self.config.num_blocks
+        """Plots `block_map`: which blocks are free, used, shared by how many sequences, cached.
+        Returns a matplotlib `Figure`: that of `ax` (`matplotlib.axes.Axes`), or a new one, 800
+        pixels wide. Raises `ImportError` without matplotlib, which the extra `viz` installs."""
+        block_map = self.block_map()
+        total = self.config.num_blocks
         used = sum(state > 0 for states in block_map.values() for state in states)
         title = f"{type(self.model).__name__}: {used:,} blocks in use"
         if total is not None:
-            untouched = total - sum(map(len, block_map.values()))
+            taken = sum(map(len, block_map.values()))
+            untouched = total - taken
             title += f" of {total:,}, {untouched:,} never taken so far"
         return plot_block_map(block_map, title, ax)
 
-    def plot_timeline(self, unit: str = "steps", ax: Any = None, max_requests: int = MAX_REQUESTS) -> Any:
-        """Plots, like `plot_memory`, which requests were in the batch when, over `unit` (`"steps"` or `"seconds"`). One
-        row for each of the last `max_requests` requests shows prefill, decode, recompute, waiting, preempted, swapped
-        out; and for each step that verified a draft, its length and how many tokens were accepted. Reads the last
-        thousands of `timeline.intervals()` and `timeline.verifications()`. Raises `ValueError` for another unit or
-        fewer than 1 request."""
+    def plot_timeline(
+        self, unit: str = "steps", ax: Any = None, max_requests: int = MAX_REQUESTS
+    ) -> Any:
+        """Plots, like `plot_memory`, which requests were in the batch when, over `unit` (`"steps"`
+        or `"seconds"`). One row for each of the last `max_requests` requests shows prefill, decode,
+        recompute, waiting, preempted, swapped out; and for each step that verified a draft, its
+        length and how many tokens were accepted. Reads the last thousands of `timeline.intervals()`
+        and `timeline.verifications()`. Raises `ValueError` for another unit or fewer than 1
+        request."""
         with self._core.lock:
-            intervals, verifications = self.timeline.intervals(), self.timeline.verifications()
+            intervals = self.timeline.intervals()
+            verifications = self.timeline.verifications()
         return plot_intervals(intervals, unit, ax, max_requests, verifications)
 
     def _repr_html_(self) -> str:
-        return engine_html(f"PagedEngine({type(self.model).__name__})", self.stats(), self.block_map())
+        title = f"PagedEngine({type(self.model).__name__})"
+        return engine_html(title, self.stats(), self.block_map())
 
     def save_prefix(
         self,
@@ -403,44 +529,63 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         adapter: str | None = None,
         cache_salt: str | None = None,
     ) -> int:
-        """
-        Writes the K/V of a prompt to a safetensors file, for `load_prefix` of this engine or of one on the same model
-        in another process. Runs the prompt first, with one new token, to compute what is not cached. Returns the number
-        of tokens in the file: those of the prompt's full blocks.
+        """Writes the K/V of a prompt to a safetensors file that only its owner can read (mode
+        600), for `load_prefix` of this engine or of one on the same model in another process. Runs
+        the prompt first, with one new token, to compute what is not cached. Returns the number of
+        tokens in the file: those of the prompt's full blocks.
 
         Args:
             prompt (as in `add_request`): Token ids, text, or the messages of a chat.
             path (`str` or path): The file; an existing one is replaced atomically.
-            adapter, cache_salt (`str`, *optional*): Those of the requests that will use the prefix, as in
-                `add_request`.
+            adapter, cache_salt (`str`, *optional*): Those of the requests that will use the prefix,
+                as in `add_request`.
 
         Raises:
-            ValueError: for a prompt shorter than a block, or with inputs beside token ids; for a model whose prefixes
-                are not cached, or have states (linear attention).
+            ValueError: for a prompt shorter than a block, or with inputs beside token ids; for a
+                model whose prefixes are not cached, or have states (linear attention).
             OutOfBlocksError: if the pool cannot hold the prompt.
             OSError: if the file cannot be written.
         """
         text, inputs = split_inputs(prompt, None)
         if inputs is not None:
-            raise ValueError(f"`prompt` has {', '.join(map(str, inputs))} beside token ids: such a prefix is not saved")
+            names = ", ".join(map(str, inputs))
+            raise ValueError(f"`prompt` has {names}: only prompts of token ids alone can be saved")
         ids = prompt_ids(text, self.tokenizer)
-        one = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1, "num_return_sequences": 1}
+        one_token = {
+            "max_new_tokens": 1,
+            "do_sample": False,
+            "num_beams": 1,
+            "num_return_sequences": 1,
+        }
         target = saved_to(path)
         with self._core.keeping_pool():
-            (result,) = self.generate([ids], one, adapter=adapter, cache_salt=cache_salt)
+            (result,) = self.generate(
+                [ids],
+                one_token,
+                progress=False,
+                adapter=adapter,
+                cache_salt=cache_salt,
+            )
             if result.error is not None:
                 raise result.error
-            own = adapter_namespace(resolve_adapter(self.model, adapter))
-            return save(self._core, ids, (own, cache_salt or self.config.cache_salt), target)
+            namespace = adapter_namespace(resolve_adapter(self.model, adapter))
+            salt = cache_salt or self.config.cache_salt
+            return save(self._core, ids, (namespace, salt), target)
 
     def load_prefix(self, path: str | os.PathLike[str]) -> int:
-        """
-        Loads the blocks of a `save_prefix` file into the pool's prefix cache: later requests with the same adapter and
-        cache salt whose prompt begins with its tokens reuse them. Returns how many tokens the blocks hold.
+        """Loads the blocks of a `save_prefix` file into the pool's prefix cache: later requests
+        with the same adapter and cache salt whose prompt begins with its tokens reuse them. Returns
+        how many tokens the blocks hold.
+
+        Nothing in the file is run (it is safetensors, not pickle), and before anything is allocated
+        its layers, shapes, dtypes, tokens and hash are checked against this model. That finds
+        damage, not forgery: someone who can write the file can cause wrong tokens, for any prompt,
+        adapter and cache salt. Load only files that you trust.
 
         Raises:
-            ValueError: for an incomplete file, or one computed by another model (other weights, code, dtype, adapters,
-                `block_size`, `kv_dtype` or `batch_invariant`); with `idle_release_seconds=0`, no tier and no unfinished
+            ValueError: for a file that is no complete saved prefix, or one computed by another
+                model (other weights, code, dtype, adapters, `block_size`, `kv_dtype` or
+                `batch_invariant`); with `idle_release_seconds=0`, no tier and no unfinished
                 request, since the pool would be freed at once.
             OutOfBlocksError: if the pool has no room.
             OSError: if the file cannot be read.
@@ -449,12 +594,13 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
 
     def reset_prefix_cache(self) -> None:
         """Drops all cached blocks of finished requests."""
-        with self._core.lock, self.memory.lock:
+        with self._core.lock, self.memory.changing():
             if self._core.loop is not None:
                 self._core.loop.blocks.drop_cached()
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` unless pools, block tables and reference counts agree."""
+        self.memory.free_abandoned()
         with self._core.lock, self.memory.lock:
             self.memory.check_integrity()
             if self._core.loop is not None:
@@ -462,7 +608,8 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
 
     def free(self) -> None:
         """Cancels every request and frees all memory. The engine can be used again."""
-        with self._core.lock, contextlib.ExitStack() as stack:  # one that raises keeps none from the others
+        with self._core.lock, contextlib.ExitStack() as stack:
+            # one that raises keeps none from the others
             stack.callback(self._core.retire)
             for state in reversed(self._core.requests.values()):
                 stack.callback(self._core.end, state, "cancelled")
@@ -475,9 +622,15 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
             if self._core.leader is not None:
                 self._core.leader.close()
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a `PagedEngine` cannot be pickled or copied, since its blocks and locks belong to this"
+            " process: make one in each process, from the model"
+        )
+
     def __repr__(self) -> str:
         stats = self.stats()
         return (
-            f"PagedEngine({type(self.model).__name__}, {stats.num_running} running, {stats.num_waiting} waiting, "
-            f"{stats.used_blocks} blocks used)"
+            f"PagedEngine({type(self.model).__name__}, {stats.num_running} running,"
+            f" {stats.num_waiting} waiting, {stats.used_blocks} blocks used)"
         )

@@ -12,10 +12,10 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from .. import forks
 from ..cache import budget
@@ -30,9 +30,20 @@ from ..model.capability import Layout
 from ..model.forwards import compute_device
 from ..model.ranks import RankLostError, is_sharded
 from ..model.registry import Route, block_sizes, note_route, route_of
-from .arguments import Prompt, RequestOptions, as_list, check_assistant, check_names, split_inputs
+from ..timing import counted, counting
+from ..topics import Topic
+from .arguments import (
+    Prompt,
+    RequestOptions,
+    ServedByGenerateError,
+    as_list,
+    check_assistant,
+    check_names,
+    prompt_ids,
+    split_inputs,
+)
 from .decoding.grammar import Grammars
-from .execution.adapters import AdapterError, check_served, has_activated
+from .execution.adapters import AdapterError, base_model, check_served, has_activated
 from .execution.executor import Window
 from .factory import (
     MANY_BLOCKS,
@@ -50,6 +61,7 @@ from .factory import (
 from .generation import RequestState
 from .loop import StepLoop
 from .ranks import lead
+from .request import Request, Sequence
 from .results import FIRST_TOKEN_SECONDS, OUTPUT_TOKEN_SECONDS, RequestOutput, RequestResult
 from .scheduling.timeline import Timeline
 
@@ -57,18 +69,34 @@ logger = logging.getLogger(__name__)
 
 MAX_UNREAD = 1 << 14  # kept outputs without a result, some megabytes
 _OF_LOOPS = (
-    *("num_generated_tokens", "num_preemptions", "num_steps", "seconds"),
-    *("num_drafts", "num_draft_tokens", "num_accepted_tokens"),
-    *("num_adapter_hits", "num_adapter_loads", "num_adapter_evictions"),
+    "num_generated_tokens",
+    "num_preemptions",
+    "num_steps",
+    "seconds",
+    "num_drafts",
+    "num_draft_tokens",
+    "num_accepted_tokens",
+    "num_adapter_hits",
+    "num_adapter_loads",
+    "num_adapter_evictions",
 )
-_COUNTS = (*_OF_LOOPS, "num_swaps", "num_captured_steps", "num_finished", "num_prompt_tokens", "num_prefix_hit_tokens")
+_COUNTS = (
+    *_OF_LOOPS,
+    "num_swaps",
+    "num_captured_steps",
+    "num_finished",
+    "num_prompt_tokens",
+    "num_prefix_hit_tokens",
+)
 
 
 class EngineCore:
-    """Adds, runs and ends an engine's requests, and keeps a step loop that fits the model's current state."""
+    """Adds, runs and ends an engine's requests, and keeps a step loop that fits the model's current
+    state."""
 
     def __init__(self, model: PreTrainedModel, config: PagedConfig) -> None:
-        self.model, self.config = model, config
+        self.model = model
+        self.config = config
         self.leader = lead(model, self)  # drives the processes that hold other shards of the model
         self.lock = PatientLock()  # all methods hold it, and callers while they read
         self.requests: dict[Hashable, RequestState] = {}  # unfinished ones, by id
@@ -77,24 +105,31 @@ class EngineCore:
         self.memory = self._new_memory()  # the loop's memory
         self.timeline = Timeline()  # shared by successive loops
         self.layout = Layout()  # of the loop's forwards
-        # by event loop, the lock of the reader that waits for a step; readers keep the lock alive, the lock the loop
+        # spent on what later requests reuse, by part (`Route`)
+        self.setup_seconds: dict[str, float] = {}
+        # by event loop, the lock of the reader that waits for a step; readers keep the lock alive,
+        # the lock the loop
         self.readers: weakref.WeakValueDictionary[asyncio.AbstractEventLoop, asyncio.Lock]
         self.readers = weakref.WeakValueDictionary()
         self.grammars = Grammars()
         self.paused_by: list[int] = []  # ids of the threads that paused the engine
         self.resumed = threading.Condition(self.lock.lock)
         self._made_for: tuple[Any, ...] = ()  # the model properties that the loop was made for
-        self._verdicts: dict[Hashable, Any] = {}  # results of checks of prompts with inputs, until the next loop check
+        # results of checks of prompts with inputs, until the next loop check
+        self._verdicts: dict[Hashable, Any] = {}
         self._empty: Any = None  # the empty cache that these checks use
         self._config_text = ""  # the model's config when the loop was made
         self._counts = Counter(dict.fromkeys(_COUNTS, 0))  # of requests, and of earlier loops
-        self.first_token_seconds, self.output_token_seconds = FIRST_TOKEN_SECONDS, OUTPUT_TOKEN_SECONDS
+        self.first_token_seconds = FIRST_TOKEN_SECONDS
+        self.output_token_seconds = OUTPUT_TOKEN_SECONDS
         self._shares_prefills = False
         self._unstarted: list[RequestState] = []  # requests whose `max_time` clock has not started
-        self._leaving: list[RequestState] | None = None  # cancelled in a step, to end after it; `None` between steps
+        # cancelled in a step, to end after it; `None` between steps
+        self._leaving: list[RequestState] | None = None
         self._num_keeping = 0  # open `keeping_pool` contexts
         self._has_failed = False  # whether the last step raised
-        # since when other models leave no memory for a step, by `time.perf_counter`; 0 if they do not
+        # since when other models leave no memory for a step, by `time.perf_counter`; 0 if they do
+        # not
         self._short_since = 0.0
         self._numbers = itertools.count()  # for generated ids
         forks.in_child(self)
@@ -111,31 +146,51 @@ class EngineCore:
         options: RequestOptions,
         outbox: deque[RequestOutput] | None = None,
     ) -> str:
-        """Queues a request whose outputs go to `outbox`, or to `unread`. Raises the errors of `add_request`."""
+        """Queues a request whose outputs go to `outbox`, or to `unread`. Raises the errors of
+        `add_request`."""
         state: RequestState | None = None
-        # compiling may take long: without the lock, steps go on meanwhile
+        # tokenizing and compiling may take long: without the lock, steps go on meanwhile
+        prompt, inputs = split_inputs(prompt, options.inputs)
+        ids: list[int] = []
+        if prompt is not None or inputs is None:
+            ids = prompt_ids(prompt, tokenizer)
+        options = dataclasses.replace(options, inputs=inputs)
+        if inputs is None:
+            given = generation_config
+            if isinstance(given, GenerationConfig):
+                given = vars(given)
+            new_tokens = given.get("max_new_tokens") if isinstance(given, Mapping) else None
+            if not isinstance(new_tokens, int):
+                new_tokens = 1
+            self.check_length(ids, options.request_id, new_tokens)
         constraint = self.grammars.processor(options, tokenizer, self.model)
         if constraint is not None:
-            own = as_list("logits_processor", options.logits_processor)
-            options = dataclasses.replace(options, logits_processor=[*own, constraint])
+            processors = as_list("logits_processor", options.logits_processor)
+            options = dataclasses.replace(options, logits_processor=[*processors, constraint])
         try:
-            with self.lock:
-                name, salt = options.request_id, options.cache_salt
+            with self.lock, counting(self.setup_seconds):
+                name = options.request_id
                 check_names(name, options.adapter)
                 if options.adapter is not None:
                     options = dataclasses.replace(options, adapter=os.fspath(options.adapter))
-                check_assistant(options.assistant_model)
+                check_assistant(options.assistant_model, options.assistant_tokenizer)
                 self._check_fits_unfinished()
-                self._check_leads(prompt, options)
+                self._check_leads(options)
                 if name in self.requests:
-                    raise ValueError(f"request id {name!r} is in use by an unfinished request: choose another")
+                    raise ValueError(
+                        f"request id {name!r} is in use by an unfinished request: choose another"
+                    )
+                if name is None:
+                    name = self.make_id()
+                salt = options.cache_salt
                 options = dataclasses.replace(
                     options,
-                    request_id=self.make_id() if name is None else name,
+                    request_id=name,
                     cache_salt=self.config.cache_salt if salt is None else salt,
+                    assistant_model=base_model(options.assistant_model),
                 )
                 box = self.unread if outbox is None else outbox
-                new = RequestState(self.model, tokenizer, prompt, generation_config, options, box)
+                new = RequestState(self.model, tokenizer, ids, generation_config, options, box)
                 loop = self.get_loop(new)  # allocates memory, so only after the checks above
                 self._take_inputs(new)
                 self._check_prompt_logprobs(new)
@@ -145,8 +200,9 @@ class EngineCore:
                     begin_use(self.memory)
                     if self.leader is not None:
                         self.leader.begin()
+                state = new
                 loop.add(new)
-                self.requests[new.request_id] = state = new
+                self.requests[new.request_id] = new
                 self._shares_prefills |= new.request.num_rows > 1
                 if new.limits:
                     self._unstarted.append(new)
@@ -160,44 +216,76 @@ class EngineCore:
                 if state is not None and self.requests.get(state.request_id) is state:
                     self.remove(state)
                     state.end_streamer()
-                else:  # refused
+                else:  # refused, or not known here yet
+                    if state is not None and self.loop is not None:
+                        self.loop.drop(state)
                     self._rest()
             raise
 
+    def check_length(self, ids: list[int], name: Hashable = None, new_tokens: int = 1) -> None:
+        """Raises the errors of `add` for a prompt of token ids that never fits with `new_tokens`
+        more, without waiting for a step. Does nothing while no request is unfinished."""
+        loop = self.loop
+        if loop is None or not self.requests or self.model.config.is_encoder_decoder:
+            return
+        if name is None:
+            name = "request"
+        max_length = len(ids) + max(1, new_tokens)
+        request = Request(name, [Sequence(ids)], max_length)
+        request.limit_positions(self.layout.max_positions)
+        with loop.memory.lock:
+            loop.scheduler.preemption.check_fits(request)
+
     def end(
-        self, state: RequestState, reason: str | None, tokens: dict[int, int] | None = None, text: str | None = None
+        self,
+        state: RequestState,
+        reason: str | None,
+        tokens: dict[int, int] | None = None,
+        text: str | None = None,
     ) -> None:
-        """Removes a request, frees its blocks and outputs its result with the last step's tokens. A cancellation during
-        a step (from a caller's code or a finalizer) takes effect after the step."""
+        """Removes a request, frees its blocks and outputs its result with the last tokens (default:
+        those that no output has told). A cancellation during a step (from a caller's code or a
+        finalizer) takes effect after it."""
         if self._leaving is not None and reason == "cancelled":
             self._leaving.append(state)
             return
         result = state.result(reason)
+        if tokens is None:
+            *earlier, (tokens, text) = state.remaining_outputs(result)
+            state.outbox.extend(RequestOutput(state.request_id, *output) for output in earlier)
         self._counts["num_finished"] += 1
         self._counts["num_prefix_hit_tokens"] += result.num_prefix_hit_tokens
         self._time(result)
         try:
             self.remove(state)
         finally:  # whatever raises in cleaning up, the caller gets the result
-            state.outbox.append(RequestOutput(state.request_id, tokens or {}, text, result))
+            state.outbox.append(RequestOutput(state.request_id, tokens, text, result))
+            self.requests.pop(state.request_id, None)
             state.end_streamer()
+            if state.interrupt is not None:
+                raise state.interrupt
 
     def _time(self, result: RequestResult) -> None:
-        first, last = result.timings.first_token, result.timings.total
+        first = result.timings.first_token
+        last = result.timings.total
         if first is None or last is None:
             return
+        lengths = [len(sequence.token_ids) for sequence in result.sequences]
+        num_later = max(lengths, default=0) - 1
         self.first_token_seconds = self.first_token_seconds.with_value(first)
-        others = max((len(sequence.token_ids) for sequence in result.sequences), default=0) - 1
-        if others > 0:
-            self.output_token_seconds = self.output_token_seconds.with_value((last - first) / others)
+        if num_later > 0:
+            self.output_token_seconds = self.output_token_seconds.with_value(
+                (last - first) / num_later
+            )
 
     def remove(self, state: RequestState) -> None:
-        """Removes a request without any output. After the last one the executor rests and the memory is unused."""
+        """Removes a request without any output. After the last one the executor rests and the
+        memory is unused."""
         try:
             if self.loop is not None:
                 self.loop.drop(state)
         finally:
-            del self.requests[state.request_id]
+            self.requests.pop(state.request_id, None)
             self._rest()
 
     def _rest(self) -> None:
@@ -226,8 +314,10 @@ class EngineCore:
                 self._end_use()
 
     def close(self, outbox: deque[RequestOutput], window: Window) -> None:
-        """Cancels the requests that report to `outbox`, whose reader is gone, and ends the window of their steps."""
-        with self.lock, contextlib.ExitStack() as stack:  # one that raises keeps none from the others
+        """Cancels the requests that report to `outbox`, whose reader is gone, and ends the window
+        of their steps."""
+        with self.lock, contextlib.ExitStack() as stack:
+            # one that raises keeps none from the others
             if self.loop is not None:
                 self.loop.executor.leave(window)
             for state in reversed(self.requests.values()):
@@ -235,7 +325,8 @@ class EngineCore:
                     stack.callback(self.end, state, "cancelled")
 
     def after_fork(self, freed: set[Any]) -> None:
-        """In a forked child, where only this thread exists: drops all requests if another thread was in a step."""
+        """In a forked child, where only this thread exists: drops all requests if another thread
+        was in a step."""
         self.resumed = threading.Condition(self.lock.lock)
         self.paused_by = [thread for thread in self.paused_by if thread == threading.get_ident()]
         self._num_keeping = 0
@@ -244,28 +335,43 @@ class EngineCore:
             self.retire()
 
     def step_for(self, outbox: deque[RequestOutput], request_ids: set[str], window: Window) -> None:
-        """Takes a step for the requests that report to `outbox`, unless another thread's step has filled it. Warns if
-        the step raises: the next one repeats it, and ends its requests if it raises again."""
+        """Takes a step for the requests that report to `outbox`, unless another thread's step has
+        filled it. Warns if the step raises: the next one repeats it, and ends its requests if it
+        raises again."""
         with self.lock:
             self.wait_for_resume()
             if outbox:
                 return
             states = {name: self.requests.get(name) for name in request_ids}
-            gone = [name for name, state in states.items() if state is None or state.outbox is not outbox]
+            gone = [
+                name
+                for name, state in states.items()
+                if state is None or state.outbox is not outbox
+            ]
             if gone:
-                raise RuntimeError(f"requests {sorted(gone)} are gone without a result")
+                raise RuntimeError(
+                    f"requests {sorted(gone)} ended without a result: another thread has reused or"
+                    " freed them"
+                )
             try:
                 self.step(window)
             except RankLostError:
                 raise
             except Exception as error:
                 window.is_open = window.is_settled = False  # the failed step has left it
-                logger.warning("a step is repeated, since it raised %r", error, exc_info=True)
+                logger.warning(
+                    Topic.FAILED_REQUESTS("a step raised %r and is repeated once"),
+                    error,
+                    exc_info=True,
+                )
             if len(self.unread) > 2 * MAX_UNREAD:
                 self.trim_unread()
 
     def trim_unread(self) -> None:
-        """Drops all but the last `MAX_UNREAD` outputs without a result; the results will hold their tokens."""
+        """Drops all but the last `MAX_UNREAD` outputs without a result; the results will hold their
+        tokens."""
+        if len(self.unread) <= MAX_UNREAD:
+            return
         others = [output for output in self.unread if not output.finished]
         dropped = set(map(id, others[:-MAX_UNREAD]))
         self.unread[:] = [output for output in self.unread if id(output) not in dropped]
@@ -273,14 +379,15 @@ class EngineCore:
     def wait_for_resume(self) -> None:
         if threading.get_ident() in self.paused_by:
             raise RuntimeError(
-                "the engine was paused by this thread, which would wait for itself: call `resume`, or leave the "
-                "context of `pause` or `weights_update`, before its next step"
+                "the engine was paused by this thread, which would wait for itself: call `resume`,"
+                " or leave the context of `pause` or `weights_update`, before its next step"
             )
         while self.paused_by:
             self.lock.wait_for(self.resumed)
 
     def _end_unserved(self) -> None:
-        """Ends requests whose adapter only PEFT's own `generate` computes: it may have become active since `add`."""
+        """Ends requests whose adapter only PEFT's own `generate` computes: it may have become
+        active since `add`."""
         if not has_activated(self.model):
             return
         for state in list(self.requests.values()):
@@ -291,17 +398,25 @@ class EngineCore:
                 self.end(state, "error")
 
     def step(self, window: Window) -> None:
-        """Takes a step and outputs its tokens. Raises the error of a step that cannot be completed, which the next step
-        repeats; if that raises as well, ends the requests that it would compute with the error instead."""
+        """Takes a step and outputs its tokens. Raises the error of a step that cannot be completed,
+        which the next step repeats; if that raises as well, ends the requests that it would compute
+        with the error instead."""
         loop = self.get_loop()
         if not self.requests:
             return
         now = time.time()  # the clock of `MaxTimeCriteria`
-        self._unstarted = [s for s in self._unstarted if s.request.admitted_at is None and not s.is_closed]
-        for limit in (limit for state in self._unstarted for limit in state.limits):
-            limit.initial_timestamp = now
+        self._unstarted = [
+            state
+            for state in self._unstarted
+            if state.request.admitted_at is None and not state.is_closed
+        ]
+        for state in self._unstarted:
+            for limit in state.limits:
+                limit.initial_timestamp = now
         num_known = len(loop.executor.slowed_by)
         outer, self._leaving = self._leaving, []
+        # not `counting`, whose calls every step would pay for
+        token = counted.set(self.setup_seconds)
         try:
             self._end_unserved()
             try:
@@ -323,32 +438,51 @@ class EngineCore:
                 state.error = error
                 self.end(state, "error")
         finally:
+            counted.reset(token)
             leaving, self._leaving = self._leaving, outer
-            for state in leaving or ():
-                if self.requests.get(state.request_id) is state:
-                    self.end(state, "cancelled")
+            if leaving:
+                with contextlib.ExitStack() as stack:
+                    # one that raises keeps none from the others
+                    for state in reversed(leaving):
+                        stack.callback(self._cancel, state)
         if not self.requests or len(loop.executor.slowed_by) > num_known:
             self._note_route()
 
+    def _cancel(self, state: RequestState) -> None:
+        if self.requests.get(state.request_id) is state:
+            self.end(state, "cancelled")
+
     def _output(self, loop: StepLoop) -> None:
-        """Outputs the tokens of the generations that advanced, and the results of those that ended."""
+        """Outputs the tokens of the generations that advanced, and the results of those that
+        ended."""
         while loop.untold:  # an interrupt leaves the current one in the queue
             state = loop.untold[0]
             # skips requests that have ended
             if isinstance(state, RequestState) and self.requests.get(state.request_id) is state:
-                try:
-                    *earlier, (tokens, text) = state.outputs()
-                except Exception as error:
-                    earlier, tokens, text, state.error = [], {}, None, error
-                state.outbox.extend(RequestOutput(state.request_id, *output) for output in earlier)
-                if state.error is not None or state.is_done:
-                    self.end(state, None if state.error is None else "error", tokens, text)
-                else:
-                    state.outbox.append(RequestOutput(state.request_id, tokens, text))
+                self._output_step(state)
             loop.untold.popleft()
 
+    def _output_step(self, state: RequestState) -> None:
+        """Outputs the last step's tokens of a request that advanced, or its result if it ended."""
+        tokens: dict[int, int] | None = None
+        text: str | None = None
+        if state.error is None:
+            try:
+                *earlier, (tokens, text) = state.outputs()
+                for output in earlier:
+                    state.outbox.append(RequestOutput(state.request_id, *output))
+            except Exception as error:
+                state.error = error
+        if state.error is not None:
+            self.end(state, "error", tokens, text)
+        elif state.is_closed:
+            self.end(state, None, tokens, text)
+        else:
+            state.outbox.append(RequestOutput(state.request_id, tokens or {}, text))
+
     def _waits(self, loop: StepLoop) -> bool:
-        """Whether to retry a step that ran out of blocks because other models hold the memory (for `PATIENCE`)."""
+        """Whether to retry a step that ran out of blocks because other models hold the memory (for
+        `PATIENCE`)."""
         now = time.perf_counter()
         self._short_since = self._short_since or now
         if not loop.blocks.num_withheld() or now - self._short_since > budget.PATIENCE:
@@ -359,10 +493,11 @@ class EngineCore:
         return True
 
     def get_loop(self, new: RequestState | None = None) -> StepLoop:
-        """Returns the loop, to add `new` to. While no request is unfinished, makes a new one if the model has changed
-        since, or if better block sizes are known. Raises `IndexError`, with nothing allocated, if the model has no
-        positions for the prompt of `new`."""
-        model, is_of_tokens = self.model, new is not None and new.request.inputs is None
+        """Returns the loop, to add `new` to. While no request is unfinished, makes a new one if the
+        model has changed since, or if better block sizes are known. Raises `IndexError`, with
+        nothing allocated, if the model has no positions for the prompt of `new`."""
+        model = self.model
+        is_of_tokens = new is not None and new.request.inputs is None
         if self.loop is not None and self.requests:
             if new is not None and is_of_tokens:
                 new.request.limit_positions(self.layout.max_positions)
@@ -375,23 +510,39 @@ class EngineCore:
         layout = choose_layout(model, empty, self.config.batch_invariant)
         if self.leader is not None and layout.unsupported_reason is not None:
             raise ValueError(
-                f"{type(model).__name__}, in shards over several processes, is served by an engine in packed forwards "
-                f"alone: {layout.unsupported_reason}. Call `generate` in each of them"
+                f"{type(model).__name__}, in shards over several processes, is served by an engine"
+                f" in packed forwards alone: {layout.unsupported_reason}. Call `generate` in each"
+                " of them"
             )
         if new is not None and is_of_tokens:
             new.request.limit_positions(layout.max_positions)
         device = compute_device(model)
-        made_for = (_layers(empty), layout, model.dtype, device, autocast_dtype(device))
-        sizes = None if self.loop is None or self._num_keeping else self.memory.better_sizes()
-        if self.loop is None or made_for != self._made_for or sizes is not None:
+        made_for = (
+            _layers(empty),
+            layout,
+            model.dtype,
+            device,
+            autocast_dtype(device),
+        )
+        sizes = None
+        if self.loop is not None and not self._num_keeping:
+            sizes = self.memory.better_sizes()
+        has_changed = made_for != self._made_for or sizes is not None
+        if self.loop is None or has_changed:
             self.retire()
             cache = empty_cache(model, self.memory)
             # growing step by step would copy the existing blocks
             cache.reserve(self.config.num_blocks or MANY_BLOCKS, self.config.max_num_seqs)
-            max_num_seqs, leader = self.config.max_num_seqs, self.leader
-            self.loop = make_loop(model, cache, layout, self.config, max_num_seqs=max_num_seqs, leader=leader)
-            if leader is not None:
-                leader.make(model, self.config, self.loop)
+            self.loop = make_loop(
+                model,
+                cache,
+                layout,
+                self.config,
+                max_num_seqs=self.config.max_num_seqs,
+                leader=self.leader,
+            )
+            if self.leader is not None:
+                self.leader.make(model, self.config, self.loop)
             self.loop.scheduler.timeline = self.timeline
             self.layout, self._counters = layout, cache.counters
             self._made_for, self._config_text = made_for, _config_text(model)
@@ -400,105 +551,131 @@ class EngineCore:
         return self.loop
 
     def _take_inputs(self, state: RequestState) -> None:
-        """Prepares a prompt with inputs for the loop. Raises `ValueError` if the loop's forwards cannot take it."""
+        """Prepares a prompt with inputs for the loop. Raises `ValueError` if the loop's forwards
+        cannot take it."""
         if state.request.inputs is None:
             return
-        prompts, model, keys = state.request.inputs[0], self.model, None
+        prompts = state.request.inputs[0]
+        model = self.model
+        keys = None
+        begins_behind_text = False
         if self.config.batch_invariant:
             raise not_invariant(model, "prompts are more than token ids")
-        cache, is_packed = self._empty, self.layout.unsupported_reason is None
+        cache = self._empty
+        is_packed = self.layout.unsupported_reason is None
         if is_packed:
             prompts.find_positions(model)
-            reason, can_reuse = check_prompts(model, cache, prompts, known=self._verdicts)
+            reason, can_reuse, begins_behind_text = check_prompts(
+                model, cache, prompts, known=self._verdicts
+            )
             if reason is None:
                 prompts.merges = how_prompts_merge(model, cache, prompts, known=self._verdicts)
-            keys = prompts.keys(model.config) if can_reuse and self.config.prefix_caching else None
+            if can_reuse and self.config.prefix_caching:
+                keys = prompts.keys(model.config)
         else:
             if not model.config.is_encoder_decoder:
                 state.encode_media(model)
             reason = reason_against_rows(model, cache, prompts, known=self._verdicts)
             if reason is None:
                 prompts.set_joins(how_rows_join(model, cache, prompts, known=self._verdicts))
-                if prompts.joins is not None and not self.layout.side_by_side:  # known only from a request
+                if prompts.joins is not None and not self.layout.side_by_side:
+                    # known only from a request
                     self.layout = self.layout._replace(side_by_side=True)
             self._note_route()
         if reason is not None:
-            raise ValueError(
-                f"`inputs` of {type(model).__name__} are served by `generate` only: {reason}. Call "
+            raise ServedByGenerateError(
+                f"an engine cannot serve these `inputs` of {type(model).__name__}: {reason}. Call "
                 '`model.generate(..., cache_implementation="paged")`'
             )
         count = self.layout.max_positions
         if not is_packed:
             count = max_positions(model, cache, prompts, known=self._verdicts)
         state.request.limit_positions(count, prompts.shift(0))
-        prompts.give(state.request, 0, keys)
+        prompts.give(state.request, 0, keys, begins_behind_text)
 
     def _check_prompt_logprobs(self, state: RequestState) -> None:
-        """Raises `ValueError` if the request wants `prompt_logprobs` and no forward of it returns the logits."""
+        """Raises `ValueError` if the request wants `prompt_logprobs` and no forward of it returns
+        the logits."""
         reason = self.layout.unsupported_reason
         if state.request.inputs is not None:
-            reason = "the prompt is more than token ids"
+            reason = Topic.INPUTS("the prompt is more than token ids")
         if state.request.prompt_logprobs is not None and reason is not None:
             raise ValueError(
-                f"`prompt_logprobs` is served in packed forwards of token ids, and not here: {reason}. Leave it out, "
-                "or take the logits of a forward of the model's own"
+                f"`prompt_logprobs` needs packed forwards of token ids: {reason}. Leave it out, or"
+                " take the logits of a forward of the model"
             )
 
     def _choose_speculation(self, state: RequestState, loop: StepLoop) -> None:
-        """Sets or clears the request's assistance. Raises `ValueError` if it asks for assistance that cannot run."""
-        assistance, config = state.assistance, state.decoding.config
+        """Sets or clears the request's assistance. Raises `ValueError` if it asks for assistance
+        that cannot run."""
+        assistance = state.assistance
+        config = state.decoding.config
         assert assistance is not None
         reason = self.layout.reason_against_drafts
         if state.request.inputs is not None:
-            reason = "the prompt is more than token ids"
+            reason = Topic.INPUTS("the prompt is more than token ids")
         elif reason is None and not loop.executor.runner.takes_drafts:
-            reason = "rotary factors depend on a row's length"
+            reason = Topic.ASSISTED("rotary factors depend on a row's length")
         if assistance.is_asked_for(config):
             reason = reason or reason_against_assistance(self.model, config, assistance)
             if reason is not None:
                 raise ValueError(
-                    f"assisted generation is served by `generate`, one row a call, and not here: {reason}. Leave out "
-                    "`assistant_model`, `prompt_lookup_num_tokens` and the like"
+                    f"the engine cannot assist this request: {reason}. Leave out `assistant_model`,"
+                    " `prompt_lookup_num_tokens` and the like, or call `generate` with one row"
                 )
         state.assistance = None
         if reason is None:
-            state.assistance = dataclasses.replace(assistance, ngrams=self.config.speculation == "ngram")
-
-    def _check_fits_unfinished(self) -> None:
-        """Raises `ValueError` if layer groups or autocast dtype differ from those of unfinished requests."""
-        if not self.requests or self.loop is None:
-            return
-        began, dtype = self.loop.executor.autocast, autocast_dtype(compute_device(self.model))
-        if dtype != began:
-            raise ValueError(f"autocast to {dtype} here, to {began} in unfinished requests: add it after their end")
-        if _config_text(self.model) == self._config_text:
-            return  # the usual case, checked quickly
-        before, now = self._made_for[0], _layers(empty_cache(self.model, self.memory))
-        if now != before:
-            windows = ([window for _, window in layers] for layers in (now, before))
-            raise ValueError(
-                "the config now asks for layers with the windows {}, and unfinished requests began with {}: change "
-                "`sliding_window` and `layer_types` while no request is unfinished".format(*windows)
+            state.assistance = dataclasses.replace(
+                assistance, ngrams=self.config.speculation == "ngram"
             )
 
-    def _check_leads(self, prompt: Prompt, options: RequestOptions) -> None:
+    def _check_fits_unfinished(self) -> None:
+        """Raises `ValueError` if layer groups or autocast dtype differ from those of unfinished
+        requests."""
+        if not self.requests or self.loop is None:
+            return
+        began = self.loop.executor.autocast
+        dtype = autocast_dtype(compute_device(self.model))
+        if dtype != began:
+            raise ValueError(
+                f"autocast is to {dtype} here and to {began} in unfinished requests: add this one"
+                " when they have ended"
+            )
+        if _config_text(self.model) == self._config_text:
+            return  # the usual case, checked quickly
+        before = self._made_for[0]
+        now = _layers(empty_cache(self.model, self.memory))
+        if now != before:
+            windows = [window for _, window in now]
+            windows_before = [window for _, window in before]
+            raise ValueError(
+                f"the config now asks for layers with the windows {windows}, and unfinished"
+                f" requests began with {windows_before}: change `sliding_window` and `layer_types`"
+                " while no request is unfinished"
+            )
+
+    def _check_leads(self, options: RequestOptions) -> None:
         """Raises `ValueError` for requests that an engine over several processes does not serve."""
         if self.leader is None:
             return
         self.leader.check_served(self.model, self.config)
-        if split_inputs(prompt, options.inputs)[1] is not None:
+        if options.inputs is not None:
             raise ValueError(
-                "`inputs` beside token ids are not served by an engine whose model is in shards over several "
-                'processes: call `model.generate(..., cache_implementation="paged")` in each of them'
+                "`inputs` beside token ids are not served by an engine whose model is in shards"
+                ' over several processes: call `model.generate(..., cache_implementation="paged")`'
+                " in each of them"
             )
         if options.assistant_model is not None and is_sharded(options.assistant_model):
-            raise ValueError("`assistant_model` is in shards over several processes: load it in process 0 alone")
+            raise ValueError(
+                "`assistant_model` is in shards over several processes: load it in process 0 alone"
+            )
 
     def _new_memory(self, seen: BlockSizes | None = None) -> PagedMemory:
         sizes = None
         if self.config.block_size == AUTO:
-            sizes = block_sizes(self.model, self.config, seen=() if seen is None else seen.seen)
-        memory = PagedMemory(self.config, sizes=sizes)
+            lengths = () if seen is None else seen.seen
+            sizes = block_sizes(self.model, self.config, seen=lengths)
+        memory = PagedMemory(self.config, sizes=sizes, keeps_cached=True)
         if self.leader is not None:
             memory.least, memory.mirror = self.leader.least, self.leader
         memory.outer_lock = self.lock.lock
@@ -528,17 +705,21 @@ class EngineCore:
     def route(self) -> Route | None:
         if self.loop is None:
             return None
-        reason, slowed_by = self.layout.unsupported_reason, self.loop.executor.slowed_by
+        reason = self.layout.unsupported_reason
+        slowed_by = self.loop.executor.slowed_by
+        road = "engine"
         if not self.layout.side_by_side:
             slowed_by = {*slowed_by, f"requests run one by one, not packed: {reason}"}
+            road = "rows"
         return route_of(
-            "engine" if self.layout.side_by_side else "rows",
+            road,
             self.layout.reason,
             [self._counters],
             slowed_by,
             is_packed=reason is None,
             prefills_shared=self._shares_prefills,
             num_captured_steps=self.counts()["num_captured_steps"],
+            setup_seconds=dict(self.setup_seconds),
         )
 
     def _note_route(self) -> None:

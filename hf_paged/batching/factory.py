@@ -1,4 +1,5 @@
-"""Chooses the layout of a model's forwards (packed if possible, else rectangles) and builds the `StepLoop`."""
+"""Chooses the layout of a model's forwards (packed if possible, else rectangles) and builds the
+`StepLoop`."""
 
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ from ..model import capability
 from ..model.capability import Layout
 from ..model.forwards import compute_device
 from ..model.weights import WeightsGuard
+from ..topics import Topic
 from .decoding.speculation import Assistance
 from .execution.assistant import Assistant, assistant_cache
 from .execution.executor import Executor
@@ -40,7 +42,8 @@ from .speculator import Speculator
 
 UNLIMITED = 1 << 60
 MANY_BLOCKS = 1 << 40  # more than memory holds; pages are committed when touched
-CPU_CHUNK_TOKENS = 256  # prefill tokens beside decodes: as many as a CPU computes in a few decode steps' time
+# prefill tokens beside decodes: as many as a CPU computes in a few decode steps' time
+CPU_CHUNK_TOKENS = 256
 
 
 def empty_cache(model: PreTrainedModel, memory: PagedMemory) -> PagedCache:
@@ -61,124 +64,198 @@ def make_loop(
     max_num_seqs: int,
     leader: Any = None,
 ) -> StepLoop:
-    """Makes a loop that runs forwards in this layout, on the memory of `cache`, the model's empty cache. `config` is
-    passed because calls of other threads may replace the memory's. With a model sharded over several processes, each
-    process has a loop with the same generations, or one process has it with a `leader` (`batching.ranks`)."""
+    """Makes a loop that runs forwards in this layout, on the memory of `cache`, the model's empty
+    cache. `config` is passed because calls of other threads may replace the memory's. With a model
+    sharded over several processes, each process has a loop with the same generations, or one
+    process has it with a `leader` (`batching.ranks`)."""
     memory = cache.memory
     blocks, runner = make_runner(model, cache, layout, config.batch_invariant)
     is_packed = layout.unsupported_reason is None
     # the manager outlives the call whose config this is
     blocks.prefix_caching = config.prefix_caching and (is_packed or layout.continues)
-    reason = set_tier(model, memory, blocks, config)
+    reason = set_tier(model, memory, blocks, config, layout)
     guard = WeightsGuard(model, memory, blocks)
+    swapper = BlockSwapper(memory.groups_of(blocks), blocks.flush_copies)
+    cost = None
+    if config.preemption == "auto":
+        cost = CostModel()
     preemption = Preemption(
         blocks,
         config.preemption,
-        BlockSwapper(memory.groups_of(blocks), blocks.flush_copies),
+        swapper,
         guard.vouch,
         chunks=is_packed,
         replays=layout.replays,
         encoder_blocks=runner.encoder_blocks,
-        cost=CostModel() if config.preemption == "auto" else None,
+        cost=cost,
     )
     max_tokens = config.max_num_batched_tokens if is_packed else UNLIMITED
     rope = runner.rope if isinstance(runner, PackedRunner) else None
     max_chunk = config.max_chunk_tokens
     if max_chunk is None and compute_device(model).type == "cpu":
         max_chunk = CPU_CHUNK_TOKENS
-    scheduler = Scheduler(preemption, max_tokens, max_num_seqs, max_chunk if is_packed else None, rope=rope)
+    scheduler = Scheduler(
+        preemption,
+        max_tokens,
+        max_num_seqs,
+        max_chunk if is_packed else None,
+        rope=rope,
+    )
 
     def make_assistant(assistant: PreTrainedModel) -> Assistant:
-        own = assistant_cache(assistant, memory)
-        layout = capability.choose_layout(assistant, own, make_runner)
-        made = make_runner(assistant, own, layout)
-        if commits_when_touched(compute_device(assistant)):  # growing would copy, and need new graphs
-            own.reserve(config.num_blocks or MANY_BLOCKS, config.max_num_seqs)
+        draft_cache = assistant_cache(assistant, memory)
+        draft_layout = capability.choose_layout(assistant, draft_cache, make_runner)
+        draft_runner = make_runner(assistant, draft_cache, draft_layout)
+        if commits_when_touched(compute_device(assistant)):
+            # growing would copy, and need new graphs
+            draft_cache.reserve(config.num_blocks or MANY_BLOCKS, config.max_num_seqs)
         most = min(max_tokens, max_chunk or max_tokens)
-        return Assistant(assistant, own, made, proxy, most, layout.max_positions)
+        return Assistant(
+            assistant,
+            draft_cache,
+            draft_runner,
+            proxy,
+            most,
+            draft_layout.max_positions,
+        )
 
     @functools.cache
     def heads() -> MtpHeads:
         assert isinstance(runner, PackedRunner)
-        own_model = compat.load_mtp(model)
-        own = assistant_cache(own_model, memory)
-        made = memory.manager(own.groups), MtpRunner(own_model, own)
-        return MtpHeads(runner, own, made, proxy, max_tokens)
+        heads_model = compat.load_mtp(model)
+        heads_cache = assistant_cache(heads_model, memory)
+        heads_blocks = memory.manager(heads_cache.groups)
+        heads_runner = MtpRunner(heads_model, heads_cache)
+        return MtpHeads(
+            runner,
+            heads_cache,
+            (heads_blocks, heads_runner),
+            proxy,
+            max_tokens,
+        )
 
-    proxy = weakref.proxy(scheduler)  # it holds the speculator: a cycle would keep the model and its memory alive
+    # it holds the speculator: a cycle would keep the model and its memory alive
+    proxy = weakref.proxy(scheduler)
     speculator = Speculator(model, make_assistant, heads)
-    scheduler.reclaim, scheduler.num_lent = speculator.reclaim, lambda: speculator.num_lent
+    scheduler.reclaim = speculator.reclaim
     executor = Executor(model, memory, runner, scheduler, guard)
-    ranks, scheduler.adapters = executor.ranks, AdapterPages(blocks)
+    ranks = executor.ranks
+    scheduler.adapters = AdapterPages(blocks)
     executor.adapters = Adapters(model, cache, make_runner, scheduler.adapters)
     if leader is not None and isinstance(runner, PackedRunner):
         runner.mirror = executor.adapters.mirror = leader
         guard.fingerprint, executor.together = leader.fingerprint, leader.forward
     elif ranks is not None:
-        guard.fingerprint, executor.together, preemption.agree = ranks.fingerprint, ranks.forward, ranks.of_first
+        guard.fingerprint = ranks.fingerprint
+        executor.together = ranks.forward
+        preemption.agree = ranks.of_first
     if reason is not None:
-        executor.slowed_by.add(f"`prefix_tiers` does nothing: {reason}")
-    return StepLoop(executor, memory, blocks, scheduler, speculator, ranks if leader is None else None)
+        executor.slowed_by.add(f"`prefix_tiers` has no effect: {reason}")
+    return StepLoop(
+        executor,
+        memory,
+        blocks,
+        scheduler,
+        speculator,
+        ranks if leader is None else None,
+    )
 
 
-def reason_against_assistance(model: PreTrainedModel, config: Any, assistance: Assistance) -> str | None:
-    """Returns why the engine cannot assist rows with this generation config, layout aside; `None` if it can."""
+def reason_against_assistance(
+    model: PreTrainedModel, config: Any, assistance: Assistance
+) -> str | None:
+    """Returns why the engine cannot assist rows with this generation config, layout aside; `None`
+    if it can."""
     assistant = assistance.model
+    method = capability.overridden(model, compat.ASSISTED_DECODING)
+    if method is not None:
+        return Topic.ASSISTED(f"it overrides `{method}`")
     if config.speculation_type is not None:
-        return "candidates are made of hidden states, one row a call"
+        return Topic.ASSISTED("`speculation_type` drafts from hidden states, one row a call")
     if config.assistant_ensemble_weight is not None:
-        return "`assistant_ensemble_weight` changes what is accepted"
+        return Topic.ASSISTED("`assistant_ensemble_weight` changes which drafts are accepted")
     if assistance.by_heads(config):
         return reason_against_mtp(model)
     if assistant is None:
         return None
     if type(assistant).__name__.startswith(compat.READS_TARGETS_CACHE):
-        return "the assistant reads the target's keys and values"
+        return Topic.ASSISTED("the assistant reads the target's keys and values")
     if assistant.config.is_encoder_decoder:
-        return "the assistant has an encoder"
+        return Topic.ASSISTED("the assistant has an encoder")
     if not assistance.is_joint or config.assistant_early_exit is not None:
         return None
-    layout = capability.choose_layout(assistant, assistant_cache(assistant, PagedMemory(PagedConfig())), make_runner)
-    return None if layout.unsupported_reason is None else f"the assistant: {layout.unsupported_reason}"
+    cache = assistant_cache(assistant, PagedMemory(PagedConfig()))
+    layout = capability.choose_layout(assistant, cache, make_runner)
+    if layout.unsupported_reason is None:
+        return None
+    return Topic.ASSISTED(f"the assistant: {layout.unsupported_reason}")
 
 
-def set_tier(model: PreTrainedModel, memory: PagedMemory, blocks: BlockManager, config: PagedConfig) -> str | None:
-    """Sets the tier that keeps blocks evicted from the prefix cache, by `config.prefix_tiers`. Returns why a wanted
-    tier cannot be set, else `None`."""
-    wanted, reason = config.prefix_tiers, reason_against_saving(memory, blocks)
+def set_tier(
+    model: PreTrainedModel,
+    memory: PagedMemory,
+    blocks: BlockManager,
+    config: PagedConfig,
+    layout: Layout,
+) -> str | None:
+    """Sets the tier that keeps blocks evicted from the prefix cache, by `config.prefix_tiers`.
+    Returns why a wanted tier cannot be set, else `None`."""
+    wanted = PrefixTiers.coerce(config.prefix_tiers)
+    reason = reason_against_saving(memory, blocks)
     if wanted is not None and wanted.disk_path is None and compute_device(model).type == "cpu":
-        reason = "the pool is in host memory, below which there is only the disk: give a `disk_path`"
+        reason = Topic.PREFIX_TIERS(
+            "the pool is in host memory already, so only a disk tier helps: set `disk_path`"
+        )
     if wanted is None or reason is not None:
         blocks.set_tier(None)
-    elif not isinstance(blocks.tier, PrefixStore) or blocks.tier.config != wanted:
-        blocks.set_tier(make_store(model, memory, blocks, wanted))
+    else:
+        tier = blocks.tier
+        fits = isinstance(tier, PrefixStore) and (tier.config, tier.expected) == (
+            wanted,
+            layout.layers,
+        )
+        if not fits:
+            blocks.set_tier(make_store(model, memory, blocks, wanted, layout))
     return None if wanted is None else reason
 
 
 def reason_against_saving(memory: PagedMemory, blocks: BlockManager) -> str | None:
     """Returns why cached prefixes cannot leave the pool; `None` if they can."""
     if not blocks.prefix_caching:
-        return "prompts of this model are not cached"
+        return Topic.PREFIX_TIERS("prompts of this model are not cached")
     if memory.least is not None:
-        return "their keys and values are in several processes"
+        return Topic.PREFIX_TIERS("their keys and values are in several processes")
     if blocks.keeps_states:
-        return "a sequence can begin only at snapshots of its states, and these stay in the pool"
+        return Topic.PREFIX_TIERS("snapshots of the model's states stay in the pool")
     return None
 
 
-def make_store(model: PreTrainedModel, memory: PagedMemory, blocks: BlockManager, tiers: PrefixTiers) -> PrefixStore:
+def make_store(
+    model: PreTrainedModel,
+    memory: PagedMemory,
+    blocks: BlockManager,
+    tiers: PrefixTiers,
+    layout: Layout,
+) -> PrefixStore:
     """Makes the store that copies and names this manager's cached blocks."""
     devices = {parameter.device for parameter in model.parameters()} - {torch.device("meta")}
-    device = compute_device(model) if len(devices) < 2 else None  # layers' devices are known from the first forward
-    return PrefixStore(tiers, memory, memory.groups_of(blocks), device)
+    device = None  # layers' devices are known from the first forward
+    if len(devices) < 2:
+        device = compute_device(model)
+    return PrefixStore(tiers, memory, memory.groups_of(blocks), device, layout.layers)
 
 
-def choose_layout(model: PreTrainedModel, cache: PagedCache, batch_invariant: bool = False) -> Layout:
-    """`capability.choose_layout`; raises `ValueError` if `batch_invariant` is wanted and the model cannot be."""
+def choose_layout(
+    model: PreTrainedModel, cache: PagedCache, batch_invariant: bool = False
+) -> Layout:
+    """`capability.choose_layout`; raises `ValueError` if `batch_invariant` is wanted and the model
+    cannot be."""
     layout = capability.choose_layout(model, cache, make_runner)
     if batch_invariant:
         make = functools.partial(make_runner, is_invariant=True)
-        reason = layout.unsupported_reason or capability.reason_against_invariance(model, cache, make)
+        reason = layout.unsupported_reason
+        if not reason:
+            reason = capability.reason_against_invariance(model, cache, make)
         if reason is not None:
             raise not_invariant(model, reason)
     return layout
@@ -187,8 +264,9 @@ def choose_layout(model: PreTrainedModel, cache: PagedCache, batch_invariant: bo
 def not_invariant(model: PreTrainedModel, reason: str) -> ValueError:
     """Makes the error for `batch_invariant` where rows depend on one another; `reason` says why."""
     return ValueError(
-        f"`batch_invariant` is True, and rows of {type(model).__name__} would depend on one another: {reason}. It "
-        "needs packed forwards of token ids, on the CPU, and the C++ kernels: leave it out"
+        f"`batch_invariant` is True, but rows of {type(model).__name__} would depend on one"
+        f" another: {reason}. Leave it out: it needs packed forwards of token ids on the CPU, with"
+        " the C++ kernels"
     )
 
 

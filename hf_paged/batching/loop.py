@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 import zlib
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +17,16 @@ from ..cache.block_manager import BlockManager
 from ..cache.block_pool import OutOfBlocksError
 from ..cache.memory import PagedMemory
 from ..model.ranks import RankLostError, Ranks
+from ..plan import StepPlan
+from ..topics import Topic, TopicError
 from .decoding.base import Fetch, SampledTokens
 from .decoding.sampler import sample_step
 from .execution.adapters import AdapterError
 from .execution.executor import Executor, Window
 from .execution.prompts import Prompts, PromptsError
-from .execution.runner import rows_of_logits
 from .generation import Generation
 from .request import Request, Sequence
-from .scheduling.scheduler import NeverFits, Scheduler, StepPlan
+from .scheduling.scheduler import NeverFits, Scheduler
 from .speculator import Speculator
 
 logger = logging.getLogger(__name__)
@@ -37,13 +39,16 @@ Ready = list[tuple[Generation, Tensor]]
 """Generations with the logits `(rows, vocab)` of all their open rows, in order."""
 
 
-class EngineStalledError(RuntimeError):
+class EngineStalledError(TopicError, RuntimeError):
     """Several steps in a row produced no token. The message holds the scheduler's state."""
+
+    topic = Topic.STALLED
 
 
 @dataclass(eq=False, repr=False)
 class StepLoop:
-    """Runs generations on one model, within `interrupts.held`, so that no interrupt splits a step's bookkeeping."""
+    """Runs generations on one model, within `interrupts.held`, so that no interrupt splits a step's
+    bookkeeping."""
 
     executor: Executor
     memory: PagedMemory  # its lock guards the block tables
@@ -57,14 +62,21 @@ class StepLoop:
     seconds: float = 0.0  # spent in steps
 
     def __post_init__(self) -> None:
-        # generations that advanced or failed and are not reported yet; callers remove those that they have reported
+        # generations that advanced or failed and are not reported yet; callers remove those that
+        # they have reported
         self.untold: deque[Generation] = deque()
-        self._rows: dict[Request, list[tuple[Generation, int]]] = {}  # by unfinished request, each sequence's row
+        # by unfinished request, each sequence's row
+        self._rows: dict[Request, list[tuple[Generation, int]]] = {}
         self._split: list[Generation] = []  # new parts, which may have their logits already
-        self._outgrown: deque[Generation] = deque()  # with rows whose next token has no position in the model's table
-        # groups of requests whose common forward failed: steps compute the first group alone, then the next one
+        # with rows whose next token has no position in the model's table
+        self._outgrown: deque[Generation] = deque()
+        # groups of requests whose common forward failed: steps compute the first group alone, then
+        # the next one
         self._suspects: deque[set[Request]] = deque()
         self._idle_steps = self._fruitless_steps = 0
+        # in a step, while an exception would leave its bookkeeping half done
+        self._is_split = False
+        self._is_recovery_due = False  # `recover` has begun, and not come to its end
 
     @property
     def num_adapter_hits(self) -> int:
@@ -91,7 +103,8 @@ class StepLoop:
         return self.speculator.counts()[2]
 
     def add(self, generation: Generation) -> None:
-        """Queues the generation's requests. Raises `OutOfBlocksError`, with none queued, if one can never fit."""
+        """Queues the generation's requests. Raises `OutOfBlocksError`, with none queued, if one can
+        never fit."""
         try:
             for part in generation.parts or [generation]:
                 if self.executor.runner.takes_drafts:
@@ -103,13 +116,30 @@ class StepLoop:
             raise
 
     def _add(self, generation: Generation) -> None:
-        with self.memory.lock:
-            self.scheduler.add(*(request for request in generation.requests if not request.is_finished))
-            for part in generation.parts or [generation]:
-                for row, (request, _) in enumerate(part.rows):
-                    if not request.is_finished:
-                        self._rows.setdefault(request, []).append((part, row))
-            self._split += generation.parts
+        try:
+            self._end_recovery()
+            with self.memory.lock:
+                self.scheduler.add(
+                    *(request for request in generation.requests if not request.is_finished)
+                )
+                for part in generation.parts or [generation]:
+                    for row, (request, _) in enumerate(part.rows):
+                        if not request.is_finished:
+                            self._rows.setdefault(request, []).append((part, row))
+                self._split += generation.parts
+        except OutOfBlocksError:
+            raise
+        except BaseException:
+            for request in generation.requests:
+                self._rows.pop(request, None)
+            self.recover()
+            raise
+
+    @property
+    def sampling(self) -> list[Generation]:
+        """The unfinished generations that have the logits of all open rows, and no tokens yet."""
+        every = dict.fromkeys(generation for rows in self._rows.values() for generation, _ in rows)
+        return [generation for generation in every if generation.is_sampling]
 
     @property
     def first_waiting(self) -> Generation | None:
@@ -118,8 +148,8 @@ class StepLoop:
         return None if request is None else self._rows[request][0][0]
 
     def blamed_for(self, error: Exception) -> list[Generation]:
-        """The generations to end when steps raise `error` again and again: those of running requests; if none runs, or
-        if blocks are short, the one that is to be admitted next."""
+        """The generations to end when steps raise `error` again and again: those of running
+        requests; if none runs, or if blocks are short, the one that is to be admitted next."""
         first = self.first_waiting
         running = self._generations_of(request.sequences[0] for request in self.scheduler.running)
         if first is not None and (not running or isinstance(error, OutOfBlocksError)):
@@ -127,8 +157,17 @@ class StepLoop:
         return running or self._generations_of(request.sequences[0] for request in self._rows)
 
     def drop(self, generation: Generation) -> None:
+        try:
+            self._end_recovery()
+            self._drop(generation)
+        except BaseException:
+            self.recover()
+            self._drop(generation)
+            raise
+
+    def _drop(self, generation: Generation) -> None:
         for part in generation.parts:
-            self.drop(part)
+            self._drop(part)
         with self.memory.lock:
             self._close(generation)
             for blocks, _ in generation.kept.values():
@@ -136,29 +175,40 @@ class StepLoop:
         generation.kept.clear()
 
     def change_weights(self, recompute: bool) -> None:
-        """Between steps: notes that the weights changed; `recompute` drops the K/V of unfinished requests."""
-        self.speculator.change_weights()
-        with self.executor.lock:
-            self.executor.change_weights()
-            if recompute:
-                for rows in self._rows.values():
-                    for generation, _ in rows:
-                        generation.forget_logits()
-                with self.memory.lock:
-                    self._loosen(self.scheduler.recompute())
+        """Between steps: notes that the weights changed; `recompute` drops the K/V of unfinished
+        requests."""
+        try:
+            self.speculator.change_weights()
+            with self.executor.lock:
+                self.executor.change_weights()
+                if recompute:
+                    for rows in self._rows.values():
+                        for generation, _ in rows:
+                            generation.forget_logits()
+                    with self.memory.lock:
+                        self._loosen(self.scheduler.recompute())
+        except BaseException:
+            self.recover()
+            raise
 
     def step(self, window: Window) -> None:
-        """Schedules, computes and samples once, unless `untold` is not empty. An interrupt of the forward undoes the
-        step; an interrupt of a caller's code ends that request. Raises `OutOfBlocksError` and `EngineStalledError`."""
+        """Schedules, computes and samples once, unless `untold` is not empty. An interrupt of the
+        forward undoes the step; an interrupt of a caller's code ends that request. Raises
+        `OutOfBlocksError` and `EngineStalledError`."""
         if self.untold:
             return
         start = time.perf_counter()
+        self._end_recovery()
         self.executor.open(window)
         try:
+            self._is_split = True
             self.propose(self.untold)
             with self.executor.attention():
                 ready = self.compute(self.untold)
-                interrupt = self.sample(ready, self.untold, self.executor.fetch_while_running_ahead(ready))
+                interrupt = self.sample(
+                    ready, self.untold, window, self.executor.fetch_while_running_ahead(ready)
+                )
+            self._is_split = False
             if not self.scheduler.has_unfinished:
                 self.executor.ahead.clear()
             self.num_steps += 1
@@ -168,12 +218,18 @@ class StepLoop:
             if self.untold or not window.is_call:
                 self.executor.settle(window)
         except BaseException:
-            self.executor.leave(window)
+            try:
+                if self._is_split:
+                    self.recover(
+                        generation for rows in self._rows.values() for generation, _ in rows
+                    )
+            finally:
+                self.executor.leave(window)
             raise
 
     def propose(self, untold: deque[Generation]) -> None:
-        """Drafts tokens for the rows that speculate, before `compute` and outside of `executor.attention`. Adds
-        generations whose source fails to `untold`."""
+        """Drafts tokens for the rows that speculate, before `compute` and outside of
+        `executor.attention`. Adds generations whose source fails to `untold`."""
         if not self.speculator.is_due():
             return
 
@@ -184,35 +240,69 @@ class StepLoop:
         self.speculator.propose(self.executor.num_embeddings, self.scheduler.num_rows, fail)
 
     def compute(self, untold: deque[Generation]) -> Ready:
-        """Schedules and computes once, within `executor.attention`. Returns the generations all of whose open rows now
-        have logits. Adds a generation whose forward failed to `untold`; if several failed together, the next steps
-        compute them in halves, so that only those end which fail alone. Raises as `step`."""
-        batch, logits = self._compute(untold)
+        """Schedules and computes once, within `executor.attention`. Returns the generations all of
+        whose open rows now have logits. Adds a generation whose forward failed to `untold`; if
+        several failed together, the next steps compute them in halves, so that only those end which
+        fail alone. Raises as `step`."""
+        ready = Ready()
+        self._end_recovery()
+        self._is_split = True
         try:
-            ready = self._deliver(batch, logits)
-        except BaseException as cause:  # out of memory, for instance
-            lost = self._generations_of([sequence for sequence, _ in batch.items if not sequence.num_to_compute])
-            self._fail_all(lost, cause, untold)
+            with self.executor.lock:
+                # another thread's call may recover the loop only once the logits are delivered
+                plan, logits = self._compute(untold)
+                self._deliver(plan, logits, ready)
+            has_news = bool(ready or untold)
+            self._idle_steps = 0 if plan.sequences or has_news else self._idle_steps + 1
+            self._fruitless_steps = (
+                0 if has_news or not plan.preempted else self._fruitless_steps + 1
+            )
+            if self._idle_steps >= MAX_IDLE_STEPS or self._fruitless_steps >= MAX_FRUITLESS_STEPS:
+                steps = max(self._idle_steps, self._fruitless_steps)
+                blocks = f"{self.blocks.num_free} of {self.blocks.num_total} blocks available"
+                raise EngineStalledError(
+                    f"no token for {steps} steps: {self.scheduler!r}, {blocks}"
+                )
+            return ready
+        except BaseException:
+            if self._is_split:
+                self.recover(generation for generation, _ in ready)
             raise
-        has_news = bool(ready or untold)
-        self._idle_steps = 0 if batch.items or has_news else self._idle_steps + 1
-        self._fruitless_steps = 0 if has_news or not batch.preempted else self._fruitless_steps + 1
-        if self._idle_steps >= MAX_IDLE_STEPS or self._fruitless_steps >= MAX_FRUITLESS_STEPS:
-            steps = max(self._idle_steps, self._fruitless_steps)
-            blocks = f"{self.blocks.num_free} of {self.blocks.num_total} blocks can be had"
-            raise EngineStalledError(f"no token for {steps} steps: {self.scheduler!r}, {blocks}")
-        return ready
 
-    def sample(self, ready: Ready, untold: deque[Generation], fetch: Fetch | None = None) -> BaseException | None:
-        """Samples the next tokens of generations that `compute` returned, and adds these to `untold`; `fetch` as in
-        `sample_step`. Returns an interrupt of a caller's code. Another thread may compute other generations
-        meanwhile."""
+    def sample(
+        self, ready: Ready, untold: deque[Generation], window: Window, fetch: Fetch | None = None
+    ) -> BaseException | None:
+        """Samples the next tokens of generations that `compute` returned, and adds these to
+        `untold`; `fetch` as in `sample_step`. Returns an interrupt of a caller's code. Another
+        thread may compute other generations meanwhile."""
         interrupt: BaseException | None = None
+        results: list[Any] = []
+        runs_callers_code = True in [
+            generation.decoding.runs_callers_code for generation, _ in ready
+        ]
+        # transformers' own streamers may hand the text to a thread of the caller
+        lets_code_run = runs_callers_code or True in [
+            generation.decoding.is_streamed for generation, _ in ready
+        ]
         try:
-            results: list[Any] = sample_step([(generation.decoding, taken) for generation, taken in ready], fetch)
+            if runs_callers_code:
+                self.executor.settle(window, runs_code=True)
+            if lets_code_run:
+                self.executor.doubt_model()
+            results += sample_step(
+                [(generation.decoding, taken) for generation, taken in ready], fetch
+            )
+            # a caller's code may choose any id, the model one past its embedding's
+            checks_ids = runs_callers_code or (
+                bool(ready) and ready[0][1].shape[-1] > self.executor.num_embeddings
+            )
             with self.memory.lock:
                 for (generation, _), result in zip(ready, results):
-                    error = result if isinstance(result, BaseException) else self._unknown_token(result)
+                    error = None
+                    if result.__class__ is not SampledTokens:
+                        error = result
+                    elif checks_ids:
+                        error = self._unknown_token(result)
                     if error is not None:
                         interrupt = self._fail(generation, error, untold) or interrupt
                     else:
@@ -220,75 +310,100 @@ class StepLoop:
                         generation.is_sampling = False
                         untold.append(generation)
         except BaseException as cause:  # the progress of the remaining generations is unknown
-            self._fail_all([generation for generation, _ in ready], cause, untold)
+            try:
+                if results:
+                    self.recover()
+            finally:
+                self._fail_all([generation for generation, _ in ready], cause, untold)
             raise
+        finally:
+            self.executor.is_unchecked |= runs_callers_code
+            if lets_code_run:
+                self.executor.doubt_model()
         return interrupt
 
     def _compute(self, untold: deque[Generation]) -> tuple[StepPlan, Tensor | None]:
-        """Returns the scheduled step and its logits; `None` if there was nothing to compute or the forward failed."""
-        with self.executor.lock, self.executor.runner.ordered():
-            with self.memory.lock:  # no other thread changes tables until their pending copies are made
-                self._end_outgrown(untold)
-                self.scheduler.only = self._first_suspects()
+        """Returns the scheduled step and its logits; `None` if there was nothing to compute or the
+        forward failed. Holds the executor's lock."""
+        with self.executor.runner.ordered():
+            self.executor.check_model()
+            self.memory.free_abandoned()
+            with self.memory.lock:
+                # no other thread changes tables until their pending copies are made
+                if self._outgrown:
+                    self._end_outgrown(untold)
+                if self._suspects or self.scheduler.only is not None:
+                    self.scheduler.only = self._first_suspects()
                 try:
-                    batch = self.scheduler.schedule()
+                    plan = self.scheduler.schedule()
                 except NeverFits as error:  # the requests behind it go on
                     for generation in self._generations_of(error.request.sequences):
                         self._fail(generation, error, untold)
-                    return StepPlan(), None
-                try:
-                    self.blocks.flush_copies()
-                    self.memory.note_peak()
-                except BaseException:
-                    self.undo_step()
+                    return StepPlan.of([]), None
+                except OutOfBlocksError:
+                    self._is_split = False
                     raise
-            try:
-                self.executor.notice_model()  # a prefix cache hit may have taken the model's fingerprint
-                self._loosen(batch.preempted)
-                self.executor.prefetch(self.scheduler.next_adapters())
-                logits = self._run(batch, untold) if batch.items else None
-            except BaseException:
-                self.undo_step()
-                raise
+                self.blocks.flush_copies()
+                self.memory.note_peak()
+            # a prefix cache hit may have taken the model's fingerprint
+            self.executor.notice_model()
+            if plan.preempted:
+                self._loosen(plan.preempted)
+            self.executor.prefetch(self.scheduler.next_adapters())
+            logits = self._run(plan, untold) if plan.sequences else None
         now = time.perf_counter()
-        for request in batch.admitted:
+        for request in plan.admitted:
             request.admitted_at = now if request.admitted_at is None else request.admitted_at
-        return batch, logits
+        return plan, logits
 
-    def _run(self, batch: StepPlan, untold: deque[Generation]) -> Tensor | None:
-        start, num_unsized = time.perf_counter(), self.blocks.num_unsized
+    def _run(self, plan: StepPlan, untold: deque[Generation]) -> Tensor | None:
+        start = time.perf_counter()
+        num_unsized = self.blocks.num_unsized
         try:
             if self.ranks is not None:
-                self.ranks.check_same(hash(tuple(_tokens_of(batch))), "scheduled other tokens")
-            logits = self.executor.run(batch.items)
-        except Exception as error:
+                self.ranks.check_same(hash(tuple(_tokens_of(plan))), "scheduled other tokens")
+            logits = self.executor.run(plan)
+        except BaseException as error:
             self.undo_step()
-            if isinstance(error, RankLostError):
+            if not isinstance(error, Exception) or isinstance(error, RankLostError):
+                self._is_split = False
                 raise
             cause = error.cause if isinstance(error, PromptsError) else error
             if isinstance(cause, OutOfBlocksError) and self.blocks.num_unsized < num_unsized:
-                return None  # the forward showed the blocks' true size, so that fewer fit: the step is repeated
-            failed = self._generations_of([sequence for sequence, _ in batch.items])
+                # the forward showed the blocks' true size, so that fewer fit: the step is repeated
+                return None
+            failed = self._generations_of(plan.sequences)
             wholes = list(dict.fromkeys(generation.whole or generation for generation in failed))
             if isinstance(error, AdapterError):  # the other generations repeat the step
-                failed = [generation for generation in failed if _has_adapter(generation, error.adapter)]
+                failed = [
+                    generation for generation in failed if _has_adapter(generation, error.adapter)
+                ]
             elif isinstance(error, PromptsError):
-                failed = [generation for generation in failed if _has_prompts(generation, error.prompts)]
+                failed = [
+                    generation for generation in failed if _has_prompts(generation, error.prompts)
+                ]
                 error = error.cause
             elif len(wholes) > 1:
                 self._halve(wholes)
-                logger.debug("a forward for %d requests failed, its halves are computed: %s", len(wholes), error)
+                logger.debug(
+                    "a forward for %d requests failed, its halves are computed: %s",
+                    len(wholes),
+                    error,
+                )
                 return None
             for generation in failed:
                 self._fail(generation, error, untold)
             return None
-        num_tokens, seconds = sum(count for _, count in batch.items), time.perf_counter() - start
+        num_tokens = plan.num_tokens
+        seconds = time.perf_counter() - start
         with self.memory.lock:
-            self.blocks.index.end_step()
+            self.scheduler.commit(plan)
             if self._suspects:
-                self._suspects[0].difference_update([each for each in self._suspects[0] if _has_logits(each)])
+                self._suspects[0].difference_update(
+                    [each for each in self._suspects[0] if _has_logits(each)]
+                )
         cost = self.scheduler.preemption.cost
-        if not batch.chunks:
+        if not plan.has_chunks:
             self.speculator.costs.observe(num_tokens, seconds)
         elif cost is not None:
             cost.observe_prefill(num_tokens, seconds)
@@ -302,57 +417,109 @@ class StepLoop:
             if request is not None and not generation.is_closed:
                 most = request.max_positions
                 error = IndexError(
-                    f"request {request.request_id!r} cannot go on: the model's table of positions ends after {most} "
-                    f"of its tokens. Lower `max_new_tokens` to {most + 1 - request.num_prompt_tokens}, or shorten the "
-                    "prompt"
+                    f"request {request.request_id!r} cannot go on: the model's table of positions"
+                    f" ends after {most} of its tokens. Lower `max_new_tokens` to"
+                    f" {most + 1 - request.num_prompt_tokens}, or shorten the prompt"
                 )
                 self._fail(generation, error, untold)
 
     def _halve(self, generations: list[Generation]) -> None:
-        """Makes the next steps compute these generations, whose forward failed, in two halves, one after the other."""
+        """Makes the next steps compute these generations, whose forward failed, in two halves, one
+        after the other."""
         middle = len(generations) // 2
         for half in (generations[middle:], generations[:middle]):
-            requests = {request for generation in half for request in generation.requests if not request.is_finished}
+            requests = {
+                request
+                for generation in half
+                for request in generation.requests
+                if not request.is_finished
+            }
             for group in self._suspects:  # the forward was for requests of the first group
                 group -= requests
             self._suspects.appendleft(requests)
 
     def _first_suspects(self) -> set[Request] | None:
-        """Returns the requests to which the next step is limited; `None` if no group of suspects is left."""
+        """Returns the requests to which the next step is limited; `None` if no group of suspects is
+        left."""
         while self._suspects and not self._suspects[0]:
             self._suspects.popleft()
         return self._suspects[0] if self._suspects else None
 
     def undo_step(self) -> None:
-        """Undoes the scheduled step: blocks are already named for tokens not computed, and states may have advanced."""
+        """Undoes the scheduled step: blocks are already named for tokens not computed, and states
+        may have advanced."""
         with self.memory.lock:
             self.scheduler.fail_step()
             if self.executor.runner.has_states:
-                self.num_preemptions += len(self.scheduler.recompute())  # blocks are not short: no need to split rows
+                # blocks are not short: no need to split rows
+                self.num_preemptions += len(self.scheduler.recompute())
+            self.executor.forget_model()
 
-    def _deliver(self, batch: StepPlan, logits: Tensor | None) -> Ready:
+    def recover(self, lost: Iterable[Generation] = ()) -> None:
+        """After an exception that may have left bookkeeping half done: makes pools and queues agree
+        with the unfinished requests, which are computed again from their tokens. `lost`: those
+        whose logits no one will sample. If this raises, the next change of the loop begins with
+        it."""
+        self._is_recovery_due = True
+        for generation in lost:
+            generation.is_sampling = False
+        with self.executor.lock, self.memory.lock:
+            self.memory.recover()
+            self.speculator.reclaim()
+            self._suspects.clear()
+            for request, rows in self._rows.items():
+                rows[:] = [
+                    (part.parts[row], 0) if part.parts else (part, row) for part, row in rows
+                ]
+                for (generation, _), sequence in zip(rows, request.sequences):
+                    generation.forget_logits()
+                    sequence.num_answered_tokens = (
+                        sequence.num_tokens if generation.is_sampling else 0
+                    )
+            self.scheduler.recover(self._rows)
+            self._rows = {
+                request: rows for request, rows in self._rows.items() if not request.is_finished
+            }
+            self.executor.forget_model()
+        self._is_split = self._is_recovery_due = False
+
+    def _end_recovery(self) -> None:
+        """Recovers, if an earlier exception has left that to do."""
+        if self._is_recovery_due:
+            self.recover()
+
+    def _deliver(self, plan: StepPlan, logits: Tensor | None, ready: Ready) -> None:
+        """Adds the generations all of whose open rows now have logits to `ready`."""
         found: dict[Generation, dict[int, int]] = {}
-        ready: Ready = []
-        for (sequence, _), own in zip(batch.items, rows_of_logits(batch.items) if logits is not None else ()):
-            if not own:
+        end = 0
+        of_rows = () if logits is None else logits.chunk(max(1, logits.shape[0]))
+        for sequence, num_logits in zip(plan.sequences, plan.num_logits):
+            if not num_logits or logits is None:
                 continue
-            request, place = sequence.request, own.start
+            place = end
+            end += num_logits
+            request = sequence.request
             rows = self._rows[request]
-            if len(request.sequences) < len(rows):  # the prompt, computed once for all its rows
+            if request.num_rows > len(request.sequences):  # the prompt, computed once for all rows
                 with self.memory.lock:
                     request.fork(self.blocks, len(rows))
             else:
                 rows = rows[sequence.index : sequence.index + 1]
-            if sequence.draft:
-                ((generation, _),) = rows
-                if not generation.is_closed:
-                    assert logits is not None and generation.speculation is not None
-                    generation.decoding.draft = generation.speculation.draft
-                    ready.append((generation, logits[own.start : own.stop]))
-                continue
             for generation, row in rows:
-                found.setdefault(generation, {})[row] = place
-        ready += [(part, taken) for part in self._split if (taken := part.take_logits()) is not None]
+                if not generation.is_single:
+                    found.setdefault(generation, {})[row] = place
+                elif not generation.is_closed:
+                    decoding = generation.decoding
+                    if sequence.draft:
+                        assert generation.speculation is not None
+                        decoding.draft = generation.speculation.draft
+                        ready.append((generation, logits[place:end]))
+                    else:
+                        decoding.draft = None  # of a step that failed behind its forward
+                        ready.append((generation, of_rows[place]))
+        ready += [
+            (part, taken) for part in self._split if (taken := part.take_logits()) is not None
+        ]
         self._split = []
         for generation, places in found.items():
             assert logits is not None
@@ -361,23 +528,23 @@ class StepLoop:
                 ready.append((generation, taken))
         for generation, _ in ready:
             generation.is_sampling = True
-        return ready
 
     def _unknown_token(self, sampled: SampledTokens) -> Exception | None:
-        """Returns an error if the next forward would get an id without an embedding, which only a caller's code can
-        choose."""
+        """Returns an error if the next forward would get an id without an embedding."""
         num_embeddings = self.executor.num_embeddings
         for row in sampled.rows:
             token = sampled.tokens[row]
             if not 0 <= token < num_embeddings and row not in sampled.finished:
                 return IndexError(  # as the embedding raises
-                    f"token id {token} was chosen, but ids from 0 to {num_embeddings - 1} have an embedding: a "
-                    "logits processor widened the scores, or a stopping criterion wrote the id"
+                    f"token id {token} was chosen, but ids from 0 to {num_embeddings - 1} have an"
+                    " embedding: a logits processor widened the scores, or a stopping criterion"
+                    " wrote the id"
                 )
         return None
 
     def _apply(self, generation: Generation, sampled: SampledTokens) -> None:
-        finished, outgrows = set(sampled.finished), False
+        finished = set(sampled.finished)
+        outgrows = False
         generation.new_tokens = []
         if sampled.parents is not None:
             for request in generation.requests:
@@ -393,8 +560,10 @@ class StepLoop:
                 outgrows |= request.has_outgrown
         else:
             draft = generation.decoding.draft
+            earlier: list[dict[int, int]] = []
             if draft is not None:
                 self._settle_draft(generation, sampled.earlier)
+                earlier = [{0: token} for token in sampled.earlier]
             new: dict[int, int] = {}
             for row in sampled.rows:
                 request, index = generation.rows[row]
@@ -404,16 +573,18 @@ class StepLoop:
                 self.num_generated_tokens += 1
                 if row in finished:
                     self._end_row(generation, row)
-                else:
+                elif request.max_positions < sys.maxsize:
                     outgrows |= len(token_ids) > request.max_positions
-            generation.new_tokens.append(new)
+            generation.new_tokens = [*earlier, new]
             if draft is not None and generation.speculation is not None:
                 ((request, index),) = generation.rows
                 token_ids = request.sequences[index].token_ids
                 generation.speculation.observe(token_ids, len(draft.tokens), len(sampled.earlier))
         if outgrows:
             self._outgrown.append(generation)
-        if generation.decoding.is_done:
+        # beams are given up without a row that ends
+        may_be_done = finished or sampled.parents is not None
+        if may_be_done and generation.decoding.is_done:
             for row in range(len(generation.rows)) if generation.keep_blocks else ():
                 if row not in generation.kept:
                     self._end_row(generation, row)
@@ -423,16 +594,19 @@ class StepLoop:
         """Appends the accepted draft tokens to the row, and drops the rest of the draft."""
         ((request, index),) = generation.rows
         sequence = request.sequences[index]
-        self.scheduler.settle_draft(sequence, len(accepted))  # does nothing if it was preempted meanwhile
+        # does nothing if it was preempted meanwhile
+        self.scheduler.settle_draft(sequence, len(accepted))
         assert generation.decoding.draft is not None
-        self.scheduler.timeline.verified(request, len(generation.decoding.draft.tokens), len(accepted))
+        self.scheduler.timeline.verified(
+            request, len(generation.decoding.draft.tokens), len(accepted)
+        )
         sequence.token_ids += accepted
         self.num_generated_tokens += len(accepted)
-        generation.new_tokens += ({0: token} for token in accepted)
         generation.decoding.draft = None
 
-    def _loosen(self, preempted: list[Request]) -> None:
-        """Splits preempted generations whose rows are independent, so that these need not wait for each other."""
+    def _loosen(self, preempted: Collection[Request]) -> None:
+        """Splits preempted generations whose rows are independent, so that these need not wait for
+        each other."""
         self.num_preemptions += len(preempted)
         for request in preempted:
             with self.memory.lock:  # other threads may end requests
@@ -447,11 +621,17 @@ class StepLoop:
 
     def _generations_of(self, sequences: Iterable[Sequence]) -> list[Generation]:
         requests = dict.fromkeys(sequence.request for sequence in sequences)
-        return list(dict.fromkeys(generation for request in requests for generation, _ in self._rows.get(request, ())))
+        return list(
+            dict.fromkeys(
+                generation for request in requests for generation, _ in self._rows.get(request, ())
+            )
+        )
 
-    def _fail(self, generation: Generation, error: BaseException, untold: deque[Generation]) -> BaseException | None:
-        """Ends a generation with an error and adds it to `untold`. Returns `error` for the caller to raise if it is an
-        interrupt."""
+    def _fail(
+        self, generation: Generation, error: BaseException, untold: deque[Generation]
+    ) -> BaseException | None:
+        """Ends a generation with an error and adds it to `untold`. Returns `error` for the caller
+        to raise if it is an interrupt."""
         self.drop(generation)
         untold.append(generation)
         if isinstance(error, Exception):
@@ -460,7 +640,9 @@ class StepLoop:
         generation.error = RuntimeError(_INTERRUPTED.format(error))
         return error
 
-    def _fail_all(self, generations: list[Generation], cause: BaseException, untold: deque[Generation]) -> None:
+    def _fail_all(
+        self, generations: list[Generation], cause: BaseException, untold: deque[Generation]
+    ) -> None:
         for generation in generations:
             if generation not in untold:
                 self._fail(generation, RuntimeError(_INTERRUPTED.format(cause)), untold)
@@ -477,7 +659,9 @@ class StepLoop:
     def _close(self, generation: Generation) -> None:
         for request, index in () if generation.parts else generation.rows:
             # other parts may still have open rows of the request
-            if all(other is generation or other.is_closed for other, _ in self._rows.get(request, ())):
+            if all(
+                other is generation or other.is_closed for other, _ in self._rows.get(request, ())
+            ):
                 self._finish(request)
             elif index < len(request.sequences):
                 self.scheduler.finish_sequence(request.sequences[index])
@@ -485,18 +669,24 @@ class StepLoop:
         self.speculator.detach(generation)
 
     def _finish(self, request: Request) -> None:
-        if self._rows.pop(request, None) is not None:
+        if request in self._rows:
             self.scheduler.finish(request)
+            del self._rows[request]
         for group in self._suspects:
             group.discard(request)
 
 
 def _tokens_of(plan: StepPlan) -> Iterator[int]:
     """Yields the part of a step that must be equal in every process; block ids may differ."""
-    for sequence, query_len in plan.items:
-        end = sequence.num_computed_tokens
-        yield from (end, query_len, len(sequence.draft), zlib.crc32(repr(sequence.request.adapter).encode()))
-        yield from sequence.token_ids[max(0, end - query_len) : end]
+    for sequence, start, count in zip(plan.sequences, plan.starts, plan.counts):
+        num_drafted = len(sequence.draft)
+        yield from (
+            start,
+            count,
+            num_drafted,
+            zlib.crc32(repr(sequence.request.adapter).encode()),
+        )
+        yield from sequence.token_ids[start : start + count - num_drafted]
 
 
 def _has_logits(request: Request) -> bool:

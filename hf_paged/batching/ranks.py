@@ -1,5 +1,5 @@
-"""An engine over several processes, each with a shard of the model's weights and the K/V heads of that shard. Process 0
-schedules and samples; the others compute its steps (`serve_rank`)."""
+"""An engine over several processes, each with a shard of the model's weights and the K/V heads of
+that shard. Process 0 schedules and samples; the others compute its steps (`serve_rank`)."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from ..config import PagedConfig
 from ..interrupts import held
 from ..model.forwards import compute_device
 from ..model.ranks import RankLostError, Ranks, check_heads, ranks_of
+from ..model.state import ModelState
+from ..topics import Topic
 from .arguments import check_generates
 from .execution.adapter_files import AdapterFile
 from .execution.adapters import AdapterError, base_model, check_adapter, use_adapter
@@ -34,8 +36,8 @@ from .loop import StepLoop
 logger = logging.getLogger(__name__)
 
 Changes = list[tuple[int, list[int]]]
-"""For each block table of a step: how many leading block ids it shares with the previous table at its position, and the
-block ids after them."""
+"""For each block table of a step: how many leading block ids it shares with the previous table at
+its position, and the block ids after them."""
 
 
 class HeldThere(NamedTuple):
@@ -45,7 +47,8 @@ class HeldThere(NamedTuple):
 
 
 class TableHistory:
-    """Encodes a step's block tables as changes since the previous step, as most tables only grow."""
+    """Encodes a step's block tables as changes since the previous step, as most tables only
+    grow."""
 
     def __init__(self) -> None:
         self._known: list[list[int]] = []
@@ -61,17 +64,23 @@ class TableHistory:
 
     def tables(self, changes: Changes) -> list[list[int]]:
         """Returns the tables that the other process passed to `changes`."""
-        tables = [[*self._known[row][:count], *new] if count else new for row, (count, new) in enumerate(changes)]
+        tables = [
+            [*self._known[row][:count], *new] if count else new
+            for row, (count, new) in enumerate(changes)
+        ]
         self._known[: len(changes)] = map(list, tables)
         return tables
 
 
 class Leader:
-    """Process 0's side: makes the other processes repeat its operations on blocks and models, in the same order.
-    Operations that need no answer are queued until the next message; each step sends one."""
+    """Process 0's side: makes the other processes repeat its operations on blocks and models, in
+    the same order. Operations that need no answer are queued until the next message; each step
+    sends one."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self.ranks, self._pid, self._is_open = ranks, os.getpid(), True
+        self.ranks = ranks
+        self._pid = os.getpid()
+        self._is_open = True
         self._queue: deque[tuple[str, list[int], tuple[Any, ...]]] = deque()
         self._groups: list[GroupMemory] = []
         self._histories: list[TableHistory] = []
@@ -79,11 +88,12 @@ class Leader:
         ranks.take()
 
     def check_served(self, model: PreTrainedModel, config: PagedConfig) -> None:
-        """Raises `ValueError` for options that an engine over several processes does not serve, `RuntimeError` once
-        the engine is closed."""
+        """Raises `ValueError` for options that an engine over several processes does not serve,
+        `RuntimeError` once the engine is closed."""
         if not self._is_open:
             raise RuntimeError(
-                "the engine was closed, and `serve_rank` has returned in the other processes: make a new one"
+                "the engine was closed, and `serve_rank` has returned in the other processes: make"
+                " a new one"
             )
         wanted = {
             "`batch_invariant`": config.batch_invariant,
@@ -93,8 +103,9 @@ class Leader:
         for what, is_wanted in wanted.items():
             if is_wanted:
                 raise ValueError(
-                    f"{what} is not served by an engine whose model is in shards over {self.ranks.size} processes: "
-                    'leave it out, or call `model.generate(..., cache_implementation="paged")` in each of them'
+                    f"{what} is not served by an engine whose model is in shards over"
+                    f" {self.ranks.size} processes: leave it out, or call `model.generate(...,"
+                    ' cache_implementation="paged")` in each of them'
                 )
 
     def choose_layout(self, config: PagedConfig) -> None:
@@ -116,22 +127,34 @@ class Leader:
 
     def run(self, tokens: PackedTokens, others: list[int], adapter: Hashable) -> None:
         mix = mixed.get()
-        changes = [history.changes(group.tables) for history, group in zip(self._histories, tokens.groups)]
+        changes = [
+            history.changes(group.tables) for history, group in zip(self._histories, tokens.groups)
+        ]
         rest = tokens._replace(groups=[group._replace(tables=[]) for group in tokens.groups])
-        self._send("run", rest, changes, others, adapter if mix is None else mix.names, autocast_dtype(self._device))
+        self._send(
+            "run",
+            rest,
+            changes,
+            others,
+            adapter if mix is None else mix.names,
+            autocast_dtype(self._device),
+        )
 
     def check_mixing(self, names: tuple[str, ...]) -> None:
         self._send("check_mixing", names)
 
     def load_adapter(self, file: AdapterFile) -> None:
         self._send("load_adapter", file)
-        failed = [rank for rank, (is_loaded,) in enumerate(self.ranks.gather(True)) if not is_loaded]
+        failed = [
+            rank for rank, (is_loaded,) in enumerate(self.ranks.gather(True)) if not is_loaded
+        ]
         if failed:
             self.forget_adapter(file)
             raise AdapterError(
                 file,
-                f"the adapter in {file.path!r} cannot be loaded by processes {failed} of {self.ranks.size} that hold "
-                "shards of the model, whose output says why: they read the same folder, under the same path",
+                f"the adapter in {file.path!r} cannot be loaded by processes {failed} of"
+                f" {self.ranks.size} that hold shards of the model, whose output says why: they"
+                " read the same folder, under the same path",
             )
 
     def prefetch_adapters(self, files: list[AdapterFile]) -> None:
@@ -155,9 +178,9 @@ class Leader:
             self.ranks.check_failed()
             raise
 
-    def fingerprint(self, model: nn.Module) -> bytes | None:
+    def fingerprint(self, model: nn.Module, state: ModelState | None = None) -> bytes | None:
         self._send("fingerprint")
-        return self.ranks.fingerprint(model)
+        return self.ranks.fingerprint(model, state)
 
     def least(self, number: int) -> int:
         self._send("least")
@@ -192,15 +215,17 @@ class Leader:
 
 
 def lead(model: PreTrainedModel, owner: Any) -> Leader | None:
-    """Returns the leader of the processes that hold shards of the model, closed when `owner` is collected; `None` if
-    the model is in one process. Raises `ValueError` in processes other than 0."""
+    """Returns the leader of the processes that hold shards of the model, closed when `owner` is
+    collected; `None` if the model is in one process. Raises `ValueError` in processes other than
+    0."""
     ranks = ranks_of(model)
     if ranks is None:
         return None
     if ranks.rank:
         raise ValueError(
-            f"this is process {ranks.rank} of the {ranks.size} that hold shards of the model, and an engine is driven "
-            "from process 0: call `hf_paged.serve_rank(model)` here, which returns when that engine is closed"
+            f"this is process {ranks.rank} of the {ranks.size} that hold shards of the model, and"
+            " an engine is driven from process 0: call `hf_paged.serve_rank(model)` here, which"
+            " returns when that engine is closed"
         )
     check_heads(model)
     leader = Leader(ranks)
@@ -218,7 +243,8 @@ class Follower:
         self._executor: Any
         self._groups: list[GroupMemory]
         self._hosts: dict[int, HostBlocks]  # swapped-out blocks, by the leader's number
-        self._failure: Exception | None = None  # the last forward's error, until the leader reports that it failed, too
+        # the last forward's error, until the leader reports that it failed, too
+        self._failure: Exception | None = None
         self.retire()
 
     def serve(self) -> None:
@@ -231,7 +257,9 @@ class Follower:
                 getattr(self, name)(*arguments)
 
     def choose_layout(self, config: PagedConfig) -> None:
-        self._layout = choose_layout(self.model, empty_cache(self.model, PagedMemory(config, is_bounded=False)))
+        self._layout = choose_layout(
+            self.model, empty_cache(self.model, PagedMemory(config, is_bounded=False))
+        )
 
     def make(self, config: PagedConfig) -> None:
         self._memory = PagedMemory(config, is_bounded=False)
@@ -258,7 +286,8 @@ class Follower:
         adapter: Hashable,
         autocast: torch.dtype | None,
     ) -> None:
-        if self._failure is not None:  # only this process failed, and left the others in that forward
+        if self._failure is not None:
+            # only this process failed, and left the others in that forward
             raise self._failure
         using: Any = contextlib.nullcontext()
         if isinstance(adapter, list):  # before the forward: a missing adapter ends this process
@@ -267,11 +296,16 @@ class Follower:
             check_adapter(self.model, adapter)
             using = use_adapter(self.model, adapter)
         tables = [history.tables(each) for history, each in zip(self._histories, changes)]
-        groups = [GroupTokens(each.slots, held_ids, *each[2:]) for each, held_ids in zip(tokens.groups, tables)]
+        groups = [
+            GroupTokens(each.slots, held_ids, *each[2:])
+            for each, held_ids in zip(tokens.groups, tables)
+        ]
         self._executor.autocast = autocast
         try:
             with self._executor.attention():
-                self._executor.compute(using, lambda: self._runner.compute(tokens._replace(groups=groups), others))
+                self._executor.compute(
+                    using, lambda: self._runner.compute(tokens._replace(groups=groups), others)
+                )
         except Exception as error:
             self._failure = error
 
@@ -288,7 +322,7 @@ class Follower:
             self._adapters.load(file)
         except AdapterError as reason:
             error = reason
-            logger.warning("%s", error)
+            logger.warning(Topic.ADAPTERS(str(error)))
         self.ranks.gather(error is None)
 
     def prefetch_adapters(self, files: list[AdapterFile]) -> None:
@@ -332,10 +366,9 @@ class Follower:
 
 
 def serve_rank(model: Any) -> None:
-    """
-    Serves a [`PagedEngine`] of process 0 in the other processes that hold shards of its model (made by
-    `from_pretrained(..., tp_plan="auto")` under `torchrun`). Returns when that engine is closed (the end of its `with`)
-    or garbage-collected; Ctrl-C waits for that.
+    """Serves a [`PagedEngine`] of process 0 in the other processes that hold shards of its model
+    (made by `from_pretrained(..., tp_plan="auto")` under `torchrun`). Returns when that engine is
+    closed (the end of its `with`) or garbage-collected; Ctrl-C waits for that.
 
         if torch.distributed.get_rank() == 0:
             with hf_paged.PagedEngine(model, tokenizer=tokenizer) as engine:
@@ -344,7 +377,8 @@ def serve_rank(model: Any) -> None:
             hf_paged.serve_rank(model)
 
     Args:
-        model ([`PreTrainedModel`] or `PeftModel`): This process's shard, in the mode (train or eval) of process 0's.
+        model ([`PreTrainedModel`] or `PeftModel`): This process's shard, in the mode (train or
+            eval) of process 0's.
 
     Raises:
         ValueError: in process 0, and for a model that is not sharded.
@@ -355,7 +389,9 @@ def serve_rank(model: Any) -> None:
     ranks = ranks_of(own)
     if ranks is None or not ranks.rank:
         where = "is all in this process" if ranks is None else "is led by this process, number 0"
-        raise ValueError(f"{type(own).__name__} {where}: make a `PagedEngine` here, others call `serve_rank`")
+        raise ValueError(
+            f"{type(own).__name__} {where}: make a `PagedEngine` here, others call `serve_rank`"
+        )
     check_heads(own)
     with held(), torch.no_grad():
         ranks.take()

@@ -20,15 +20,16 @@ class Status(Enum):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Sequence:
-    """One row's tokens. With `num_computed_tokens == num_tokens` it has its logits and waits for the next token."""
+    """One row's tokens. With `num_computed_tokens == num_tokens` it has its logits and waits for
+    the next token."""
 
     token_ids: list[int]  # prompt and generated tokens; the sequence owns the list
     request: Request = field(init=False)
     index: int = field(default=0, init=False)  # position in `request.sequences`
     # tokens with K and V in its blocks, counting those of the scheduled step
     num_computed_tokens: int = field(default=0, init=False)
-    # draft tokens: computed in the same step as the last token, behind it; they stay in the block tables until the
-    # step's sampling has accepted or rejected them
+    # draft tokens: computed in the same step as the last token, behind it; they stay in the block
+    # tables until the step's sampling has accepted or rejected them
     draft: list[int] = field(default_factory=list, init=False)
     # meanwhile, for models with states: the blocks and the state from before the draft
     before_draft: SequenceBlocks = field(default=NO_BLOCKS, init=False)
@@ -36,7 +37,8 @@ class Sequence:
     num_answered_tokens: int = field(default=0, init=False)
     # `NO_BLOCKS` also while it awaits recomputation, and once it is finished
     blocks: SequenceBlocks = field(default=NO_BLOCKS, init=False)
-    swapped: Any = field(default=None, init=False)  # the swapper's record, while its blocks are on the host
+    # the swapper's record, while its blocks are on the host
+    swapped: Any = field(default=None, init=False)
     is_finished: bool = field(default=False, init=False)
 
     @property
@@ -49,7 +51,8 @@ class Sequence:
 
     @property
     def keys(self) -> list[Any]:
-        """The prefix index's keys of its tokens: the token ids, or hashable stand-ins for other inputs."""
+        """The prefix index's keys of its tokens: the token ids, or hashable stand-ins for other
+        inputs."""
         keys, inputs = self.request.keys, self.request.inputs
         if keys is None or inputs is None:
             return self.token_ids
@@ -58,14 +61,21 @@ class Sequence:
 
     @property
     def is_whole(self) -> bool:
-        """Whether its next forward computes the whole prompt at once, because that has inputs beside token ids."""
-        return self.request.inputs is not None and not self.num_computed_tokens
+        """Whether its next forward computes all of the prompt that is not cached, because that has
+        inputs beside token ids."""
+        return self.request.inputs is not None and self.num_computed_tokens <= self.request.num_text
 
     def become(self, other: Sequence, forking: BlockManager | None) -> None:
-        """Takes over the other's state: a fork of its blocks, or without a manager the blocks themselves."""
-        self.blocks = forking.fork(other.blocks) if forking and other.blocks is not NO_BLOCKS else other.blocks
+        """Takes over the other's state: a fork of its blocks, or without a manager the blocks
+        themselves."""
+        self.blocks = (
+            forking.fork(other.blocks)
+            if forking and other.blocks is not NO_BLOCKS
+            else other.blocks
+        )
         self.token_ids, self.swapped = list(other.token_ids), other.swapped
-        self.num_computed_tokens, self.num_answered_tokens = other.num_computed_tokens, other.num_answered_tokens
+        self.num_computed_tokens = other.num_computed_tokens
+        self.num_answered_tokens = other.num_answered_tokens
 
     def __repr__(self) -> str:
         return f"Sequence({self.num_computed_tokens} of {self.num_tokens} tokens computed)"
@@ -73,36 +83,50 @@ class Sequence:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Request:
-    """One prompt with the sequences that grow from it (samples or beams): the unit of admission and of preemption."""
+    """One prompt with the sequences that grow from it (samples or beams): the unit of admission and
+    of preemption."""
 
     request_id: Hashable
-    sequences: list[Sequence]  # usually one, holding the prompt, which is forked once it is computed
+    # usually one, holding the prompt, which is forked once it is computed
+    sequences: list[Sequence]
     max_num_tokens: int  # the maximal length of a sequence
     num_rows: int = 1  # number of sequences after forking
     priority: int = 0  # lower runs earlier
     namespace: Hashable = None  # prefixes are shared only within it: the adapter and the cache salt
     adapter: Hashable = None  # the name of an adapter of the model, or an `AdapterFile`
     adapter_bytes: int = 0  # size of the adapter weights that the pool must hold while it runs
-    # for a prompt with inputs beside token ids: the call's `Prompts`, which the runner reads, and the row in them; the
-    # model's own forward computes such a prompt as a whole
+    # for a prompt with inputs beside token ids: the call's `Prompts`, which the runner reads, and
+    # the row in them; the model's own forward computes such a prompt as a whole
     inputs: tuple[Any, int] | None = None
     num_encoder_tokens: int = 0  # length of the encoder output that all its rows attend to
-    encoded: SequenceBlocks = field(default=NO_BLOCKS, init=False)  # blocks of the encoder output, while it runs
-    keys: list[Hashable] | None = None  # the prefix index's keys of the prompt's tokens, if not their ids
-    num_content: int = 0  # tokens up to the last placeholder of media content: a reused prefix must cover them all
+    # blocks of the encoder output, while it runs
+    encoded: SequenceBlocks = field(default=NO_BLOCKS, init=False)
+    # the prefix index's keys of the prompt's tokens, if not their ids
+    keys: list[Hashable] | None = None
+    # tokens up to the last placeholder of media content, and before the first, if the model's own
+    # forward may begin behind cached ones: a reused prefix must have at least so many tokens, or at
+    # most
+    num_content: int = 0
+    num_text: int = 0
     status: Status = Status.WAITING
     key: tuple[float, int] = (0, 0)  # sort key of the scheduler; number of earlier arrivals
-    admitted_at: float | None = None  # when it was first in a batch, in seconds of `time.perf_counter`
+    # when it was first in a batch, in seconds of `time.perf_counter`
+    admitted_at: float | None = None
     num_prompt_tokens: int = field(init=False)  # of its shortest sequence when it was added
-    num_open_rows: int = field(init=False)  # unfinished sequences, including those still to be forked
-    num_shared_tokens: int = 0  # while its rows are recomputed: tokens that the first row computes for all
+    # unfinished sequences, including those still to be forked
+    num_open_rows: int = field(init=False)
+    # while its rows are recomputed: tokens that the first row computes for all
+    num_shared_tokens: int = 0
     num_preemptions: int = 0
-    drafts_first: bool = False  # the first new token is drafted, too: a step of its own computes the last prompt token
-    num_tokens_alone: int = -1  # total length of its sequences when it was last preempted while it ran alone
+    # the first new token is drafted, too: a step of its own computes the last prompt token
+    drafts_first: bool = False
+    # total length of its sequences when it was last preempted while it ran alone
+    num_tokens_alone: int = -1
     rope_factors: int = 0  # identifies its rotary factors (`Scheduler.rope`)
     max_positions: int = sys.maxsize  # tokens of a sequence that the model's forward can compute
     num_hit_tokens: int = 0  # prompt tokens found in the prefix cache when it was first admitted
-    prompt_logprobs: Any = None  # recorder of the prompt's log-probabilities (`scores.PromptLogprobs`)
+    # recorder of the prompt's log-probabilities (`scores.PromptLogprobs`)
+    prompt_logprobs: Any = None
 
     def __post_init__(self) -> None:
         sequences, self.sequences = self.sequences, []
@@ -116,15 +140,15 @@ class Request:
             self.sequences.append(sequence)
 
     def limit_positions(self, count: int | None, shift: int = 0) -> None:
-        """Takes note that the model's table of positions holds `count`, of which the prompt takes `shift` more than it
-        has tokens. Raises `IndexError` if the prompt goes past the table."""
+        """Takes note that the model's table of positions holds `count`, of which the prompt takes
+        `shift` more than it has tokens. Raises `IndexError` if the prompt goes past the table."""
         if count is None:
             return
         length = max(sequence.num_tokens for sequence in self.sequences) + shift
         if length > count:
             raise IndexError(
-                f"the prompt of request {self.request_id!r} takes {length} positions, and the model's table of "
-                f"positions holds {count}: shorten the prompt"
+                f"the prompt of request {self.request_id!r} takes {length} positions, and the"
+                f" model's table of positions holds {count}: shorten the prompt"
             )
         self.max_positions = count - shift
         self.max_num_tokens = min(self.max_num_tokens, self.max_positions + 1)
@@ -149,23 +173,31 @@ class Request:
     @property
     def is_computed(self) -> bool:
         """Whether all its tokens are computed, so that it waits for the next ones."""
-        return not any(sequence.num_to_compute for sequence in self.sequences if not sequence.is_finished)
+        return not any(
+            sequence.num_to_compute for sequence in self.sequences if not sequence.is_finished
+        )
 
     @property
     def is_answered(self) -> bool:
         """Whether it was preempted and has nothing to compute until a sequence gets a token."""
-        return all(sequence.num_answered_tokens == len(sequence.token_ids) for sequence in self.open_sequences)
+        return all(
+            sequence.num_answered_tokens == len(sequence.token_ids)
+            for sequence in self.open_sequences
+        )
 
     def fork(self, blocks: BlockManager, count: int) -> None:
-        first = self.sequences[0]
-        self.adopt(Sequence([]) for _ in range(count - len(self.sequences)))
-        for twin in self.sequences[1:]:
-            twin.become(first, blocks)
+        twins = [Sequence([]) for _ in range(count - len(self.sequences))]
+        for twin in twins:
+            twin.become(self.sequences[0], blocks)
+        self.adopt(twins)
 
     def permute(self, blocks: BlockManager, parents: list[int], tokens: list[int]) -> None:
-        """Replaces sequence `i` by `parents[i]` plus `tokens[i]`; copies no K or V. Finished sequences stay."""
+        """Replaces sequence `i` by `parents[i]` plus `tokens[i]`; copies no K or V. Finished
+        sequences stay."""
         old = [copy.copy(sequence) for sequence in self.sequences]
-        moved = [row for row, parent in enumerate(parents) if row != parent and not old[row].is_finished]
+        moved = [
+            row for row, parent in enumerate(parents) if row != parent and not old[row].is_finished
+        ]
         taken = set(range(len(old))) - set(moved)  # rows whose tables already have an owner
         for row in moved:
             self.sequences[row].become(old[parents[row]], blocks if parents[row] in taken else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,15 +27,19 @@ class SequenceResult:
 
     Args:
         token_ids (`list[int]`): The new tokens, up to and including the last one.
-        finish_reason (`str`): `"eos"`, `"length"`, `"stop_string"`, `"criteria"`, `"cancelled"` or `"error"`. Single
-            beams get `"error"` if beam search found fewer sequences than requested.
-        text (`str`, *optional*): The decoded new tokens, if the engine has a tokenizer (that can decode them).
-        logprobs (`list[tuple[float, float]]`, *optional*): For each new token its log-probability under the model (full
-            vocabulary, no processors: `log_softmax` of `output_logits`) and under the distribution it was chosen from
-            (`log_softmax` of `output_scores`; for beams, its summand in the beam's score).
+        finish_reason (`str`): `"eos"`, `"length"`, `"stop_string"`, `"criteria"`, `"cancelled"` or
+            `"error"`. Single beams get `"error"` if beam search found fewer sequences than
+            requested.
+        text (`str`, *optional*): The decoded new tokens, if the engine has a tokenizer (that can
+            decode them).
+        logprobs (`list[tuple[float, float]]`, *optional*): For each new token its log-probability
+            under the model (full vocabulary, no processors: `log_softmax` of `output_logits`) and
+            under the distribution it was chosen from (`log_softmax` of `output_scores`; for beams,
+            its summand in the beam's score).
         score (`float`, *optional*): The score of a beam, length penalty included.
-        top_logprobs (`list[list[tuple[int, float, float]]]`, *optional*): For each new token the `top_logprobs` most
-            probable tokens under the model, best first, each with its log-probabilities as in `logprobs`.
+        top_logprobs (`list[list[tuple[int, float, float]]]`, *optional*): For each new token the
+            `top_logprobs` most probable tokens under the model, best first, each with its
+            log-probabilities as in `logprobs`.
     """
 
     token_ids: list[int]
@@ -47,24 +52,27 @@ class SequenceResult:
 
 @dataclass(frozen=True)
 class RequestResult:
-    """
-    The result of a request. `token_ids`, `text`, `finish_reason` and `logprobs` are those of its first sequence.
+    """The result of a request. `token_ids`, `text`, `finish_reason` and `logprobs` are those of
+    its first sequence.
 
     Args:
         request_id (`str`): The id passed to, or returned by, `add_request`.
         prompt_ids (`list[int]`): The prompt.
         sequences (`list[SequenceResult]`): One, or `num_return_sequences`, best beam first.
-        error (`Exception`, *optional*): The error that ended the request early, or that the tokenizer raised.
+        error (`Exception`, *optional*): The error that ended the request early, or that the
+            tokenizer raised.
         timings ([`Timings`]): Time in the queue, to the first token, and to the end.
-        num_prefix_hit_tokens (`int`): Prompt tokens found in the prefix cache when it was first admitted.
+        num_prefix_hit_tokens (`int`): Prompt tokens found in the prefix cache when it was first
+            admitted.
         num_preemptions (`int`): How often the request was preempted.
-        prompt_logprobs (`list[float | None]`, *optional*): The log-probability of each prompt token under the model,
-            given the tokens before it; `None` for the first, and for tokens not computed before the request ended.
-        prompt_top_logprobs (`list[list[tuple[int, float]]]`, *optional*): At the position of each prompt token, the
-            `top_logprobs` most probable tokens, best first, with their log-probabilities; empty where
-            `prompt_logprobs` is `None`.
-        num_drafts, num_draft_tokens, num_accepted_tokens (`int`): Number of verified drafts, of tokens in them, and of
-            accepted tokens.
+        prompt_logprobs (`list[float | None]`, *optional*): The log-probability of each prompt token
+            under the model, given the tokens before it; `None` for the first, and for tokens not
+            computed before the request ended.
+        prompt_top_logprobs (`list[list[tuple[int, float]]]`, *optional*): At the position of each
+            prompt token, the `top_logprobs` most probable tokens, best first, with their
+            log-probabilities; empty where `prompt_logprobs` is `None`.
+        num_drafts, num_draft_tokens, num_accepted_tokens (`int`): Number of verified drafts, of
+            tokens in them, and of accepted tokens.
     """
 
     request_id: str
@@ -82,31 +90,40 @@ class RequestResult:
 
     @property
     def token_ids(self) -> list[int]:
-        return self.sequences[0].token_ids if self.sequences else []
+        if not self.sequences:
+            return []
+        return self.sequences[0].token_ids
 
     @property
     def text(self) -> str | None:
-        return self.sequences[0].text if self.sequences else None
+        if not self.sequences:
+            return None
+        return self.sequences[0].text
 
     @property
     def finish_reason(self) -> str:
-        return self.sequences[0].finish_reason if self.sequences else "error"
+        if not self.sequences:
+            return "error"
+        return self.sequences[0].finish_reason
 
     @property
     def logprobs(self) -> list[tuple[float, float]] | None:
-        return self.sequences[0].logprobs if self.sequences else None
+        if not self.sequences:
+            return None
+        return self.sequences[0].logprobs
 
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """
-    New tokens of one request from one step. A step that accepts a draft returns several of them, in order.
+    """New tokens of one request from one step. A step that accepts a draft returns several of
+    them, in order.
 
     Args:
         request_id (`str`): The request's id.
-        new_tokens (`dict[int, int]`): The new token of each sequence, by its index in the request. Empty for beam
-            search, whose tokens are final only at the end.
-        text (`str`, *optional*): The text that the first sequence's new tokens add, if the engine has a tokenizer.
+        new_tokens (`dict[int, int]`): The new token of each sequence, by its index in the request.
+            Empty for beam search, whose tokens are final only at the end.
+        text (`str`, *optional*): The text that the first sequence's new tokens add, if the engine
+            has a tokenizer.
         result ([`RequestResult`], *optional*): Set when the request has ended.
     """
 
@@ -128,8 +145,8 @@ class Histogram:
 
     Args:
         bounds (`tuple[float, ...]`): Upper limits (inclusive), in rising order.
-        counts (`tuple[int, ...]`): For each limit, the number of values up to it and above the previous one; last, the
-            number above all limits.
+        counts (`tuple[int, ...]`): For each limit, the number of values up to it and above the
+            previous one; last, the number above all limits.
         total (`float`): The sum of the values.
     """
 
@@ -144,9 +161,14 @@ class Histogram:
         return Histogram(self.bounds, tuple(counts), self.total + value)
 
 
-# Seconds: 1, 2, 5 times powers of ten, as in Prometheus' own metrics; from small models' times to minutes.
-FIRST_TOKEN_SECONDS = Histogram((0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0))
-OUTPUT_TOKEN_SECONDS = Histogram((0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0))
+# Seconds: 1, 2, 5 times powers of ten, as in Prometheus' own metrics; from small models' times to
+# minutes.
+FIRST_TOKEN_SECONDS = Histogram(
+    (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0)
+)
+OUTPUT_TOKEN_SECONDS = Histogram(
+    (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+)
 
 
 @dataclass(frozen=True)
@@ -156,26 +178,32 @@ class EngineStats:
 
     Args:
         num_blocks (`int`, *optional*): Blocks that may be in use at once; `None`: no limit was set.
-        used_blocks, shared_blocks, cached_blocks, peak_blocks (`int`): Blocks held by a sequence; by more than one;
-            kept for the prefix cache; the most held at once since `PagedEngine.memory` was made.
+        used_blocks, shared_blocks, cached_blocks, peak_blocks (`int`): Blocks held by a sequence;
+            by more than one; kept for the prefix cache; the most held at once since
+            `PagedEngine.memory` was made.
         used_bytes, peak_bytes (`int`): Bytes of the used blocks, and of the peak, over all layers.
-        budget_bytes, tier_host_bytes, tier_disk_bytes, tier_kept_blocks, tier_restored_blocks, block_sizes: As in
+        budget_bytes (`int`, *optional*): As in [`MemoryStats`].
+        tier_host_bytes, tier_disk_bytes, tier_kept_blocks, tier_restored_blocks (`int`): As in
             [`MemoryStats`].
+        block_sizes (`dict`): As in [`MemoryStats`].
         waste_percent (`float`): Share of allocated slots that were unused at the peak.
         num_running, num_waiting (`int`): Requests in the batch, and waiting for room.
         num_finished, num_preemptions, num_swaps (`int`): Since the engine was made.
-        num_prompt_tokens, num_prefix_hit_tokens, num_generated_tokens, num_steps (`int`): Since the engine was made.
-        num_captured_steps (`int`): Forwards replayed from a graph; a step with adapters that cannot share a forward
-            has several forwards.
-        num_drafts, num_draft_tokens, num_accepted_tokens (`int`): Verified drafts, tokens in them, and accepted tokens
-            (`PagedConfig.speculation`, `assistant_model`), since the engine was made.
-        num_adapter_hits, num_adapter_loads, num_adapter_evictions (`int`): For adapters in folders, since the engine
-            was made: requests admitted while the pool already held their adapter, loads from files, and evictions.
+        num_prompt_tokens, num_prefix_hit_tokens, num_generated_tokens, num_steps (`int`): Since the
+            engine was made.
+        num_captured_steps (`int`): Forwards replayed from a graph; a step with adapters that cannot
+            share a forward has several forwards.
+        num_drafts, num_draft_tokens, num_accepted_tokens (`int`): Verified drafts, tokens in them,
+            and accepted tokens (`PagedConfig.speculation`, `assistant_model`), since the engine was
+            made.
+        num_adapter_hits, num_adapter_loads, num_adapter_evictions (`int`): For adapters in folders,
+            since the engine was made: requests admitted while the pool already held their adapter,
+            loads from files, and evictions.
         seconds (`float`): Time spent in steps.
         tokens_per_second (`float`): Generated tokens over `seconds`.
-        first_token_seconds, output_token_seconds ([`Histogram`]): For the requests that ended since the engine was
-            made: time from arrival to the first new token; mean time of each later token, over a request's longest
-            sequence.
+        first_token_seconds, output_token_seconds ([`Histogram`]): For the requests that ended since
+            the engine was made: time from arrival to the first new token; mean time of each later
+            token, over a request's longest sequence.
         route ([`Route`], *optional*): How requests are served, as `PagedEngine.route`.
         kv_dtype (`str`, *optional*): The storage dtype of K/V (`PagedConfig.kv_dtype`).
     """
@@ -229,22 +257,40 @@ def decode(tokenizer: Any, token_ids: list[int]) -> Any:
         raise RuntimeError(f"the tokenizer cannot decode the new tokens: {panic!r}") from panic
 
 
+# half a character decodes to the replacement character until its other bytes come
+_HALF = re.compile("\N{REPLACEMENT CHARACTER}$")
+# what `clean_up_tokenization`, which moves " ." to the word before, and " n't" and " ' ", may still
+# change: a space, and a beginning of what it looks for
+_UNCLEAN = re.compile("(?:\N{REPLACEMENT CHARACTER}| n?|'| '[vr])$")
+
+
 class TextTracker:
-    """Turns tokens into text piece by piece, holding back what later tokens may still change."""
+    """Turns tokens into text piece by piece, holding back what later tokens may still change. The
+    pieces make up the text of all tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
+        of_processor = getattr(tokenizer, "tokenizer", tokenizer)
+        cleans_up = getattr(of_processor, "clean_up_tokenization_spaces", False)
+        self._open = _UNCLEAN if cleans_up else _HALF
         self.token_ids: list[int] = []
-        self._start = self._shown = 0  # first token that is decoded, for context; number of tokens already returned
+        # first token that is decoded, for context; number of tokens already returned
+        self._start = self._shown = 0
 
     def add(self, token_ids: list[int], last: bool = False) -> str:
-        """Returns the text that `token_ids` add. If the tokenizer raises, they have not been added."""
+        """Returns the text that `token_ids` add. If the tokenizer raises, they have not been
+        added."""
         token_ids = self.token_ids + token_ids
-        ends = self._shown, len(token_ids)
-        before, now = (decode(self.tokenizer, token_ids[self._start : end]) for end in ends)
+        before = decode(self.tokenizer, token_ids[self._start : self._shown])
+        now = decode(self.tokenizer, token_ids[self._start :])
         self.token_ids = token_ids
-        # half a character decodes to the replacement character until its other bytes come
-        if not last and (len(now) <= len(before) or now.endswith("\N{REPLACEMENT CHARACTER}")):
+        if not last and (len(now) <= len(before) or self._open.search(now)):
             return ""
         self._start, self._shown = self._shown, len(self.token_ids)
         return str(now[len(before) :])
+
+    def rest(self) -> str:
+        """Returns the text that is held back."""
+        if self._shown == len(self.token_ids):
+            return ""
+        return self.add([], last=True)

@@ -6,17 +6,26 @@ import contextlib
 import errno
 import json
 import os
-import uuid
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..cache.block_files import Corrupt, Layers, from_bytes, to_bytes
+from ..cache.block_files import (
+    BlockFile,
+    Corrupt,
+    Layers,
+    Outline,
+    outline_of,
+    parsing,
+    to_bytes,
+    write_private,
+)
+from ..cache.block_manager import TierError
 from ..cache.block_pool import OutOfBlocksError
-from ..cache.prefix_index import Link
 from ..cache.swap import HostLayer
 from ..cache.tiers import PrefixStore
-from ..config import PrefixTiers
+from ..config import PrefixTiers, is_whole
+from ..topics import Topic
 from .engine_core import EngineCore
 from .execution.executor import Window
 from .factory import make_store, reason_against_saving
@@ -25,15 +34,18 @@ from .loop import StepLoop
 
 @contextlib.contextmanager
 def _between_steps(core: EngineCore) -> Iterator[tuple[StepLoop, PrefixStore]]:
-    """Yields, between two steps, the engine's loop and a store that names and copies its blocks, after verifying the
-    blocks against the fingerprint of the current weights."""
+    """Yields, between two steps, the engine's loop and a store that names and copies its blocks,
+    after verifying the blocks against the fingerprint of the current weights."""
     with core.lock:
         core.wait_for_resume()
         loop = core.get_loop()
         reason = reason_against_saving(core.memory, loop.blocks)
         if reason is not None:
-            raise ValueError(f"prefixes of {type(core.model).__name__} are neither saved nor loaded: {reason}")
-        is_idle, window = not core.requests, Window()
+            raise ValueError(
+                f"prefixes of {type(core.model).__name__} are neither saved nor loaded: {reason}"
+            )
+        is_idle = not core.requests
+        window = Window()
         if is_idle:
             loop.executor.begin()
         try:
@@ -41,9 +53,16 @@ def _between_steps(core: EngineCore) -> Iterator[tuple[StepLoop, PrefixStore]]:
             with loop.executor.lock:
                 loop.executor.guard.vouch()
             if core.memory.fingerprint is None:
-                raise ValueError(f"whether the weights of {type(core.model).__name__} change cannot be read")
+                raise ValueError(
+                    Topic.PREFIX_CACHE(
+                        f"changes of the weights of {type(core.model).__name__} cannot be detected"
+                    )
+                )
             with core.memory.lock:
-                yield loop, make_store(core.model, core.memory, loop.blocks, PrefixTiers())
+                yield (
+                    loop,
+                    make_store(core.model, core.memory, loop.blocks, PrefixTiers(), core.layout),
+                )
             loop.executor.settle(window)
         finally:
             loop.executor.leave(window)
@@ -51,9 +70,10 @@ def _between_steps(core: EngineCore) -> Iterator[tuple[StepLoop, PrefixStore]]:
                 loop.executor.rest()
 
 
-def _needed(loop: StepLoop, links: Sequence[Link]) -> list[range]:
-    """Returns, for each group, the positions of the blocks that a sequence after these links needs."""
-    return [loop.blocks.index.needed(group, len(links)) for group in range(len(loop.blocks.groups))]
+def _needed(loop: StepLoop, num_nodes: int) -> list[range]:
+    """Returns, for each group, the positions of the blocks that a sequence after so many nodes
+    needs."""
+    return [loop.blocks.index.needed(group, num_nodes) for group in range(len(loop.blocks.groups))]
 
 
 def saved_to(path: Any) -> Path:
@@ -62,92 +82,127 @@ def saved_to(path: Any) -> Path:
     if not target.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "there is no such folder", str(target.parent))
     if target.is_dir():
-        raise IsADirectoryError(errno.EISDIR, "a folder is there, and the path of a file is needed", str(target))
+        raise IsADirectoryError(
+            errno.EISDIR, "a folder is there, and the path of a file is needed", str(target)
+        )
     return target
 
 
-def save(core: EngineCore, token_ids: list[int], namespace: tuple[Hashable, ...], target: Path) -> int:
-    """Writes the cached full blocks of `token_ids` to `target`; returns how many tokens they hold."""
+def save(
+    core: EngineCore, token_ids: list[int], namespace: tuple[Hashable, ...], target: Path
+) -> int:
+    """Writes the cached full blocks of `token_ids` to `target`; returns how many tokens they
+    hold."""
     with _between_steps(core) as (loop, store):
         manager, rope = loop.blocks, loop.scheduler.rope
         num_tokens = len(token_ids) // manager.block_size * manager.block_size
         if not num_tokens:
             raise ValueError(
-                f"the prompt has {len(token_ids)} tokens, and whole blocks of {manager.block_size} are saved"
+                f"the prompt has {len(token_ids)} tokens, and only full blocks of"
+                f" {manager.block_size} are saved: pass a longer prompt, or lower `block_size`"
             )
         if rope is not None and rope.factors(len(token_ids)):
-            raise ValueError("the rotary factors of its tokens depend on the length of the whole prompt")
+            raise ValueError(
+                "such a prompt cannot be saved: its rotary factors depend on the length of the"
+                " whole prompt"
+            )
         num_nodes = num_tokens // manager.index.block_size
         links = manager.index.reach(token_ids, namespace, num_nodes, lambda group, digest: False)
         if len(links) < num_nodes:
             raise OutOfBlocksError(
-                f"{manager.num_tokens(links):,} of the {num_tokens:,} tokens of the prompt stayed in the pool: raise "
-                f"`num_blocks` ({core.config.num_blocks})"
+                f"{manager.num_tokens(links):,} of the {num_tokens:,} tokens of the prompt stayed"
+                f" in the pool: raise `num_blocks` ({core.config.num_blocks})"
             )
         parts: dict[int, Layers] = {}
-        for group, numbers in enumerate(_needed(loop, links)):
+        for group, numbers in enumerate(_needed(loop, num_nodes)):
             nodes = [links[number].node for number in numbers]
-            ids = [block for node in nodes if node is not None and (block := node.block_ids[group]) is not None]
+            ids = [
+                block
+                for node in nodes
+                if node is not None and (block := node.block_ids[group]) is not None
+            ]
             if ids:
                 parts[group] = store.copy_out(group, ids)
         name = f"{store.weights}/{links[-1].digest.hex()}"
     kept = token_ids[:num_tokens]
     content = to_bytes(parts, name, token_ids=json.dumps(kept), namespace=json.dumps(namespace))
-    part = target.with_name(f"{target.name}.{uuid.uuid4().hex}.part")
-    try:
-        part.write_bytes(content)
-        part.replace(target)
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink()
+    write_private(target, content)
     return len(kept)
 
 
 def load(core: EngineCore, path: Any) -> int:
-    """Loads the blocks of a saved file into the pool's prefix cache; returns how many tokens they hold."""
+    """Loads the blocks of a saved file into the pool's prefix cache; returns how many tokens they
+    hold."""
     try:
-        parts, metadata = from_bytes(Path(os.fspath(path)).read_bytes())
-        token_ids, namespace = json.loads(metadata["token_ids"]), _tuples(json.loads(metadata["namespace"]))
-        weights, digest = metadata["name"].split("/")
+        with contextlib.closing(BlockFile(Path(os.fspath(path)))) as file:
+            return _load(core, path, file)
     except Corrupt as error:
-        raise ValueError(f"{path} is no saved prefix, or not whole: {error}") from error
-    except (KeyError, ValueError) as error:
-        raise ValueError(f"{path} is a block of a tier's folder, and no saved prefix") from error
+        raise ValueError(f"{path} is not a complete saved prefix: {error}") from error
+
+
+def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
+    if not {"token_ids", "namespace"} <= file.metadata.keys():
+        raise ValueError(f"{path} is a file of a tier's folder, not a saved prefix")
+    with parsing():
+        token_ids = json.loads(file.metadata["token_ids"])
+        namespace = _tuples(json.loads(file.metadata["namespace"]))
+        weights, digest = file.metadata["name"].split("/")
+        if not token_ids or not all(map(is_whole, token_ids)):
+            raise Corrupt("its tokens are not whole numbers")
     with core.keeping_pool(), _between_steps(core) as (loop, store):
         if not core.requests and core.config.idle_release_seconds == 0 and loop.blocks.tier is None:
             raise ValueError(
-                "`idle_release_seconds` is 0, so that the pool goes, with what is loaded, as no request is unfinished: "
-                "load it while one is, raise `idle_release_seconds`, or give `prefix_tiers` a folder"
+                "`idle_release_seconds` is 0, so the pool, including the loaded prefix, would be"
+                " freed at once: raise it, load while a request is unfinished, or give"
+                " `prefix_tiers` a folder"
             )
         if weights != store.weights:
             raise ValueError(
-                f"{path} was computed by another model than this {type(core.model).__name__} is now: other weights, "
-                'code, dtype, adapters, `block_size` ("auto" may choose another one now), `kv_dtype` or '
-                "`batch_invariant`, or with hidden states of `use_mtp` on one side only"
+                f"{path} was computed by another model than this {type(core.model).__name__} is"
+                ' now: other weights, code, dtype, adapters, `block_size` ("auto" may choose'
+                " another one now), `kv_dtype` or `batch_invariant`, or with hidden states of"
+                " `use_mtp` on one side only"
             )
         manager = loop.blocks
+        outline = Outline()
         num_nodes = len(token_ids) // manager.index.block_size
+        numbers = _needed(loop, num_nodes)
+        for group, needed in enumerate(numbers):
+            outline |= outline_of(group, store.layers(group), len(needed)) if needed else {}
+        parts = file.read(outline)
         links = manager.index.reach(token_ids, namespace, num_nodes, lambda group, digest: True)
-        if links[-1].digest.hex() != digest:
-            raise ValueError(f"{path} holds other tokens than its name says")
+        if manager.num_tokens(links) != len(token_ids) or links[-1].digest.hex() != digest:
+            raise Corrupt("it holds other tokens than its name says")
         contents: list[dict[int, Any]] = []
-        for group, numbers in enumerate(_needed(loop, links)):
-            missing = {n: place for place, n in enumerate(numbers) if n in manager.missing(group, links)}
-            contents.append({n: _row(parts[group], place) for n, place in missing.items()})
-        if not manager.adopt(links, namespace, contents, store):
+        for group, needed in enumerate(numbers):
+            missing = set(manager.missing(group, links))
+            contents.append(
+                {n: _row(parts[group], place) for place, n in enumerate(needed) if n in missing}
+            )
+        try:
+            with core.memory.changing():
+                has_room = manager.adopt(links, namespace, contents, store)
+        except TierError as error:
+            raise error.cause from error
+        if not has_room:
             raise manager.refusal or OutOfBlocksError(
-                f"needs {sum(map(len, contents))} blocks of {manager.size_text} tokens, {manager.num_free} can be "
-                f"had: raise `num_blocks` ({core.config.num_blocks})"
+                f"needs {sum(map(len, contents))} blocks of {manager.size_text} tokens,"
+                f" {manager.num_free} available: raise `num_blocks` ({core.config.num_blocks})"
             )
     return manager.num_tokens(links)
 
 
 def _tuples(value: Any) -> Any:
-    """Converts JSON's nested lists back to tuples."""
+    """Converts JSON's nested lists back to tuples. Raises `Corrupt` for what no namespace has."""
+    if not isinstance(value, (list, str, int, type(None))):
+        raise Corrupt(f"its namespace contains {value!r}")
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _row(layers: Layers, place: int) -> Layers:
     """Cuts the block at `place` out of each layer."""
-    cut = {i: (layer, [tensor[place : place + 1] for tensor in layer.blocks.data]) for i, layer in layers.items()}
+    cut = {
+        i: (layer, [tensor[place : place + 1] for tensor in layer.blocks.data])
+        for i, layer in layers.items()
+    }
     return {i: HostLayer(layer.blocks.like(data), layer.device) for i, (layer, data) in cut.items()}

@@ -1,4 +1,5 @@
-"""One `StepLoop` for overlapping `generate` calls on a model: they share forwards, and each samples in its thread."""
+"""One `StepLoop` for overlapping `generate` calls on a model: they share forwards, and each samples
+in its thread."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from .. import forks
 from ..cache import budget
 from ..cache.block_pool import OutOfBlocksError
 from ..cache.memory import PagedMemory
+from ..cache.waits import Shortage, claims_resting
 from ..interrupts import let_in
 from .decoding.base import Fetch
 from .execution.executor import Window
@@ -27,7 +29,6 @@ from .loop import Ready, StepLoop
 
 MIN_PATIENCE, MAX_PATIENCE = 0.002, 0.05  # seconds that a step waits for callers that sample
 _POLL = 0.05  # seconds after which a waiting thread checks for signals, and for missing blocks
-_MAX_SHORT = 60.0  # seconds of waiting for blocks after which a deadlock with the calls that hold them is assumed
 
 T = TypeVar("T")
 MakeLoop = Callable[[], StepLoop]
@@ -41,25 +42,28 @@ class Caller:
     wake: threading.Condition
     thread: int = field(default_factory=threading.get_ident)
     ready: Ready = field(default_factory=list)  # logits that it has not taken yet
+    sampling: Ready = field(default_factory=list)  # those that it took last
     error: Exception | None = None
     samples_since: float | None = None  # by `time.perf_counter`; `None` while it waits for logits
     is_late: bool = False  # its last sampling took longer than the others wait
 
 
 class SharedLoop:
-    """Iteration-level scheduling (Orca, OSDI 2022) over callers: the thread of a caller that waits for logits takes the
-    step for all, unless another thread does. It first waits briefly for callers that still sample, except for those
-    that were late before. A caller's processors, criteria and streamer run in its own thread, with no lock held."""
+    """Iteration-level scheduling (Orca, OSDI 2022) over callers: the thread of a caller that waits
+    for logits takes the step for all, unless another thread does. It first waits briefly for
+    callers that still sample, except for those that were late before. A caller's processors,
+    criteria and streamer run in its own thread, with no lock held."""
 
     def __init__(self, loop: StepLoop) -> None:
         self.loop = loop
-        self.num_users = 0  # open `shared_loop` contexts
+        self.users = set[object]()  # open `shared_loop` contexts
         self._lock = forks.rlock()
         self._callers: dict[Generation, Caller] = {}
         self._stepper: Caller | None = None  # the caller whose thread takes a step now
-        self._leaving: list[Generation] = []  # dropped after the current step, which may write to their blocks
+        # dropped after the current step, which may write to their blocks
+        self._leaving: list[Generation] = []
         self._step_seconds = 0.0  # duration of the last step
-        self._short_since = 0.0  # since when no step could run for lack of blocks, by `time.perf_counter`; 0 otherwise
+        self._shortage: Shortage | None = None  # while no step can run for lack of blocks
         self._retry_at = 0.0  # earliest time of the next step
         forks.in_child(self)
 
@@ -71,37 +75,48 @@ class SharedLoop:
         finish: Callable[[StepLoop], T],
         make: MakeLoop,
     ) -> T:
-        """Runs the generation to its end and returns `finish(loop)`, called before its blocks are freed. Raises the
-        error that ended the generation. A call nested in this thread's step runs in a separate loop from `make`.
-        `checks_weights` and `replays` as in `Executor.begin`. For use within `interrupts.held`."""
+        """Runs the generation to its end and returns `finish(loop)`, called before its blocks are
+        freed. Raises the error that ended the generation. A call nested in this thread's step runs
+        in a separate loop from `make`. `checks_weights` and `replays` as in `Executor.begin`.
+        For use within `interrupts.held`."""
         stepper = self._stepper  # a copy: another thread may change it
         if stepper is not None and stepper.thread == threading.get_ident():
             with shared_loop(self.loop.memory, object(), make) as alone:
                 return alone.run(generation, checks_weights, replays, finish, make)
         executor = self.loop.executor
-        window = Window(is_call=True, is_open=not (checks_weights or replays), is_settled=not checks_weights)
+        window = Window(
+            is_call=True, is_open=not (checks_weights or replays), is_settled=not checks_weights
+        )
         try:
             with executor.lock:
-                executor.begin(checks_weights or executor.checks_weights, False, replays or executor.replays)
+                executor.begin(
+                    checks_weights or executor.checks_weights,
+                    False,
+                    replays or executor.replays,
+                    generation.decoding.runs_callers_code or executor.runs_code,
+                )
             executor.open(window)
             with self._lock:
                 self.loop.add(generation)
-                caller = self._callers[generation] = Caller(generation, threading.Condition(self._lock))
-            while True:
-                self._sample(caller, self._wait_for_logits(caller))
-                if generation.is_done:
-                    return finish(self.loop)
-                executor.settle(window)
+                caller = self._callers[generation] = Caller(
+                    generation, threading.Condition(self._lock)
+                )
+            with claims_resting(self.loop.memory):
+                while True:
+                    self._sample(caller, self._wait_for_logits(caller), window)
+                    if generation.is_done:
+                        return finish(self.loop)
+                    executor.settle(window)
         finally:
             executor.leave(window)
             self._leave(generation)
 
-    def _sample(self, caller: Caller, ready: Ready) -> None:
+    def _sample(self, caller: Caller, ready: Ready, window: Window) -> None:
         told: deque[Generation] = deque()
         fetch = self.loop.executor.fetch_while_running_ahead(ready)
         if fetch is not None:
             fetch = functools.partial(self._fetch, caller, fetch)
-        interrupt = self.loop.sample(ready, told, fetch)
+        interrupt = self.loop.sample(ready, told, window, fetch)
         if interrupt is not None:
             raise interrupt
         for generation in told:
@@ -109,7 +124,8 @@ class SharedLoop:
                 raise generation.error
 
     def _fetch(self, caller: Caller, run_ahead: Fetch, tokens: Tensor) -> list[int]:
-        """Brings tokens to the host; a caller that is alone also launches the next step ahead (`run_ahead`)."""
+        """Brings tokens to the host; a caller that is alone also launches the next step ahead
+        (`run_ahead`)."""
         with self._lock:
             if len(self._callers) > 1 or self._stepper is not None:
                 found: list[int] = tokens.tolist()
@@ -127,13 +143,18 @@ class SharedLoop:
             if caller.samples_since is not None:
                 caller.is_late = now - caller.samples_since > self._patience
                 caller.samples_since = None
+            caller.sampling = []
         while True:
             with self._lock:
                 if caller.error is not None:
                     raise caller.error
                 if caller.ready:
-                    ready, caller.ready, caller.samples_since = caller.ready, [], time.perf_counter()
-                    return ready
+                    caller.sampling, caller.ready, caller.samples_since = (
+                        caller.ready,
+                        [],
+                        time.perf_counter(),
+                    )
+                    return caller.sampling
                 delay = self._delay()
                 steps = self._stepper is None and delay <= 0
                 if steps:
@@ -152,25 +173,46 @@ class SharedLoop:
 
     def _delay(self) -> float:
         """Returns how many seconds the next step waits for callers that sample, or for blocks."""
-        since = [each.samples_since for each in self._callers.values() if each.samples_since and not each.is_late]
-        return max(self._retry_at, max(since) + self._patience if since else 0.0) - time.perf_counter()
+        since = [
+            each.samples_since
+            for each in self._callers.values()
+            if each.samples_since and not each.is_late
+        ]
+        return (
+            max(self._retry_at, max(since) + self._patience if since else 0.0) - time.perf_counter()
+        )
 
     def _is_short(self) -> bool:
-        """Whether to wait for blocks that others hold: calls of other threads still advance and will free theirs, or
-        other models hold the memory (for `PATIENCE`). The first shortage always waits: a call may just have ended."""
-        now, me = time.perf_counter(), threading.get_ident()
-        self._retry_at, since, self._short_since = now + _POLL, self._short_since, self._short_since or now
-        callers = [(self, caller) for caller in self._callers.values()]
-        with _guard:
-            for loop in _loops.get(self.loop.memory, {}).values():
-                stepper = loop._stepper
-                if stepper is None or stepper.thread != me:  # else that loop's step waits for this call
-                    callers += [(loop, caller) for caller in list(loop._callers.values())]
-        others = [(loop, caller) for loop, caller in callers if caller.thread != me]
-        go_on = any(caller.samples_since is not None or not loop._short_since for loop, caller in others)
-        if since and self.loop.blocks.num_withheld() and now - since < budget.PATIENCE:  # by other models
+        """Whether to wait for blocks that others hold: calls of other threads go on, or other
+        models hold the memory, for `PATIENCE`."""
+        self._retry_at = time.perf_counter() + _POLL
+        self._shortage = shortage = self._shortage or Shortage(self.loop.memory)
+        is_patient = time.monotonic() - shortage.since < budget.PATIENCE
+        return shortage.may_end() or (is_patient and bool(self.loop.blocks.num_withheld()))
+
+    def goes_on(self, thread: int) -> bool:
+        """As `cache.waits.Holder`. A loop that is short of blocks has preempted its requests, which
+        hold none."""
+        stepper = self._stepper
+        callers = [each for each in list(self._callers.values()) if each.thread != thread]
+        if any(caller.samples_since is not None for caller in callers):
             return True
-        return not since or (go_on and now - since < _MAX_SHORT)
+        if stepper is not None and stepper.thread == thread:
+            # the step that is short of blocks, or waits for this call
+            return False
+        return bool(callers) and (stepper is not None or self._shortage is None)
+
+    @property
+    def _keeper(self) -> Generation | None:
+        """The first generation that waits for logits and keeps blocks of rows that ended."""
+        waiting = [
+            generation
+            for generation, caller in self._callers.items()
+            if caller.samples_since is None
+        ]
+        return next(
+            (each for each in waiting if any(part.kept for part in each.parts or [each])), None
+        )
 
     def _step(self) -> None:
         start = time.perf_counter()
@@ -180,22 +222,25 @@ class SharedLoop:
             self.loop.propose(failed)
             with self.loop.executor.attention():
                 ready = self.loop.compute(failed)
-            self._short_since = self._retry_at = 0.0
-        except OutOfBlocksError as error:  # others hold the blocks that the first waiting request needs
+            self._shortage, self._retry_at = None, 0.0
+        except OutOfBlocksError as error:
+            # others hold the blocks that the first waiting request needs
             first = self.loop.first_waiting
             if first is None:
                 raise
             if not self._is_short():
-                first.error = error
-                failed.append(first)
+                ended = self._keeper or first
+                ended.error = error
+                failed.append(ended)
+                self._shortage = None  # the others wait for its blocks
         finally:
             self._step_seconds = time.perf_counter() - start
             self._end_step(ready, failed)
 
     def _end_step(self, ready: Ready, failed: Iterable[Generation]) -> None:
+        """Gives callers the errors and logits of a step. If this raises, `_leave` ends the step."""
         now = time.perf_counter()
         with self._lock:
-            self._stepper = None
             while self._leaving:
                 self.loop.drop(self._leaving.pop())
             for caller in self._callers.values():
@@ -208,29 +253,55 @@ class SharedLoop:
                 owner = self._callers.get(generation.whole or generation)
                 if owner is not None:  # else it has left meanwhile
                     owner.ready.append((generation, logits))
-                    owner.samples_since = now if owner.samples_since is None else owner.samples_since
+                    owner.samples_since = (
+                        now if owner.samples_since is None else owner.samples_since
+                    )
             for caller in self._callers.values():
                 if caller.ready or caller.error is not None:
                     caller.wake.notify()
+            self._stepper = None
             self._hand_over()
+
+    def _end_broken_step(self) -> None:
+        """After an exception at the beginning or the end of a step: computes the logits again that
+        no caller got, and gives callers their errors."""
+        self._stepper = None
+        given = {
+            generation
+            for caller in self._callers.values()
+            for generation, _ in caller.ready + caller.sampling
+        }
+        for whole, caller in self._callers.items():
+            failed = (part.error for part in [whole, *whole.parts] if part.error is not None)
+            caller.error = caller.error or next(failed, None)
+        self.loop.recover(
+            generation for generation in self.loop.sampling if generation not in given
+        )
 
     def _hand_over(self) -> None:
         """Wakes a caller that waits for logits, to take the next step."""
-        waiting = next((each for each in self._callers.values() if each.samples_since is None), None)
+        waiting = next(
+            (each for each in self._callers.values() if each.samples_since is None), None
+        )
         if waiting is not None:
             waiting.wake.notify()
 
     def _leave(self, generation: Generation) -> None:
         with self._lock:
-            if self._stepper is None or generation.is_done:
-                self.loop.drop(generation)
-            else:
-                self._leaving.append(generation)
-            self._callers.pop(generation, None)
-            self._hand_over()
+            caller = self._callers.pop(generation, None)
+            try:
+                if caller is not None and self._stepper is caller:
+                    self._end_broken_step()
+                if self._stepper is None or generation.is_done:
+                    self.loop.drop(generation)
+                else:
+                    self._leaving.append(generation)
+            finally:
+                self._hand_over()
 
     def after_fork(self, freed: set[Any]) -> None:
-        """In a forked child: undoes a step of another thread, and drops other threads' calls, which do not go on."""
+        """In a forked child: undoes a step of another thread, and drops other threads' calls, which
+        do not go on."""
         me = threading.get_ident()
         if self._stepper is not None and self._stepper.thread != me:
             self.loop.undo_step()
@@ -242,25 +313,35 @@ class SharedLoop:
 
 
 _guard = forks.lock()
-_loops: weakref.WeakKeyDictionary[PagedMemory, dict[Hashable, SharedLoop]] = weakref.WeakKeyDictionary()
+_loops: weakref.WeakKeyDictionary[PagedMemory, dict[Hashable, SharedLoop]] = (
+    weakref.WeakKeyDictionary()
+)
 if hasattr(os, "register_at_fork"):  # the parent's callers do not go on in the child
     os.register_at_fork(after_in_child=lambda: _loops.clear())
 
 
 @contextlib.contextmanager
 def shared_loop(memory: PagedMemory, key: Hashable, make: MakeLoop) -> Iterator[SharedLoop]:
-    """Yields the loop that calls of equal `key` share on this memory. The first call makes the loop, and the last one
-    drops it, since it holds the model. Calls of equal keys can share a forward."""
-    with _guard:
-        loops = _loops.setdefault(memory, {})
-        if key not in loops:
-            loops[key] = SharedLoop(make())
-        shared = loops[key]
-        shared.num_users += 1
+    """Yields the loop that calls of equal `key` share on this memory. The first call makes the
+    loop, and the last one drops it, since it holds the model. Calls of equal keys can share a
+    forward."""
+    user = object()
+    shared = None
     try:
+        with _guard:
+            loops = _loops.setdefault(memory, {})
+            shared = loops.get(key)
+            if shared is None:
+                shared = loops[key] = SharedLoop(make())
+            if shared not in memory.holders:
+                memory.holders.append(shared)
+            shared.users.add(user)
         yield shared
     finally:
         with _guard:
-            shared.num_users -= 1
-            if not shared.num_users and loops.get(key) is shared:
-                del loops[key]
+            if shared is not None:
+                shared.users.discard(user)
+                if not shared.users and loops.get(key) is shared:
+                    del loops[key]
+                if not shared.users and shared in memory.holders:
+                    memory.holders.remove(shared)

@@ -1,49 +1,90 @@
-"""Callers of `generate` and `stream`: they queue requests, take steps until these end, and cancel the rest on exit."""
+"""Callers of `generate` and `stream`: they queue requests, take steps until these end, and cancel
+the rest on exit."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
+import logging
+import sys
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from typing import Any
 
 from tqdm.auto import tqdm
 
+from ..config import is_whole
 from ..interrupts import held, let_in
-from .arguments import RequestOptions, meant, prompt_ids, split_inputs, split_prompts
+from ..topics import Topic
+from .arguments import RequestOptions, prompt_ids, refuse_arguments, split_inputs, split_prompts
 from .engine_core import EngineCore
 from .execution.executor import Window
 from .results import RequestOutput, RequestResult
+
+logger = logging.getLogger(__name__)
 
 # options that may be lists with one value a prompt
 _ONE_EACH = ("adapter", "cache_salt", "grammar", "priority", "regex", "schema", "seed")
 
 
-class RequestStream:
-    """One call of `PagedEngine.generate`, `stream` or `astream`, which takes steps until its requests end."""
+SLOW_SECONDS = 2.0  # a call that takes longer shows its progress
 
-    def __init__(self, engine: EngineCore, tokenizer: Any, options: dict[str, Any], *prompts: Any) -> None:
-        unknown = sorted(set(options) - {field.name for field in dataclasses.fields(RequestOptions)})
-        if unknown:
-            raise TypeError(
-                f"unknown arguments {unknown}: generation options go into `generation_config`, a dict for instance"
-                + meant(unknown)
-            )
+
+def _has_viewer() -> bool:
+    """Whether a person may be looking: standard error is a terminal, or this is a notebook."""
+    if "ipykernel.zmqshell" in sys.modules:
+        return True
+    try:
+        return bool(sys.stderr.isatty())
+    except (AttributeError, ValueError):
+        # it is None, closed, or what a logging library put in its place
+        return False
+
+
+class RequestStream:
+    """One call of `PagedEngine.generate`, `stream` or `astream`, which takes steps until its
+    requests end."""
+
+    def __init__(
+        self, engine: EngineCore, tokenizer: Any, options: dict[str, Any], *prompts: Any
+    ) -> None:
+        refuse_arguments(options.keys() - RequestOptions.__annotations__.keys())
         self.engine, self.tokenizer = engine, tokenizer
         queue = split_prompts(*prompts)
         count = len(queue)
         for name in ("request_id", "streamer", "inputs"):
             if count > 1 and options.get(name) is not None:
-                raise ValueError(f"`{name}` is one request's, and there are {count} prompts: use `add_request`")
-        each = {name: options[name] for name in _ONE_EACH if isinstance(options.get(name), (list, tuple))}
-        for name, values in each.items():
+                raise ValueError(
+                    f"`{name}` is for one request, and there are {count} prompts: call"
+                    " `add_request` for each"
+                )
+        seed: Any = options.get("seed")
+        if is_whole(seed) and -(2**63) <= seed < 2**64:  # others are refused, for each prompt
+            seeds = []
+            for place in range(count):
+                row_seed = int(seed) + place
+                if row_seed >= 2**64:
+                    row_seed -= 2**64
+                seeds.append(row_seed)
+            options = {**options, "seed": seeds}
+        lists = {}
+        for name in _ONE_EACH:
+            values = options.get(name)
+            if isinstance(values, (list, tuple)):
+                lists[name] = values
+        for name, values in lists.items():
             if len(values) != count:
-                raise ValueError(f"{len(values)} values of `{name}` were passed for {count} prompts")
-        rows = [{name: values[place] for name, values in each.items()} for place in range(count)]
-        self._queue = [(*given, RequestOptions(**{**options, **own})) for given, own in zip(queue, rows)]
+                raise ValueError(
+                    f"{len(values)} values of `{name}` were passed for {count} prompts: pass one"
+                    " for each"
+                )
+        self._queue = []
+        for place, (prompt, config) in enumerate(queue):
+            row_options = {name: values[place] for name, values in lists.items()}
+            request_options = RequestOptions(**{**options, **row_options})
+            self._queue.append((prompt, config, request_options))
         self.outbox: deque[RequestOutput] = deque()  # the engine adds the requests' outputs here
         self.window = Window()
         self.places: dict[str, int] = {}  # by request id, its position among the prompts
@@ -55,11 +96,18 @@ class RequestStream:
             try:
                 name = self.engine.add(self.tokenizer, prompt, config, options, self.outbox)
             except Exception as error:
-                given, ids = options.request_id, list[int]()
-                name = given if isinstance(given, str) else self.engine.make_id()
+                given = options.request_id
+                ids = list[int]()
+                if isinstance(given, str):
+                    name = given
+                else:
+                    name = self.engine.make_id()
                 with contextlib.suppress(Exception):  # an invalid prompt may raise anything
-                    ids = prompt_ids(split_inputs(prompt, None)[0], None)
-                self.outbox.append(RequestOutput(name, result=RequestResult(name, ids, error=error)))
+                    text_or_ids, _ = split_inputs(prompt, None)
+                    ids = prompt_ids(text_or_ids, None)
+                self.outbox.append(
+                    RequestOutput(name, result=RequestResult(name, ids, error=error))
+                )
             self.places[name] = place
         self.unfinished.update(self.places)
         yield None
@@ -70,7 +118,9 @@ class RequestStream:
                     self.unfinished.discard(output.request_id)
                 yield output
             if self.unfinished:
-                window = self.window if self.window.is_call else Window()
+                window = self.window
+                if not window.is_call:
+                    window = Window()
                 self.engine.step_for(self.outbox, self.unfinished, window)
 
     def _closing(self) -> Generator[RequestOutput | None, None, None]:
@@ -84,37 +134,75 @@ class RequestStream:
         with contextlib.closing(self._closing()) as outputs:
             yield from filter(None, outputs)
 
-    def results(self, progress: bool) -> list[RequestResult]:
+    def results(self, progress: bool | None) -> list[RequestResult]:
+        """Runs the requests to their ends. `progress`: whether to show a bar; `None`: to a viewer,
+        if it takes long."""
         self.window.is_call = True
         results: dict[int, RequestResult] = {}
-        # no bar if it is not shown: tqdm takes a lock, which a forked child may find held
-        shown = tqdm(unit="request", total=len(self._queue)) if progress else contextlib.nullcontext()
-        with shown as bar, held():
+        is_shown = progress
+        delay = 0.0
+        if is_shown is None:
+            is_shown = _has_viewer()
+            delay = SLOW_SECONDS
+        start = time.perf_counter()
+        bar: Any = None
+        with contextlib.ExitStack() as stack, held():
             try:
                 with let_in():
                     for output in self._run():
+                        # no bar before it is shown: tqdm takes a lock, which a forked child may
+                        # find held
+                        if is_shown and bar is None and time.perf_counter() - start >= delay:
+                            bar = stack.enter_context(
+                                tqdm(
+                                    unit="request",
+                                    total=len(self._queue),
+                                    initial=len(results),
+                                )
+                            )
                         if output is not None and output.result is not None:
-                            results[self.places[output.request_id]] = output.result
+                            place = self.places[output.request_id]
+                            results[place] = output.result
                             if bar is not None:
                                 bar.update(1)
             finally:
                 self.engine.close(self.outbox, self.window)
-        return [results[place] for place in sorted(results)]
+        ordered = [results[place] for place in sorted(results)]
+        errors = [result.error for result in ordered if result.error is not None]
+        if errors:
+            message = (
+                "%d of %d requests failed, and their results hold the errors; the first is %s: %s"
+            )
+            logger.warning(
+                Topic.FAILED_REQUESTS(message),
+                len(errors),
+                len(ordered),
+                type(errors[0]).__name__,
+                errors[0],
+            )
+        return ordered
 
     async def astream(self) -> AsyncGenerator[RequestOutput, None]:
-        """`stream` with each step in a worker thread. Readers of one event loop take one step at a time, which fills
-        the outboxes of all. A cancelled reader does not wait for the step's end."""
-        outputs, nothing = self._closing(), object()
+        """`stream` with each step in a worker thread. Readers of one event loop take one step at a
+        time, which fills the outboxes of all. A cancelled reader does not wait for the step's
+        end."""
+        outputs = self._closing()
+        nothing = object()
         reading = threading.Lock()  # a generator cannot be closed while it runs
-        steps = self.engine.readers.setdefault(asyncio.get_running_loop(), asyncio.Lock())
+        event_loop = asyncio.get_running_loop()
+        steps = self.engine.readers.setdefault(event_loop, asyncio.Lock())
 
         def locked(function: Callable[..., Any], *args: Any) -> Any:
             with reading:
                 return function(*args)
 
         async def read() -> Any:
-            async with steps if self.unfinished else contextlib.nullcontext():  # to add requests, or end, needs no step
-                return None if self.outbox else await asyncio.to_thread(locked, next, outputs, nothing)
+            # to add requests, or end, needs no step
+            turn = steps if self.unfinished else contextlib.nullcontext()
+            async with turn:
+                if self.outbox:
+                    return None
+                return await asyncio.to_thread(locked, next, outputs, nothing)
 
         pending: asyncio.Task[Any] | None = None
         try:

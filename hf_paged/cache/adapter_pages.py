@@ -1,5 +1,5 @@
-"""Counts adapter weights as blocks of the pool (unified paging of S-LoRA, arXiv 2311.03285, section 5.1, by count).
-Plain Python: no tensors."""
+"""Counts adapter weights as blocks of the pool (unified paging of S-LoRA, arXiv 2311.03285, section
+5.1, by count). Plain Python: no tensors."""
 
 from __future__ import annotations
 
@@ -18,25 +18,36 @@ class _Pages:
     blocks: SequenceBlocks = NO_BLOCKS  # while a request runs with the adapter
     cached: list[int] = field(default_factory=list)  # block ids while no request does
     holders: set[Any] = field(default_factory=set)
-    is_counted: bool = False  # whether blocks were taken: their number is known once the pool's first layer exists
+    # whether blocks were taken: their number is known once the pool's first layer exists
+    is_counted: bool = False
     was_used: bool = False
 
 
 class AdapterPages:
-    """Reserves room for adapters beside keys and values: each takes as many blocks of the pool as hold its bytes.
-    Blocks of an adapter that a request runs with are used; those of other adapters are cached, in one LRU order with
-    cached prefixes, and the adapter is evicted with the first of them. Call under the memory's lock."""
+    """Reserves room for adapters beside keys and values: each takes as many blocks of the pool as
+    hold its bytes. Blocks of an adapter that a request runs with are used; those of other adapters
+    are cached, in one LRU order with cached prefixes, and the adapter is evicted with the first of
+    them. Call under the memory's lock."""
 
     def __init__(self, blocks: BlockManager) -> None:
         self._blocks = blocks
-        groups = (i for i, group in enumerate(blocks.groups) if group.spec.is_counted)
-        self._group = next((i for i in groups if not isinstance(blocks.groups[i].spec, StateSpec)), None)
+        self._group: int | None = None  # the first with keys and values
+        for number, group in enumerate(blocks.groups):
+            if group.spec.is_counted and not isinstance(group.spec, StateSpec):
+                self._group = number
+                break
         self._pages: dict[Hashable, _Pages] = {}
         self._owners: dict[int, Hashable] = {}  # adapter by block id
-        self.on_evict: Callable[[Any], None] = lambda adapter: None  # called with each evicted adapter
-        itself = weakref.ref(self)  # avoids a cycle: a pool is freed with its last user, not by the garbage collector
-        self._on_evict = lambda block_id: None if (pages := itself()) is None else pages._evicted(block_id)
-        self.num_hits = self.num_evictions = 0  # admitted requests with a resident adapter; evicted adapters
+        # called with each evicted adapter
+        self.on_evict: Callable[[Any], None] = lambda adapter: None
+        # avoids a cycle: a pool is freed with its last user, not by the garbage collector
+        itself = weakref.ref(self)
+        self._on_evict = lambda block_id: (
+            None if (pages := itself()) is None else pages._evicted(block_id)
+        )
+        # admitted requests with a resident adapter; evicted adapters
+        self.num_hits = self.num_evictions = 0
+        blocks.holders.add(self)
 
     def __contains__(self, adapter: Hashable) -> bool:
         return adapter in self._pages
@@ -49,16 +60,19 @@ class AdapterPages:
         return sum(pages.num_bytes for pages in self._pages.values())
 
     def pin(self, adapter: Hashable, num_bytes: int, holder: Any) -> bool:
-        """Keeps the adapter's room until `holder` unpins it. Returns `False` if there is no room."""
+        """Keeps the adapter's room until `holder` unpins it. Returns `False` if there is no
+        room."""
         pages = self._pages.get(adapter)
         if pages is None:
-            if not self._block_bytes and self._group is not None and self._pages:
+            is_unsized = not self._block_bytes and self._group is not None
+            if is_unsized and self._pages:
                 return False  # a block's bytes are known after the first step
             pages = _Pages(num_bytes)
         if not pages.holders:
             if pages.cached:
+                pool = self._blocks.groups[self._table].pool
                 pages.blocks = self._blocks.new()
-                self._blocks.groups[self._table].pool.acquire(pages.cached)
+                pool.acquire(pages.cached)
                 self._hold(pages, pages.cached)
                 pages.cached = []
             elif not self._count(adapter, pages):
@@ -83,11 +97,13 @@ class AdapterPages:
         if not pages.is_counted and not self._count(adapter, pages):  # it turns out not to fit
             self._drop(adapter)
             return
-        if pages.blocks is NO_BLOCKS:  # no step has run: `pin` refuses other adapters until the first one has
+        if pages.blocks is NO_BLOCKS:
+            # no step has run: `pin` refuses other adapters until the first one has
             if self._group is not None:
                 self._drop(adapter)
             return
-        pool, ids = self._blocks.groups[self._table].pool, list(pages.blocks.tables[self._table].block_ids)
+        pool = self._blocks.groups[self._table].pool
+        ids = list(pages.blocks.tables[self._table].block_ids)
         if all(map(pool.is_kept, ids)):
             pages.cached = ids
             self._blocks.free(pages.blocks)
@@ -98,6 +114,18 @@ class AdapterPages:
             self._drop(adapter)
         pages.blocks = NO_BLOCKS
 
+    def recover(self) -> None:
+        """Forgets all adapters, pinned ones too, whatever an exception left half changed; a recount
+        of the pool must follow."""
+        gone, self._pages, self._owners = self._pages, {}, {}
+        if self._group is not None:
+            self._blocks.groups[self._group].pool.drop_all(self._on_evict)
+        for adapter, pages in gone.items():
+            for table in pages.blocks.tables:
+                table.block_ids = []
+            self.num_evictions += 1
+            self.on_evict(adapter)
+
     @property
     def _table(self) -> int:
         assert self._group is not None
@@ -105,12 +133,16 @@ class AdapterPages:
 
     @property
     def _block_bytes(self) -> int:
-        return 0 if self._group is None else self._blocks.groups[self._group].block_bytes
+        if self._group is None:
+            return 0
+        return self._blocks.groups[self._group].block_bytes
 
     def _count(self, adapter: Hashable, pages: _Pages) -> bool:
-        """Takes the adapter's blocks, if a block's bytes are known. Returns `False` if there are too few."""
+        """Takes the adapter's blocks, if a block's bytes are known. Returns `False` if there are
+        too few."""
         if not self._block_bytes:
             return True
+        pool = self._blocks.groups[self._table].pool
         needs = [0] * len(self._blocks.groups)
         needs[self._table] = -(-pages.num_bytes // self._block_bytes)
         taken = self._blocks.take(needs)
@@ -120,7 +152,7 @@ class AdapterPages:
         self._hold(pages, ids)
         for block_id in ids:
             self._owners[block_id] = adapter
-            self._blocks.groups[self._table].pool.keep(block_id, self._on_evict)
+            pool.keep(block_id, self._on_evict)
         return True
 
     def _hold(self, pages: _Pages, ids: list[int]) -> None:
@@ -132,14 +164,18 @@ class AdapterPages:
         pages = self._pages[adapter]
         if pages.holders:  # `unpin` drops the adapter
             return
-        pool, ids, pages.cached = self._blocks.groups[self._table].pool, pages.cached, []
+        pool = self._blocks.groups[self._table].pool
+        ids, pages.cached = pages.cached, []
         for other in ids:
             if other != block_id:
                 pool.drop(other)
         self._drop(adapter, ids)
 
     def _drop(self, adapter: Hashable, ids: list[int] | None = None) -> None:
-        for block_id in [i for i, owner in self._owners.items() if owner == adapter] if ids is None else ids:
+        if ids is None:
+            owners = self._owners.items()
+            ids = [block_id for block_id, owner in owners if owner == adapter]
+        for block_id in ids:
             del self._owners[block_id]
         del self._pages[adapter]
         self.num_evictions += 1

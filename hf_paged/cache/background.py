@@ -12,39 +12,42 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import forks
+from ..interrupts import held
+from ..threads import start
 
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 1.0
 
-_condition = threading.Condition(forks.lock())
+# `with` takes the lock itself: a condition's `__enter__` is Python code, in which a signal leaves
+# the lock taken.
+_lock = forks.rlock()
+_condition = threading.Condition(_lock)
 _waiting: deque[tuple[weakref.ref[Any], Sequence[int]]] = deque()
-_thread: threading.Thread | None = None
+_is_running = False  # whether the thread runs, or is being started
 
 
 def submit(rows: Any, slots: Sequence[int]) -> None:
     """Makes the thread call `rows.map_ahead(slots)`, unless `rows` has been freed by then."""
-    global _thread
-    with _condition:
-        _waiting.append((weakref.ref(rows), slots))
-        if _thread is None:
-            thread = threading.Thread(target=_serve, name="hf_paged mappings", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # interpreter shutdown; pages are mapped on demand
-                _waiting.clear()
-                return
-            _thread = thread
-        else:
+    global _is_running
+    with held():
+        with _lock:
+            _waiting.append((weakref.ref(rows), slots))
+            was_running, _is_running = _is_running, True
             _condition.notify()
+        if not was_running and start(_serve, "hf_paged mappings") is None:
+            with _lock:  # pages are mapped on demand
+                _is_running = False
+                _waiting.clear()
 
 
 def _serve() -> None:
-    global _thread
+    global _is_running
     while True:
-        with _condition:
+        with _lock:
             if not _waiting and not (_condition.wait(IDLE_SECONDS) and _waiting):
-                _thread = None
+                _is_running = False
+                _condition.notify_all()
                 return
             ref, slots = _waiting.popleft()
         rows = ref()
@@ -57,18 +60,18 @@ def _serve() -> None:
 
 
 def _stop() -> None:
-    with _condition:
+    with _lock:
         _waiting.clear()
         _condition.notify_all()
-        thread = _thread
-    if thread is not None:
-        thread.join(timeout=5)
+        _condition.wait_for(lambda: not _is_running, timeout=5)
 
 
 def _forget() -> None:
     """Resets the state in a child process, which has no such thread yet."""
-    global _condition, _thread
-    _condition, _thread = threading.Condition(forks.lock()), None
+    global _lock, _condition, _is_running
+    _lock = forks.rlock()
+    _is_running = False
+    _condition = threading.Condition(_lock)
     _waiting.clear()
 
 

@@ -1,7 +1,10 @@
-"""Block tables of many sequences over all layer groups, and the prefix cache. Plain Python: no tensors, no policy."""
+"""Block tables of many sequences over all layer groups, and the prefix cache. Plain Python: no
+tensors, no policy."""
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,41 +18,75 @@ UNCACHED = object()
 """The namespace of sequences that do not use the prefix cache."""
 
 
+class _WithWeakRefs:
+    __slots__ = ("__weakref__",)
+
+
 @dataclass(slots=True, eq=False)
-class SequenceBlocks:
-    """The blocks of one sequence: one block table per layer group, all with the same number of tokens."""
+class SequenceBlocks(_WithWeakRefs):
+    """The blocks of one sequence: one block table per layer group, all with the same number of
+    tokens."""
 
     tables: tuple[BlockTable, ...] = ()
     epoch: int = 0  # the manager's when the first token was stored
     node: Node | None = None  # the prefix index's node of the last registered block
     num_registered: int = 0  # blocks offered to the prefix index
-    capacity: int = 0  # tokens for which the tables have writable blocks: until then a decode step only counts
-    stops: tuple[int, ...] = ()  # token counts at which a step ends, so that `register` can keep the state there
+    # tokens for which the tables have writable blocks: until then a decode step only counts
+    capacity: int = 0
+    # token counts at which a step ends, so that `register` can keep the state there
+    stops: tuple[int, ...] = ()
+
+    def __del__(self) -> None:
+        for table in self.tables:  # an exception lost it before its blocks were freed
+            table.pool.has_lost |= bool(table.block_ids)
 
 
 def _block_of(link: Link, group: int) -> int | None:
-    return None if link.node is None else link.node.block_ids[group]
+    if link.node is None:
+        return None
+    return link.node.block_ids[group]
 
 
 NO_BLOCKS = SequenceBlocks()
 """The blocks of a sequence before it is admitted and after its blocks are freed."""
 
 
+class TierError(Exception):
+    """A tier failed to copy blocks, for the reason in `cause`: no memory, or other layers. Nothing
+    was changed."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+@contextlib.contextmanager
+def _copying() -> Iterator[None]:
+    try:
+        yield
+    except OutOfBlocksError:
+        raise
+    except (MemoryError, RuntimeError, ValueError) as error:  # torch raises the second
+        raise TierError(error) from error
+
+
 class Tier(Protocol):
     """Keeps the content of evicted blocks (`cache.tiers`)."""
 
     def keep(self, group: int, block_id: int, digest: bytes, is_vouched_for: bool) -> None:
-        """Keeps a block that is being evicted, by its digest (`prefix_index.Link`). If not vouched for, it is served
-        only after `confirm`."""
+        """Keeps a block that is being evicted, by its digest (`prefix_index.Link`). If not vouched
+        for, it is served only after `confirm`."""
 
     def has(self, group: int, digest: bytes) -> bool:
-        """Whether `read` may find the group's block with this digest, including unconfirmed blocks."""
+        """Whether `read` may find the group's block with this digest, including unconfirmed
+        blocks."""
 
     def read(self, group: int, digest: bytes) -> Any:
         """Returns the block's content under the current weights; `None` if it is lost."""
 
     def put_back(self, group: int, contents: list[Any], block_ids: list[int]) -> None:
-        """Writes contents from `read` to blocks. Raises `ValueError` if they do not fit the layers."""
+        """Writes contents from `read` to blocks. Raises `ValueError` if they do not fit the
+        layers."""
 
     @property
     def wants_confirmation(self) -> bool:
@@ -63,9 +100,11 @@ class Tier(Protocol):
 
 
 class BlockManager:
-    """Allocates blocks to sequences: `SequenceBlocks.tables[i]` belongs to `groups[i]`. Copies of shared blocks are
-    queued (`flush_copies`). `num_free` counts the blocks that may still be taken over all groups, including cached
-    ones; by default those of the pools. `prefix_caching`: keep full blocks, and reuse them for the same tokens."""
+    """Allocates blocks to sequences: `SequenceBlocks.tables[i]` belongs to `groups[i]`. Copies of
+    shared blocks are queued (`flush_copies`). `num_free` counts the blocks that may still be taken
+    over all groups, including cached ones, and `num_total` those that could be if nothing else ran;
+    by default those of the pools. `prefix_caching`: keep full blocks, and reuse them for the same
+    tokens."""
 
     def __init__(
         self,
@@ -73,50 +112,75 @@ class BlockManager:
         block_size: int,
         num_free: Callable[[], int] | None = None,
         prefix_caching: bool = True,
+        num_total: Callable[[], int] | None = None,
     ) -> None:
-        self.groups, self.prefix_caching = list(groups), prefix_caching
-        self._block_sizes = [group.spec.block_size(group.block_size or block_size) for group in groups]
-        sizes = [size for size in self._block_sizes if size < UNBOUNDED] or [block_size]
-        # sizes are powers of two: at multiples of the largest, blocks of all groups end, and shared prefixes may end
+        self.groups = list(groups)
+        self.prefix_caching = prefix_caching
+        self._block_sizes = [
+            group.spec.block_size(group.block_size or block_size) for group in groups
+        ]
+        bounded_sizes = [size for size in self._block_sizes if size < UNBOUNDED]
+        sizes = bounded_sizes or [block_size]
+        # sizes are powers of two: at multiples of the largest, blocks of all groups end, and shared
+        # prefixes may end
         self.block_size = max(sizes)
         self._unit = min(sizes)  # tokens per node of the index
-        ratios = [1 if size == UNBOUNDED else size // self._unit for size in self._block_sizes]
+        ratios = []  # of block sizes to the unit
+        for size in self._block_sizes:
+            if size == UNBOUNDED:
+                ratios.append(1)
+            else:
+                ratios.append(size // self._unit)
+        pools = [group.pool for group in groups]
         windows = [group.spec.prefix_window for group in groups]
-        self.index = PrefixIndex([group.pool for group in groups], windows, self._unit, ratios)
+        self.index = PrefixIndex(pools, windows, self._unit, ratios)
+        self._has_runs = any(pool.run_length for pool in pools)
         self.has_windows = any(group.spec.window is not None for group in groups)
         self.tier: Tier | None = None  # keeps blocks that the prefix cache evicts (`set_tier`)
-        self.num_withheld: Callable[[], int] = lambda: (
-            0
-        )  # blocks missing in `num_free` while other models' pools are in use
-        # with a limit in bytes: frees the memory of groups without used blocks; returns whether there were any
+        # blocks missing in `num_free` while other models' pools are in use
+        self.num_withheld: Callable[[], int] = lambda: 0
+        # with a limit in bytes: frees the memory of groups without used blocks; returns whether
+        # there were any
         self.release_unused: Callable[[], bool] = lambda: False
+        # whether a table holds a block that counts against the limit of these groups
+        self.is_used: Callable[[], bool] = lambda: any(group.pool.num_used for group in self.groups)
         self._num_free = num_free
-        self._alive: dict[SequenceBlocks, None] = {}
-        specs = enumerate(group.spec for group in groups)
-        self._states = next((i for i, spec in specs if isinstance(spec, StateSpec) and not spec.is_empty), None)
-        self.has_states = any(isinstance(group.spec, StateSpec) for group in groups)  # `truncate` cannot restore states
+        self._num_total = num_total
+        self._alive: weakref.WeakKeyDictionary[SequenceBlocks, None] = weakref.WeakKeyDictionary()
+        # of blocks for other content; each has `recover`
+        self.holders: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._states: int | None = None  # the first group of states
+        for number, group in enumerate(groups):
+            spec = group.spec
+            if isinstance(spec, StateSpec) and not spec.is_empty:
+                self._states = number
+                break
+        # `truncate` cannot restore states
+        self.has_states = any(isinstance(group.spec, StateSpec) for group in groups)
         self._copies: list[dict[int, int]] = [{} for _ in groups]  # source by target
         self._epoch = 0  # counts windows and drops
         self._window = 0  # first epoch of the open window; 0: blocks of all epochs are vouched for
         self._dropped = 0  # blocks of earlier epochs must not be registered
-        self.num_hits = 0  # sequences that began with a cached prefix, and prefixes restored from the tier
-        self.note_length: Callable[[int], None] = lambda length: None  # called with the length of each ended sequence
-        self.refusal: OutOfBlocksError | None = None  # why the last `take` failed, if not by the number of free blocks
+        # sequences that began with a cached prefix, and prefixes restored from the tier
+        self.num_hits = 0
+        # called with the length of each ended sequence
+        self.note_length: Callable[[int], None] = lambda length: None
+        # why the last `take` failed, if not by the number of free blocks
+        self.refusal: OutOfBlocksError | None = None
 
     @property
     def num_free(self) -> int:
         """Blocks that may still be taken over all groups, including cached ones."""
-        return sum(group.pool.num_available for group in self.groups) if self._num_free is None else self._num_free()
+        if self._num_free is not None:
+            return self._num_free()
+        return sum(group.pool.num_available for group in self.groups)
 
     @property
     def size_text(self) -> str:
         """Tokens per block, for messages."""
-        return f"{self._unit}" if self._unit == self.block_size else f"{self._unit} to {self.block_size}"
-
-    @property
-    def num_used(self) -> int:
-        """Blocks of these groups that some table holds."""
-        return sum(group.pool.num_used for group in self.groups)
+        if self._unit == self.block_size:
+            return f"{self._unit}"
+        return f"{self._unit} to {self.block_size}"
 
     @property
     def keeps_states(self) -> bool:
@@ -131,20 +195,34 @@ class BlockManager:
     @property
     def num_total(self) -> int:
         """Blocks that would be available if nothing else ran."""
-        used = sum(group.pool.num_used for group in self.groups if group.spec.is_counted)
-        return self.num_free + used + self.num_withheld()
+        if self._num_total is not None:
+            return self._num_total()
+        num_free = self.num_free
+        counted = (group for group in self.groups if group.spec.is_counted)
+        return num_free + sum(group.pool.num_used for group in counted)
 
-    def num_spanned(self, first: int, end: int, chunk: int, blocks: SequenceBlocks = NO_BLOCKS) -> list[int]:
-        """Returns `GroupSpec.num_spanned` of each group, given the blocks that `blocks` holds of earlier tokens."""
-        held = [len(table.block_ids) for table in blocks.tables] or [0] * len(self.groups)
+    def num_spanned(
+        self,
+        first: int,
+        end: int,
+        chunk: int,
+        blocks: SequenceBlocks = NO_BLOCKS,
+    ) -> list[int]:
+        """Returns `GroupSpec.num_spanned` of each group, given the blocks that `blocks` holds of
+        earlier tokens."""
+        num_held = [len(table.block_ids) for table in blocks.tables]
+        if not num_held:
+            num_held = [0] * len(self.groups)
+        groups = zip(self.groups, num_held, self._block_sizes)
         return [
-            group.spec.num_spanned(first, end, chunk, count, size)
-            for group, count, size in zip(self.groups, held, self._block_sizes)
+            group.spec.num_spanned(first, end, chunk, count, size) for group, count, size in groups
         ]
 
     def has_room(self, needs: Sequence[int], reserve: int = 0) -> bool:
-        """Whether `needs[i]` blocks of each group can be taken together with `reserve` blocks left."""
-        if sum(needs) + reserve > self.num_free:
+        """Whether `needs[i]` blocks of each group can be taken together with `reserve` blocks
+        left."""
+        num_needed = sum(needs) + reserve
+        if num_needed > self.num_free:
             return False
         if len(self.groups) == 1:
             return True
@@ -156,34 +234,46 @@ class BlockManager:
         return True
 
     def tables(self, group: int) -> Iterator[BlockTable]:
-        return (blocks.tables[group] for blocks in list(self._alive))  # a copy: garbage collection may free sequences
+        # a copy: garbage collection may free sequences
+        sequences = list(self._alive)
+        return (blocks.tables[group] for blocks in sequences)
 
     def new(self) -> SequenceBlocks:
-        tables = (BlockTable(group.pool, size) for group, size in zip(self.groups, self._block_sizes))
-        blocks = SequenceBlocks(tuple(tables), self._epoch)
+        sizes = zip(self.groups, self._block_sizes)
+        tables = tuple(BlockTable(group.pool, size) for group, size in sizes)
+        blocks = SequenceBlocks(tables, self._epoch)
         self._alive[blocks] = None
         return blocks
 
     def append(
-        self, blocks: SequenceBlocks, num_tokens: int, skips: bool = False, num_settled: int | None = None
+        self,
+        blocks: SequenceBlocks,
+        num_tokens: int,
+        skips: bool = False,
+        num_settled: int | None = None,
     ) -> bool:
-        """Makes room for `num_tokens` more tokens and counts them as held; `False` if there is no room. First frees
-        window blocks that no query after the held tokens sees, or after `num_settled` of them, to which `truncate` may
-        go back. With `skips`, an empty sequence begins without the blocks that no query after the new tokens sees."""
+        """Makes room for `num_tokens` more tokens and counts them as held; `False` if there is no
+        room. First frees window blocks that no query after the held tokens sees, or after
+        `num_settled` of them, to which `truncate` may go back. With `skips`, an empty sequence
+        begins without the blocks that no query after the new tokens sees."""
         tables = blocks.tables
         if skips and not any(table.block_ids for table in tables):
             length = 0
             for table in tables:
                 table.free()  # an earlier call may have skipped blocks before it ran out of room
         else:
-            length, skips = tables[0].num_tokens, False
+            length = tables[0].num_tokens
+            skips = False
         if not length:
             blocks.epoch = self._epoch
         end = length + num_tokens
-        for group, table in zip(self.groups, tables) if skips else ():
-            table.skip(group.spec.first_visible(end))
+        if skips:
+            for group, table in zip(self.groups, tables):
+                table.skip(group.spec.first_visible(end))
         self.trim(blocks, num_settled)
-        last = [table.last_block for table in tables]
+        last = None
+        if self._has_runs:
+            last = [table.last_block for table in tables]
         taken = self.take([table.num_needed(end - table.num_tokens) for table in tables], last)
         if taken is None and self._unname_state(blocks):
             taken = self.take([table.num_needed(end - table.num_tokens) for table in tables], last)
@@ -203,74 +293,123 @@ class BlockManager:
         return True
 
     def reserve_next(self, blocks: SequenceBlocks) -> bool:
-        """Takes the block for one more token, so that a step can count it without `append`. `False` if there is no
-        block, or a copy is needed first."""
+        """Takes the block for one more token, so that a step can count it without `append`. `False`
+        if there is no block, or a copy is needed first."""
         tables = blocks.tables
         if tables[0].num_tokens < blocks.capacity:
             return True
-        if any(table.shared_tail is not None for table in tables) or not self.append(blocks, 1):
+        has_shared_tail = any(table.shared_tail is not None for table in tables)
+        if has_shared_tail or not self.append(blocks, 1):
             return False
         for table in tables:
             table.num_tokens -= 1
         return True
 
-    def extend(self, group: int, tables: Sequence[BlockTable], ranges: Sequence[tuple[int, int]]) -> bool:
-        """Makes tokens `ranges[i]` of each table of a group writable: copies shared blocks, and counts tokens past the
-        end as held. Returns whether the tables hold different blocks now. Raises `OutOfBlocksError` with nothing
-        changed."""
+    def extend(
+        self,
+        group: int,
+        tables: Sequence[BlockTable],
+        ranges: Sequence[tuple[int, int]],
+    ) -> bool:
+        """Makes tokens `ranges[i]` of each table of a group writable: copies shared blocks, and
+        counts tokens past the end as held. Returns whether the tables hold different blocks now.
+        Raises `OutOfBlocksError` with nothing changed; after other errors a recount must follow."""
         pool = self.groups[group].pool
         counts = [max(0, end - table.num_tokens) for table, (_, end) in zip(tables, ranges)]
-        writers = Counter(block for table, tokens in zip(tables, ranges) for block in table.shared_blocks(*tokens))
+        writers = Counter(
+            block for table, tokens in zip(tables, ranges) for block in table.shared_blocks(*tokens)
+        )
         needed = sum(map(BlockTable.num_new_blocks, tables, counts))
         for block_id, count in writers.items():
-            # the last holder writes in place, unless the prefix cache keeps the block
-            needed += count if pool.is_kept(block_id) else min(count, pool.refcount(block_id) - 1)
+            if pool.is_kept(block_id):
+                needed += count
+            else:
+                # the last holder writes in place, unless the prefix cache keeps the block
+                needed += min(count, pool.refcount(block_id) - 1)
         if needed:
             self.groups[group].make_room(needed)
-        copies = [copy for table, tokens in zip(tables, ranges) for copy in table.own(*tokens)] if writers else []
+        if writers:
+            before = [list(table.block_ids) for table in tables]
+            try:
+                rows = zip(tables, ranges)
+                copies = [copy for table, tokens in rows for copy in table.own(*tokens)]
+                if copies:
+                    self.groups[group].copy_blocks(copies)
+            except BaseException:  # blocks without content must not stay
+                for table, block_ids in zip(tables, before):
+                    table.block_ids = block_ids
+                raise
         for table, count in zip(tables, counts):
             table.append(count)
-        if copies:
-            self.groups[group].copy_blocks(copies)
         return needed > 0
 
     def trim(self, blocks: SequenceBlocks, num_settled: int | None = None) -> None:
-        """Frees window blocks that no later query sees. Not to be called between scheduling and computing tokens."""
-        for group, table in zip(self.groups, blocks.tables) if self.has_windows else ():
-            num_tokens = table.num_tokens if num_settled is None else min(table.num_tokens, num_settled)
+        """Frees window blocks that no later query sees. Not to be called between scheduling and
+        computing tokens."""
+        if not self.has_windows:
+            return
+        for group, table in zip(self.groups, blocks.tables):
+            num_tokens = table.num_tokens
+            if num_settled is not None:
+                num_tokens = min(num_tokens, num_settled)
             table.drop_before(group.spec.first_visible(num_tokens))
 
-    def take(self, needs: Sequence[int], after: Sequence[int | None] | None = None) -> list[list[int]] | None:
-        """Takes `needs[i]` new blocks of each group, with refcount 1, preferably after the block `after[i]`. Returns
-        `None`, with none taken, if there are too few."""
-        total = sum(needed for group, needed in zip(self.groups, needs) if group.spec.is_counted)
+    def take(
+        self,
+        needs: Sequence[int],
+        after: Sequence[int | None] | None = None,
+    ) -> list[list[int]] | None:
+        """Takes `needs[i]` new blocks of each group, with refcount 1, preferably after the block
+        `after[i]`. Returns `None`, with none taken, if there are too few; takes none either if it
+        raises."""
         self.refusal = None
-        if total and total > self.num_free:
-            return None
+        are_free = [
+            not needed or group.has_free(needed) for group, needed in zip(self.groups, needs)
+        ]
+        if False in are_free:
+            groups = zip(self.groups, needs)
+            total = sum(needed for group, needed in groups if group.spec.is_counted)
+            if total and total > self.num_free:
+                return None
         taken: list[list[int]] = []
+        lasts = after or [None] * len(needs)
         try:
-            for group, needed, last in zip(self.groups, needs, after or [None] * len(needs)):
-                taken.append(group.take(needed, last) if needed else [])
-        except OutOfBlocksError as error:
-            self.refusal = OutOfBlocksError(str(error))  # without the traceback, whose frames may keep tensors alive
+            for group, needed, last, is_free in zip(self.groups, needs, lasts, are_free):
+                if not needed:
+                    taken.append([])
+                elif is_free and needed <= group.pool.num_free:  # making room may have shrunk it
+                    taken.append(group.pool.allocate(needed, last))
+                else:
+                    taken.append(group.take(needed, last))
+        except BaseException as error:
             for group, block_ids in zip(self.groups, taken):
                 group.pool.release(block_ids)
+            if not isinstance(error, OutOfBlocksError):  # the machine's memory, for instance
+                raise
+            # without the traceback, whose frames may keep tensors alive
+            self.refusal = OutOfBlocksError(str(error))
             return None
         return taken
 
     def _unname_state(self, blocks: SequenceBlocks) -> bool:
-        """Drops the prefix cache's snapshot in the sequence's state slot if no other table holds the slot, so that the
-        sequence can write there. Returns whether there was one."""
-        table = None if self._states is None else blocks.tables[self._states]
-        if table is None or not table.block_ids or table.pool.refcount(table.block_ids[0]) > 1:
+        """Drops the prefix cache's snapshot in the sequence's state slot if no other table holds
+        the slot, so that the sequence can write there. Returns whether there was one."""
+        if self._states is None:
             return False
-        is_kept = table.pool.is_kept(table.block_ids[0])
+        table = blocks.tables[self._states]
+        if not table.block_ids:
+            return False
+        slot = table.block_ids[0]
+        if table.pool.refcount(slot) > 1:
+            return False
+        is_kept = table.pool.is_kept(slot)
         if is_kept:
-            table.pool.lose(table.block_ids[0])
+            table.pool.lose(slot)
         return is_kept
 
     def truncate(self, blocks: SequenceBlocks, num_tokens: int) -> None:
-        """Forgets all tokens from `num_tokens` on. Raises `ValueError` if earlier blocks were freed by the window."""
+        """Forgets all tokens from `num_tokens` on. Raises `ValueError` if earlier blocks were freed
+        by the window."""
         for table in blocks.tables:
             table.truncate(num_tokens)
         blocks.capacity = min(blocks.capacity, num_tokens)
@@ -288,16 +427,20 @@ class BlockManager:
 
     def end(self, blocks: SequenceBlocks) -> None:
         """Frees a finished sequence and notes its length."""
-        if blocks.tables and (length := blocks.tables[0].num_tokens):
-            self.note_length(length)
+        if blocks.tables:
+            length = blocks.tables[0].num_tokens
+            if length:
+                self.note_length(length)
         self.free(blocks)
 
     def free(self, blocks: SequenceBlocks) -> None:
         """Frees every block of the sequence and removes it from the manager."""
         for copies, table in zip(self._copies, blocks.tables):
-            for block_id in table.block_ids if copies else ():
-                if table.pool.refcount(block_id) == 1:  # its next holder may write to it before the copy runs
-                    copies.pop(block_id, None)
+            if copies:
+                for block_id in table.block_ids:
+                    if table.pool.refcount(block_id) == 1:
+                        # its next holder may write to it before the copy runs
+                        copies.pop(block_id, None)
             table.free()
         blocks.capacity = blocks.num_registered = 0
         blocks.node = None
@@ -310,29 +453,54 @@ class BlockManager:
                 group.copy_blocks([(source, target) for target, source in copies.items()])
                 copies.clear()
 
-    def match(self, blocks: SequenceBlocks, token_ids: Sequence[Hashable], namespace: Hashable, least: int = 0) -> int:
-        """Attaches the longest cached prefix of `token_ids` to an empty sequence, in whole blocks and without the last
-        token, whose logits are needed, if it has at least `least` tokens. Returns its number of tokens."""
+    def recover(self) -> None:
+        """Drops queued copies and all that is cached, adapters too, whatever an exception left half
+        changed; a recount of the pools must follow."""
+        self._copies = [{} for _ in self.groups]
+        self.index.recover()
+        for holder in list(self.holders):
+            holder.recover()
+        for blocks in list(self._alive):
+            blocks.node, blocks.num_registered, blocks.capacity = None, 0, 0
+
+    def match(
+        self,
+        blocks: SequenceBlocks,
+        token_ids: Sequence[Hashable],
+        namespace: Hashable,
+        least: int = 0,
+    ) -> int:
+        """Attaches the longest cached prefix of `token_ids` to an empty sequence, in whole blocks
+        and without the last token, whose logits are needed, if it has at least `least` tokens.
+        Returns its number of tokens."""
         if not self.prefix_caching or namespace is UNCACHED:
             return 0
         size = self._unit
-        path = self.index.find(token_ids, namespace, (len(token_ids) - 1) // size)
-        if not path or len(path) * size < least:
+        max_nodes = (len(token_ids) - 1) // size
+        path = self.index.find(token_ids, namespace, max_nodes)
+        if not path:
             return 0
+        num_nodes = len(path)
+        num_tokens = num_nodes * size
+        if num_tokens < least:
+            return 0
+        epoch = min(node.epoch for node in path)
         self.num_hits += 1
         for group, table in enumerate(blocks.tables):
-            needed = self.index.needed(group, len(path))
-            held = [block_id for n in needed if (block_id := path[n].block_ids[group]) is not None]
+            needed = self.index.needed(group, num_nodes)
+            block_ids = (path[n].block_ids[group] for n in needed)
+            held = [block_id for block_id in block_ids if block_id is not None]
             if table.block_size == UNBOUNDED:
-                table.attach(held, 0, len(path) * size)
+                table.attach(held, 0, num_tokens)
             else:
                 table.attach(held, needed.start * size // table.block_size)
-        blocks.node, blocks.num_registered, blocks.epoch = path[-1], len(path), min(node.epoch for node in path)
-        blocks.capacity = len(path) * size
-        return blocks.capacity
+        blocks.node, blocks.num_registered, blocks.epoch = path[-1], num_nodes, epoch
+        blocks.capacity = num_tokens
+        return num_tokens
 
     def set_tier(self, tier: Tier | None) -> None:
-        self.tier, self.index.spill = tier, None if tier is None else self._spill
+        spill = None if tier is None else self._spill
+        self.tier, self.index.spill = tier, spill
 
     def _spill(self, group: int, block_id: int, digest: bytes) -> None:
         assert self.tier is not None
@@ -340,22 +508,32 @@ class BlockManager:
 
     def restorable(self, token_ids: Sequence[Hashable], namespace: Hashable) -> list[Link]:
         """Returns the path that `match` would attach if the pools had the tier's blocks."""
-        if self.tier is None or not self.prefix_caching or namespace is UNCACHED:
+        if self.tier is None:
             return []
-        return self.index.reach(token_ids, namespace, (len(token_ids) - 1) // self._unit, self.tier.has)
+        if not self.prefix_caching or namespace is UNCACHED:
+            return []
+        max_nodes = (len(token_ids) - 1) // self._unit
+        return self.index.reach(token_ids, namespace, max_nodes, self.tier.has)
 
     def restore(self, token_ids: Sequence[Hashable], namespace: Hashable, num_tokens: int) -> bool:
-        """Restores blocks from the tier for `match` to find, if that gives a prefix longer than `num_tokens`. `False`
-        if there are none, or no room. The current weights must have been vouched for."""
+        """Restores blocks from the tier for `match` to find, if that gives a prefix longer than
+        `num_tokens`. `False` if there are none, or no room. The current weights must have been
+        vouched for. Raises `TierError`."""
         tier = self.tier
         while tier is not None:
             links = self.restorable(token_ids, namespace)
             if self.num_tokens(links) <= num_tokens:
                 return False
-            contents = [{n: tier.read(g, links[n].digest) for n in self.missing(g, links)} for g in self._group_range]
-            if all(content is not None for of_group in contents for content in of_group.values()):
+            contents = []  # of each group's missing blocks, by position on the path
+            for group in self._group_range:
+                missing = self.missing(group, links)
+                with _copying():
+                    contents.append({n: tier.read(group, links[n].digest) for n in missing})
+            blocks = (block for of_group in contents for block in of_group.values())
+            if all(block is not None for block in blocks):
                 return self.adopt(links, namespace, contents, tier)
-        return False  # no tier; a block that `read` could not find is gone from the tier, so that the loop ends
+        # no tier; a block that `read` could not find is gone from the tier, so that the loop ends
+        return False
 
     def num_tokens(self, path: Sequence[Any]) -> int:
         """Returns the number of tokens of a path of nodes or links."""
@@ -366,29 +544,46 @@ class BlockManager:
         return range(len(self.groups))
 
     def missing(self, group: int, links: Sequence[Link]) -> list[int]:
-        """Returns the positions on a path whose blocks of this group a sequence after it needs and the pool lacks."""
-        return [n for n in self.index.needed(group, len(links)) if _block_of(links[n], group) is None]
+        """Returns the positions on a path whose blocks of this group a sequence after it needs and
+        the pool lacks."""
+        needed = self.index.needed(group, len(links))
+        return [n for n in needed if _block_of(links[n], group) is None]
 
-    def adopt(self, links: Sequence[Link], namespace: Hashable, contents: Sequence[dict[int, Any]], tier: Tier) -> bool:
-        """Writes `contents[group]`, by position on the path, to new blocks and registers them as cached. `False`, with
-        nothing changed, if there is no room. Raises `ValueError` if they do not fit the layers."""
-        held = [
-            [block for n in self.index.needed(g, len(links)) if (block := _block_of(links[n], g)) is not None]
-            for g in self._group_range
-        ]
+    def adopt(
+        self,
+        links: Sequence[Link],
+        namespace: Hashable,
+        contents: Sequence[dict[int, Any]],
+        tier: Tier,
+    ) -> bool:
+        """Writes `contents[group]`, by position on the path, to new blocks and registers them as
+        cached. `False`, with nothing changed, if there is no room. Raises `TierError` if they
+        cannot be written, or do not fit the layers."""
+        held = []  # the path's blocks that a sequence after it needs, of each group
+        for number in self._group_range:
+            needed = self.index.needed(number, len(links))
+            present = (_block_of(links[n], number) for n in needed)
+            held.append([block_id for block_id in present if block_id is not None])
+        needs = [len(numbers) for numbers in contents]
         for group, block_ids in zip(self.groups, held):  # so that making room does not evict them
             group.pool.acquire(block_ids)
-        taken = self.take([len(numbers) for numbers in contents])
+        taken = self.take(needs)
         try:
             if taken is None:
                 return False
-            for g, (numbers, block_ids) in enumerate(zip(contents, taken)):
+            for number, (of_group, block_ids) in enumerate(zip(contents, taken)):
                 if block_ids:
-                    tier.put_back(g, list(numbers.values()), block_ids)
+                    with _copying():
+                        tier.put_back(number, list(of_group.values()), block_ids)
             named = [dict(zip(numbers, block_ids)) for numbers, block_ids in zip(contents, taken)]
             node = self.index.root(namespace)
             for n, link in enumerate(links):
-                node = self.index.add(node, link.tokens, [of_group.get(n) for of_group in named], self._epoch)
+                node = self.index.add(
+                    node,
+                    link.tokens,
+                    [of_group.get(n) for of_group in named],
+                    self._epoch,
+                )
             self.num_hits += 1
             return True
         finally:
@@ -396,57 +591,86 @@ class BlockManager:
                 group.pool.release(reversed([*block_ids, *new_ids]))
 
     def num_shared(self, blocks: SequenceBlocks, num_rows: int) -> int:
-        """Counts the registered blocks of a sequence with more holders than its request's `num_rows` rows."""
+        """Counts the registered blocks of a sequence with more holders than its request's
+        `num_rows` rows."""
         if not self.prefix_caching or self.keeps_states:
             return 0
-        return sum(
-            table.pool.refcount(block_id) > num_rows
-            for table in blocks.tables
-            for block_id in table.block_ids[: blocks.num_registered * self._unit // table.block_size]
-        )
+        num_tokens = blocks.num_registered * self._unit
+        num_shared = 0
+        for table in blocks.tables:
+            registered = table.block_ids[: num_tokens // table.block_size]
+            for block_id in registered:
+                if table.pool.refcount(block_id) > num_rows:
+                    num_shared += 1
+        return num_shared
 
     def num_known(self, token_ids: Sequence[Hashable], namespace: Hashable) -> int:
-        """Returns the tokens that `match` would attach if there were a state snapshot after each block."""
-        size = self._unit
-        return size * len(self.index.find(token_ids, namespace, (len(token_ids) - 1) // size, without=self._states))
+        """Returns the tokens that `match` would attach if there were a state snapshot after each
+        block."""
+        max_nodes = (len(token_ids) - 1) // self._unit
+        path = self.index.find(token_ids, namespace, max_nodes, without=self._states)
+        return len(path) * self._unit
 
     def register(
-        self, blocks: SequenceBlocks, token_ids: Sequence[Hashable], num_tokens: int, namespace: Hashable
+        self,
+        blocks: SequenceBlocks,
+        token_ids: Sequence[Hashable],
+        num_tokens: int,
+        namespace: Hashable,
     ) -> None:
-        """Registers the new full blocks below `num_tokens` in the prefix index, and, at one of the sequence's stops,
-        the state there, which the step that begins now must copy. Returns at once if no block has filled up. Registered
-        blocks must be computed before another sequence reads them."""
+        """Registers the new full blocks below `num_tokens` in the prefix index, and, at one of the
+        sequence's stops, the state there, which the step that begins now must copy. Returns at once
+        if no block has filled up. Registered blocks must be computed before another sequence reads
+        them."""
         size = self._unit
-        full = num_tokens // self.block_size * self.index.stride  # nodes up to where blocks of all groups are full
+        # nodes up to where blocks of all groups are full
+        full = num_tokens // self.block_size * self.index.stride
         is_cached = self.prefix_caching and namespace is not UNCACHED
-        if full <= blocks.num_registered or not is_cached or blocks.epoch < self._dropped:
+        if full <= blocks.num_registered or not is_cached:
             return
-        names_state = self._states is not None and num_tokens == full * size and num_tokens in blocks.stops
-        if not names_state and len(self.groups) == (self._states is not None):  # only states, and none to keep here
+        if blocks.epoch < self._dropped:  # `is_outdated`
             return
-        node, first = blocks.node, blocks.num_registered
+        is_stop = num_tokens == full * size and num_tokens in blocks.stops
+        names_state = self._states is not None and is_stop
+        has_only_states = len(self.groups) == (self._states is not None)
+        if not names_state and has_only_states:
+            # only states, and none to keep here
+            return
+        node = blocks.node
+        first = blocks.num_registered
         if node is None or node.parent is None:  # forgotten: one of its path's blocks was evicted
-            node, first = self.index.root(namespace), 0
+            node = self.index.root(namespace)
+            first = 0
         for number in range(first, full):
-            tokens = tuple(token_ids[number * size : (number + 1) * size])
             end = (number + 1) * size
-            held = [
-                table.full_block(end // table.block_size - 1) if end % table.block_size == 0 else None
-                for table in blocks.tables
-            ]
-            if self._states is not None and names_state and number + 1 == full:
+            tokens = tuple(token_ids[end - size : end])
+            held: list[int | None] = []
+            for table in blocks.tables:
+                if end % table.block_size == 0:
+                    held.append(table.full_block(end // table.block_size - 1))
+                else:
+                    held.append(None)
+            is_last = number + 1 == full
+            if self._states is not None and names_state and is_last:
                 (held[self._states],) = blocks.tables[self._states].block_ids
             node = self.index.add(node, tokens, held, blocks.epoch)
         blocks.node, blocks.num_registered = node, full
 
     def begin_window(self) -> None:
-        """Opens a window, since others may have changed the model: blocks computed before it need vouching for."""
+        """Opens a window, since others may have changed the model: blocks computed before it need
+        vouching for."""
         self._epoch += 1
         self._window = self._epoch
 
     def needs_vouching(self, blocks: SequenceBlocks) -> bool:
-        """Whether the sequence holds registered blocks from before this window, and `vouch` was not called in it."""
+        """Whether the sequence holds registered blocks from before this window, and `vouch` was not
+        called in it."""
         return blocks.num_registered > 0 and blocks.epoch < self._window
+
+    def is_outdated(self, blocks: SequenceBlocks) -> bool:
+        """Whether the sequence has stored tokens before the model changed, or before all that is
+        cached was dropped."""
+        return blocks.epoch < self._dropped
 
     @property
     def is_vouched_for(self) -> bool:
@@ -457,7 +681,8 @@ class BlockManager:
         self._window = 0
 
     def forget_before_window(self) -> None:
-        """Drops all registered blocks from before this window: the model has changed. Later ones are not registered."""
+        """Drops all registered blocks from before this window: the model has changed. Later ones
+        are not registered."""
         self._dropped = max(self._dropped, self._window)
         self.index.forget_before(self._window)
 
@@ -470,17 +695,25 @@ class BlockManager:
             self.tier.discard()
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` unless tables, index and pools agree. Others may hold blocks of the same pools."""
+        """Raises `AssertionError` unless tables, index and pools agree. Others may hold blocks of
+        the same pools."""
         self.index.check_integrity()
         for number, group in enumerate(self.groups):
-            group.pool.check_integrity((table.block_ids for table in self.tables(number)), are_all=False)
-        for blocks in self._alive:
+            block_ids = (table.block_ids for table in self.tables(number))
+            group.pool.check_integrity(block_ids, are_all=False)
+        for blocks in list(self._alive):
             lengths = {table.num_tokens for table in blocks.tables}
             if blocks.capacity and len(lengths) != 1:  # tables of a cache's row may differ
                 raise AssertionError(f"the groups of a sequence hold {sorted(lengths)} tokens")
             for table in blocks.tables:
                 # a whole block if it was reserved for the next token
-                if table.block_ids and not 0 <= table.num_unused_slots <= table.block_size:
-                    raise AssertionError(f"{len(table.block_ids)} blocks for {table.num_tokens} tokens")
-                if blocks.capacity > table.num_tokens and table.shared_tail is not None:
-                    raise AssertionError(f"block {table.shared_tail} is shared, but may be written to")
+                num_unused = table.num_unused_slots
+                if table.block_ids and not 0 <= num_unused <= table.block_size:
+                    raise AssertionError(
+                        f"{len(table.block_ids)} blocks for {table.num_tokens} tokens"
+                    )
+                is_writable = blocks.capacity > table.num_tokens
+                if is_writable and table.shared_tail is not None:
+                    raise AssertionError(
+                        f"block {table.shared_tail} is shared, but may be written to"
+                    )

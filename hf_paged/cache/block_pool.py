@@ -6,24 +6,33 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from ..topics import Topic, TopicError
 
-class OutOfBlocksError(RuntimeError):
+
+class OutOfBlocksError(TopicError, RuntimeError):
     """More blocks were requested than the budget has left. Nothing was allocated."""
+
+    topic = Topic.OUT_OF_BLOCKS
 
 
 class BlockPool:
-    """Block ids `0 .. num_blocks - 1` of one layer group. A block is used (held by `refcount` block tables), cached
-    (held by none, but kept) or free. Cached blocks are evicted in LRU order (PagedAttention, arXiv 2309.06180,
-    section 4.2)."""
+    """Block ids `0 .. num_blocks - 1` of one layer group. A block is used (held by `refcount` block
+    tables), cached (held by none, but kept) or free. Cached blocks are evicted in LRU order
+    (PagedAttention, arXiv 2309.06180, section 4.2)."""
 
     def __init__(self, num_blocks: int = 0) -> None:
         self._refcounts: list[int] = []
         self._free: OrderedDict[int, None] = OrderedDict()
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self._kept: dict[int, Callable[[int], None]] = {}  # `on_evict` of cached blocks, and of used ones to be cached
+        # `on_evict` of cached blocks, and of used ones to be cached
+        self._kept: dict[int, Callable[[int], None]] = {}
         self.num_shared = 0  # blocks that more than one table holds
-        self.run_length = 1  # consecutive blocks per table, as far as they are free
+        self.peak_used = 0  # most blocks in use at once since the pool was last shrunk
+        # consecutive blocks per table, as far as they are free; 0: blocks in the order in which
+        # they were freed
+        self.run_length = 0
         self._wrong_write: str | None = None
+        self.has_lost = False  # a table that held blocks was collected, so that `recount` is due
         self.grow(num_blocks)
 
     @property
@@ -52,7 +61,10 @@ class BlockPool:
 
     def states(self) -> list[int]:
         """Returns how many tables hold each block; 0 if it is free, -1 if it is cached."""
-        return [-1 if block_id in self._cached else count for block_id, count in enumerate(self._refcounts)]
+        return [
+            -1 if block_id in self._cached else count
+            for block_id, count in enumerate(self._refcounts)
+        ]
 
     def is_kept(self, block_id: int) -> bool:
         return block_id in self._kept
@@ -69,8 +81,9 @@ class BlockPool:
 
     def grow(self, num_blocks: int) -> None:
         first = len(self._refcounts)
+        new_ids = range(first, first + num_blocks)
         self._refcounts.extend([0] * num_blocks)
-        self._free.update((block_id, None) for block_id in range(first, first + num_blocks))
+        self._free.update(dict.fromkeys(new_ids))
 
     def shrink(self) -> None:
         """Evicts all cached blocks and removes unused blocks from the end."""
@@ -78,32 +91,46 @@ class BlockPool:
         while self._refcounts and not self._refcounts[-1]:
             self._refcounts.pop()
             del self._free[len(self._refcounts)]
+        self.peak_used = self.num_used
 
     def allocate(self, num_blocks: int, after: int | None = None) -> list[int]:
-        """Takes `num_blocks` blocks with refcount 1; evicts cached ones if too few are free. With `run_length` above 1,
-        prefers those that follow block `after`. Raises `OutOfBlocksError`, with none taken or evicted."""
+        """Takes `num_blocks` blocks with refcount 1; evicts cached ones if too few are free. With a
+        `run_length`, prefers those that follow block `after`, else those of the lowest ids. Raises
+        `OutOfBlocksError`, with none taken or evicted."""
         free = self._free
-        if num_blocks > self.num_available:
+        if num_blocks > len(free) and num_blocks > self.num_available:
             cached = f" and {self.num_cached} cached" if self._cached else ""
-            raise OutOfBlocksError(f"needs {num_blocks} blocks, {self.num_free} of {self.num_blocks} are free{cached}")
+            raise OutOfBlocksError(
+                f"needs {num_blocks} blocks, {self.num_free} of {self.num_blocks} are free{cached}"
+            )
         while num_blocks > len(free):  # `on_evict` may drop further blocks
             self.evict(1)
-        if self.run_length > 1:
+        if self.run_length:
             block_ids = self._take_runs(num_blocks, after)
         else:
             block_ids = [free.popitem(last=False)[0] for _ in range(num_blocks)]
         for block_id in block_ids:
             self._refcounts[block_id] = 1
+        self.peak_used = max(self.peak_used, len(self._refcounts) - len(free) - len(self._cached))
         return block_ids
 
     def _take_runs(self, num_blocks: int, after: int | None) -> list[int]:
-        free, taken, run = self._free, [], self.run_length
+        free = self._free
+        run = self.run_length
+        taken = []
         following = -1 if after is None else after + 1
         for _ in range(num_blocks):
-            if following not in free:  # begin a free run, else take the block freed first
-                starts = range(0, self.num_blocks - run + 1, run)
-                whole = (at for at in starts if all(block_id in free for block_id in range(at, at + run)))
-                following = next(whole, next(iter(free)))
+            if following not in free:  # begin a free run
+                starts: Sequence[int] = ()
+                if run > 1:
+                    starts = range(0, self.num_blocks - run + 1, run)
+                whole = (
+                    start
+                    for start in starts
+                    if all(block_id in free for block_id in range(start, start + run))
+                )
+                lowest = min(free)
+                following = next(whole, lowest)
             del free[following]
             taken.append(following)
             following += 1
@@ -122,7 +149,8 @@ class BlockPool:
             self._refcounts[block_id] = refcount + 1
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """Removes a holder from each block; blocks without holders become cached or free, in the order given."""
+        """Removes a holder from each block; blocks without holders become cached or free, in the
+        order given."""
         for block_id in block_ids:
             refcount = self._refcounts[block_id]
             if refcount == 0:
@@ -134,10 +162,16 @@ class BlockPool:
                 self.num_shared -= 1
 
     def keep(self, block_id: int, on_evict: Callable[[int], None]) -> None:
-        """Makes a used block become cached, not free, when released; `on_evict(block_id)` is called on its eviction."""
+        """Makes a used block become cached, not free, when released; `on_evict(block_id)` is called
+        on its eviction."""
         if self._refcounts[block_id] == 0 or block_id in self._kept:
             raise ValueError(f"block {block_id} is not used or already kept")
         self._kept[block_id] = on_evict
+
+    def drop_all(self, on_evict: Callable[[int], None]) -> None:
+        """Stops keeping the blocks that were kept with `on_evict`; `recount` must follow."""
+        kept = self._kept.items()
+        self._kept = {block_id: other for block_id, other in kept if other is not on_evict}
 
     def drop(self, block_id: int) -> None:
         """Stops keeping a block's content, without calling `on_evict`."""
@@ -153,7 +187,8 @@ class BlockPool:
         on_evict(block_id)
 
     def evict(self, num_blocks: int) -> int:
-        """Frees up to `num_blocks` cached blocks, least recently released first; returns how many."""
+        """Frees up to `num_blocks` cached blocks, least recently released first; returns how
+        many."""
         before = len(self._cached)
         target = max(0, before - num_blocks)
         while len(self._cached) > target:
@@ -163,46 +198,85 @@ class BlockPool:
             on_evict(block_id)
         return before - len(self._cached)
 
+    def recount(self, tables: Iterable[Sequence[int]]) -> None:
+        """Makes the counts agree with `tables`, all that hold blocks, whatever an exception left
+        half changed."""
+        self.has_lost = False
+        try:
+            held = Counter(block_id for table in tables for block_id in table)
+            self._refcounts = [held[block_id] for block_id in range(self.num_blocks)]
+            self.num_shared = sum(refcount > 1 for refcount in self._refcounts)
+            cached = [
+                block_id
+                for block_id in dict.fromkeys([*self._cached, *self._kept])
+                if block_id in self._kept
+            ]
+            self._cached = OrderedDict.fromkeys(
+                block_id for block_id in cached if not held[block_id]
+            )
+            unused = (block_id for block_id in range(self.num_blocks) if not held[block_id])
+            self._free = OrderedDict.fromkeys(
+                block_id for block_id in unused if block_id not in self._kept
+            )
+        except BaseException:
+            self.has_lost = True
+            raise
+
     def note_write(self, block_ids: Iterable[int]) -> None:
-        """Checks blocks before a write. Raises `AssertionError`, here and from later `check_integrity` calls, if one is
-        shared or kept."""
+        """Checks blocks before a write. Raises `AssertionError`, here and from later
+        `check_integrity` calls, if one is shared or kept."""
         if self.is_exclusive:
             return
         for block_id in block_ids:
-            if self._refcounts[block_id] != 1 or block_id in self._kept:
+            refcount = self._refcounts[block_id]
+            if refcount != 1 or block_id in self._kept:
                 self._wrong_write = (
-                    f"block {block_id} was to be written to: refcount {self._refcounts[block_id]}, kept: "
-                    f"{block_id in self._kept}"
+                    f"block {block_id} was to be written to: refcount {refcount},"
+                    f" kept: {block_id in self._kept}"
                 )
                 raise AssertionError(self._wrong_write)
 
     def check_integrity(self, tables: Iterable[Sequence[int]], are_all: bool = True) -> None:
-        """Raises `AssertionError` unless refcounts, free and cached blocks and the ids in `tables` agree. If not
-        `are_all`, other tables may hold blocks, too."""
+        """Raises `AssertionError` unless refcounts, free and cached blocks and the ids in `tables`
+        agree. If not `are_all`, other tables may hold blocks, too."""
         held = Counter(block_id for table in tables for block_id in table)
         for block_id in {*held, *range(self.num_blocks)}:
-            refcount = self._refcounts[block_id] if 0 <= block_id < self.num_blocks else 0
-            if held[block_id] > refcount or (are_all and held[block_id] < refcount):
-                raise AssertionError(f"block {block_id}: refcount {refcount}, held by {held[block_id]} tables")
+            refcount = 0
+            if 0 <= block_id < self.num_blocks:
+                refcount = self._refcounts[block_id]
+            num_tables = held[block_id]
+            if num_tables > refcount or (are_all and num_tables < refcount):
+                raise AssertionError(
+                    f"block {block_id}: refcount {refcount}, held by {num_tables} tables"
+                )
         if self._wrong_write is not None:
             raise AssertionError(self._wrong_write)
         for block_id, refcount in enumerate(self._refcounts):
             state = (block_id in self._free, block_id in self._cached)
-            if state != (refcount == 0 and block_id not in self._kept, refcount == 0 and block_id in self._kept):
+            is_unused = refcount == 0
+            is_kept = block_id in self._kept
+            expected = (is_unused and not is_kept, is_unused and is_kept)
+            if state != expected:
                 raise AssertionError(
-                    f"block {block_id}: refcount {refcount}, kept: {block_id in self._kept}, (free, cached): {state}"
+                    f"block {block_id}: refcount {refcount}, kept: {is_kept}, (free,"
+                    f" cached): {state}"
                 )
         counts = (self.num_free, self.num_cached, self.num_used, self.num_shared)
-        used, shared = (sum(refcount > least for refcount in self._refcounts) for least in (0, 1))
-        if sum(counts[:3]) != self.num_blocks or counts[2:] != (used, shared):
-            raise AssertionError(f"(free, cached, used, shared) is {counts} of {self.num_blocks} blocks")
+        num_used = sum(refcount > 0 for refcount in self._refcounts)
+        num_shared = sum(refcount > 1 for refcount in self._refcounts)
+        num_counted = sum(counts[:3])
+        if num_counted != self.num_blocks or counts[2:] != (num_used, num_shared):
+            raise AssertionError(
+                f"(free, cached, used, shared) is {counts} of {self.num_blocks} blocks"
+            )
 
 
 @dataclass(slots=True, eq=False)
 class BlockTable:
-    """The blocks that hold tokens `[num_dropped * block_size, num_tokens)` of one sequence: token `t` is stored in
-    `block_ids[t // block_size - num_dropped]` at offset `t % block_size`. Shared blocks are never written to: `append`
-    first replaces a shared tail block and returns the copy to make (copy-on-write)."""
+    """The blocks that hold tokens `[num_dropped * block_size, num_tokens)` of one sequence: token
+    `t` is stored in `block_ids[t // block_size - num_dropped]` at offset `t % block_size`. Shared
+    blocks are never written to: `append` first replaces a shared tail block and returns the copy to
+    make (copy-on-write)."""
 
     pool: BlockPool
     block_size: int
@@ -221,39 +295,61 @@ class BlockTable:
     @property
     def num_unused_slots(self) -> int:
         """Allocated slots past the last token."""
-        return (self.num_dropped + len(self.block_ids)) * self.block_size - self.num_tokens
+        num_blocks = self.num_dropped + len(self.block_ids)
+        return num_blocks * self.block_size - self.num_tokens
 
     def num_new_blocks(self, num_tokens: int) -> int:
         """Returns how many blocks `append(num_tokens)` adds to the table, without copy-on-write."""
         if num_tokens == 0:
             return 0
-        last = -(-(self.num_tokens + num_tokens) // self.block_size)
-        return last - self.num_dropped - len(self.block_ids)
+        length = self.num_tokens + num_tokens
+        num_blocks = -(-length // self.block_size)
+        return num_blocks - self.num_dropped - len(self.block_ids)
 
     @property
     def shared_tail(self) -> int | None:
-        """The tail block with room for the next token, if it is shared or kept and so must not be written to."""
-        return next(iter(self.shared_blocks(self.num_tokens, self.num_tokens + 1)), None)
+        """The tail block with room for the next token, if it is shared or kept and so must not be
+        written to."""
+        index = self.num_tokens // self.block_size - self.num_dropped
+        if index >= len(self.block_ids):
+            return None
+        block_id = self.block_ids[index]
+        if self.pool.refcount(block_id) > 1 or self.pool.is_kept(block_id):
+            return block_id
+        return None
 
     def full_block(self, number: int) -> int | None:
-        """Returns the block that holds tokens `[number, number + 1) * block_size`; `None` if it was freed."""
-        return self.block_ids[number - self.num_dropped] if number >= self.num_dropped else None
+        """Returns the block that holds tokens `[number, number + 1) * block_size`; `None` if it was
+        freed."""
+        if number < self.num_dropped:
+            return None
+        return self.block_ids[number - self.num_dropped]
 
     def places(self, first: int, last: int) -> range:
-        """Returns the indices into `block_ids` of the existing blocks for tokens `[first, last)`."""
-        begin, end = first // self.block_size, -(-last // self.block_size)
-        return range(max(0, begin - self.num_dropped), max(0, min(end - self.num_dropped, len(self.block_ids))))
+        """Returns the indices into `block_ids` of the existing blocks for tokens `[first,
+        last)`."""
+        begin = first // self.block_size - self.num_dropped
+        end = -(-last // self.block_size) - self.num_dropped
+        num_held = len(self.block_ids)
+        return range(max(0, begin), max(0, min(end, num_held)))
 
     def shared_blocks(self, first: int, last: int) -> list[int]:
-        """Returns the blocks of tokens `[first, last)` that must not be written to, since they are shared or kept."""
+        """Returns the blocks of tokens `[first, last)` that must not be written to, since they are
+        shared or kept."""
         pool = self.pool
         if pool.is_exclusive:
             return []
-        found = (self.block_ids[place] for place in self.places(first, last))
-        return [block_id for block_id in found if pool.refcount(block_id) > 1 or pool.is_kept(block_id)]
+        indices = self.places(first, last)
+        block_ids = (self.block_ids[index] for index in indices)
+        return [
+            block_id
+            for block_id in block_ids
+            if pool.refcount(block_id) > 1 or pool.is_kept(block_id)
+        ]
 
     def own(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Replaces the blocks in `shared_blocks`; returns the copies `(source, target)` to make before any write."""
+        """Replaces the blocks in `shared_blocks`; returns the copies `(source, target)` to make
+        before any write."""
         copies = []
         for source in self.shared_blocks(first, last):
             (target,) = self.pool.allocate(1)
@@ -263,31 +359,50 @@ class BlockTable:
         return copies
 
     def slots(self, first: int, end: int) -> list[int]:
-        """Returns the slots of tokens `[first, end)`, counted from the table's first token that was not dropped."""
-        size, ids = self.block_size, self.block_ids
-        if first < 0 or end > len(ids) * size:
-            raise ValueError(f"tokens [{first}, {end}) of a table that holds {len(ids)} blocks of {size} tokens")
+        """Returns the slots of tokens `[first, end)`, counted from the table's first token that was
+        not dropped."""
+        size = self.block_size
+        ids = self.block_ids
+        num_slots = len(ids) * size
+        if first < 0 or end > num_slots:
+            raise ValueError(
+                f"tokens [{first}, {end}) of a table that holds {len(ids)} blocks of {size} tokens"
+            )
         if end - first == 1:
-            return [ids[first // size] * size + first % size]
+            base = ids[first // size] * size
+            return [base + first % size]
         slots: list[int] = []
-        for block in range(first // size, -(-end // size)):
-            start, base = block * size, ids[block] * size
-            slots += range(base + max(0, first - start), base + min(size, end - start))
+        first_block = first // size
+        end_block = -(-end // size)
+        for block in range(first_block, end_block):
+            start = block * size
+            base = ids[block] * size
+            first_slot = base + max(0, first - start)
+            end_slot = base + min(size, end - start)
+            slots += range(first_slot, end_slot)
         return slots
 
     def num_needed(self, num_tokens: int) -> int:
         """Returns how many blocks `append(num_tokens)` takes, including copy-on-write."""
-        return self.num_new_blocks(num_tokens) + (num_tokens > 0 and self.shared_tail is not None)
+        num_new = self.num_new_blocks(num_tokens)
+        needs_copy = num_tokens > 0 and self.shared_tail is not None
+        return num_new + needs_copy
 
-    def append(self, num_tokens: int, new_ids: Sequence[int] | None = None) -> tuple[int, int] | None:
-        """Makes room for `num_tokens` more tokens and counts them as held. `new_ids`: `num_needed(num_tokens)`
-        allocated blocks; allocates them if `None`. Returns the copy `(source_block, target_block)` to make before any
-        write, or `None`. Raises `OutOfBlocksError`, with the table unchanged."""
+    def append(
+        self,
+        num_tokens: int,
+        new_ids: Sequence[int] | None = None,
+    ) -> tuple[int, int] | None:
+        """Makes room for `num_tokens` more tokens and counts them as held. `new_ids`:
+        `num_needed(num_tokens)` allocated blocks; allocates them if `None`. Returns the copy
+        `(source_block, target_block)` to make before any write, or `None`. Raises
+        `OutOfBlocksError`, with the table unchanged."""
         if num_tokens == 0:
             return None
         tail = self.shared_tail
         if new_ids is None:
-            new_ids = self.pool.allocate(self.num_new_blocks(num_tokens) + (tail is not None), self.last_block)
+            num_needed = self.num_new_blocks(num_tokens) + (tail is not None)
+            new_ids = self.pool.allocate(num_needed, self.last_block)
         copy = None
         if tail is not None:
             copy = (tail, new_ids[0])
@@ -298,45 +413,64 @@ class BlockTable:
         self.num_tokens += num_tokens
         return copy
 
-    def attach(self, block_ids: Sequence[int], num_dropped: int, num_tokens: int | None = None) -> None:
-        """Attaches computed blocks to an empty table, after `num_dropped` dropped ones. They are full unless
-        `num_tokens` is given."""
+    def attach(
+        self,
+        block_ids: Sequence[int],
+        num_dropped: int,
+        num_tokens: int | None = None,
+    ) -> None:
+        """Attaches computed blocks to an empty table, after `num_dropped` dropped ones. They are
+        full unless `num_tokens` is given."""
         if self.block_ids or self.num_tokens:
-            raise ValueError(f"a table that holds {self.num_tokens} tokens cannot begin with others")
+            raise ValueError(
+                f"a table that holds {self.num_tokens} tokens cannot begin with others"
+            )
+        num_blocks = num_dropped + len(block_ids)
+        if num_tokens is None:
+            num_tokens = num_blocks * self.block_size
         self.pool.acquire(block_ids)
         self.block_ids = list(block_ids)
         self.num_dropped = num_dropped
-        full = (num_dropped + len(block_ids)) * self.block_size
-        self.num_tokens = full if num_tokens is None else num_tokens
+        self.num_tokens = num_tokens
 
     def skip(self, num_tokens: int) -> None:
-        """Starts an empty table at token `num_tokens`, rounded down to a block: earlier tokens are never stored."""
+        """Starts an empty table at token `num_tokens`, rounded down to a block: earlier tokens are
+        never stored."""
         self.attach([], num_tokens // self.block_size)
 
     def drop_before(self, token: int) -> None:
         """Frees the leading blocks that hold only tokens before `token`."""
-        count = max(0, min(token // self.block_size - self.num_dropped, len(self.block_ids)))
+        num_before = token // self.block_size - self.num_dropped
+        count = max(0, min(num_before, len(self.block_ids)))
         if count:
             self.pool.release(self.block_ids[:count])
             del self.block_ids[:count]
             self.num_dropped += count
 
+    def check_truncate(self, num_tokens: int) -> None:
+        """Raises the errors of `truncate`."""
+        if num_tokens < min(self.first_token, self.num_tokens):
+            raise ValueError(
+                f"truncate to {num_tokens} tokens, but the first {self.first_token} were given back"
+            )
+
     def truncate(self, num_tokens: int) -> None:
-        """Forgets all tokens from `num_tokens` on and frees the blocks that held only those. Raises `ValueError` if
-        the new end is in dropped blocks."""
+        """Forgets all tokens from `num_tokens` on and frees the blocks that held only those. Raises
+        `ValueError` if the new end is in dropped blocks."""
         if num_tokens >= self.num_tokens:
             return
-        if num_tokens < self.num_dropped * self.block_size:
-            raise ValueError(f"truncate to {num_tokens} tokens, but the first {self.first_token} were given back")
+        self.check_truncate(num_tokens)
         keep = -(-num_tokens // self.block_size) - self.num_dropped
-        # tail first, so that it is evicted first: the head of a sequence is more likely to be reused
+        # tail first, so that it is evicted first: the head of a sequence is more likely to be
+        # reused
         self.pool.release(reversed(self.block_ids[keep:]))
         del self.block_ids[keep:]
         self.num_tokens = num_tokens
 
     def fork(self) -> BlockTable:
         """Returns a second table over the same tokens, without blocks reserved for later ones."""
-        block_ids = self.block_ids[: -(-self.num_tokens // self.block_size) - self.num_dropped]
+        num_blocks = -(-self.num_tokens // self.block_size)
+        block_ids = self.block_ids[: num_blocks - self.num_dropped]
         self.pool.acquire(block_ids)
         return BlockTable(self.pool, self.block_size, block_ids, self.num_dropped, self.num_tokens)
 

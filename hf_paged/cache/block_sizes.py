@@ -1,4 +1,5 @@
-"""Chooses the block size of each layer group under `block_size="auto"`. Plain Python: no tensors."""
+"""Chooses the block size of each layer group under `block_size="auto"`. Plain Python: no
+tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from .groups import GroupSpec
 DEFAULT_BLOCK_SIZE = 16  # without data (PagedAttention, arXiv 2309.06180, section 7.2)
 MAX_LENGTHS = 1024  # of the sequences that ended last
 MIN_GAIN = 0.02  # least gain that justifies rebuilding a pool
-MIN_UNSERVED = 64  # sequences that ended without any prefix cache hit after which cached blocks count as worthless
+# sequences that ended without any prefix cache hit after which cached blocks count as worthless
+MIN_UNSERVED = 64
 
 
 class Costs(NamedTuple):
@@ -37,24 +39,29 @@ class Held(NamedTuple):
     """The tokens that a group holds of finished sequences."""
 
     num_tokens: int
-    num_ends: int  # partly filled blocks: a row's last one and, once its window has moved, its first
+    # partly filled blocks: a row's last one and, once its window has moved, its first
+    num_ends: int
 
     @classmethod
     def of(cls, lengths: Sequence[int], window: int | None = None) -> Held:
         if window is None:
             return cls(sum(lengths), len(lengths))
-        return cls(sum(min(length, window) for length in lengths), sum(1 + (length > window) for length in lengths))
+        num_tokens = sum(min(length, window) for length in lengths)
+        num_ends = sum(1 + (length > window) for length in lengths)
+        return cls(num_tokens, num_ends)
 
     def losses(self, block_size: int, times: dict[int, float]) -> tuple[float, float]:
-        """Returns the share of the group's memory without tokens, at half a block per end, and the share of the
-        kernel's time that the fastest block size would save."""
+        """Returns the share of the group's memory without tokens, at half a block per end, and the
+        share of the kernel's time that the fastest block size would save."""
         wasted = self.num_ends * block_size / 2
-        return wasted / (self.num_tokens + wasted), 1 - min(times.values()) / times[block_size]
+        of_memory = wasted / (self.num_tokens + wasted)
+        of_time = 1 - min(times.values()) / times[block_size]
+        return of_memory, of_time
 
 
 def choose(lengths: Sequence[int], costs: Costs, window: int | None = None) -> Choice:
-    """
-    Chooses the block size with the least loss: 1% of the group's memory counts as much as 1% of its kernel's time.
+    """Chooses the block size with the least loss: 1% of the group's memory counts as much as 1% of
+    its kernel's time.
 
     Args:
         lengths: Final lengths, in tokens, of the sequences seen.
@@ -63,24 +70,31 @@ def choose(lengths: Sequence[int], costs: Costs, window: int | None = None) -> C
     """
     times = costs.times
     if not times or not lengths:
-        return Choice(DEFAULT_BLOCK_SIZE, "no sequence has ended yet" if times else costs.source)
+        reason = "no sequence has ended yet" if times else costs.source
+        return Choice(DEFAULT_BLOCK_SIZE, reason)
     held = Held.of(lengths, window)
     best = min(sorted(times), key=lambda size: sum(held.losses(size, times)))
     memory, time = held.losses(best, times)
-    return Choice(
-        best,
+    mean = sum(lengths) / len(lengths)
+    reason = (
         f"{memory:.1%} of memory and {time:.1%} of attention's time are lost with sequences of "
-        f"{sum(lengths) / len(lengths):.0f} tokens ({len(lengths)} of them); {costs.source}",
+        f"{mean:.0f} tokens ({len(lengths)} of them); {costs.source}"
     )
+    return Choice(best, reason)
 
 
 class BlockSizes:
-    """The block sizes of one memory, each chosen when its group is created, from the lengths known when the memory was
-    created; also records the lengths of sequences that end, for the model's next memory."""
+    """The block sizes of one memory, each chosen when its group is created, from the lengths known
+    when the memory was created; also records the lengths of sequences that end, for the model's
+    next memory."""
 
-    def __init__(self, costs: Costs | None = None, known: Iterable[int] = (), seen: Iterable[int] = ()) -> None:
-        """Without `costs` all blocks have the default size. `known`: expected lengths, used if `seen` is empty."""
-        self.costs, self.chosen = costs or NO_COSTS, dict[GroupSpec, Choice]()
+    def __init__(
+        self, costs: Costs | None = None, known: Iterable[int] = (), seen: Iterable[int] = ()
+    ) -> None:
+        """Without `costs` all blocks have the default size. `known`: expected lengths, used if
+        `seen` is empty."""
+        self.costs = costs or NO_COSTS
+        self.chosen = dict[GroupSpec, Choice]()
         self.seen = deque(seen, MAX_LENGTHS)
         self.num_ended = 0  # sequences since creation
         self._known = tuple(self.seen) or tuple(known)
@@ -89,7 +103,9 @@ class BlockSizes:
         """Returns the group's block size in tokens."""
         if spec not in self.chosen:
             if spec.kind == "cross" and self.costs.times:
-                self.chosen[spec] = Choice(DEFAULT_BLOCK_SIZE, "how long an encoder's outputs are is not seen")
+                self.chosen[spec] = Choice(
+                    DEFAULT_BLOCK_SIZE, "how long an encoder's outputs are is not seen"
+                )
             else:
                 self.chosen[spec] = choose(self._known, self.costs, spec.window)
         return self.chosen[spec].block_size
@@ -100,15 +116,21 @@ class BlockSizes:
         self.seen.append(length)
 
     def renewed(self) -> BlockSizes | None:
-        """Returns the sizes chosen by the lengths seen until now; `None` unless a group would lose `MIN_GAIN` less."""
+        """Returns the sizes chosen by the lengths seen until now; `None` unless a group would lose
+        `MIN_GAIN` less."""
         if not self.num_ended:
             return None
-        later, times = BlockSizes(self.costs, seen=self.seen), self.costs.times
+        later = BlockSizes(self.costs, seen=self.seen)
+        times = self.costs.times
         for spec, before in list(self.chosen.items()):
-            now, held = later.of(spec), Held.of(later._known, spec.window)
+            now = later.of(spec)
+            held = Held.of(later._known, spec.window)
             if now == before.block_size:
                 continue
-            old = sum(held.losses(before.block_size, times)) if before.block_size in times else float("inf")
-            if old - sum(held.losses(now, times)) >= MIN_GAIN:
+            old_loss = float("inf")
+            if before.block_size in times:
+                old_loss = sum(held.losses(before.block_size, times))
+            new_loss = sum(held.losses(now, times))
+            if old_loss - new_loss >= MIN_GAIN:
                 return later
         return None

@@ -14,16 +14,17 @@ PATIENCE = 10.0  # seconds for which a request waits for memory that other model
 
 _lock = forks.rlock()
 _limit: int | None = None  # bytes
-# Every `PagedMemory`; replaced, never changed in place, so that threads may read it while another adds a memory.
+# Every `PagedMemory`; replaced, never changed in place, so that threads may read it while another
+# adds a memory.
 _pools: tuple[weakref.ref[Any], ...] = ()
 
 
 def budget(num_bytes: int | None) -> None:
-    """
-    Limits the bytes that the blocks of all models and caches of this process take together, from now on. A pool that
-    needs more than is left first frees idle pools, least recently used first, then evicts its cached prefixes; a
-    request that still does not fit waits, or raises [`OutOfBlocksError`]. Pools over the limit when this is called
-    stop growing, and shrink once they are idle. Host memory of swapped requests and of `prefix_tiers` does not count.
+    """Limits the bytes that the blocks of all models and caches of this process take together,
+    from now on. A pool that needs more than is left first frees idle pools, least recently used
+    first, then evicts its cached prefixes; a request that still does not fit waits, or raises
+    [`OutOfBlocksError`]. Pools over the limit when this is called stop growing, and shrink once
+    they are idle. Host memory of swapped requests and of `prefix_tiers` does not count.
 
     Args:
         num_bytes (`int`, *optional*): At least 1. `None` removes the limit.
@@ -33,7 +34,10 @@ def budget(num_bytes: int | None) -> None:
     """
     global _limit
     if num_bytes is not None and not (is_whole(num_bytes) and num_bytes > 0):
-        raise ValueError(f"the budget is {num_bytes!r}: it must be None or a whole number of at least 1 (bytes)")
+        raise ValueError(
+            f"the budget is {num_bytes!r}: it must be None or a whole number of bytes, at least 1,"
+            " such as 8 << 30"
+        )
     with _lock:
         _limit = None if num_bytes is None else int(num_bytes)
         settle()
@@ -41,25 +45,31 @@ def budget(num_bytes: int | None) -> None:
 
 def limit(memory: Any = None) -> int | None:
     """Returns the budget in bytes; `None` without one, or if it does not bound this pool."""
-    return _limit if memory is None or memory.is_bounded else None
+    if memory is None or memory.is_bounded:
+        return _limit
+    return None
 
 
 def join(memory: Any) -> None:
     """Makes the budget bound this `PagedMemory`, too."""
     global _pools
     with _lock:
-        _pools = (*(ref for ref in _pools if ref() is not None), weakref.ref(memory))
+        living = [ref for ref in _pools if ref() is not None]
+        _pools = (*living, weakref.ref(memory))
 
 
 def share(memory: Any) -> int | None:
     """Returns the most bytes that this pool can hold: the budget without other pools in use."""
     total = limit(memory)  # read once: another thread may change it
-    return None if total is None else total - sum(pool.charged_bytes for pool in _others(memory) if pool.is_used)
+    if total is None:
+        return None
+    others = _others(memory)
+    return total - sum(pool.charged_bytes for pool in others if pool.is_used)
 
 
 def charge(memory: Any, more: int = 0) -> bool:
-    """Charges this pool, whose lock is held, for its current bytes and `more`. Returns `False`, with nothing charged,
-    if the budget does not allow that even with every idle pool freed."""
+    """Charges this pool, whose lock is held, for its current bytes and `more`. Returns `False`,
+    with nothing charged, if the budget does not allow that even with every idle pool freed."""
     needed = memory.taken_bytes + more
     if limit(memory) is None or needed <= memory.charged_bytes:
         memory.charged_bytes = needed
@@ -79,13 +89,18 @@ def note(memory: Any) -> None:
 def left() -> int | None:
     """Returns the bytes of the budget that no pool holds; `None` without a budget."""
     total = _limit
-    return None if total is None else max(0, total - sum(pool.charged_bytes for pool in _others(None)))
+    if total is None:
+        return None
+    charged_bytes = sum(pool.charged_bytes for pool in _others(None))
+    return max(0, total - charged_bytes)
 
 
 def make_way(memory: Any) -> None:
     """Frees all idle pools, for a device on which pools allocate their full size at once."""
     with _lock:
-        for pool in _others(memory) if _limit is not None else ():
+        if _limit is None:
+            return
+        for pool in _others(memory):
             if pool.charged_bytes and not pool.is_used:
                 _release(pool)
 
@@ -98,30 +113,35 @@ def settle() -> None:
 
 def _others(memory: Any) -> list[Any]:
     """Returns all pools except this one, which may be given as a weak proxy."""
-    own = None if memory is None else memory.lock
-    return [pool for ref in _pools if (pool := ref()) is not None and pool.lock is not own]
+    lock = None if memory is None else memory.lock
+    pools = (ref() for ref in _pools)
+    return [pool for pool in pools if pool is not None and pool.lock is not lock]
 
 
 def _shrink(needed: int, memory: Any) -> bool:
-    """Frees idle pools until `needed` bytes and the other pools fit in the budget; returns whether they do."""
+    """Frees idle pools until `needed` bytes and the other pools fit in the budget; returns whether
+    they do."""
     while (total := _limit) is not None:
         others = _others(memory)
-        excess = needed + sum(pool.charged_bytes for pool in others) - total
+        charged_bytes = sum(pool.charged_bytes for pool in others)
+        excess = needed + charged_bytes - total
         if excess <= 0:
             return True
         idle = [pool for pool in others if pool.charged_bytes and not pool.is_used]
         # least recently used first
-        if not any(_release(pool) for pool in sorted(idle, key=lambda pool: float(pool.last_used))):
+        by_age = sorted(idle, key=lambda pool: float(pool.last_used))
+        if not any(_release(pool) for pool in by_age):
             return False
     return True
 
 
 def _release(memory: Any) -> bool:
-    outer = memory.outer_lock
-    locks: list[Any] = [lock for lock in (outer, memory.lock) if lock is not None]
+    candidates = (memory.outer_lock, memory.lock)
+    locks: list[Any] = [lock for lock in candidates if lock is not None]
     taken: list[Any] = []
     try:
-        for lock in locks:  # with a timeout: two pools that want each other's locks must not deadlock
+        for lock in locks:
+            # with a timeout: two pools that want each other's locks must not deadlock
             if not lock.acquire(timeout=WAIT_SECONDS):
                 return False
             taken.append(lock)

@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from ..kernels import uses_triton
+from ..kernels.triton.launch import LaunchFailedError
 from ..step import to_device
 
 
 class BlockCopies:
-    """Copies blocks in all tensors of a storage: on a GPU with one transfer of the ids and one launch per device. For
-    that it keeps a table of the tensors' addresses on the device, rebuilt when they change."""
+    """Copies blocks in all tensors of a storage: on a GPU with one transfer of the ids and one
+    launch per device. For that it keeps a table of the tensors' addresses on the device, rebuilt
+    when they change."""
 
     def __init__(self) -> None:
         self._tables: dict[torch.device, tuple[list[tuple[int, int]], Tensor]] = {}
 
     def make(self, tensors: Iterable[Tensor], copies: Sequence[tuple[int, int]]) -> None:
-        """Copies block `source` of each contiguous tensor `(num_blocks, ...)` to its block `target`, for each pair of
-        ids (at least one); all are read before one is written. Raises `IndexError` for blocks out of range."""
+        """Copies block `source` of each contiguous tensor `(num_blocks, ...)` to its block
+        `target`, for each pair of ids (at least one); all are read before one is written. Raises
+        `IndexError` for blocks out of range."""
         by_device: dict[torch.device, list[Tensor]] = {}
         for tensor in tensors:
             by_device.setdefault(tensor.device, []).append(tensor)
-        is_ordered = not {source for source, _ in copies}.isdisjoint(target for _, target in copies)
+        sources = {source for source, _ in copies}
+        is_ordered = not sources.isdisjoint(target for _, target in copies)
         for device, held in by_device.items():
-            pairs = to_device(torch.tensor(copies, dtype=torch.int64, device="cpu"), device)
-            if is_ordered or not uses_triton(held[0]):
-                copy_portable(held, pairs)
-            else:
-                self._launch(held, pairs, max(map(max, copies)))
+            ids = torch.tensor(copies, dtype=torch.int64, device="cpu")
+            pairs = to_device(ids, device)
+            if not is_ordered and uses_triton(held[0]):
+                with contextlib.suppress(LaunchFailedError):
+                    last = max(map(max, copies))
+                    self._launch(held, pairs, last)
+                    continue
+            copy_portable(held, pairs)
 
     def _launch(self, tensors: list[Tensor], pairs: Tensor, last: int) -> None:
         from ..kernels.triton import copy  # needs Triton
@@ -47,7 +55,8 @@ class BlockCopies:
 
 
 def copy_portable(tensors: Iterable[Tensor], pairs: Tensor) -> None:
-    """Does the copies in plain PyTorch, for tensors of any strides on one device; `pairs` `(n, 2)` int64."""
+    """Does the copies in plain PyTorch, for tensors of any strides on one device; `pairs` `(n, 2)`
+    int64."""
     sources, targets = pairs.unbind(1)
     for tensor in tensors:
         tensor[targets] = tensor[sources]

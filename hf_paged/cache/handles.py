@@ -19,9 +19,9 @@ from .storage import KVBlocks
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 READ_ONLY = (
-    "keys and values of a paged cache cannot be written to in place, since other rows and prefixes may share their "
-    "blocks: store changed copies (`cache.layers[i].keys.clone()`) in an empty cache with `update(keys, values, i)`, "
-    "or pass a `DynamicCache`"
+    "keys and values of a paged cache cannot be written to in place, since other rows and prefixes"
+    " may share their blocks: store changed copies (`cache.layers[i].keys.clone()`) in an empty"
+    " cache with `update(keys, values, i)`, or pass a `DynamicCache`"
 )
 
 _OVERRIDES: dict[Callable[..., Any], Callable[..., Any]] = {}
@@ -53,18 +53,29 @@ class LazyTensor(Tensor):
         """Raises an error if a write in place would be lost."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        kwargs = kwargs or {}
         if func._schema.is_mutable:
-            _refuse_writes(func, args, kwargs or {})
-        args, kwargs = tree_map_only(LazyTensor, operator.methodcaller("read"), (args, kwargs or {}))
+            _refuse_writes(func, args, kwargs)
+        read = operator.methodcaller("read")
+        args, kwargs = tree_map_only(LazyTensor, read, (args, kwargs))
         return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
+        name = type(self).__name__
+        shape = tuple(self.shape)
+        return f"{name}(shape={shape}, dtype={self.dtype})"
 
 
 class ReadOnlyTensor(LazyTensor):
-    """Cached keys or values, or a view of some: writes in place raise `RuntimeError`, as they would change a copy."""
+    """Cached keys or values, or a view of some: writes in place raise `RuntimeError`, as they would
+    change a copy."""
 
     keeps_views = True  # whether views are read-only, too
 
@@ -72,35 +83,58 @@ class ReadOnlyTensor(LazyTensor):
         raise RuntimeError(READ_ONLY)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result, base = super().__torch_dispatch__(func, types, args, kwargs), args[0] if args else None
-        if isinstance(base, ReadOnlyTensor) and base.keeps_views:
-            memory = base.dense()
-            with torch.inference_mode(base.is_inference()):  # torch makes the result a view of `base`
-                return tree_map_only(Tensor, lambda x: ViewTensor(x) if torch._C._is_alias_of(x, memory) else x, result)
-        return result
+    def __torch_dispatch__(
+        cls,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        base = args[0] if args else None
+        if not isinstance(base, ReadOnlyTensor) or not base.keeps_views:
+            return result
+        memory = base.dense()
+        with torch.inference_mode(base.is_inference()):
+            # torch makes the result a view of `base`
+            return tree_map_only(
+                Tensor,
+                lambda x: ViewTensor(x) if torch._C._is_alias_of(x, memory) else x,
+                result,
+            )
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        kwargs = kwargs or {}
         if func in _WRITERS and isinstance(args[0], ReadOnlyTensor):
             args[0].refuse_write()
-        if func in _GRADIENT_FLAGS and (*args[1:], *(kwargs or {}).values(), True)[0]:
+        requires_grad = func in _GRADIENT_FLAGS and (*args[1:], *kwargs.values(), True)[0]
+        if requires_grad:
             raise RuntimeError(
-                "keys and values that a paged cache shows are no leaves of its graph: store clones that require "
-                "gradients in an empty cache with `update(keys, values, i)`"
+                "keys and values read from a paged cache are not leaves of its graph: store clones"
+                " that require gradients in an empty cache with `update(keys, values, i)`"
             )
-        if func in _MEMORY_READERS or not all(issubclass(kind, LazyTensor) for kind in types):
+        are_lazy = all(issubclass(kind, LazyTensor) for kind in types)
+        if func in _MEMORY_READERS or not are_lazy:
             # other subclasses (quantized weights) handle it
-            args, kwargs = tree_map_only(LazyTensor, operator.methodcaller("read"), (args, kwargs or {}))
+            read = operator.methodcaller("read")
+            args, kwargs = tree_map_only(LazyTensor, read, (args, kwargs))
             result = func(*args, **kwargs)
             if func in _ARRAYS:
                 result.setflags(write=False)
             return result
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.dense().clone().__reduce_ex__(protocol)
+        copied = self.dense().clone()
+        return copied.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.dense().clone()
@@ -113,8 +147,14 @@ class ViewTensor(ReadOnlyTensor):
 
     @staticmethod
     def __new__(cls, view: Tensor) -> ViewTensor:
-        options = {"strides": view.stride(), "storage_offset": view.storage_offset()}
-        tensor = _without_memory(cls, view.shape, dtype=view.dtype, device=view.device, **options)
+        tensor = _without_memory(
+            cls,
+            view.shape,
+            strides=view.stride(),
+            storage_offset=view.storage_offset(),
+            dtype=view.dtype,
+            device=view.device,
+        )
         tensor.view_of_dense = view
         return tensor
 
@@ -129,9 +169,10 @@ class ViewTensor(ReadOnlyTensor):
 
 
 class PagedTensor(ReadOnlyTensor):
-    """A handle to a layer's keys or values in blocks, `(batch, heads, length, dim)`. Our attention function reads
-    `blocks` through `step`; any other operation gathers a contiguous tensor, or raises [`NotPackable`] for packed rows,
-    `(1, heads, num_tokens, dim)`. Torch functions registered with `implements` are replaced."""
+    """A handle to a layer's keys or values in blocks, `(batch, heads, length, dim)`. Our attention
+    function reads `blocks` through `step`; any other operation gathers a contiguous tensor, or
+    raises [`NotPackable`] for packed rows, `(1, heads, num_tokens, dim)`. Torch functions
+    registered with `implements` are replaced."""
 
     step: StepMetadata
     layer: KVBlocks
@@ -150,36 +191,51 @@ class PagedTensor(ReadOnlyTensor):
         reader: Any = None,
         keeps_views: bool = False,
     ) -> PagedTensor:
-        """`fresh`: this step's new K or V, `(batch, heads, n, dim)`, if nothing was cached before or rows are packed.
-        `reader.gathers` is set when code other than our attention function reads the values. `keeps_views`: views are
-        read-only, too."""
+        """`fresh`: this step's new K or V, `(batch, heads, n, dim)`, if nothing was cached before
+        or rows are packed. `reader.gathers` is set when code other than our attention function
+        reads the values. `keeps_views`: views are read-only, too."""
         blocks = layer.values if is_value else layer.keys
         if fresh is not None:
-            shape, strides, dtype = fresh.shape, fresh.stride(), fresh.dtype
+            shape = fresh.shape
+            strides = fresh.stride()
+            dtype = fresh.dtype
         else:
             assert step.columns is not None
-            heads, length, dim = blocks.shape[1], len(step.columns), blocks.shape[3]
+            heads = blocks.shape[1]
+            length = len(step.columns)
+            dim = blocks.shape[3]
             shape = torch.Size((step.num_rows, heads, length, dim))
             # torch computes views from these strides, so they must match those of `dense()`
-            strides, dtype = (heads * length * dim, length * dim, dim, 1), layer.dtypes[is_value]
-        handle = _without_memory(cls, shape, strides=strides, dtype=dtype, device=blocks.device)
-        handle.step, handle.layer, handle.blocks, handle.fresh = step, layer, blocks, fresh
-        handle.reader, handle.keeps_views, handle._dense = reader, keeps_views, None
+            strides = (heads * length * dim, length * dim, dim, 1)
+            dtype = layer.dtypes[is_value]
+        device = blocks.device
+        handle = _without_memory(cls, shape, strides=strides, dtype=dtype, device=device)
+        handle.step = step
+        handle.layer = layer
+        handle.blocks = blocks
+        handle.fresh = fresh
+        handle.reader = reader
+        handle.keeps_views = keeps_views
+        handle._dense = None
         return handle
 
     def dense(self) -> Tensor:
         """Returns an ordinary tensor, gathered once. Raises [`NotPackable`] for packed rows."""
         if self._dense is None:
             if self.step.columns is None:
-                raise NotPackable("packed keys or values are read: only the attention interface may")
-            self._dense = (
-                read_rows(self.step, self.layer, self.blocks, self.dtype) if self.fresh is None else self.fresh
-            )
+                raise NotPackable(
+                    "packed keys or values are read: only the attention interface may"
+                )
+            if self.fresh is not None:
+                self._dense = self.fresh
+            else:
+                self._dense = read_rows(self.step, self.layer, self.blocks, self.dtype)
         return self._dense
 
     def keep(self) -> None:
         """Gathers a copy, unless `dense` has been called, before blocks change. Takes no lock."""
-        if self._dense is None and self.fresh is None and self.step.columns is not None:
+        is_gathered = self._dense is not None or self.fresh is not None
+        if not is_gathered and self.step.columns is not None:
             with torch.inference_mode(False):  # of whichever thread collects a cache
                 self._dense = gather(self.step, self.blocks, self.dtype)
 
@@ -194,51 +250,75 @@ class PagedTensor(ReadOnlyTensor):
         super().refuse_write()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        handles = [x for x in tree_leaves((args, kwargs)) if isinstance(x, PagedTensor) and x.layer.rows is not None]
+    def __torch_dispatch__(
+        cls,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        handles = [
+            x
+            for x in tree_leaves((args, kwargs))
+            if isinstance(x, PagedTensor) and x.layer.rows is not None
+        ]
         if handles and func in _READS_STRIDES:
             for handle in handles:
                 handle.make_contiguous()
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         except RuntimeError:  # a view that only works on a contiguous tensor
-            if func._schema.is_mutable or not sum(handle.make_contiguous() for handle in handles):
+            if func._schema.is_mutable:
+                raise
+            num_changed = sum(handle.make_contiguous() for handle in handles)
+            if not num_changed:
                 raise
             return super().__torch_dispatch__(func, types, args, kwargs)
 
     def make_contiguous(self) -> bool:
-        """Makes this layer return contiguous tensors from now on, for custom model code that relies on strides. Returns
-        whether that changed anything."""
+        """Makes this layer return contiguous tensors from now on, for custom model code that relies
+        on strides. Returns whether that changed anything."""
         if self.read().is_contiguous():
             return False
-        self.layer.rows.is_read, self._dense = False, self.dense().contiguous()
+        contiguous = self.dense().contiguous()
+        self.layer.rows.is_read, self._dense = False, contiguous
         return True
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         if func in _OVERRIDES:
-            return _OVERRIDES[func](*args, **(kwargs or {}))
+            function = _OVERRIDES[func]
+            return function(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
 
 class Handles:
-    """The living handles of a cache, weakly referenced. The memory holds this object, too: Python clears the weak
-    references that are part of a collected cycle before it calls finalizers."""
+    """The living handles of a cache, weakly referenced. The memory holds this object, too: Python
+    clears the weak references that are part of a collected cycle before it calls finalizers."""
 
     def __init__(self) -> None:
         self._refs: list[weakref.ref[PagedTensor]] = []
 
     def add(self, handle: PagedTensor) -> None:
         if len(self._refs) > 64:
-            self._refs[:] = [ref for ref in self._refs if ref() is not None]
+            living = [ref for ref in self._refs if ref() is not None]
+            self._refs[:] = living
         self._refs.append(weakref.ref(handle))
 
     def gather(self) -> None:
-        """Gives each handle its own copy of what it shows, and forgets all. Raises the first error, after the last."""
+        """Gives each handle its own copy of what it shows, and forgets all. Raises the first error,
+        after the last."""
         failure: Exception | None = None
         for ref in self._refs:
             try:
-                if (handle := ref()) is not None:
+                handle = ref()
+                if handle is not None:
                     handle.keep()
             except Exception as error:  # out of memory
                 failure = failure or error
@@ -251,8 +331,8 @@ class Handles:
 
 
 class DeferredTensor(LazyTensor):
-    """A tensor of a packed step whose values only our attention can read. Functions named in `functions` are deferred
-    until attention; any other read raises [`NotPackable`]."""
+    """A tensor of a packed step whose values only our attention can read. Functions named in
+    `functions` are deferred until attention; any other read raises [`NotPackable`]."""
 
     functions: ClassVar[dict[str, Callable[..., Any]]] = {}
     sizes: tuple[int, ...]  # shape, and below dtype, for our code: torch's attributes are slower
@@ -262,10 +342,17 @@ class DeferredTensor(LazyTensor):
         raise NotPackable("packed keys, values or scores are read: only attention may")
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         name = func.__name__
         if name != "__get__":  # shape, dtype and other attributes
-            function = cls.functions.get(name) or cls.functions.get(name.strip("_"))
+            functions = cls.functions
+            function = functions.get(name) or functions.get(name.strip("_"))
             if function is not None:
                 return function(func, *args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
@@ -273,8 +360,8 @@ class DeferredTensor(LazyTensor):
 
 
 class RowTensor(DeferredTensor):
-    """Keys or values of a packed step, which show each query those of its row: `(1, heads, key_len, dim)`, possibly
-    without the first axis or with the last two transposed."""
+    """Keys or values of a packed step, which show each query those of its row: `(1, heads, key_len,
+    dim)`, possibly without the first axis or with the last two transposed."""
 
     step: StepMetadata
     layer: KVBlocks
@@ -291,28 +378,56 @@ class RowTensor(DeferredTensor):
         ndim: int = 4,
         is_transposed: bool = False,
     ) -> RowTensor:
-        axes = (blocks.shape[3], step.key_len) if is_transposed else (step.key_len, blocks.shape[3])
-        shape = (1, blocks.shape[1], *axes)[4 - ndim :]
+        _, heads, _, dim = blocks.shape
+        axes = (dim, step.key_len) if is_transposed else (step.key_len, dim)
+        shape = (1, heads, *axes)[4 - ndim :]
         handle = _without_memory(cls, shape, dtype=dtype, device=blocks.device)
-        handle.step, handle.layer, handle.blocks, handle.is_transposed = step, layer, blocks, is_transposed
-        handle.sizes, handle.kind = shape, dtype
+        handle.step = step
+        handle.layer = layer
+        handle.blocks = blocks
+        handle.is_transposed = is_transposed
+        handle.sizes = shape
+        handle.kind = dtype
         return handle
 
     def but(
-        self, ndim: int | None = None, dtype: torch.dtype | None = None, is_transposed: bool | None = None
+        self,
+        ndim: int | None = None,
+        dtype: torch.dtype | None = None,
+        is_transposed: bool | None = None,
     ) -> RowTensor:
         """Returns the same data with another number of axes, dtype or orientation."""
-        turned = self.is_transposed if is_transposed is None else is_transposed
-        return RowTensor(self.step, self.layer, self.blocks, dtype or self.kind, ndim or len(self.sizes), turned)
+        if is_transposed is None:
+            is_transposed = self.is_transposed
+        return RowTensor(
+            self.step,
+            self.layer,
+            self.blocks,
+            dtype=dtype or self.kind,
+            ndim=ndim or len(self.sizes),
+            is_transposed=is_transposed,
+        )
 
 
 # Functions whose stride arguments assume a contiguous tensor.
-_READS_STRIDES = {torch.ops.aten.as_strided.default, torch.ops.aten._reshape_alias.default}
+_READS_STRIDES = {
+    torch.ops.aten.as_strided.default,
+    torch.ops.aten._reshape_alias.default,
+}
 
 # Functions that torch does not dispatch: they access a tensor's memory, and a handle has none.
 _MEMORY_READERS = {
-    *(Tensor.__array__, Tensor.__cuda_array_interface__.__get__, Tensor.__dlpack__, Tensor.apply_, Tensor.data_ptr),
-    *(Tensor.map_, Tensor.numpy, Tensor.share_memory_, Tensor.storage, Tensor.tolist, Tensor.untyped_storage),
+    Tensor.__array__,
+    Tensor.__cuda_array_interface__.__get__,
+    Tensor.__dlpack__,
+    Tensor.apply_,
+    Tensor.data_ptr,
+    Tensor.map_,
+    Tensor.numpy,
+    Tensor.share_memory_,
+    Tensor.storage,
+    Tensor.tolist,
+    Tensor.untyped_storage,
 }
 
 _ARRAYS = {Tensor.__array__, Tensor.numpy}
@@ -320,15 +435,24 @@ _ARRAYS = {Tensor.__array__, Tensor.numpy}
 _GRADIENT_FLAGS = {Tensor.requires_grad_, Tensor.requires_grad.__set__}
 
 # Functions that write, and are not dispatched or dispatched as several.
-_WRITERS = {Tensor.__setitem__, Tensor.apply_, Tensor.map_, Tensor.data.__set__}
+_WRITERS = {
+    Tensor.__setitem__,
+    Tensor.apply_,
+    Tensor.map_,
+    Tensor.data.__set__,
+}
 
 # Functions with a mutable argument that write no numbers.
-_HARMLESS = {torch.ops.aten.detach_.default, torch.ops.aten.record_stream.default}
+_HARMLESS = {
+    torch.ops.aten.detach_.default,
+    torch.ops.aten.record_stream.default,
+}
 
 
 def _without_memory(cls: type[Tensor], *args: Any, **kwargs: Any) -> Any:
-    """Makes a tensor of a subclass. Native code that asks for its memory (`torch.utils.dlpack.to_dlpack`, extensions)
-    gets an error: torch would give it the address 0."""
+    """Makes a tensor of a subclass. Native code that asks for its memory
+    (`torch.utils.dlpack.to_dlpack`, extensions) gets an error: torch would give it the address
+    0."""
     tensor = Tensor._make_wrapper_subclass(cls, *args, **kwargs)
     torch._C._set_throw_on_mutable_data_ptr(tensor)
     return tensor
@@ -339,71 +463,108 @@ def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
     if func in _HARMLESS:
         return
     for number, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written = args[number] if number < len(args) else kwargs.get(argument.name)
-            for tensor in tree_leaves(written):
-                if isinstance(tensor, LazyTensor):
-                    tensor.refuse_write()
+        alias = argument.alias_info
+        if alias is None or not alias.is_write:
+            continue
+        if number < len(args):
+            written = args[number]
+        else:
+            written = kwargs.get(argument.name)
+        for tensor in tree_leaves(written):
+            if isinstance(tensor, LazyTensor):
+                tensor.refuse_write()
 
 
-def read_rows(step: StepMetadata, layer: KVBlocks, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a layer's keys or values: a view if virtual storage has the rows contiguous, else `gather`."""
-    found = None if layer.rows is None else layer.rows.lend(step, blocks is layer.values)
-    if found is None:
+def read_rows(
+    step: StepMetadata,
+    layer: KVBlocks,
+    blocks: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Returns a layer's keys or values: a view if virtual storage has the rows contiguous, else
+    `gather`."""
+    lent = None
+    if layer.rows is not None:
+        lent = layer.rows.lend(step, blocks is layer.values)
+    if lent is None:
         return gather(step, blocks, dtype)
     step.counters.in_place += 1
-    return found.to(dtype)
+    return lent.to(dtype)
 
 
 def gather(step: StepMetadata, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """Gathers all `step.columns` of every row as one contiguous tensor `(batch, heads, len(columns), dim)`, with zeros
-    for padding. `blocks`: keys or values of one layer, `(num_blocks, heads, block_size, dim)`."""
+    """Gathers all `step.columns` of every row as one contiguous tensor `(batch, heads,
+    len(columns), dim)`, with zeros for padding. `blocks`: keys or values of one layer,
+    `(num_blocks, heads, block_size, dim)`."""
     assert step.columns is not None
     step.counters.gathered += 1
     step.counters.gathered_decodes += step.query_len == 1
     heads, size, dim = blocks.shape[1:]
+    length = len(step.columns)
     if not (heads and step.num_rows):
-        return blocks.new_empty(step.num_rows, heads, len(step.columns), dim, dtype=dtype)
+        return blocks.new_empty(step.num_rows, heads, length, dim, dtype=dtype)
     if blocks.is_cpu and cpp.is_available():
-        return quantized.join([cpp_gather(step, plane) for plane in quantized.planes(blocks)], blocks, dtype)
+        planes = [cpp_gather(step, plane) for plane in quantized.planes(blocks)]
+        return quantized.join(planes, blocks, dtype)
     if quantized.is_quantized(blocks):
         return _read(step, blocks, dtype)
     stride = blocks.stride(2)  # block and head strides are multiples of it
-    step_block, step_head = blocks.stride(0) // stride, blocks.stride(1) // stride
+    step_block = blocks.stride(0) // stride
+    step_head = blocks.stride(1) // stride
     rows, hidden = step.plan(_rows, step_block, step_head, heads, blocks.device)
-    num_rows = max(0, (blocks.shape[0] - 1) * step_block + (heads - 1) * step_head + size)
-    dense = blocks.as_strided((num_rows, dim), (stride, 1)).index_select(0, rows)
+    last_block = (blocks.shape[0] - 1) * step_block
+    last_head = (heads - 1) * step_head
+    num_rows = max(0, last_block + last_head + size)
+    all_rows = blocks.as_strided((num_rows, dim), (stride, 1))
+    dense = all_rows.index_select(0, rows)
     if hidden is not None:
         dense.index_fill_(0, hidden, 0)
-    return dense.view(step.num_rows, heads, len(step.columns), dim).to(dtype)
+    dense = dense.view(step.num_rows, heads, length, dim)
+    return dense.to(dtype)
 
 
 def _read(step: StepMetadata, blocks: Tensor, dtype: torch.dtype) -> Tensor:
     """Does `gather` for quantized blocks in plain PyTorch."""
-    slots, hidden = step.plan(_rows, step.block_size, 1, 1, blocks.device)
-    index = slots // step.block_size, slice(None), slots % step.block_size
-    dense = quantized.read(blocks, index, dtype).unflatten(0, (step.num_rows, -1))  # (batch, length, heads, dim)
+    size = step.block_size
+    slots, hidden = step.plan(_rows, size, 1, 1, blocks.device)
+    index = (slots // size, slice(None), slots % size)
+    dense = quantized.read(blocks, index, dtype)
+    # (batch, length, heads, dim)
+    dense = dense.unflatten(0, (step.num_rows, -1))
     if hidden is not None:
-        dense.flatten(0, 1).index_fill_(0, hidden, 0)
+        tokens = dense.flatten(0, 1)
+        tokens.index_fill_(0, hidden, 0)
     return dense.transpose(1, 2).contiguous()
 
 
 def _rows(
-    step: StepMetadata, step_block: int, step_head: int, heads: int, device: torch.device
+    step: StepMetadata,
+    step_block: int,
+    step_head: int,
+    heads: int,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the row indices that `gather` reads, and those of its result that are padding; the same for all layers
-    with one layout."""
+    """Returns the row indices that `gather` reads, and those of its result that are padding; the
+    same for all layers with one layout."""
     assert step.columns is not None
-    tables, columns = step.block_tables.to(device), step.columns
-    tokens = torch.arange(columns.start, columns.stop, device=device)[None, :]
-    tokens = tokens - torch.tensor(step.origins, device=device)[:, None]  # (batch, len(columns))
+    tables = step.block_tables.to(device)
+    columns = step.columns
+    positions = torch.arange(columns.start, columns.stop, device=device)
+    origins = torch.tensor(step.origins, device=device)
+    tokens = positions[None, :] - origins[:, None]  # (batch, len(columns))
     hidden = None
     if step.has_padding:
-        hidden = (tokens < 0)[:, None].expand(-1, heads, -1).flatten().nonzero().squeeze(1)
+        is_hidden = tokens < 0
+        is_hidden = is_hidden[:, None].expand(-1, heads, -1)
+        hidden = is_hidden.flatten().nonzero().squeeze(1)
         tokens = tokens.clamp_(min=0)
     if tables.shape[1]:
-        slots = tables.gather(1, tokens // step.block_size).long() * step_block + tokens % step.block_size
+        size = step.block_size
+        block_ids = tables.gather(1, tokens // size).long()
+        slots = block_ids * step_block + tokens % size
     else:  # only padding
         slots = torch.zeros_like(tokens)
-    rows = slots[:, None] + torch.arange(0, heads * step_head, step_head, device=device)[:, None]
+    end = heads * step_head
+    head_offsets = torch.arange(0, end, step_head, device=device)
+    rows = slots[:, None] + head_offsets[:, None]
     return rows.flatten(), hidden

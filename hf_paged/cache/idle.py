@@ -10,6 +10,9 @@ import time
 import weakref
 
 from .. import forks
+from ..interrupts import held
+from ..threads import start
+from ..topics import Topic
 from . import budget
 from .memory import PagedMemory
 
@@ -18,21 +21,26 @@ logger = logging.getLogger(__name__)
 MIN_WAIT = 1.0  # seconds before the next try to free a pool that a caller's cache still uses
 _MAX_WAIT = 3600.0  # seconds: less than any system's limit
 
-_condition = threading.Condition(forks.rlock())
-_deadlines: weakref.WeakKeyDictionary[PagedMemory, float] = weakref.WeakKeyDictionary()  # by `time.monotonic`
-_thread: threading.Thread | None = None  # a daemon, alive while there are deadlines
+# `with` takes the lock itself: a condition's `__enter__` is Python code, in which a signal leaves
+# the lock taken.
+_lock = forks.rlock()
+_condition = threading.Condition(_lock)
+# by `time.monotonic`
+_deadlines: weakref.WeakKeyDictionary[PagedMemory, float] = weakref.WeakKeyDictionary()
+_is_running = False  # whether the thread runs, as while there are deadlines, or is being started
 
 
 def begin_use(memory: PagedMemory) -> None:
     """Marks the pool as used by a call, or by an engine with unfinished requests."""
     memory.last_used = time.monotonic()
-    with _condition:
+    with _lock:
         _deadlines.pop(memory, None)
 
 
 def end_use(memory: PagedMemory) -> None:
-    """Marks the end of a call, or of an engine's last request: unless used again, the pool is freed after
-    `idle_release_seconds`, at once with 0. Blocks that a caller's cache holds keep the whole pool alive."""
+    """Marks the end of a call, or of an engine's last request: unless used again, the pool is freed
+    after `idle_release_seconds`, at once with 0. Blocks that a caller's cache holds keep the whole
+    pool alive."""
     seconds = memory.config.idle_release_seconds
     # must free in step with the pools of other processes, whose clocks differ
     is_in_step = memory.least is not None and memory.mirror is None
@@ -44,28 +52,27 @@ def end_use(memory: PagedMemory) -> None:
 
 
 def _watch(memory: PagedMemory, seconds: float) -> None:
-    global _thread
-    with _condition:
-        first = min(_deadlines.values(), default=float("inf"))
-        _deadlines[memory] = deadline = time.monotonic() + seconds
-        if _thread is None:
-            thread = threading.Thread(target=_serve, name="hf_paged idle pools", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # interpreter shutdown
-                return
-            _thread = thread
-        elif deadline < first:  # else the thread wakes early enough
-            _condition.notify_all()
+    global _is_running
+    with held():
+        with _lock:
+            first = min(_deadlines.values(), default=float("inf"))
+            _deadlines[memory] = deadline = time.monotonic() + seconds
+            was_running, _is_running = _is_running, True
+            if deadline < first:  # else the thread wakes early enough
+                _condition.notify_all()
+        if not was_running and start(_serve, "hf_paged idle pools") is None:
+            with _lock:  # the end of the next use tries again
+                _is_running = False
 
 
 def _serve() -> None:
-    global _thread
+    global _is_running
     while True:
-        with _condition:
+        with _lock:
             due, delay = _take_due()
             if delay is None and not due:
-                _thread = None
+                _is_running = False
+                _condition.notify_all()
                 return
             if not due:
                 _condition.wait(delay)
@@ -73,17 +80,20 @@ def _serve() -> None:
             try:
                 _release(ref)
             except Exception:
-                logger.warning("an idle pool could not be given back", exc_info=True)
+                logger.warning(Topic.MEMORY("an idle pool could not be released"), exc_info=True)
 
 
 def _take_due() -> tuple[list[weakref.ref[PagedMemory]], float | None]:
-    """Removes and returns weak references to pools past their deadline, and the seconds to the next deadline."""
+    """Removes and returns weak references to pools past their deadline, and the seconds to the next
+    deadline."""
     now = time.monotonic()
     due = [memory for memory, deadline in _deadlines.items() if deadline <= now]
     for memory in due:
         del _deadlines[memory]
     delay = min((deadline - now for deadline in _deadlines.values()), default=None)
-    return [weakref.ref(memory) for memory in due], None if delay is None else min(max(delay, 0.0), _MAX_WAIT)
+    return [weakref.ref(memory) for memory in due], None if delay is None else min(
+        max(delay, 0.0), _MAX_WAIT
+    )
 
 
 def _release(ref: weakref.ref[PagedMemory]) -> None:
@@ -99,25 +109,25 @@ def _release(ref: weakref.ref[PagedMemory]) -> None:
             if outer is not None:
                 outer.release()
     seconds = memory.config.idle_release_seconds
-    with _condition:
+    with _lock:
         if seconds is not None and memory not in _deadlines:
             _watch(memory, max(seconds, MIN_WAIT))
 
 
 def _stop() -> None:
     """Stops the thread, so that it frees no memory during interpreter shutdown."""
-    with _condition:
+    with _lock:
         _deadlines.clear()
         _condition.notify_all()
-        thread = _thread
-    if thread is not None and thread is not threading.current_thread():
-        thread.join(timeout=5)
+        _condition.wait_for(lambda: not _is_running, timeout=5)
 
 
 def _forget() -> None:
     """Resets the state in a child process, which has no such thread yet."""
-    global _condition, _thread
-    _condition, _thread = threading.Condition(forks.rlock()), None
+    global _lock, _condition, _is_running
+    _lock = forks.rlock()
+    _is_running = False
+    _condition = threading.Condition(_lock)
     _deadlines.clear()
 
 

@@ -1,4 +1,5 @@
-"""`transformers` cache layers with keys and values in blocks; subclasses of the stock layers that they replace."""
+"""`transformers` cache layers with keys and values in blocks; subclasses of the stock layers that
+they replace."""
 
 from __future__ import annotations
 
@@ -14,20 +15,24 @@ from torch.autograd import forward_ad
 from transformers import cache_utils
 
 from ..step import NotPackable, StepMetadata
+from .block_pool import OutOfBlocksError
 from .groups import GroupSpec
 from .handles import READ_ONLY, PagedTensor, RowTensor, read_rows
 from .rows import LayerGroup
 from .storage import KVBlocks, Look, looks
+from .waits import Shortage
 
 # Up to 5.17, `crop` also accepted the length to keep, as a positive number.
 _CROP_TAKES_A_LENGTH = Version(transformers.__version__) < Version("5.18")
 
-# Layers that hold nothing, such as those that read another layer's K/V; older transformers have no such class.
+# Layers that hold nothing, such as those that read another layer's K/V; older transformers have no
+# such class.
 EMPTY_LAYERS: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 
 
 class GraphStates(NamedTuple):
-    """A layer's latest keys and values `(batch, heads, n, dim)` with their autograd graph, which blocks cannot have."""
+    """A layer's latest keys and values `(batch, heads, n, dim)` with their autograd graph, which
+    blocks cannot have."""
 
     keys: Tensor
     values: Tensor
@@ -38,14 +43,19 @@ class GraphStates(NamedTuple):
         return cls(keys, values, _versions(keys, values))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> GraphStates:
-        return GraphStates.of(function(self.keys), function(self.values))
+        keys = function(self.keys)
+        values = function(self.values)
+        return GraphStates.of(keys, values)
 
     def last(self, num_tokens: int) -> GraphStates:
         surplus = self.keys.shape[2] - num_tokens
-        return self.map(lambda states: states[:, :, surplus:]) if surplus > 0 else self
+        if surplus <= 0:
+            return self
+        return self.map(lambda states: states[:, :, surplus:])
 
     def check(self) -> None:
-        """Raises `RuntimeError` if they were written to: the blocks do not have what was written."""
+        """Raises `RuntimeError` if they were written to: the blocks do not have what was
+        written."""
         if _versions(self.keys, self.values) != self.versions:
             raise RuntimeError(READ_ONLY)
 
@@ -57,88 +67,145 @@ class GraphStates(NamedTuple):
 
 
 class PagedLayer(cache_utils.DynamicLayer):
-    """Keys and values of one layer in the blocks of its group; replaces `DynamicLayer`. Its `update`, `keys` and
-    `values` return [`PagedTensor`] handles. During a packed step (`PagedCache.begin`) the layer holds no rows.
-    Keys and values computed with gradients are also kept as tensors with their graph, as `DynamicLayer` keeps them:
-    until an update or an operation on rows without gradients, or `PagedCache.detach`."""
+    """Keys and values of one layer in the blocks of its group; replaces `DynamicLayer`. Its
+    `update`, `keys` and `values` return [`PagedTensor`] handles. During a packed step
+    (`PagedCache.begin`) the layer holds no rows. Keys and values computed with gradients are also
+    kept as tensors with their graph, as `DynamicLayer` keeps them: until an update or an operation
+    on rows without gradients, or `PagedCache.detach`."""
 
     def __init__(self, group: LayerGroup, index: int) -> None:
         cache_utils.CacheLayerMixin.__init__(self)
-        self.group, self.index = group, index
+        self.group = group
+        self.index = index
         self.num_seen = 0
-        self.gathers = False  # set once the model's own code reads values of a decode: decodes then gather at once
-        self.packed_handles: tuple[PagedTensor, PagedTensor] | None = None  # of the last packed step
+        # set once the model's own code reads values of a decode: decodes then gather at once
+        self.gathers = False
+        # of the last packed step
+        self.packed_handles: tuple[PagedTensor, PagedTensor] | None = None
         self._packed_look: Look | None = None
         self.graph_states: GraphStates | None = None
         group.num_layers += 1
         self.num_operations = group.rows.num_operations
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Stores new K/V `(batch, heads, n, dim)` and returns handles to all visible K/V. Raises `OutOfBlocksError`
-        with nothing allocated, `ValueError` with nothing stored if the batch size differs or K/V do not fit,
-        `NotPackable` if the shape is not that of the packed step. With gradients enabled, returns tensors through which
-        gradients reach the new K/V and all that were stored with gradients; raises `RuntimeError`, with nothing stored,
-        for K/V that a function transform traces (`torch.func`, forward-mode differentiation)."""
-        if torch.compiler.is_dynamo_compiling():  # checked here, since the wrapper of `disable` slows every call
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Stores new K/V `(batch, heads, n, dim)` and returns handles to all visible K/V. Raises
+        `OutOfBlocksError` with nothing allocated, `ValueError` with nothing stored if the batch
+        size differs or K/V do not fit, `NotPackable` if the shape is not that of the packed step.
+        With gradients enabled, returns tensors through which gradients reach the new K/V and all
+        that were stored with gradients; raises `RuntimeError`, with nothing stored, for K/V that a
+        function transform traces (`torch.func`, forward-mode differentiation)."""
+        if torch.compiler.is_dynamo_compiling():
+            # checked here, since the wrapper of `disable` slows every call
             return self._update_untraced(key_states, value_states)
         return self._update(key_states, value_states)
 
     def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        key_shape, value_shape = key_states.shape, value_states.shape
-        if len(key_shape) != 4 or len(value_shape) != 4 or key_shape[::2] != value_shape[::2]:
+        key_shape = key_states.shape
+        value_shape = value_states.shape
+        have_four_axes = len(key_shape) == 4 and len(value_shape) == 4
+        have_same_tokens = key_shape[::2] == value_shape[::2]  # and batch size
+        if not (have_four_axes and have_same_tokens):
             raise ValueError(
-                f"layer {self.index} got keys of shape {tuple(key_shape)} and values of shape {tuple(value_shape)}: "
-                "both need (batch, heads, tokens, dim), with one batch size and one number of tokens"
+                f"layer {self.index} got keys of shape {tuple(key_shape)} and values of shape"
+                f" {tuple(value_shape)}: both need (batch, heads, tokens, dim), with one batch size"
+                " and one number of tokens"
             )
         self._check_turn()
         if _is_transformed(key_states) or _is_transformed(value_states):
             raise RuntimeError(
-                f"layer {self.index} got keys or values of a function transform (`torch.func`, forward-mode "
-                "differentiation), which needs a `DynamicCache`, as blocks hold numbers only"
+                f"layer {self.index} got keys or values of a function transform (`torch.func`,"
+                " forward-mode differentiation), which blocks cannot hold: use a `DynamicCache`"
             )
-        needs_grad = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
-        keys, values = (key_states.detach(), value_states.detach()) if needs_grad else (key_states, value_states)
-        group, context_len, query_len = self.group, self.num_seen, key_shape[2]
+        needs_grad = torch.is_grad_enabled() and (
+            key_states.requires_grad or value_states.requires_grad
+        )
+        keys = key_states
+        values = value_states
+        if needs_grad:
+            keys = key_states.detach()
+            values = value_states.detach()
+        group = self.group
+        context_len = self.num_seen
+        batch_size = key_shape[0]
+        query_len = key_shape[2]
+        device = keys.device
         # the owner of borrowed rows computes without gradients
         has_graph = (needs_grad or self._is_in_graph) and not group.rows.borrows
         look = looks(keys, values)
-        with group.memory.lock:
-            layers = group.blocks.storage.layers
-            if self.index not in layers or layers[self.index].look != look:
-                group.blocks.layer(self.index, keys, values, group.num_layers, group.num_begun(context_len))
-            step = group.advance(key_shape[0], context_len, query_len, keys.device).on(keys.device)
-            blocks = group.blocks.storage.layers[self.index]  # may have grown
-            assert step.slots is not None
-            blocks.store(look, keys, values, step.slots)
-            if step.columns is not None:
-                self.num_seen = step.columns.stop
+        shortage: Shortage | None = None
+        is_first = not group.length
+        while True:
+            try:
+                with group.memory.lock:
+                    layers = group.blocks.storage.layers
+                    is_fit = self.index in layers and layers[self.index].look == look
+                    if not is_fit:
+                        num_begun = group.num_begun(context_len)
+                        group.blocks.layer(
+                            self.index,
+                            keys,
+                            values,
+                            group.num_layers,
+                            num_begun,
+                        )
+                    step = group.advance(batch_size, context_len, query_len, device)
+                    step = step.on(device)
+                    blocks = group.blocks.storage.layers[self.index]  # may have grown
+                    assert step.slots is not None
+                    blocks.store(look, keys, values, step.slots)
+                    if step.columns is not None:
+                        self.num_seen = step.columns.stop
+                break
+            except BaseException as error:
+                if is_first:
+                    self.num_seen = context_len
+                    group.undo_first(query_len)
+                if not isinstance(error, OutOfBlocksError):
+                    raise
+                shortage = shortage or Shortage(group.memory, is_alone=group.rows.hold_all_blocks)
+                if group.rows.borrows or not shortage.wait():
+                    raise
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         if has_graph:
             return self._extend_graph(step, blocks, key_states, value_states)
         self.graph_states = None
         if step.key_len is not None:
-            pairs = zip((blocks.keys, blocks.values), (keys.dtype, values.dtype))
-            shown_keys, shown_values = (RowTensor(step, blocks, stored, dtype) for stored, dtype in pairs)
+            shown_keys = RowTensor(step, blocks, blocks.keys, keys.dtype)
+            shown_values = RowTensor(step, blocks, blocks.values, values.dtype)
             return shown_keys, shown_values
         if context_len == 0:
             made = self.packed_handles
-            if step.columns is None and made is not None and self._packed_look == look:
+            is_packed = step.columns is None
+            if is_packed and made is not None and self._packed_look == look:
                 for handle, fresh, (stored, _) in zip(made, (keys, values), blocks.pair):
-                    handle.step, handle.layer, handle.blocks, handle.fresh = step, blocks, stored, fresh
+                    handle.step = step
+                    handle.layer = blocks
+                    handle.blocks = stored
+                    handle.fresh = fresh
                 return made
-            made = PagedTensor(step, blocks, False, keys), PagedTensor(step, blocks, True, values)
-            if step.columns is None:
+            new_keys = PagedTensor(step, blocks, False, keys)
+            new_values = PagedTensor(step, blocks, True, values)
+            made = new_keys, new_values
+            if is_packed:
                 self.packed_handles, self._packed_look = made, look
             return made
         if self.gathers and query_len == 1:
-            dense_keys, dense_values = (read_rows(step, blocks, x, dtype) for x, dtype in blocks.pair)
+            key_dtype, value_dtype = blocks.dtypes
+            dense_keys = read_rows(step, blocks, blocks.keys, key_dtype)
+            dense_values = read_rows(step, blocks, blocks.values, value_dtype)
             return dense_keys, dense_values
         remember = group.rows.remember
-        return (
-            remember(PagedTensor(step, blocks, False)),
-            remember(PagedTensor(step, blocks, True, reader=self if query_len == 1 else None)),
-        )
+        reader = self if query_len == 1 else None
+        cached_keys = remember(PagedTensor(step, blocks, False))
+        cached_values = remember(PagedTensor(step, blocks, True, reader=reader))
+        return cached_keys, cached_values
 
     _update_untraced = torch.compiler.disable(_update)
 
@@ -148,40 +215,74 @@ class PagedLayer(cache_utils.DynamicLayer):
         return self.graph_states is not None and torch.is_grad_enabled()
 
     def _extend_graph(
-        self, step: StepMetadata, blocks: KVBlocks, key_states: Tensor, value_states: Tensor
+        self,
+        step: StepMetadata,
+        blocks: KVBlocks,
+        key_states: Tensor,
+        value_states: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Appends new K/V to `graph_states`, as rounded as they are stored; returns all that the step shows."""
-        query_len, past = key_states.shape[2], self.graph_states
+        """Appends new K/V to `graph_states`, as rounded as they are stored; returns all that the
+        step shows."""
+        query_len = key_states.shape[2]
+        past = self.graph_states
         new = [key_states, value_states]
         if not blocks.is_exact:  # gradients pass through the rounding
-            stored = [read_rows(step, blocks, x, dtype)[:, :, -query_len:] for x, dtype in blocks.pair]
-            new = [rounded + (states - states.detach()) for rounded, states in zip(stored, new)]
+            stored = []
+            for tensor, dtype in blocks.pair:
+                visible = read_rows(step, blocks, tensor, dtype)
+                stored.append(visible[:, :, -query_len:])
+            pairs = zip(stored, new)
+            new = [rounded + (states - states.detach()) for rounded, states in pairs]
         if past is not None:
-            new = [torch.cat(pair, dim=2) for pair in zip(past[:2], new)]
-        states = GraphStates.of(*new)
+            pairs = zip(past[:2], new)
+            new = [torch.cat(pair, dim=2) for pair in pairs]
+        all_keys, all_values = new
+        states = GraphStates.of(all_keys, all_values)
         # a first forward attends to what it computed
         is_first = self.num_seen == query_len
-        shown = (key_states, value_states) if is_first else self._with_graph(step, blocks, states)
+        if is_first:
+            shown = (key_states, value_states)
+        else:
+            shown = self._with_graph(step, blocks, states)
         if not self.group.record_past:
-            states = states.last(self.num_seen - self.group.spec.first_visible(self.num_seen))
+            first_visible = self.group.spec.first_visible(self.num_seen)
+            states = states.last(self.num_seen - first_visible)
         self.graph_states = states
         return shown
 
-    def _with_graph(self, step: StepMetadata, blocks: KVBlocks, states: GraphStates) -> tuple[Tensor, Tensor]:
-        """Returns the keys and values of `step.columns`, of which `states` are the last, without a graph before."""
+    def _with_graph(
+        self,
+        step: StepMetadata,
+        blocks: KVBlocks,
+        states: GraphStates,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the keys and values of `step.columns`, of which `states` are the last, without a
+        graph before."""
         assert step.columns is not None
-        keys, values, _ = states.last(len(step.columns))
-        num_missing = len(step.columns) - keys.shape[2]
+        num_shown = len(step.columns)
+        keys, values, _ = states.last(num_shown)
+        num_missing = num_shown - keys.shape[2]
         if not num_missing:
             return keys, values
-        past = [read_rows(step, blocks, x, dtype)[:, :, :num_missing] for x, dtype in blocks.pair]
-        return torch.cat([past[0], keys], dim=2), torch.cat([past[1], values], dim=2)
+        past = []
+        for tensor, dtype in blocks.pair:
+            visible = read_rows(step, blocks, tensor, dtype)
+            past.append(visible[:, :, :num_missing])
+        past_keys, past_values = past
+        keys = torch.cat([past_keys, keys], dim=2)
+        values = torch.cat([past_values, values], dim=2)
+        return keys, values
 
     def _select_in_graph(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Selects from `graph_states`; drops them without gradients, as operations on `DynamicLayer` do."""
+        """Selects from `graph_states`; drops them without gradients, as operations on
+        `DynamicLayer` do."""
         states = self.graph_states
-        if states is not None:
-            self.graph_states = states.map(function) if torch.is_grad_enabled() else None
+        if states is None:
+            return
+        if torch.is_grad_enabled():
+            self.graph_states = states.map(function)
+        else:
+            self.graph_states = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         """Notes dtype and device; `update` allocates blocks."""
@@ -191,41 +292,68 @@ class PagedLayer(cache_utils.DynamicLayer):
     def _shown(is_value: bool) -> property:
         def show(self: PagedLayer) -> Tensor | None:
             self._check_turn()
-            if not self.num_seen or self.index not in self.group.blocks.storage.layers:
+            layers = self.group.blocks.storage.layers
+            if not self.num_seen or self.index not in layers:
                 return None
-            blocks = self.group.blocks.storage.layers[self.index]
-            step = self.group.view(self.num_seen, blocks.keys.device).on(blocks.keys.device)
+            blocks = layers[self.index]
+            device = blocks.keys.device
+            view = self.group.view(self.num_seen, device)
+            step = view.on(device)
             if self._is_in_graph:
                 assert self.graph_states is not None
-                return self._with_graph(step, blocks, self.graph_states)[is_value]
+                shown = self._with_graph(step, blocks, self.graph_states)
+                return shown[is_value]
             rows = self.group.rows
             # an owner of borrowed rows only reads
-            return rows.remember(PagedTensor(step, blocks, is_value, keeps_views=not rows.borrows))
+            keeps_views = not rows.borrows
+            handle = PagedTensor(step, blocks, is_value, keeps_views=keeps_views)
+            return rows.remember(handle)
 
         def refuse(self: PagedLayer, value: Tensor | None) -> None:
             if value is not None:
                 raise AttributeError(
-                    "keys and values of a paged layer live in blocks and cannot be assigned: use `update`, `crop`, "
-                    "`reset`, `reorder_cache` or `batch_select_indices`"
+                    "keys and values of a paged layer live in blocks and cannot be assigned: use"
+                    " `update`, `crop`, `reset`, `reorder_cache` or `batch_select_indices`"
                 )
 
-        return property(show, refuse, doc="All shown, `(batch, heads, length, dim)`, or `None` while there is nothing.")
+        return property(
+            show,
+            refuse,
+            doc="All shown, `(batch, heads, length, dim)`, or `None` while there is nothing.",
+        )
 
-    keys, values = _shown(False), _shown(True)
+    keys = _shown(False)
+    values = _shown(True)
+
+    def plain_bytes(self, num_rows: int, length: int) -> int:
+        """Returns the bytes of keys and values that the stock layer holds for rows of `length`
+        positions."""
+        blocks = self.group.blocks.storage.layers.get(self.index)
+        if blocks is None:
+            return 0
+        window = self.group.spec.window
+        kept = length
+        if window is not None:
+            # the next query attends to itself, too
+            kept = min(length, window - 1)
+        return num_rows * kept * blocks.plain_token_bytes
 
     def get_seq_length(self) -> int:
         """Returns the logical positions seen, including padding."""
         return self.num_seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Returns the length and first position of the keys that the next `query_length` queries are shown."""
-        if self.group.packed is not None and self.group.packed.key_len is not None:
-            return self.group.packed.key_len, 0
+        """Returns the length and first position of the keys that the next `query_length` queries
+        are shown."""
+        packed = self.group.packed
+        if packed is not None and packed.key_len is not None:
+            return packed.key_len, 0
         first = self.group.spec.first_visible(self.num_seen)
         return self.num_seen + query_length - first, first
 
     def _once(self, operation: Callable[..., None], *args: Any) -> None:
-        """Runs an operation on all rows if this layer is the first to ask for it; if it raises, it is not counted."""
+        """Runs an operation on all rows if this layer is the first to ask for it; if it raises, it
+        is not counted."""
         if self.group.packed is not None:
             raise NotPackable(f"layer {self.index} of a packed step has no rows to change")
         if self.graph_states is not None:
@@ -239,20 +367,22 @@ class PagedLayer(cache_utils.DynamicLayer):
     def _check_turn(self) -> None:
         if self.num_operations != self.group.rows.num_operations:
             raise RuntimeError(
-                f"layer {self.index} was left out of an operation on rows or lengths that layers of its kind were "
-                "given, with which it shares block tables: call it on the cache, and `reset` this cache"
+                f"layer {self.index} missed an operation on rows or lengths that other layers with"
+                " the same block tables got: call it on the whole cache, and `reset` this cache"
             )
         if self.graph_states is not None:
             self.graph_states.check()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Makes row `i` a copy of row `beam_idx[i]` by permuting block tables. Raises `IndexError`, with nothing
-        changed."""
+        """Makes row `i` a copy of row `beam_idx[i]` by permuting block tables. Raises `IndexError`,
+        with nothing changed."""
         beam_idx = _as_tensor(beam_idx)
-        if beam_idx.numel() and (beam_idx.dim() != 1 or beam_idx.dtype not in (torch.int32, torch.int64)):
+        is_vector = beam_idx.dim() == 1
+        is_integer = beam_idx.dtype in (torch.int32, torch.int64)
+        if beam_idx.numel() and not (is_vector and is_integer):
             raise IndexError(
-                f"the cache takes row numbers, a vector of int32 or int64, not {beam_idx.dtype} of shape "
-                f"{tuple(beam_idx.shape)}"
+                f"row numbers must be a vector of int32 or int64, not {beam_idx.dtype} of shape"
+                f" {tuple(beam_idx.shape)}"
             )
         rows = beam_idx.tolist()
         self._once(self.group.rows.select, rows)
@@ -260,30 +390,38 @@ class PagedLayer(cache_utils.DynamicLayer):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the rows `indices` (positions or a boolean mask), in that order."""
-        self.reorder_cache(row_numbers(indices, len(self.group.rows.held)))
+        num_rows = len(self.group.rows.held)
+        self.reorder_cache(row_numbers(indices, num_rows))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each row `repeats` times, sharing its blocks."""
-        self._once(self.group.rows.select, torch.arange(len(self.group.rows.held)).repeat_interleave(repeats).tolist())
+        rows = self.group.rows
+        numbers = torch.arange(len(rows.held))
+        repeated = numbers.repeat_interleave(repeats)
+        self._once(rows.select, repeated.tolist())
         self._select_in_graph(lambda states: states.repeat_interleave(repeats, dim=0))
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Forgets the last `-tokens_to_remove` positions and, in a sliding layer, tokens outside the window."""
+        """Forgets the last `-tokens_to_remove` positions and, in a sliding layer, tokens outside
+        the window."""
         count = int(tokens_to_remove)
         if count > 0:
             if not _CROP_TAKES_A_LENGTH:
-                raise ValueError(f"`crop` takes the tokens to remove as a negative number, not {count}")
+                raise ValueError(
+                    f"`crop` takes the tokens to remove as a negative number, not {count}"
+                )
             count = min(0, count - self.num_seen)
         window = self.group.spec.window
-        if window is not None and self.num_seen >= window and not self.group.record_past:
+        is_full = window is not None and self.num_seen >= window
+        if is_full and not self.group.record_past:
             raise RuntimeError(
-                "`crop` was called, but the sliding window is full and older tokens were given back: call "
-                "`activate_past_recording` on the cache first"
+                "`crop` cannot go back: the sliding window is full and older tokens were freed."
+                " Call `activate_past_recording` on the cache first"
             )
         removed = min(self.num_seen, -count)
-        self.num_seen -= removed
         # another layer may hold more: excess tokens are overwritten
         self._once(self.group.rows.crop, removed)
+        self.num_seen -= removed
         if removed:
             self._select_in_graph(lambda states: states[:, :, : max(0, states.shape[2] - removed)])
 
@@ -300,9 +438,10 @@ class PagedSlidingWindowLayer(PagedLayer, cache_utils.DynamicSlidingWindowLayer)
 
     def __init__(self, group: LayerGroup, index: int) -> None:
         super().__init__(group, index)
-        assert group.spec.window is not None
-        self.sliding_window = group.spec.window
-        self._sliding_window_tensor = torch.tensor(group.spec.window, dtype=torch.long)
+        window = group.spec.window
+        assert window is not None
+        self.sliding_window = window
+        self._sliding_window_tensor = torch.tensor(window, dtype=torch.long)
 
     cumulative_length = property(PagedLayer.get_seq_length)
 
@@ -330,16 +469,23 @@ class PagedIndexedLayer(cache_utils.DynamicIndexedLayer, PagedLayer):
 
 
 class PagedHybridLayer(PagedLayer, cache_utils.LinearAttentionAndFullAttentionLayer):
-    """A layer with paged K/V and a linear-attention state; replaces `LinearAttentionAndFullAttentionLayer`."""
+    """A layer with paged K/V and a linear-attention state; replaces
+    `LinearAttentionAndFullAttentionLayer`."""
 
     _linear = cache_utils.LinearAttentionLayer
 
-    def __init__(self, group: LayerGroup, index: int, number_of_states: int = 1) -> None:
+    def __init__(
+        self,
+        group: LayerGroup,
+        index: int,
+        number_of_states: int = 1,
+    ) -> None:
         super().__init__(group, index)
         self._linear.__init__(self, number_of_states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        (self._linear if kwargs else PagedLayer).lazy_initialization(self, *args, **kwargs)
+        parent: Any = self._linear if kwargs else PagedLayer
+        parent.lazy_initialization(self, *args, **kwargs)
 
     def reset(self) -> None:
         self._linear.reset(self)
@@ -350,7 +496,9 @@ class PagedHybridLayer(PagedLayer, cache_utils.LinearAttentionAndFullAttentionLa
         PagedLayer.reorder_cache(self, beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._linear.reorder_cache(self, torch.arange(num_state_rows(self), device="cpu").repeat_interleave(repeats))
+        numbers = torch.arange(num_state_rows(self), device="cpu")
+        repeated = numbers.repeat_interleave(repeats)
+        self._linear.reorder_cache(self, repeated)
         PagedLayer.batch_repeat_interleave(self, repeats)
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
@@ -359,10 +507,13 @@ class PagedHybridLayer(PagedLayer, cache_utils.LinearAttentionAndFullAttentionLa
 
 
 def _is_transformed(states: Tensor) -> bool:
-    """Whether a transform of functions traces the tensor: it has a tangent, or no memory of its own."""
+    """Whether a transform of functions traces the tensor: it has a tangent, or no memory of its
+    own."""
     if torch._C._functorch.is_functorch_wrapped_tensor(states):
         return True
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(states).tangent is not None
+    if forward_ad._current_level < 0:
+        return False
+    return forward_ad.unpack_dual(states).tangent is not None
 
 
 def _versions(*tensors: Tensor) -> tuple[int, ...]:
@@ -371,24 +522,32 @@ def _versions(*tensors: Tensor) -> tuple[int, ...]:
 
 def _as_tensor(rows: Any) -> Tensor:
     """Returns a tensor, made on the CPU if needed: the default device may be `meta`."""
-    return rows if isinstance(rows, Tensor) else torch.as_tensor(rows, device="cpu")
+    if isinstance(rows, Tensor):
+        return rows
+    return torch.as_tensor(rows, device="cpu")
 
 
 def row_numbers(indices: Tensor, num_rows: int) -> Tensor:
-    """Returns the row numbers for `indices`: positions, or a boolean mask of `num_rows`. Raises `IndexError`."""
+    """Returns the row numbers for `indices`: positions, or a boolean mask of `num_rows`. Raises
+    `IndexError`."""
     indices = _as_tensor(indices)
     if indices.dtype != torch.bool:
         return indices
     if indices.shape != (num_rows,):
         raise IndexError(
-            f"a mask of shape {tuple(indices.shape)} came for {num_rows} rows: one of shape ({num_rows},) is needed"
+            f"the mask of rows has the shape {tuple(indices.shape)}, the cache {num_rows} rows:"
+            f" pass ({num_rows},)"
         )
     return indices.nonzero().squeeze(-1)
 
 
 def num_state_rows(layer: Any) -> int:
-    states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
-    return next((state.shape[0] for state in states if state is not None), 0)
+    conv_states = layer.conv_states.values()
+    recurrent_states = layer.recurrent_states.values()
+    for state in [*conv_states, *recurrent_states]:
+        if state is not None:
+            return state.shape[0]
+    return 0
 
 
 _STAND_INS: dict[type, type[PagedLayer]] = {
@@ -402,18 +561,26 @@ SPECS: dict[type, type[GroupSpec]] = {}
 
 
 def spec_of(layer: Any, kind: str) -> GroupSpec | None:
-    """Returns the group spec of a stock or paged layer in a cache of this kind; `None` if it has no paged class."""
+    """Returns the group spec of a stock or paged layer in a cache of this kind; `None` if it has no
+    paged class."""
     if isinstance(layer, PagedLayer):
         return dataclasses.replace(layer.group.spec, kind=kind)
-    if type(layer) not in _STAND_INS:
+    stock = type(layer)
+    if stock not in _STAND_INS:
         return None
-    return SPECS.get(type(layer), GroupSpec)(kind, getattr(layer, "sliding_window", None))
+    spec_class = SPECS.get(stock, GroupSpec)
+    window = getattr(layer, "sliding_window", None)
+    return spec_class(kind, window)
 
 
 def stand_in(layer: Any, group: LayerGroup | None, index: int) -> Any:
-    """Returns the paged layer that replaces an empty stock layer, number `index` of a cache, in the group of `spec_of`;
-    without a group (Mamba states, a model's own compressed layers) the layer itself."""
+    """Returns the paged layer that replaces an empty stock layer, number `index` of a cache, in the
+    group of `spec_of`; without a group (Mamba states, a model's own compressed layers) the layer
+    itself."""
     if group is None:
         return layer
-    paged: Any = _STAND_INS.get(type(layer), type(layer))
-    return paged(group, index, layer.number_of_states) if paged is PagedHybridLayer else paged(group, index)
+    stock = type(layer)
+    paged: Any = _STAND_INS.get(stock, stock)
+    if paged is PagedHybridLayer:
+        return paged(group, index, layer.number_of_states)
+    return paged(group, index)

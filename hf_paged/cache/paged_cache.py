@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
-from ..config import PagedConfig
+from ..config import PagedConfig, shown
 from ..interrupts import held
 from ..step import ReadCounters, StepMetadata
 from ..tools.pictures import cache_html, plot_block_map
@@ -33,10 +33,12 @@ SHARE = 0.5  # of free memory that may be reserved without `memory_fraction`
 
 
 class _WeaklyBound:
-    """A method that a model sets on a cache (RecurrentGemma), without a reference that keeps cache and blocks alive."""
+    """A method that a model sets on a cache (RecurrentGemma), without a reference that keeps cache
+    and blocks alive."""
 
     def __init__(self, function: Callable[..., Any], cache: PagedCache) -> None:
-        self._function, self._cache = function, weakref.ref(cache)
+        self._function = function
+        self._cache = weakref.ref(cache)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(self._cache(), *args, **kwargs)
@@ -47,19 +49,22 @@ class _WeaklyBound:
 
 
 class PagedCache(DynamicCache):
-    """
-    A transformers cache whose keys and values are stored in blocks of a pool (PagedAttention, arXiv 2309.06180,
-    section 4). Layers of one kind share block tables; rows share blocks until one writes (copy-on-write); layers with
-    a sliding window free blocks once they leave it. `copy.deepcopy` shares blocks.
+    """A transformers cache whose keys and values are stored in blocks of a pool (PagedAttention,
+    arXiv 2309.06180, section 4). Layers of one kind share block tables; rows share blocks until one
+    writes (copy-on-write); layers with a sliding window free blocks once they leave it.
+    `copy.deepcopy` shares blocks.
 
     Args:
-        config ([`PreTrainedConfig`], *optional*): The model's configuration, which gives the layers' kinds. Without it,
-            every layer is a full attention layer, created on its first update.
-        paged_config ([`PagedConfig`] or `dict`, *optional*): Options of a new memory for this cache.
-        memory ([`PagedMemory`], *optional*): A memory to share with other caches; creates a new one if left out.
+        config ([`PreTrainedConfig`], *optional*): The model's configuration, which gives the
+            layers' kinds. Without it, every layer is a full attention layer, created on its first
+            update.
+        paged_config ([`PagedConfig`] or `dict`, *optional*): Options of a new memory for this
+            cache.
+        memory ([`PagedMemory`], *optional*): A memory to share with other caches; creates a new one
+            if left out.
         kind (`str`): Names this cache's groups in the memory.
-        offloading, offload_only_non_sliding (`bool`): Ignored, since blocks are not offloaded; accepted for models that
-            rebuild a cache.
+        offloading, offload_only_non_sliding (`bool`): Ignored, since blocks are not offloaded;
+            accepted for models that rebuild a cache.
 
     Example:
 
@@ -82,36 +87,73 @@ class PagedCache(DynamicCache):
         kind: str = "self",
         offloading: bool = False,
         offload_only_non_sliding: bool = False,
+        **options: Any,
     ) -> None:
+        if options:
+            misplaced = ", ".join(f'"{name}": {shown(value)}' for name, value in options.items())
+            raise TypeError(
+                f"`PagedCache` has no argument `{next(iter(options))}`: options of the memory go"
+                f" into the config, PagedCache(model.config, {{{misplaced}}})"
+            )
+        if config is not None and not hasattr(config, "get_text_config"):
+            raise ValueError(
+                f"`config` is {shown(config)}: pass the model's configuration,"
+                " `PagedCache(model.config)`"
+            )
         if memory is None:
-            memory = PagedMemory(fit_blocks(PagedConfig.coerce(paged_config), config, torch.device("cpu")))
+            given = PagedConfig.coerce(paged_config, "paged_config")
+            fitted = fit_blocks(given, config, torch.device("cpu"))
+            memory = PagedMemory(fitted)
         elif not isinstance(memory, PagedMemory):
             raise ValueError(f"`memory` is {memory!r}: it must be None or a `PagedMemory`")
-        elif paged_config is not None and PagedConfig.coerce(paged_config) != memory.config:
+        elif (
+            paged_config is not None
+            and PagedConfig.coerce(paged_config, "paged_config") != memory.config
+        ):
             raise ValueError(
-                f"`paged_config` is {paged_config!r}, but `memory` was made with {memory.config!r}: pass one of the two"
+                f"`paged_config` is {paged_config!r}, but `memory` was made with {memory.config!r}:"
+                " pass one of the two"
             )
-        self._setup(memory, kind, DynamicCache(config=config) if config is not None else DynamicCache())
+        if config is not None:
+            stock = DynamicCache(config=config)
+        else:
+            stock = DynamicCache()
+        self._setup(memory, kind, stock)
 
     @classmethod
     def from_empty(
-        cls, cache: DynamicCache, memory: PagedMemory, kind: str = "self", borrows: ReadCounters | None = None
+        cls,
+        cache: DynamicCache,
+        memory: PagedMemory,
+        kind: str = "self",
+        borrows: ReadCounters | None = None,
     ) -> PagedCache:
-        """Makes a paged cache with the layers of an empty `DynamicCache`. With `borrows`, the counters for reads, it
-        uses the tables passed to `take` and owns none."""
+        """Makes a paged cache with the layers of an empty `DynamicCache`. With `borrows`, the
+        counters for reads, it uses the tables passed to `take` and owns none."""
         paged = cls.__new__(cls)
         paged._setup(memory, kind, cache, borrows)
         return paged
 
     def empty_twin(
-        self, memory: PagedMemory, borrows: ReadCounters | None = None, kind: str | None = None
+        self,
+        memory: PagedMemory,
+        borrows: ReadCounters | None = None,
+        kind: str | None = None,
     ) -> PagedCache:
         """Makes an empty cache on `memory` with the same layers; `borrows` as in `from_empty`."""
+        layers = []
+        for layer in self.layers:
+            if not isinstance(layer, PagedLayer):
+                layer = copy.deepcopy(layer)
+            layers.append(layer)
         stock = DynamicCache()
-        stock.layers = [layer if isinstance(layer, PagedLayer) else copy.deepcopy(layer) for layer in self.layers]
+        stock.layers = layers
         stock.layer_class_to_replicate = self.layer_class_to_replicate
         twin = PagedCache.from_empty(stock, memory, kind or self.kind, borrows)
-        twin.cross = None if self.cross is None else self.cross.empty_twin(memory, borrows)
+        cross = self.cross
+        if cross is not None:
+            cross = cross.empty_twin(memory, borrows)
+        twin.cross = cross
         return twin
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -120,27 +162,38 @@ class PagedCache(DynamicCache):
         super().__setattr__(name, value)
 
     def continue_from(self, other: PagedCache) -> None:
-        """Copies into this empty cache what `other`, a cache with the same layers, holds besides blocks. They share the
-        tensors, which must not be written to before an operation on rows."""
+        """Copies into this empty cache what `other`, a cache with the same layers, holds besides
+        blocks. They share the tensors, which must not be written to before an operation on rows."""
         while len(self.layers) < len(other.layers):
             self.layers.append(self._next_layer())
         for mine, its in zip(self.layers, other.layers):
             for name, value in vars(its).items():
                 if name not in _OF_ONE_CACHE:
-                    vars(mine)[name] = copy.copy(value) if isinstance(value, (dict, list)) else value
+                    if isinstance(value, (dict, list)):
+                        value = copy.copy(value)
+                    vars(mine)[name] = value
 
-    def _setup(self, memory: PagedMemory, kind: str, cache: DynamicCache, borrows: ReadCounters | None = None) -> None:
+    def _setup(
+        self,
+        memory: PagedMemory,
+        kind: str,
+        cache: DynamicCache,
+        borrows: ReadCounters | None = None,
+    ) -> None:
         self.memory, self.kind = memory, kind
         self.counters = ReadCounters() if borrows is None else borrows
         grows = cache.layer_class_to_replicate is not None
         specs = [spec_of(layer, kind) for layer in cache.layers]
-        found = dict.fromkeys([GroupSpec(kind)] if grows else filter(None, specs))
-        self.rows = CacheRows(memory, found, self.counters, borrows is not None)
-        self.groups = {spec: LayerGroup(self.rows, spec) for spec in found}
-        layers = [
-            stand_in(layer, None if spec is None else self.groups[spec], index)
-            for index, (layer, spec) in enumerate(zip(cache.layers, specs))
-        ]
+        if grows:
+            distinct_specs = dict.fromkeys([GroupSpec(kind)])
+        else:
+            distinct_specs = dict.fromkeys(filter(None, specs))
+        self.rows = CacheRows(memory, distinct_specs, self.counters, borrows is not None)
+        self.groups = {spec: LayerGroup(self.rows, spec) for spec in distinct_specs}
+        layers = []
+        for index, (layer, spec) in enumerate(zip(cache.layers, specs)):
+            group = None if spec is None else self.groups[spec]
+            layers.append(stand_in(layer, group, index))
         Cache.__init__(self, layers=layers)
         self.layer_class_to_replicate = cache.layer_class_to_replicate
 
@@ -154,11 +207,13 @@ class PagedCache(DynamicCache):
         self._grows = value is not None
 
     def _next_layer(self) -> PagedLayer:
-        return PagedLayer(next(iter(self.groups.values())), len(self.layers))
+        group = next(iter(self.groups.values()))
+        return PagedLayer(group, len(self.layers))
 
     @property
     def is_compileable(self) -> bool:
-        """`False`, since block tables are on the host. (Else a cache with only Mamba states would be compiled.)"""
+        """`False`, since block tables are on the host. (Else a cache with only Mamba states would
+        be compiled.)"""
         return False
 
     @property
@@ -167,100 +222,140 @@ class PagedCache(DynamicCache):
         return not any(group.length for group in self.groups.values())
 
     def expect_padding(self, paddings: tuple[int, ...], length: int) -> None:
-        """Announces the left padding of each row in a first prefill of `length` positions; padding is not stored."""
+        """Announces the left padding of each row in a first prefill of `length` positions; padding
+        is not stored."""
         for group in self.groups.values():
             if not group.paddings:
                 group.expected_paddings = paddings, length
 
     def reserve(self, num_blocks: int, num_sequences: int) -> None:
-        """Reserves memory, so that it need not grow step by step, for up to `num_blocks` blocks of the largest size per
-        layer, as many tokens in other layers, and `num_sequences` at a time."""
-        config, groups = self.memory.config, [group.blocks for group in self.groups.values()]
-        num_tokens, sizes = num_blocks * self.memory.block_size, {group.spec: group.block_size for group in groups}
-        live = {
-            spec: num_sequences * (spec.num_spanned(0, num_tokens, 1, 0, size) + 1)
-            + config.max_num_batched_tokens // size
-            for spec, size in sizes.items()
-        }
+        """Reserves memory, so that it need not grow step by step, for up to `num_blocks` blocks of
+        the largest size per layer, as many tokens in other layers, and `num_sequences` at a
+        time."""
+        config = self.memory.config
+        groups = [group.blocks for group in self.groups.values()]
+        num_tokens = num_blocks * self.memory.block_size
+        sizes = {group.spec: group.block_size for group in groups}
+        live = {}
+        for spec, size in sizes.items():
+            of_sequence = spec.num_spanned(0, num_tokens, 1, 0, size) + 1
+            of_step = config.max_num_batched_tokens // size
+            live[spec] = num_sequences * of_sequence + of_step
         wanted = {spec: -(-num_tokens // size) for spec, size in sizes.items()}
-        counts = Counter(layer.group.spec for layer in self.layers if isinstance(layer, PagedLayer))
-        num_layers = {spec: max(1, counts[spec]) for spec in self.groups}  # without a configuration: one
-        reservation = Reservation(wanted, live, num_layers, config.memory_fraction or SHARE)
+        paged_layers = (layer for layer in self.layers if isinstance(layer, PagedLayer))
+        counts = Counter(layer.group.spec for layer in paged_layers)
+        # without a configuration: one
+        num_layers = {spec: max(1, counts[spec]) for spec in self.groups}
+        share = config.memory_fraction or SHARE
+        reservation = Reservation(wanted, live, num_layers, share)
         with held(), self.memory.lock:
             for blocks in groups:
-                blocks.storage.reserve(reservation, drops=not (blocks.pool.num_used or blocks.pool.num_cached))
+                has_content = blocks.pool.num_used or blocks.pool.num_cached
+                blocks.storage.reserve(reservation, drops=not has_content)
 
-    def take(self, rows: list[SequenceBlocks], paddings: tuple[int, ...], length: int | None) -> None:
-        """Takes over these rows, or borrows them for a step. `paddings`: leading positions of each row that are not in
-        its tables. `length`: logical positions of every row, including padding; `None` leaves the lengths of layers and
-        groups unchanged."""
+    def take(
+        self,
+        rows: list[SequenceBlocks],
+        paddings: tuple[int, ...],
+        length: int | None,
+    ) -> None:
+        """Takes over these rows, or borrows them for a step. `paddings`: leading positions of each
+        row that are not in its tables. `length`: logical positions of every row, including padding;
+        `None` leaves the lengths of layers and groups unchanged."""
         with held(), self.memory.lock:
             if not self.rows.borrows:
                 self.rows.free()
             self.rows.held = rows
             for group in self.groups.values():
-                group.paddings, group.length = paddings, group.length if length is None else length
+                group_length = group.length if length is None else length
+                group.paddings, group.length = paddings, group_length
                 group.forget_steps()
         for layer in self.layers:
             if isinstance(layer, PagedLayer) and length is not None:
-                layer.num_seen, layer.packed_handles = length, None  # a deep copy would gather stale handles
+                # a deep copy would gather stale handles
+                layer.num_seen, layer.packed_handles = length, None
                 layer.graph_states = None
                 blocks = layer.group.blocks.storage.layers.get(layer.index)
                 if length and blocks is not None:
                     layer.lazy_initialization(blocks.keys, blocks.values)
 
-    def begin(self, steps: Sequence[StepMetadata | None], positions: torch.Tensor | None = None) -> None:
-        """Starts a packed forward: `[1, sum(query_len)]` tokens of many sequences at `positions`, of the same shape,
-        with one step per group of `groups`; `None` ends it. The cache itself holds no rows then."""
+    def begin(
+        self,
+        steps: Sequence[StepMetadata | None],
+        positions: torch.Tensor | None = None,
+    ) -> None:
+        """Starts a packed forward: `[1, sum(query_len)]` tokens of many sequences at `positions`,
+        of the same shape, with one step per group of `groups`; `None` ends it. The cache itself
+        holds no rows then."""
         self._positions = positions
         for group, step in zip(self.groups.values(), steps):
             group.packed = step
         if None in steps:
-            for layer in self.layers:  # handles are reused; release their tensors now, as blocks may be replaced
+            for layer in self.layers:
+                # handles are reused; release their tensors now, as blocks may be replaced
                 for handle in getattr(layer, "packed_handles", None) or ():
                     handle.step = handle.fresh = handle.layer = handle.blocks = None
 
     def get_seq_length(self, layer_idx: int | None = None) -> Any:
-        """Returns the logical positions seen, including padding. In a packed forward, a layer that asks by its index
-        gets the offsets `(sum(query_len),)` that turn 0, 1, 2, ... into the tokens' positions."""
+        """Returns the logical positions seen, including padding. In a packed forward, a layer that
+        asks by its index gets the offsets `(sum(query_len),)` that turn 0, 1, 2, ... into the
+        tokens' positions."""
         if layer_idx is None or self._positions is None:
             return super().get_seq_length(layer_idx or 0)
-        return self._positions[0] - torch.arange(self._positions.shape[1], device=self._positions.device)
+        positions = self._positions[0]
+        offsets = torch.arange(self._positions.shape[1], device=self._positions.device)
+        return positions - offsets
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
-        """Returns the offset that turns 0, 1, 2, ... into the positions of the queries under a mask."""
+        """Returns the offset that turns 0, 1, 2, ... into the positions of the queries under a
+        mask."""
         if self._positions is None:  # a model may have replaced `get_seq_length`
             return super().get_query_offset(layer_idx)
-        shows_rows = any(group.packed is not None and group.packed.key_len for group in self.groups.values())
-        return self.get_seq_length(layer_idx) if shows_rows else super().get_seq_length(layer_idx)
+        shows_rows = any(
+            group.packed is not None and group.packed.key_len for group in self.groups.values()
+        )
+        if shows_rows:
+            return self.get_seq_length(layer_idx)
+        return super().get_seq_length(layer_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats each row `repeats` times, sharing its blocks; linear-attention states are copied."""
+        """Repeats each row `repeats` times, sharing its blocks; linear-attention states are
+        copied."""
         for layer in self.layers:
             if hasattr(layer, "batch_repeat_interleave"):
                 layer.batch_repeat_interleave(repeats)
             else:
-                layer.reorder_cache(torch.arange(num_state_rows(layer)).repeat_interleave(repeats))
+                rows = torch.arange(num_state_rows(layer))
+                layer.reorder_cache(rows.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps the rows `indices` (positions or a boolean mask), in that order."""
-        rows = (num_state_rows(layer) if hasattr(layer, "conv_states") else 0 for layer in self.layers)
-        self.reorder_cache(row_numbers(indices, max((len(self.rows.held), *rows))))
+        num_rows = len(self.rows.held)
+        for layer in self.layers:
+            if hasattr(layer, "conv_states"):
+                num_rows = max(num_rows, num_state_rows(layer))
+        self.reorder_cache(row_numbers(indices, num_rows))
 
     def reset(self) -> None:
         """Frees every block; the cache is then empty and can be reused."""
         super().reset()
         for layer in self.layers:
             if isinstance(layer, PagedLayer):
-                layer.num_operations = self.rows.num_operations  # the missed operations no longer matter
+                # the missed operations no longer matter
+                layer.num_operations = self.rows.num_operations
 
     def detach(self) -> None:
-        """Cuts the autograd graph of all that is cached, as for truncated backpropagation through time."""
+        """Cuts the autograd graph of all that is cached, as for truncated backpropagation through
+        time."""
         for layer in self.layers:
             if isinstance(layer, PagedLayer):
                 layer.graph_states = None
             # states of linear attention, keys of indexers
-            tensors = {name: x for name, x in vars(layer).items() if isinstance(x, (dict, list, torch.Tensor))}
+            tensors = {
+                name: x
+                for name, x in vars(layer).items()
+                if isinstance(x, (dict, list, torch.Tensor))
+            }
             vars(layer).update(tree_map_only(torch.Tensor, torch.Tensor.detach, tensors))
 
     def free(self) -> None:
@@ -268,7 +363,8 @@ class PagedCache(DynamicCache):
         self.reset()
 
     def discard(self) -> None:
-        """Frees the cache after a failure, without gathering the handles that a traceback still holds."""
+        """Frees the cache after a failure, without gathering the handles that a traceback still
+        holds."""
         self.rows.free(keep_snapshots=False)
         self.reset()
 
@@ -276,15 +372,31 @@ class PagedCache(DynamicCache):
         """Returns the statistics of the memory behind this cache."""
         return self.memory.stats()
 
+    def plain_bytes(self, num_rows: int | None = None, length: int | None = None) -> int:
+        """Returns the bytes of keys and values that a `DynamicCache` holds for `num_rows` rows of
+        `length` positions, padding included; by default for the rows and positions of this
+        cache."""
+        if num_rows is None:
+            num_rows = len(self.rows.held)
+        num_bytes = 0
+        for layer in self.layers:
+            if isinstance(layer, PagedLayer):
+                num_positions = layer.num_seen if length is None else length
+                num_bytes += layer.plain_bytes(num_rows, num_positions)
+        return num_bytes
+
     def plot_memory(self, ax: Any = None) -> Any:
+        """Plots the blocks of the memory behind this cache, as a matplotlib `Figure`; `ax` and
+        errors as in [`PagedEngine.plot_memory`].
         """
-        Plots the blocks of the memory behind this cache, as a matplotlib `Figure`; `ax` and errors as in
-        [`PagedEngine.plot_memory`].
-        """
-        return plot_block_map(self.memory.block_map(), f"{self.memory.num_used:,} blocks in use", ax)
+        block_map = self.memory.block_map()
+        title = f"{self.memory.num_used:,} blocks in use"
+        return plot_block_map(block_map, title, ax)
 
     def _repr_html_(self) -> str:
-        return cache_html(f"{type(self).__name__}, {len(self.layers)} layers", self.stats(), self.memory.block_map())
+        title = f"{type(self).__name__}, {len(self.layers)} layers"
+        stats = self.stats()
+        return cache_html(title, stats, self.memory.block_map())
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` unless pool, tables and refcounts agree."""
@@ -292,5 +404,7 @@ class PagedCache(DynamicCache):
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
         for layer in self.layers:
-            keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-            yield keys, values, getattr(layer, "_sliding_window_tensor", None)
+            keys = getattr(layer, "keys", None)
+            values = getattr(layer, "values", None)
+            window = getattr(layer, "_sliding_window_tensor", None)
+            yield keys, values, window

@@ -1,8 +1,10 @@
-"""Physical pages that can be mapped into reserved addresses, each any number of times: pages of a memory file on Linux,
-or of a CUDA device through its driver (vAttention, arXiv 2405.04437, section 5).
+"""Physical pages that can be mapped into reserved addresses, each any number of times: pages of a
+memory file on Linux, or of a CUDA device through its driver (vAttention, arXiv 2405.04437, section
+5).
 
-A page is identified by its offset in one offset space, which takes no memory. Callers follow the rules of the stricter
-driver: unless it `maps_over`, `map` only unmapped addresses, and `release` only offsets that are mapped nowhere.
+A page is identified by its offset in one offset space, which takes no memory. Callers follow the
+rules of the stricter driver: unless it `maps_over`, `map` only unmapped addresses, and `release`
+only offsets that are mapped nowhere.
 """
 
 from __future__ import annotations
@@ -22,37 +24,71 @@ import torch
 from torch import Tensor
 
 PLANE_BYTES = 1 << 38
-"""Distance between planes in the offset space, more than the bytes of any plane, so that each can grow."""
+"""Distance between planes in the offset space, more than the bytes of any plane, so that each can
+grow."""
 
 
 class Addresses:
     """A reserved address range, given up once this object and all its tensors are freed."""
 
     def __init__(
-        self, address: int, size: int, view: Callable[[Addresses], Tensor], give_up: Callable[[], None] | None = None
+        self,
+        address: int,
+        size: int,
+        view: Callable[[Addresses], Tensor],
     ) -> None:
-        self.address, self.size, self._view = address, size, view
+        self.address = address
+        self.size = size
+        self._view = view
         self.holds: Any = None  # what must live as long, as the pages that are mapped there
-        if give_up is not None:
-            weakref.finalize(self, give_up).atexit = False
+
+    @classmethod
+    def reserve(
+        cls,
+        size: int,
+        view: Callable[[Addresses], Tensor],
+        reserve: Callable[[list[int]], None],
+        give_up: Callable[[int, int], None],
+    ) -> Addresses:
+        """Returns the range whose address `reserve` puts into a list, and that `give_up(address,
+        size)` ends. The statement that reserves it must be the one that puts it there, so that an
+        error leaks no addresses."""
+        addresses = cls(0, size, view)
+        reserved = [0]  # the address, once there is one
+        finalizer = weakref.finalize(addresses, _give_up, reserved, size, give_up)
+        finalizer.atexit = False
+        reserve(reserved)
+        addresses.address = reserved[0]
+        return addresses
 
     def lend(self, start: int, size: int) -> Addresses:
-        """Returns `size` bytes of the range as a new object, whose lifetime shows when its tensors are freed."""
+        """Returns `size` bytes of the range as a new object, whose lifetime shows when its tensors
+        are freed."""
         lent = Addresses(self.address + start, size, self._view)
         lent.holds = self
         return lent
 
     def tensor(self, dtype: torch.dtype) -> Tensor:
-        """Returns the range as a one-dimensional tensor of `dtype`, writable where pages are mapped."""
+        """Returns the range as a one-dimensional tensor of `dtype`, writable where pages are
+        mapped."""
         with torch.inference_mode(False):  # the tensor outlives the call
-            return self._view(self).view(dtype)
+            memory = self._view(self)
+            return memory.view(dtype)
+
+
+def _give_up(reserved: list[int], size: int, give_up: Callable[[int, int], None]) -> None:
+    (address,) = reserved
+    if address:
+        give_up(address, size)
 
 
 class Backing:
-    """Pages from `offset` on, returned to the system with the last addresses that hold this object, or by `release`."""
+    """Pages from `offset` on, returned to the system with the last addresses that hold this object,
+    or by `release`."""
 
     def __init__(self, pages: Pages, offset: int, size: int) -> None:
-        self.offset, self.size = offset, size
+        self.offset = offset
+        self.size = size
         self.release = weakref.finalize(self, pages.release, offset, size)
         self.release.atexit = False
         _backings.add(self)
@@ -68,18 +104,22 @@ def leave_to_parent() -> None:
 
 
 class Extents:
-    """Counts the extents of all rows of a process: ranges that are contiguous in addresses and pages. Linux allows
-    `vm.max_map_count` mappings per process, which other allocations need, too, so that rows take at most half."""
+    """Counts the extents of all rows of a process: ranges that are contiguous in addresses and
+    pages. Linux allows `vm.max_map_count` mappings per process, which other allocations need, too,
+    so that rows take at most half."""
 
     def __init__(self, limit: float = math.inf) -> None:
-        self.limit, self.count = limit, 0
+        self.limit = limit
+        self.count = 0
 
     @classmethod
     def of_linux(cls) -> Extents:
+        path = Path("/proc/sys/vm/max_map_count")
         try:
-            return cls(int(Path("/proc/sys/vm/max_map_count").read_text()) // 2)
+            limit = int(path.read_text())
         except (OSError, ValueError):  # not readable: use Linux's default
-            return cls(65530 // 2)
+            limit = 65530
+        return cls(limit // 2)
 
     def add(self, count: int) -> None:
         self.count += count
@@ -88,8 +128,8 @@ class Extents:
         """Raises `MemoryError` if there are too many extents."""
         if self.count > self.limit:
             raise MemoryError(
-                f"rows would take {self.count:,} mappings, and half of `vm.max_map_count` is {self.limit:,}: raise it, "
-                "or `page_bytes` of `VirtualStorage`"
+                f"rows would take {self.count:,} mappings, and half of `vm.max_map_count` is"
+                f" {self.limit:,}: raise it, or `page_bytes` of `VirtualStorage`"
             )
 
 
@@ -108,7 +148,8 @@ class Pages(Protocol):
         """Adds `size` offsets that may be mapped; returns the first."""
 
     def map(self, address: int, offset: int, size: int) -> None:
-        """Maps pages `[offset, offset + size)`, created if missing, at an address. Raises `MemoryError`."""
+        """Maps pages `[offset, offset + size)`, created if missing, at an address. Raises
+        `MemoryError`."""
 
     def unmap(self, address: int, size: int) -> None:
         """Unmaps addresses, some of which may be unmapped already."""
@@ -117,36 +158,39 @@ class Pages(Protocol):
         """Returns existing pages to the system."""
 
     def detach(self, addresses: Addresses, spots: Sequence[int], size: int) -> None:
-        """Replaces the pages at `spots`, addresses of `size` bytes in this range, by copies that nothing else maps and
-        that are freed with the range. Raises `MemoryError`."""
+        """Replaces the pages at `spots`, addresses of `size` bytes in this range, by copies that
+        nothing else maps and that are freed with the range. Raises `MemoryError`."""
 
     def physical_bytes(self) -> int:
         """Returns the bytes of physical memory that pages take."""
 
     def fresh(self) -> Pages:
-        """Returns a twin with the same offsets but no pages, for a child process to map instead of its parent's."""
+        """Returns a twin with the same offsets but no pages, for a child process to map instead of
+        its parent's."""
 
 
 def pages_for(device: torch.device, page_bytes: int | None = None) -> Pages:
-    """Returns the `Pages` of this device, in groups of `page_bytes`. Raises `ValueError` if the device is unsupported,
-    `cuda.bindings` is missing, or `page_bytes` is no multiple of the page size."""
+    """Returns the `Pages` of this device, in groups of `page_bytes`. Raises `ValueError` if the
+    device is unsupported, `cuda.bindings` is missing, or `page_bytes` is no multiple of the page
+    size."""
+    has_memory_files = sys.platform == "linux" and hasattr(os, "memfd_create")
     pages: Pages | None = None
     if device.type == "cuda":
         pages = CudaPages(device)
-    elif device.type == "cpu" and sys.platform == "linux" and hasattr(os, "memfd_create"):
+    elif device.type == "cpu" and has_memory_files:
         _check_file_size()
         pages = MemoryFile()
     if pages is not None:
         if page_bytes is not None and page_bytes % pages.granularity:
             raise ValueError(
-                f"`page_bytes` is {page_bytes:,}, and pages of {device} have {pages.granularity:,} bytes: it must be a "
-                "multiple of that"
+                f"`page_bytes` is {page_bytes:,}, and pages of {device} have {pages.granularity:,}"
+                " bytes: it must be a multiple of that"
             )
         pages.granularity = page_bytes or pages.granularity
         return pages
     raise ValueError(
-        f"`storage` is 'virtual', and pages cannot be mapped on {device} under {sys.platform}: it needs Linux for "
-        "models on the CPU, or a CUDA device. Leave it out"
+        f"`storage` is 'virtual', and pages cannot be mapped on {device} under {sys.platform}: it"
+        " needs Linux for models on the CPU, or a CUDA device. Leave it out"
     )
 
 
@@ -156,16 +200,20 @@ def _check_file_size() -> None:
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit != resource.RLIM_INFINITY:
         raise ValueError(
-            f"`storage` is 'virtual', and files of this process are limited to {limit:,} bytes (ulimit -f), sparse "
-            "ones in memory, too: lift the limit, or leave `storage` out"
+            f"`storage` is 'virtual', and files of this process are limited to {limit:,} bytes"
+            " (ulimit -f), sparse ones in memory, too: lift the limit, or leave `storage` out"
         )
 
 
-# -- Linux ----------------------------------------------------------------------------------------------------------
+# -- Linux ---------------------------------------------------------------------------------------
 
-_READ, _WRITE = 1, 2
-_SHARED, _PRIVATE, _FIXED, _ANONYMOUS, _NORESERVE = 1, 2, 0x10, 0x20, 0x4000
-_MAY_MOVE, _MOVE_FIXED = 1, 2
+_READ = 1
+_WRITE = 2
+_SHARED = 1
+_PRIVATE = 2
+_FIXED = 0x10
+_ANONYMOUS = 0x20
+_NORESERVE = 0x4000
 _PUNCH_HOLE_KEEP_SIZE = 3
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -174,32 +222,50 @@ _FAILED = ctypes.c_void_p(-1).value
 def _libc() -> Any:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_int64)
+    libc.mmap.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int64,
+    )
     libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    libc.mremap.restype = ctypes.c_void_p
-    libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
     libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     return libc
 
 
-def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int = -1, offset: int = 0) -> int:
-    found: int = _libc().mmap(address, size, protection, flags, fd, offset)
-    if found == _FAILED:
-        error = os.strerror(ctypes.get_errno())
-        raise MemoryError(f"{size:,} bytes of addresses cannot be mapped: {error} (ulimit -v, vm.max_map_count)")
-    return found
+def _reserve(size: int, protection: int, reserved: list[int]) -> None:
+    """Maps `size` bytes without memory, and puts their address into the list."""
+    flags = _PRIVATE | _ANONYMOUS | _NORESERVE
+    reserved[0] = _libc().mmap(None, size, protection, flags, -1, 0)
+    if reserved[0] == _FAILED:
+        reserved[0] = 0
+        raise _not_mapped(size)
+
+
+def _map_over(
+    address: int,
+    size: int,
+    protection: int,
+    flags: int,
+    fd: int = -1,
+    offset: int = 0,
+) -> None:
+    """Maps in place of others: threads that read there see either. Raises `MemoryError`."""
+    if _libc().mmap(address, size, protection, flags | _FIXED, fd, offset) == _FAILED:
+        raise _not_mapped(size)
+
+
+def _not_mapped(size: int) -> MemoryError:
+    error = os.strerror(ctypes.get_errno())
+    return MemoryError(
+        f"{size:,} bytes of addresses cannot be mapped: {error} (ulimit -v, vm.max_map_count)"
+    )
 
 
 def _munmap(address: int, size: int) -> None:
     _libc().munmap(address, size)
-
-
-def _move(address: int, size: int, target: int) -> None:
-    """Moves a mapping, in place of others: threads that read there see either. Raises `MemoryError`."""
-    if _libc().mremap(address, size, size, _MAY_MOVE | _MOVE_FIXED, target) == _FAILED:
-        error = os.strerror(ctypes.get_errno())
-        _munmap(address, size)
-        raise MemoryError(f"{size:,} bytes of addresses cannot be mapped: {error} (ulimit -v, vm.max_map_count)")
 
 
 @functools.cache
@@ -208,30 +274,46 @@ def _extents() -> Extents:
 
 
 def reserved(size: int) -> Tensor:
-    """Returns `(size,)` bytes of host memory on Linux, committed when written to. They never make `fork` fail: Linux
-    counts other reservations as copied by it, and refuses more than the machine has. Raises `MemoryError`."""
-    address = _mmap(None, size, _READ | _WRITE, _PRIVATE | _ANONYMOUS | _NORESERVE)
-    give_up = functools.partial(_munmap, address, size)
-    return Addresses(address, size, MemoryFile._tensor, give_up).tensor(torch.uint8)
+    """Returns `(size,)` bytes of host memory on Linux, committed when written to. They never make
+    `fork` fail: Linux counts other reservations as copied by it, and refuses more than the machine
+    has. Raises `MemoryError`."""
+    reserve = functools.partial(_reserve, size, _READ | _WRITE)
+    addresses = Addresses.reserve(size, MemoryFile._tensor, reserve, _munmap)
+    return addresses.tensor(torch.uint8)
+
+
+def _close(files: list[int]) -> None:
+    for file in files:
+        os.close(file)
 
 
 class MemoryFile:
     """Pages of a sparse in-memory file (`memfd_create`). Unmapped addresses read as zeros."""
 
-    maps_over, is_sparse = True, True
+    maps_over = True
+    is_sparse = True
 
     def __init__(self, granularity: int = mmap.PAGESIZE) -> None:
-        self.granularity, self.extents = granularity, _extents()
-        self._fd, self._size = os.memfd_create("hf_paged"), 0
-        weakref.finalize(self, os.close, self._fd).atexit = False
+        self.granularity = granularity
+        self.extents = _extents()
+        self._size = 0
+        self._files: list[int] = []  # the descriptor
+        finalizer = weakref.finalize(self, _close, self._files)  # first: an error leaks none
+        finalizer.atexit = False
+        self._files.append(os.memfd_create("hf_paged"))
+
+    @property
+    def _fd(self) -> int:
+        return self._files[0]
 
     def reserve(self, size: int) -> Addresses:
-        address = _mmap(None, size, _READ, _PRIVATE | _ANONYMOUS | _NORESERVE)
-        return Addresses(address, size, self._tensor, functools.partial(_munmap, address, size))
+        reserve = functools.partial(_reserve, size, _READ)
+        return Addresses.reserve(size, self._tensor, reserve, _munmap)
 
     @staticmethod
     def _tensor(addresses: Addresses) -> Tensor:
-        buffer: Any = (ctypes.c_char * addresses.size).from_address(addresses.address)
+        array_type: Any = ctypes.c_char * addresses.size
+        buffer = array_type.from_address(addresses.address)
         buffer.addresses = addresses  # the tensor holds the buffer
         return torch.frombuffer(buffer, dtype=torch.uint8)
 
@@ -242,14 +324,15 @@ class MemoryFile:
         return first
 
     def map(self, address: int, offset: int, size: int) -> None:
-        _mmap(address, size, _READ | _WRITE, _SHARED | _FIXED, self._fd, offset)
+        _map_over(address, size, _READ | _WRITE, _SHARED, self._fd, offset)
 
     def unmap(self, address: int, size: int) -> None:
-        _mmap(address, size, _READ, _PRIVATE | _ANONYMOUS | _NORESERVE | _FIXED)
+        _map_over(address, size, _READ, _PRIVATE | _ANONYMOUS | _NORESERVE)
 
     def release(self, offset: int, size: int) -> None:
         if _libc().fallocate(self._fd, _PUNCH_HOLE_KEEP_SIZE, offset, size):
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
 
     def detach(self, addresses: Addresses, spots: Sequence[int], size: int) -> None:
         runs: list[list[int]] = []  # address and bytes
@@ -258,11 +341,25 @@ class MemoryFile:
                 runs[-1][1] += size
             else:
                 runs.append([spot, size])
-        for address, count in runs:
-            # private memory: after a fork, each process has its own copy
-            copied = _mmap(None, count, _READ | _WRITE, _PRIVATE | _ANONYMOUS | _NORESERVE)
-            ctypes.memmove(copied, address, count)
-            _move(copied, count, address)
+        copies = MemoryFile(self.granularity)
+        offsets = [copies._append(address, count) for address, count in runs]
+        for (address, count), offset in zip(runs, offsets):
+            # private: after a fork, each process has its own copy. The mappings keep the file
+            flags = _PRIVATE | _NORESERVE
+            _map_over(address, count, _READ | _WRITE, flags, copies._fd, offset)
+
+    def _append(self, address: int, size: int) -> int:
+        """Copies memory to new pages; returns their offset. Raises `MemoryError`."""
+        first = self.extend(size)
+        content: Any = (ctypes.c_char * size).from_address(address)
+        left = memoryview(content)
+        while left:
+            try:
+                count = os.pwrite(self._fd, left, first + size - len(left))
+            except OSError as error:
+                raise MemoryError(f"{size:,} bytes cannot be copied: {error}") from error
+            left = left[count:]
+        return first
 
     def physical_bytes(self) -> int:
         return os.fstat(self._fd).st_blocks * 512
@@ -273,41 +370,70 @@ class MemoryFile:
         return twin
 
 
-# -- CUDA -----------------------------------------------------------------------------------------------------------
+# -- CUDA ----------------------------------------------------------------------------------------
 
 
 class CudaPages:
-    """Pages of a CUDA device, from its driver's virtual memory management. `api`: the module `cuda.bindings.driver`."""
+    """Pages of a CUDA device, from its driver's virtual memory management, for any thread: every
+    call of the driver runs in the device's primary context, which is torch's. `api`: the module
+    `cuda.bindings.driver`."""
 
-    maps_over, is_sparse = False, False
+    maps_over = False
+    is_sparse = False
 
     def __init__(self, device: torch.device, api: Any = None) -> None:
-        self.device, self._api, self.extents = device, api or _cuda_driver(), Extents()
+        self.device = device
+        self._api = api or _cuda_driver()
+        self.extents = Extents()
         cuda = self._api
-        self._properties = cuda.CUmemAllocationProp()
-        self._properties.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        self._properties.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        self._properties.location.id = device.index or 0
-        self._access = cuda.CUmemAccessDesc()
-        self._access.location = self._properties.location
-        self._access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        number = device.index or 0
+        if device.type == "cuda" and device.index is None:
+            number = torch.cuda.current_device()
+        handle = self._checked("cuDeviceGet", number)
+        self._context = self._checked("cuDevicePrimaryCtxRetain", handle)
+        properties = cuda.CUmemAllocationProp()
+        properties.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        properties.location.id = number
+        self._properties = properties
+        access = cuda.CUmemAccessDesc()
+        access.location = properties.location
+        access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        self._access = access
         least = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        self.granularity = int(self._call("cuMemGetAllocationGranularity", self._properties, least))
+        granularity = self._call("cuMemGetAllocationGranularity", properties, least)
+        self.granularity = int(granularity)
         self._handles: dict[int, Any] = {}  # by offset, of `granularity` bytes each
         self._mapped: set[int] = set()  # addresses with a mapped page
         self._size = 0  # of the offset space
 
     def _call(self, name: str, *args: Any) -> Any:
-        error, *found = getattr(self._api, name)(*args)
-        if error == self._api.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+        # threads in the background have no context, and others may have another device's
+        self._checked("cuCtxPushCurrent", self._context)
+        try:
+            return self._checked(name, *args)
+        finally:
+            self._checked("cuCtxPopCurrent")
+
+    def _checked(self, name: str, *args: Any) -> Any:
+        """Calls the driver. Raises `MemoryError` if memory is short, else `RuntimeError` for any
+        error."""
+        function = getattr(self._api, name)
+        codes = self._api.CUresult
+        error, *results = function(*args)
+        if error == codes.CUDA_ERROR_OUT_OF_MEMORY:
             raise MemoryError(f"{name}: CUDA out of memory")
-        if error != self._api.CUresult.CUDA_SUCCESS:
+        if error != codes.CUDA_SUCCESS:
             raise RuntimeError(f"{name}: {error}")
-        return found[0] if found else None
+        if not results:
+            return None
+        return results[0]
 
     def reserve(self, size: int) -> Addresses:
-        address = int(self._call("cuMemAddressReserve", size, 0, 0, 0))
-        return Addresses(address, size, self._tensor, functools.partial(self._give_up, address, size))
+        def reserve(reserved: list[int]) -> None:
+            reserved[0] = int(self._call("cuMemAddressReserve", size, 0, 0, 0))
+
+        return Addresses.reserve(size, self._tensor, reserve, self._give_up)
 
     def _give_up(self, address: int, size: int) -> None:
         self.unmap(address, size)
@@ -317,7 +443,8 @@ class CudaPages:
         return torch.as_tensor(_CudaArray(addresses), device=self.device)
 
     def extend(self, size: int) -> int:
-        first, self._size = self._size, self._size + size
+        first = self._size
+        self._size = first + size
         return first
 
     def map(self, address: int, offset: int, size: int) -> None:
@@ -326,7 +453,9 @@ class CudaPages:
             for at in range(0, size, page):
                 handle = self._handles.get(offset + at)
                 if handle is None:
-                    handle = self._handles[offset + at] = self._call("cuMemCreate", page, self._properties, 0)
+                    handle = self._handles[offset + at] = self._call(
+                        "cuMemCreate", page, self._properties, 0
+                    )
                 self._call("cuMemMap", address + at, page, 0, handle, 0)
                 self._mapped.add(address + at)
             self._call("cuMemSetAccess", address, size, [self._access], 1)
@@ -335,27 +464,33 @@ class CudaPages:
             raise
 
     def unmap(self, address: int, size: int) -> None:
-        found = [at for at in range(address, address + size, self.granularity) if at in self._mapped]
-        if found:
+        pages = range(address, address + size, self.granularity)
+        mapped = [at for at in pages if at in self._mapped]
+        if mapped:
             self._call("cuCtxSynchronize")  # running kernels may read there
-        for at in found:
+        for at in mapped:
             self._call("cuMemUnmap", at, self.granularity)
             self._mapped.discard(at)
 
     def release(self, offset: int, size: int) -> None:
-        for found in [each for each in self._handles if offset <= each < offset + size]:
-            self._call("cuMemRelease", self._handles.pop(found))
+        released = [at for at in self._handles if offset <= at < offset + size]
+        for at in released:
+            self._call("cuMemRelease", self._handles.pop(at))
 
     def detach(self, addresses: Addresses, spots: Sequence[int], size: int) -> None:
         total = len(spots) * size
-        offset, copies = self.extend(total), self.reserve(total)
+        offset = self.extend(total)
+        # first: an error leaks no pages
+        weakref.finalize(addresses, self._drop, spots, size, offset).atexit = False
+        copies = self.reserve(total)
         self.map(copies.address, offset, total)
-        target, source = copies.tensor(torch.uint8).view(-1, size), addresses.tensor(torch.uint8)
+        target = copies.tensor(torch.uint8).view(-1, size)
+        source = addresses.tensor(torch.uint8)
         for number, spot in enumerate(spots):
-            target[number] = source[spot - addresses.address :][:size]
+            start = spot - addresses.address
+            target[number] = source[start : start + size]
             self.unmap(spot, size)
             self.map(spot, offset + number * size, size)
-        weakref.finalize(addresses, self._drop, spots, size, offset).atexit = False
 
     def _drop(self, spots: Sequence[int], size: int, offset: int) -> None:
         for spot in spots:
@@ -367,7 +502,8 @@ class CudaPages:
 
     def fresh(self) -> CudaPages:
         twin = CudaPages(self.device, self._api)
-        twin.granularity, twin._size = self.granularity, self._size
+        twin.granularity = self.granularity
+        twin._size = self._size
         return twin
 
 

@@ -1,4 +1,5 @@
-"""The prefix index: a tree of token blocks that finds full blocks by tokens. Plain Python: no tensors, no policy."""
+"""The prefix index: a tree of token blocks that finds full blocks by tokens. Plain Python: no
+tensors, no policy."""
 
 from __future__ import annotations
 
@@ -18,21 +19,28 @@ class Link(NamedTuple):
     """One block of tokens on a path, whether or not the pool has it."""
 
     tokens: tuple[Hashable, ...]
-    digest: bytes  # hash of these tokens, all earlier ones and the namespace; the same in every process
+    # hash of these tokens, all earlier ones and the namespace; the same in every process
+    digest: bytes
     node: Node | None
 
 
 class Node:
-    """The tokens of one full block, after those of its ancestors, and for each layer group the block with their K/V, if
-    it still exists. The root of a namespace has no tokens and is its own parent."""
+    """The tokens of one full block, after those of its ancestors, and for each layer group the
+    block with their K/V, if it still exists. The root of a namespace has no tokens and is its own
+    parent."""
 
     __slots__ = ("block_ids", "children", "digest", "epoch", "namespace", "parent", "tokens")
 
     def __init__(
-        self, parent: Node | None, tokens: tuple[Hashable, ...], num_groups: int, namespace: Hashable = None
+        self,
+        parent: Node | None,
+        tokens: tuple[Hashable, ...],
+        num_groups: int,
+        namespace: Hashable = None,
     ) -> None:
         self.parent: Node | None = parent or self  # `None` once removed from the index
-        self.tokens, self.namespace = tokens, namespace
+        self.tokens = tokens
+        self.namespace = namespace
         self.children: dict[tuple[Hashable, ...], Node] = {}
         self.block_ids: list[int | None] = [None] * num_groups
         self.epoch = sys.maxsize  # of the oldest sequence that filled one of its blocks
@@ -40,11 +48,12 @@ class Node:
 
 
 class PrefixIndex:
-    """Finds blocks by their tokens and all earlier tokens (prefix caching as in SGLang's RadixAttention,
-    arXiv 2312.07104, section 3, by whole blocks). A look-up compares tokens, never only their hash. Of several blocks
-    with the same content only the first is registered. A node without its block in a full-attention group is removed
-    with its subtree; in a window group blocks may be missing. A group of states is a window group that needs only the
-    last block: the snapshot after its tokens. A node has `block_size` tokens, the smallest block size. A block of
+    """Finds blocks by their tokens and all earlier tokens (prefix caching as in SGLang's
+    RadixAttention, arXiv 2312.07104, section 3, by whole blocks). A look-up compares tokens, never
+    only their hash. Of several blocks with the same content only the first is registered. A node
+    without its block in a full-attention group is removed with its subtree; in a window group
+    blocks may be missing. A group of states is a window group that needs only the last block: the
+    snapshot after its tokens. A node has `block_size` tokens, the smallest block size. A block of
     `ratios[group]` times that size belongs to the last of its nodes."""
 
     def __init__(
@@ -56,14 +65,18 @@ class PrefixIndex:
     ) -> None:
         self.block_size = block_size
         self._ratios = [1] * len(pools) if ratios is None else list(ratios)
-        self.stride = max(self._ratios, default=1)  # nodes between positions where blocks of all groups end
-        self._pools, self._windows = list(pools), list(windows)
+        # nodes between positions where blocks of all groups end
+        self.stride = max(self._ratios, default=1)
+        self._pools = list(pools)
+        self._windows = list(windows)
         self._roots: dict[Hashable, Node] = {}
         self._named: list[dict[int, Node]] = [{} for _ in pools]
-        self._on_evict = [functools.partial(self._evicted, group) for group in range(len(self._pools))]
+        groups = range(len(self._pools))
+        self._on_evict = [functools.partial(self._evicted, group) for group in groups]
         # (group, block id) registered since `begin_step`; `None` between steps
         self._step: dict[tuple[int, int], None] | None = None
-        # called with group, id and digest of a computed block on its eviction, before it is overwritten
+        # called with group, id and digest of a computed block on its eviction, before it is
+        # overwritten
         self.spill: Callable[[int, int, bytes], None] | None = None
 
     def root(self, namespace: Hashable) -> Node:
@@ -73,94 +86,143 @@ class PrefixIndex:
         return self._roots[namespace]
 
     def needed(self, group: int, num_nodes: int) -> range:
-        """Returns which of `num_nodes` nodes have blocks of the group that a query right after them can see."""
-        window, ratio = self._windows[group], self._ratios[group]
-        visible = 0 if window is None else max(0, num_nodes * self.block_size - window + 1)
-        return range((visible // (self.block_size * ratio) + 1) * ratio - 1, num_nodes, ratio)
+        """Returns which of `num_nodes` nodes have blocks of the group that a query right after them
+        can see."""
+        window = self._windows[group]
+        ratio = self._ratios[group]
+        visible = 0
+        if window is not None:
+            visible = max(0, num_nodes * self.block_size - window + 1)
+        first_block = visible // (self.block_size * ratio)
+        first_node = (first_block + 1) * ratio - 1
+        return range(first_node, num_nodes, ratio)
 
     def find(
-        self, token_ids: Sequence[Hashable], namespace: Hashable, max_nodes: int, without: int | None = None
+        self,
+        token_ids: Sequence[Hashable],
+        namespace: Hashable,
+        max_nodes: int,
+        without: int | None = None,
     ) -> list[Node]:
-        """Returns the longest path of at most `max_nodes` nodes along `token_ids` after which a sequence can start;
-        ignores the blocks that it needs of group `without`."""
+        """Returns the longest path of at most `max_nodes` nodes along `token_ids` after which a
+        sequence can start; ignores the blocks that it needs of group `without`."""
         node: Node | None = self._roots.get(namespace)
         if node is None:
             return []
-        size, usable = self.block_size, 0
+        size = self.block_size
+        usable = 0
         path: list[Node] = []
-        present = [0] * len(self._pools)  # consecutive existing blocks of each group, up to this node
+        # consecutive existing blocks of each group, up to this node
+        present = [0] * len(self._pools)
         while len(path) < max_nodes:
-            found = node.children.get(tuple(token_ids[len(path) * size : (len(path) + 1) * size]))
-            if found is None:
+            first = len(path) * size
+            tokens = tuple(token_ids[first : first + size])
+            child = node.children.get(tokens)
+            if child is None:
                 break
-            node = found
+            node = child
             path.append(node)
-            can_start = len(path) % self.stride == 0
+            num_nodes = len(path)
+            can_start = num_nodes % self.stride == 0
             for group, block_id in enumerate(node.block_ids):
-                if len(path) % self._ratios[group] == 0:
-                    present[group] = 0 if block_id is None else present[group] + 1
-                    can_start &= group == without or len(self.needed(group, len(path))) <= present[group]
+                if num_nodes % self._ratios[group] == 0:
+                    if block_id is None:
+                        present[group] = 0
+                    else:
+                        present[group] += 1
+                    if group != without:
+                        num_needed = len(self.needed(group, num_nodes))
+                        can_start &= num_needed <= present[group]
             if can_start:
-                usable = len(path)
+                usable = num_nodes
         return path[:usable]
 
     def reach(
-        self, token_ids: Sequence[Hashable], namespace: Hashable, max_nodes: int, has: Callable[[int, bytes], bool]
+        self,
+        token_ids: Sequence[Hashable],
+        namespace: Hashable,
+        max_nodes: int,
+        has: Callable[[int, bytes], bool],
     ) -> list[Link]:
-        """Returns the path that `find` would return if the pools also had the tier's blocks: `has(group, digest)`."""
-        node, digest = self._roots.get(namespace), namespace_digest(namespace)
+        """Returns the path that `find` would return if the pools also had the tier's blocks:
+        `has(group, digest)`."""
+        node = self._roots.get(namespace)
+        digest = namespace_digest(namespace)
         links: list[Link] = []
-        usable, size, present = 0, self.block_size, [0] * len(self._pools)
+        usable = 0
+        size = self.block_size
+        present = [0] * len(self._pools)
         while len(links) < max_nodes:
-            tokens = tuple(token_ids[len(links) * size : (len(links) + 1) * size])
-            node = None if node is None else node.children.get(tokens)
-            digest = (node is not None and node.digest) or _next_digest(digest, tokens)
+            first = len(links) * size
+            tokens = tuple(token_ids[first : first + size])
+            if node is not None:
+                node = node.children.get(tokens)
+            if node is not None and node.digest:
+                digest = node.digest
+            else:
+                digest = _next_digest(digest, tokens)
             if not digest:
                 break
             if node is not None:
                 node.digest = digest
             links.append(Link(tokens, digest, node))
+            num_links = len(links)
             missing = []
             for group in range(len(self._pools)):
-                if (
-                    self._windows[group] == 1 or len(links) % self._ratios[group]
-                ):  # it needs no blocks, or none ends here
-                    continue
-                is_there = (node is not None and node.block_ids[group] is not None) or has(group, digest)
-                present[group] = present[group] + 1 if is_there else 0
-                if len(self.needed(group, len(links))) > present[group]:
+                if self._windows[group] == 1 or num_links % self._ratios[group]:
+                    continue  # it needs no blocks, or none ends here
+                is_in_pool = node is not None and node.block_ids[group] is not None
+                if is_in_pool or has(group, digest):
+                    present[group] += 1
+                else:
+                    present[group] = 0
+                num_needed = len(self.needed(group, num_links))
+                if num_needed > present[group]:
                     missing.append(group)
-            if not missing and len(links) % self.stride == 0:
-                usable = len(links)
+            if not missing and num_links % self.stride == 0:
+                usable = num_links
             elif any(self._windows[group] is None for group in missing):
                 break
         return links[:usable]
 
     def digest(self, node: Node) -> bytes:
-        """Returns `Link.digest` of a node; empty if its tokens cannot be hashed the same way in every process."""
+        """Returns `Link.digest` of a node; empty if its tokens cannot be hashed the same way in
+        every process."""
         path = []
         while not node.digest and node.parent is not None and node.parent is not node:
             path.append(node)
             node = node.parent
-        digest = node.digest or (namespace_digest(node.namespace) if node.parent is node else b"")
-        for each in reversed(path):
-            digest = each.digest = _next_digest(digest, each.tokens)
+        digest = node.digest
+        if not digest and node.parent is node:
+            digest = namespace_digest(node.namespace)
+        for descendant in reversed(path):
+            digest = descendant.digest = _next_digest(digest, descendant.tokens)
         return digest
 
-    def add(self, parent: Node, tokens: tuple[Hashable, ...], block_ids: Sequence[int | None], epoch: int = 0) -> Node:
-        """Returns the node of `tokens` after `parent`, created if missing. Registers the given blocks, filled by a
-        sequence of this epoch, in groups where the node has no block yet."""
+    def add(
+        self,
+        parent: Node,
+        tokens: tuple[Hashable, ...],
+        block_ids: Sequence[int | None],
+        epoch: int = 0,
+    ) -> Node:
+        """Returns the node of `tokens` after `parent`, created if missing. Registers the given
+        blocks, filled by a sequence of this epoch, in groups where the node has no block yet."""
         node = parent.children.get(tokens)
         if node is None:
             node = parent.children[tokens] = Node(parent, tokens, len(self._pools))
         for group, block_id in enumerate(block_ids):
-            if node.block_ids[group] is None and block_id is not None and block_id not in self._named[group]:
-                self._pools[group].keep(block_id, self._on_evict[group])
-                self._named[group][block_id] = node
-                node.block_ids[group] = block_id
-                node.epoch = min(node.epoch, epoch)
-                if self._step is not None:
-                    self._step[group, block_id] = None
+            if block_id is None or node.block_ids[group] is not None:
+                continue
+            named = self._named[group]
+            if block_id in named:
+                continue
+            self._pools[group].keep(block_id, self._on_evict[group])
+            named[block_id] = node
+            node.block_ids[group] = block_id
+            node.epoch = min(node.epoch, epoch)
+            if self._step is not None:
+                self._step[group, block_id] = None
         return node
 
     def begin_step(self) -> None:
@@ -185,11 +247,19 @@ class PrefixIndex:
             self._forget(root)
         self._roots.clear()
 
+    def recover(self) -> None:
+        """Forgets everything, whatever an exception left half changed; a recount of the pools must
+        follow."""
+        self._roots, self._named, self._step = {}, [{} for _ in self._pools], None
+        for pool, on_evict in zip(self._pools, self._on_evict):
+            pool.drop_all(on_evict)
+
     def forget_before(self, epoch: int) -> None:
         """Removes every node of an earlier epoch with its subtree."""
         pending = list(self._roots.values())
         while pending:
-            for child in list(pending.pop().children.values()):
+            parent = pending.pop()
+            for child in list(parent.children.values()):
                 if child.epoch < epoch:
                     self._forget(child)
                 else:
@@ -206,16 +276,23 @@ class PrefixIndex:
     def _spill(self, node: Node, group: int) -> None:
         """Spills the blocks that are removed with this one: in full attention the whole subtree."""
         assert self.spill is not None
+        is_subtree = self._windows[group] is None
+        groups: Sequence[int] = (group,)
+        if is_subtree:
+            groups = range(len(self._pools))
         pending = [node]
         while pending:
             lost = pending.pop()
             digest = self.digest(lost)
-            groups = range(len(self._pools)) if self._windows[group] is None else (group,)
-            for each in groups if digest else ():
-                block_id = lost.block_ids[each]
-                if block_id is not None and (self._step is None or (each, block_id) not in self._step):
-                    self.spill(each, block_id, digest)
-            if self._windows[group] is None:
+            if digest:
+                for number in groups:
+                    block_id = lost.block_ids[number]
+                    if block_id is None:
+                        continue
+                    is_computed = self._step is None or (number, block_id) not in self._step
+                    if is_computed:
+                        self.spill(number, block_id, digest)
+            if is_subtree:
                 pending.extend(lost.children.values())
 
     def _unname(self, group: int, block_id: int) -> None:
@@ -253,36 +330,49 @@ class PrefixIndex:
             parent, node.parent = node.parent, None
             del parent.children[node.tokens]
             node = parent
-        if node.parent is node and not node.children:  # else namespaces of past tenants would accumulate
+        if node.parent is node and not node.children:
+            # else namespaces of past tenants would accumulate
             self._roots.pop(node.namespace, None)
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` unless registered blocks and nodes agree, and every node is reachable and has its
-        blocks."""
+        """Raises `AssertionError` unless registered blocks and nodes agree, and every node is
+        reachable and has its blocks."""
         seen: list[dict[int, Node]] = [{} for _ in self._pools]
         pending = [(root, 1) for root in self._roots.values()]
         while pending:
             node, depth = pending.pop()
             for tokens, child in node.children.items():
-                if child.parent is not node or child.tokens != tokens or len(tokens) != self.block_size:
-                    raise AssertionError(f"node {child.tokens} is not where its parent looks for it")
+                is_linked = child.parent is node and child.tokens == tokens
+                if not is_linked or len(tokens) != self.block_size:
+                    raise AssertionError(
+                        f"node {child.tokens} is not where its parent looks for it"
+                    )
                 pending.append((child, depth + 1))
                 for group, block_id in enumerate(child.block_ids):
                     if block_id is not None:
                         seen[group][block_id] = child
-                    elif self._windows[group] is None and depth % self._ratios[group] == 0:
-                        raise AssertionError(f"node {child.tokens} lacks its block in group {group}")
+                        continue
+                    ends_block = depth % self._ratios[group] == 0
+                    if self._windows[group] is None and ends_block:
+                        raise AssertionError(
+                            f"node {child.tokens} lacks its block in group {group}"
+                        )
         for group, pool in enumerate(self._pools):
             if seen[group] != self._named[group]:
-                raise AssertionError(f"group {group}: names {sorted(self._named[group])}, nodes {sorted(seen[group])}")
+                raise AssertionError(
+                    f"group {group}: names {sorted(self._named[group])}, nodes"
+                    f" {sorted(seen[group])}"
+                )
             lost = [block_id for block_id in seen[group] if not pool.is_kept(block_id)]
             if lost:
                 raise AssertionError(f"group {group}: blocks {lost} are named but not kept")
 
 
 def namespace_digest(namespace: Hashable) -> bytes:
-    """Hashes the `repr` of a namespace, which consists of text, numbers and tuples (named or not)."""
-    return hashlib.blake2b(repr(namespace).encode(), digest_size=16).digest()
+    """Hashes the `repr` of a namespace, which consists of text, numbers and tuples (named or
+    not)."""
+    content = repr(namespace).encode()
+    return hashlib.blake2b(content, digest_size=16).digest()
 
 
 def _next_digest(digest: bytes, tokens: tuple[Any, ...]) -> bytes:
@@ -290,4 +380,6 @@ def _next_digest(digest: bytes, tokens: tuple[Any, ...]) -> bytes:
         content = marshal.dumps(tokens, MARSHAL_VERSION)
     except ValueError:  # a type that marshal does not support
         return b""
-    return hashlib.blake2b(digest + content, digest_size=16).digest() if digest else b""
+    if not digest:
+        return b""
+    return hashlib.blake2b(digest + content, digest_size=16).digest()

@@ -1,9 +1,13 @@
-"""Assigns rows to slots of a layer's address range, the same in all layers. No tensors are read or written."""
+"""Assigns rows to slots of a layer's address range, the same in all layers. No tensors are read or
+written."""
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,7 +17,8 @@ from .. import forks
 from ..interrupts import held
 from ..step import StepMetadata
 
-MIN_ROWS, MAX_ROWS = 64, 1024
+MIN_ROWS = 64
+MAX_ROWS = 1024
 FULL_STEPS = 256  # steps that gather before mapping is tried again
 MANY_USERS = 8  # references to steps from which dead ones are dropped
 MIN_ROW_TOKENS = 4096  # for which a slot has addresses, which take no memory
@@ -25,9 +30,13 @@ class Row:
 
     first: int = 0  # position of the first block, in blocks
     block_ids: list[int] = field(default_factory=list)
+    end: int = 0  # position behind its last token
     hides: bool = False  # whether padding precedes it
     version: int = 0  # counts changes
     owner: int = 0  # counts unrelated rows in this slot
+    # ids of the blocks mapped by position, if mappings are kept: those of the row, and of earlier
+    # rows beyond it
+    mapped: list[int | None] = field(default_factory=list)
     users: list[weakref.ref[StepMetadata]] = field(default_factory=list)  # steps that read it
     used: int = 0  # time of the last one
 
@@ -40,8 +49,10 @@ class Row:
         return True
 
     def holds(self, position: int, block_id: int) -> bool:
-        place = position - self.first
-        return 0 <= place < len(self.block_ids) and self.block_ids[place] == block_id
+        index = position - self.first
+        if not 0 <= index < len(self.block_ids):
+            return False
+        return self.block_ids[index] == block_id
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,8 +62,8 @@ class Placement:
 
 
 class PlacedRows(NamedTuple):
-    """Where the rows of a step can be read. Stays readable while the step and these views live, whatever else is
-    mapped meanwhile."""
+    """Where the rows of a step can be read. Stays readable while the step and these views live,
+    whatever else is mapped meanwhile."""
 
     placement: Placement
     keys: Tensor  # (slots, heads, max_len, dim); only placed rows may be read
@@ -60,38 +71,55 @@ class PlacedRows(NamedTuple):
 
 
 class RowSlots:
-    """The rows in the slots of a storage, the same in all its layers."""
+    """The rows in the slots of a storage, the same in all its layers. `keeps`: whether slots keep
+    the mappings of ended rows, so that a new row takes a slot in which most of its blocks are
+    mapped."""
 
-    def __init__(self) -> None:
+    def __init__(self, keeps: bool = True) -> None:
         self.lock = forks.rlock()
-        self.num_slots, self.max_len = MIN_ROWS, MIN_ROW_TOKENS
+        self._keeps = keeps
+        self.num_slots = MIN_ROWS
+        self.max_len = MIN_ROW_TOKENS
         self.rows = [Row() for _ in range(MIN_ROWS)]
         self._num_full = 0  # remaining steps that gather, since mapping failed
         self._tails: dict[int, int] = {}  # slot by the row's last block
-        self._runs: dict[int, int] = {}  # first slot of the last run of consecutive slots, by the run's length
+        # first slot of the last run of consecutive slots, by the run's length
+        self._runs: dict[int, int] = {}
         self._clock = 0
 
     def place(self, step: StepMetadata, together: bool) -> Placement | None:
-        """Returns slots for the rows of a step, consecutive if `together`; `None` if there are none."""
-        if len(step.seq_lens) != step.num_rows or not step.num_rows:
+        """Returns slots for the rows of a step, consecutive if `together`; `None` if there are
+        none."""
+        num_rows = step.num_rows
+        if len(step.seq_lens) != num_rows or not num_rows:
             return None
         if self._num_full:
             self._num_full -= 1
             return None
-        size, known = step.block_size, len(step.block_ids) == step.num_rows
-        tables = list(step.block_ids) if known else step.block_tables.tolist()
-        origins = step.origins or (0,) * step.num_rows
-        # (first, ids): a row begins at the block position of its origin in the sequence or the columns
-        rows = [(at // size, ids[: -(-end // size)]) for at, ids, end in zip(origins, tables, step.seq_lens)]
+        size = step.block_size
+        if len(step.block_ids) == num_rows:
+            tables = list(step.block_ids)
+        else:
+            tables = step.block_tables.tolist()
+        origins = step.origins or (0,) * num_rows
+        # (first, ids): a row begins at the block position of its origin in the sequence or the
+        # columns
+        rows = [
+            (at // size, ids[: -(-end // size)])
+            for at, ids, end in zip(origins, tables, step.seq_lens)
+        ]
         with self.lock, held():
             slots = self._choose(rows, together, step.has_padding)
             if slots is None:
                 return None
             self._clock += 1
-            for slot, (first, ids) in zip(slots, rows):
-                self._write(step, slot, first, ids, step.has_padding)
-            self._fit_length(max((first + len(ids)) * size for first, ids in rows))
-        return Placement(slots, [first * size for first, _ in rows])
+            num_tokens = max((first + len(ids)) * size for first, ids in rows)
+            self._fit_length(num_tokens)
+            writes = zip(slots, rows, origins, step.seq_lens)
+            for slot, (first, ids), origin, length in writes:
+                self._write(step, slot, first, ids, origin + length)
+        firsts = [first * size for first, _ in rows]
+        return Placement(slots, firsts)
 
     @property
     def is_full(self) -> bool:
@@ -105,54 +133,112 @@ class RowSlots:
     def _fit_length(self, num_tokens: int) -> None:
         while self.max_len < num_tokens:
             self.max_len *= 2
+            self.forget(self.rows)
 
-    def _choose(self, rows: list[tuple[int, list[int]]], together: bool, hides: bool) -> list[int] | None:
+    def forget(self, rows: Iterable[Row]) -> None:
+        """Notes that nothing is mapped for these rows any more, or only at former addresses."""
+        for row in rows:
+            row.mapped.clear()
+
+    def _choose(
+        self,
+        rows: list[tuple[int, list[int]]],
+        together: bool,
+        hides: bool,
+    ) -> list[int] | None:
         taken: set[int] = set()
-        found: list[int | None] = []
+        previous: list[int | None] = []  # slots of the rows' last steps
         for first, ids in rows:
             slot = self._find(first, ids, taken, hides)
-            found.append(slot)
+            previous.append(slot)
             if slot is not None:
                 taken.add(slot)
-        begin = found[0]
-        if begin is not None and found == list(range(begin, begin + len(rows))):
-            return list(range(begin, begin + len(rows)))
+        begin = previous[0]
+        if begin is not None:
+            run = list(range(begin, begin + len(rows)))
+            if previous == run:
+                return run
+        missing = previous.count(None)
         if together:
-            return self._neighbours(len(rows))
-        spare = sorted(
-            (slot for slot, row in enumerate(self.rows) if slot not in taken and row.is_free),
-            key=lambda slot: self.rows[slot].used,
-        )
-        missing = found.count(None)
+            are_new = missing == len(rows)
+            return self._neighbours(rows, are_new)
+        free = (slot for slot, row in enumerate(self.rows) if slot not in taken and row.is_free)
+        spare = sorted(free, key=lambda slot: self.rows[slot].used)
         if missing > len(spare):
             first = len(self.rows)
             if not self._grow(first + missing):
                 return None
             spare += range(first, len(self.rows))
-        free = iter(spare)
-        return [next(free) if slot is None else slot for slot in found]
+        kept = [slot for slot in spare if self.rows[slot].mapped]
+        slots = []
+        for slot, (first, ids) in zip(previous, rows):
+            if slot is None:
+                num_saved = functools.partial(self._num_saved, first=first, ids=ids)
+                slot = max(kept, key=num_saved, default=spare[0])
+                if not num_saved(slot):
+                    slot = spare[0]
+                spare.remove(slot)
+                kept = [other for other in kept if other != slot]
+            slots.append(slot)
+        return slots
 
-    def _find(self, first: int, ids: list[int], taken: set[int], hides: bool) -> int | None:
+    def _num_saved(self, slot: int, first: int, ids: list[int]) -> int:
+        """Returns how many of these blocks, from position `first` on, are still mapped in a slot; 0
+        if not most of them, since another row may need what the slot has."""
+        row = self.rows[slot]
+        mapped = row.mapped[first : first + len(ids)]
+        num_mapped = sum(map(operator.eq, mapped, ids))
+        if 2 * num_mapped <= len(ids):
+            return 0
+        return num_mapped
+
+    def _find(
+        self,
+        first: int,
+        ids: list[int],
+        taken: set[int],
+        hides: bool,
+    ) -> int | None:
         """Returns the slot of the row's last step, found by one of its last two blocks."""
-        for place in range(len(ids) - 1, max(-1, len(ids) - 3), -1):
-            slot = self._tails.get(ids[place])
+        last = len(ids) - 1
+        for index in range(last, max(-1, last - 2), -1):
+            block_id = ids[index]
+            slot = self._tails.get(block_id)
             if slot is None or slot in taken:
                 continue
             row = self.rows[slot]
-            if row.holds(first + place, ids[place]) and (row.is_free or self._only_grows(row, first, ids, hides)):
+            if not row.holds(first + index, block_id):
+                continue
+            if row.is_free or self._only_grows(row, first, ids, hides):
                 return slot
         return None
 
-    def _only_grows(self, row: Row, first: int, ids: list[int], hides: bool) -> bool:
-        """Whether these blocks may follow in the slot while other steps read it: nothing that they read is unmapped."""
+    def _only_grows(
+        self,
+        row: Row,
+        first: int,
+        ids: list[int],
+        hides: bool,
+    ) -> bool:
+        """Whether these blocks may follow in the slot while other steps read it: nothing that they
+        read is unmapped."""
         shift = first - row.first
         keeps = shift == 0 or (shift > 0 and not hides)  # padding unmaps what precedes it
-        return keeps and row.block_ids[shift:] == ids[: len(row.block_ids) - shift]
+        if not keeps:
+            return False
+        num_shared = len(row.block_ids) - shift
+        return row.block_ids[shift:] == ids[:num_shared]
 
-    def _neighbours(self, count: int) -> list[int] | None:
+    def _neighbours(self, rows: list[tuple[int, list[int]]], are_new: bool) -> list[int] | None:
+        count = len(rows)
         begin = self._runs.get(count)
-        if begin is None or not all(row.is_free for row in self.rows[begin : begin + count]):
-            begin = self._free_run(count)
+        is_free = False
+        if begin is not None:
+            run = self.rows[begin : begin + count]
+            is_free = all(row.is_free for row in run)
+        looks_for_mapped = are_new and self._keeps
+        if begin is None or not is_free or looks_for_mapped:
+            begin = self._free_run(rows)
             if begin is None:
                 begin = len(self.rows)
                 if not self._grow(begin + count):
@@ -160,16 +246,28 @@ class RowSlots:
             self._runs[count] = begin
         return list(range(begin, begin + count))
 
-    def _free_run(self, count: int) -> int | None:
-        """Returns the first slot of the run of free slots that was least recently used."""
-        best, best_used, begin = None, math.inf, 0
+    def _free_run(self, rows: list[tuple[int, list[int]]]) -> int | None:
+        """Returns the first slot of the run of free slots that saves most mappings of these rows;
+        of equals, of the one least recently used."""
+        best = None
+        begin = 0
+        count = len(rows)
+        most: tuple[int, float] = 0, -math.inf
         for slot, row in enumerate(self.rows):
             if not row.is_free:
                 begin = slot + 1
             elif slot + 1 - begin >= count:
-                used = max(each.used for each in self.rows[slot + 1 - count : slot + 1])
-                if used < best_used:
-                    best, best_used = slot + 1 - count, used
+                start = slot + 1 - count
+                num_saved = sum(
+                    self._num_saved(start + number, first, ids)
+                    for number, (first, ids) in enumerate(rows)
+                )
+                run = self.rows[start : slot + 1]
+                last_used = max(other.used for other in run)
+                rank = (num_saved, -last_used)
+                if rank > most:
+                    best = start
+                    most = rank
         return best
 
     def _grow(self, num_slots: int) -> bool:
@@ -177,20 +275,40 @@ class RowSlots:
             return False
         while len(self.rows) < num_slots:
             self.rows += [Row() for _ in self.rows]
+            self.forget(self.rows)
         self.num_slots = len(self.rows)
         return True
 
-    def _write(self, step: StepMetadata, slot: int, first: int, ids: list[int], hides: bool) -> None:
+    def _write(
+        self,
+        step: StepMetadata,
+        slot: int,
+        first: int,
+        ids: list[int],
+        end: int,
+    ) -> None:
         row = self.rows[slot]
+        hides = step.has_padding
         if row.is_free:
             row.users.clear()
         elif first > row.first:  # other layers may still have to map what other steps read
-            first, ids = row.first, row.block_ids[: first - row.first] + ids
-        if (row.first, row.block_ids, row.hides) != (first, ids, hides):
-            overlaps = any(row.holds(first + place, block_id) for place, block_id in enumerate(ids[:1]))
-            row.owner += not overlaps
+            earlier_ids = row.block_ids[: first - row.first]
+            ids = earlier_ids + ids
+            first = row.first
+        is_shorter = end < row.end  # another row with the same blocks, then
+        is_another = is_shorter and not self._keeps
+        content = (row.first, row.block_ids, row.hides)
+        is_changed = content != (first, ids, hides)
+        num_positions = first + len(ids)
+        row.end = end
+        if is_changed or is_another:
+            overlaps = bool(ids) and row.holds(first, ids[0])
+            row.owner += is_shorter or not overlaps
             row.first, row.block_ids, row.hides = first, ids, hides
             row.version += 1
+            if self._keeps:
+                row.mapped += [None] * (num_positions - len(row.mapped))
+                row.mapped[first:num_positions] = ids
         if ids:
             self._tails[ids[-1]] = slot
         if len(row.users) > MANY_USERS:

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..interrupts import held
 from ..step import NotPackable, ReadCounters, StepMetadata
 from .block_manager import SequenceBlocks
-from .block_pool import BlockTable, OutOfBlocksError
+from .block_pool import BlockTable
 from .groups import GroupSpec
 from .handles import Handles, PagedTensor
 from .memory import PagedMemory
 
 
 class LayerGroup:
-    """The block tables of one layer group, one per row. The first layer to update in a step advances them for all."""
+    """The block tables of one layer group, one per row. The first layer to update in a step
+    advances them for all."""
 
     def __init__(self, rows: CacheRows, spec: GroupSpec) -> None:
         self.num_layers = 0
@@ -31,16 +31,21 @@ class LayerGroup:
         self.clear()
 
     def _attach(self, rows: CacheRows, spec: GroupSpec) -> None:
-        self.rows, self.spec, self.number = rows, spec, rows.specs.index(spec)
-        self.memory, self.blocks = rows.memory, rows.memory.group(spec)
+        self.rows = rows
+        self.spec = spec
+        self.number = rows.specs.index(spec)
+        self.memory = rows.memory
+        self.blocks = rows.memory.group(spec)
         rows.groups[spec] = self
-        self.packed: StepMetadata | None = None  # the step of the current packed forward; no rows are held then
+        # the step of the current packed forward; no rows are held then
+        self.packed: StepMetadata | None = None
         self.forget_steps()
 
     def clear(self) -> None:
         self.length = 0  # logical positions, including padding
         self.paddings: tuple[int, ...] = ()  # leading positions of each row that are not stored
-        self.expected_paddings: tuple[tuple[int, ...], int] | None = None  # paddings of the first step, and its length
+        # paddings of the first step, and its length
+        self.expected_paddings: tuple[tuple[int, ...], int] | None = None
         self.forget_steps()
 
     def forget_steps(self) -> None:
@@ -55,90 +60,164 @@ class LayerGroup:
 
     def __getstate__(self) -> dict[str, Any]:
         """State for pickle and `copy.deepcopy`: the rows bring tables and memory."""
-        names = ("length", "paddings", "expected_paddings", "record_past", "num_layers", "rows", "spec")
+        names = (
+            "length",
+            "paddings",
+            "expected_paddings",
+            "record_past",
+            "num_layers",
+            "rows",
+            "spec",
+        )
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._attach(state.pop("rows"), state.pop("spec"))
+        rows = state.pop("rows")
+        spec = state.pop("spec")
+        self._attach(rows, spec)
         self.__dict__.update(state)
 
     def num_begun(self, context_len: int) -> int | None:
-        """Counts the tables with blocks that a step after `context_len` positions writes to; `None` if any has
-        content."""
+        """Counts the tables with blocks that a step after `context_len` positions writes to; `None`
+        if any has content."""
         step = self.packed
         if step is None:
-            return None if context_len else sum(bool(table.block_ids) for table in self.tables)
-        query_lens = tuple(end - start for start, end in itertools.pairwise(step.query_start))
-        return step.num_rows if step.seq_lens == query_lens else None
+            if context_len:
+                return None
+            return sum(bool(table.block_ids) for table in self.tables)
+        row_bounds = itertools.pairwise(step.query_start)
+        query_lens = tuple(end - start for start, end in row_bounds)
+        if step.seq_lens != query_lens:
+            return None
+        return step.num_rows
 
     def advance(
-        self, batch_size: int, context_len: int, query_len: int, device: torch.device | str = "cpu"
+        self,
+        batch_size: int,
+        context_len: int,
+        query_len: int,
+        device: torch.device | str = "cpu",
     ) -> StepMetadata:
-        """Makes logical positions `[context_len, context_len + query_len)` writable in every row; returns the step on
-        `device`. Raises `OutOfBlocksError` with nothing allocated, `ValueError` if the batch size differs,
-        `NotPackable` if sizes are not those of the packed step."""
+        """Makes logical positions `[context_len, context_len + query_len)` writable in every row;
+        returns the step on `device`. Raises `OutOfBlocksError` with nothing allocated, `ValueError`
+        if the batch size differs, `NotPackable` if sizes are not those of the packed step."""
         if self.packed is not None:
-            if (batch_size, query_len) != (1, self.packed.num_tokens):
+            sizes = (batch_size, query_len)
+            if sizes != (1, self.packed.num_tokens):
                 raise NotPackable(
-                    f"{batch_size} x {query_len} states came in a packed step of {self.packed.num_tokens} tokens"
+                    f"{batch_size} x {query_len} states came in a packed step of"
+                    f" {self.packed.num_tokens} tokens"
                 )
             return self.packed
-        if (self.length or self.rows.held) and batch_size != len(self.rows.held):
-            raise ValueError(f"the cache holds {len(self.rows.held)} rows, but keys of {batch_size} rows came")
+        num_held = len(self.rows.held)
+        has_rows = self.length or self.rows.held
+        if has_rows and batch_size != num_held:
+            raise ValueError(
+                f"the cache holds {num_held} rows, but got keys of {batch_size} rows:"
+                " `reset` it first"
+            )
         if not self.paddings and not self.length:  # begins with empty rows
-            (paddings, expected_length), self.expected_paddings = self.expected_paddings or ((), 0), None
-            is_expected = len(paddings) == batch_size and expected_length == query_len
-            self.paddings = paddings if is_expected else (0,) * batch_size
-            if not self.rows.held:
-                self.rows.held = [self.rows.manager.new() for _ in range(batch_size)]
-        length, step = context_len + query_len, self._step
-        if step is not None and step.query_len == query_len and step.columns and step.columns.stop == length:
+            paddings, expected_length = self.expected_paddings or ((), 0)
+            if len(paddings) != batch_size or expected_length != query_len:
+                paddings = (0,) * batch_size
+            held = self.rows.held
+            if not held:
+                held = [self.rows.manager.new() for _ in range(batch_size)]
+            self.paddings, self.rows.held, self.expected_paddings = paddings, held, None
+        length = context_len + query_len
+        step = self._step
+        if (
+            step is not None
+            and step.query_len == query_len
+            and step.columns
+            and step.columns.stop == length
+        ):
             return step
         tables = self.tables
-        has_room = (padding + table.num_tokens >= length for table, padding in zip(tables, self.paddings))
-        if self.rows.borrows and context_len == self.length and all(has_room):
-            self.length, self._block_tables = length, None  # the tables' owner has made room and copied shared blocks
+        rows = zip(tables, self.paddings)
+        has_room = (padding + table.num_tokens >= length for table, padding in rows)
+        continues = self.rows.borrows and context_len == self.length
+        if continues and all(has_room):
+            # the tables' owner has made room and copied shared blocks
+            self.length, self._block_tables = length, None
         else:
             self._make_room(tables, context_len, length)
         self._view = None
         self._step = self._snapshot(length, query_len, device)
         return self._step
 
-    def _make_room(self, tables: list[BlockTable], context_len: int, length: int) -> None:
-        """Makes tokens `[context_len, length)` writable. Some exist already if this layer holds fewer than another of
-        the group. Borrowed tables have room, except for tokens that a model adds."""
-        ranges = [(max(0, context_len - padding), max(0, length - padding)) for padding in self.paddings]
-        try:
-            with held():
-                self._extend(tables, ranges, context_len, length)
-        except OutOfBlocksError:
-            if not self.length:  # undo: the rows were empty before
-                for table in tables:
-                    table.free()
-                self.clear()
-                if not any(group.length for group in self.rows.groups.values()):
-                    self.rows.free()
-            raise
+    def undo_first(self, length: int) -> None:
+        """Undoes a first step of `length` positions that failed: empties the tables, and drops the
+        rows if those of all other groups are empty, too. Other rows may begin then, or the same
+        step again, whose paddings are known. Leaves borrowed rows to their owner."""
+        if self.rows.borrows or not self.paddings:
+            return
+        with self.memory.changing():
+            paddings = self.paddings
+            for table in self.tables:
+                table.free()
+            self.clear()
+            groups = list(self.rows.groups.values())
+            if not any(group.length for group in groups):
+                self.rows.free()
+            for group in groups:
+                if not group.length:
+                    group.expected_paddings = (paddings, length)
+
+    def _make_room(
+        self,
+        tables: list[BlockTable],
+        context_len: int,
+        length: int,
+    ) -> None:
+        """Makes tokens `[context_len, length)` writable. Some exist already if this layer holds
+        fewer than another of the group. Borrowed tables have room, except for tokens that a model
+        adds."""
+        ranges = [
+            (max(0, context_len - padding), max(0, length - padding)) for padding in self.paddings
+        ]
+        self._check_extend(context_len, length)
+        with self.memory.changing():
+            self._extend(tables, ranges, context_len, length)
         self.blocks.pool.note_write(
-            table.block_ids[place] for table, tokens in zip(tables, ranges) for place in table.places(*tokens)
+            table.block_ids[place]
+            for table, tokens in zip(tables, ranges)
+            for place in table.places(*tokens)
         )
 
-    def _extend(self, tables: list[BlockTable], ranges: list[tuple[int, int]], context_len: int, length: int) -> None:
+    def _check_extend(self, context_len: int, length: int) -> None:
+        """Raises `ValueError` if another layer of the group is further and this one cannot
+        follow."""
+        if context_len >= self.length:
+            return
+        if context_len == 0 and any(self.paddings):
+            raise ValueError(
+                f"a layer starts with {length} tokens where another of its kind holds"
+                f" {self.length}, of which the first {self.paddings} of each row were padding"
+                " and are not stored: pass rows without padding"
+            )
+        self._check_window(context_len or length)  # a first prefill attends only to its new K/V
+
+    def _extend(
+        self,
+        tables: list[BlockTable],
+        ranges: list[tuple[int, int]],
+        context_len: int,
+        length: int,
+    ) -> None:
         window = self.spec.window
-        if context_len < self.length:
-            if context_len == 0 and any(self.paddings):
-                raise ValueError(
-                    f"a layer starts with {length} tokens where another of its kind holds {self.length}, of which the "
-                    f"first {self.paddings} of each row were padding and are not stored: pass rows without padding"
-                )
-            self._check_window(context_len or length)  # a first prefill attends only to its new K/V
-        if length > self.length and window is not None and not self.record_past:
+        grows = length > self.length and not self.record_past
+        if grows and window is not None:
+            is_first_prefill = context_len == 0 and not self.length and not self.rows.borrows
+            first_visible = self.spec.first_visible(length)
             self._drop_outside_window(tables, context_len)
-            if context_len == 0 and length >= window and not (self.length or self.rows.borrows):
-                # a first prefill attends only to its new K/V: tokens that will be outside the window are not stored
+            if is_first_prefill and length >= window:
+                # a first prefill attends only to its new K/V: tokens that will be outside the
+                # window are not stored
                 for table, padding in zip(tables, self.paddings):
-                    table.skip(max(0, self.spec.first_visible(length) - padding))
-        if any(table.shared_blocks(*tokens) for table, tokens in zip(tables, ranges)):
+                    table.skip(max(0, first_visible - padding))
+        tables_and_ranges = zip(tables, ranges)
+        if any(table.shared_blocks(*tokens) for table, tokens in tables_and_ranges):
             self.rows.keep_snapshots()
         if self.rows.manager.extend(self.number, tables, ranges) or self.rows.borrows:
             self._block_tables = None
@@ -146,56 +225,76 @@ class LayerGroup:
         self.memory.note_peak()
 
     def _check_window(self, length: int) -> None:
-        """Raises `ValueError` unless all tokens that the next query after `length` positions sees are still stored."""
+        """Raises `ValueError` unless all tokens that the next query after `length` positions sees
+        are still stored."""
         if self._given_back > self.spec.first_visible(length):
             raise ValueError(
-                f"a layer looks {self.spec.window} tokens back from token {length}, of which the first "
-                f"{self._given_back} were given back, as another layer of its kind holds {self.length} tokens: update "
-                "all in each step"
+                f"a layer looks {self.spec.window} tokens back from token {length}, but the first"
+                f" {self._given_back} were freed, since another layer with the same tables holds"
+                f" {self.length}: update all in each step"
             )
 
     @property
     def _given_back(self) -> int:
         """The logical position before which some row has freed blocks."""
-        rows = zip(self.tables, self.paddings)
-        return max((padding + table.first_token for table, padding in rows if table.first_token), default=0)
+        freed_before = (
+            padding + table.first_token
+            for table, padding in zip(self.tables, self.paddings)
+            if table.first_token
+        )
+        return max(freed_before, default=0)
 
     def _drop_outside_window(self, tables: list[BlockTable], length: int) -> None:
         for table, padding in zip(tables, self.paddings):
-            oldest = max(0, self.spec.first_visible(length) - padding)
-            if oldest // table.block_size > table.num_dropped and table.block_ids:
+            first_visible = self.spec.first_visible(length)
+            oldest = max(0, first_visible - padding)
+            first_block = oldest // table.block_size
+            if first_block > table.num_dropped and table.block_ids:
                 self.rows.keep_snapshots()
                 table.drop_before(oldest)
                 self._block_tables = None
 
-    def _snapshot(self, length: int, query_len: int, device: torch.device | str) -> StepMetadata:
-        tables, size = self.tables, self.blocks.block_size
+    def _snapshot(
+        self,
+        length: int,
+        query_len: int,
+        device: torch.device | str,
+    ) -> StepMetadata:
+        tables = self.tables
+        size = self.blocks.block_size
         if self._block_tables is None:
-            width = max((len(table.block_ids) for table in tables), default=0)
+            lengths = (len(table.block_ids) for table in tables)
+            width = max(lengths, default=0)
             rows = [table.block_ids + [0] * (width - len(table.block_ids)) for table in tables]
             ids = array("i", itertools.chain.from_iterable(rows))
             self._block_tables = _tensor(ids, torch.int32, len(tables), width)
-        seq_lens, origins, slots = [], [], array("q")
+        seq_lens = []
+        origins = []
+        slots = array("q")
         for table, padding in zip(tables, self.paddings):
             origin = padding + table.num_dropped * size
             end = max(0, length - origin)
             start = max(0, length - origin - query_len)
             if query_len == 1 and start < end:
-                slots.append(table.block_ids[start // size] * size + start % size)
+                block_id = table.block_ids[start // size]
+                slots.append(block_id * size + start % size)
             elif query_len:
-                slots.extend([-1] * (query_len - (end - start)) + table.slots(start, end))
+                num_unstored = query_len - (end - start)
+                slots.extend([-1] * num_unstored + table.slots(start, end))
             seq_lens.append(end)
             origins.append(origin)
         first = self.spec.first_visible(length - query_len)
         if self.record_past and not query_len:  # outside a step: everything still stored
             first = min(first, self._given_back)
+        block_tables = self._block_tables.to(device)
+        slot_tensor = _tensor(slots, torch.long, len(tables), query_len)
         return StepMetadata.rectangle(
-            self._block_tables.to(device),
+            block_tables,
             seq_lens,
             size,
             query_len=query_len,
             window=self.spec.window,
-            slots=_tensor(slots, torch.long, len(tables), query_len).to(device),
+            slots=slot_tensor.to(device),
             columns=range(first, length),
             origins=tuple(origins),
             counters=self.rows.counters,
@@ -204,51 +303,92 @@ class LayerGroup:
     def view(self, length: int, device: torch.device) -> StepMetadata:
         """Returns a step without queries over the first `length` logical positions."""
         view = self._view
-        if view is None or view.columns is None or view.columns.stop != length or self.length != length:
+        if (
+            view is None
+            or view.columns is None
+            or view.columns.stop != length
+            or self.length != length
+        ):
             if length < self.length:
                 self._check_window(length)
-            view = self._view = self._snapshot(length, 0, device)
+            view = self._snapshot(length, 0, device)
+            self._view = view
         return view
+
+    def check_crop(self, length: int) -> None:
+        """Raises `ValueError` if the new end is in freed blocks."""
+        for table, padding in zip(self.tables, self.paddings):
+            table.check_truncate(max(0, length - padding))
 
     def crop(self, length: int) -> None:
         """Forgets logical positions from `length` on, then tokens outside the window."""
         tables = self.tables
+        paddings: tuple[int, ...] = ()
+        if length:
+            paddings = tuple(min(padding, length) for padding in self.paddings)
         for table, padding in zip(tables, self.paddings):
             table.truncate(max(0, length - padding))
         self.length = min(self.length, length)
-        self.paddings = tuple(min(padding, length) for padding in self.paddings) if length else ()
+        self.paddings = paddings
         self._drop_outside_window(tables, self.length)
         self.forget_steps()
 
 
 def _tensor(values: array[int], dtype: torch.dtype, *shape: int) -> Tensor:
     """Makes a tensor from an array's buffer, which is three times as fast as from a list."""
-    return (torch.frombuffer(values, dtype=dtype) if values else torch.empty(0, dtype=dtype, device="cpu")).view(shape)
+    if values:
+        tensor = torch.frombuffer(values, dtype=dtype)
+    else:
+        tensor = torch.empty(0, dtype=dtype, device="cpu")
+    return tensor.view(shape)
 
 
 class CacheRows:
-    """Rows of a batch, each with one block table per layer group; if it `borrows`, another owner's rows (`take`). Every
-    layer asks for each operation on rows and counts it; the first layer to ask runs it for all."""
+    """Rows of a batch, each with one block table per layer group; if it `borrows`, another owner's
+    rows (`take`). Every layer asks for each operation on rows and counts it; the first layer to ask
+    runs it for all."""
 
     def __init__(
-        self, memory: PagedMemory, specs: Iterable[GroupSpec], counters: ReadCounters, borrows: bool = False
+        self,
+        memory: PagedMemory,
+        specs: Iterable[GroupSpec],
+        counters: ReadCounters,
+        borrows: bool = False,
     ) -> None:
-        self.memory, self.specs, self.counters, self.borrows = memory, tuple(specs), counters, borrows
+        self.memory = memory
+        self.specs = tuple(specs)
+        self.counters = counters
+        self.borrows = borrows
         self.manager = memory.manager(self.specs)
         self.num_operations = 0
         self.held: list[SequenceBlocks] = []
-        self.groups: weakref.WeakValueDictionary[GroupSpec, LayerGroup] = weakref.WeakValueDictionary()
+        self.groups: weakref.WeakValueDictionary[GroupSpec, LayerGroup] = (
+            weakref.WeakValueDictionary()
+        )
         self._handles = memory.handles[id(self)] = Handles()
 
     def __del__(self) -> None:
-        """Frees every block, now or later: a finalizer may run in any thread, under any lock, and must not wait."""
+        """Frees every block, now or later: a finalizer may run in any thread, under any lock, and
+        must not wait."""
         if "_handles" in self.__dict__:
             del self.memory.handles[id(self)]
             if self.held and not self.borrows:
                 self.memory.abandon(self.manager, self.held, self._handles)
 
+    @property
+    def hold_all_blocks(self) -> bool:
+        """Whether no other rows hold blocks of the memory."""
+        tables = zip(*(blocks.tables for blocks in self.held))
+        num_used = self.memory.num_used
+        num_held = 0
+        for group in tables:
+            block_ids = {block_id for table in group for block_id in table.block_ids}
+            num_held += len(block_ids)
+        return num_used <= num_held
+
     def remember(self, handle: PagedTensor) -> PagedTensor:
-        """Tracks `handle`, to gather it before its blocks change, are freed or are left to other tables."""
+        """Tracks `handle`, to gather it before its blocks change, are freed or are left to other
+        tables."""
         self._handles.add(handle)
         return handle
 
@@ -257,42 +397,60 @@ class CacheRows:
         self._handles.gather()
 
     def select(self, indices: Sequence[int]) -> None:
-        """Makes row `i` what row `indices[i]` was, by permuting and forking tables, without copies. Does nothing to
-        borrowed rows: their owner changes them (`PagedCache.take`). Raises `IndexError`."""
+        """Makes row `i` what row `indices[i]` was, by permuting and forking tables, without copies.
+        Does nothing to borrowed rows: their owner changes them (`PagedCache.take`). Raises
+        `IndexError`."""
         old = self.held
-        if self.borrows or not old or list(indices) == list(range(len(old))):
+        if self.borrows or not old:
             return
-        with held(), self.memory.lock:
+        num_rows = len(old)
+        numbers = range(num_rows)
+        if list(indices) == list(numbers):
+            return
+        missing = [i for i in indices if not -num_rows <= i < num_rows]
+        if missing:
+            raise IndexError(
+                f"rows {missing} are asked for, the cache holds rows 0 to {len(old) - 1}"
+            )
+        with self.memory.changing():
             self.keep_snapshots()
-            if missing := [i for i in indices if not -len(old) <= i < len(old)]:
-                raise IndexError(f"rows {missing} are asked for, the cache holds rows 0 to {len(old) - 1}")
-            indices = [range(len(old))[i] for i in indices]
+            indices = [numbers[i] for i in indices]
             # a row that keeps its place keeps its blocks
-            self.held = [old[i] if i == row else self.manager.fork(old[i]) for row, i in enumerate(indices)]
+            self.held = [
+                old[i] if i == row else self.manager.fork(old[i]) for row, i in enumerate(indices)
+            ]
             for row, blocks in enumerate(old):
                 if row >= len(indices) or indices[row] != row:
                     self.manager.free(blocks)
             for group in self.groups.values():
-                group.paddings = tuple(group.paddings[i] for i in indices) if group.paddings else ()
+                if group.paddings:
+                    group.paddings = tuple(group.paddings[i] for i in indices)
                 group.forget_steps()
             self.memory.note_peak()
 
     def crop(self, num_removed: int) -> None:
-        """Forgets the last `num_removed` logical positions, then tokens outside the windows."""
-        with held(), self.memory.lock:
+        """Forgets the last `num_removed` logical positions, then tokens outside the windows. Raises
+        `ValueError`, with nothing changed, if the new end is in freed blocks."""
+        groups = list(self.groups.values())
+        lengths = [max(0, group.length - num_removed) for group in groups]
+        for group, length in zip(groups, lengths):
+            group.check_crop(length)
+        with self.memory.changing():
             self.keep_snapshots()
-            for group in self.groups.values():
-                group.crop(max(0, group.length - num_removed))
+            for group, length in zip(groups, lengths):
+                group.crop(length)
 
     def free(self, keep_snapshots: bool = True) -> None:
-        """Frees every block; with `keep_snapshots` first gathers the handles that are still alive."""
-        with held(), self.memory.lock:
+        """Frees every block; with `keep_snapshots` first gathers the handles that are still
+        alive."""
+        with self.memory.changing():
             try:
                 if keep_snapshots:
                     self.keep_snapshots()
             finally:
-                for blocks in () if self.borrows else self.held:
-                    self.manager.end(blocks)
+                if not self.borrows:
+                    for blocks in self.held:
+                        self.manager.end(blocks)
                 self.held = []
                 self._handles.clear()
                 for group in self.groups.values():
@@ -300,46 +458,74 @@ class CacheRows:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheRows:
         """Returns rows over the same blocks, to which copies of the groups attach themselves."""
-        twin = CacheRows(self.memory, self.specs, copy.deepcopy(self.counters, memo), self.borrows)
+        counters = copy.deepcopy(self.counters, memo)
+        twin = CacheRows(self.memory, self.specs, counters, self.borrows)
         memo[id(self)] = twin
         twin.num_operations = self.num_operations
-        with held(), self.memory.lock:
-            twin.held = list(self.held) if self.borrows else [self.manager.fork(blocks) for blocks in self.held]
+        with self.memory.changing():
+            if self.borrows:
+                twin.held = list(self.held)
+            else:
+                twin.held = [self.manager.fork(blocks) for blocks in self.held]
         for group in self.groups.values():
-            group.forget_steps()  # layers that have not written this step yet must copy the blocks, now shared
+            # layers that have not written this step yet must copy the blocks, now shared
+            group.forget_steps()
         return twin
 
     _OWN = ("memory", "specs", "counters", "borrows", "num_operations")
 
     def __getstate__(self) -> dict[str, Any]:
         """State for pickle, with the content of the tables' blocks, renumbered from 0."""
-        state = {name: getattr(self, name) for name in self._OWN} | {"tables": [], "contents": []}
-        with held(), self.memory.lock:
+        state = {name: getattr(self, name) for name in self._OWN}
+        state["tables"] = []
+        state["contents"] = []
+        with self.memory.changing():
             for number, group in enumerate(self.manager.groups):
                 tables = [blocks.tables[number] for blocks in self.held]
-                ids = list(dict.fromkeys(block_id for table in tables for block_id in table.block_ids))
+                block_ids = (block_id for table in tables for block_id in table.block_ids)
+                ids = list(dict.fromkeys(block_ids))
                 numbers = {block_id: number for number, block_id in enumerate(ids)}
-                rows = [([numbers[i] for i in t.block_ids], t.num_dropped, t.num_tokens) for t in tables]
+                rows = []
+                for table in tables:
+                    renumbered = [numbers[block_id] for block_id in table.block_ids]
+                    rows.append((renumbered, table.num_dropped, table.num_tokens))
                 state["tables"].append(rows)
-                layers = self.memory.group(group.spec).storage.layers.items() if ids else ()
-                state["contents"].append({index: layer.at(ids) for index, layer in layers})
+                contents = {}
+                if ids:
+                    layers = self.memory.group(group.spec).storage.layers
+                    contents = {index: layer.at(ids) for index, layer in layers.items()}
+                state["contents"].append(contents)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(*(state[name] for name in self._OWN[:4]))  # type: ignore[misc]
+        arguments = [state[name] for name in self._OWN[:4]]
+        tables_by_group = state["tables"]
+        contents_by_group = state["contents"]
+        rows = tables_by_group[0] if tables_by_group else ()
+        self.__init__(*arguments)  # type: ignore[misc]
         self.num_operations = state["num_operations"]
-        with held(), self.memory.lock:
-            self.held = [self.manager.new() for _ in (state["tables"] or [[]])[0]]
-            for number, (tables, contents) in enumerate(zip(state["tables"], state["contents"])):
-                group = self.memory.group(self.specs[number])
-                taken = group.take(1 + max((place for ids, _, _ in tables for place in ids), default=-1))
-                for blocks, (places, num_dropped, num_tokens) in zip(self.held, tables):
+        with self.memory.changing():
+            self.held = [self.manager.new() for _ in rows]
+            by_group = zip(tables_by_group, contents_by_group)
+            for number, (tables, contents) in enumerate(by_group):
+                spec = self.specs[number]
+                group = self.memory.group(spec)
+                numbers = (number for ids, _, _ in tables for number in ids)
+                num_blocks = 1 + max(numbers, default=-1)
+                taken = group.take(num_blocks)
+                for blocks, (ids, num_dropped, num_tokens) in zip(self.held, tables):
                     table = blocks.tables[number]
-                    table.block_ids = [taken[place] for place in places]
+                    table.block_ids = [taken[block] for block in ids]
                     table.num_dropped, table.num_tokens = num_dropped, num_tokens
                     group.pool.acquire(table.block_ids)
                 group.pool.release(taken)
-                for index, found in contents.items():
-                    keys, values = found.no_states(found.keys.device)
-                    layer = group.layer(index, keys, values, num_layers=len(contents), num_begun=len(tables))
-                    layer.put_blocks(taken, found)
+                for index, content in contents.items():
+                    keys, values = content.no_states(content.keys.device)
+                    layer = group.layer(
+                        index,
+                        keys,
+                        values,
+                        num_layers=len(contents),
+                        num_begun=len(tables),
+                    )
+                    layer.put_blocks(taken, content)

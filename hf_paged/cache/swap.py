@@ -22,14 +22,19 @@ class HostLayer(NamedTuple):
 
     @classmethod
     def copy_of(cls, layer: KVBlocks, block_ids: list[int]) -> HostLayer:
-        return cls(layer.like([_to_cpu(tensor, block_ids) for tensor in layer.data]), layer.keys.device)
+        data = [_to_cpu(tensor, block_ids) for tensor in layer.data]
+        return cls(layer.like(data), layer.keys.device)
 
     def put_back(self, storage: Storage, index: int, block_ids: dict[int, int]) -> None:
         """Writes row `row` of the copies to block `block_ids[row]` of layer `index`."""
         states = self.blocks.no_states(self.device)
         # since then, the storage may have grown, changed its dtype or been recreated
-        target = (storage.promote if index in storage.layers else storage.make)(index, *states)
-        ids, rows = torch.tensor(list(block_ids.values()), device=self.device), list(block_ids)
+        if index in storage.layers:
+            target = storage.promote(index, *states)
+        else:
+            target = storage.make(index, *states)
+        ids = torch.tensor(list(block_ids.values()), device=self.device)
+        rows = list(block_ids)
         moved = []
         for tensor in self.blocks.data:
             if rows != list(range(tensor.shape[0])):
@@ -48,7 +53,8 @@ class HostStates(NamedTuple):
 
 
 class HostBlocks(dict[int, Any]):
-    """Host copies of a group's blocks: a [`HostLayer`] by layer index, or one [`HostStates`] for a group of states."""
+    """Host copies of a group's blocks: a [`HostLayer`] by layer index, or one [`HostStates`] for a
+    group of states."""
 
 
 @mirrored
@@ -56,23 +62,35 @@ def copy_out(group: GroupMemory, block_ids: list[int]) -> HostBlocks:
     """Copies blocks to host memory. Raises `KeyError` if a state was never computed."""
     if not group.holds_states:
         layers = group.storage.layers.items()
-        return HostBlocks((index, HostLayer.copy_of(layer, block_ids)) for index, layer in layers)
-    return HostBlocks({0: HostStates(group.storage.copy_out(block_ids))} if block_ids else {})
+        copies = ((index, HostLayer.copy_of(layer, block_ids)) for index, layer in layers)
+        return HostBlocks(copies)
+    if not block_ids:
+        return HostBlocks({})
+    states = group.storage.copy_out(block_ids)
+    return HostBlocks({0: HostStates(states)})
 
 
 @mirrored
 def put_back(group: GroupMemory, host: HostBlocks, block_ids: dict[int, int]) -> None:
     """Writes row `row` of the copies to block `block_ids[row]`."""
-    for index, layer in host.items() if block_ids else ():
-        layer.put_back(group.storage, index, block_ids)
+    if block_ids:
+        for index, layer in host.items():
+            layer.put_back(group.storage, index, block_ids)
 
 
 def _to_cpu(tensor: torch.Tensor, block_ids: list[int]) -> torch.Tensor:
-    blocks = tensor.index_select(0, torch.tensor(block_ids, device=tensor.device))
+    ids = torch.tensor(block_ids, device=tensor.device)
+    blocks = tensor.index_select(0, ids)
     if tensor.is_cpu:
         return blocks
+    host = torch.empty(
+        blocks.shape,
+        dtype=blocks.dtype,
+        device="cpu",
+        pin_memory=tensor.is_cuda,
+    )
     # synchronous: preemption is rare, and its measured time is then exact
-    return torch.empty(blocks.shape, dtype=blocks.dtype, device="cpu", pin_memory=tensor.is_cuda).copy_(blocks)
+    return host.copy_(blocks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,8 +102,8 @@ class SwappedSequence:
 
 
 class BlockSwapper:
-    """Copies a request's blocks to host memory (pinned for CUDA) and back into free blocks; its sequences go on sharing
-    blocks. Tables of swapped-out sequences keep their token counts."""
+    """Copies a request's blocks to host memory (pinned for CUDA) and back into free blocks; its
+    sequences go on sharing blocks. Tables of swapped-out sequences keep their token counts."""
 
     def __init__(self, groups: Sequence[GroupMemory], flush_copies: Callable[[], Any]) -> None:
         self.groups = list(groups)
@@ -93,41 +111,56 @@ class BlockSwapper:
 
     def num_blocks(self, request: Any) -> int:
         """Returns how many blocks `swap_in` takes, over all counted groups."""
-        rows = zip(self.groups, self._rows(_swapped(request)))
-        return sum(len(ids) for group, ids in rows if group.spec.is_counted)
+        rows = self._rows(_swapped(request))
+        groups = zip(self.groups, rows)
+        return sum(len(ids) for group, ids in groups if group.spec.is_counted)
 
     def num_held_bytes(self, request: Any) -> int:
         """Returns the bytes of the distinct blocks of unfinished sequences, over all layers."""
         rows = [sequence.blocks.tables for sequence in request.open_sequences]
-        ids = [_numbered(tables[g].block_ids for tables in rows) for g in range(len(self.groups))]
-        return sum(len(held) * group.storage.block_bytes for held, group in zip(ids, self.groups))
+        num_bytes = 0
+        for number, group in enumerate(self.groups):
+            distinct = _numbered(tables[number].block_ids for tables in rows)
+            num_bytes += len(distinct) * group.storage.block_bytes
+        return num_bytes
 
     def swap_out(self, request: Any) -> bool:
-        """Copies every block of `request` to host memory and releases it; other holders keep shared blocks. Returns
-        `False`, with nothing changed, if the host has too little memory, or a state is missing."""
+        """Copies every block of `request` to host memory and releases it; other holders keep shared
+        blocks. Returns `False`, with nothing changed, if the host has too little memory, or a state
+        is missing."""
         self.flush_copies()
-        held = [(sequence, sequence.blocks.tables) for sequence in request.sequences if sequence.blocks.tables]
+        held = [
+            (sequence, sequence.blocks.tables)
+            for sequence in request.sequences
+            if sequence.blocks.tables
+        ]
         with self.groups[0].memory.lock:
             # per group: distinct block ids, in order of appearance, to rows in host memory
-            rows = [_numbered(tables[g].block_ids for _, tables in held) for g in range(len(self.groups))]
+            rows = [
+                _numbered(tables[g].block_ids for _, tables in held)
+                for g in range(len(self.groups))
+            ]
             try:
                 host = [copy_out(group, list(ids)) for group, ids in zip(self.groups, rows)]
             except (MemoryError, RuntimeError, KeyError):  # torch raises the second
                 return False
             for sequence, tables in held:
-                sequence.swapped = SwappedSequence(
-                    host, [[ids[block_id] for block_id in table.block_ids] for table, ids in zip(tables, rows)]
-                )
+                table_rows = [
+                    [ids[block_id] for block_id in table.block_ids]
+                    for table, ids in zip(tables, rows)
+                ]
+                sequence.swapped = SwappedSequence(host, table_rows)
                 for table in tables:
                     table.pool.release(reversed(table.block_ids))
                     table.block_ids = []
         return True
 
     def swap_in(self, request: Any) -> None:
-        """Takes blocks for the swapped-out sequences of `request` (at least one), copies their content back and
-        restores the tables. Raises `OutOfBlocksError`, with nothing changed."""
+        """Takes blocks for the swapped-out sequences of `request` (at least one), copies their
+        content back and restores the tables. Raises `OutOfBlocksError`, with nothing changed."""
         swapped = _swapped(request)
-        rows, host = self._rows(swapped), swapped[0][1].host
+        rows = self._rows(swapped)
+        host = swapped[0][1].host
         taken: list[list[int]] = []
         with self.groups[0].memory.lock:
             try:
@@ -146,13 +179,17 @@ class BlockSwapper:
                     group.pool.release(reversed(new_ids))
 
     def _rows(self, swapped: Sequence[tuple[Any, SwappedSequence]]) -> list[dict[int, int]]:
-        """Returns, per group, the host rows that the remaining swapped sequences need, numbered from 0."""
-        return [_numbered(state.rows[g] for _, state in swapped) for g in range(len(self.groups))]
+        """Returns, per group, the host rows that the remaining swapped sequences need, numbered
+        from 0."""
+        numbers = range(len(self.groups))
+        return [_numbered(state.rows[number] for _, state in swapped) for number in numbers]
 
 
 def _swapped(request: Any) -> list[tuple[Any, SwappedSequence]]:
-    return [(sequence, sequence.swapped) for sequence in request.sequences if sequence.swapped is not None]
+    states = ((sequence, sequence.swapped) for sequence in request.sequences)
+    return [(sequence, state) for sequence, state in states if state is not None]
 
 
 def _numbered(lists: Iterable[list[int]]) -> dict[int, int]:
-    return {item: number for number, item in enumerate(dict.fromkeys(itertools.chain.from_iterable(lists)))}
+    items = dict.fromkeys(itertools.chain.from_iterable(lists))
+    return {item: number for number, item in enumerate(items)}

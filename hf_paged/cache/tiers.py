@@ -5,23 +5,27 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
+import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from .. import forks
-from ..config import PrefixTiers
-from .block_files import FORMAT, DiskFolder, Layers, check_folder, form_of, num_bytes
+from ..config import PagedConfig, PrefixTiers
+from ..interrupts import held
+from ..threads import start
+from .block_files import FORMAT, DiskFolder, Layers, check_folder, form_of, num_bytes, outline_of
 from .memory import GroupMemory, PagedMemory
-from .storage import free_bytes
+from .storage import KVBlocks, LayerKV, free_bytes
 from .swap import HostBlocks, HostLayer, put_back
 
 QUEUE_BYTES = 256 << 20  # that may wait to be written or confirmed even if little memory is free
-PENDING_BYTES = 64 << 20  # of unconfirmed blocks above which a fingerprint is taken just to confirm them
+# of unconfirmed blocks above which a fingerprint is taken just to confirm them
+PENDING_BYTES = 64 << 20
 
 
 class _Entry(NamedTuple):
@@ -33,9 +37,10 @@ _Key = tuple[str, str]  # hash of weights and options; hash of tokens with the g
 
 
 class PrefixStore:
-    """The tiers of one memory, for the groups of one manager (`block_manager.Tier`). Evicted blocks are copied to host
-    memory at once, before they are overwritten; a thread, alive while there is something to write, writes them to disk.
-    Methods of `Tier` are called with the memory's lock held."""
+    """The tiers of one memory, for the groups of one manager (`block_manager.Tier`). Evicted blocks
+    are copied to host memory at once, before they are overwritten; a thread, alive while there is
+    something to write, writes them to disk. Methods of `Tier` are called with the memory's lock
+    held."""
 
     def __init__(
         self,
@@ -43,22 +48,43 @@ class PrefixStore:
         memory: PagedMemory,
         groups: Sequence[GroupMemory],
         device: torch.device | None,
+        layers: Sequence[LayerKV] = (),
     ) -> None:
-        """`device`: that of layers not allocated yet; `None` if it is not known."""
-        self.config, self._device = config, device
+        """`device`: that of layers not allocated yet, `None` if it is not known; `layers`: what
+        they store."""
+        self.config = config
+        self.expected = tuple(layers)
+        self._device = device
         # weak: the writing thread must not keep the memory or its groups alive
         self._memory: PagedMemory = weakref.proxy(memory)
         self._groups = [weakref.proxy(group) for group in groups]
         given = memory.config
         sizes = [group.block_size for group in groups if not group.holds_states]
-        options = sizes if len(set(sizes)) > 1 else max(sizes, default=0), given.kv_dtype, given.batch_invariant
-        self._form = FORMAT, options, [repr(group.spec) for group in groups]
-        self._folder = None if config.disk_path is None else DiskFolder(config.disk_path, config.disk_bytes)
-        self._host_bytes = 0 if device is not None and device.type == "cpu" else config.host_bytes
+        block_sizes: list[int] | int = sizes
+        if len(set(sizes)) <= 1:
+            block_sizes = max(sizes, default=0)
+        options = (block_sizes, given.kv_dtype, given.batch_invariant)
+        specs = [repr(group.spec) for group in groups]
+        self._form = FORMAT, options, specs
+        expected = self.expected if device is not None else ()
+        self._unmade: list[Any] = []
+        for group in groups:
+            if group.holds_states:
+                self._unmade.append({})
+            else:
+                self._unmade.append(group.storage.outline(expected))
+        self._folder: DiskFolder | None = None
+        if config.disk_path is not None:
+            self._folder = DiskFolder(os.fspath(config.disk_path), config.disk_bytes)
+        self._host_bytes = config.host_bytes
+        if device is not None and device.type == "cpu":
+            self._host_bytes = 0
         self._lock = forks.rlock()
         self._pending: dict[str, _Entry] = {}  # blocks whose weights are unconfirmed
-        self._held: OrderedDict[_Key, _Entry] = OrderedDict()  # in host memory, in LRU order, most recent last
-        self._unwritten: OrderedDict[_Key, None] = OrderedDict()  # keys of `_held` still to be written to disk
+        # in host memory, in LRU order, most recent last
+        self._held: OrderedDict[_Key, _Entry] = OrderedDict()
+        # keys of `_held` still to be written to disk
+        self._unwritten: OrderedDict[_Key, None] = OrderedDict()
         self._sizes = {"pending": 0, "held": 0, "unwritten": 0}
         self._thread: threading.Thread | None = None
         self.num_kept = self.num_restored = self.num_skipped = 0  # blocks
@@ -69,17 +95,23 @@ class PrefixStore:
     @property
     def _disk(self) -> DiskFolder | None:
         """The folder; `None` without one, and once it is off."""
-        return None if self._folder is None or self._folder.is_off else self._folder
+        if self._folder is None or self._folder.is_off:
+            return None
+        return self._folder
 
     @property
     def _weights(self) -> str | None:
-        """Hash of what blocks depend on besides tokens, the same in every process; `None` without a fingerprint."""
+        """Hash of what blocks depend on besides tokens, the same in every process; `None` without a
+        fingerprint."""
         fingerprint = self._memory.fingerprint
         if fingerprint is None:
             return None
-        if self._known[0] != fingerprint:
-            found = hashlib.blake2b(repr((fingerprint, self._form)).encode(), digest_size=16)
-            self._known = fingerprint, found.hexdigest()
+        groups = range(len(self._groups))
+        layers = [sorted(self.layers(group)) for group in groups]
+        content = (fingerprint, self._form, layers)
+        if self._known[0] != content:
+            digest = hashlib.blake2b(repr(content).encode(), digest_size=16)
+            self._known = (content, digest.hexdigest())
         return self._known[1]
 
     @property
@@ -98,7 +130,9 @@ class PrefixStore:
     def disk_bytes(self) -> int:
         """Bytes of all files in the folder, as far as this process knows."""
         disk = self._disk
-        return 0 if disk is None else disk.num_bytes or 0
+        if disk is None:
+            return 0
+        return disk.num_bytes or 0
 
     @property
     def wants_confirmation(self) -> bool:
@@ -106,11 +140,13 @@ class PrefixStore:
         return self._sizes["pending"] > PENDING_BYTES
 
     def keep(self, group: int, block_id: int, digest: bytes, is_vouched_for: bool) -> None:
-        name, weights = _name(group, digest), self._weights
+        name = _name(group, digest)
+        weights = self._weights
         if weights is None or self._groups[group].is_incomplete:
             return
+        key = (weights, name)
         with self._lock:
-            if name in self._pending or (weights, name) in self._held:
+            if name in self._pending or key in self._held:
                 return
             disk = self._disk
             if disk is not None and disk.has(weights, name):
@@ -119,7 +155,8 @@ class PrefixStore:
                 return
             try:
                 num_queued = self._sizes["unwritten"] + self._sizes["pending"]
-                if num_queued > QUEUE_BYTES + free_bytes(torch.device("cpu")) // 4:
+                max_queued = QUEUE_BYTES + free_bytes(torch.device("cpu")) // 4
+                if num_queued > max_queued:
                     self.num_skipped += 1  # the disk is slower than evictions
                     return
                 layers = self.copy_out(group, [block_id])
@@ -129,10 +166,17 @@ class PrefixStore:
             entry = _Entry(layers, num_bytes(layers))
             self.num_kept += 1
             if is_vouched_for:
-                self._hold((weights, name), entry)
+                self._hold(key, entry)
             else:
                 self._pending[name] = entry
                 self._sizes["pending"] += entry.num_bytes
+        self._begin_writing()
+
+    def layers(self, group: int) -> Mapping[int, KVBlocks]:
+        """Returns the layers of a group; before they are allocated, a block like theirs without
+        memory, if known."""
+        allocated: Mapping[int, KVBlocks] = self._groups[group].storage.layers
+        return allocated or self._unmade[group]
 
     def copy_out(self, group: int, block_ids: list[int]) -> Layers:
         layers = self._groups[group].storage.layers
@@ -143,6 +187,7 @@ class PrefixStore:
             for name, entry in self._pending.items():
                 self._hold((self.weights, name), entry)
             self.discard()
+        self._begin_writing()
 
     def discard(self) -> None:
         with self._lock:
@@ -150,8 +195,9 @@ class PrefixStore:
             self._sizes["pending"] = 0
 
     def has(self, group: int, digest: bytes) -> bool:
-        name, weights = _name(group, digest), self._weights
-        if self._device is None and not self._groups[group].storage.layers:
+        name = _name(group, digest)
+        weights = self._weights
+        if not self.layers(group):
             return False
         with self._lock:
             if name in self._pending or (weights, name) in self._held:
@@ -160,14 +206,19 @@ class PrefixStore:
             return disk is not None and disk.has(weights, name)
 
     def read(self, group: int, digest: bytes) -> Any:
-        name, key = _name(group, digest), (self.weights, _name(group, digest))
+        name = _name(group, digest)
+        key = (self.weights, name)
         with self._lock:
             entry = self._held.get(key)
             if entry is not None:
                 self._held.move_to_end(key)
                 return entry.layers
         disk = self._disk
-        parts = None if disk is None else disk.read(self.weights, name)
+        parts: dict[int, Layers] | None = None
+        if disk is not None:
+            weights = self.weights
+            outline = outline_of(0, self.layers(group), 1)
+            parts = disk.read(weights, name, outline)
         if parts is None:  # make `has` return `False` from now on
             with self._lock:
                 lost = self._pending.pop(name, None)
@@ -176,17 +227,26 @@ class PrefixStore:
         return parts[0]
 
     def put_back(self, group: int, contents: list[Any], block_ids: list[int]) -> None:
-        memory, layers = self._groups[group], contents[0]
+        memory = self._groups[group]
+        layers = contents[0]
         held = memory.storage.layers
-        forms = [{index: form_of(layer.blocks) for index, layer in each.items()} for each in contents]
-        if any(form != forms[0] for form in forms) or (held and held.keys() != layers.keys()):
+        forms = []
+        for content in contents:
+            forms.append({index: form_of(layer.blocks) for index, layer in content.items()})
+        have_other_forms = any(form != forms[0] for form in forms)
+        has_other_layers = held and held.keys() != layers.keys()
+        if have_other_forms or has_other_layers:
             raise ValueError("the blocks are not those of these layers")
-        memory.expect(sum(layer.blocks.block_bytes for layer in layers.values()))
+        block_bytes = sum(layer.blocks.block_bytes for layer in layers.values())
+        memory.expect(block_bytes)
         host = HostBlocks()
         for index, layer in layers.items():
-            data = [each[index].blocks.data for each in contents]
-            blocks = layer.blocks.like([torch.cat(parts) for parts in zip(*data)])
-            device = held[index].keys.device if index in held else self._device
+            data = [content[index].blocks.data for content in contents]
+            joined = [torch.cat(parts) for parts in zip(*data)]
+            blocks = layer.blocks.like(joined)
+            device = self._device
+            if index in held:
+                device = held[index].keys.device
             assert device is not None
             host[index] = HostLayer(blocks, device)
         put_back(memory, host, dict(enumerate(block_ids)))
@@ -200,13 +260,15 @@ class PrefixStore:
         if self._disk is not None:
             self._unwritten[key] = None
             self._sizes["unwritten"] += entry.num_bytes
-            self._begin_writing()
         self._trim()
 
     def _trim(self) -> None:
-        """Evicts written blocks, in LRU order, until host memory, without unwritten blocks, is within its limit."""
+        """Evicts written blocks, in LRU order, until host memory, without unwritten blocks, is
+        within its limit."""
         over = self._sizes["held"] - self._sizes["unwritten"] - self._host_bytes
-        for key in list(self._held) if over > 0 else ():
+        if over <= 0:
+            return
+        for key in list(self._held):
             if over <= 0:
                 break
             if key not in self._unwritten:
@@ -214,12 +276,12 @@ class PrefixStore:
                 self._sizes["held"] -= self._held.pop(key).num_bytes
 
     def _begin_writing(self) -> None:
-        if self._thread is None or not self._thread.is_alive():
-            # not a daemon: the interpreter waits until all is written
-            thread = threading.Thread(target=self._write, name="hf_paged prefix blocks")
-            with contextlib.suppress(RuntimeError):  # interpreter shutdown: `_keep_all` writes
-                thread.start()
-                self._thread = thread
+        thread = self._thread
+        if self._unwritten and (thread is None or not thread.is_alive()):
+            with held():
+                # not a daemon: the interpreter waits until all is written. Without a thread,
+                # `_keep_all` writes
+                self._thread = start(self._write, "hf_paged prefix blocks", daemon=False)
 
     def _write(self) -> None:
         while self._write_one():
@@ -249,20 +311,27 @@ class PrefixStore:
             thread.join()
 
     def after_fork(self, freed: set[Any]) -> None:
-        """In a child process: drops unwritten blocks, which the parent writes, and unconfirmed ones."""
+        """In a child process: drops unwritten blocks, which the parent writes, and unconfirmed
+        ones."""
         self._thread = None
         for key in self._unwritten:
             if key in self._held:
                 del self._held[key]
         self._unwritten.clear()
         self.discard()
-        self._sizes = {"pending": 0, "held": sum(each.num_bytes for each in self._held.values()), "unwritten": 0}
+        self._sizes = {
+            "pending": 0,
+            "held": sum(entry.num_bytes for entry in self._held.values()),
+            "unwritten": 0,
+        }
 
 
-def check_tiers(config: PrefixTiers | None) -> None:
-    """Creates the folder of a new pool's disk tier. Raises `OSError` if this process cannot use it."""
-    if config is not None and config.disk_path is not None:
-        check_folder(config.disk_path)
+def check_tiers(config: PagedConfig) -> None:
+    """Creates the folder of a new pool's disk tier. Raises `OSError` if this process cannot use
+    it."""
+    tiers = PrefixTiers.coerce(config.prefix_tiers)
+    if tiers is not None and tiers.disk_path is not None:
+        check_folder(os.fspath(tiers.disk_path))
 
 
 def _name(group: int, digest: bytes) -> str:
@@ -274,7 +343,8 @@ _stores: weakref.WeakSet[PrefixStore] = weakref.WeakSet()
 
 def stores_of(memory: PagedMemory) -> Iterable[PrefixStore]:
     """Returns the prefix stores of a memory."""
-    tiers = (manager.tier for manager in list(memory.managers.values()))
+    managers = list(memory.managers.values())
+    tiers = (manager.tier for manager in managers)
     return [tier for tier in tiers if isinstance(tier, PrefixStore)]
 
 

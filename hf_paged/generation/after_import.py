@@ -15,7 +15,9 @@ class _AfterImport(MetaPathFinder):
     def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
         self.name, self.action = name, action
 
-    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Any = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name != self.name:
             return None
         others = [finder for finder in sys.meta_path if not isinstance(finder, _AfterImport)]
@@ -35,16 +37,22 @@ class _AfterImport(MetaPathFinder):
 
 
 def after_import(name: str, action: Callable[[ModuleType], None]) -> None:
-    """Runs `action` with the module `name`: now if it has been imported, and whenever it is imported or reloaded.
-    Idempotent."""
+    """Runs `action` with the module `name`: now if it has been imported, and whenever it is
+    imported or reloaded. Idempotent."""
     if name in sys.modules:
         action(import_module(name))  # waits for another thread that is importing it
-    if not any(isinstance(finder, _AfterImport) and finder.action == action for finder in sys.meta_path):
+    if not any(
+        isinstance(finder, _AfterImport) and finder.action == action for finder in sys.meta_path
+    ):
         sys.meta_path.insert(0, _AfterImport(name, action))
 
 
 def forget_import(action: Callable[[ModuleType], None]) -> None:
     """Undoes `after_import` for later imports."""
-    waiting = [finder for finder in sys.meta_path if isinstance(finder, _AfterImport) and finder.action == action]
+    waiting = [
+        finder
+        for finder in sys.meta_path
+        if isinstance(finder, _AfterImport) and finder.action == action
+    ]
     for finder in waiting:
         sys.meta_path.remove(finder)

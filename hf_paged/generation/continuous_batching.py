@@ -1,5 +1,6 @@
-"""transformers' continuous-batching API on `PagedEngine`: replaces `generate_batch`, `init_continuous_batching` and
-`continuous_batching_context_manager` of models after `hf_paged.install(continuous_batching=True)`."""
+"""transformers' continuous-batching API on `PagedEngine`: replaces `generate_batch`,
+`init_continuous_batching` and `continuous_batching_context_manager` of models after
+`hf_paged.install(continuous_batching=True)`."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,12 +25,14 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from .. import compat, forks
 from ..attention.switch import NAME
-from ..batching.arguments import as_config, prompt_ids
+from ..batching.arguments import check_generation_config, prompt_ids
 from ..batching.decoding.prepare import num_embeddings
 from ..batching.engine import PagedEngine
 from ..batching.execution.adapters import base_model, check_served
+from ..batching.results import RequestResult
 from ..config import PagedConfig
 from ..model.forwards import compute_device
+from ..topics import Topic
 from .manager_config import paged_config
 from .manager_thread import ManagerThread, Pending, served
 
@@ -37,7 +40,8 @@ logger = logging.getLogger(__name__)
 
 
 _session_lock = forks.rlock()  # guards taking a kept manager from its model, and putting one there
-_kept: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()  # models on which a manager has been kept
+# models on which a manager has been kept
+_kept: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
 class PagedBatchingManager(ContinuousBatchingManager):
@@ -45,18 +49,19 @@ class PagedBatchingManager(ContinuousBatchingManager):
     transformers' `ContinuousBatchingManager` on a [`PagedEngine`] that runs in a separate thread;
     `model.init_continuous_batching` returns one.
 
-    A request gets the tokens of `model.generate` on its prompt alone with its options; requests that sample without a
-    `seed` draw in turn from torch's global generator. A request that cannot be served ends with the error in its
-    output. A step that raises is logged and repeated; if it raises again, its requests end with that error, and others
-    go on. If the thread dies all the same (`SystemExit` in it, for instance), `fatal_error` holds the cause, all
-    unfinished requests end with that error, and methods that wait return.
+    A request gets the tokens of `model.generate` on its prompt alone with its options; requests
+    that sample without a `seed` draw in turn from torch's global generator. A request that cannot
+    be served ends with the error in its output. A step that raises is logged and repeated; if it
+    raises again, its requests end with that error, and others go on. If the thread dies all the
+    same (`SystemExit` in it, for instance), `fatal_error` holds the cause, all unfinished requests
+    end with that error, and methods that wait return.
 
     Args:
         model ([`PreTrainedModel`]): Any that [`PagedEngine`] serves.
-        generation_config ([`GenerationConfig`]): Default of all requests, over the model's; a request may change
-            options.
-        continuous_batching_config ([`ContinuousBatchingConfig`]): `MAPPED` lists the fields with a meaning here, `LEFT`
-            those that are ignored.
+        generation_config ([`GenerationConfig`]): Default of all requests, over the model's; a
+            request may change options.
+        continuous_batching_config ([`ContinuousBatchingConfig`]): `MAPPED` lists the fields with a
+            meaning here, `LEFT` those that are ignored.
 
     Raises:
         ValueError: for a config that cannot be served, and for models that only `generate` serves.
@@ -71,18 +76,27 @@ class PagedBatchingManager(ContinuousBatchingManager):
         continuous_batching_config: ContinuousBatchingConfig,
         workload_hints: Any = None,
     ) -> None:
-        self.model, self.generation_config = model, generation_config
+        self.model = model
+        self.generation_config = generation_config
         self.continuous_batching_config = continuous_batching_config
         config = paged_config(continuous_batching_config, _cache_config(model, generation_config))
-        given = continuous_batching_config.max_queue_size, continuous_batching_config.return_logprobs
-        self._thread = ManagerThread(model, config, *given)
-        self._numbers, self._names = itertools.count(), itertools.count()  # for seeds, and for default request ids
-        self.num_return_sequences = generation_config.num_return_sequences or 1  # unless a request says otherwise
+        self._thread = ManagerThread(
+            model,
+            config,
+            continuous_batching_config.max_queue_size,
+            continuous_batching_config.return_logprobs,
+        )
+        # for seeds, and for default request ids
+        self._numbers = itertools.count()
+        self._names = itertools.count()
+        # unless a request says otherwise
+        self.num_return_sequences = generation_config.num_return_sequences or 1
         self.warmed_up = False
         weakref.finalize(self, self._thread.is_abandoned.set).atexit = False
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # copies and checkpoints of a model leave the manager out, as they do its memory
+        # copies and checkpoints of a model leave the manager out, as they do its memory
+        return type(None), ()
 
     @property
     def engine(self) -> PagedEngine:
@@ -107,7 +121,9 @@ class PagedBatchingManager(ContinuousBatchingManager):
 
     def start(self) -> None:
         if self.is_running():
-            logger.warning("the manager is running already")
+            logger.warning(
+                Topic.CONTINUOUS_BATCHING("the manager is running already, so `start` does nothing")
+            )
         else:
             with _session_lock:  # a running manager is not kept for other calls
                 if getattr(self.model, compat.CACHED_MANAGER, None) is self:
@@ -121,18 +137,23 @@ class PagedBatchingManager(ContinuousBatchingManager):
         keep_for_next_session: bool = False,
         hard_stop: bool = False,
     ) -> None:
-        """Accepts no more requests and ends the thread: once all requests are finished, or with `hard_stop` after the
-        step in progress, which fails unfinished requests. Waits for the end of pauses of other threads. Frees the
-        memory, unless it is kept for the next session. Raises `RuntimeError` in a thread that pauses the manager."""
+        """Accepts no more requests and ends the thread: once all requests are finished, or with
+        `hard_stop` after the step in progress, which fails unfinished requests. Waits for the end
+        of pauses of other threads. Frees the memory, unless it is kept for the next session. Raises
+        `RuntimeError` in a thread that pauses the manager."""
         if threading.get_ident() in self._thread.pausing:
-            raise RuntimeError("this thread has paused the manager, which then cannot stop: leave `pause` before")
+            raise RuntimeError(
+                "this thread has paused the manager, which cannot stop until then: leave the"
+                " `pause` context first"
+            )
         was_started = self._thread.thread is not None
         self._thread.stop(hard_stop, keep_for_next_session)
         if block:
             self.join(time.perf_counter(), timeout)
         if keep_for_next_session and was_started:
             with _session_lock:
-                other = getattr(self.model, compat.CACHED_MANAGER, None)  # kept by a concurrent session
+                # kept by a concurrent session
+                other = getattr(self.model, compat.CACHED_MANAGER, None)
                 setattr(self.model, compat.CACHED_MANAGER, self)
                 _kept.add(self.model)
             if other is not None and other is not self:
@@ -141,7 +162,8 @@ class PagedBatchingManager(ContinuousBatchingManager):
     def join(self, stop_trigger_time: float = 0.0, timeout: float | None = None) -> None:
         """Waits for the thread's end, at most `timeout` seconds."""
         if not self._thread.join(timeout):
-            logger.warning("the engine's thread did not end in %s s: its requests go on", timeout)
+            message = "the engine's thread did not end within %s s, and its requests go on"
+            logger.warning(Topic.CONTINUOUS_BATCHING(message), timeout)
 
     def destroy(self) -> None:
         self.stop()
@@ -149,12 +171,13 @@ class PagedBatchingManager(ContinuousBatchingManager):
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Pauses steps within this context, in which the model may be changed. Afterwards unfinished requests continue
-        with the keys and values that they have; cached prefixes of other weights are dropped. Steps continue in
-        evaluation mode; training mode set within the context is restored when the manager ends. Raises `RuntimeError`
-        if the manager is not running, or ends before the pause begins."""
+        """Pauses steps within this context, in which the model may be changed. Afterwards
+        unfinished requests continue with the keys and values that they have; cached prefixes of
+        other weights are dropped. Steps continue in evaluation mode; training mode set within the
+        context is restored when the manager ends. Raises `RuntimeError` if the manager is not
+        running, or ends before the pause begins."""
         if not self.is_running():
-            raise RuntimeError("the manager is not running: there is nothing to pause")
+            raise RuntimeError("the manager is not running, so it cannot pause: call `start` first")
         with self._thread.paused():
             yield
 
@@ -168,21 +191,29 @@ class PagedBatchingManager(ContinuousBatchingManager):
         eos_token_id: int | list[int] | None = None,
         seed: int | None = None,
         tokenizer: Any = None,
+        request_options: Mapping[str, Any] | None = None,
+        on_result: Callable[[RequestResult], None] | None = None,
         **options: Any,
     ) -> str:
-        """
-        Queues a request and returns its id. Outputs are delivered by `get_result`, iteration or a handler; if the
-        request cannot be served, its last output has the error. With `num_return_sequences` n, n - 1 further outputs
-        have the ids `"{request_id}__child#{i}"`.
+        """Queues a request and returns its id. Outputs are delivered by `get_result`, iteration or
+        a handler; if the request cannot be served, its last output has the error. With
+        `num_return_sequences` n, n - 1 further outputs have the ids `"{request_id}__child#{i}"`.
 
         Args:
             input_ids (`list[int]`): The prompt.
-            streaming (`bool`): Deliver an output for each new token, with all tokens so far; log-probabilities come
-                with the last output.
+            streaming (`bool`): Deliver an output for each new token, with all tokens so far;
+                log-probabilities come with the last output.
             record_timestamps (`bool`): Record `time.perf_counter()` of every token.
-            eos_token_id (`int` or `list[int]`, *optional*): Instead of the configuration's; negative ids are ignored.
-            seed (`int`, *optional*): As in `PagedEngine.add_request`, instead of the configuration's.
-            tokenizer (*optional*): For `stop_strings`, as in `generate`; used until a later request passes another.
+            eos_token_id (`int` or `list[int]`, *optional*): Instead of the configuration's;
+                negative ids are ignored.
+            seed (`int`, *optional*): As in `PagedEngine.add_request`, instead of the
+                configuration's.
+            tokenizer (*optional*): For `stop_strings`, as in `generate`; used until a later request
+                passes another.
+            request_options (`dict`, *optional*): Further arguments of `PagedEngine.add_request`:
+                `inputs`, `schema`, `cache_salt`, `top_logprobs`, ...
+            on_result (callable, *optional*): Called with the engine's [`RequestResult`] when the
+                request has ended, in the engine's thread, before its last outputs are delivered.
             options: Options of [`GenerationConfig`] for this request.
 
         Raises:
@@ -190,23 +221,28 @@ class PagedBatchingManager(ContinuousBatchingManager):
             RuntimeError: after `stop`, and, chained to its error, once the thread has died.
             queue.Full: if the queue stays full (`max_queue_size` requests) for 10 seconds.
         """
-        name = self._make_name() if request_id is None else request_id
-        if seed is None and (first := self.continuous_batching_config.seed) is not None:
-            seed = first + next(self._numbers)
+        if request_id is None:
+            request_id = self._make_name()
+        first_seed = self.continuous_batching_config.seed
+        if seed is None and first_seed is not None:
+            seed = first_seed + next(self._numbers)
         options |= {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
         given = {option: value for option, value in options.items() if value is not None}
         given.setdefault("num_return_sequences", self.num_return_sequences)
+        make_config = functools.partial(_request_config, self.model, self.generation_config, given)
         request = Pending(
-            _output_names(name, given["num_return_sequences"]),
-            input_ids,
-            functools.partial(_request_config, self.model, self.generation_config, given),
-            seed,
-            streaming,
-            record_timestamps,
-            tokenizer,
+            names=output_names(request_id, given["num_return_sequences"]),
+            prompt=input_ids,
+            make_config=make_config,
+            seed=seed,
+            is_streaming=streaming,
+            records_times=record_timestamps,
+            tokenizer=tokenizer,
+            options=request_options or {},
+            on_result=on_result,
         )
         self._thread.add(request)
-        return name
+        return request_id
 
     def _make_name(self) -> str:
         return f"req_{next(self._names)}"
@@ -219,19 +255,33 @@ class PagedBatchingManager(ContinuousBatchingManager):
         record_timestamps: bool = False,
         **options: Any,
     ) -> list[str]:
-        """Queues requests in order and returns their ids. Arguments and errors are those of `add_request`."""
-        given: tuple[Any, ...] = (None, max_new_tokens, streaming, record_timestamps)
-        return [self.add_request(input_ids, *given, **options) for input_ids in inputs]
+        """Queues requests in order and returns their ids. Arguments and errors are those of
+        `add_request`."""
+        return [
+            self.add_request(
+                input_ids,
+                None,
+                max_new_tokens,
+                streaming,
+                record_timestamps,
+                **options,
+            )
+            for input_ids in inputs
+        ]
 
     def cancel_request(self, request_id: str) -> None:
-        """Ends a request after the step in progress; its last output is `FAILED`, with the tokens so far. Raises
-        `ValueError` for a `"...__child#{i}"`: the sequences of a request end together, under the request's own id."""
+        """Ends a request after the step in progress; its last output is `FAILED`, with the tokens
+        so far. Raises `ValueError` for a `"...__child#{i}"`: the sequences of a request end
+        together, under the request's own id."""
         self._thread.cancel(request_id)
 
-    def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
-        """Waits for the next output, of `request_id` if given. `None` after `timeout` seconds, and when no more outputs
-        can come because the manager has stopped or died (`fatal_error`). Without a timeout, raises `ValueError` for an
-        id that was never added, or whose last output has been read."""
+    def get_result(
+        self, request_id: str | None = None, timeout: float | None = None
+    ) -> GenerationOutput | None:
+        """Waits for the next output, of `request_id` if given. `None` after `timeout` seconds, and
+        when no more outputs can come because the manager has stopped or died (`fatal_error`).
+        Without a timeout, raises `ValueError` for an id that was never added, or whose last output
+        has been read."""
         return self._thread.get(request_id, timeout)
 
     def __iter__(self) -> Iterator[GenerationOutput]:
@@ -246,57 +296,80 @@ class PagedBatchingManager(ContinuousBatchingManager):
             if output.is_finished():
                 return
 
-    def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
-        """Delivers the outputs of a request to `callback`, which the running event loop calls, until the last. The
-        request may be added later, to this manager while it runs."""
-        with self._thread.changed:
+    def register_result_handler(
+        self, request_id: str, callback: Callable[[GenerationOutput], None]
+    ) -> None:
+        """Delivers the outputs of a request to `callback`, which the running event loop calls,
+        until the last. The request may be added later, to this manager while it runs."""
+        with self._thread.lock:
             self._thread.handlers[request_id] = callback, asyncio.get_running_loop()
             waiting = self._thread.outputs.pop(request_id, ())
             self._thread.deliver(waiting)
 
 
-def _output_names(request_id: str, num_sequences: int) -> list[str]:
-    return [*(f"{request_id}__child#{i}" for i in range(num_sequences - 1)), request_id]
+def output_names(request_id: str, num_sequences: int) -> list[str]:
+    """The ids of a request's outputs, by row."""
+    further = [f"{request_id}__child#{i}" for i in range(num_sequences - 1)]
+    return [*further, request_id]
 
 
 def _effective(model: PreTrainedModel, config: GenerationConfig, name: str) -> Any:
     """The value of an option, from the model's generation config if `config` leaves it unset."""
     value = getattr(config, name)
-    return getattr(model.generation_config, name) if value is None else value
+    if value is None:
+        value = getattr(model.generation_config, name)
+    return value
 
 
-def _request_config(model: PreTrainedModel, config: GenerationConfig, options: dict[str, Any]) -> GenerationConfig:
-    """The configuration of one request. Raises `ValueError` for options that `GenerationConfig` does not have."""
-    # `num_return_sequences` is left out here: its validity depends on other options
-    as_config({name: value for name, value in options.items() if name != "num_return_sequences"})
+def _request_config(
+    model: PreTrainedModel, config: GenerationConfig, options: dict[str, Any]
+) -> GenerationConfig:
+    """The configuration of one request. Raises `ValueError` for options that `GenerationConfig`
+    does not have."""
+    check_generation_config(options)
     made = copy.deepcopy(config)
-    for name in ("cache_implementation", "cache_config", "compile_config", "continuous_batching_config"):
+    for name in (
+        "cache_implementation",
+        "cache_config",
+        "compile_config",
+        "continuous_batching_config",
+    ):
         if hasattr(made, name):  # options for how transformers would run it
             setattr(made, name, None)
     for name, value in options.items():
         setattr(made, name, value)
-    if not _effective(model, made, "do_sample") and (_effective(model, made, "num_beams") or 1) == 1:
+    num_beams = _effective(model, made, "num_beams") or 1
+    if num_beams == 1 and not _effective(model, made, "do_sample"):
         made.num_return_sequences = 1  # greedy sequences are all equal
     else:
         made.num_return_sequences = made.num_return_sequences or 1
-    if _effective(model, made, "max_new_tokens") is None and _effective(model, made, "max_length") is None:
-        limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    max_new_tokens = _effective(model, made, "max_new_tokens")
+    if max_new_tokens is None and _effective(model, made, "max_length") is None:
+        text_config = model.config.get_text_config(decoder=True)
+        limit = getattr(text_config, "max_position_embeddings", None)
         if limit is None:
-            raise ValueError("no limit is set, and the model's config tells none: pass `max_new_tokens`")
+            raise ValueError(
+                "neither the call nor the model's config limits the length: pass `max_new_tokens`"
+            )
         made.max_length = limit
     return made
 
 
-# -- replacements of methods of transformers' `ContinuousMixin` ----------------------------
+# -- replacements of methods of transformers' `ContinuousMixin` ----------------------------------
 
 
-def _cb_config(config: GenerationConfig, given: ContinuousBatchingConfig | None) -> ContinuousBatchingConfig:
-    return given or getattr(config, "continuous_batching_config", None) or ContinuousBatchingConfig()
+def _cb_config(
+    config: GenerationConfig, given: ContinuousBatchingConfig | None
+) -> ContinuousBatchingConfig:
+    from_config = getattr(config, "continuous_batching_config", None)
+    return given or from_config or ContinuousBatchingConfig()
 
 
 def _cache_config(model: PreTrainedModel, config: GenerationConfig) -> Any:
-    is_ours = _effective(model, config, "cache_implementation") in (None, "paged", NAME)
-    return _effective(model, config, "cache_config") if is_ours else None
+    implementation = _effective(model, config, "cache_implementation")
+    if implementation not in (None, "paged", NAME):
+        return None
+    return _effective(model, config, "cache_config")
 
 
 def _init(
@@ -311,7 +384,8 @@ def _init(
     cached = getattr(model, compat.CACHED_MANAGER, None)
     if isinstance(cached, PagedBatchingManager) and not cached.is_running():
         if continuous_batching_config is None or cb_config == cached.continuous_batching_config:
-            cached.generation_config, cached.num_return_sequences = config, config.num_return_sequences or 1
+            cached.generation_config = config
+            cached.num_return_sequences = config.num_return_sequences or 1
             return cached
         model.destroy_cached_continuous_batching_manager()  # it was made for another config
     return PagedBatchingManager(model, config, cb_config, workload_hints)
@@ -361,13 +435,17 @@ def _generate_batch(
 ) -> dict[str, GenerationOutput]:
     if not len(inputs):
         return {}
-    check_served(base_model(model), None)  # one `generate` call would compute no more than the layers in the model
+    # one `generate` call would compute no more than the layers in the model
+    check_served(base_model(model), None)
     base = model.generation_config if generation_config is None else generation_config
     given = {name: value for name, value in options.items() if value is not None}
-    config = _request_config(model, base, {name: value for name, value in given.items() if name != "tokenizer"})
+    generation_options = {name: value for name, value in given.items() if name != "tokenizer"}
+    config = _request_config(model, base, generation_options)
     # one `generate` call does not tell where a stop string ended a row
-    is_plain = not (record_timestamps or persistent_manager or _effective(model, config, "stop_strings"))
-    if is_plain and _effective(model, config, "do_sample") and (_effective(model, config, "num_beams") or 1) == 1:
+    has_stop_strings = bool(_effective(model, config, "stop_strings"))
+    is_plain = not (record_timestamps or persistent_manager or has_stop_strings)
+    num_beams = _effective(model, config, "num_beams") or 1
+    if is_plain and num_beams == 1 and _effective(model, config, "do_sample"):
         cb_config = _cb_config(base, continuous_batching_config)
         paged = paged_config(cb_config, _cache_config(model, base))
         if _fits_one_call(model, inputs, config, cb_config, paged):
@@ -381,17 +459,24 @@ def _generate_batch(
     with context as manager:
         added = manager.add_requests(inputs, record_timestamps=record_timestamps, **given)
         num_sequences = given.get("num_return_sequences", manager.num_return_sequences)
-        names = [name for each in added for name in _output_names(each, num_sequences)]
+        names: Iterable[str]
+        names = [name for request_id in added for name in output_names(request_id, num_sequences)]
         # no tqdm without a progress bar: it takes a lock, which a forked child may find held
-        for name in tqdm(names, unit="request") if progress_bar else names:
+        if progress_bar:
+            names = tqdm(names, unit="request")
+        for name in names:
             output = manager.get_result(name)
             if output is None:
-                raise RuntimeError(f"the manager ended before request {name!r}") from manager.fatal_error
+                raise RuntimeError(
+                    f"the manager ended before request {name!r}"
+                ) from manager.fatal_error
             outputs[name] = output
         if manager.fatal_error is not None:
             raise RuntimeError("the engine's thread died") from manager.fatal_error
-    if failed := [name for name, output in outputs.items() if output.error is not None]:
-        logger.error("requests %s ended with an error: %s", failed, outputs[failed[0]].error)
+    errors = [output.error for output in outputs.values() if output.error is not None]
+    if errors:
+        message = "%d of %d requests failed, and their outputs hold the errors; the first is: %s"
+        logger.error(Topic.FAILED_REQUESTS(message), len(errors), len(outputs), errors[0])
     return outputs
 
 
@@ -402,14 +487,16 @@ def _fits_one_call(
     cb_config: ContinuousBatchingConfig,
     paged: PagedConfig,
 ) -> bool:
-    """Whether these prompts can be the rows of one `generate` call that returns everything requested."""
+    """Whether these prompts can be the rows of one `generate` call that returns everything
+    requested."""
     if cb_config.return_logprobs or cb_config.seed is not None or model.config.is_encoder_decoder:
         return False
     num_rows = len(inputs) * (config.num_return_sequences or 1)
     if num_rows > paged.max_num_seqs or _effective(model, config, "max_new_tokens") is None:
         return False
     try:  # if a prompt is invalid, the engine serves the others and reports its error
-        prompts, size = [prompt_ids(prompt, None) for prompt in inputs], num_embeddings(model)
+        prompts = [prompt_ids(prompt, None) for prompt in inputs]
+        size = num_embeddings(model)
     except ValueError:
         return False
     return all(prompt and min(prompt) >= 0 and max(prompt) < size for prompt in prompts)
@@ -418,23 +505,39 @@ def _fits_one_call(
 def _sample_together(
     model: PreTrainedModel, inputs: Sequence[Any], config: GenerationConfig, paged: PagedConfig
 ) -> dict[str, GenerationOutput]:
-    """Runs the prompts as rows of one `generate` call, with one random number stream: a seed gives plain's tokens."""
-    created, device = time.perf_counter(), compute_device(model)
+    """Runs the prompts as rows of one `generate` call, with one random number stream: a seed gives
+    plain's tokens."""
+    created = time.perf_counter()
+    device = compute_device(model)
     prompts = [prompt_ids(prompt, None) for prompt in inputs]
-    pad, width = _effective(model, config, "pad_token_id") or 0, max(map(len, prompts))
-    ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    pad = _effective(model, config, "pad_token_id") or 0
+    width = max(map(len, prompts))
+    padded = []
+    masks = []
+    for prompt in prompts:
+        num_padding = width - len(prompt)
+        padded.append([pad] * num_padding + prompt)
+        masks.append([0] * num_padding + [1] * len(prompt))
+    ids = torch.tensor(padded, device=device)
+    mask = torch.tensor(masks, device=device)
     config.cache_implementation, config.cache_config = NAME, paged.to_dict()
     with served(model):
-        rows = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)[:, width:].tolist()
-    ended, num_sequences = time.perf_counter(), config.num_return_sequences or 1
+        generated = model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            generation_config=config,
+        )
+        rows = generated[:, width:].tolist()
+    ended = time.perf_counter()
+    num_sequences = config.num_return_sequences or 1
     eos = _effective(model, config, "eos_token_id")
     ends = set(eos) if isinstance(eos, (list, tuple)) else {eos}
     outputs: dict[str, GenerationOutput] = {}
     for place, prompt in enumerate(prompts):
-        for name in _output_names(f"req_{place}", num_sequences):
+        for name in output_names(f"req_{place}", num_sequences):
             tokens = rows[len(outputs)]
-            length = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
+            lengths = (index + 1 for index, token in enumerate(tokens) if token in ends)
+            length = next(lengths, len(tokens))
             outputs[name] = GenerationOutput(
                 name,
                 prompt,
@@ -447,7 +550,8 @@ def _sample_together(
 
 
 def destroy_kept() -> None:
-    """Destroys managers kept on models for a next session; transformers' own methods would otherwise use them."""
+    """Destroys managers kept on models for a next session; transformers' own methods would
+    otherwise use them."""
     for model in list(_kept):
         cached = getattr(model, compat.CACHED_MANAGER, None)
         if isinstance(cached, PagedBatchingManager):
@@ -466,8 +570,9 @@ REPLACEMENTS: dict[str, Callable[..., Any]] = {
 
 
 def through_wrapper(name: str) -> Callable[..., Any]:
-    """A method for wrappers of models, which pass this name on to the model inside, where the wrapper is not known.
-    Raises `ValueError` for adapters that only the wrapper's own `generate` computes."""
+    """A method for wrappers of models, which pass this name on to the model inside, where the
+    wrapper is not known. Raises `ValueError` for adapters that only the wrapper's own `generate`
+    computes."""
 
     def method(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(base_model(wrapper), name)(*args, **kwargs)

@@ -1,8 +1,10 @@
-"""The entry point: `install` patches transformers so that `cache_implementation="paged"` works in `generate`."""
+"""The entry point: `install` patches transformers so that `cache_implementation="paged"` works in
+`generate`."""
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import inspect
 import os
@@ -21,64 +23,97 @@ from .. import compat, forks
 from ..attention import interface
 from ..attention.latent import unwrap_expansions
 from ..attention.switch import NAME
-from ..batching.arguments import as_list, check_ids, check_numbers, check_streamed_rows, check_streamer, shown
+from ..batching.arguments import (
+    as_list,
+    check_assistant,
+    check_ids,
+    check_numbers,
+    check_streamed_rows,
+    check_streamer,
+    check_weights,
+)
 from ..batching.decoding.prepare import LoopCall, capturing
 from ..batching.decoding.sample import ObservedCriteria, RowStreamers
 from ..batching.factory import not_invariant
 from ..cache.memory import PagedMemory
 from ..cache.paged_cache import PagedCache
-from ..config import PagedConfig
+from ..config import INSTALL_VARIABLE, PagedConfig, shown
 from ..interrupts import held, let_in
 from ..model.forwards import has_foreign_hook
-from ..model.own_loop import cache_parts
+from ..model.own_loop import ROW_INPUTS, cache_parts, mismatched_rows
 from ..model.ranks import ranks_of
 from ..model.registry import memory_for, warn_once
+from ..topics import Topic
 from . import continuous_batching as _continuous_batching
 from . import manager_config
 from .after_import import after_import, forget_import
 from .call import Call, batch_of, current, first_rows, prepared, rows_per_prompt
 
 REQUESTED = ("paged", NAME)
-VARIABLE = "HF_PAGED_INSTALL"  # environment variable: options of `install` that the import uses
 
 _lock = forks.lock()
 _is_default = False  # calls that name no cache are paged
 
 
-# -- replacements of GenerationMixin methods: functions of the original method and its arguments -------------------
+# -- replacements of GenerationMixin methods: functions of the original method and its arguments -
 
 
-def _generate(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
-    config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+def _generate(
+    original: Callable[..., Any],
+    model: Any,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    positional = None
+    if len(args) > 1:
+        positional = args[1]
+    config = kwargs.get("generation_config", positional)
     requested = _option("cache_implementation", model, config, kwargs)
     asks = requested in REQUESTED
     if asks:
         _check_arguments(model, config, args, kwargs)
-        cache_config = PagedConfig.coerce(_option("cache_config", model, config, kwargs))
+        given_config = _option("cache_config", model, config, kwargs)
+        cache_config = PagedConfig.coerce(given_config)
         if kwargs.get("cache_config") is not None:
             kwargs["cache_config"] = cache_config.to_dict()
         if kwargs.get("cache_implementation") == "paged":
-            # for "paged", transformers would hand the call to its continuous batching before any preparation
+            # for "paged", transformers would hand the call to its continuous batching before any
+            # preparation
             kwargs["cache_implementation"] = NAME
-        if isinstance(kwargs.get("streamer"), (list, tuple)):
-            kwargs["streamer"] = RowStreamers(kwargs["streamer"], kwargs.get("attention_mask"))
-    elif requested is None and not _is_default and _option("cache_config", model, config, kwargs) is not None:
-        warn_once(
-            model,
-            "got a `cache_config` and no `cache_implementation`: transformers' own cache is used, and the config has "
-            'no effect. Add cache_implementation="paged", or leave `cache_config` out',
-        )
+        streamer = kwargs.get("streamer")
+        if isinstance(streamer, (list, tuple)):
+            kwargs["streamer"] = RowStreamers(streamer, kwargs.get("attention_mask"))
+    elif requested is None and not _is_default:
+        if _option("cache_config", model, config, kwargs) is not None:
+            warn_once(
+                model,
+                Topic.NOT_PAGED(
+                    "got a `cache_config` without a `cache_implementation`, so transformers' own"
+                    " cache is used and the config has no effect: add"
+                    ' cache_implementation="paged", or leave `cache_config` out'
+                ),
+            )
+    if not asks and isinstance(requested, str):
+        if difflib.get_close_matches(requested.lower(), REQUESTED, n=1):
+            raise ValueError(f"`cache_implementation` is {requested!r}: did you mean 'paged'?")
     prepared.set(None)
     _wrap_overrides(type(model))
     run = _run_untraced if asks or _is_default else _run
     return run(original, model, args, kwargs, asks)
 
 
-def _run(original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asks: bool) -> Any:
+def _run(
+    original: Callable[..., Any],
+    model: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    asks: bool,
+) -> Any:
     call = Call(model)
     if asks:
         call.ask(
-            f"{type(model).__name__} prepares its cache in a way of its own",
+            f"{type(model).__name__} prepares its cache itself",
             "Use a model that generates as transformers does",
         )
     with held(), call.running(), let_in():
@@ -89,47 +124,114 @@ _run_untraced = torch.compiler.disable(_run)  # a compiled function may call `ge
 
 
 def _check_arguments(
-    model: Any, config: GenerationConfig | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: Any,
+    config: GenerationConfig | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> None:
-    """Raises `ValueError` early for arguments that would fail after allocation, or with an error that names none."""
-    ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
-    if getattr(model, "main_input_name", None) == "input_ids" and not model.config.is_encoder_decoder:
-        check_ids(ids)
+    """Raises `ValueError` early for arguments that would fail after allocation, or with an error
+    that names none."""
+    check_weights(model)
+    misplaced = kwargs.keys() & PagedConfig.__annotations__.keys()
+    if misplaced:
+        pairs = [f'"{name}": {shown(kwargs[name])}' for name in sorted(misplaced)]
+        given = ", ".join(pairs)
+        raise TypeError(
+            f"the paged cache takes these options in its config: pass cache_config={{{given}}}"
+        )
+    positional = None
+    if args:
+        positional = args[0]
+    inputs = kwargs.get("inputs", positional)
+    ids = kwargs.get("input_ids", inputs)
+    if isinstance(ids, Mapping):
+        raise ValueError(
+            "`inputs` is a mapping, as tokenizers return it: unpack it, `model.generate(**inputs,"
+            " ...)`"
+        )
+    # transformers renames the first
+    cache_names = dict.fromkeys(("past_key_values", *compat.CACHE_NAMES))
+    main_input = getattr(model, "main_input_name", None)
+    if main_input == "input_ids" and not model.config.is_encoder_decoder:
+        others = ("inputs_embeds", *cache_names)
+        is_alone = all(kwargs.get(name) is None for name in others)
+        mask = None
+        if is_alone:
+            mask = kwargs.get("attention_mask")
+        check_ids(ids, mask, is_alone)
+    for name in cache_names:
+        cache = kwargs.get(name)
+        if isinstance(cache, (str, Mapping, PagedConfig)):
+            raise ValueError(
+                f"`{name}` is {shown(cache)}: pass a cache, such as `PagedCache(model.config)`;"
+                " options go into `cache_config`"
+            )
+    check_assistant(kwargs.get("assistant_model"))
     if config is not None and not isinstance(config, GenerationConfig):
-        raise ValueError(f"`generation_config` is {shown(config)}: it must be a `GenerationConfig` or None")
-    options = {} if config is None else vars(config)
+        raise ValueError(
+            f"`generation_config` is {shown(config)}: pass a `GenerationConfig`, or the options as"
+            " keyword arguments"
+        )
+    options: dict[str, Any] = {}
+    if config is not None:
+        options = vars(config)
     check_numbers({**options, **kwargs}, check_range=False)
     for name in ("logits_processor", "stopping_criteria"):
         as_list(name, kwargs.get(name))
     streamer = kwargs.get("streamer")
-    for each in streamer if isinstance(streamer, (list, tuple)) else [streamer]:
-        check_streamer(each)
+    if isinstance(streamer, (list, tuple)):
+        for row_streamer in streamer:
+            check_streamer(row_streamer)
+    else:
+        check_streamer(streamer)
     if streamer is not None and isinstance(ids, torch.Tensor):
         repeats = _option("num_return_sequences", model, config, kwargs) or 1
         check_streamed_rows(streamer, len(ids) * repeats, "pass a list of streamers, one a row")
 
 
-def _option(name: str, model: Any, config: GenerationConfig | None, kwargs: dict[str, Any]) -> Any:
-    """An option's value from the keyword, which may unset it, the config passed or the model's config, in this order;
-    `None` if unset."""
+def _option(
+    name: str,
+    model: Any,
+    config: GenerationConfig | None,
+    kwargs: dict[str, Any],
+) -> Any:
+    """An option's value from the keyword, which may unset it, the config passed or the model's
+    config, in this order; `None` if unset."""
     if name in kwargs:
         return kwargs[name]
-    values = (getattr(source, name, None) for source in (config, getattr(model, "generation_config", None)))
-    return next((value for value in values if value is not None), None)
+    model_config = getattr(model, "generation_config", None)
+    for source in (config, model_config):
+        value = getattr(source, name, None)
+        if value is not None:
+            return value
+    return None
 
 
-def _prepare_cache(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
-    if (capture := capturing.get()) is not None and capture.model is model:
+def _prepare_cache(
+    original: Callable[..., Any],
+    model: Any,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    capture = capturing.get()
+    if capture is not None and capture.model is model:
         return None  # no loop will use it
-    arguments = inspect.signature(original).bind(model, *args, **kwargs).arguments
-    generation_config, model_kwargs = arguments["generation_config"], arguments["model_kwargs"]
+    signature = inspect.signature(original)
+    bound = signature.bind(model, *args, **kwargs)
+    arguments = bound.arguments
+    generation_config = arguments["generation_config"]
+    model_kwargs = arguments["model_kwargs"]
     call = current.get()
     passed = any(model_kwargs.get(name) is not None for name in compat.CACHE_NAMES)
     chosen = generation_config.cache_implementation
-    is_default = _is_default and chosen is None and not passed and generation_config.use_cache is not False
+    is_unset = chosen is None and not passed
+    uses_cache = generation_config.use_cache is not False
+    is_default = _is_default and is_unset and uses_cache
     requested = chosen in REQUESTED or is_default
-    config = PagedConfig.coerce(generation_config.cache_config) if requested else None
+    config = None
     if requested:
+        config = PagedConfig.coerce(generation_config.cache_config)
         # not "dynamic": assistants copy this config, and transformers refuses that value for them
         generation_config.cache_implementation = None
     result = original(model, *args, **kwargs)
@@ -139,23 +241,41 @@ def _prepare_cache(original: Callable[..., Any], model: Any, /, *args: Any, **kw
             prepared.set(call)
         if config is not None and not passed:
             length = arguments.get("max_cache_length") or 0
-            num_rows = (arguments.get("batch_size") or 1) * rows_per_prompt(generation_config)
-            if call.is_running and (ranks := ranks_of(model)) is not None:
-                call.stack.enter_context(ranks.alone())
-            call.memory = memory = memory_for(model, config, [length] * num_rows if length else [])
+            num_prompts = arguments.get("batch_size") or 1
+            num_rows = num_prompts * rows_per_prompt(generation_config)
+            if call.is_running:
+                ranks = ranks_of(model)
+                if ranks is not None:
+                    call.stack.enter_context(ranks.alone())
+            lengths: list[int] = []
+            if length:
+                lengths = [length] * num_rows
+            call.memory = memory = memory_for(model, config, lengths)
+            if call.is_running:
+                memory.begin_call(call)
             is_assistant = generation_config.is_assistant
             _swap(memory, length, num_rows, model_kwargs, is_assistant)
-        parts = (part for name in compat.CACHE_NAMES for part in cache_parts(model_kwargs.get(name)))
-        if caches := [part for part in parts if isinstance(part, PagedCache)]:
+        caches: list[PagedCache] = []
+        for name in compat.CACHE_NAMES:
+            parts = cache_parts(model_kwargs.get(name))
+            caches += [part for part in parts if isinstance(part, PagedCache)]
+        if caches:
             call.use(caches, generation_config, is_built=not passed)
         elif requested:
-            call.ask(*_why_not_paged(model, passed, generation_config, model_kwargs))
-        if config is not None and config.batch_invariant and not call.built:
+            reason, remedy = _why_not_paged(model, passed, generation_config, model_kwargs)
+            call.ask(reason, remedy)
+        is_invariant = config is not None and config.batch_invariant
+        if is_invariant and not call.built:
             raise not_invariant(model, call.reason)
     return result
 
 
-def _why_not_paged(model: Any, passed: bool, config: GenerationConfig, model_kwargs: dict[str, Any]) -> tuple[str, str]:
+def _why_not_paged(
+    model: Any,
+    passed: bool,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> tuple[str, str]:
     """Why a call that asked for a paged cache has none, and what to change."""
     if passed:
         return "the caller's own cache is used", "Pass no cache, or a `hf_paged.PagedCache`"
@@ -170,15 +290,23 @@ def _why_not_paged(model: Any, passed: bool, config: GenerationConfig, model_kwa
     )
 
 
-def _swap(memory: PagedMemory, length: int, num_rows: int, model_kwargs: dict[str, Any], is_assistant: bool) -> None:
-    """Replaces each `DynamicCache` that the model just built by a `PagedCache`, for rows of up to `length` tokens."""
+def _swap(
+    memory: PagedMemory,
+    length: int,
+    num_rows: int,
+    model_kwargs: dict[str, Any],
+    is_assistant: bool,
+) -> None:
+    """Replaces each `DynamicCache` that the model just built by a `PagedCache`, for rows of up to
+    `length` tokens."""
 
     def paged(cache: Any, kind: str) -> Any:
         if type(cache) is not DynamicCache:
             return cache
         twin = PagedCache.from_empty(cache, memory, kind)
         if kind == "self":
-            twin.reserve(num_rows * (length // memory.block_size + 1), num_rows)
+            blocks_per_row = length // memory.block_size + 1
+            twin.reserve(num_rows * blocks_per_row, num_rows)
         if is_assistant:
             twin.activate_past_recording()
         return twin
@@ -192,100 +320,170 @@ def _swap(memory: PagedMemory, length: int, num_rows: int, model_kwargs: dict[st
             model_kwargs[name] = paged(cache, "self")
 
 
-def _prefill(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _prefill(
+    original: Callable[..., Any],
+    model: Any,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Computes rows that were expanded from one prompt once, where that gives the same results."""
-    call, bound, first = current.get(), inspect.signature(original).bind(model, *args, **kwargs), None
+    call = current.get()
+    signature = inspect.signature(original)
+    bound = signature.bind(model, *args, **kwargs)
+    first = None
     given = bound.arguments
-    is_whole = given["generation_config"].prefill_chunk_size is None  # chunked prefill is left to the original
-    if call is not None and call.model is model and call.caches and call.repeats > 1 and is_whole:
-        first = _of_first_rows(given["input_ids"], given["model_kwargs"], call.repeats)
+    # chunked prefill is left to the original
+    is_whole = given["generation_config"].prefill_chunk_size is None
+    if call is not None and call.model is model and call.caches:
+        if call.repeats > 1 and is_whole:
+            input_ids = given["input_ids"]
+            model_kwargs = given["model_kwargs"]
+            if mismatched_rows(model_kwargs, len(input_ids)) is None:
+                first = _of_first_rows(input_ids, model_kwargs, call.repeats)
     if call is None or first is None or not _rows_are_independent(model):
         return original(model, *args, **kwargs)
-    given["input_ids"], given["model_kwargs"] = ids, inputs = first
+    ids, inputs = first
+    given["input_ids"] = ids
+    given["model_kwargs"] = inputs
     outputs = original(*bound.args, **bound.kwargs)
-    caches = [value for value in outputs.values() if isinstance(value, Cache)]  # the model may have created one
-    for cache in caches or [value for value in inputs.values() if isinstance(value, Cache)]:
+    # the model may have created one
+    caches = [value for value in outputs.values() if isinstance(value, Cache)]
+    if not caches:
+        caches = [value for value in inputs.values() if isinstance(value, Cache)]
+    num_prompts = len(ids)
+    repeats = call.repeats
+    for cache in caches:
         # every cache layer can reorder its rows, which includes repeating one
-        cache.reorder_cache(torch.arange(len(ids), device=ids.device).repeat_interleave(call.repeats))
+        prompts = torch.arange(num_prompts, device=ids.device)
+        cache.reorder_cache(prompts.repeat_interleave(repeats))
     for name, value in outputs.items():
         if not isinstance(value, Cache):
-            outputs[name] = _repeat(value, len(ids), call.repeats)
+            are_states = name.endswith("hidden_states")
+            outputs[name] = _repeat(value, num_prompts, repeats, are_states)
     call.details["prefills_shared"] = True
     return outputs
 
 
-# Inputs whose rows are their first dimension in every model.
-_ROW_INPUTS = {"attention_mask", "encoder_outputs", "inputs_embeds", "position_ids", "token_type_ids"}
-_ROW_INPUTS |= {"decoder_attention_mask", "decoder_input_ids", "decoder_position_ids"}
-
-
 def _of_first_rows(
-    input_ids: torch.Tensor, model_kwargs: dict[str, Any], repeats: int
+    input_ids: torch.Tensor,
+    model_kwargs: dict[str, Any],
+    repeats: int,
 ) -> tuple[torch.Tensor, dict[str, Any]] | None:
-    """The inputs of every `repeats`-th row; `None` if the rows between differ or something is cached."""
-    ids, inputs = first_rows(input_ids, repeats), dict(model_kwargs)
+    """The inputs of every `repeats`-th row; `None` if the rows between differ or something is
+    cached."""
+    ids = first_rows(input_ids, repeats)
+    inputs = dict(model_kwargs)
     for name, value in model_kwargs.items():
         if isinstance(value, Cache):
-            if not all(isinstance(part, PagedCache) and part.is_empty for part in cache_parts(value)):
+            for part in cache_parts(value):
+                if not isinstance(part, PagedCache) or not part.is_empty:
+                    return None
+            continue
+        is_scalar = isinstance(value, (bool, int, float, str))
+        if value is not None and not is_scalar:
+            # scalars have no rows
+            if name not in ROW_INPUTS:
                 return None
-        elif value is not None and not isinstance(value, (bool, int, float, str)):  # scalars have no rows
-            if name not in _ROW_INPUTS or (name.endswith("position_ids") and value.dim() != 2):
+            if name.endswith("position_ids") and value.dim() != 2:
                 return None
-            inputs[name] = first_rows(value, repeats)
-            if inputs[name] is None:
+            rows = first_rows(value, repeats)
+            if rows is None:
                 return None
+            inputs[name] = rows
     return None if ids is None else (ids, inputs)
 
 
 def _rows_are_independent(model: Any) -> bool:
-    """Whether rows do not affect one another: no dropout, batch-wide experts, user code or per-row module state."""
+    """Whether rows do not affect one another: no dropout, batch-wide experts, user code or per-row
+    module state."""
     config = model.config.get_text_config(decoder=True)
-    if hasattr(config, "expert_capacity") or getattr(config, "output_router_logits", False):
+    if hasattr(config, "expert_capacity"):
+        return False
+    if getattr(config, "output_router_logits", False):
         return False
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return False
-    return not any(
-        module.training or has_foreign_hook(module) or "forward" in vars(module) or hasattr(module, "_setup_cache")
-        for module in model.modules()
-    )
+    for module in model.modules():
+        if module.training or has_foreign_hook(module):
+            return False
+        if "forward" in vars(module) or compat.attribute(module, "_setup_cache"):
+            return False
+    return True
 
 
-def _repeat(value: Any, rows: int, repeats: int) -> Any:
-    if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == rows:
-        return value.repeat_interleave(repeats, dim=0)
-    return tuple(_repeat(part, rows, repeats) for part in value) if isinstance(value, tuple) else value
+def _repeat(value: Any, rows: int, repeats: int, are_states: bool) -> Any:
+    """Repeats an output's rows. Hidden states, `(..., rows, length, width)`, may have an axis in
+    front (Gemma3n)."""
+    if isinstance(value, tuple):
+        return tuple(_repeat(part, rows, repeats, are_states) for part in value)
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        return value
+    axis = 0
+    if are_states:
+        axis = max(0, value.dim() - 3)
+    if value.shape[axis] != rows:
+        return value
+    return value.repeat_interleave(repeats, dim=axis)
 
 
-def _expand_inputs(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _expand_inputs(
+    original: Callable[..., Any],
+    model: Any,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     call = current.get()
     if call is not None and call.model is model:
-        inputs = {name: value for name, value in kwargs.items() if name not in ("expand_size", "is_encoder_decoder")}
-        call.note_inputs(inputs.pop("input_ids", None), inputs)
+        inputs = dict(kwargs)
+        inputs.pop("expand_size", None)
+        inputs.pop("is_encoder_decoder", None)
+        input_ids = inputs.pop("input_ids", None)
+        call.note_inputs(input_ids, inputs)
         expanded = original(model, *args, **kwargs)
         if compat.ENCODE_MEDIA is None and not model.config.is_encoder_decoder:
-            call.swaps_pictures |= _swaps_pictures(kwargs, *expanded)
+            _, repeated = expanded
+            call.swaps_pictures |= _swaps_pictures(kwargs, repeated)
         return expanded
     return original(model, *args, **kwargs)
 
 
-def _swaps_pictures(given: dict[str, Any], input_ids: Any, inputs: dict[str, Any]) -> bool:
-    """Whether the expansion repeated each image by itself although rows have several images, as transformers 5.17 does:
-    `[A, A, B, B]` for two rows of which each has the images `[A, B]`."""
-    size, rows = given.get("expand_size", 1), given.get("input_ids")
+def _swaps_pictures(given: dict[str, Any], inputs: dict[str, Any]) -> bool:
+    """Whether the expansion repeated each image by itself although rows have several images, as
+    transformers 5.17 does: `[A, A, B, B]` for two rows of which each has the images `[A, B]`."""
+    size = given.get("expand_size", 1)
+    rows = given.get("input_ids")
     if size == 1 or not isinstance(rows, torch.Tensor):
         return False
-    pairs = ((x, inputs.get(name)) for name, x in given.items() if isinstance(x, torch.Tensor) and x.dim())
-    return any(
-        len(x) != len(rows) and isinstance(now, torch.Tensor) and torch.equal(now, x.repeat_interleave(size, dim=0))
-        for x, now in pairs
-    )
+    for name, value in given.items():
+        if not isinstance(value, torch.Tensor) or not value.dim():
+            continue
+        expanded = inputs.get(name)
+        if len(value) == len(rows) or not isinstance(expanded, torch.Tensor):
+            continue
+        one_by_one = value.repeat_interleave(size, dim=0)
+        if torch.equal(expanded, one_by_one):
+            return True
+    return False
 
 
-def _decode(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _decode(
+    original: Callable[..., Any],
+    model: Any,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     call = current.get()
-    if (capture := capturing.get()) is not None and capture.model is model:
-        arguments = inspect.signature(original).bind(model, *args, **kwargs).arguments
-        return capture.add(LoopCall(original.__name__, arguments, None if call is None else call.unexpanded))
+    capture = capturing.get()
+    if capture is not None and capture.model is model:
+        signature = inspect.signature(original)
+        bound = signature.bind(model, *args, **kwargs)
+        arguments = bound.arguments
+        unexpanded = None if call is None else call.unexpanded
+        loop_call = LoopCall(original.__name__, arguments, unexpanded)
+        return capture.add(loop_call)
     call = prepared.get()
     running: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if call is not None and call.model is model:
@@ -295,25 +493,55 @@ def _decode(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: A
         call = current.get()
     with held(), running:
         if call is not None and call.model is model and call.built:
-            arguments = inspect.signature(original).bind(model, *args, **kwargs).arguments
-            if batch := batch_of(call, original.__name__, arguments):
+            signature = inspect.signature(original)
+            bound = signature.bind(model, *args, **kwargs)
+            arguments = bound.arguments
+            batch = batch_of(call, original.__name__, arguments)
+            if batch:
                 return batch.run()
-            if isinstance(streamer := arguments.get("streamer"), RowStreamers):
-                kwargs["stopping_criteria"] = ObservedCriteria(arguments["stopping_criteria"], streamer)
+            streamer = arguments.get("streamer")
+            if isinstance(streamer, RowStreamers):
+                criteria = arguments["stopping_criteria"]
+                kwargs["stopping_criteria"] = ObservedCriteria(criteria, streamer)
+            call.claim_blocks(
+                arguments["input_ids"],
+                arguments["generation_config"],
+                arguments.get("model_kwargs", {}),
+            )
         with let_in():
             return original(model, *args, **kwargs)
 
 
-def _encode_media(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _encode_media(
+    original: Callable[..., Any],
+    model: Any,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     capture = capturing.get()
-    if capture is None or capture.model is not model or model.config.is_encoder_decoder:
+    if capture is None or capture.model is not model:
         return original(model, *args, **kwargs)
-    return inspect.signature(original).bind(model, *args, **kwargs).arguments["model_kwargs"]
+    if model.config.is_encoder_decoder:
+        return original(model, *args, **kwargs)
+    signature = inspect.signature(original)
+    bound = signature.bind(model, *args, **kwargs)
+    arguments = bound.arguments
+    return arguments["model_kwargs"]
 
 
-def _warn_of_padding(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Skips the warning in our steps, which have a mask or no padding: the check waits for the device."""
-    return None if compat.attention_of(model.config) == NAME else original(model, *args, **kwargs)
+def _warn_of_padding(
+    original: Callable[..., Any],
+    model: Any,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Skips the warning in our steps, which have a mask or no padding: the check waits for the
+    device."""
+    if compat.attention_of(model.config) == NAME:
+        return None
+    return original(model, *args, **kwargs)
 
 
 _REPLACEMENTS: dict[str, Callable[..., Any]] = {
@@ -328,12 +556,13 @@ _REPLACEMENTS: dict[str, Callable[..., Any]] = {
     compat.WARN_OF_PADDING: _warn_of_padding,
 }
 _installed: dict[tuple[type, str], tuple[Callable[..., Any] | None, Callable[..., Any]]] = {}
-"""By class and name of each replaced method: the original, if there was one, and the wrapper that replaced it."""
+"""By class and name of each replaced method: the original, if there was one, and the wrapper that
+replaced it."""
 
 
 def _wrapper(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a method, and what its decorators (`no_grad`, `deprecate_kwarg`) wrap: a caller who takes `generate` out of
-    them gets ours."""
+    """Wraps a method, and what its decorators (`no_grad`, `deprecate_kwarg`) wrap: a caller who
+    takes `generate` out of them gets ours."""
 
     @functools.wraps(original)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -348,59 +577,82 @@ def _wrapper(original: Callable[..., Any], replacement: Callable[..., Any]) -> C
 
 
 def _method(owner: type, name: str) -> Callable[..., Any]:
-    """A method of a class as a function that takes the model first; transformers 5.17 has a static method."""
-    found: Callable[..., Any] = getattr(owner, name)
-    if not isinstance(inspect.getattr_static(owner, name), staticmethod):
-        return found
+    """A method of a class as a function that takes the model first; transformers 5.17 has a static
+    method."""
+    function: Callable[..., Any] = getattr(owner, name)
+    is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+    if not is_static:
+        return function
 
     def method(model: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return found(*args, **kwargs)
+        return function(*args, **kwargs)
 
-    own = inspect.signature(found)
+    signature = inspect.signature(function)
     first = inspect.Parameter("model", inspect.Parameter.POSITIONAL_ONLY)
-    method.__signature__ = own.replace(parameters=[first, *own.parameters.values()])  # type: ignore[attr-defined]
+    parameters = [first, *signature.parameters.values()]
+    method.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return method
 
 
-def _replace(owner: type, name: str, replacement: Callable[..., Any] | None = None) -> None:
+def _replace(
+    owner: type,
+    name: str,
+    replacement: Callable[..., Any] | None = None,
+) -> None:
     """For use within `_lock`."""
-    wrapper = _wrapper(_method(owner, name), replacement or _REPLACEMENTS[name])
-    _installed[owner, name] = (inspect.getattr_static(owner, name), wrapper)
+    method = _method(owner, name)
+    wrapper = _wrapper(method, replacement or _REPLACEMENTS[name])
+    original = inspect.getattr_static(owner, name)
+    _installed[owner, name] = (original, wrapper)
     setattr(owner, name, wrapper)
 
 
 def _add_to_peft(module: Any) -> None:
-    """Adds the names of continuous batching to `PeftModel`, which passes them on to the model inside."""
+    """Adds the names of continuous batching to `PeftModel`, which passes them on to the model
+    inside."""
     owner = module.PeftModel
     with _lock:
-        for name in ("init_continuous_batching", "continuous_batching_context_manager", "generate_batch"):
-            if (ContinuousMixin, name) in _installed and (owner, name) not in _installed:
+        for name in (
+            "init_continuous_batching",
+            "continuous_batching_context_manager",
+            "generate_batch",
+        ):
+            is_replaced = (ContinuousMixin, name) in _installed
+            if is_replaced and (owner, name) not in _installed:
                 wrapper = _continuous_batching.through_wrapper(name)
-                _installed[owner, name] = (vars(owner).get(name), wrapper)
+                original = vars(owner).get(name)
+                _installed[owner, name] = (original, wrapper)
                 setattr(owner, name, wrapper)
 
 
 def _wrap_overrides(model_class: type) -> None:
-    """Wraps the input expansion of classes that override it (Qwen2-VL on transformers 5.17), to note their inputs."""
+    """Wraps the input expansion of classes that override it (Qwen2-VL on transformers 5.17), to
+    note their inputs."""
     name = compat.EXPAND_INPUTS
-    owner = next(each for each in model_class.__mro__ if name in vars(each))
+    owner = next(base for base in model_class.__mro__ if name in vars(base))
     if (owner, name) not in _installed:
         with _lock:
             if _installed and (owner, name) not in _installed:
                 _replace(owner, name)
 
 
-def install(continuous_batching: bool | PagedConfig | Mapping[str, Any] = False, *, by_default: bool = False) -> None:
-    """
-    Makes `cache_implementation="paged"` and `attn_implementation="hf_paged"` work. Idempotent; run by the import, with
-    the options that the environment variable HF_PAGED_INSTALL names (`python -m hf_paged run` writes it).
+def install(
+    continuous_batching: bool | PagedConfig | Mapping[str, Any] = False,
+    *,
+    by_default: bool = False,
+) -> None:
+    """Makes `cache_implementation="paged"` and `attn_implementation="hf_paged"` work. Idempotent;
+    run by the import, with the options that the environment variable HF_PAGED_INSTALL names
+    (`python -m hf_paged run` writes it).
 
     Args:
-        continuous_batching (`bool`, [`PagedConfig`] or `dict`): Also run `generate_batch`, `init_continuous_batching`
-            and `continuous_batching_context_manager` of all models on a [`PagedEngine`]; a config passed here is their
-            default. A later call without this option changes nothing of it.
-        by_default (`bool`): Also make `generate` paged where neither the call nor a configuration names a
-            `cache_implementation`, and no cache is passed. A later call without this option changes nothing of it.
+        continuous_batching (`bool`, [`PagedConfig`] or `dict`): Also run `generate_batch`,
+            `init_continuous_batching` and `continuous_batching_context_manager` of all models on a
+            [`PagedEngine`]; a config passed here is their default. A later call without this option
+            changes nothing of it.
+        by_default (`bool`): Also make `generate` paged where neither the call nor a configuration
+            names a `cache_implementation`, and no cache is passed. A later call without this option
+            changes nothing of it.
     """
     global _is_default
     with _lock:
@@ -408,10 +660,15 @@ def install(continuous_batching: bool | PagedConfig | Mapping[str, Any] = False,
             interface.register()
             compat.allow_cache_implementation(NAME, True)
             for name in _REPLACEMENTS:
-                _replace(PreTrainedModel if name == compat.WARN_OF_PADDING else GenerationMixin, name)
+                owner: type = GenerationMixin
+                if name == compat.WARN_OF_PADDING:
+                    owner = PreTrainedModel
+                _replace(owner, name)
         _is_default |= by_default
         if continuous_batching is not False:
-            manager_config.set_default(PagedConfig.coerce(None if continuous_batching is True else continuous_batching))
+            given = None if continuous_batching is True else continuous_batching
+            config = PagedConfig.coerce(given, "continuous_batching")
+            manager_config.set_default(config)
             for name, replacement in _continuous_batching.REPLACEMENTS.items():
                 if (ContinuousMixin, name) not in _installed:
                     _replace(ContinuousMixin, name, replacement)
@@ -420,21 +677,31 @@ def install(continuous_batching: bool | PagedConfig | Mapping[str, Any] = False,
 
 
 def install_of_environment() -> None:
-    """Runs `install` with the options that HF_PAGED_INSTALL names. Raises `ValueError` for unknown names."""
+    """Runs `install` with the options that HF_PAGED_INSTALL names. Raises `ValueError` for unknown
+    names."""
     allowed = inspect.signature(install).parameters.keys()
-    names = [name for name in os.environ.get(VARIABLE, "").split(",") if name]
-    if unknown := [name for name in names if name not in allowed]:
-        raise ValueError(f"{VARIABLE} names {unknown}: it must be names among {', '.join(allowed)}, with commas")
+    text = os.environ.get(INSTALL_VARIABLE, "")
+    names = [name for name in text.split(",") if name]
+    unknown = [name for name in names if name not in allowed]
+    if unknown:
+        raise ValueError(
+            f"{INSTALL_VARIABLE} names {unknown}: it must be names among {', '.join(allowed)}, with"
+            " commas"
+        )
     install(**dict.fromkeys(names, True))
 
 
 def uninstall() -> None:
-    """Undoes `install`. Raises `RuntimeError`, before any change, if another library has wrapped a method since."""
+    """Undoes `install`, except for running calls. Raises `RuntimeError`, before any change, if
+    another library has wrapped a method since."""
     global _is_default
     with _lock:
         for (owner, name), (_, wrapper) in _installed.items():
             if getattr(owner, name) is not wrapper:
-                message = f"`{owner.__name__}.{name}` was replaced after hf_paged was installed: undo that first"
+                message = (
+                    f"`{owner.__name__}.{name}` was replaced after hf_paged was installed: undo"
+                    " that first"
+                )
                 raise RuntimeError(message)
         _is_default = False
         forget_import(_add_to_peft)
@@ -446,5 +713,5 @@ def uninstall() -> None:
             else:
                 setattr(owner, name, original)
         compat.allow_cache_implementation(NAME, False)
-        compat.forget_attention(NAME)
+        interface.forget()
         unwrap_expansions()

@@ -18,51 +18,64 @@ MAPPED: dict[str, str] = {
     "max_requests_per_batch": "`max_num_seqs`",
     "allow_block_sharing": "`prefix_caching`",
     "use_cuda_graph": "`capture`: off if it is False for both paths",
-    "scheduler_type": '"fifo"; "prefill_first" lifts the limit of prompts beside decodes (`max_chunk_tokens`)',
+    "scheduler_type": (
+        '`"fifo"`; `"prefill_first"` lifts the limit on prompts beside decodes (`max_chunk_tokens`)'
+    ),
     "return_logprobs": "`return_logprobs` of every request",
     "seed": "request number i draws as `generate` does after `torch.manual_seed(seed + i)`",
-    "cpu_offload_space": '`preemption="swap"` unless it is 0; memory is taken when requests are preempted',
+    "cpu_offload_space": (
+        '`preemption="swap"` unless it is 0; host memory is allocated when requests are preempted'
+    ),
     "max_queue_size": "requests that may wait for the engine's thread",
 }
 """Fields of `ContinuousBatchingConfig` that have a meaning here, and that meaning."""
 
 LEFT: dict[str, str] = {
     "max_blocks_per_request": "sizes a block table of a flash kernel; here tables grow",
-    "use_async_batching": "the engine prepares the next step ahead by itself where that can be done",
+    "use_async_batching": "the engine itself prepares the next step ahead where it can",
     "q_padding_interval_size": "pads the inputs of CUDA graphs; the engine chooses its own sizes",
     "kv_padding_interval_size": "pads the inputs of CUDA graphs; the engine reads block tables",
     "varlen_compile_config": "compiles transformers' own forward; tokens do not depend on it",
     "decode_compile_config": "compiles transformers' own forward; tokens do not depend on it",
     "default_compile_level": "compiles transformers' own forward; tokens do not depend on it",
     "use_default_compile_configs": "deprecated name of `default_compile_level`",
-    "safety_margin": "blocks that transformers' scheduler keeps free; here requests that need blocks preempt others",
-    "auto_switch_to_flash": "no attention implementation is switched but to ours, which is put back",
-    "cpu_offload_space_safety_threshold": "bounds a buffer that is not allocated here",
-    "per_request_processors": "every request takes its own options always",
-    "drop_unsupported_processors": "no processor is dropped: all work as in `generate`",
-    "disable_nccl_graph_mixing": "of tensor parallelism, which is not served here",
-    "cpu_group_timeout": "of tensor parallelism, which is not served here",
-    "max_cached_graphs": "deprecated, without a use in transformers",
+    "safety_margin": (
+        "blocks that transformers' scheduler keeps free; here requests that need blocks preempt"
+        " others"
+    ),
+    "auto_switch_to_flash": "ignored: hf_paged sets and restores its own attention",
+    "cpu_offload_space_safety_threshold": "bounds a buffer that hf_paged does not allocate",
+    "per_request_processors": "every request always has its own options",
+    "drop_unsupported_processors": "all processors work as in `generate`, so none is dropped",
+    "disable_nccl_graph_mixing": "for tensor parallelism, which these methods do not serve here",
+    "cpu_group_timeout": "for tensor parallelism, which these methods do not serve here",
+    "max_cached_graphs": "deprecated and unused in transformers",
 }
-"""Fields that tune transformers' own implementation and change no token, and why they may be ignored."""
+"""Fields that tune transformers' own implementation and change no token, and why they may be
+ignored."""
 
 _defaults: list[PagedConfig] = [PagedConfig()]  # the config passed to `install`
 
 
 def set_default(config: PagedConfig) -> None:
-    """Sets managers' default `PagedConfig`; a model's `cache_config` and a `ContinuousBatchingConfig` override it."""
+    """Sets managers' default `PagedConfig`; a model's `cache_config` and a
+    `ContinuousBatchingConfig` override it."""
     _defaults[:] = [config]
 
 
 def paged_config(
     cb_config: ContinuousBatchingConfig, cache_config: PagedConfig | dict[str, Any] | None = None
 ) -> PagedConfig:
-    """The `PagedConfig` for a `ContinuousBatchingConfig`: its fields that are not at their defaults, over
-    `cache_config` or the default config. Raises `ValueError` for values that cannot be served and unknown fields."""
+    """The `PagedConfig` for a `ContinuousBatchingConfig`: its fields that are not at their
+    defaults, over `cache_config` or the default config. Raises `ValueError` for values that cannot
+    be served and unknown fields."""
     given = _given(cb_config)
     unknown = sorted(set(given) - set(MAPPED) - set(LEFT))
     if unknown:
-        raise ValueError(f"hf_paged does not know what {unknown} of `ContinuousBatchingConfig` ask for: leave them out")
+        raise ValueError(
+            f"`ContinuousBatchingConfig` has fields that hf_paged does not know, {unknown}: leave"
+            " them out"
+        )
     scheduler = given.get("scheduler_type", "fifo")
     if scheduler not in ("fifo", "prefill_first"):
         raise ValueError(f"`scheduler_type` is {scheduler!r}: it must be 'fifo' or 'prefill_first'")
@@ -76,7 +89,8 @@ def paged_config(
     }
     base |= {ours: given[theirs] for theirs, ours in names.items() if theirs in given}
     size = getattr(cb_config, "page_size", None) or getattr(cb_config, "block_size", None)
-    if {"page_size", "block_size", "num_blocks"} & set(given):  # `num_blocks` counts blocks of their block size
+    if {"page_size", "block_size", "num_blocks"} & set(given):
+        # `num_blocks` counts blocks of their block size
         base["block_size"] = size
     if "use_cuda_graph" in given:
         base["capture"] = any(cb_config.cuda_graph_booleans)

@@ -16,31 +16,34 @@ NAMES = ("reference", "gather", "cpp", "triton")
 
 
 def forced() -> str | None:
-    """The attention backend that `HF_PAGED_ATTENTION` names, or `None`. Raises `ValueError` for unknown names, and
-    `RuntimeError` for `cpp` if the kernels could not be built."""
+    """The attention backend that `HF_PAGED_ATTENTION` names, or `None`. Raises `ValueError` for
+    unknown names, and `RuntimeError` for `cpp` if the kernels could not be built."""
     name = os.environ.get(VARIABLE)
     if not name:
         return None
     if name not in NAMES:
-        raise ValueError(f"{VARIABLE}={name!r} names no backend: use one of {', '.join(NAMES)}, or unset it")
+        raise ValueError(
+            f"{VARIABLE}={name!r} names no backend: use one of {', '.join(NAMES)}, or unset it"
+        )
     if name == "cpp" and not cpp.is_available():
         raise RuntimeError(
-            f"{VARIABLE}=cpp, but the kernels could not be built (the log of hf_paged.kernels.cpp says why): "
-            "install a C++ compiler, or unset it"
+            f"{VARIABLE}=cpp, but the kernels could not be built (the log of hf_paged.kernels.cpp"
+            " says why): install a C++ compiler, or unset it"
         )
     return name
 
 
 def uses_triton(tensor: Tensor) -> bool:
-    """Whether calls with tensors like this one go to the Triton kernels if those support them. Raises as `forced`, and
-    `RuntimeError` if `triton` is forced on a device without it."""
+    """Whether calls with tensors like this one go to the Triton kernels if those support them.
+    Raises as `forced`, and `RuntimeError` if `triton` is forced on a device without it."""
     name = forced()
     if name is None:
         return not tensor.is_cpu and triton.is_available(tensor.device)
     if name == "triton" and not triton.is_available(tensor.device):
         raise RuntimeError(
-            f"{VARIABLE}=triton, but the kernels do not run on {tensor.device}: install Triton and use a GPU that it "
-            "knows (the log of hf_paged.kernels.triton says what failed), set TRITON_INTERPRET=1 before anything "
-            "is imported to run them slowly on the CPU, or unset it"
+            f"{VARIABLE}=triton, but the kernels do not run on {tensor.device}: install Triton and"
+            " use a GPU that it knows (the log of hf_paged.kernels.triton says what failed), set"
+            " TRITON_INTERPRET=1 before anything is imported to run them slowly on the CPU, or"
+            " unset it"
         )
     return name == "triton"

@@ -1,4 +1,5 @@
-"""Attention time per context token by block size: tables per machine, written by `benchmarks.tune`."""
+"""Attention time per context token by block size: tables per machine, written by
+`benchmarks.tune`."""
 
 from __future__ import annotations
 
@@ -18,41 +19,72 @@ FOLDER = Path(__file__).with_name("tables")
 
 def preferred_kernel(device: torch.device) -> str:
     """The attention backend that is tried first on this device. Raises as `kernels.forced`."""
-    if uses_triton(torch.empty(0, device=device)):
+    example = torch.empty(0, device=device)
+    if uses_triton(example):
         return "triton"
-    return forced() or ("cpp" if device.type == "cpu" and cpp.is_available() else "gather")
+    kernel = forced()
+    if kernel:
+        return kernel
+    if device.type == "cpu" and cpp.is_available():
+        return "cpp"
+    return "gather"
 
 
 def machine(device: torch.device) -> str:
-    """Names the table of a device: a processor's instruction level (`"x86-64-v3"`), or a GPU's chip."""
+    """Names the table of a device: a processor's instruction level (`"x86-64-v3"`), or a GPU's
+    chip."""
     if device.type != "cpu":
         from .triton import configs
 
         return configs.chip(device)
-    flags = cpu_flags() if platform.machine() == "x86_64" else set()
-    levels = (level for level, (_, needed) in LEVELS.items() if flags.issuperset(needed.split()))
-    return next(levels, platform.machine())
+    name = platform.machine()
+    flags = set()
+    if name == "x86_64":
+        flags = cpu_flags()
+    for level, (_, needed) in LEVELS.items():
+        if flags.issuperset(needed.split()):
+            return level
+    return name
 
 
 def key(kernel: str, stored: str) -> str:
-    """Names an entry of a table; `stored`: the dtype of keys and values in blocks, such as `"int8"`."""
+    """Names an entry of a table; `stored`: the dtype of keys and values in blocks, such as
+    `"int8"`."""
     return f"{kernel}/{stored}"
 
 
-def find_costs(device: torch.device, dtype: torch.dtype, kv_dtype: str | None = None) -> tuple[dict[int, float], str]:
-    """Nanoseconds per context token by block size, for the kernel that serves a model in `dtype` on this device; and
-    the source of the times, or why there are none. Without times of a processor's level, those of the best level that
-    has any."""
-    kernel, stored = preferred_kernel(device), kv_dtype or str(dtype).removeprefix("torch.")
-    own = machine(device) if device.type == "cpu" or kernel == "triton" else device.type
-    for name in (own, *LEVELS) if device.type == "cpu" else (own,):
-        times = _table(FOLDER / f"{name}.json").get(key(kernel, stored))
+def find_costs(
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: str | None = None,
+) -> tuple[dict[int, float], str]:
+    """Nanoseconds per context token by block size, for the kernel that serves a model in `dtype` on
+    this device; and the source of the times, or why there are none. Without times of a processor's
+    level, those of the best level that has any."""
+    kernel = preferred_kernel(device)
+    stored = kv_dtype or str(dtype).removeprefix("torch.")
+    entry = key(kernel, stored)
+    is_cpu = device.type == "cpu"
+    if is_cpu or kernel == "triton":
+        name = machine(device)
+    else:
+        name = device.type
+    names = (name, *LEVELS) if is_cpu else (name,)
+    for table_name in names:
+        path = FOLDER / f"{table_name}.json"
+        times = _table(path).get(entry)
         if times:
-            return times, f"times of {key(kernel, stored)} on {name}"
-    return {}, f"no times of {key(kernel, stored)} were measured on {own} (`benchmarks.tune --block-sizes`)"
+            return times, f"times of {entry} on {table_name}"
+    reason = f"no times of {entry} were measured on {name} (`benchmarks.tune --block-sizes`)"
+    return {}, reason
 
 
 @functools.cache
 def _table(path: Path) -> dict[str, dict[int, float]]:
-    table = json.loads(path.read_text())["costs"] if path.exists() else {}
-    return {name: {int(size): float(time) for size, time in times.items()} for name, times in table.items()}
+    if not path.exists():
+        return {}
+    table = json.loads(path.read_text())["costs"]
+    return {
+        name: {int(size): float(time) for size, time in times.items()}
+        for name, times in table.items()
+    }

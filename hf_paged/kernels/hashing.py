@@ -1,10 +1,13 @@
-"""Hashes of tensor bytes, to detect writes that change neither `_version` nor `data_ptr` (fused optimizers, numpy).
+"""Hashes of tensor bytes, to detect writes that change neither `_version` nor `data_ptr` (fused
+optimizers, numpy).
 
-Their keys are public, and they ignore strides: a user who chooses the bytes can make two tensors with one hash. Names
-of what users supply are therefore BLAKE2b digests (`batching/execution/prompts.py`)."""
+Their keys are public, and they ignore strides: a user who chooses the bytes can make two tensors
+with one hash. Names of what users supply are therefore BLAKE2b digests
+(`batching/execution/prompts.py`)."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,36 +16,48 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import cpp, uses_triton
+from .triton.launch import LaunchFailedError
 
-CHUNK_BYTES = 8 << 20  # bytes that the portable hash reads at once; its temporaries take about four times as much
+# bytes that the portable hash reads at once; its temporaries take about four times as much
+CHUNK_BYTES = 8 << 20
 # The odd constants of SplitMix64 (Steele et al., OOPSLA 2014), as torch's int64 holds them.
-_STEP, _FIRST, _SECOND = (word - (1 << 64) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_STEP, _FIRST, _SECOND = (
+    word - (1 << 64) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
 
 
 def hash_tensors(tensors: Sequence[Tensor]) -> list[Any]:
-    """Hashes of the elements of strided tensors: one for all tensors that the C++ kernel reads, one for each other."""
+    """Hashes of the elements of strided tensors: one for all tensors that the C++ kernel reads, one
+    for each other."""
     tensors = [_dense(tensor) for tensor in tensors]
-    here = [tensor for tensor in tensors if tensor.is_cpu] if cpp.is_available() else []
-    found: list[Any] = [cpp.hash_memory([x.data_ptr() for x in here], [x.nbytes for x in here]) if here else None]
+    # not built for a GPU's tensors
+    here = [tensor for tensor in tensors if tensor.is_cpu and cpp.is_available()]
+    found: list[Any] = [
+        cpp.hash_memory([x.data_ptr() for x in here], [x.nbytes for x in here]) if here else None
+    ]
     others: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         if not (here and tensor.is_cpu):
             others.setdefault(tensor.device, []).append(tensor)
     hashes = [_hash_each(held) for held in others.values()]
-    return found + [sums.tolist() for sums in hashes]  # waits once per device, after work is queued on all
+    # waits once per device, after work is queued on all
+    return found + [sums.tolist() for sums in hashes]
 
 
 def _hash_each(tensors: Sequence[Tensor]) -> Tensor:
-    """`hash_portable` of contiguous tensors on one device, as `(len(tensors), 2)` int64 on that device."""
+    """`hash_portable` of contiguous tensors on one device, as `(len(tensors), 2)` int64 on that
+    device."""
     if uses_triton(tensors[0]):
         from .triton.hash import hash_all  # needs Triton
 
-        return hash_all(tensors)
+        with contextlib.suppress(LaunchFailedError):
+            return hash_all(tensors)
     return torch.stack([hash_portable(tensor) for tensor in tensors])
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """A contiguous tensor with the elements of `tensor`, each once: `tensor` itself, a view of it or else a copy."""
+    """A contiguous tensor with the elements of `tensor`, each once: `tensor` itself, a view of it
+    or else a copy."""
     if tensor.is_contiguous():
         return tensor
     for dim, stride in enumerate(tensor.stride()):
@@ -53,9 +68,10 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def hash_portable(tensor: Tensor) -> Tensor:
-    """The hash of a contiguous tensor's bytes, `(2,)` int64 on its device, independent of the order of summation. A
-    bijection mixes each 8-byte word with its position, and the results are summed modulo 2^64: one changed word always
-    changes the first sum, and two different contents agree in both sums with a chance of about 2^-128."""
+    """The hash of a contiguous tensor's bytes, `(2,)` int64 on its device, independent of the order
+    of summation. A bijection mixes each 8-byte word with its position, and the results are summed
+    modulo 2^64: one changed word always changes the first sum, and two different contents agree in
+    both sums with a chance of about 2^-128."""
     content = tensor.detach().reshape(-1).view(torch.uint8)
     total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for start in range(0, content.numel(), CHUNK_BYTES):
@@ -63,7 +79,9 @@ def hash_portable(tensor: Tensor) -> Tensor:
         if chunk.numel() % 8 or chunk.storage_offset() % 8:
             chunk = F.pad(chunk, (0, -chunk.numel() % 8))  # a copy in any case
         words = chunk.view(torch.int64)
-        position = torch.arange(start // 8 + 1, start // 8 + 1 + words.numel(), device=tensor.device)
+        position = torch.arange(
+            start // 8 + 1, start // 8 + 1 + words.numel(), device=tensor.device
+        )
         mixed = position.mul_(_STEP).bitwise_xor_(words)
         for shift, factor in ((30, _FIRST), (27, _SECOND), (31, _STEP)):
             mixed = mixed.bitwise_xor_(_shift(mixed, shift)).mul_(factor)

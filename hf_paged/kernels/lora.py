@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,11 +13,12 @@ from torch import Tensor
 
 from ..step import NotCapturable
 from . import uses_triton
+from .triton.launch import LaunchFailedError
 
 
 class LoraWeights(NamedTuple):
-    """An adapter's weights for one layer, which add `scaling * (x A^T B^T + bias)` (LoRA, arXiv 2106.09685, section
-    4.1)."""
+    """An adapter's weights for one layer, which add `scaling * (x A^T B^T + bias)` (LoRA, arXiv
+    2106.09685, section 4.1)."""
 
     a: Tensor  # (rank, depth)
     b: Tensor  # (width, rank)
@@ -34,51 +36,61 @@ Part = tuple[int, int, LoraWeights]
 
 
 class Deltas:
-    """The deltas for one layer's output. Each part is a separate product (segmented products, as in Punica, arXiv
-    2310.18547, and S-LoRA, arXiv 2311.03285, section 6): adapters may differ in rank and dtype, and a row's delta
-    depends only on the rows of its part."""
+    """The deltas for one layer's output. Each part is a separate product (segmented products, as in
+    Punica, arXiv 2310.18547, and S-LoRA, arXiv 2311.03285, section 6): adapters may differ in rank
+    and dtype, and a row's delta depends only on the rows of its part."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = parts
         self.table: Any = None  # the Triton kernels': addresses, ranges and factors on the device
 
     def prepare(self, like: Tensor) -> None:
-        """Copies the kernels' table to the device of `like`, so that later calls copy nothing and can be captured. Does
-        nothing where the Triton kernels do not run."""
+        """Copies the kernels' table to the device of `like`, so that later calls copy nothing and
+        can be captured. Does nothing where the Triton kernels do not run."""
         if self.table is None and self.parts and uses_triton(like):
             from .triton import lora  # needs Triton
 
             self.table = lora.make_table(self.parts, like.device)
 
     def add(self, out: Tensor, x: Tensor) -> None:
-        """Adds the parts' deltas of `x` `(rows, depth)` to `out` `(rows, width)` in place; rows without a part are
-        unchanged."""
+        """Adds the parts' deltas of `x` `(rows, depth)` to `out` `(rows, width)` in place; rows
+        without a part are unchanged."""
         self.prepare(out)
         if self.table is not None:
             from .triton import lora
 
             if lora.takes(out, x):
-                lora.add_deltas(out, x, self.table)
-                return
+                # `out` is as it was; processes that share the depth run the same kernels, which all
+                # fail
+                with contextlib.suppress(LaunchFailedError):
+                    lora.add_deltas(out, x, self.table)
+                    return
         add_each(out, x, self.parts)
 
 
 class RecordedDeltas:
-    """As [`Deltas`], for captured steps: the Triton kernels read the ranges of rows on the device, where they change
-    between replays. `ranges`: `(n, 2)` int64, of at most `most` rows each; `weights` name their range by index."""
+    """As [`Deltas`], for captured steps: the Triton kernels read the ranges of rows on the device,
+    where they change between replays. `ranges`: `(n, 2)` int64, of at most `most` rows each;
+    `weights` name their range by index."""
 
-    def __init__(self, ranges: Tensor, most: int, weights: Sequence[tuple[int, LoraWeights]]) -> None:
+    def __init__(
+        self, ranges: Tensor, most: int, weights: Sequence[tuple[int, LoraWeights]]
+    ) -> None:
         from .triton import lora  # needs Triton
 
         self.table = lora.table_over(ranges, most, weights)
 
     def add(self, out: Tensor, x: Tensor) -> None:
-        """As `Deltas.add`. Raises [`NotCapturable`] for tensors that the kernels do not support."""
+        """As `Deltas.add`. Raises [`NotCapturable`] for tensors that the kernels do not support, or
+        if they fail."""
         from .triton import lora
 
         if not lora.takes(out, x):
             raise NotCapturable(f"LoRA's kernels do not take {x.dtype} and {out.dtype}")
-        lora.add_deltas(out, x, self.table)
+        try:
+            lora.add_deltas(out, x, self.table)
+        except LaunchFailedError as error:
+            raise NotCapturable("LoRA's kernels do not run") from error
 
 
 def can_record(weights: Sequence[LoraWeights], device: torch.device) -> bool:

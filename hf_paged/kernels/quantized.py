@@ -1,9 +1,11 @@
-"""Keys and values quantized to one byte per element: their layout in blocks, and the maths in plain PyTorch.
+"""Keys and values quantized to one byte per element: their layout in blocks, and the maths in plain
+PyTorch.
 
-A block of a K/V head is one tile of bytes: `block_size * dim` codes, token after token, then `block_size` float32
-scales, one per token. A state is code * scale; a token's scale is its largest magnitude over the largest code, so that
-tokens stored later do not change earlier ones. (vLLM's `int8_per_token_head` has the same scales.) The codes are a view
-`(num_blocks, heads, block_size, dim)` of the tiles, from which the scales are found.
+A block of a K/V head is one tile of bytes: `block_size * dim` codes, token after token, then
+`block_size` float32 scales, one per token. A state is code * scale; a token's scale is its largest
+magnitude over the largest code, so that tokens stored later do not change earlier ones. (vLLM's
+`int8_per_token_head` has the same scales.) The codes are a view `(num_blocks, heads, block_size,
+dim)` of the tiles, from which the scales are found.
 """
 
 from __future__ import annotations
@@ -29,20 +31,33 @@ def is_quantized(blocks: Tensor) -> bool:
     return blocks.dtype in LARGEST
 
 
+def check_sizes(block_size: int, dim: int) -> None:
+    """Raises `ValueError` if the scales of a tile would not be at an address for float32."""
+    if block_size * dim % SCALE_BYTES:
+        raise ValueError(
+            f"quantized blocks of {block_size} tokens with {dim} elements each have"
+            f" {block_size * dim} bytes of codes, and the scales behind them must begin at a"
+            f" multiple of {SCALE_BYTES}: pass a `block_size` that is a multiple of {SCALE_BYTES},"
+            " or no `kv_dtype`"
+        )
+
+
 def tile_bytes(block_size: int, dim: int) -> int:
     """Bytes of one head's block with `dim` elements per token."""
     return block_size * (dim + SCALE_BYTES)
 
 
 def codes(tiles: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:
-    """Codes `(num_blocks, heads, block_size, dim)`, a view of tiles `(num_blocks, heads, tile_bytes)` uint8."""
+    """Codes `(num_blocks, heads, block_size, dim)`, a view of tiles `(num_blocks, heads,
+    tile_bytes)` uint8."""
     dim = tiles.shape[2] // block_size - SCALE_BYTES
     return tiles.view(dtype)[..., : block_size * dim].unflatten(2, (block_size, dim))
 
 
 def scales(blocks: Tensor) -> Tensor:
-    """Scales `(num_blocks, heads, block_size)` float32, a view of the tiles of the codes `blocks`, which may be all
-    codes of each token or the first or last ones (as latents and rotary keys are)."""
+    """Scales `(num_blocks, heads, block_size)` float32, a view of the tiles of the codes `blocks`,
+    which may be all codes of each token or the first or last ones (as latents and rotary keys
+    are)."""
     num_blocks, heads, block_size, _ = blocks.shape
     block, head, width, _ = blocks.stride()
     offset = blocks.storage_offset()
@@ -57,7 +72,8 @@ def as_bytes(blocks: Tensor) -> Tensor:
 
 
 def planes(blocks: Tensor) -> tuple[Tensor, ...]:
-    """The stored tensors of keys or values, each `(num_blocks, heads, block_size, n)`: states, or codes and scales."""
+    """The stored tensors of keys or values, each `(num_blocks, heads, block_size, n)`: states, or
+    codes and scales."""
     return (as_bytes(blocks), scales(blocks).unsqueeze(3)) if is_quantized(blocks) else (blocks,)
 
 
@@ -74,7 +90,8 @@ def read(blocks: Tensor, index: Any, dtype: torch.dtype) -> Tensor:
 
 
 def quantize(states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes `(..., dim)` and scales `(...)` of states `(..., dim)`. A non-finite element makes its whole token so."""
+    """Codes `(..., dim)` and scales `(...)` of states `(..., dim)`. A non-finite element makes its
+    whole token so."""
     numbers = states.float()
     found = numbers.abs().amax(-1).clamp_min(TINY) * (1 / LARGEST[dtype])
     numbers = numbers * (1 / found).unsqueeze(-1)

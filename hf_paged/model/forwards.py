@@ -1,4 +1,5 @@
-"""Detects what libraries and users put around or in place of modules' forwards: hooks, wrappers, compiled code."""
+"""Detects what libraries and users put around or in place of modules' forwards: hooks, wrappers,
+compiled code."""
 
 from __future__ import annotations
 
@@ -12,46 +13,70 @@ from torch import nn
 
 _NONE: list[Any] = []
 _SCALARS = {bool, int, float, str, types.NoneType, torch.dtype}
-# Libraries whose hooks move, cast or require gradients for their inputs, and do not depend on token positions.
-_LIBRARIES = ("accelerate.", "peft.", "torch.distributed.", "torch.nn.utils.", "transformers.", "trl.")
+# Libraries whose hooks move, cast or require gradients for their inputs, and do not depend on token
+# positions.
+_LIBRARIES = (
+    "accelerate.",
+    "peft.",
+    "torch.distributed.",
+    "torch.nn.utils.",
+    "transformers.",
+    "trl.",
+)
 
 
 def is_idle_hook(hook: Callable[..., Any]) -> bool:
-    """Whether transformers left the hook after a call with `output_hidden_states`; it does nothing in other calls."""
+    """Whether transformers left the hook after a call with `output_hidden_states`; it does nothing
+    in other calls."""
     return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
-    """A module's hooks of torch and accelerate: pre-forward, forward, then accelerate's wrappers."""
+    """A module's hooks of torch and accelerate: pre-forward, forward, then accelerate's
+    wrappers."""
     attributes = vars(module)
     hook = attributes.get("_hf_hook")
     around = () if hook is None else getattr(hook, "hooks", (hook,))
-    if not (around or attributes["_forward_pre_hooks"] or attributes["_forward_hooks"]):  # the usual case
+    if not (around or attributes["_forward_pre_hooks"] or attributes["_forward_hooks"]):
+        # the usual case
         return _NONE
-    return [*attributes["_forward_pre_hooks"].values(), *attributes["_forward_hooks"].values(), *around]
+    return [
+        *attributes["_forward_pre_hooks"].values(),
+        *attributes["_forward_hooks"].values(),
+        *around,
+    ]
 
 
 def has_foreign_hook(module: nn.Module) -> bool:
     """Whether hooks of user code see the module's inputs or outputs."""
     hooks = hooks_of(module)
-    return bool(hooks) and not all(str(getattr(x, "__module__", "")).startswith(_LIBRARIES) for x in hooks)
+    return bool(hooks) and not all(
+        str(getattr(x, "__module__", "")).startswith(_LIBRARIES) for x in hooks
+    )
 
 
 def code_of(function: Any, seen: set[int] | None = None) -> Any:
-    """A hashable key of what a function, method, callable object, wrapper or hook computes: its code, the scalars in
-    its closure or attributes, and likewise of callables there. Equal for callables made alike; keeps code and classes
-    alive."""
-    kind, seen = type(function), set() if seen is None else seen
+    """A hashable key of what a function, method, callable object, wrapper or hook computes: its
+    code, the scalars in its closure or attributes, and likewise of callables there. Equal for
+    callables made alike; keeps code and classes alive."""
+    kind = type(function)
+    seen = set() if seen is None else seen
     if kind in _SCALARS:
         return function
     if id(function) in seen:  # some functions close over themselves
         return kind
     seen.add(id(function))
     if kind is types.MethodType:
-        return kind, code_of(function.__func__, seen), _told(getattr(function.__self__, "__dict__", {}), seen)
+        return (
+            kind,
+            code_of(function.__func__, seen),
+            _told(getattr(function.__self__, "__dict__", {}), seen),
+        )
     if kind is types.FunctionType:
         cells = (_content(cell) for cell in function.__closure__ or ())
-        return function.__code__, *(code_of(x, seen) for x in (*cells, *(function.__defaults__ or ())))
+        return function.__code__, *(
+            code_of(x, seen) for x in (*cells, *(function.__defaults__ or ()))
+        )
     if kind is functools.partial:
         parts = (function.func, *function.args, *function.keywords.values())
         return kind, *(code_of(part, seen) for part in parts)
@@ -80,8 +105,8 @@ def _content(cell: types.CellType) -> Any:
 
 
 def compute_device(model: Any) -> torch.device:
-    """The device on which the model's forward computes: that of its weights, or, if accelerate offloads them, the one
-    that it loads them to."""
+    """The device on which the model's forward computes: that of its weights, or, if accelerate
+    offloads them, the one that it loads them to."""
     device: torch.device = model.device
     if device.type != "meta":
         return device

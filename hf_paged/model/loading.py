@@ -9,27 +9,42 @@ from typing import Any
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from ..topics import Topic
+
 logger = logging.getLogger(__name__)
 
 # options of `from_pretrained` that say where files are found; configs and tokenizers take them, too
-_SOURCE = {"cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision", "subfolder"}
+_SOURCE = {
+    "cache_dir",
+    "code_revision",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "subfolder",
+}
 _SOURCE |= {"token", "trust_remote_code"}
 
 
 def load_model(name_or_path: str | os.PathLike[str], **loading: Any) -> Any:
-    """Loads a model of the class that its config names, else a causal language model; for the folder of a PEFT adapter
-    the base model with it. `loading` and errors are those of `from_pretrained` (`dtype`, `device_map`, ...)."""
+    """Loads a model of the class that its config names, else a causal language model; for the
+    folder of a PEFT adapter the base model with it. `loading` and errors are those of
+    `from_pretrained` (`dtype`, `device_map`, ...)."""
     source = {name: loading[name] for name in _SOURCE if name in loading}
     try:
         architectures = AutoConfig.from_pretrained(name_or_path, **source).architectures
-    except (OSError, ValueError):  # an adapter without a config, or nothing: `from_pretrained` raises then
+    except (OSError, ValueError):
+        # an adapter without a config, or nothing: `from_pretrained` raises then
         architectures = None
     found = getattr(transformers, (architectures or [""])[0], None)
-    return (AutoModelForCausalLM if found is None else found).from_pretrained(name_or_path, **loading)
+    return (AutoModelForCausalLM if found is None else found).from_pretrained(
+        name_or_path, **loading
+    )
 
 
 def load_tokenizer(name_or_path: str | os.PathLike[str], model: Any, **loading: Any) -> Any:
-    """Loads the tokenizer of the model or, for an adapter without one, of its base model; `None` if there is none."""
+    """Loads the tokenizer of the model or, for an adapter without one, of its base model; `None` if
+    there is none."""
     source = {name: loading[name] for name in _SOURCE if name in loading}
     error: Exception | None = None
     for place in dict.fromkeys((str(name_or_path), model.name_or_path)):
@@ -37,8 +52,14 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], model: Any, **loading: 
             found = AutoTokenizer.from_pretrained(place, **source)
         except (OSError, ValueError) as failure:
             error = error or failure
-        else:  # without files transformers makes a tokenizer of its class's special tokens and T5's space marker
+        else:
+            # without files transformers makes a tokenizer of its class's special tokens and T5's
+            # space marker
             if len(found) > len(found.added_tokens_decoder) + 1:
                 return found
-    logger.warning("no tokenizer was found, so that prompts and results are token ids (%s)", error or "no files")
+    message = (
+        "no tokenizer was found, so prompts and results are token ids: pass `tokenizer=` for text"
+        " (%s)"
+    )
+    logger.warning(Topic.TOKENIZER(message), error or "no files")
     return None

@@ -1,9 +1,10 @@
-"""One step of transformers' decoding loop for a model, and the inputs that the loop carries from step to step."""
+"""One step of transformers' decoding loop for a model, and the inputs that the loop carries from
+step to step."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ def pad_token_id(model: Any) -> int:
 
 
 def first_inputs(model: Any, ids: Tensor, mask: Tensor, cache: Cache | None) -> dict[str, Any]:
-    """The model inputs from which `generate` prepares the first forward; `ids` and `mask` are `(rows, length)`."""
+    """The model inputs from which `generate` prepares the first forward; `ids` and `mask` are
+    `(rows, length)`."""
     inputs: dict[str, Any] = {"use_cache": True, "attention_mask": mask}
     if "position_ids" in inspect.signature(model.forward).parameters:
         inputs["position_ids"] = compat.prepare_position_ids(model, ids, inputs)
@@ -37,14 +39,24 @@ def first_inputs(model: Any, ids: Tensor, mask: Tensor, cache: Cache | None) -> 
 
 
 def next_logits(
-    model: Any, ids: Tensor, inputs: dict[str, Any], begins: bool, num_new: int = 1, num_logits: int = 1
+    model: Any,
+    ids: Tensor,
+    inputs: dict[str, Any],
+    begins: bool,
+    num_new: int = 1,
+    num_logits: int = 1,
+    num_cached: int = 0,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Runs one step: logits `(rows * num_logits, vocab_size)` after each of the last `num_logits` tokens of `ids`, and
-    the next inputs. Only the last `num_new` tokens are new unless the rows begin."""
-    has_encoder, embeds = bool(model.config.is_encoder_decoder), inputs.get("inputs_embeds")
+    """Runs one step: logits `(rows * num_logits, vocab_size)` after each of the last `num_logits`
+    tokens of `ids`, and the next inputs. Only the last `num_new` tokens are new; if the rows begin,
+    all but the first `num_cached`."""
+    has_encoder = bool(model.config.is_encoder_decoder)
+    embeds = inputs.get("inputs_embeds")
     new = embeds if begins and embeds is not None and not has_encoder else ids
-    count = new.shape[1] if begins else num_new
-    prepared = model.prepare_inputs_for_generation(ids, next_sequence_length=count, is_first_iteration=begins, **inputs)
+    count = new.shape[1] - num_cached if begins else num_new
+    prepared = model.prepare_inputs_for_generation(
+        ids, next_sequence_length=count, is_first_iteration=begins, **inputs
+    )
     if num_logits > 1 and "logits_to_keep" in prepared:  # the model may have set it
         prepared["logits_to_keep"] = num_logits
     outputs = model(**prepared, return_dict=True)
@@ -63,33 +75,73 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     return function(value) if isinstance(value, Tensor) else value
 
 
+# inputs whose rows are their first dimension in every model, but for positions with axes in front
+ROW_INPUTS = {
+    "attention_mask",
+    "encoder_outputs",
+    "inputs_embeds",
+    "position_ids",
+    "token_type_ids",
+}
+ROW_INPUTS |= {"decoder_attention_mask", "decoder_input_ids", "decoder_position_ids"}
+
+
+def mismatched_rows(inputs: Mapping[str, Any], rows: int) -> str | None:
+    """Says which input has neither one row nor `rows`; `None` if there is none."""
+    for name in sorted(ROW_INPUTS & inputs.keys()):
+        value = inputs[name]
+        if isinstance(value, Tensor) and value.dim():
+            count = value.shape[max(0, value.dim() - 2) if name.endswith("position_ids") else 0]
+            if count not in (1, rows):
+                return f"`{name}` has {count} rows, but `input_ids` has {rows}"
+    return None
+
+
 def select_rows(name: str, value: Any, rows: Tensor, count: int) -> Any:
-    """Selects rows `(n,)` from the input `name` of a batch of `count` rows; values without such rows stay whole."""
+    """Selects rows `(n,)` from the input `name` of a batch of `count` rows; values without such
+    rows stay whole."""
 
     def select(x: Tensor) -> Tensor:
-        axis = 1 if name.endswith("position_ids") and x.dim() == 3 else 0  # where transformers repeats rows
-        return x.index_select(axis, rows.to(x.device)) if x.dim() > axis and x.shape[axis] == count else x
+        # where transformers repeats rows
+        axis = 1 if name.endswith("position_ids") and x.dim() == 3 else 0
+        return (
+            x.index_select(axis, rows.to(x.device))
+            if x.dim() > axis and x.shape[axis] == count
+            else x
+        )
 
     return map_tensors(select, value)
 
 
 def join_rows(values: Sequence[Any], widths: Sequence[int], width: int) -> Any:
-    """Concatenates an input of several batches along rows. Tensors whose number of columns equals their batch's entry
-    in `widths` are padded with zeros on the left, or cut there, to `width` columns."""
+    """Concatenates an input of several batches along rows. Tensors whose number of columns equals
+    their batch's entry in `widths` are padded with zeros on the left, or cut there, to `width`
+    columns."""
     first = values[0]
     if isinstance(first, ModelOutput):
         names = [name for name in first if all(name in value for value in values)]
-        return type(first)(**{name: join_rows([value[name] for value in values], widths, width) for name in names})
+        return type(first)(
+            **{name: join_rows([value[name] for value in values], widths, width) for name in names}
+        )
     if isinstance(first, (list, tuple)):
         return type(first)(join_rows(parts, widths, width) for parts in zip(*values))
     if not isinstance(first, Tensor) or not first.dim():
         return first
-    return torch.cat([_aligned(x, width) if x.dim() > 1 and x.shape[1] == old else x for x, old in zip(values, widths)])
+    return torch.cat(
+        [
+            _aligned(x, width) if x.dim() > 1 and x.shape[1] == old else x
+            for x, old in zip(values, widths)
+        ]
+    )
 
 
 def _aligned(x: Tensor, width: int) -> Tensor:
     missing = width - x.shape[1]
-    return x[:, -missing:] if missing < 0 else torch.cat([x.new_zeros((len(x), missing, *x.shape[2:])), x], dim=1)
+    return (
+        x[:, -missing:]
+        if missing < 0
+        else torch.cat([x.new_zeros((len(x), missing, *x.shape[2:])), x], dim=1)
+    )
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:

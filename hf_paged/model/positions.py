@@ -1,4 +1,5 @@
-"""Tables of positions that a model's forward reads: how they are recognised, and which of them end."""
+"""Tables of positions that a model's forward reads: how they are recognised, and which of them
+end."""
 
 from __future__ import annotations
 
@@ -16,31 +17,41 @@ class Table(NamedTuple):
 
     size: int
     offset: int
-    is_parameter: bool  # whether it is one of a parameter, which no forward replaces by a longer one
+    # whether it is one of a parameter, which no forward replaces by a longer one
+    is_parameter: bool
 
 
 class PositionReads(TorchDispatchMode):
-    """Around a forward of the one token at `position`: collects in `tables` all of which the forward reads one place.
-    Raises `IndexError` before a read past an axis's end, which on a GPU would end the process."""
+    """Around a forward of the one token at `position`: collects in `tables` all of which the
+    forward reads one place. Raises `IndexError` before a read past an axis's end, which on a GPU
+    would end the process."""
 
     def __init__(self, position: int, model: nn.Module) -> None:
         super().__init__()
-        self.position, self.tables = position, set[Table]()
+        self.position = position
+        self.tables = set[Table]()
         held = (x for module in model.modules() for part in _parts(module) for x in part.values())
         self._addresses = {x.untyped_storage().data_ptr() for x in held if _is_plain(x)}
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         reads = _reads(func.overloadpacket, args)
-        # code cuts what it computes for many reasons; it cuts a table of the model, or takes the end of one (MPT)
+        # code cuts what it computes for many reasons; it cuts a table of the model, or takes the
+        # end of one (MPT)
         if func is _aten.slice.Tensor and not (self._is_of_model(args[0]) or _takes_end(args)):
             reads = []
         for size, places in reads:
             if places and max(places) >= size:
                 raise IndexError(f"place {max(places)} is read of {size}")
             if len(places) == 1:
-                self.tables.add(Table(size, min(places) - self.position, isinstance(args[0], nn.Parameter)))
+                self.tables.add(
+                    Table(size, min(places) - self.position, isinstance(args[0], nn.Parameter))
+                )
         return func(*args, **(kwargs or {}))
 
     def _is_of_model(self, tensor: Tensor) -> bool:
@@ -62,7 +73,8 @@ def _takes_end(args: tuple[Any, ...]) -> bool:
 
 
 def _reads(kind: Any, args: tuple[Any, ...]) -> list[tuple[int, set[int]]]:
-    """Returns the size of each axis that an operation reads in part, and which places it reads; of a slice one end."""
+    """Returns the size of each axis that an operation reads in part, and which places it reads; of
+    a slice one end."""
     if kind is _aten.embedding:
         return [(len(args[0]), _values(args[1]))]
     if kind in (_aten.gather, _aten.index_select) and args[0].dim():
@@ -76,7 +88,8 @@ def _reads(kind: Any, args: tuple[Any, ...]) -> list[tuple[int, set[int]]]:
         if not start or start < 0:  # `x[:end]`
             return [(size, {end - 1})] if end is not None and 0 < end < size else []
         if end is None or end > size:  # `x[size - length:]`: a table that is read from its end
-            return [(size, {size - 1 - start})] if start < size else []  # nothing is left, which is no error
+            # nothing is left, which is no error
+            return [(size, {size - 1 - start})] if start < size else []
         return [(size, {end - 1})]
     return []
 
@@ -90,13 +103,17 @@ def _values(index: Tensor) -> set[int]:
 
 
 def shorten(model: nn.Module, size: int, length: int) -> bool:
-    """Cuts all buffers of the model with an axis of `size`, and tensors kept like them, to `length` places; returns
-    whether there are any. For use where attributes of modules are restored."""
+    """Cuts all buffers of the model with an axis of `size`, and tensors kept like them, to `length`
+    places; returns whether there are any. For use where attributes of modules are restored."""
     is_shorter = False
     for module in model.modules():
         for held in _parts(module)[1:]:
             for name, value in list(held.items()):
-                if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and size in value.shape:
+                if (
+                    isinstance(value, Tensor)
+                    and not isinstance(value, nn.Parameter)
+                    and size in value.shape
+                ):
                     held[name] = value.narrow(value.shape.index(size), 0, length)
                     is_shorter = True
     return is_shorter

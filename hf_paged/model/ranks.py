@@ -1,5 +1,5 @@
-"""Processes that compute every forward of one model together, each with a shard of the weights: their group, and the
-messages between them."""
+"""Processes that compute every forward of one model together, each with a shard of the weights:
+their group, and the messages between them."""
 
 from __future__ import annotations
 
@@ -14,37 +14,46 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import compat, forks
-from .state import fingerprint
+from ..topics import Topic, TopicError
+from .state import ModelState, fingerprint
 
 _ENGINE = -1  # user id of an engine, in place of a thread's id
 _MESSAGE = 1 << 14  # bytes of a message's first part, which holds most messages whole
-_IDLE = datetime.timedelta(days=365)  # how long a process may wait for a message; a process that ended is noticed
-_FAILED = datetime.timedelta(seconds=20)  # time for all processes to reach the end of a failed forward
+# how long a process may wait for a message; a process that ended is noticed
+_IDLE = datetime.timedelta(days=365)
+# time for all processes to reach the end of a failed forward
+_FAILED = datetime.timedelta(seconds=20)
 
 
 _lock = forks.lock()
 
 
-class RankLostError(RuntimeError):
-    """A process that holds a shard of the model has ended or is out of step with the others: no forward can be computed
-    any more."""
+class RankLostError(TopicError, RuntimeError):
+    """A process that holds a shard of the model has ended or is out of step with the others: no
+    forward can be computed any more."""
+
+    topic = Topic.RANKS
 
 
 class Ranks:
-    """The processes of one sharded model, in a separate process group (gloo, on the CPU). All methods except `alone`,
-    `take` and `give_back` are collectives: all members call them in the same order."""
+    """The processes of one sharded model, in a separate process group (gloo, on the CPU). All
+    methods except `alone`, `take` and `give_back` are collectives: all members call them in the
+    same order."""
 
     def __init__(self, members: list[int]) -> None:
-        self.size, self.world = len(members), dist.group.WORLD
+        self.size = len(members)
+        self.world = dist.group.WORLD
         self._first = members[0]
-        self._group = dist.new_group(members, timeout=_IDLE, backend="gloo", use_local_synchronization=True)
+        self._group = dist.new_group(
+            members, timeout=_IDLE, backend="gloo", use_local_synchronization=True
+        )
         self.rank = dist.get_rank(self._group)
         self._user: int | None = None  # the thread of a call, or `_ENGINE`
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Reserves the model for a call. Raises `RuntimeError` while a call of another thread, or an engine, uses it:
-        concurrent forwards could run in a different order in each process."""
+        """Reserves the model for a call. Raises `RuntimeError` while a call of another thread, or
+        an engine, uses it: concurrent forwards could run in a different order in each process."""
         outer = self.take(threading.get_ident())
         try:
             yield
@@ -57,8 +66,9 @@ class Ranks:
             outer = self._user
             if outer is not None and (outer != user or user == _ENGINE):
                 raise RuntimeError(
-                    "this model's weights are in shards over several processes, and an engine or a call of another "
-                    "thread uses them: close the engine first, make one call at a time, or add requests to one engine"
+                    "this model is sharded over several processes, and an engine or another"
+                    " thread's call uses it: close the engine first, make one call at a time, or"
+                    " add requests to one engine"
                 )
             self._user = user
         return outer
@@ -74,11 +84,20 @@ class Ranks:
             self._broadcast(torch.frombuffer(bytearray(message[_MESSAGE - 8 :]), dtype=torch.uint8))
 
     def receive(self) -> bytes:
-        head = self._broadcast(torch.empty(_MESSAGE, dtype=torch.uint8, device="cpu")).numpy().tobytes()
+        head = (
+            self._broadcast(torch.empty(_MESSAGE, dtype=torch.uint8, device="cpu"))
+            .numpy()
+            .tobytes()
+        )
         length = int.from_bytes(head[:8], "little")
-        message, left = head[8 : 8 + length], length - (_MESSAGE - 8)
+        message = head[8 : 8 + length]
+        left = length - (_MESSAGE - 8)
         if left > 0:
-            message += self._broadcast(torch.empty(left, dtype=torch.uint8, device="cpu")).numpy().tobytes()
+            message += (
+                self._broadcast(torch.empty(left, dtype=torch.uint8, device="cpu"))
+                .numpy()
+                .tobytes()
+            )
         return message
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
@@ -107,25 +126,39 @@ class Ranks:
         others = [rank for rank, each in enumerate(found) if each != found[0]]
         if others:
             raise RankLostError(
-                f"processes {others} of {self.size} that hold shards of the model have {what} than process 0: call "
-                "`generate` in every process alike, with the same inputs, options and seeds, on the same weights"
+                f"ranks {others} of {self.size} have {what} than rank 0: make the same calls in"
+                " every process, with the same inputs, options, seeds and weights"
             )
 
-    def fingerprint(self, model: nn.Module) -> bytes | None:
+    def fingerprint(self, model: nn.Module, state: ModelState | None = None) -> bytes | None:
         """`state.fingerprint` over the shards of all members; `None` if one cannot be read."""
-        own = fingerprint(model)
-        words = [own[start : start + 8] for start in range(0, len(own), 8)] if own is not None else [b"\0" * 8] * 4
-        found = self.gather(own is not None, *(int.from_bytes(word, "little", signed=True) for word in words))
-        return hashlib.blake2b(repr(found).encode(), digest_size=32).digest() if all(x[0] for x in found) else None
+        own = fingerprint(model, state)
+        words = (
+            [own[start : start + 8] for start in range(0, len(own), 8)]
+            if own is not None
+            else [b"\0" * 8] * 4
+        )
+        found = self.gather(
+            own is not None, *(int.from_bytes(word, "little", signed=True) for word in words)
+        )
+        return (
+            hashlib.blake2b(repr(found).encode(), digest_size=32).digest()
+            if all(x[0] for x in found)
+            else None
+        )
 
     def check_failed(self) -> None:
-        """After a forward failed here: raises [`RankLostError`] unless it failed in every member."""
+        """After a forward failed here: raises [`RankLostError`] unless it failed in every
+        member."""
         with self._reaching():
-            dist.all_reduce(torch.zeros(1, device="cpu"), group=self._group, async_op=True).wait(_FAILED)
+            dist.all_reduce(torch.zeros(1, device="cpu"), group=self._group, async_op=True).wait(
+                _FAILED
+            )
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """A context around a forward of all members: an error passes through if every member has one."""
+        """A context around a forward of all members: an error passes through if every member has
+        one."""
         try:
             yield
         except Exception:
@@ -138,8 +171,8 @@ class Ranks:
             yield
         except RuntimeError as error:  # of gloo
             raise RankLostError(
-                f"process {self.rank} of the {self.size} that hold the model's shards cannot reach the others: one has "
-                "ended, or failed alone; its own output says why. Start all of them again"
+                f"rank {self.rank} of {self.size} cannot reach the others: one has ended or failed,"
+                " and its output says why. Start all of them again"
             ) from error
 
 
@@ -152,25 +185,27 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def check_heads(model: nn.Module) -> None:
-    """Raises `ValueError` if the K/V heads do not divide evenly among the processes that share the attention."""
+    """Raises `ValueError` if the K/V heads do not divide evenly among the processes that share the
+    attention."""
     found = compat.split_heads(model)
     if found is None or found[0] % found[1] == 0:
         return
     heads, size = found
     counts = " or ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)
     raise ValueError(
-        f"{type(model).__name__} has {heads} heads of keys and values, which {size} processes cannot share evenly: "
-        f"start {counts} of them (`torchrun --nproc_per_node`)"
+        f"{type(model).__name__} has {heads} key/value heads, which {size} processes cannot share"
+        f" evenly: start {counts} processes (`torchrun --nproc_per_node`)"
     )
 
 
 def ranks_of(model: nn.Module) -> Ranks | None:
-    """The processes that compute the model's forwards together; `None` if this process computes them alone. The first
-    call must happen in all of them."""
+    """The processes that compute the model's forwards together; `None` if this process computes
+    them alone. The first call must happen in all of them."""
     members = compat.shard_ranks(model)
     if members is None:
         return None
     found = _known.get(tuple(members))
-    if found is None or found.world is not dist.group.WORLD:  # or it belongs to an earlier `init_process_group`
+    if found is None or found.world is not dist.group.WORLD:
+        # or it belongs to an earlier `init_process_group`
         found = _known[tuple(members)] = Ranks(members)
     return found

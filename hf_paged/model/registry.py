@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from .. import forks
@@ -19,9 +20,10 @@ from ..cache.memory import MemoryStats, PagedMemory, autocast_dtype
 from ..cache.storage import trim
 from ..cache.tiers import check_tiers
 from ..cache.virtual import fit_blocks
-from ..config import AUTO, PagedConfig
+from ..config import AUTO, PagedConfig, shown
 from ..kernels.costs import find_costs
 from ..step import ReadCounters
+from ..topics import Topic
 from .forwards import compute_device
 from .ranks import check_heads, ranks_of
 
@@ -34,18 +36,23 @@ class Route:
     The execution path of a model's last `generate` call, or of a `PagedEngine`'s requests.
 
     Args:
-        road (`str`): `"engine"`: the engine's forwards, packed or rows side by side, and rows leave the batch when they
-            end; `"rows"`: an engine's forwards, one request each; `"hf_loop"`: transformers' decoding loop on a paged
-            cache; `"plain"`: without one.
-        reason (`str`): Why this route.
-        in_place (`bool`): Every decode step read its keys and values through block tables, without gathering.
+        road (`str`): `"engine"`: the engine's forwards, packed or rows side by side, and rows leave
+            the batch when they end; `"rows"`: an engine's forwards, one request each; `"hf_loop"`:
+            transformers' decoding loop on a paged cache; `"plain"`: without one.
+        reason (`str`): Why this route, with pointers to rows of docs/guide/troubleshooting.md.
+        in_place (`bool`): Every decode step read its keys and values through block tables, without
+            gathering.
         latent (`bool`): Attention read the latents of multi-head latent attention.
         prefills_shared (`bool`): Rows expanded from one prompt were computed once.
         num_captured_steps (`int`): Decode steps that were replays of a graph.
-        num_draft_tokens, num_accepted_tokens (`int`): Draft tokens that a `generate` call verified, and those of them
-            that were accepted.
-        slowed_by (`tuple[str, ...]`): Reasons why it was slower than possible; each is logged as a WARNING, once for a
-            model.
+        num_draft_tokens, num_accepted_tokens (`int`): Draft tokens that a `generate` call verified,
+            and those of them that were accepted.
+        setup_seconds (`dict[str, float]`): Seconds that the call, or the engine so far, spent on
+            what later calls reuse: `"self_check"` (forwards that decide how the model runs),
+            `"build"` (loading or compiling the C++ kernels), `"record"` (recording decode steps,
+            which are computed meanwhile). Other parts are left out.
+        slowed_by (`tuple[str, ...]`): Reasons why it was slower than possible; each is logged as a
+            WARNING, once for a model.
     """
 
     road: str
@@ -57,68 +64,102 @@ class Route:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     slowed_by: tuple[str, ...] = ()
+    setup_seconds: dict[str, float] = field(default_factory=dict, compare=False)
 
 
 def route_of(
-    name: str, reason: str, counters: Sequence[ReadCounters], slowed_by: set[str], *, is_packed: bool, **others: Any
+    name: str,
+    reason: str,
+    counters: Sequence[ReadCounters],
+    slowed_by: set[str],
+    *,
+    is_packed: bool,
+    **others: Any,
 ) -> Route:
     """The [`Route`] of work with these counters of K/V reads; `others` are further fields of it."""
-    gathers = f"keys and values are gathered in decode steps ({reason})"
+    gathers = Topic.GATHERED(f"keys and values are gathered in decode steps ({reason})")
     return Route(
         name,
         reason,
-        in_place=is_packed or (any(c.in_place for c in counters) and not any(c.gathered for c in counters)),
+        in_place=is_packed
+        or (any(c.in_place for c in counters) and not any(c.gathered for c in counters)),
         latent=any(c.latent for c in counters),
-        slowed_by=(*sorted(slowed_by), *([gathers] if any(c.gathered_decodes for c in counters) else [])),
+        slowed_by=(
+            *sorted(slowed_by),
+            *([gathers] if any(c.gathered_decodes for c in counters) else []),
+        ),
         **others,
     )
 
 
-_lock = forks.rlock()  # signal handlers and finalizers, which run at any moment, may look at models or free them
+# signal handlers and finalizers, which run at any moment, may look at models or free them
+_lock = forks.rlock()
 # Weak keys beside the model, not attributes of it: copying and saving a model leave its pool out.
-_memories: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, PagedMemory]] = weakref.WeakKeyDictionary()
+_memories: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, PagedMemory]] = (
+    weakref.WeakKeyDictionary()
+)
 _routes: weakref.WeakKeyDictionary[PreTrainedModel, Route] = weakref.WeakKeyDictionary()
 _warned: weakref.WeakKeyDictionary[PreTrainedModel, set[str]] = weakref.WeakKeyDictionary()
-if hasattr(os, "register_at_fork"):  # a child starts without memories: calls of the parent may have been changing these
+if hasattr(os, "register_at_fork"):
+    # a child starts without memories: calls of the parent may have been changing these
     os.register_at_fork(after_in_child=lambda: _memories.clear())
 
 
 def block_sizes(
-    model: PreTrainedModel, config: PagedConfig, expected: Iterable[int] = (), seen: Iterable[int] = ()
+    model: PreTrainedModel,
+    config: PagedConfig,
+    expected: Iterable[int] = (),
+    seen: Iterable[int] = (),
 ) -> BlockSizes:
-    """The inputs of `block_size="auto"`: the lengths `seen` or `expected`, and the kernel's times. Blocks have the
-    default size where other processes or calls need the same one."""
+    """The inputs of `block_size="auto"`: the lengths `seen` or `expected`, and the kernel's times.
+    Blocks have the default size where other processes or calls need the same one."""
     if config.prefix_tiers is not None:
-        return BlockSizes(Costs({}, "blocks of `prefix_tiers` are found by processes that saw other lengths"))
+        return BlockSizes(
+            Costs({}, "blocks of `prefix_tiers` are found by processes that saw other lengths")
+        )
     if config.batch_invariant:
-        return BlockSizes(Costs({}, "`batch_invariant` gives the same bits whatever lengths were seen"))
+        return BlockSizes(
+            Costs({}, "`batch_invariant` gives the same bits whatever lengths were seen")
+        )
     if ranks_of(model) is not None:
         return BlockSizes(Costs({}, "shards of a block lie in several processes"))
-    costs = find_costs(compute_device(model), autocast_dtype(compute_device(model)) or model.dtype, config.kv_dtype)
+    costs = find_costs(
+        compute_device(model), autocast_dtype(compute_device(model)) or model.dtype, config.kv_dtype
+    )
     return BlockSizes(Costs(*costs), expected, seen)
 
 
-def memory_for(model: PreTrainedModel, config: PagedConfig, expected: Iterable[int] = ()) -> PagedMemory:
-    """The memory of `model`, rebuilt when block size, budget, storage, dtypes, device or `batch_invariant` change, or,
-    with `block_size="auto"`, when other sizes are better (`PagedMemory.better_sizes`). `expected`: lengths of this
-    call's rows. The memory counts as in use until `idle.end_use`. Raises `ValueError` for a storage that the device
-    does not have, and `OSError` if the folder of new `prefix_tiers` cannot be used."""
+def memory_for(
+    model: PreTrainedModel, config: PagedConfig, expected: Iterable[int] = ()
+) -> PagedMemory:
+    """The memory of `model`, rebuilt when block size, budget, storage, dtypes, device or
+    `batch_invariant` change, or, with `block_size="auto"`, when other sizes are better
+    (`PagedMemory.better_sizes`). `expected`: lengths of this call's rows. The memory counts as in
+    use until `idle.end_use`. Raises `ValueError` for a storage that the device does not have, and
+    `OSError` if the folder of new `prefix_tiers` cannot be used."""
     device = compute_device(model)
     config = fit_blocks(config, model.config, device)
-    budget = (config.block_size, config.num_blocks, config.memory_fraction, config.kv_dtype, config.batch_invariant)
+    budget = (
+        config.block_size,
+        config.num_blocks,
+        config.memory_fraction,
+        config.kv_dtype,
+        config.batch_invariant,
+    )
     has_tiers = config.block_size == AUTO and config.prefix_tiers is not None
     key = (budget, has_tiers, config.storage, model.dtype, autocast_dtype(device), device)
     with _lock:
         known, before = _memories.get(model, (None, None))
         memory = before
         if before is None or before.config.prefix_tiers != config.prefix_tiers:
-            check_tiers(config.prefix_tiers)
+            check_tiers(config)
         sizes = before.better_sizes() if before is not None and known == key else None
         if memory is None or known != key or sizes is not None:
             check_heads(model)
             if config.block_size == AUTO:
                 sizes = sizes or block_sizes(model, config, expected)
-            memory, ranks = PagedMemory(config, sizes=sizes), ranks_of(model)
+            memory = PagedMemory(config, sizes=sizes)
+            ranks = ranks_of(model)
             memory.least = None if ranks is None else ranks.least
         _memories[model] = key, memory
         memory.config = config
@@ -146,13 +187,27 @@ def warn_once(model: PreTrainedModel, message: str) -> None:
         logger.warning("%s %s", type(model).__name__, message)
 
 
+def _modules(owner: Any) -> Iterator[Any]:
+    """The modules of a model, a wrapper of one such as PEFT's, or the model of an engine or a
+    pipeline. Raises `ValueError` for anything else."""
+    model = owner if isinstance(owner, nn.Module) else getattr(owner, "model", None)
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"`model` is {shown(owner)}: pass a model, or what has one as `.model`: an engine, a"
+            " pipeline"
+        )
+    return model.modules()
+
+
 def _owners(model: Any) -> list[Any]:
-    """The model, or the models inside a wrapper such as PEFT's, that have a memory."""
-    return [module for module in model.modules() if module in _memories]
+    return [module for module in _modules(model) if module in _memories]
 
 
 def free(model: Any) -> None:
-    """Frees the model's pool. Caches that a caller holds keep their blocks until they are garbage-collected."""
+    """Frees the pool of a model, or of what has one as `.model`: an engine, a pipeline. Caches that
+    a caller holds keep their blocks until they are garbage-collected."""
+    if isinstance(getattr(model, "memory", None), PagedMemory):
+        return model.free()  # an engine, which has a pool of its own
     with _lock:
         memories = [_memories.pop(module)[1] for module in _owners(model)]
     for memory in memories:
@@ -162,20 +217,23 @@ def free(model: Any) -> None:
 
 
 def last_route(model: Any) -> Route | None:
-    """The route of the model's last `generate` call or engine work, with the reason; `None` before the first."""
+    """The route of the model's last `generate` call or engine work, with the reason; `None` before
+    the first."""
     with _lock:
-        return next((_routes[module] for module in model.modules() if module in _routes), None)
+        return next((_routes[module] for module in _modules(model) if module in _routes), None)
 
 
 def memory_stats(model: Any, reset: bool = False) -> MemoryStats:
     """
-    Statistics of the model's pool.
+    Statistics of the pool of a model, or of what has one as `.model`: an engine, a pipeline.
 
     Args:
         reset (`bool`, defaults to `False`): Reset the peaks after reading them.
     """
     with _lock:
         memory = next((_memories[module][1] for module in _owners(model)), None)
+    if isinstance(getattr(model, "memory", None), PagedMemory):
+        memory = model.memory  # of an engine, which has a pool of its own
     if memory is None:
         return MemoryStats(budget_bytes=limit())
     stats = memory.stats()

@@ -1,4 +1,5 @@
-"""Rotary embeddings whose factors depend on the longest position of a forward (dynamic NTK, LongRoPE)."""
+"""Rotary embeddings whose factors depend on the longest position of a forward (dynamic NTK,
+LongRoPE)."""
 
 from __future__ import annotations
 
@@ -16,19 +17,21 @@ from .. import compat
 
 
 class LengthRope:
-    """
-    Gives each token of a packed forward the rotary factors of its sequence. A token has the factors of the forward that
-    first computes it in plain `generate`: prompt tokens those of the prompt's length, a later token those of the length
-    including it. Factors are identified by the shortest length that has them, 0 for short sequences.
+    """Gives each token of a packed forward the rotary factors of its sequence. A token has the
+    factors of the forward that first computes it in plain `generate`: prompt tokens those of the
+    prompt's length, a later token those of the length including it. Factors are identified by the
+    shortest length that has them, 0 for short sequences.
     """
 
-    def __init__(self, model: PreTrainedModel, kinds: dict[nn.Module, list[tuple[str, int]]]) -> None:
-        """`kinds`: for each rotary embedding its types, each with the length up to which the factors are those of 0."""
+    def __init__(
+        self, model: PreTrainedModel, kinds: dict[nn.Module, list[tuple[str, int]]]
+    ) -> None:
+        """`kinds`: for each rotary embedding its types, each with the length up to which the
+        factors are those of 0."""
         self._modules = list(kinds)
         found = {kind for each in kinds.values() for kind in each}
-        self._dynamic = sorted(
-            limit for kind, limit in found if kind != "longrope"
-        )  # every length beyond has different factors
+        # every length beyond has different factors
+        self._dynamic = sorted(limit for kind, limit in found if kind != "longrope")
         self._limits = sorted((limit for _, limit in found), reverse=True)
         self.restarts = any(_drops_cache(model, limit) for limit in self._limits)
         """Whether plain `generate` recomputes all tokens when a sequence's factors change."""
@@ -39,11 +42,16 @@ class LengthRope:
             return length
         return next((limit + 1 for limit in self._limits if length > limit), 0)
 
-    def token_factors(self, first: int, end: int, num_prompt_tokens: int, num_tokens: int) -> list[int]:
-        """Identifies the factors of tokens `[first, end)` of a sequence of `num_tokens`, prompt included."""
+    def token_factors(
+        self, first: int, end: int, num_prompt_tokens: int, num_tokens: int
+    ) -> list[int]:
+        """Identifies the factors of tokens `[first, end)` of a sequence of `num_tokens`, prompt
+        included."""
         if self.restarts:
             return [self.factors(num_tokens)] * (end - first)
-        return [self.factors(max(num_prompt_tokens, position + 1)) for position in range(first, end)]
+        return [
+            self.factors(max(num_prompt_tokens, position + 1)) for position in range(first, end)
+        ]
 
     @property
     def is_fresh(self) -> bool:
@@ -57,13 +65,15 @@ class LengthRope:
 
     @contextlib.contextmanager
     def rotating(self, factors: list[int]) -> Iterator[None]:
-        """A context for a packed forward of tokens with these factors; without any, those that the modules have. It
-        leaves the modules unchanged: the forward writes to copies."""
+        """A context for a packed forward of tokens with these factors; without any, those that the
+        modules have. It leaves the modules unchanged: the forward writes to copies."""
         places: dict[int, list[int]] = {}
         for place, each in enumerate(factors):
             places.setdefault(each, []).append(place)
 
-        def rotate(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        def rotate(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        ) -> Any:
             return self._rotate(module, places, args, kwargs)
 
         held_by = [x for module in self._modules for x in (vars(module), module._buffers)]
@@ -71,19 +81,32 @@ class LengthRope:
         with contextlib.ExitStack() as stack:
             stack.callback(_put_back, before)
             for module in self._modules:
-                module._buffers.update({name: x if x is None else x.clone() for name, x in module._buffers.items()})
+                module._buffers.update(
+                    {name: x if x is None else x.clone() for name, x in module._buffers.items()}
+                )
                 if places:
                     stack.callback(module.register_forward_hook(rotate, with_kwargs=True).remove)
             yield
 
-    def _rotate(self, module: Any, places: dict[int, list[int]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls the module once for the tokens of each kind of factors, followed by a position that selects them."""
+    def _rotate(
+        self,
+        module: Any,
+        places: dict[int, list[int]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Calls the module once for the tokens of each kind of factors, followed by a position that
+        selects them."""
         kwargs = dict(kwargs)
-        x, positions, *others = (*args, *(kwargs.pop(name) for name in ("x", "position_ids") if name in kwargs))
+        x, positions, *others = (
+            *args,
+            *(kwargs.pop(name) for name in ("x", "position_ids") if name in kwargs),
+        )
         order = [place for each in sorted(places) for place in places[each]]
         parts: list[Any] = []
         for each in sorted(places):
-            module.forward(x, torch.zeros_like(positions[..., :1]), *others, **kwargs)  # as after a short sequence
+            # as after a short sequence
+            module.forward(x, torch.zeros_like(positions[..., :1]), *others, **kwargs)
             own = positions[..., torch.tensor(places[each], device=positions.device)]
             longest = torch.full_like(own[..., :1], max(each - 1, 0))
             found = module.forward(x, torch.cat([own, longest], dim=-1), *others, **kwargs)
@@ -102,11 +125,11 @@ def _put_back(before: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
 
 
 def find_length_rope(model: PreTrainedModel, modules: Iterable[nn.Module]) -> LengthRope | None:
-    """The [`LengthRope`] of a model; `None` if its factors are the same for all lengths. Raises the errors of the
-    model's `prepare_inputs_for_generation`."""
+    """The [`LengthRope`] of a model; `None` if its factors are the same for all lengths. Raises the
+    errors of the model's `prepare_inputs_for_generation`."""
     kinds: dict[nn.Module, list[tuple[str, int]]] = {}
     for module in modules:
-        own: Any = getattr(module, "rope_type", None)
+        own: Any = compat.attribute(module, "rope_type")
         for layer_type, kind in own.items() if isinstance(own, dict) else [(None, own)]:
             if kind == "longrope":
                 parameters: Any = module.config.rope_parameters

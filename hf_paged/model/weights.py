@@ -1,4 +1,5 @@
-"""Checks when cached blocks were computed with the current weights, and drops them after a change."""
+"""Checks when cached blocks were computed with the current weights, and drops them after a
+change."""
 
 from __future__ import annotations
 
@@ -9,22 +10,35 @@ from torch import nn
 
 from ..cache.block_manager import BlockManager
 from ..cache.memory import PagedMemory
-from .state import ModelState, fingerprint, read_state
+from .state import ModelState, carries_state, fingerprint
+
+Fingerprint = Callable[[nn.Module, ModelState | None], bytes | None]
 
 
 class WeightsGuard:
-    """Lets the prefix cache serve only blocks that the model computed in its current state. User code may change the
-    model between *windows* (a call, or one step of an engine). Blocks of earlier windows are served once the window's
-    fingerprint (`vouch`) equals that of `memory`, whose lock guards `blocks`. Before a window ends (`settle`), its
-    blocks get a fingerprint, or an unchanged [`ModelState`] vouches for them; else they are forgotten."""
+    """Lets the prefix cache serve only blocks that the model computed in its current state. User
+    code may change the model between *windows* (a call, or one step of an engine). Blocks of
+    earlier windows are served once the window's fingerprint (`vouch`) equals that of `memory`,
+    whose lock guards `blocks`. Before a window ends (`settle`), its blocks get a fingerprint, or
+    the executor watches the model (`is_watched`); else they are forgotten."""
 
-    def __init__(self, model: nn.Module, memory: PagedMemory, blocks: BlockManager) -> None:
-        self._model, self._memory, self._blocks = model, memory, blocks
-        self._is_on, self._can_cache = False, blocks.prefix_caching  # stays off if `blocks` starts with it off
+    def __init__(
+        self,
+        model: nn.Module,
+        memory: PagedMemory,
+        blocks: BlockManager,
+    ) -> None:
+        self._model = model
+        self._memory = memory
+        self._blocks = blocks
+        self._is_on = False
+        # stays off if `blocks` starts with it off
+        self._can_cache = blocks.prefix_caching
         self._autocast: torch.dtype | None = None
-        self._watched: ModelState | None = None
+        # whether the executor compares the model with what it was (`ModelState.is_same`)
+        self.is_watched = False
         self.num_changes = 0  # how often the model was found to have changed
-        self.fingerprint: Callable[[nn.Module], bytes | None] = fingerprint
+        self.fingerprint: Fingerprint = fingerprint
 
     @property
     def is_on(self) -> bool:
@@ -32,53 +46,58 @@ class WeightsGuard:
         return self._is_on and self._blocks.prefix_caching
 
     def begin(self, is_on: bool, autocast: torch.dtype | None) -> None:
-        """Begins work, with no request in flight; `autocast` is the dtype of forwards under autocast, if any."""
-        self._is_on, self._autocast, self._watched = is_on, autocast, None
+        """Begins work, with no request in flight; `autocast` is the dtype of forwards under
+        autocast, if any."""
+        self._is_on = is_on
+        self._autocast = autocast
+        self.is_watched = False
         if is_on:
-            self._blocks.prefix_caching = self._can_cache
+            self._blocks.prefix_caching = self._can_cache and not carries_state(self._model)
 
     def rest(self) -> None:
-        """Ends work: no request is in flight. With a tier, fingerprints the weights, so that blocks that move to it
-        later are known to be of these weights in any process."""
+        """Ends work: no request is in flight. With a tier, fingerprints the weights, so that blocks
+        that move to it later are known to be of these weights in any process."""
         is_known = self._blocks.is_vouched_for or self._memory.fingerprint is None
         if self.is_on and self._blocks.tier is not None and not is_known:
             with self._memory.lock:
                 self._blocks.begin_window()  # the model may have changed since the last step
             self._compare()
-        self._watched = None
+        self.is_watched = False
 
     def open(self) -> None:
         """Begins a window: user code may have run since the last."""
-        if not self.is_on:
-            return
-        with self._memory.lock:
-            self._blocks.begin_window()
-        if self._watched is not None and not self._watched.is_same():
-            self._forget()
+        if self.is_on:
+            with self._memory.lock:
+                self._blocks.begin_window()
 
     def vouch(self) -> bool:
-        """Whether blocks of earlier windows may be served in this one, by one fingerprint per window; if not, they are
-        dropped."""
+        """Whether blocks of earlier windows may be served in this one, by one fingerprint per
+        window; if not, they are dropped."""
         return self._blocks.is_vouched_for or self._compare()
 
-    def settle(self, is_call: bool) -> None:
-        """Before the end of a window (a step or call): fingerprints the blocks that it computed, if caching is on."""
+    def settle(
+        self,
+        is_call: bool,
+        state: ModelState | None = None,
+    ) -> None:
+        """Before the end of a window (a step or call): fingerprints the blocks that it computed, if
+        caching is on. `state`: the model's, if it has just been read."""
         try:
             tier = self._blocks.tier
-            is_needed = is_call or self._watched is None or (tier is not None and tier.wants_confirmation)
-            if self._memory.fingerprint is None or (is_needed and not self._blocks.is_vouched_for):
-                self._compare()
-            if not is_call and self._watched is None and self.is_on:
-                self._watched = read_state(self._model)
-                if self._watched is not None:
-                    self._watched.watch()
+            is_needed = is_call or not self.is_watched
+            if not is_needed and tier is not None:
+                is_needed = tier.wants_confirmation
+            is_unknown = self._memory.fingerprint is None
+            if is_unknown or (is_needed and not self._blocks.is_vouched_for):
+                self._compare(state)
         except BaseException:
             self.abandon()
             raise
 
     def abandon(self) -> None:
-        """Ends a window without `settle`: forgets its blocks unless something else vouches for them."""
-        if self.is_on and self._watched is None and not self._blocks.is_vouched_for:
+        """Ends a window without `settle`: forgets its blocks unless something else vouches for
+        them."""
+        if self.is_on and not self.is_watched and not self._blocks.is_vouched_for:
             self._memory.fingerprint = None
 
     def change(self) -> None:
@@ -87,14 +106,17 @@ class WeightsGuard:
             self._blocks.begin_window()
         self._forget()
 
-    def _compare(self) -> bool:
-        weights = self.fingerprint(self._model)
-        now = None if weights is None else (weights, self._autocast)
-        with self._memory.lock:
+    def _compare(self, state: ModelState | None = None) -> bool:
+        weights = self.fingerprint(self._model, state)
+        now = None
+        if weights is not None:
+            now = (weights, self._autocast)
+        with self._memory.changing():
             before = self._memory.fingerprint
             if now is None or now != before:
                 self._forget()
-                for blocks in self._memory.managers.values():  # managers of other layouts share the fingerprint
+                for blocks in self._memory.managers.values():
+                    # managers of other layouts share the fingerprint
                     if blocks is not self._blocks:
                         blocks.drop_cached()
             elif self._blocks.tier is not None:
@@ -107,8 +129,8 @@ class WeightsGuard:
         return now is not None and now == before
 
     def _forget(self) -> None:
-        self._watched = None
-        with self._memory.lock:
+        self.is_watched = False
+        with self._memory.changing():
             self.num_changes += self._memory.fingerprint is not None
             self._blocks.forget_before_window()
             if self._blocks.tier is not None:

@@ -1,8 +1,10 @@
-"""Batch-invariant forwards: a row's bits do not depend on the other rows, as each operation uses the kernels of tapes.
+"""Batch-invariant forwards: a row's bits do not depend on the other rows, as each operation uses
+the kernels of tapes.
 
-PyTorch's products, means and elementwise functions round differently with the number of rows, since blocking, thread
-splits and the code for vector tails change. Computing in one order for every batch follows Thinking Machines'
-`batch_invariant_ops` (He et al. 2025, "Defeating Nondeterminism in LLM Inference").
+PyTorch's products, means and elementwise functions round differently with the number of rows, since
+blocking, thread splits and the code for vector tails change. Computing in one order for every batch
+follows Thinking Machines' `batch_invariant_ops` (He et al. 2025, "Defeating Nondeterminism in LLM
+Inference").
 """
 
 from __future__ import annotations
@@ -40,31 +42,42 @@ class _Program(NamedTuple):
     """An operation on tensors of given shapes, as kernels."""
 
     entries: list[Entry]
-    inputs: dict[int, int]  # a tensor's index among the inputs, by its address when the program was made
+    # a tensor's index among the inputs, by its address when the program was made
+    inputs: dict[int, int]
     outputs: list[tuple[torch.Size, tuple[int, ...], torch.dtype]]  # sizes, strides
     is_single: bool
     is_in_place: bool
 
     def __call__(self, tensors: list[Tensor]) -> Any:
-        made = [torch.empty_strided(*found[:2], dtype=found[2], device="cpu") for found in self.outputs]
+        made = [
+            torch.empty_strided(sizes, strides, dtype=dtype, device="cpu")
+            for sizes, strides, dtype in self.outputs
+        ]
         starts = [tensor.data_ptr() for tensor in tensors]
         places = [tensor.data_ptr() for tensor in made if tensor.numel()]
         held: list[Any] = []
 
         def address(ref: Ref) -> int:
-            return starts[self.inputs[ref.start]] if ref.value is None else places[ref.value] + ref.start
+            if ref.value is None:
+                number = self.inputs[ref.start]
+                return starts[number]
+            return places[ref.value] + ref.start
 
         def keep(data: bytes) -> int:
-            held.append(ctypes.create_string_buffer(data, len(data)))
-            return ctypes.addressof(held[-1])
+            buffer = ctypes.create_string_buffer(data, len(data))
+            held.append(buffer)
+            return ctypes.addressof(buffer)
 
         for entry in self.entries:
             name, packed = pack(entry, address, keep)
-            if error := kernel(name)(packed):
+            error = kernel(name)(packed)
+            if error:
                 raise RuntimeError(f"the kernel {name!r} gave up with error {error}")
         if self.is_in_place:
             return tensors[0]
-        return made[0] if self.is_single else tuple(made)
+        if self.is_single:
+            return made[0]
+        return tuple(made)
 
 
 _UNKNOWN: Any = object()
@@ -75,7 +88,13 @@ class _Invariant(TorchDispatchMode):
         super().__init__()
         self._programs = programs
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         kwargs = kwargs or {}
         with self:
             found = decompose(func, args, kwargs)
@@ -85,81 +104,160 @@ class _Invariant(TorchDispatchMode):
             return found
         leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if func.is_view or not any(tensor.is_floating_point() and tensor.numel() for tensor in tensors):
+        if func.is_view:
+            return func(*args, **kwargs)
+        has_floats = any(tensor.is_floating_point() and tensor.numel() for tensor in tensors)
+        if not has_floats:
             return func(*args, **kwargs)
         # tensors at one address may be read once, so the key says which share one
-        first = {tensor.data_ptr(): number for number, tensor in enumerate(reversed(tensors))}
-        key = func, *kwargs, *(_kind(leaf, first) for leaf in leaves)
+        backwards = enumerate(reversed(tensors))
+        first = {tensor.data_ptr(): number for number, tensor in backwards}
+        kinds = (_kind(leaf, first) for leaf in leaves)
+        key = func, *kwargs, *kinds
         program = self._programs.get(key, _UNKNOWN)
         if program is _UNKNOWN:
             if len(self._programs) >= _MAX_PROGRAMS:
                 self._programs.clear()
-            program = self._programs[key] = _program(func, args, kwargs, tensors)
-        return func(*args, **kwargs) if program is None else program(tensors)
+            program = _program(func, args, kwargs, tensors)
+            self._programs[key] = program
+        if program is None:
+            return func(*args, **kwargs)
+        return program(tensors)
 
 
-def _sum(x: Tensor, dims: Any, keepdim: bool = False, dtype: torch.dtype | None = None) -> Any:
-    """Sums one dimension other than the last, in order, such as the outputs of a token's experts."""
-    if not x.is_floating_point() or dims is None or len(dims) != 1 or dims[0] % x.dim() == x.dim() - 1:
+def _sum(
+    x: Tensor,
+    dims: Any,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """Sums one dimension other than the last, in order, such as the outputs of a token's
+    experts."""
+    if not x.is_floating_point():
         return NotImplemented
-    first, *others = (part.float() for part in x.unbind(dims[0]))
-    total = functools.reduce(torch.add, others, first).to(dtype or x.dtype)
-    return total.unsqueeze(dims[0]) if keepdim else total
+    if dims is None or len(dims) != 1:
+        return NotImplemented
+    dim = dims[0]
+    last_dim = x.dim() - 1
+    if dim % x.dim() == last_dim:
+        return NotImplemented
+    parts = x.unbind(dim)
+    first, *others = (part.float() for part in parts)
+    total = functools.reduce(torch.add, others, first)
+    total = total.to(dtype or x.dtype)
+    if keepdim:
+        return total.unsqueeze(dim)
+    return total
 
 
-def _grouped_mm(x: Tensor, weights: Tensor, offs: Tensor | None = None, *others: Any, **options: Any) -> Any:
+def _grouped_mm(
+    x: Tensor,
+    weights: Tensor,
+    offs: Tensor | None = None,
+    *others: Any,
+    **options: Any,
+) -> Any:
     """Multiplies rows of `x` by their group's weights; `offs` has the groups' ends."""
-    if offs is None or x.dim() != 2 or weights.dim() != 3 or others or any(options.values()):
+    if offs is None or x.dim() != 2 or weights.dim() != 3:
         return NotImplemented
-    bounds = [0, *offs.tolist()]
-    found = x.new_zeros(x.shape[0], weights.shape[2])
-    for weight, start, end in zip(weights, bounds, bounds[1:]):
+    if others or any(options.values()):
+        return NotImplemented
+    ends = offs.tolist()
+    starts = [0, *ends]
+    width = weights.shape[2]
+    out = x.new_zeros(x.shape[0], width)
+    for weight, start, end in zip(weights, starts, ends):
         if start < end:
-            found[start:end] = x[start:end] @ weight
-    return found
+            rows = x[start:end]
+            out[start:end] = rows @ weight
+    return out
 
 
 # operations computed from parts that have kernels
-_PARTS: dict[Any, Callable[..., Any]] = {aten.sum.dim_IntList: _sum, aten._grouped_mm.default: _grouped_mm}
+_PARTS: dict[Any, Callable[..., Any]] = {
+    aten.sum.dim_IntList: _sum,
+    aten._grouped_mm.default: _grouped_mm,
+}
 
 
 def _kind(leaf: Any, first: dict[int, int]) -> Hashable:
     if not isinstance(leaf, Tensor):
-        return type(leaf), repr(leaf) if isinstance(leaf, float) else leaf  # since -0.0 == 0.0 and NaN != NaN
-    if type(leaf) not in (Tensor, torch.nn.Parameter) or not leaf.is_cpu:
-        raise NotInvariant(f"{type(leaf).__name__} on {leaf.device}: the kernels take plain tensors on the CPU")
-    return leaf.dtype, leaf.shape, leaf.stride(), first[leaf.data_ptr()]
+        # since -0.0 == 0.0 and NaN != NaN
+        if isinstance(leaf, float):
+            return type(leaf), repr(leaf)
+        return type(leaf), leaf
+    is_plain = type(leaf) in (Tensor, torch.nn.Parameter)
+    if not is_plain or not leaf.is_cpu:
+        raise NotInvariant(
+            f"{type(leaf).__name__} on {leaf.device}: the kernels take plain tensors on the CPU"
+        )
+    number = first[leaf.data_ptr()]
+    return leaf.dtype, leaf.shape, leaf.stride(), number
 
 
-def _program(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> _Program | None:
-    """Makes an operation's program; `None` if PyTorch's own is batch-invariant. Raises [`NotInvariant`] if no kernel
-    computes it."""
-    if is_exact(func, args) or not any("Tensor" in str(found.type) for found in func._schema.returns):
+def _program(
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    tensors: list[Tensor],
+) -> _Program | None:
+    """Makes an operation's program; `None` if PyTorch's own is batch-invariant. Raises
+    [`NotInvariant`] if no kernel computes it."""
+    if is_exact(func, args):
+        return None
+    results = func._schema.returns
+    returns_tensors = any("Tensor" in str(result.type) for result in results)
+    if not returns_tensors:
         return None
     is_in_place = func._schema.is_mutable
-    shaped = args[0] if is_in_place else func(*_on_meta(args), **_on_meta(kwargs))
-    leaves = shaped if isinstance(shaped, (tuple, list)) else (shaped,)
+    if is_in_place:
+        shaped = args[0]
+    else:
+        meta_args = _on_meta(args)
+        meta_kwargs = _on_meta(kwargs)
+        shaped = func(*meta_args, **meta_kwargs)
+    leaves = shaped
+    if not isinstance(shaped, (tuple, list)):
+        leaves = (shaped,)
     outputs = [(leaf.shape, leaf.stride(), leaf.dtype) for leaf in leaves]
-    if not any(dtype.is_floating_point for *_, dtype in outputs):
+    has_floats = any(dtype.is_floating_point for *_, dtype in outputs)
+    if not has_floats:
         return None
-    made = [torch.empty_strided(*output[:2], dtype=output[2], device="cpu") for output in outputs]
-    found = args[0] if is_in_place else made[0] if isinstance(shaped, Tensor) else tuple(made)
+    made = [
+        torch.empty_strided(sizes, strides, dtype=dtype, device="cpu")
+        for sizes, strides, dtype in outputs
+    ]
+    is_single = isinstance(shaped, Tensor)
+    if is_in_place:
+        result = args[0]
+    elif is_single:
+        result = made[0]
+    else:
+        result = tuple(made)
     lowering = Lowering(lambda tensor: True)
-    for tensor in () if is_in_place else made:
-        lowering.values.add_outside(tensor)  # else stores to it would be dropped as unused
+    if not is_in_place:
+        for tensor in made:
+            lowering.values.add_outside(tensor)  # else stores to it would be dropped as unused
+    operation = Operation(func, args, kwargs, result)
     try:
-        entries = lowering.run([Operation(func, args, kwargs, found)])
+        entries = lowering.run([operation])
     except NotCapturable as error:
         raise NotInvariant(str(error)) from None
-    if not entries or any(isinstance(entry, Call) for entry in entries):
+    has_calls = any(isinstance(entry, Call) for entry in entries)
+    if not entries or has_calls:
         kinds = "; ".join(f"{x.dtype} {tuple(x.shape)} {x.stride()}" for x in tensors)
         raise NotInvariant(f"no kernel computes {func} of {kinds}")
-    inputs = {tensor.data_ptr(): number for number, tensor in reversed(list(enumerate(tensors)))}
-    return _Program(entries, inputs, [] if is_in_place else outputs, isinstance(shaped, Tensor), is_in_place)
+    numbered = list(enumerate(tensors))
+    inputs = {tensor.data_ptr(): number for number, tensor in reversed(numbered)}
+    if is_in_place:
+        outputs = []
+    return _Program(entries, inputs, outputs, is_single, is_in_place)
 
 
 def _on_meta(x: Any) -> Any:
-    return tree_map_only(Tensor, lambda y: torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device="meta"), x)
+    return tree_map_only(
+        Tensor, lambda y: torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device="meta"), x
+    )
 
 
 _programs: dict[Hashable, _Program | None] = {}
@@ -167,7 +265,8 @@ _programs: dict[Hashable, _Program | None] = {}
 
 @contextlib.contextmanager
 def in_fixed_order() -> Iterator[None]:
-    """Within it, kernels that this thread calls, and tapes it records, sum in an order that depends on the row only."""
+    """Within it, kernels that this thread calls, and tapes it records, sum in an order that depends
+    on the row only."""
     token = batch_invariant.set(True)
     try:
         yield
@@ -176,23 +275,36 @@ def in_fixed_order() -> Iterator[None]:
 
 
 class _OneLinear(TorchFunctionMode):
-    """Runs `F.linear` as one product of rows, since PyTorch adds the bias at a point that depends on input strides."""
+    """Runs `F.linear` as one product of rows, since PyTorch adds the bias at a point that depends
+    on input strides."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         are_plain = all(x is None or type(x) in (Tensor, torch.nn.Parameter) for x in args)
         if func is not F.linear or kwargs or not are_plain:
             return func(*args, **(kwargs or {}))
         x, weight, *bias = args
-        rows = x.reshape(-1, x.shape[-1])
-        found = rows.mm(weight.t()) if not bias or bias[0] is None else torch.addmm(bias[0], rows, weight.t())
-        return found.view(*x.shape[:-1], weight.shape[0])
+        depth = x.shape[-1]
+        rows = x.reshape(-1, depth)
+        transposed = weight.t()
+        if not bias or bias[0] is None:
+            out = rows.mm(transposed)
+        else:
+            out = torch.addmm(bias[0], rows, transposed)
+        width = weight.shape[0]
+        return out.view(*x.shape[:-1], width)
 
 
 @contextlib.contextmanager
 def by_kernels() -> Iterator[None]:
-    """For use in `in_fixed_order`: makes all that this thread computes batch-invariant. Raises [`NotInvariant`] before
-    an operation without a kernel, `NotCapturable` before the content of a tensor goes to Python or NumPy. While a tape
-    is recorded, the tape does this."""
+    """For use in `in_fixed_order`: makes all that this thread computes batch-invariant. Raises
+    [`NotInvariant`] before an operation without a kernel, `NotCapturable` before the content of a
+    tensor goes to Python or NumPy. While a tape is recorded, the tape does this."""
     with _OneLinear(), contextlib.ExitStack() as stack:
         if observer.get() is None:
             stack.enter_context(NothingRead())

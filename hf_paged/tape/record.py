@@ -1,4 +1,5 @@
-"""Records the operations of a forward, of PyTorch and of our kernels, with their input and output tensors."""
+"""Records the operations of a forward, of PyTorch and of our kernels, with their input and output
+tensors."""
 
 from __future__ import annotations
 
@@ -19,67 +20,115 @@ from ..step import NotCapturable
 
 aten = torch.ops.aten
 _LAZY = frozenset({aten._conj.default, aten._neg_view.default})
-_SHARES = frozenset({Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})  # share memory, which may be written later
+# share memory, which may be written later
+_SHARES = frozenset({Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})
 _READS = frozenset({Tensor.tolist, Tensor.__repr__})
 _COPIES = frozenset({aten._to_copy.default, aten.copy_.default})
 _READS_AT = frozenset({aten.index.Tensor, aten.index.Tensor_out})
 _WRITES_AT = frozenset({aten.index_put.default, aten.index_put_.default})
 # make tensors from Python numbers; unlike other new tensors, no kernel writes to these unobserved
-_MADE = frozenset({aten.lift_fresh.default, aten.ones.default, aten.ones_like.default, aten.new_ones.default})
-_MADE |= {aten.arange.default, aten.arange.start, aten.arange.start_step}
+_MADE = frozenset(
+    {
+        aten.lift_fresh.default,
+        aten.ones.default,
+        aten.ones_like.default,
+        aten.new_ones.default,
+        aten.arange.default,
+        aten.arange.start,
+        aten.arange.start_step,
+    }
+)
 _BLANK = ("aten::empty", "aten::new_empty", "aten::zeros", "aten::new_zeros")
-_FROM_PYTHON = frozenset({torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor})
+_FROM_PYTHON = frozenset(
+    {
+        torch.tensor,
+        torch.as_tensor,
+        torch.asarray,
+        Tensor.new_tensor,
+    }
+)
 
 Known = list[tuple[Any, Any, Any]]
-"""Operations that are not recorded, in order: the function, the host tensor it copied, and its result."""
+"""Operations that are not recorded, in order: the function, the host tensor it copied, and its
+result."""
 
 
 class NothingUnrecorded(TorchDispatchMode):
-    """Raises [`NotCapturable`] before an operation that waits for the device, copies to or from it, or draws random
-    numbers; in this thread only, unlike torch's sync debug mode. Tensors made only of Python numbers are the same in
-    each run, so code may read and copy them; `known` keeps the results for [`KnownAgain`]."""
+    """Raises [`NotCapturable`] before an operation that waits for the device, copies to or from it,
+    or draws random numbers; in this thread only, unlike torch's sync debug mode. Tensors made only
+    of Python numbers are the same in each run, so code may read and copy them; `known` keeps the
+    results for [`KnownAgain`]."""
 
     def __init__(self) -> None:
         super().__init__()
         self.known: Known = []
-        self._constants: dict[int, torch.UntypedStorage] = {}  # by the address of the storage, which this keeps alive
-        self._shared: dict[int, torch.UntypedStorage] = {}  # constants whose memory other code shares
+        # by the address of the storage, which this keeps alive
+        self._constants: dict[int, torch.UntypedStorage] = {}
+        # constants whose memory other code shares
+        self._shared: dict[int, torch.UntypedStorage] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload):
             return func(*args, **kwargs)
-        taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        of_constants = func in _MADE or (bool(taken) and all(map(self.is_constant, taken)))
-        of_constants &= not func.name().startswith("aten::set_")  # gives a tensor another one's memory
+        leaves = tree_leaves((args, kwargs))
+        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        of_constants = func in _MADE
+        if inputs and not of_constants:
+            of_constants = all(map(self.is_constant, inputs))
+        if func.name().startswith("aten::set_"):
+            # gives a tensor another one's memory
+            of_constants = False
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise NotCapturable(f"its forward draws random numbers ({func})")
-        waits, crosses = _waits(func, args), _crosses(func, args, kwargs)
+        waits = _waits(func, args)
+        crosses = _crosses(func, args, kwargs)
         if waits and not of_constants:
             raise NotCapturable(f"its forward waits for the device ({func})")
-        source = _source(func, args) if crosses else None
+        source = None
+        if crosses:
+            source = _source(func, args)
         if source is not None and not self.is_constant(source):
             raise NotCapturable(f"its forward copies between host and device ({func})")
         found = func(*args, **kwargs)
         if waits or source is not None:
             # for a copy into a part of a tensor: the values written
-            given = found if func is not aten.copy_.default else args[1].to(args[0].device)
-            host = source.clone() if source is not None and source.is_cpu else None
-            self.known.append((func, host, tree_map_only(Tensor, torch.clone, given)))
+            given = found
+            if func is aten.copy_.default:
+                given = args[1].to(args[0].device)
+            host = None
+            if source is not None and source.is_cpu:
+                host = source.clone()
+            result = tree_map_only(Tensor, torch.clone, given)
+            self.known.append((func, host, result))
         if not of_constants:
             for written in _written(func, args, kwargs):
-                if (storage := _storage(written)) is not None:
-                    self._constants.pop(storage._cdata, None)
-                    if storage._cdata in self._shared:
-                        raise NotCapturable(f"its forward reads the content of a tensor that it writes to ({func})")
+                storage = _storage(written)
+                if storage is None:
+                    continue
+                self._constants.pop(storage._cdata, None)
+                if storage._cdata in self._shared:
+                    raise NotCapturable(
+                        f"its forward reads the content of a tensor that it writes to ({func})"
+                    )
         elif not func.name().startswith(_BLANK):
             for made in tree_leaves(found):
-                if isinstance(made, Tensor) and (storage := _storage(made)) is not None:
+                if not isinstance(made, Tensor):
+                    continue
+                storage = _storage(made)
+                if storage is not None:
                     self._constants[storage._cdata] = storage
         return found
 
     def is_constant(self, tensor: Tensor, is_shared: bool = False) -> bool:
-        """Whether a tensor was made only of Python numbers; if it `is_shared`, nothing may be written to it later."""
+        """Whether a tensor was made only of Python numbers; if it `is_shared`, nothing may be
+        written to it later."""
         storage = _storage(tensor)
         if storage is None or storage._cdata not in self._constants:
             return False
@@ -89,19 +138,33 @@ class NothingUnrecorded(TorchDispatchMode):
 
 
 class KnownAgain(TorchDispatchMode):
-    """Runs a forward again with the results in `known` of [`NothingUnrecorded`], instead of the operations that wait
-    or copy between host and device. Raises [`NotCapturable`] for such an operation that is not in `known`."""
+    """Runs a forward again with the results in `known` of [`NothingUnrecorded`], instead of the
+    operations that wait or copy between host and device. Raises [`NotCapturable`] for such an
+    operation that is not in `known`."""
 
     def __init__(self, known: Known) -> None:
         super().__init__()
         self._left = iter(known)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, OpOverload) or not (_waits(func, args) or _crosses(func, args, kwargs)):
+        if not isinstance(func, OpOverload):
+            return func(*args, **kwargs)
+        is_unrecorded = _waits(func, args) or _crosses(func, args, kwargs)
+        if not is_unrecorded:
             return func(*args, **kwargs)
         then, host, found = next(self._left, (None, None, None))
-        if then is not func or (host is not None and not _is_same(host, _source(func, args))):
+        is_same = then is func
+        if is_same and host is not None:
+            source = _source(func, args)
+            is_same = _is_same(host, source)
+        if not is_same:
             raise NotCapturable(f"its forward is another when it runs again ({func})")
         if func is aten.copy_.default:
             return func(args[0], found)
@@ -109,34 +172,62 @@ class KnownAgain(TorchDispatchMode):
 
 
 class HostFirst(TorchFunctionMode):
-    """Makes tensors of Python numbers on the host first, then copies them by an operation that modes see."""
+    """Makes tensors of Python numbers on the host first, then copies them by an operation that
+    modes see."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         kwargs = dict(kwargs or {})
-        if func not in _FROM_PYTHON or not _is_of_numbers(func, args, kwargs):
+        if func not in _FROM_PYTHON:
             return func(*args, **kwargs)
-        device = kwargs.pop("device", args[0].device if func is Tensor.new_tensor else None)
-        return func(*args, **kwargs) if device is None else func(*args, device="cpu", **kwargs).to(device)
+        if not _is_of_numbers(func, args, kwargs):
+            return func(*args, **kwargs)
+        device = None
+        if func is Tensor.new_tensor:
+            device = args[0].device
+        device = kwargs.pop("device", device)
+        if device is None:
+            return func(*args, **kwargs)
+        on_host = func(*args, device="cpu", **kwargs)
+        return on_host.to(device)
 
 
 def _is_of_numbers(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a tensor is made of Python numbers, not of a tensor. Raises [`NotCapturable`] for a list with tensors,
-    whose content is read without an operation that modes see."""
-    data = args[func is Tensor.new_tensor] if len(args) > (func is Tensor.new_tensor) else kwargs.get("data")
+    """Whether a tensor is made of Python numbers, not of a tensor. Raises [`NotCapturable`] for a
+    list with tensors, whose content is read without an operation that modes see."""
+    position = 1 if func is Tensor.new_tensor else 0
+    if len(args) > position:
+        data = args[position]
+    else:
+        data = kwargs.get("data")
     if isinstance(data, Tensor):
         return False
-    if isinstance(data, (list, tuple)) and any(isinstance(x, Tensor) for x in tree_leaves(data)):
-        raise NotCapturable(f"its forward reads the content of a tensor ({func.__name__})")
+    if isinstance(data, (list, tuple)):
+        leaves = tree_leaves(data)
+        has_tensors = any(isinstance(leaf, Tensor) for leaf in leaves)
+        if has_tensors:
+            raise NotCapturable(f"its forward reads the content of a tensor ({func.__name__})")
     return True
 
 
 def _waits(func: Any, args: Any) -> bool:
     """Whether the host needs values that are on the device."""
-    if func in _READS_AT:  # the tag applies to masks only: the host needs the number of selected elements
+    if func in _READS_AT:
+        # the tag applies to masks only: the host needs the number of selected elements
         return _has_mask(args[1])
     if func in _WRITES_AT:  # filling in one host number needs no wait
-        return _has_mask(args[1]) and (args[2].numel() > 1 or not args[2].is_cpu)
-    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+        if not _has_mask(args[1]):
+            return False
+        values = args[2]
+        return values.numel() > 1 or not values.is_cpu
+    return (
+        torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+    )
 
 
 def _crosses(func: Any, args: Any, kwargs: Any) -> bool:
@@ -144,14 +235,20 @@ def _crosses(func: Any, args: Any, kwargs: Any) -> bool:
     if func not in _COPIES:
         return False
     if func is aten.copy_.default:
-        return bool(args[0].device.type != args[1].device.type)
+        target = args[0].device
+        source = args[1].device
+        return bool(target.type != source.type)
     device = kwargs.get("device")
-    return device is not None and torch.device(device).type != args[0].device.type
+    if device is None:
+        return False
+    wanted = torch.device(device).type
+    return wanted != args[0].device.type
 
 
 def _source(func: Any, args: Any) -> Tensor:
-    found: Tensor = args[1] if func is aten.copy_.default else args[0]
-    return found
+    position = 1 if func is aten.copy_.default else 0
+    source: Tensor = args[position]
+    return source
 
 
 def _is_same(host: Tensor, other: Tensor) -> bool:
@@ -160,9 +257,16 @@ def _is_same(host: Tensor, other: Tensor) -> bool:
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
     for number, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[number] if number < len(args) else kwargs.get(argument.name)
-            yield from (x for x in tree_leaves(value) if isinstance(x, Tensor))
+        alias = argument.alias_info
+        if alias is None or not alias.is_write:
+            continue
+        if number < len(args):
+            value = args[number]
+        else:
+            value = kwargs.get(argument.name)
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, Tensor):
+                yield leaf
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
@@ -174,29 +278,47 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
 
 
 def _has_mask(indices: Any) -> bool:
-    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+    for index in indices:
+        if index is None:
+            continue
+        if index.dtype in (torch.bool, torch.uint8):
+            return True
+    return False
 
 
 class NothingRead(TorchFunctionMode):
-    """Raises [`NotCapturable`] before the content of a CPU tensor goes to Python or NumPy, since a replay would not run
-    the code that uses it. Tensors that `seen` knows to be constant may be read."""
+    """Raises [`NotCapturable`] before the content of a CPU tensor goes to Python or NumPy, since a
+    replay would not run the code that uses it. Tensors that `seen` knows to be constant may be
+    read."""
 
     def __init__(self, seen: NothingUnrecorded | None = None) -> None:
         super().__init__()
         self._seen = seen
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         is_shared = func in _SHARES
-        if (is_shared or func in _READS) and not (self._seen and self._seen.is_constant(args[0], is_shared)):
-            raise NotCapturable(f"its forward reads the content of a tensor (Tensor.{func.__name__})")
+        if is_shared or func in _READS:
+            is_constant = self._seen and self._seen.is_constant(args[0], is_shared)
+            if not is_constant:
+                raise NotCapturable(
+                    f"its forward reads the content of a tensor (Tensor.{func.__name__})"
+                )
         if func in _FROM_PYTHON:
             _is_of_numbers(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
 def decompose(func: Any, args: Any, kwargs: Any) -> Any:
-    """Runs an operation as its composite parts, as under autograd; `NotImplemented` if it is not composite."""
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+    """Runs an operation as its composite parts, as under autograd; `NotImplemented` if it is not
+    composite."""
+    name = func.name()
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
         return NotImplemented
     return func.decompose(*args, **kwargs)
 
@@ -211,7 +333,8 @@ class Operation(NamedTuple):
 
 
 class KernelCall(NamedTuple):
-    """A call of one of our C++ kernels: the packed struct, and the tensors whose addresses are in it, by offset."""
+    """A call of one of our C++ kernels: the packed struct, and the tensors whose addresses are in
+    it, by offset."""
 
     name: str
     packed: bytes
@@ -237,7 +360,13 @@ class _Recorder(NothingUnrecorded):
         super().__init__()
         self._operations = operations
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         kwargs = kwargs or {}
         with self:
             found = decompose(func, args, kwargs)
@@ -246,16 +375,22 @@ class _Recorder(NothingUnrecorded):
         found = super().__torch_dispatch__(func, types, args, kwargs)
         if func in _LAZY:
             raise NotCapturable(f"its forward conjugates or negates without computing ({func})")
-        if not any(isinstance(x, Tensor) for x in tree_leaves(found)):
+        results = tree_leaves(found)
+        has_tensors = any(isinstance(x, Tensor) for x in results)
+        if not has_tensors:
             return found  # a number, read from constants
         # aliases, since the tensors' shapes may be changed in place later
-        self._operations.append(Operation(func, *tree_map_only(Tensor, aten.alias.default, (args, kwargs, found))))
+        seen = (args, kwargs, found)
+        aliases = tree_map_only(Tensor, aten.alias.default, seen)
+        operation = Operation(func, *aliases)
+        self._operations.append(operation)
         return found
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Recorded]]:
-    """Records what this thread computes within it. Raises [`NotCapturable`] for operations that cannot be replayed."""
+    """Records what this thread computes within it. Raises [`NotCapturable`] for operations that
+    cannot be replayed."""
     operations: list[Recorded] = []
     token = observer.set(lambda *call: operations.append(KernelCall(*call)))
     other = launch.observer.set(lambda *call: operations.append(Launched(*call)))

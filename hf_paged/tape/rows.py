@@ -11,8 +11,8 @@ import torch
 from .values import DTYPES, Ref
 
 _OPS = (
-    "load store add sub mul div maximum minimum neg abs sqrt rsqrt reciprocal square relu exp tanh sigmoid silu gelu "
-    "gelu_tanh sin cos log softplus sum mean largest copy"
+    "load store add sub mul div maximum minimum neg abs sqrt rsqrt reciprocal square relu exp tanh"
+    " sigmoid silu gelu gelu_tanh sin cos log softplus sum mean largest copy"
 ).split()
 OPS = {name: number for number, name in enumerate(_OPS)}  # enum RowOp
 
@@ -22,7 +22,8 @@ CALL = struct.Struct("3q5q3Q")  # struct RowsCall
 
 
 class Instruction(NamedTuple):
-    """A load or store between a register and a memory, or an operation from registers and a number to `out`."""
+    """A load or store between a register and a memory, or an operation from registers and a number
+    to `out`."""
 
     op: str
     out: int
@@ -33,8 +34,8 @@ class Instruction(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """A tensor's strides under a list's rows: along their three dimensions (`strides`) and along a row (`step`). Narrow
-    tensors have one number per row."""
+    """A tensor's strides under a list's rows: along their three dimensions (`strides`) and along a
+    row (`step`). Narrow tensors have one number per row."""
 
     ref: Ref
     strides: tuple[int, int, int]
@@ -56,10 +57,14 @@ class Shape(NamedTuple):
 def shape_of(sizes: tuple[int, ...]) -> Shape | None:
     """The `Shape` of a tensor's sizes; `None` if the rows have more than three dimensions."""
     rows = [size for size in sizes[:-1] if size != 1]
-    if len(rows) > 3:
+    missing = 3 - len(rows)
+    if missing < 0:
         return None
-    first, second, third = [1] * (3 - len(rows)) + rows
-    return Shape((first, second, third), sizes[-1] if sizes else 1)
+    first, second, third = [1] * missing + rows
+    width = 1
+    if sizes:
+        width = sizes[-1]
+    return Shape((first, second, third), width)
 
 
 def layout(ref: Ref, sizes: tuple[int, ...]) -> Layout | None:
@@ -68,24 +73,36 @@ def layout(ref: Ref, sizes: tuple[int, ...]) -> Layout | None:
     if missing < 0:
         return None
     strides = [0] * missing + list(ref.strides)
-    own = [1] * missing + list(ref.sizes)
-    for axis, (size, wanted) in enumerate(zip(own, sizes)):
-        if size != wanted:
-            if size != 1:
-                return None
-            strides[axis] = 0
-    rows = [stride for stride, size in zip(strides[:-1], sizes[:-1]) if size != 1]
-    if len(rows) > 3:
+    ref_sizes = [1] * missing + list(ref.sizes)
+    pairs = zip(ref_sizes, sizes)
+    for axis, (size, wanted) in enumerate(pairs):
+        if size == wanted:
+            continue
+        if size != 1:
+            return None
+        strides[axis] = 0
+    rows = []
+    for stride, size in zip(strides[:-1], sizes[:-1]):
+        if size != 1:
+            rows.append(stride)
+    missing_rows = 3 - len(rows)
+    if missing_rows < 0:
         return None
-    first, second, third = [0] * (3 - len(rows)) + rows
-    width = sizes[-1] if sizes else 1
-    is_narrow = width != 1 and (not own or own[-1] == 1)
-    step = strides[-1] if strides and width != 1 and not is_narrow else 1
+    first, second, third = [0] * missing_rows + rows
+    width = 1
+    if sizes:
+        width = sizes[-1]
+    has_one_number = not ref_sizes or ref_sizes[-1] == 1
+    is_narrow = width != 1 and has_one_number
+    step = 1
+    if strides and width != 1 and not is_narrow:
+        step = strides[-1]
     return Layout(ref, (first, second, third), step, is_narrow)
 
 
 class Rows:
-    """Instructions over rows of one shape. A stored value stays in a register for later instructions."""
+    """Instructions over rows of one shape. A stored value stays in a register for later
+    instructions."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -96,69 +113,113 @@ class Rows:
         self.written: set[int] = set()  # values
         self.stores: list[Layout] = []
 
-    # -- building ----------------------------------------------------------------------------------------------------
+    # -- building ---------------------------------------------------------------------------------
 
     def takes(self, layouts: list[Layout]) -> bool:
-        """Whether reads of `layouts` fit: none may read memory that this list writes, except in the same layout."""
-        return all(each.key in self.known or each.ref.value not in self.written for each in layouts)
+        """Whether reads of `layouts` fit: none may read memory that this list writes, except in the
+        same layout."""
+        for each in layouts:
+            if each.key in self.known:
+                continue
+            if each.ref.value in self.written:
+                return False
+        return True
 
     def register(self, is_narrow: bool) -> int:
         self.narrow.append(is_narrow)
         return len(self.narrow) - 1
 
     def read(self, each: Layout) -> int:
-        if each.key not in self.known:
-            self.known[each.key] = register = self.register(each.is_narrow)
+        key = each.key
+        if key not in self.known:
+            memory = len(self.layouts)
+            register = self.register(each.is_narrow)
+            self.known[key] = register
             self.layouts.append(each)
-            self.instructions.append(Instruction("load", register, memory=len(self.layouts) - 1))
-        return self.known[each.key]
+            self.instructions.append(Instruction("load", register, memory=memory))
+        return self.known[key]
 
-    def compute(self, op: str, dtype: torch.dtype, is_narrow: bool, a: int, b: int = -1, number: float = 0.0) -> int:
-        out = self.register(is_narrow)
+    def compute(
+        self,
+        op: str,
+        dtype: torch.dtype,
+        is_narrow: bool,
+        a: int,
+        b: int = -1,
+        number: float = 0.0,
+    ) -> int:
         inputs = (a,) if b < 0 else (a, b)
-        self.instructions.append(Instruction(op, out, inputs, dtype=DTYPES[dtype], number=number))
+        dtype_number = DTYPES[dtype]
+        out = self.register(is_narrow)
+        self.instructions.append(Instruction(op, out, inputs, dtype=dtype_number, number=number))
         return out
 
     def write(self, each: Layout, register: int) -> None:
+        key = each.key
+        value = each.ref.value
+        memory = len(self.layouts)
+        store = Instruction("store", register, (register,), memory)
         self.layouts.append(each)
-        self.instructions.append(Instruction("store", register, (register,), len(self.layouts) - 1))
-        self.known[each.key] = register
-        if each.ref.value is not None:
-            self.written.add(each.ref.value)
+        self.instructions.append(store)
+        self.known[key] = register
+        if value is not None:
+            self.written.add(value)
         self.stores.append(each)
 
     def can_absorb(self, other: Rows) -> bool:
-        """Whether `other` reads only registers or memory that this list does not write, and writes nothing that this
-        one reads or writes."""
-        reads = [other.layouts[each.memory] for each in other.instructions if each.op == "load"]
-        if any(each.ref.value is None for each in (*self.stores, *other.stores)):
-            return False  # memory outside the tape, which other tensors may share
-        return self.takes(reads) and not other.writes & (self.reads | self.writes)
+        """Whether `other` reads only registers or memory that this list does not write, and writes
+        nothing that this one reads or writes."""
+        loads = [each for each in other.instructions if each.op == "load"]
+        reads = [other.layouts[load.memory] for load in loads]
+        for each in (*self.stores, *other.stores):
+            if each.ref.value is None:
+                return False  # memory outside the tape, which other tensors may share
+        if not self.takes(reads):
+            return False
+        touched = self.reads | self.writes
+        return not other.writes & touched
 
     @property
     def copied(self) -> tuple[Ref, Ref] | None:
-        """For a list that only copies a value to memory outside the tape: the value's ref, and the target's."""
-        if [each.op for each in self.instructions] != ["load", "copy", "store"]:
+        """For a list that only copies a value to memory outside the tape: the value's ref, and the
+        target's."""
+        ops = [each.op for each in self.instructions]
+        if ops != ["load", "copy", "store"]:
             return None
-        source, target = (self.layouts[self.instructions[place].memory] for place in (0, 2))
-        fits = source.strides == target.strides and source.step == target.step and source.ref.dtype is target.ref.dtype
-        is_out = source.ref.value is not None and target.ref.value is None and source.ref.start == 0
-        return (source.ref, target.ref) if fits and is_out and not source.is_narrow else None
+        load, _, store = self.instructions
+        source = self.layouts[load.memory]
+        target = self.layouts[store.memory]
+        fits = (
+            source.strides == target.strides
+            and source.step == target.step
+            and source.ref.dtype is target.ref.dtype
+        )
+        read = source.ref
+        written = target.ref
+        is_out = read.value is not None and written.value is None
+        is_whole = read.start == 0 and not source.is_narrow
+        if fits and is_out and is_whole:
+            return read, written
+        return None
 
     def absorb(self, other: Rows) -> None:
         """Appends the other list's instructions."""
-        found: dict[int, int] = {}
+        registers: dict[int, int] = {}
         for each in other.instructions:
             if each.op == "load":
-                found[each.out] = self.read(other.layouts[each.memory])
+                source = other.layouts[each.memory]
+                registers[each.out] = self.read(source)
             elif each.op == "store":
-                self.write(other.layouts[each.memory], found[each.out])
+                target = other.layouts[each.memory]
+                self.write(target, registers[each.out])
             else:
-                found[each.out] = self.register(bool(other.narrow[each.out]))
-                inputs = tuple(found[register] for register in each.inputs)
-                self.instructions.append(each._replace(out=found[each.out], inputs=inputs))
+                inputs = tuple(registers[register] for register in each.inputs)
+                is_narrow = bool(other.narrow[each.out])
+                out = self.register(is_narrow)
+                registers[each.out] = out
+                self.instructions.append(each._replace(out=out, inputs=inputs))
 
-    # -- of the tape -------------------------------------------------------------------------------------------------
+    # -- of the tape ------------------------------------------------------------------------------
 
     @property
     def reads(self) -> set[int]:
@@ -169,16 +230,21 @@ class Rows:
         return self._touched("store")
 
     def _touched(self, op: str) -> set[int]:
-        refs = (self.layouts[each.memory].ref for each in self.instructions if each.op == op)
+        accesses = (each for each in self.instructions if each.op == op)
+        refs = (self.layouts[access.memory].ref for access in accesses)
         return {ref.value for ref in refs if ref.value is not None}
 
     def drop_stores(self, needed: set[int]) -> None:
         """Drops stores to values not in `needed`, and then instructions without a use."""
-        self.instructions = [
-            each
-            for each in self.instructions
-            if each.op != "store" or (value := self.layouts[each.memory].ref.value) is None or value in needed
-        ]
+        kept = []
+        for each in self.instructions:
+            if each.op == "store":
+                target = self.layouts[each.memory]
+                value = target.ref.value
+                if value is not None and value not in needed:
+                    continue
+            kept.append(each)
+        self.instructions = kept
         self._drop_unused()
 
     def _drop_unused(self) -> None:
@@ -190,46 +256,76 @@ class Rows:
                 used |= set(each.inputs)
         self.instructions = kept[::-1]
 
-    def pack(self, address: Callable[[Ref], int], num_threads: int) -> tuple[bytes, list[bytes]]:
-        """Returns the packed call and three parts, whose addresses go into the call's last three fields."""
-        used = dict.fromkeys(each.memory for each in self.instructions if each.memory >= 0)
-        number = {memory: place for place, memory in enumerate(used)}
+    def pack(
+        self,
+        address: Callable[[Ref], int],
+        num_threads: int,
+    ) -> tuple[bytes, list[bytes]]:
+        """Returns the packed call and three parts, whose addresses go into the call's last three
+        fields."""
+        accesses = (each for each in self.instructions if each.memory >= 0)
+        used = dict.fromkeys(access.memory for access in accesses)
+        numbers = {memory: number for number, memory in enumerate(used)}
         registers, narrow = self._renumbered()
-        memories = b"".join(
-            MEMORY.pack(address(each.ref), DTYPES[each.ref.dtype], *each.strides, each.step)
-            for each in map(self.layouts.__getitem__, number)
-        )
-        instructions = b"".join(self._pack(each, registers, number) for each in self.instructions)
+        memories = b""
+        for memory in numbers:
+            each = self.layouts[memory]
+            dtype = DTYPES[each.ref.dtype]
+            start = address(each.ref)
+            memories += MEMORY.pack(start, dtype, *each.strides, each.step)
+        instructions = b""
+        for instruction in self.instructions:
+            instructions += self._pack(instruction, registers, numbers)
         packed_narrow = struct.pack(f"{len(narrow)}i", *narrow)
-        sizes = *self.shape.rows, self.shape.width
-        counts = num_threads, len(number), len(self.instructions), len(narrow)
-        return CALL.pack(*sizes, *counts, 0, 0, 0), [memories, instructions, packed_narrow]
+        call = CALL.pack(
+            *self.shape.rows,
+            self.shape.width,
+            num_threads,
+            len(numbers),
+            len(self.instructions),
+            len(narrow),
+            0,
+            0,
+            0,
+        )
+        return call, [memories, instructions, packed_narrow]
 
     @staticmethod
-    def _pack(each: Instruction, registers: dict[int, int], number: dict[int, int]) -> bytes:
+    def _pack(
+        each: Instruction,
+        registers: dict[int, int],
+        number: dict[int, int],
+    ) -> bytes:
+        op = OPS[each.op]
         out = registers[each.out]
         if each.memory >= 0:
-            a, b = out, number[each.memory]
+            a = out
+            b = number[each.memory]
         else:
-            a, b = (*(registers[register] for register in each.inputs), -1)[:2]
-        return INSTRUCTION.pack(OPS[each.op], out, a, b, each.dtype, 0, each.number)
+            inputs = [registers[register] for register in each.inputs]
+            a, b = (*inputs, -1)[:2]
+        return INSTRUCTION.pack(op, out, a, b, each.dtype, 0, each.number)
 
     def _renumbered(self) -> tuple[dict[int, int], list[int]]:
         """Renumbers the used registers, reusing those that are no longer needed."""
         last: dict[int, int] = {}
         for place, each in enumerate(self.instructions):
-            last |= dict.fromkeys((each.out, *each.inputs), place)
+            registers = (each.out, *each.inputs)
+            last |= dict.fromkeys(registers, place)
         free: dict[bool, list[int]] = {False: [], True: []}
         found: dict[int, int] = {}
         narrow: list[int] = []
         for place, each in enumerate(self.instructions):
             if each.out not in found:
                 kind = bool(self.narrow[each.out])
-                if not free[kind]:
+                unused = free[kind]
+                if not unused:
+                    number = len(narrow)
                     narrow.append(kind)
-                    free[kind].append(len(narrow) - 1)
-                found[each.out] = free[kind].pop()
+                    unused.append(number)
+                found[each.out] = unused.pop()
             for register in {each.out, *each.inputs}:
                 if last[register] == place:
-                    free[bool(self.narrow[register])].append(found[register])
+                    kind = bool(self.narrow[register])
+                    free[kind].append(found[register])
         return found, narrow

@@ -15,8 +15,8 @@ _ALIGNMENT = 64
 
 
 class Ref(NamedTuple):
-    """A tensor. `value` is the number of the tape's value (a piece of memory) that holds it from byte `start` on; if
-    that is `None`, `start` is its address."""
+    """A tensor. `value` is the number of the tape's value (a piece of memory) that holds it from
+    byte `start` on; if that is `None`, `start` is its address."""
 
     value: int | None
     start: int
@@ -38,70 +38,100 @@ class Values:
         self.fixed: dict[int, int] = {}  # addresses of values outside the tape's memory, by number
         self.constants: list[Tensor] = []  # computed once, by the recording
         self.held: list[Tensor] = []  # outside tensors that must live as long as the tape
-        self.outside: dict[int, torch.UntypedStorage] = {}  # outside storages that operations use, by address
+        # outside storages that operations use, by address
+        self.outside: dict[int, torch.UntypedStorage] = {}
 
     def add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        if storage.nbytes() and storage.data_ptr() not in self._numbers:
-            self._numbers[storage.data_ptr()] = len(self.sizes)
-            self.sizes.append(storage.nbytes())
+        nbytes = storage.nbytes()
+        address = storage.data_ptr()
+        if nbytes and address not in self._numbers:
+            self._numbers[address] = len(self.sizes)
+            self.sizes.append(nbytes)
 
     def number(self, tensor: Tensor) -> int | None:
-        return self._numbers.get(tensor.untyped_storage().data_ptr())
+        storage = tensor.untyped_storage()
+        return self._numbers.get(storage.data_ptr())
 
     def add_outside(self, tensor: Tensor) -> None:
         """Adds outside memory that the tape changes, as a value at a fixed address."""
         storage = tensor.untyped_storage()
         if storage.nbytes():
-            self.fixed[len(self.sizes)] = storage.data_ptr()
+            number = len(self.sizes)
+            self.fixed[number] = storage.data_ptr()
             self.add(tensor)
 
     def ref(self, tensor: Tensor) -> Ref:
         number = self.number(tensor)
+        storage = tensor.untyped_storage()
+        base = storage.data_ptr()
+        start = tensor.data_ptr()
         if number is None or number in self.fixed:
-            storage = tensor.untyped_storage()
-            self.outside[storage.data_ptr()] = storage
-        start = tensor.data_ptr() - (0 if number is None else tensor.untyped_storage().data_ptr())
-        return Ref(number, start, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+            self.outside[base] = storage
+        if number is not None:
+            start -= base
+        sizes = tuple(tensor.shape)
+        strides = tuple(tensor.stride())
+        return Ref(number, start, tensor.dtype, sizes, strides)
 
 
 class Arena:
-    """One piece of memory for all values of a tape; values that are never needed at the same time may share a place."""
+    """One piece of memory for all values of a tape; values that are never needed at the same time
+    may share a place."""
 
     def __init__(self, values: Values, spans: dict[int, tuple[int, int]]) -> None:
         """`spans`: the first and the last entry of the tape that uses each value."""
-        sizes, self._fixed = values.sizes, values.fixed
+        sizes = values.sizes
+        self._fixed = values.fixed
         placed: list[tuple[int, int, int, int]] = []  # start, end, first, last
         self._starts: dict[int, int] = {}
-        for number, (first, last) in sorted(spans.items(), key=lambda item: -sizes[item[0]]):
+        largest_first = sorted(spans, key=lambda number: -sizes[number])
+        nbytes = 0
+        for number in largest_first:
             if number in self._fixed:
                 continue
-            size = -(-sizes[number] // _ALIGNMENT) * _ALIGNMENT
+            first, last = spans[number]
+            num_units = -(-sizes[number] // _ALIGNMENT)
+            size = num_units * _ALIGNMENT
             start = 0
             for low, high, begins, ends in placed:  # sorted by start
-                if begins <= last and first <= ends:
-                    if low - start >= size:
-                        break
-                    start = max(start, high)
+                overlaps = begins <= last and first <= ends
+                if not overlaps:
+                    continue
+                if low - start >= size:
+                    break
+                start = max(start, high)
             self._starts[number] = start
-            placed.append((start, start + size, first, last))
+            end = start + size
+            placed.append((start, end, first, last))
             placed.sort()
-        self.nbytes = max((end for _, end, _, _ in placed), default=0)
+            nbytes = max(nbytes, end)
+        self.nbytes = nbytes
+        capacity = nbytes + _ALIGNMENT
         with torch.inference_mode(False):
-            self._memory = torch.zeros(self.nbytes + _ALIGNMENT, dtype=torch.uint8, device="cpu")
-        self._base = -(-self._memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
+            self._memory = torch.zeros(capacity, dtype=torch.uint8, device="cpu")
+        address = self._memory.data_ptr()
+        self._base = -(-address // _ALIGNMENT) * _ALIGNMENT
 
     def address(self, ref: Ref) -> int:
         if ref.value is None:
             return ref.start
         fixed = self._fixed.get(ref.value)
-        return ref.start + (self._base + self._starts[ref.value] if fixed is None else fixed)
+        if fixed is not None:
+            return ref.start + fixed
+        start = self._base + self._starts[ref.value]
+        return ref.start + start
 
     def tensor(self, ref: Ref) -> Tensor:
         """Returns a tensor on that memory, which it does not keep alive."""
-        if not ref.sizes or 0 not in ref.sizes:
-            span = 1 + sum((size - 1) * stride for size, stride in zip(ref.sizes, ref.strides))
-            memory = (ctypes.c_char * (span * ref.dtype.itemsize)).from_address(self.address(ref))
-            with torch.inference_mode(False):
-                return torch.frombuffer(memory, dtype=ref.dtype).as_strided(ref.sizes, ref.strides)
-        return torch.empty(ref.sizes, dtype=ref.dtype, device="cpu")
+        if 0 in ref.sizes:
+            return torch.empty(ref.sizes, dtype=ref.dtype, device="cpu")
+        span = 1
+        for size, stride in zip(ref.sizes, ref.strides):
+            span += (size - 1) * stride
+        nbytes = span * ref.dtype.itemsize
+        buffer_type = ctypes.c_char * nbytes
+        memory = buffer_type.from_address(self.address(ref))
+        with torch.inference_mode(False):
+            numbers = torch.frombuffer(memory, dtype=ref.dtype)
+            return numbers.as_strided(ref.sizes, ref.strides)

@@ -1,1 +1,2 @@
-"""Tools beside generation: pictures of the memory, the memory that a model would need, metrics, serving."""
+"""Tools beside generation: pictures of the memory, the memory that a model would need, metrics,
+serving."""

@@ -1,4 +1,5 @@
-"""Inspects a model without its weights: its class, its layer groups, the route of a call, the kernels."""
+"""Inspects a model without its weights: its class, its layer groups, the route of a call, the
+kernels."""
 
 from __future__ import annotations
 
@@ -35,47 +36,72 @@ from ..step import StepMetadata
 MAX_RUN_BYTES = 4 << 30  # largest model that is run on the CPU to find shapes
 MAX_CHECK_BYTES = 2 << 30  # largest weights of the model that `find_route` runs
 _LENGTH, _CHUNK = 4, 64  # tokens of the forward that finds shapes, and of a prefill chunk
-_DECODERS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")
+_DECODERS = (
+    "CAUSAL_LM",
+    "IMAGE_TEXT_TO_TEXT",
+    "MULTIMODAL_LM",
+    "SEQ_TO_SEQ_CAUSAL_LM",
+    "SPEECH_SEQ_2_SEQ",
+)
 _ENCODER_DECODERS = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", *_DECODERS)
 
 
 def find_model(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
-    """The configuration and generative class for `name`: a folder with a `config.json` or such a file, a Hub model that
-    is already cached, a model type, or a class of transformers. Raises `ValueError` for other names."""
+    """The configuration and generative class for `name`: a folder with a `config.json` or such a
+    file, a Hub model that is already cached, a model type, or a class of transformers. Raises
+    `ValueError` for other names."""
     path = Path(name)
     if path.exists():
-        file = path / "config.json" if path.is_dir() else path
+        file = path
+        if path.is_dir():
+            file = path / "config.json"
         if not file.is_file():
             raise ValueError(f"{path} is a folder without a config.json")
         try:
             config = AutoConfig.from_pretrained(str(file), local_files_only=True)
         except (OSError, ValueError) as error:
-            message = f"{file} is no configuration that this transformers can read: {first_line(error)}"
+            message = (
+                f"{file} is no configuration that this transformers can read: {first_line(error)}"
+            )
             raise ValueError(message) from error
         return _with_class(config)
-    found: Any = CONFIG_MAPPING[name] if name in CONFIG_MAPPING else getattr(transformers, name, None)
-    if _is_a(found, PreTrainedConfig) and found is not PreTrainedConfig:
-        return _with_class(found())
-    if _is_a(found, PreTrainedModel) and found.config_class is not None:
-        config = found.config_class()
-        if not found.can_generate():
-            raise ValueError(f"{name} does not generate: use {_with_class(config)[1].__name__}")
-        return config, found
+    cls: Any
+    if name in CONFIG_MAPPING:
+        cls = CONFIG_MAPPING[name]
+    else:
+        cls = getattr(transformers, name, None)
+    if _is_a(cls, PreTrainedConfig) and cls is not PreTrainedConfig:
+        return _with_class(cls())
+    if _is_a(cls, PreTrainedModel) and cls.config_class is not None:
+        config = cls.config_class()
+        if not cls.can_generate():
+            _, generative = _with_class(config)
+            raise ValueError(f"{name} does not generate: use {generative.__name__}")
+        return config, cls
     with contextlib.suppress(OSError, ValueError):  # not cached on this machine
-        return _with_class(AutoConfig.from_pretrained(name, local_files_only=True))
-    close = ", ".join(difflib.get_close_matches(name, [*CONFIG_MAPPING.keys(), *dir(transformers)], n=5))
+        config = AutoConfig.from_pretrained(name, local_files_only=True)
+        return _with_class(config)
+    known = [*CONFIG_MAPPING.keys(), *dir(transformers)]
+    close = ", ".join(difflib.get_close_matches(name, known, n=5))
     raise ValueError(
-        f"{name!r} is no path here, no model type and no class of transformers {transformers.__version__}. Close to "
-        f"it: {close or 'nothing'}. Give a folder with a config.json, such a file, one of the model types such as "
-        "llama, or a class such as Qwen2Config or LlamaForCausalLM. Nothing is downloaded."
+        f"{name!r} is no path here, no model type and no class of transformers"
+        f" {transformers.__version__}. Close to it: {close or 'nothing'}. Give a folder with a"
+        " config.json, such a file, one of the model types such as llama, or a class such as"
+        " Qwen2Config or LlamaForCausalLM. Nothing is downloaded."
     )
 
 
 def _with_class(config: PreTrainedConfig) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
-    candidates: list[Any] = [getattr(transformers, name, None) for name in config.architectures or ()]
-    for kind in _ENCODER_DECODERS if config.is_encoder_decoder else _DECODERS:
-        found = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING").get(type(config), ())
-        candidates += found if isinstance(found, tuple) else [found]
+    candidates: list[Any] = [
+        getattr(transformers, name, None) for name in config.architectures or ()
+    ]
+    kinds = _ENCODER_DECODERS if config.is_encoder_decoder else _DECODERS
+    for kind in kinds:
+        mapping = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING")
+        classes = mapping.get(type(config), ())
+        if not isinstance(classes, tuple):
+            classes = (classes,)
+        candidates += classes
     for cls in candidates:
         if _is_a(cls, PreTrainedModel) and cls.can_generate():
             return config, cls
@@ -86,27 +112,36 @@ def _is_a(found: Any, base: type) -> bool:
     return isinstance(found, type) and issubclass(found, base)
 
 
-def build(config: PreTrainedConfig, cls: type[PreTrainedModel], dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """Builds the model in eval mode with fixed random weights. Raises `ValueError` if its configuration is unusable."""
+def build(
+    config: PreTrainedConfig, cls: type[PreTrainedModel], dtype: torch.dtype, device: str
+) -> PreTrainedModel:
+    """Builds the model in eval mode with fixed random weights. Raises `ValueError` if its
+    configuration is unusable."""
     try:
         with torch.random.fork_rng([]), torch.device(device):
             torch.manual_seed(0)
-            model: PreTrainedModel = compat.from_config(cls, copy.deepcopy(config), dtype=dtype)
+            copied = copy.deepcopy(config)
+            model: PreTrainedModel = compat.from_config(cls, copied, dtype=dtype)
     except Exception as error:  # inconsistent configurations raise errors of any type
-        raise ValueError(f"{cls.__name__} cannot be built from its configuration: {first_line(error)}") from error
+        raise ValueError(
+            f"{cls.__name__} cannot be built from its configuration: {first_line(error)}"
+        ) from error
     return model.eval()
 
 
 def measure(
     model: PreTrainedModel, block_size: Callable[[GroupSpec], int], kv_dtype: str | None = None
 ) -> tuple[dict[GroupSpec, list[KVBlocks]], dict[str, int]]:
-    """For each layer group of a model on the meta device, one block of every layer with `block_size(spec)` tokens and
-    the shapes that a forward caches; and the number of layers without K/V blocks, by class. Raises `ValueError` if the
-    forward fails."""
+    """For each layer group of a model on the meta device, one block of every layer with
+    `block_size(spec)` tokens and the shapes that a forward caches; and the number of layers without
+    K/V blocks, by class. Raises `ValueError` if the forward fails."""
     cache = _forward_cache(model)
     parts: dict[str, DynamicCache] = {"self": cache}
     if isinstance(cache, EncoderDecoderCache):
-        parts = {"self": cache.self_attention_cache, "cross": cache.cross_attention_cache}
+        parts = {
+            "self": cache.self_attention_cache,
+            "cross": cache.cross_attention_cache,
+        }
     groups: defaultdict[GroupSpec, list[KVBlocks]] = defaultdict(list)
     others: Counter[str] = Counter()
     for kind, part in parts.items():
@@ -115,41 +150,57 @@ def measure(
             if spec is None:
                 others[type(layer).__name__] += 1
             elif layer.keys is not None:
-                states = layer.keys.to("meta"), layer.values.to("meta")
-                groups[spec].append(KVBlocks.allocate(1, block_size(spec), *states, kv_dtype=kv_dtype))
+                keys = layer.keys.to("meta")
+                values = layer.values.to("meta")
+                size = block_size(spec)
+                block = KVBlocks.allocate(1, size, keys, values, kv_dtype=kv_dtype)
+                groups[spec].append(block)
     return groups, dict(others)
 
 
 def stores_latents(model: PreTrainedModel, blocks: list[KVBlocks]) -> bool:
-    """Whether these layers store the latents of multi-head latent attention as keys and the rotary keys as values."""
-    return any("expand_kv" in vars(type(module)) and can_absorb(module) for module in model.modules()) and all(
-        layer.keys.shape[1] == 1 and layer.keys.shape[3] != layer.values.shape[3] for layer in blocks
+    """Whether these layers store the latents of multi-head latent attention as keys and the rotary
+    keys as values."""
+    has_latents = any(
+        "expand_kv" in vars(type(module)) and can_absorb(module) for module in model.modules()
     )
+    if not has_latents:
+        return False
+    shapes = [(layer.keys.shape, layer.values.shape) for layer in blocks]
+    return all(keys[1] == 1 and keys[3] != values[3] for keys, values in shapes)
 
 
 def _forward_cache(model: PreTrainedModel) -> DynamicCache | EncoderDecoderCache:
-    """The cache after a forward on the meta device; if that needs values, with random weights on the CPU."""
-    devices = ("meta", "cpu") if model.get_memory_footprint() <= MAX_RUN_BYTES else ("meta",)
+    """The cache after a forward on the meta device; if that needs values, with random weights on
+    the CPU."""
+    devices = ["meta"]
+    if model.get_memory_footprint() <= MAX_RUN_BYTES:
+        devices.append("cpu")
     for device in devices:
         try:
-            return _run(build(model.config, type(model), model.dtype, device))
+            built = build(model.config, type(model), model.dtype, device)
+            return _run(built)
         except Exception as error:  # the forward needs values, or the configuration is inconsistent
             failure = error
     raise ValueError(
-        f"the shapes of {type(model).__name__}'s keys and values are not known, since its forward fails with this "
-        f"configuration: {first_line(failure)}"
+        f"the shapes of {type(model).__name__}'s keys and values are not known, since its forward"
+        f" fails with this configuration: {first_line(failure)}"
     ) from failure
 
 
 def _run(model: PreTrainedModel) -> DynamicCache | EncoderDecoderCache:
     text = model.config.get_text_config(decoder=True)
-    model.config.pad_token_id = text.pad_token_id = None  # some models search ids for it, which fails on "meta"
+    # some models search ids for it, which fails on "meta"
+    model.config.pad_token_id = text.pad_token_id = None
     cache: DynamicCache | EncoderDecoderCache = DynamicCache(config=text)
     ids = torch.zeros(1, _LENGTH, dtype=torch.long, device=model.device)
     inputs: dict[str, object] = {"input_ids": ids}
     if model.config.is_encoder_decoder:
         cache = EncoderDecoderCache(cache, DynamicCache(config=text))
-        inputs = {"decoder_input_ids": ids, "encoder_outputs": _encoded(model)}
+        inputs = {
+            "decoder_input_ids": ids,
+            "encoder_outputs": _encoded(model),
+        }
     model.set_experts_implementation("batched_mm")  # does not count the tokens of an expert
     with torch.no_grad():
         model(**inputs, **{compat.cache_name(model): cache}, use_cache=True)
@@ -159,64 +210,121 @@ def _run(model: PreTrainedModel) -> DynamicCache | EncoderDecoderCache:
 def _encoded(model: PreTrainedModel) -> BaseModelOutput:
     """An encoder output for a short input, filled with zeros."""
     width = getattr(model.config, "d_model", None) or model.config.hidden_size
-    return BaseModelOutput(torch.zeros(1, _LENGTH, width, dtype=model.dtype, device=model.device))
+    states = torch.zeros(
+        1,
+        _LENGTH,
+        width,
+        dtype=model.dtype,
+        device=model.device,
+    )
+    return BaseModelOutput(states)
 
 
-def kernels(first: KVBlocks, window: int | None, is_latent: bool, device: torch.device) -> dict[str, str]:
-    """The backends that `backends.select` chooses on `device` for blocks such as `first`, by kind of step."""
-    blocks, block_size = first.like([torch.empty_like(data, device=device) for data in first.data]), first.keys.shape[2]
+def kernels(
+    first: KVBlocks, window: int | None, is_latent: bool, device: torch.device
+) -> dict[str, str]:
+    """The backends that `backends.select` chooses on `device` for blocks such as `first`, by kind
+    of step."""
+    data = [torch.empty_like(part, device=device) for part in first.data]
+    blocks = first.like(data)
+    block_size = first.keys.shape[2]
     if is_latent:  # as `LatentTensor.absorb` gives them
         blocks = blocks.latents
     tables = torch.zeros(1, 1, dtype=torch.int32, device=device)
-    found = {}
-    for name, length in (("decode", 1), ("prefill chunk", _CHUNK)):
-        step = StepMetadata.rectangle(tables, (length,), block_size, query_len=length, window=window)
-        query = torch.zeros(length, *blocks.keys.shape[1::2], dtype=first.dtypes[0], device=device)
+    heads_and_width = blocks.keys.shape[1::2]
+    names = {}
+    for step_name, length in (("decode", 1), ("prefill chunk", _CHUNK)):
+        step = StepMetadata.rectangle(
+            tables,
+            (length,),
+            block_size,
+            query_len=length,
+            window=window,
+        )
+        query = torch.zeros(
+            length,
+            *heads_and_width,
+            dtype=first.dtypes[0],
+            device=device,
+        )
         with torch.no_grad():
-            chosen = backends.select(AttentionCall(query, blocks, step, scale=1.0))
-        found[name] = next(known for known, backend in backends.BACKENDS.items() if backend is chosen)
-    return found
+            call = AttentionCall(query, blocks, step, scale=1.0)
+            chosen = backends.select(call)
+        names[step_name] = next(
+            name for name, backend in backends.BACKENDS.items() if backend is chosen
+        )
+    return names
 
 
 def find_route(model: PreTrainedModel) -> Route:
-    """The route of a short `generate` call for a model on the meta device, run on the CPU with random weights and, if
-    necessary, fewer layers. The road is `"undecided"` if the model is still too large or the call fails."""
-    in_place = bool(switchable_configs(model.modules())) and foreign_attention(model.modules()) is None
-    reason = "the first call compares a few forwards and decides, which was not done here: the model is large"
+    """The route of a short `generate` call for a model on the meta device, run on the CPU with
+    random weights and, if necessary, fewer layers. The road is `"undecided"` if the model is still
+    too large or the call fails."""
+    can_switch = bool(switchable_configs(model.modules()))
+    in_place = can_switch and foreign_attention(model.modules()) is None
+    reason = (
+        "the first call compares a few forwards and decides, which was not done here: the model is"
+        " large"
+    )
     for cut in ("", " and fewer layers"):
         try:
-            config = _cut(model.config) if cut else model.config
-            if build(config, type(model), torch.float32, "meta").get_memory_footprint() > MAX_CHECK_BYTES:
+            config = model.config
+            if cut:
+                config = _cut(config)
+            empty = build(config, type(model), torch.float32, "meta")
+            if empty.get_memory_footprint() > MAX_CHECK_BYTES:
                 continue
             small = build(config, type(model), torch.float32, "cpu")
             ids = torch.ones(1, _LENGTH, dtype=torch.long)
-            options = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
-            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            inputs = {
+                "input_ids": ids,
+                "attention_mask": torch.ones_like(ids),
+            }
             if config.is_encoder_decoder:
                 inputs = {"encoder_outputs": _encoded(small)}
-            GenerationMixin.generate(small, **inputs, cache_implementation="paged", **options)
-            if (route := last_route(small)) is not None:
-                return replace(route, reason=f"{route.reason} (of a call on random weights{cut})")
+            GenerationMixin.generate(
+                small,
+                **inputs,
+                cache_implementation="paged",
+                max_new_tokens=3,
+                min_new_tokens=3,
+                do_sample=False,
+            )
+            route = last_route(small)
+            if route is not None:
+                reason = f"{route.reason} (of a call on random weights{cut})"
+                return replace(route, reason=reason)
         except Exception as error:  # not every configuration can be cut or called this way
             reason = f"a short call fails: {first_line(error)}"
     return Route("undecided", reason, in_place)
 
 
 def _cut(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy with the fewest layers that include each kind, and smaller where that does not change keys and values."""
+    """A copy with the fewest layers that include each kind, and smaller where that does not change
+    keys and values."""
     config = copy.deepcopy(config)
     text: Any = config.get_text_config(decoder=True)
     for part in vars(config).values():
-        if isinstance(part, PreTrainedConfig) and part is not text and hasattr(part, "num_hidden_layers"):
+        is_other = isinstance(part, PreTrainedConfig) and part is not text
+        if is_other and hasattr(part, "num_hidden_layers"):
             part.num_hidden_layers = 1
-    kinds = [(type(layer), spec_of(layer, "self")) for layer in DynamicCache(config=text).layers]
+    layers = DynamicCache(config=text).layers
+    kinds = [(type(layer), spec_of(layer, "self")) for layer in layers]
     before = text.num_hidden_layers
     count = next(n for n in range(1, len(kinds) + 1) if set(kinds[:n]) == set(kinds))
-    text.num_hidden_layers = count = min(max(2, count), before)
-    most = {"intermediate_size": 128, "moe_intermediate_size": 128, "vocab_size": 4096}
+    count = min(max(2, count), before)
+    text.num_hidden_layers = count
+    most = {
+        "intermediate_size": 128,
+        "moe_intermediate_size": 128,
+        "vocab_size": 4096,
+    }
+    largest_id = most["vocab_size"] - 1
     for name, value in vars(text).items():
+        is_limited = name in most or name.endswith("token_id")
         if isinstance(value, list) and len(value) == before:
             setattr(text, name, value[:count])
-        elif isinstance(value, int) and (name in most or name.endswith("token_id")):
-            setattr(text, name, min(value, most.get(name, most["vocab_size"] - 1)))
+        elif isinstance(value, int) and is_limited:
+            limit = most.get(name, largest_id)
+            setattr(text, name, min(value, limit))
     return config

@@ -1,12 +1,18 @@
-"""`transformers serve` on `PagedEngine`: replacements for its parts, set by `install`. The app stays transformers'."""
+"""`transformers serve` on `PagedEngine`: replacements for its parts, set by `install`. The app
+stays transformers'."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import functools
 import inspect
+import json
 import logging
-import uuid
-from collections.abc import Callable, Mapping
-from contextvars import ContextVar
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
@@ -14,60 +20,101 @@ from transformers.cli.serving import server, utils
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from .. import compat
+from ..batching.arguments import RequestOptions, ServedByGenerateError
 from ..batching.engine import PagedEngine
-from ..generation.continuous_batching import PagedBatchingManager
+from ..cache.block_pool import OutOfBlocksError
+from ..generation.continuous_batching import PagedBatchingManager, output_names
+from ..threads import start
+from ..topics import Topic
+from .openai_answers import joined, joined_streams
+from .openai_fields import (
+    SERVED_HERE,
+    Refused,
+    check_allows_tokens,
+    check_beams,
+    check_extremes,
+    check_parts,
+    translate,
+)
+from .served_request import (
+    ClientGone,
+    ClientWatch,
+    ServedRequest,
+    current_choice,
+    current_client,
+    current_request,
+    request_or_none,
+)
 
 logger = logging.getLogger(__name__)
 
-HANDLERS = ("chat_handler", "completion_handler", "response_handler")  # arguments of `build_server` that serve text
-HOW_TO_RUN = ("max_new_tokens", "eos_token_id", "use_cache")  # options that the app passes itself, or for its loop
+# JSON schemas at a time, and how long a request waits for its own
+MAX_COMPILING, COMPILE_SECONDS = 2, 10.0
+_compiling = threading.Semaphore(MAX_COMPILING)
+# longer bodies take much memory while they are tokenized: they begin one after another
+LONG_BODY_BYTES = 1 << 20
 
-# Of the request that the current asyncio task serves:
-_options: ContextVar[Mapping[str, Any]] = ContextVar("options")
-_seed: ContextVar[int | None] = ContextVar("seed", default=None)
-_refusals: ContextVar[list[str]] = ContextVar("refusals")  # the request's error, if it never ran
-_is_read: ContextVar[bool] = ContextVar("is_read")  # whether the body was read: later errors are not the client's
-
-
-class Refused(Exception):
-    """The request's body is invalid, or the request cannot be served; answered with status 400."""
+# options that the app passes itself, or for its loop
+HOW_TO_RUN = ("max_new_tokens", "eos_token_id", "use_cache", "cache_implementation")
 
 
 class ServedManager(PagedBatchingManager):
-    """A manager whose requests take the options of the task that adds them; the app passes only a few."""
+    """A manager whose requests take the options of the task that adds them; the app passes only a
+    few."""
 
-    def add_request(self, *args: Any, **kwargs: Any) -> str:
-        name = super().add_request(*args, **{**_options.get(), "seed": _seed.get(), **kwargs})
-        _is_read.set(True)
-        return name
+    def add_request(self, input_ids: Any, request_id: str | None = None, **kwargs: Any) -> str:  # type: ignore[override]
+        request = current_request()
+        if not request.is_added:  # by the first choice, for all
+            super().add_request(
+                input_ids,
+                request.name,
+                seed=request.seed,
+                request_options={**request.options, "inputs": request.inputs},
+                on_result=request.take_result,
+                **{**request.generation, **kwargs},
+            )
+            request.is_added = request.is_read = True
+            current_client.get().watch(functools.partial(self.cancel_request, request.name))
+        return str(request_id)
 
-    def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
-        refusals = _refusals.get()
+    def cancel_request(self, request_id: str) -> None:
+        """Cancels the request that a choice belongs to."""
+        name, _, _ = request_id.partition("__child#")
+        super().cancel_request(name)
+
+    def register_result_handler(
+        self, request_id: str, callback: Callable[[GenerationOutput], None]
+    ) -> None:
+        request = current_request()
 
         def told(output: GenerationOutput) -> None:
-            if output.error is not None and output.lifespan[0] < 0:  # never started: the request cannot be served
-                refusals.append(output.error)
+            request.has_run |= output.lifespan[0] >= 0
+            request.has_begun.set()
             callback(output)
 
         super().register_result_handler(request_id, told)
 
 
 class EngineGenerateManager(utils.CBGenerateManager):
-    """Continuous batching of the app. The manager depends on the model only, not on the first request's options."""
+    """Continuous batching of the app. The manager depends on the model only, not on the first
+    request's options."""
 
     def __init__(self, cb_config: ContinuousBatchingConfig | None = None) -> None:
         super().__init__(cb_config)
         self.manager: ServedManager | None = None
         self._config = cb_config or ContinuousBatchingConfig()
+        self._lock = threading.Lock()  # requests begin in threads
 
     def init_cb(self, model: PreTrainedModel, gen_config: GenerationConfig) -> None:
-        if self.manager is not None and self.manager.model is not model:  # the model was unloaded and loaded again
-            self.manager.stop(hard_stop=True)
-            self.manager = None
-        if self.manager is None:
-            self.manager = ServedManager(model, model.generation_config, self._config)
-            setattr(self, compat.SERVED_MANAGER, self.manager)
-            self.manager.start()
+        with self._lock:
+            if self.manager is not None and self.manager.model is not model:
+                # the model was unloaded and loaded again
+                self.manager.stop(hard_stop=True)
+                self.manager = None
+            if self.manager is None:
+                self.manager = ServedManager(model, model.generation_config, self._config)
+                setattr(self, compat.SERVED_MANAGER, self.manager)
+                self.manager.start()
 
     def generate_streaming(
         self,
@@ -78,89 +125,249 @@ class EngineGenerateManager(utils.CBGenerateManager):
         request_id: str,
         response_parser: Any = None,
     ) -> Any:
-        name = self._begin(processor, gen_config)
-        return super().generate_streaming(model, processor, inputs, gen_config, name, response_parser)
+        name = self._begin(model, processor, inputs, gen_config)
+        return super().generate_streaming(
+            model, processor, inputs, gen_config, name, response_parser
+        )
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, request_id: str
     ) -> Any:
-        name = self._begin(processor, gen_config)
+        name = self._begin(model, processor, inputs, gen_config)
         try:
             return await super().generate_non_streaming(model, processor, inputs, gen_config, name)
         except utils.CBWorkerDeadError:
             raise
         except RuntimeError as error:
-            raise Refused(_refusals.get()[0]) if _refusals.get() else error from None
+            refusal = current_request().refusal
+            if refusal is not None:
+                raise Refused(str(refusal)) from None
+            if current_client.get().is_gone:
+                raise ClientGone from None
+            raise error from None
 
-    def _begin(self, processor: Any, gen_config: GenerationConfig) -> str:
-        """Stores the options of this task's request and returns a unique id: two clients may send the same id."""
-        assert self.manager is not None  # the app calls `init_cb` before
-        self.manager.engine.tokenizer = getattr(processor, "tokenizer", processor)  # for stop strings
+    def _begin(
+        self, model: PreTrainedModel, processor: Any, inputs: Any, gen_config: GenerationConfig
+    ) -> str:
+        """Completes this task's request and returns the id of the choice's outputs. Raises
+        `Refused` if its options allow no token, or too extreme ones, for a prompt that never fits,
+        and for a schema that cannot be compiled."""
+        assert self.manager is not None  # `init_cb` was called before
+        request = current_request()
+        tokenizer = getattr(processor, "tokenizer", processor)
+        request.tokenizer = tokenizer
+        self.manager.engine.tokenizer = tokenizer
         shared = self.manager.generation_config
-        _options.set(
-            {
-                name: value
-                for name, value in vars(gen_config).items()
-                if name[0] != "_" and name not in HOW_TO_RUN and value not in (None, getattr(shared, name, None))
-            }
+        num_choices = request.fields.num_choices
+        generation = {}
+        for name, value in vars(gen_config).items():
+            if name[0] == "_" or name in HOW_TO_RUN:
+                continue
+            if value not in (None, getattr(shared, name, None)):
+                generation[name] = value
+        request.generation = {
+            **generation,
+            **request.fields.generation,
+            "num_return_sequences": num_choices,
+        }
+        check_extremes(request.generation)
+        biases = request.generation.get("sequence_bias")
+        if isinstance(biases, Mapping):
+            # transformers takes floats
+            as_floats = {ids: float(bias) for ids, bias in biases.items()}
+            request.generation["sequence_bias"] = as_floats
+        check_beams(gen_config, request.generation)
+        check_allows_tokens(model, gen_config, request.generation)
+        core = self.manager.engine._core
+        options = RequestOptions(schema=request.fields.options.get("schema"))
+        try:
+            if request.inputs is None:
+                core.check_length(inputs["input_ids"], request.name)
+            if options.schema is not None:  # the engine's thread then finds it in the cache
+                make = core.grammars.processor
+                _compile(functools.partial(make, options, request.tokenizer, model))
+        except (ImportError, IndexError, OutOfBlocksError, ValueError) as error:
+            raise Refused(str(error)) from None
+        names = output_names(request.name, num_choices)
+        return names[current_choice.get()]
+
+
+def _compile(function: Callable[[], Any]) -> None:
+    """Calls `function` in a thread. Raises its error, or `ValueError` after `COMPILE_SECONDS`:
+    nothing can stop it, and while it runs on, fewer others are compiled at a time."""
+    if not _compiling.acquire(timeout=COMPILE_SECONDS):
+        raise ValueError("other JSON schemas are still being compiled: try again later")
+    result: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            function()
+            result.set_result(None)
+        except BaseException as error:
+            result.set_exception(error)
+        finally:
+            _compiling.release()
+
+    if start(run, "hf_paged-schema") is None:
+        _compiling.release()
+        raise ValueError("no thread can be started to compile the JSON schema: try again later")
+    try:
+        result.result(COMPILE_SECONDS)
+    except FutureTimeout:
+        raise ValueError(
+            f"the JSON schema takes over {COMPILE_SECONDS:g} seconds to compile: shorten it"
+        ) from None
+
+
+class MediaGenerateManager(utils.GenerateManager):
+    """Sends requests to models with more than text to the engine, too; those that it does not serve
+    to `generate`, whose errors are not taken for bad requests."""
+
+    get_engine: Callable[[], EngineGenerateManager]
+
+    def generate_streaming(
+        self,
+        model: Any,
+        processor: Any,
+        inputs: Any,
+        gen_config: GenerationConfig,
+        request_id: str,
+        response_parser: Any = None,
+    ) -> Any:
+        rest = (gen_config, request_id, response_parser)
+        engine = self._start_engine(model, gen_config)
+        if engine is None:
+            return super().generate_streaming(model, processor, inputs, *rest)
+        return engine.generate_streaming(model, processor, _split(inputs), *rest)
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, request_id: str
+    ) -> Any:
+        engine = self._start_engine(model, gen_config)
+        if engine is None:
+            return await super().generate_non_streaming(
+                model, processor, inputs, gen_config, request_id
+            )
+        return await engine.generate_non_streaming(
+            model, processor, _split(inputs), gen_config, request_id
         )
-        _refusals.set([])
-        return str(uuid.uuid4())
+
+    def _start_engine(
+        self, model: Any, gen_config: GenerationConfig
+    ) -> EngineGenerateManager | None:
+        """Returns the model's engine; `None` if `generate` serves the request. Raises `Refused` if
+        neither does."""
+        request = current_request()
+        if not request.is_plain and not hasattr(model, "has_talker"):
+            # a talker's `generate` runs several models
+            engine = self.get_engine()
+            with contextlib.suppress(ServedByGenerateError):
+                engine.init_cb(model, gen_config)
+                return engine
+        if request.fields.num_choices > 1 or request.options:
+            raise Refused(
+                f"the engine does not serve this request to {type(model).__name__}, and `generate`"
+                " serves neither `n`, log-probabilities, a JSON schema nor a cache salt: leave"
+                " them out"
+            )
+        vars(gen_config).update(request.fields.generation)
+        request.is_plain = request.is_read = True
+        return None
 
 
-class PlainGenerateManager(utils.GenerateManager):
-    """Serves models with more than text by `generate`. Its errors are not taken for bad requests."""
-
-    def generate_streaming(self, *args: Any, **kwargs: Any) -> Any:
-        _is_read.set(True)
-        return super().generate_streaming(*args, **kwargs)
-
-    async def generate_non_streaming(self, *args: Any, **kwargs: Any) -> Any:
-        _is_read.set(True)
-        return await super().generate_non_streaming(*args, **kwargs)
+def _split(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the token ids of a processor's output as a list; the other inputs go to the current
+    request."""
+    request = current_request()
+    others = {}
+    for name, value in inputs.items():
+        if name not in ("input_ids", "attention_mask"):
+            others[name] = value
+    request.inputs = others or None
+    ids = inputs["input_ids"][0].tolist()
+    return {"input_ids": ids}
 
 
 class EngineGenerationState(utils.GenerationState):
-    """Sends text to an engine, whether continuous batching was requested or not; `engines` returns the current ones."""
+    """Sends text to an engine, whether continuous batching was requested or not; `engines` returns
+    the current ones."""
 
     def __init__(self, continuous_batching: bool = True, **kwargs: Any) -> None:
         super().__init__(continuous_batching=True, **kwargs)
         self._served: dict[str, EngineGenerateManager] = {}
+        self._lock = threading.Lock()  # requests begin in threads
+        self.long_bodies = asyncio.Lock()
+
+    def use_continuous_batching(self, model: Any, modality: utils.Modality) -> bool:
+        """Whether the app passes lists of token ids; for other models it passes tensors
+        (`MediaGenerateManager`). Raises `Refused` for a request with parts that the app would drop,
+        since the model does not read them."""
+        request = request_or_none.get()
+        if request is not None:
+            check_parts(modality.value, request.fields.body)
+        return bool(modality == utils.Modality.LLM)
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
-        manager = super().get_manager(model_id, use_cb)
-        if use_cb:
-            self._served = {model_id: manager}  # the app has one at a time
-        return manager
+        with self._lock:
+            manager = super().get_manager(model_id, use_cb)
+            if use_cb:
+                self._served = {model_id: manager}  # the app has one at a time
+            else:
+                manager.get_engine = functools.partial(self.get_manager, model_id, use_cb=True)
+            return manager
 
     def engines(self) -> dict[str, PagedEngine]:
-        return {name: each.manager.engine for name, each in self._served.items() if each.manager is not None}
+        engines = {}
+        for name, served in self._served.items():
+            if served.manager is not None:
+                engines[name] = served.manager.engine
+        return engines
 
 
 def build_server(*args: Any, generation_state: EngineGenerationState, **kwargs: Any) -> Any:
-    """Builds the app; it refuses (400) requests that cannot be read or served, and has /metrics if prometheus_client is
-    installed."""
+    """Builds the app; it refuses (400) requests that cannot be read or served, ends those whose
+    client leaves, and has /metrics if prometheus_client is installed."""
     from fastapi import Response
     from fastapi.responses import JSONResponse
 
     app = _build_server(*args, generation_state=generation_state, **kwargs)
-    given = inspect.signature(_build_server).bind(*args, generation_state=generation_state, **kwargs).arguments
-    for handler in (given[name] for name in HANDLERS if name in given):
-        handler.handle_request = _reading(handler.handle_request)
-    given["model_manager"].load_model_and_processor = _loading(given["model_manager"].load_model_and_processor)
+    signature = inspect.signature(_build_server)
+    bound = signature.bind(*args, generation_state=generation_state, **kwargs)
+    given = bound.arguments
+    for endpoint in SERVED_HERE.keys() & given.keys():
+        handler = given[endpoint]
+        handle = handler.handle_request
+        handler.handle_request = functools.partial(_serve, generation_state, endpoint, handle)
+    model_manager = given["model_manager"]
+    load = model_manager.load_model_and_processor
+    model_manager.load_model_and_processor = _loading(load)
 
     async def refuse(request: Any, error: Exception) -> JSONResponse:
-        logger.warning("refused %s: %s", request.url.path, error)
-        logger.debug("it was raised here", exc_info=error)  # debug level: clients may send many bad requests
-        return JSONResponse({"error": {"message": str(error), "type": "invalid_request_error"}}, status_code=400)
+        logger.warning(Topic.SERVING("refused %s: %s"), request.url.path, error)
+        # debug level: clients may send many bad requests
+        logger.debug("it was raised here", exc_info=error)
+        # of texts with half a surrogate pair
+        message = str(error).encode(errors="backslashreplace").decode()
+        content = {
+            "error": {
+                "message": message,
+                "type": "invalid_request_error",
+            }
+        }
+        return JSONResponse(content, status_code=400)
+
+    async def drop(request: Any, error: Exception) -> Response:
+        return Response(status_code=499)  # as nginx logs it; nobody reads it
 
     app.add_exception_handler(Refused, refuse)
+    app.add_exception_handler(ClientGone, drop)
+    app.add_middleware(ClientWatch)
     try:
         from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
         from .metrics import EngineCollector
     except ImportError:
-        logger.warning('no /metrics: pip install "hf_paged[serve]"')
+        logger.warning(Topic.SERVING('no /metrics: pip install "hf_paged[serve]"'))
         return app
     registry = CollectorRegistry()
     registry.register(EngineCollector(generation_state.engines))
@@ -172,33 +379,137 @@ def build_server(*args: Any, generation_state: EngineGenerationState, **kwargs: 
     return app
 
 
-def _reading(handle: Callable[..., Any]) -> Callable[..., Any]:
-    async def handle_request(*args: Any) -> Any:
-        _is_read.set(False)
-        try:
-            return await handle(*args)
-        except (KeyError, TypeError, ValueError) as error:  # raised by the app for an invalid body
-            if _is_read.get():
-                raise
-            raise Refused(f"{type(error).__name__}: {error}") from error
+async def _serve(
+    state: EngineGenerationState,
+    endpoint: str,
+    handle: Callable[..., Any],
+    body: dict[str, Any],
+    request_id: str,
+) -> Any:
+    """Answers a request by the app's `handle`: on the engine, or by `generate` if only that serves
+    it."""
+    is_long = current_client.get().num_bytes > LONG_BODY_BYTES
+    turn = state.long_bodies if is_long else contextlib.nullcontext()
+    translation = await asyncio.to_thread(translate, endpoint, body)
+    request = ServedRequest(endpoint, translation)
+    try:
+        return await _answer(request, handle, request_id, turn)
+    except Refused:
+        if not isinstance(request.refusal, ServedByGenerateError):
+            raise
+    plain_request = ServedRequest(endpoint, request.fields, is_plain=True)
+    return await _answer(plain_request, handle, request_id, turn)
 
-    return handle_request
+
+class _Rest:
+    """The rest of a coroutine that has run up to its first wait, for `future`."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], future: Any) -> None:
+        self._coroutine, self._future = coroutine, future
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        future, go_on = self._future, self._coroutine.send
+        try:
+            while True:
+                try:
+                    value = yield future
+                except BaseException as error:
+                    future = self._coroutine.throw(error)
+                else:
+                    future = go_on(value)
+        except StopIteration as end:
+            return end.value
+
+
+async def _begun(coroutine: Coroutine[Any, Any, Any]) -> Awaitable[Any]:
+    """Runs a coroutine of the app up to its first wait in a thread, and returns the rest. Until
+    then the app loads the model, validates, renders the chat template and tokenizes; the event loop
+    goes on with other answers."""
+    loop = asyncio.get_running_loop()
+
+    def begin() -> Awaitable[Any]:
+        asyncio._set_running_loop(loop)  # the app asks for it
+        try:
+            return _Rest(coroutine, coroutine.send(None))
+        except StopIteration as end:
+            done: asyncio.Future[Any] = loop.create_future()
+            done.set_result(end.value)
+            return done
+        finally:
+            asyncio._set_running_loop(None)
+
+    return await asyncio.to_thread(begin)
+
+
+async def _answer(
+    request: ServedRequest, handle: Callable[..., Any], request_id: str, turn: Any
+) -> Any:
+    """Has the app answer for each choice, of which it knows nothing, and joins its answers."""
+    from fastapi import HTTPException
+    from fastapi.responses import JSONResponse, StreamingResponse
+
+    fields = request.fields
+    request_or_none.set(request)
+
+    try:
+        rests = []
+        async with turn:
+            if current_client.get().is_gone:
+                raise ClientGone
+            for choice in range(fields.num_choices):
+                # one after another: the first adds the request
+                current_choice.set(choice)
+                answer = handle(dict(fields.body), request_id)
+                rests.append(await _begun(answer))
+        answers = await asyncio.gather(*rests)
+    except (Refused, ClientGone, HTTPException, utils.CBWorkerDeadError):
+        raise
+    except Exception as error:
+        # libraries of templates, pictures and sound have their own classes for invalid input
+        if request.is_read:
+            raise
+        raise Refused(f"{type(error).__name__}: {error}") from error
+    is_stream = isinstance(answers[0], StreamingResponse)
+    if is_stream and not request.is_plain:
+        await request.has_begun.wait()
+        if request.refusal is not None:
+            raise Refused(str(request.refusal))
+    adds_logprobs = "return_logprobs" in fields.options
+    adds_usage = is_stream and fields.includes_usage
+    if len(answers) == 1 and not adds_logprobs and not adds_usage:
+        return answers[0]
+    if is_stream:
+        streams = [answer.body_iterator for answer in answers]
+        events = joined_streams(streams, request.logprobs, fields.includes_usage)
+        return StreamingResponse(events, media_type=answers[0].media_type)
+    bodies = [json.loads(answer.body) for answer in answers]
+    return JSONResponse(joined(bodies, request.logprobs))
 
 
 def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
     def load_model_and_processor(*args: Any, **kwargs: Any) -> Any:
-        _is_read.set(True)
-        loaded = load(*args, **kwargs)
-        _is_read.set(False)  # only the model's name has been read
+        request = request_or_none.get()
+        if request is None:  # not for a request
+            return load(*args, **kwargs)
+        request.is_read = True
+        try:
+            loaded = load(*args, **kwargs)
+        except OSError as error:
+            if error.errno is None:  # not the system's: transformers finds no such model
+                raise Refused(str(error)) from error
+            raise
+        request.is_read = False  # only the model's name has been read
         return loaded
 
     return load_model_and_processor
 
 
 def set_seed(seed: int) -> None:
-    """Sets the seed of a request, which then draws independently; under `generate` all requests share one generator.
-    Raises `ValueError` for seeds of more than 64 bits."""
-    _seed.set(seed)
+    """Sets the seed of a request, which then draws independently; under `generate` all requests
+    share one generator. Raises `ValueError` for seeds of more than 64 bits."""
+    request = request_or_none.get()
+    if request is not None:
+        request.seed = seed
     try:
         _set_torch_seed(seed)
     except RuntimeError as error:  # more than 64 bits
@@ -209,9 +520,10 @@ _build_server, _set_torch_seed = server.build_server, utils.set_torch_seed
 
 
 def install() -> None:
-    """Makes `transformers serve` run on [`PagedEngine`] in this process, if called before it starts. Idempotent."""
+    """Makes `transformers serve` run on [`PagedEngine`] in this process, if called before it
+    starts. Idempotent."""
     server.build_server = build_server
     utils.CBGenerateManager = EngineGenerateManager
-    utils.GenerateManager = PlainGenerateManager
+    utils.GenerateManager = MediaGenerateManager
     utils.GenerationState = EngineGenerationState
     utils.set_torch_seed = set_seed

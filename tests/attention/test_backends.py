@@ -1,4 +1,5 @@
-"""Every backend against a dense float64 computation without blocks; slots that must not be read hold NaN."""
+"""Every backend against a dense float64 computation without blocks; slots that must not be read
+hold NaN."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ from hf_paged.kernels.cpp.attention import Attention, Store
 from hf_paged.step import StepMetadata
 from tests.support.attention import attend, rectangle
 from tests.support.checks import in_threads
+from tests.support.precision import TensorFloats
 
 BACKENDS = ("reference", "gather", "cpp")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -50,7 +52,8 @@ class Case:
     dtype: torch.dtype = torch.float32
 
     def __str__(self) -> str:
-        name = f"L{'_'.join(map(str, self.seq_lens))}-q{self.queries}-b{self.block}-h{self.heads}_{self.kv_heads}"
+        name = f"L{'_'.join(map(str, self.seq_lens))}-q{self.queries}-b{self.block}"
+        name += f"-h{self.heads}_{self.kv_heads}"
         name += f"-d{self.key_dim}_{self.value_dim}-{str(self.dtype)[6:]}"
         for field in ("starts", "window", "softcap", "sinks", "bias", "joined"):
             if getattr(self, field):
@@ -89,7 +92,11 @@ def build(case: Case, seed: int = 0) -> Call:
     starts = case.starts or (0,) * batch
     per_row = max(1, -(-longest // case.block))
     num_blocks = batch * per_row + 1
-    tables = torch.randperm(num_blocks, generator=generator)[: batch * per_row].view(batch, per_row).int()
+    tables = (
+        torch.randperm(num_blocks, generator=generator)[: batch * per_row]
+        .view(batch, per_row)
+        .int()
+    )
     step = StepMetadata.rectangle(
         tables,
         case.seq_lens,
@@ -106,7 +113,9 @@ def build(case: Case, seed: int = 0) -> Call:
         pool = torch.full(shape, math.nan, dtype=case.dtype)
         key_blocks, value_blocks = pool[..., : case.key_dim], pool[..., case.key_dim :]
     elif case.key_dim == case.value_dim:
-        pool = torch.full((num_blocks, 2 * case.kv_heads, case.block, case.key_dim), math.nan, dtype=case.dtype)
+        pool = torch.full(
+            (num_blocks, 2 * case.kv_heads, case.block, case.key_dim), math.nan, dtype=case.dtype
+        )
         key_blocks, value_blocks = pool[:, : case.kv_heads], pool[:, case.kv_heads :]
     else:
         shape = (num_blocks, case.kv_heads, case.block)
@@ -116,7 +125,10 @@ def build(case: Case, seed: int = 0) -> Call:
     sinks = random(case.heads) if case.sinks else None
     bias = None
     if case.bias is not None:
-        sizes = [size if axis in case.bias else 1 for axis, size in enumerate((batch, case.heads, case.queries))]
+        sizes = [
+            size if axis in case.bias else 1
+            for axis, size in enumerate((batch, case.heads, case.queries))
+        ]
         bias = random(*sizes, longest + 3)
         bias[torch.rand(bias.shape, generator=generator) < 0.2] = -math.inf
         bias[torch.rand(bias.shape, generator=generator) < 0.2] = torch.finfo(case.dtype).min
@@ -144,12 +156,20 @@ def build(case: Case, seed: int = 0) -> Call:
             if case.softcap:
                 logits = torch.tanh(logits / case.softcap) * case.softcap
             if bias is not None:
-                full = bias.expand(batch, case.heads, case.queries, longest + 3)[row, :, i, low:high]
-                # added in the compute precision: finfo.min absorbs the score, as it does in every mask of a model
-                logits = (logits.float() + full.float()).double() if case.dtype != torch.float64 else logits + full
+                full = bias.expand(batch, case.heads, case.queries, longest + 3)[
+                    row, :, i, low:high
+                ]
+                # added in the compute precision: finfo.min absorbs the score, as it does in every
+                # mask of a model
+                logits = (
+                    (logits.float() + full.float()).double()
+                    if case.dtype != torch.float64
+                    else logits + full
+                )
             if sinks is not None:
                 logits = torch.cat([logits, sinks.double()[:, None]], dim=1)
-            weights = logits.softmax(-1).nan_to_num(0.0)[:, : high - low]  # all -inf: nothing is seen
+            # all -inf: nothing is seen
+            weights = logits.softmax(-1).nan_to_num(0.0)[:, : high - low]
             expected[row, i] = torch.einsum("ht,htd->hd", weights, spread[1])
     options = {"scale": scale, "softcap": case.softcap, "sinks": sinks, "bias": bias}
     return Call(query, key_blocks, value_blocks, step, options, expected)
@@ -177,22 +197,48 @@ CASES = [
     Case(seq_lens=(130, 4, 33), block=4),
     Case(seq_lens=(130, 70), queries=20, block=4, window=11, dtype=torch.bfloat16),
     Case(seq_lens=(31, 32, 33), queries=2, heads=4, kv_heads=2, key_dim=8, value_dim=8),
-    Case(seq_lens=(40, 3), queries=3, heads=6, kv_heads=2, key_dim=40, value_dim=40, dtype=torch.float16),
-    Case(seq_lens=(2, 70, 4), queries=5, key_dim=80, value_dim=80, block=32),  # rows shorter than query_len
+    Case(
+        seq_lens=(40, 3),
+        queries=3,
+        heads=6,
+        kv_heads=2,
+        key_dim=40,
+        value_dim=40,
+        dtype=torch.float16,
+    ),
+    # rows shorter than query_len
+    Case(seq_lens=(2, 70, 4), queries=5, key_dim=80, value_dim=80, block=32),
     Case(seq_lens=(20, 100), queries=16, heads=7, kv_heads=1, key_dim=16, value_dim=16),
     Case(seq_lens=(33, 33, 90), queries=33, heads=6, kv_heads=2),  # square, causal, no past
     Case(seq_lens=(40, 12, 12), queries=40, starts=(7, 0, 3), heads=3, kv_heads=3),
     Case(seq_lens=(100, 64), key_dim=64, value_dim=128, heads=6, kv_heads=2),
-    Case(seq_lens=(100, 64), key_dim=24, value_dim=9, heads=2, kv_heads=1, queries=3, dtype=torch.bfloat16),
+    Case(
+        seq_lens=(100, 64),
+        key_dim=24,
+        value_dim=9,
+        heads=2,
+        kv_heads=1,
+        queries=3,
+        dtype=torch.bfloat16,
+    ),
     Case(seq_lens=(100, 64), key_dim=9, value_dim=24, heads=2, kv_heads=1, dtype=torch.bfloat16),
     Case(seq_lens=(100, 64, 30), key_dim=32, value_dim=48, heads=6, kv_heads=2, joined=True),
-    Case(seq_lens=(70, 40, 40), key_dim=72, value_dim=9, queries=40, joined=True, dtype=torch.bfloat16),
+    Case(
+        seq_lens=(70, 40, 40),
+        key_dim=72,
+        value_dim=9,
+        queries=40,
+        joined=True,
+        dtype=torch.bfloat16,
+    ),
     Case(seq_lens=(200, 17, 5), window=16),
     Case(seq_lens=(200, 17, 5), window=9, queries=5, starts=(0, 10, 2), block=8),
     Case(seq_lens=(200, 40), window=7, queries=33, heads=4, kv_heads=2),
     Case(seq_lens=(90, 50), starts=(37, 50)),  # the second row sees nothing
     Case(seq_lens=(90, 0), queries=2, causal=False, starts=(13, 0)),
-    Case(seq_lens=(64, 65), queries=16, causal=False, heads=6, kv_heads=2, key_dim=128, value_dim=128),
+    Case(
+        seq_lens=(64, 65), queries=16, causal=False, heads=6, kv_heads=2, key_dim=128, value_dim=128
+    ),
     Case(seq_lens=(90, 50), softcap=2.5, queries=2),
     Case(seq_lens=(90, 1), sinks=True, starts=(0, 1)),
     Case(seq_lens=(90, 50), sinks=True, softcap=1.5, window=20, queries=3, dtype=torch.bfloat16),
@@ -202,6 +248,7 @@ CASES = [
     Case(seq_lens=(50, 9), bias=(1,), queries=1),
     Case(seq_lens=(50, 9, 70), bias=(0, 1, 2), queries=5, softcap=3.0, sinks=True),
     Case(seq_lens=(70, 3), queries=2, dtype=torch.float64, heads=4),
+    Case(seq_lens=(70, 3), dtype=torch.float64, heads=2),
     Case(seq_lens=(1500, 300), heads=8, kv_heads=1, block=64, dtype=torch.float16),
 ]
 # Query counts on either side of the portable path's thresholds: 32, 64 and slices of at most 256.
@@ -211,14 +258,17 @@ CASES += [
     Case(seq_lens=(64, 130, 131), queries=64, dtype=torch.bfloat16),
     Case(seq_lens=(64, 130, 131), queries=64, dtype=torch.float16),
     Case(seq_lens=(70, 113), queries=70, heads=3, kv_heads=3, key_dim=40, value_dim=40),
-    Case(seq_lens=(77, 3, 0, 200, 50), queries=77, starts=(5, 0, 0, 9, 50), **MANY),  # padding before queries
+    # padding before queries
+    Case(seq_lens=(77, 3, 0, 200, 50), queries=77, starts=(5, 0, 0, 9, 50), **MANY),
     Case(seq_lens=(75, 160), queries=75, causal=False, **MANY),
     Case(seq_lens=(75, 160), queries=75, heads=6, kv_heads=2, key_dim=24, value_dim=16),
     Case(seq_lens=(260, 300, 7, 301), queries=260, **MANY),
     Case(seq_lens=(300, 400), queries=259, starts=(0, 90), dtype=torch.bfloat16, **MANY),
     Case(seq_lens=(300, 290, 513), queries=290, window=20, block=8, **MANY),
     Case(seq_lens=(300, 290), queries=290, window=300, **MANY),
-    Case(seq_lens=(300, 257), queries=257, softcap=2.0, sinks=True, window=40, bias=(0, 1, 2), **MANY),
+    Case(
+        seq_lens=(300, 257), queries=257, softcap=2.0, sinks=True, window=40, bias=(0, 1, 2), **MANY
+    ),
     Case(seq_lens=(300, 257), queries=257, heads=6, kv_heads=2, key_dim=9, value_dim=16),
 ]
 
@@ -240,7 +290,10 @@ def any_cases(draw: st.DrawFn, max_queries: int = 33) -> Case:
     key_dim = draw(dims)
     return Case(
         seq_lens=seq_lens,
-        starts=tuple(draw(st.integers(0, max(0, length))) if draw(st.booleans()) else 0 for length in seq_lens),
+        starts=tuple(
+            draw(st.integers(0, max(0, length))) if draw(st.booleans()) else 0
+            for length in seq_lens
+        ),
         queries=draw(st.sampled_from([n for n in (1, 2, 3, 5, 16, 33) if n <= max_queries])),
         block=draw(st.sampled_from((4, 8, 16, 32, 64))),
         heads=kv_heads * draw(st.sampled_from((1, 2, 3, 7))),
@@ -285,13 +338,18 @@ def test_empty_batch(backend: str) -> None:
     assert replace(call, query=call.query[:0], step=step).run(backend).shape == (0, 1, 14, 64)
 
 
-@pytest.mark.parametrize(("seq_lens", "queries"), [((20, 20, 9), 3), ((80, 80, 90), 80), ((300, 270), 270)], ids=str)
+@pytest.mark.parametrize(
+    ("seq_lens", "queries"), [((20, 20, 9), 3), ((80, 80, 90), 80), ((300, 270), 270)], ids=str
+)
 def test_gradients_match_the_reference(seq_lens: tuple[int, ...], queries: int) -> None:
     shape = dict(heads=4, kv_heads=2, key_dim=8, value_dim=8, dtype=torch.float64)
     call = build(Case(seq_lens=seq_lens, queries=queries, **shape))
     grads = []
     for module in (reference, gather, backends):
-        leaves = [t.nan_to_num(0.0).clone().requires_grad_() for t in (call.query, call.key_blocks, call.value_blocks)]
+        leaves = [
+            t.nan_to_num(0.0).clone().requires_grad_()
+            for t in (call.query, call.key_blocks, call.value_blocks)
+        ]
         attend(module, *leaves, call.step, **call.options).square().sum().backward()
         grads.append([leaf.grad for leaf in leaves])
     torch.testing.assert_close(grads[1], grads[0])
@@ -308,12 +366,17 @@ def test_scratch_survives_inference_mode() -> None:
 
 
 def parts_of(call: Call, step: StepMetadata | None = None) -> tuple[gather.Part, ...]:
-    layouts = [gather.Layout(x.shape, x.stride(), x.element_size()) for x in (call.key_blocks, call.value_blocks)]
+    layouts = [
+        gather.Layout(x.shape, x.stride(), x.element_size())
+        for x in (call.key_blocks, call.value_blocks)
+    ]
     return (step or call.step).plan(gather.plan_parts, *layouts)[0]
 
 
 def test_mask_of_a_step_is_a_corner_of_one() -> None:
-    call = build(Case(seq_lens=(700, 600, 300), queries=300, heads=2, kv_heads=1, key_dim=8, value_dim=8))
+    call = build(
+        Case(seq_lens=(700, 600, 300), queries=300, heads=2, kv_heads=1, key_dim=8, value_dim=8)
+    )
     call.run("gather")
     (mask,) = (made for made in call.step._plans.values() if isinstance(made, Tensor))
     assert mask.untyped_storage().nbytes() <= 4 * gather.SLICE_QUERIES * 700
@@ -363,12 +426,22 @@ STORES = [chosen_store, storage.store_portable, *([cpp_store] if cpp.is_availabl
 @pytest.mark.parametrize("block", [8, 16, 100])
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(16, 16), (40, 9)], ids=["d16", "d40_9"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_store_is_a_loop_over_tokens(block: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> None:
+def test_store_is_a_loop_over_tokens(
+    block: int, key_dim: int, value_dim: int, dtype: torch.dtype
+) -> None:
     batch, kv_heads, tokens, num_blocks = 3, 2, 5, 7
     generator = torch.Generator().manual_seed(block)
-    keys = torch.randn(batch, tokens, kv_heads, key_dim, generator=generator).to(dtype).transpose(1, 2)
-    values = torch.randn(batch, tokens, kv_heads, value_dim, generator=generator).to(dtype).transpose(1, 2)
-    slots = torch.randperm(num_blocks * block, generator=generator)[: batch * tokens].view(batch, tokens)
+    keys = (
+        torch.randn(batch, tokens, kv_heads, key_dim, generator=generator).to(dtype).transpose(1, 2)
+    )
+    values = (
+        torch.randn(batch, tokens, kv_heads, value_dim, generator=generator)
+        .to(dtype)
+        .transpose(1, 2)
+    )
+    slots = torch.randperm(num_blocks * block, generator=generator)[: batch * tokens].view(
+        batch, tokens
+    )
     slots[1, :2] = -1
     both = torch.randn(num_blocks, kv_heads, block, key_dim + value_dim).to(dtype)
     blocks = [both[..., :key_dim], both[..., key_dim:]]
@@ -414,9 +487,16 @@ def test_select(monkeypatch: pytest.MonkeyPatch) -> None:
         assert _selected(call) is backends.BACKENDS[name]
     monkeypatch.setenv(kernels.VARIABLE, "fast")
     with pytest.raises(
-        ValueError, match="HF_PAGED_ATTENTION='fast' names no backend: use one of reference, gather, cpp"
+        ValueError,
+        match="HF_PAGED_ATTENTION='fast' names no backend: use one of reference, gather, cpp",
     ):
         _selected(call)
+
+
+@pytest.mark.skipif(not cpp.is_available(), reason="no compiler")
+def test_a_kernel_is_not_taken_for_broken_where_torchs_products_are_less_precise() -> None:
+    with TensorFloats():
+        assert backends.cpp._agrees.__wrapped__()
 
 
 @pytest.mark.skipif(not cpp.is_available(), reason="no compiler")

@@ -1,4 +1,5 @@
-"""A model's custom attention code over packed K/V, against the same code over each sequence alone."""
+"""A model's custom attention code over packed K/V, against the same code over each sequence
+alone."""
 
 from __future__ import annotations
 
@@ -34,10 +35,16 @@ class Mine:
 def bloom(x: Mine) -> Tensor:
     heads, queries, dim = x.query.shape[1:]
     key = x.key.reshape(heads, -1, dim).transpose(-1, -2)
-    scores = x.alibi.baddbmm(batch1=x.query.reshape(heads, -1, dim), batch2=key, beta=1.0, alpha=0.4)
+    scores = x.alibi.baddbmm(
+        batch1=x.query.reshape(heads, -1, dim), batch2=key, beta=1.0, alpha=0.4
+    )
     scores = scores.view(1, heads, queries, -1) + x.mask
-    weights = F.dropout(F.softmax(scores, dim=-1, dtype=torch.float32).to(x.query.dtype), 0.1, training=False)
-    output = torch.bmm(weights.view(heads, queries, -1), x.value.reshape(heads, -1, x.value.shape[-1]))
+    weights = F.dropout(
+        F.softmax(scores, dim=-1, dtype=torch.float32).to(x.query.dtype), 0.1, training=False
+    )
+    output = torch.bmm(
+        weights.view(heads, queries, -1), x.value.reshape(heads, -1, x.value.shape[-1])
+    )
     return output.view(1, heads, queries, -1)
 
 
@@ -77,7 +84,9 @@ WORDS = [bloom, mpt, falcon, biased_mask, boolean_mask, gptj]
 def packed(case: Case) -> tuple[Built, Mine]:
     built = Built(case)
     step = showing_rows(built.step)
-    key, value = (RowTensor(step, built.blocks, x, case.dtype) for x in (built.key_blocks, built.value_blocks))
+    key, value = (
+        RowTensor(step, built.blocks, x, case.dtype) for x in (built.key_blocks, built.value_blocks)
+    )
     positions = torch.cat([torch.arange(context, context + query) for context, query in case.rows])
     return built, Mine(built.query, key, value, positions, case.heads)
 
@@ -87,10 +96,13 @@ def alone(built: Built, attend: Callable[[Mine], Tensor]) -> Tensor:
     for (context, query), table in zip(built.case.rows, built.tables):
         length = context + query
         keys, values = (
-            x[table].transpose(0, 1).flatten(1, 2)[None, :, :length] for x in (built.key_blocks, built.value_blocks)
+            x[table].transpose(0, 1).flatten(1, 2)[None, :, :length]
+            for x in (built.key_blocks, built.value_blocks)
         )
         mine = built.query[:, :, first : first + query]
-        outputs.append(attend(Mine(mine, keys, values, torch.arange(context, length), built.case.heads)))
+        outputs.append(
+            attend(Mine(mine, keys, values, torch.arange(context, length), built.case.heads))
+        )
         first += query
     return torch.cat(outputs, dim=2)
 
@@ -99,7 +111,9 @@ def alone(built: Built, attend: Callable[[Mine], Tensor]) -> Tensor:
 @pytest.mark.parametrize("rows", [DECODES, PROMPTS, MIXED, ((0, 70), (3, 66)), ((0, 1),)], ids=str)
 @pytest.mark.parametrize("words", WORDS)
 @torch.no_grad()
-def test_own_words_over_packed_rows(words: Any, rows: Any, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_words_over_packed_rows(
+    words: Any, rows: Any, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(kernels.VARIABLE, backend)
     built, mine = packed(Case(rows, heads=4, kv_heads=4))
     output, expected = words(mine), alone(built, words)
@@ -119,13 +133,17 @@ REFUSED: dict[str, Callable[[Mine], Any]] = {
     "concatenated": lambda x: torch.cat([x.key, x.key], dim=2),
     "values first": lambda x: x.query @ x.value,
     "no softmax": lambda x: x.query @ x.key.transpose(-1, -2) @ x.value,
-    "two softmaxes": lambda x: (x.query @ x.key.transpose(-1, -2)).softmax(-1).softmax(-1) @ x.value,
+    "two softmaxes": lambda x: (
+        (x.query @ x.key.transpose(-1, -2)).softmax(-1).softmax(-1) @ x.value
+    ),
     "another axis": lambda x: (x.query @ x.key.transpose(-1, -2)).softmax(1) @ x.value,
     "weights plus": lambda x: ((x.query @ x.key.transpose(-1, -2)).softmax(-1) + x.mask) @ x.value,
     "negative scale": lambda x: (x.query @ x.key.transpose(-1, -2)) * -1,
     "scores times scores": lambda x: (x.query @ x.key.transpose(-1, -2)) * x.mask,
     "filled with zeros": lambda x: (x.query @ x.key.transpose(-1, -2)).masked_fill(x.sees, 0.0),
-    "dropout": lambda x: F.dropout((x.query @ x.key.transpose(-1, -2)).softmax(-1), 0.1, training=True),
+    "dropout": lambda x: F.dropout(
+        (x.query @ x.key.transpose(-1, -2)).softmax(-1), 0.1, training=True
+    ),
     "tanh": lambda x: torch.tanh(x.query @ x.key.transpose(-1, -2)),
     "weights taken out": lambda x: (x.query @ x.key.transpose(-1, -2)).softmax(-1).tolist(),
     "fewer queries": lambda x: x.query[:, :, 1:] @ x.key.transpose(-1, -2),
@@ -133,7 +151,9 @@ REFUSED: dict[str, Callable[[Mine], Any]] = {
     "heads last": lambda x: x.key.transpose(1, 2),
     "integers": lambda x: x.key.to(torch.int64),
     "no mask": lambda x: F.scaled_dot_product_attention(x.query, x.key, x.value),
-    "causal by index": lambda x: F.scaled_dot_product_attention(x.query, x.key, x.value, is_causal=True),
+    "causal by index": lambda x: F.scaled_dot_product_attention(
+        x.query, x.key, x.value, is_causal=True
+    ),
 }
 
 

@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, Gemma2Config, GPT2Config, LlamaConfig, T5Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    T5Config,
+)
 from transformers.masking_utils import blockwise_overlay, create_causal_mask
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as gemma2_eager
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_eager
@@ -88,7 +95,9 @@ def test_eager_features_reads_the_function_not_its_name() -> None:
     assert eager_features(llama_eager) == frozenset()
     assert eager_features(gemma2_eager) == {"softcap"}
     assert eager_features(gpt_oss_eager) == {"sinks"}
-    assert eager_features(modeling_granite_swa.eager_attention_forward) is None, "scales by a log-sum-exp"
+    assert eager_features(modeling_granite_swa.eager_attention_forward) is None, (
+        "scales by a log-sum-exp"
+    )
     assert eager_features(None) is None
 
 
@@ -138,7 +147,9 @@ def test_a_shallow_copy_made_during_a_call_gets_its_own_attention_back() -> None
             module.config = copied
     ids = torch.randint(3, 64, (1, 5))
     expected = model.generate(ids, max_new_tokens=4)
-    assert torch.equal(other.generate(ids, max_new_tokens=4, cache_implementation="paged"), expected)
+    assert torch.equal(
+        other.generate(ids, max_new_tokens=4, cache_implementation="paged"), expected
+    )
     assert hf_paged.last_route(other).road == "engine"
     assert type(compat.attention_of(copied)) is str and copied._attn_implementation == "sdpa"
 
@@ -153,8 +164,14 @@ def test_code_that_compares_names_sees_the_configs_own(named: str) -> None:
         switched = model.config._attn_implementation
         assert switched == NAME and switched == named and {NAME: 1}[switched] == 1
         assert switched != ("sdpa" if named == "eager" else "eager") and switched in (named,)
-    assert type(model.config._attn_implementation) is str and model.config._attn_implementation == named
-    assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False, cache_implementation="paged"), expected)
+    assert (
+        type(model.config._attn_implementation) is str
+        and model.config._attn_implementation == named
+    )
+    assert torch.equal(
+        model.generate(ids, max_new_tokens=6, do_sample=False, cache_implementation="paged"),
+        expected,
+    )
     assert hf_paged.last_route(model).in_place
 
 
@@ -174,7 +191,9 @@ def test_a_mask_that_shows_dropped_padding_is_refused() -> None:
     cache = out.past_key_values
     assert cache.get_seq_length() == 14
     with pytest.raises(ValueError, match="first 5 positions of that row were padding"):
-        model.generate(out.sequences, attention_mask=torch.ones_like(out.sequences), past_key_values=cache)
+        model.generate(
+            out.sequences, attention_mask=torch.ones_like(out.sequences), past_key_values=cache
+        )
 
 
 def test_dense_tensors_go_to_the_model_s_own_implementation() -> None:
@@ -183,7 +202,9 @@ def test_dense_tensors_go_to_the_model_s_own_implementation() -> None:
     query, key, value = (torch.randn(2, 3, 5, 8) for _ in range(3))
     mask = paged_mask(batch_size=2, q_length=5, kv_length=5)
     output, weights = paged_attention(module, query, key, value, mask, scaling=0.3)
-    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.3)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=0.3
+    )
     torch.testing.assert_close(output, expected.transpose(1, 2))
     assert weights is None
 
@@ -250,11 +271,16 @@ def test_a_class_that_repeats_its_inputs_by_itself_is_served_and_left_as_it_was(
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_masks_without_a_pattern_are_those_of_the_model(implementation: str) -> None:
-    """Also those that transformers makes with `torch.vmap`, which cannot run when an operation reads a mask."""
+    """Also those that transformers makes with `torch.vmap`, which cannot run when an operation
+    reads a mask."""
     config = LlamaConfig(**TINY, attn_implementation=implementation)
     blocks = torch.tensor([[-1, 0, 0, -1, 1, 1]])
     given = {
-        **{"config": config, "inputs_embeds": torch.zeros(1, 6, 32), "attention_mask": torch.ones(1, 6)},
+        **{
+            "config": config,
+            "inputs_embeds": torch.zeros(1, 6, 32),
+            "attention_mask": torch.ones(1, 6),
+        },
         **{"past_key_values": None, "or_mask_function": blockwise_overlay(blocks)},
     }
     expected = create_causal_mask(**given)

@@ -1,4 +1,5 @@
-"""Latent attention is absorbed only if the expansion is transformers' code and a single plain matrix."""
+"""Latent attention is absorbed only if the expansion is transformers' code and a single plain
+matrix."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ def scale_in_global_hook(model: Any) -> None:
 
 
 def offload(model: Any) -> None:
-    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))  # weights are elsewhere between forwards
+    # weights are elsewhere between forwards
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
 
 
 def scale_expansion(model: Any) -> None:
@@ -89,7 +91,9 @@ def restored() -> Iterator[None]:
 
 @pytest.mark.parametrize("calls_before", [0, 1])
 @pytest.mark.parametrize("change", CHANGES)
-def test_code_of_the_users_own_is_not_left_out(change: Callable[[Any], None], calls_before: int) -> None:
+def test_code_of_the_users_own_is_not_left_out(
+    change: Callable[[Any], None], calls_before: int
+) -> None:
     model, inputs = build(), models.padded_prompt("llama")
     for _ in range(calls_before):
         before = model.generate(**inputs, **OPTIONS, **models.PAGED)

@@ -1,4 +1,5 @@
-"""Masks that transformers describes: the parsed description, and materialized masks where code reads them."""
+"""Masks that transformers describes: the parsed description, and materialized masks where code
+reads them."""
 
 from __future__ import annotations
 
@@ -21,11 +22,30 @@ PAD = torch.zeros(2, dtype=torch.long)
         (masking_utils.sliding_window_causal_mask_function(7), MaskPattern(causal=True, window=7)),
         (masking_utils.chunked_causal_mask_function(5, PAD), MaskPattern(causal=True, chunk=5)),
         (masking_utils.sliding_window_bidirectional_mask_function(7), None),
-        (masking_utils.or_masks(masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function), None),
-        (masking_utils.and_masks(masking_utils.causal_mask_function, masking_utils.causal_mask_function), None),
+        (
+            masking_utils.or_masks(
+                masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function
+            ),
+            None,
+        ),
+        (
+            masking_utils.and_masks(
+                masking_utils.causal_mask_function, masking_utils.causal_mask_function
+            ),
+            None,
+        ),
         (lambda b, h, q, k: k <= q, None),
     ],
-    ids=["causal", "bidirectional", "window", "chunk", "window_bidirectional", "or", "and", "lambda"],
+    ids=[
+        "causal",
+        "bidirectional",
+        "window",
+        "chunk",
+        "window_bidirectional",
+        "or",
+        "and",
+        "lambda",
+    ],
 )
 def test_parse(function: Any, pattern: MaskPattern | None) -> None:
     assert parse(function) == pattern
@@ -49,13 +69,25 @@ def test_padding_columns(rows: list[str], expected: Any) -> None:
 
 def test_padding_columns_of_no_mask_and_of_a_short_one() -> None:
     assert padding_columns(None, 2, 5) == ((0, 0), (5, 5))
-    assert padding_columns(torch.ones(2, 3), 2, 5) == ((0, 0), (3, 3)), "past its end the mask hides"
+    assert padding_columns(torch.ones(2, 3), 2, 5) == ((0, 0), (3, 3)), (
+        "past its end the mask hides"
+    )
     assert padding_columns(torch.ones(2, 7), 2, 5) == ((0, 0), (5, 5))
 
 
 def arguments(**kwargs: Any) -> dict[str, Any]:
     padding = torch.tensor([[False, True, True, True, True], [True, True, True, True, True]])
-    return dict(batch_size=2, q_length=3, kv_length=5, q_offset=2, attention_mask=padding, dtype=torch.float32) | kwargs
+    return (
+        dict(
+            batch_size=2,
+            q_length=3,
+            kv_length=5,
+            q_offset=2,
+            attention_mask=padding,
+            dtype=torch.float32,
+        )
+        | kwargs
+    )
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -111,7 +143,12 @@ def test_resolve_keeps_the_skips_of_each_implementation() -> None:
 
 def test_positions_that_saw_later_ones() -> None:
     sizes, causal = (2, 6, 6), torch.ones(6, 6, dtype=torch.bool).tril()
-    arguments = {"batch_size": 2, "q_length": 6, "kv_length": 6, "mask_function": masking_utils.causal_mask_function}
+    arguments = {
+        "batch_size": 2,
+        "q_length": 6,
+        "kv_length": 6,
+        "mask_function": masking_utils.causal_mask_function,
+    }
     looks = LooksAhead([0, 2], 6)
     looks(sizes, None, True)
     looks(sizes, PagedMask(arguments, "sdpa"), False)

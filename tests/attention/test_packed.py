@@ -1,4 +1,5 @@
-"""Packed attention against the reference for each sequence alone; slots that must not be read hold NaN."""
+"""Packed attention against the reference for each sequence alone; slots that must not be read hold
+NaN."""
 
 from __future__ import annotations
 
@@ -11,7 +12,11 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaConfig
-from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask, create_sliding_window_causal_mask
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_chunked_causal_mask,
+    create_sliding_window_causal_mask,
+)
 
 from hf_paged import kernels
 from hf_paged.attention.backends import reference
@@ -24,7 +29,8 @@ from hf_paged.step import Lengths, NotPackable, StepMetadata
 from tests.support.attention import attend
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-MODULE: Any = SimpleNamespace(config=LlamaConfig(attn_implementation="flash_attention_2"))  # takes softcap and sinks
+# takes softcap and sinks
+MODULE: Any = SimpleNamespace(config=LlamaConfig(attn_implementation="flash_attention_2"))
 
 
 @dataclass(frozen=True)
@@ -46,15 +52,20 @@ class Case:
 
     def __str__(self) -> str:
         name = "_".join(f"{context}+{query}" for context, query in self.rows)
-        name += f"-b{self.block}-h{self.heads}_{self.kv_heads}-d{self.key_dim}_{self.value_dim}-{str(self.dtype)[6:]}"
+        name += f"-b{self.block}-h{self.heads}_{self.kv_heads}"
+        name += f"-d{self.key_dim}_{self.value_dim}-{str(self.dtype)[6:]}"
         return name + "".join(
-            f"-{f}" for f in ("window", "chunk", "num_dropped", "softcap", "sinks") if getattr(self, f)
+            f"-{f}"
+            for f in ("window", "chunk", "num_dropped", "softcap", "sinks")
+            if getattr(self, f)
         )
 
 
 DECODES, PROMPTS = ((0, 1), (7, 1), (8, 1), (40, 1)), ((0, 5), (0, 33), (0, 2))
-MIXED = ((19, 1), (3, 1), (0, 21), (17, 9), (16, 40), (0, 1), (5, 1))  # ones after a chunk are chunks
-EQUAL = ((4, 1), (0, 9), (0, 9), (12, 9), (3, 9), (0, 20), (0, 20), (0, 20), (70, 30), (8, 30))  # rows of one call
+# ones after a chunk are chunks
+MIXED = ((19, 1), (3, 1), (0, 21), (17, 9), (16, 40), (0, 1), (5, 1))
+# rows of one call
+EQUAL = ((4, 1), (0, 9), (0, 9), (12, 9), (3, 9), (0, 20), (0, 20), (0, 20), (70, 30), (8, 30))
 CASES = [
     Case(EQUAL),
     Case(EQUAL, window=10, kv_heads=3),
@@ -82,10 +93,20 @@ CASES = [
 ]
 
 
-def causal_mask(num_tokens: int, window: int | None = None, chunk: int | None = None, **kwargs: Any) -> Any:
+def causal_mask(
+    num_tokens: int, window: int | None = None, chunk: int | None = None, **kwargs: Any
+) -> Any:
     """The mask that a model's code makes in a packed forward."""
-    config = LlamaConfig(sliding_window=window, attention_chunk_size=chunk, attn_implementation=NAME)
-    make = create_sliding_window_causal_mask if window else create_chunked_causal_mask if chunk else create_causal_mask
+    config = LlamaConfig(
+        sliding_window=window, attention_chunk_size=chunk, attn_implementation=NAME
+    )
+    make = (
+        create_sliding_window_causal_mask
+        if window
+        else create_chunked_causal_mask
+        if chunk
+        else create_causal_mask
+    )
     embeds = torch.empty(1, num_tokens, 4)
     return make(config, embeds, kwargs.get("attention_mask"), past_key_values=None)
 
@@ -104,11 +125,17 @@ class Built:
         ids = torch.randperm(sum(counts) + 3, generator=generator).tolist()
         self.tables = [[ids.pop() for _ in range(count)] for count in counts]
         blocks = sum(counts) + 3
-        self.key_blocks = torch.full((blocks, case.kv_heads, size, case.key_dim), torch.nan, dtype=case.dtype)
-        self.value_blocks = torch.full((blocks, case.kv_heads, size, case.value_dim), torch.nan, dtype=case.dtype)
+        self.key_blocks = torch.full(
+            (blocks, case.kv_heads, size, case.key_dim), torch.nan, dtype=case.dtype
+        )
+        self.value_blocks = torch.full(
+            (blocks, case.kv_heads, size, case.value_dim), torch.nan, dtype=case.dtype
+        )
         fresh = []
         for (context, query), table in zip(case.rows, self.tables):
-            slots = torch.tensor([[table[t // size] * size + t % size for t in range(context + query)]])
+            slots = torch.tensor(
+                [[table[t // size] * size + t % size for t in range(context + query)]]
+            )
             states = (
                 random(1, case.kv_heads, context + query, case.key_dim),
                 random(1, case.kv_heads, context + query, case.value_dim),
@@ -120,7 +147,9 @@ class Built:
         # a model's memory layout: heads after tokens
         self.query = random(1, num_tokens, case.heads, case.key_dim).transpose(1, 2)
         self.sinks = random(case.heads) if case.sinks else None
-        num_decodes = next((i for i, (_, query) in enumerate(case.rows) if query > 1), len(case.rows))
+        num_decodes = next(
+            (i for i, (_, query) in enumerate(case.rows) if query > 1), len(case.rows)
+        )
         width = max(map(len, self.tables))
         rows = [[*table, *([0] * (width - len(table)))] for table in self.tables]
         self.step = StepMetadata(
@@ -134,7 +163,9 @@ class Built:
             block_ids=self.tables[:num_decodes],
             origins=(case.num_dropped,) * len(rows),
         )
-        self.blocks = KVBlocks((self.key_blocks, self.value_blocks), self.key_blocks, self.value_blocks)
+        self.blocks = KVBlocks(
+            (self.key_blocks, self.value_blocks), self.key_blocks, self.value_blocks
+        )
         self.key = PagedTensor(self.step, self.blocks, False, keys)
         self.value = PagedTensor(self.step, self.blocks, True, values)
 
@@ -152,10 +183,16 @@ class Built:
                 end = context + i + 1
                 start = max(0, (dropped + end - 1) // chunk * chunk - dropped)
                 step = StepMetadata.rectangle(
-                    torch.tensor([table], dtype=torch.int32), (end,), case.block, starts=(start,), window=case.window
+                    torch.tensor([table], dtype=torch.int32),
+                    (end,),
+                    case.block,
+                    starts=(start,),
+                    window=case.window,
                 )
                 part = self.query[:, :, first + i : first + i + 1]
-                parts.append(attend(reference, part, self.key_blocks, self.value_blocks, step, **features))
+                parts.append(
+                    attend(reference, part, self.key_blocks, self.value_blocks, step, **features)
+                )
             first += query
         return torch.cat(parts, dim=1)
 
@@ -163,13 +200,17 @@ class Built:
 @pytest.mark.parametrize("backend", ["", "gather", "reference"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 @torch.no_grad()
-def test_each_sequence_gets_what_it_gets_alone(case: Case, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_sequence_gets_what_it_gets_alone(
+    case: Case, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(kernels.VARIABLE, backend)
     built = Built(case)
     output = built.attend(causal_mask(built.step.num_tokens, case.window, case.chunk))
     expected = built.expected()
     assert output.shape == expected.shape and output.dtype == case.dtype
-    torch.testing.assert_close(output, expected, atol=TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype])
+    torch.testing.assert_close(
+        output, expected, atol=TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype]
+    )
 
 
 @torch.no_grad()
@@ -220,14 +261,18 @@ def test_a_recorded_step_finds_its_chunks_on_the_device() -> None:
     lengths = Lengths(seq_lens, torch.zeros_like(seq_lens), origins=torch.full_like(seq_lens, 24))
     recorded = StepMetadata.rectangle(built.step.block_tables, (), case.block, lengths=lengths)
     mask = causal_mask(built.step.num_tokens, chunk=5)
-    assert packed_step(recorded, mask).on_device.starts.tolist() == list(packed_step(built.step, mask).starts)
+    assert packed_step(recorded, mask).on_device.starts.tolist() == list(
+        packed_step(built.step, mask).starts
+    )
 
 
 def test_the_interface_refuses_what_changes_the_numbers() -> None:
     built = Built(Case(MIXED))
     mask = causal_mask(built.step.num_tokens)
     module: Any = SimpleNamespace(config=LlamaConfig(attn_implementation="sdpa"))
-    output, weights = paged_attention(module, built.query, built.key, built.value, mask, scaling=0.3)
+    output, weights = paged_attention(
+        module, built.query, built.key, built.value, mask, scaling=0.3
+    )
     assert weights is None
     torch.testing.assert_close(output, built.expected(), atol=2e-5, rtol=2e-5)
     bias = torch.zeros(1, 6, built.step.num_tokens, built.step.num_tokens)
@@ -249,7 +294,9 @@ OPERATIONS = {
     "clone": lambda x: x.clone(),
     "float": lambda x: x.double(),
     "item": lambda x: x.sum().item(),
-    "sdpa": lambda x: torch.nn.functional.scaled_dot_product_attention(torch.randn(1, 2, 3, 16), x, x),
+    "sdpa": lambda x: torch.nn.functional.scaled_dot_product_attention(
+        torch.randn(1, 2, 3, 16), x, x
+    ),
 }
 
 

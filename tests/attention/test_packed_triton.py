@@ -14,9 +14,9 @@ from hf_paged.kernels.triton.cascade import CascadeCosts
 from tests.attention.test_packed import MIXED, PROMPTS, TOLERANCE, Built, Case, causal_mask
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
-from tests.support.kernels.device import DEVICE, available
+from tests.support.kernels.device import interpreted
 
-pytestmark = [available, pytest.mark.skipif(DEVICE.type != "cpu", reason="on a GPU, tests/test_gpu.py does this")]
+pytestmark = interpreted  # on a GPU, tests/test_gpu.py does this
 
 CASES = [
     Case(PROMPTS),
@@ -35,7 +35,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def spy(module: Any, name: str) -> None:
         function = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *args, **kwargs: (calls.append(name), function(*args, **kwargs))[1])
+        monkeypatch.setattr(
+            module, name, lambda *args, **kwargs: (calls.append(name), function(*args, **kwargs))[1]
+        )
 
     monkeypatch.setenv(kernels.VARIABLE, "triton")
     spy(attention, "decode_attention")
@@ -47,13 +49,19 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @torch.no_grad()
-def test_a_step_takes_one_launch_for_decodes_and_one_for_chunks(case: Case, launches: list[str]) -> None:
+def test_a_step_takes_one_launch_for_decodes_and_one_for_chunks(
+    case: Case, launches: list[str]
+) -> None:
     built = Built(case)
     output = built.attend(causal_mask(built.step.num_tokens, case.window))
     expected = built.expected()
     assert output.shape == expected.shape and output.dtype == case.dtype
-    torch.testing.assert_close(output, expected, atol=TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype])
-    wanted = ["decode_attention"] * (case.rows[0][1] == 1) + ["prefill_attention"] * (case.rows[-1] != (40, 1))
+    torch.testing.assert_close(
+        output, expected, atol=TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype]
+    )
+    wanted = ["decode_attention"] * (case.rows[0][1] == 1) + ["prefill_attention"] * (
+        case.rows[-1] != (40, 1)
+    )
     assert launches == wanted
 
 
@@ -73,7 +81,10 @@ def test_generate_gives_the_tokens_of_the_plain_call(name: str, launches: list[s
     "name",
     [
         "BloomForCausalLM",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("DeepseekV3ForCausalLM", "Llama4ForCausalLM")),
+        *(
+            pytest.param(x, marks=pytest.mark.slow)
+            for x in ("DeepseekV3ForCausalLM", "Llama4ForCausalLM")
+        ),
     ],
 )
 def test_kinds_of_attention(name: str, launches: list[str]) -> None:
@@ -87,7 +98,9 @@ def test_kinds_of_attention(name: str, launches: list[str]) -> None:
     assert set(launches) == {"prefill_attention", "decode_attention"}
 
 
-def test_samples_read_their_prompt_once(launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_read_their_prompt_once(
+    launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from hf_paged.kernels.triton import cascade
 
     free = CascadeCosts(token_bytes=1, state_bytes=0, rows_per_read=1000)

@@ -1,4 +1,5 @@
-"""Attention over quantized blocks: every backend against the reference on the dequantized blocks in float32."""
+"""Attention over quantized blocks: every backend against the reference on the dequantized blocks in
+float32."""
 
 from __future__ import annotations
 
@@ -15,14 +16,14 @@ from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.cache.storage import KVBlocks
 from hf_paged.kernels import cpp, quantized
 from tests.attention.test_backends import CASES, TOLERANCE, Call, Case, any_cases, build
-from tests.support.kernels.device import available
+from tests.support.kernels.device import DEVICE, available
 
 BACKENDS = ["reference", "gather", *(["cpp"] if cpp.is_available() else [])]
 
 
 def quantize(call: Call, kv_dtype: str) -> tuple[AttentionCall, AttentionCall]:
-    """The call over quantized blocks, with NaN scales in all slots that must not be read, and over float32 blocks of
-    the same numbers."""
+    """The call over quantized blocks, with NaN scales in all slots that must not be read, and over
+    float32 blocks of the same numbers."""
     keys, values = call.key_blocks, call.value_blocks
     blocks = KVBlocks.allocate(len(keys), keys.shape[2], keys, values, kv_dtype=kv_dtype)
     if blocks.shares_scales:
@@ -32,7 +33,17 @@ def quantize(call: Call, kv_dtype: str) -> tuple[AttentionCall, AttentionCall]:
         quantized.write(blocks.values, slice(None), values)
     plain = [quantized.read(x, slice(None), torch.float32) for x in (blocks.keys, blocks.values)]
     made = call.made()
-    return made._replace(blocks=blocks), made._replace(blocks=KVBlocks((), *plain), query=made.query.float())
+    return made._replace(blocks=blocks), made._replace(
+        blocks=KVBlocks((), *plain), query=made.query.float()
+    )
+
+
+def to_device(call: AttentionCall) -> AttentionCall:
+    """The call with its tensors on `DEVICE`."""
+    blocks = call.blocks.like([tensor.to(DEVICE) for tensor in call.blocks.data])
+    step = replace(call.step, block_tables=call.step.block_tables.to(DEVICE))
+    sinks = None if call.sinks is None else call.sinks.to(DEVICE)
+    return call._replace(query=call.query.to(DEVICE), blocks=blocks, step=step, sinks=sinks)
 
 
 def check(case: Case, backend: str, kv_dtype: str, seed: int = 0) -> None:
@@ -44,7 +55,10 @@ def check(case: Case, backend: str, kv_dtype: str, seed: int = 0) -> None:
     assert out.dtype == case.dtype and out.is_contiguous()
     size = float(expected.abs().max())
     torch.testing.assert_close(
-        out.float(), expected, atol=max(1.0, size) * TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype]
+        out.float(),
+        expected,
+        atol=max(1.0, size) * TOLERANCE[case.dtype],
+        rtol=TOLERANCE[case.dtype],
     )
 
 
@@ -79,7 +93,10 @@ def test_rows_that_share_blocks(is_fixed: bool) -> None:
     token = batch_invariant.set(is_fixed)
     try:
         with torch.no_grad():
-            out, expected = backends.cpp.attend(call._replace(step=step)), reference.attend(plain._replace(step=step))
+            out, expected = (
+                backends.cpp.attend(call._replace(step=step)),
+                reference.attend(plain._replace(step=step)),
+            )
     finally:
         batch_invariant.reset(token)
     torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
@@ -92,8 +109,19 @@ def test_rows_that_share_blocks(is_fixed: bool) -> None:
     [
         Case(seq_lens=(40, 1, 70), heads=4, key_dim=16, value_dim=16),
         Case(seq_lens=(40, 3), queries=3, heads=6, key_dim=40, value_dim=40, dtype=torch.float16),
-        Case(seq_lens=(33, 50), heads=2, kv_heads=1, key_dim=24, value_dim=24, window=9, dtype=torch.bfloat16, block=8),
-        Case(seq_lens=(20, 35), queries=20, heads=2, key_dim=16, value_dim=8, sinks=True, softcap=2.0),
+        Case(
+            seq_lens=(33, 50),
+            heads=2,
+            kv_heads=1,
+            key_dim=24,
+            value_dim=24,
+            window=9,
+            dtype=torch.bfloat16,
+            block=8,
+        ),
+        Case(
+            seq_lens=(20, 35), queries=20, heads=2, key_dim=16, value_dim=8, sinks=True, softcap=2.0
+        ),
     ],
     ids=str,
 )
@@ -101,19 +129,31 @@ def test_the_triton_kernels(case: Case, kv_dtype: str) -> None:
     call, plain = quantize(build(case), kv_dtype)
     with torch.no_grad():
         expected = reference.attend(plain)
-        assert backends.triton.unsupported_reason(call) is None
-        out = backends.triton.attend(call)
-    torch.testing.assert_close(out.float(), expected, atol=4 * TOLERANCE[case.dtype], rtol=4 * TOLERANCE[case.dtype])
+        moved = to_device(call)
+        assert backends.triton.unsupported_reason(moved) is None
+        out = backends.triton.attend(moved).cpu()
+    torch.testing.assert_close(
+        out.float(), expected, atol=4 * TOLERANCE[case.dtype], rtol=4 * TOLERANCE[case.dtype]
+    )
 
 
 @available
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_latents_through_the_triton_kernels(dtype: torch.dtype) -> None:
-    call, _ = quantize(build(Case(seq_lens=(40, 9), heads=4, kv_heads=1, key_dim=24, value_dim=8, dtype=dtype)), "int8")
-    latents = call.blocks.latents
+    call, _ = quantize(
+        build(Case(seq_lens=(40, 9), heads=4, kv_heads=1, key_dim=24, value_dim=8, dtype=dtype)),
+        "int8",
+    )
+    latents, moved = call.blocks.latents, to_device(call)
     call = call._replace(blocks=latents, query=torch.cat((call.query, call.query[..., :8]), dim=-1))
     plain = quantized.read(latents.keys, slice(None), torch.float32)
     with torch.no_grad():
-        expected = reference.attend(call._replace(blocks=KVBlocks((), plain, plain), query=call.query.float()))
-        out = backends.triton.attend(call)
-    torch.testing.assert_close(out.float(), expected, atol=4 * TOLERANCE[dtype], rtol=4 * TOLERANCE[dtype])
+        expected = reference.attend(
+            call._replace(blocks=KVBlocks((), plain, plain), query=call.query.float())
+        )
+        out = backends.triton.attend(
+            call._replace(query=call.query.to(DEVICE), blocks=moved.blocks.latents, step=moved.step)
+        )
+    torch.testing.assert_close(
+        out.float().cpu(), expected, atol=4 * TOLERANCE[dtype], rtol=4 * TOLERANCE[dtype]
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +19,7 @@ from hf_paged.kernels import triton
 from tests.attention.test_backends import Case, build
 from tests.support import models
 from tests.support.attention import attend
-from tests.support.kernels.device import DEVICE, available
+from tests.support.kernels.device import DEVICE, available, to_device
 
 
 @available
@@ -29,7 +28,9 @@ from tests.support.kernels.device import DEVICE, available
     [("llama", "engine", 8), ("gpt_oss", "engine", 3), ("gemma2", "loop", 3)],
     ids=["llama-engine", "gpt_oss-engine", "gemma2-loop"],
 )
-def test_generate_through_the_kernels(name: str, road: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_through_the_kernels(
+    name: str, road: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from hf_paged.kernels.triton import attention, store
 
     model = models.build(name).to(DEVICE)
@@ -62,16 +63,14 @@ def test_generate_through_the_kernels(name: str, road: str, tokens: int, monkeyp
 
 @available
 def test_prompts_too() -> None:
-    call = build(Case(seq_lens=(33, 60), queries=20, heads=4, window=30, softcap=2.0, starts=(0, 7)))
-    moved = replace(
-        call,
-        query=call.query.to(DEVICE),
-        key_blocks=call.key_blocks.to(DEVICE),
-        value_blocks=call.value_blocks.to(DEVICE),
-        step=replace(call.step, block_tables=call.step.block_tables.to(DEVICE)),
+    call = build(
+        Case(seq_lens=(33, 60), queries=20, heads=4, window=30, softcap=2.0, starts=(0, 7))
     )
+    moved = to_device(call)
     assert backends.triton.unsupported_reason(moved.made()) is None
-    torch.testing.assert_close(moved.run("triton").double().cpu(), call.expected, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(
+        moved.run("triton").double().cpu(), call.expected, atol=2e-5, rtol=2e-5
+    )
 
 
 @available
@@ -81,10 +80,11 @@ def test_what_the_kernels_do_not_take_is_gathered_and_said_once(
     monkeypatch.setenv(kernels.VARIABLE, "triton")
     backends.log_once.cache_clear()
     call = build(Case(key_dim=600, value_dim=600, heads=2))
+    moved = to_device(call)
     with caplog.at_level(logging.WARNING, logger=backends.__name__):
-        assert backends.select(call.made()) is gather
-        out = attend(backends, *call.inputs, **call.options)
-    torch.testing.assert_close(out.double(), call.expected, atol=2e-5, rtol=2e-5)
+        assert backends.select(moved.made()) is gather
+        out = attend(backends, *moved.inputs, **moved.options)
+    torch.testing.assert_close(out.double().cpu(), call.expected, atol=2e-5, rtol=2e-5)
     (record,) = caplog.records
     assert "head dims 600 and 600: at most 576" in record.getMessage()
 
@@ -93,7 +93,9 @@ def test_forced_without_a_device_for_it(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv(kernels.VARIABLE, "triton")
     monkeypatch.setattr(triton, "is_available", lambda device: False)
     call = build(Case())
-    with pytest.raises(RuntimeError, match="HF_PAGED_ATTENTION=triton, but the kernels do not run on cpu"):
+    with pytest.raises(
+        RuntimeError, match="HF_PAGED_ATTENTION=triton, but the kernels do not run on cpu"
+    ):
         backends.select(call.made())
 
 

@@ -13,9 +13,9 @@ import hf_paged
 from tests.support.models import build, token_ids, tokenizer
 
 TEMPLATE = (
-    "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
-    "{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{%"
+    " endif %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}{% if add_generation_prompt"
+    " %}{{ 'assistant: ' }}{% endif %}"
 )
 CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the memory"}]
 OTHER = [{"role": "user", "content": "another"}]
@@ -49,8 +49,16 @@ def test_messages_go_through_the_template() -> None:
         (CHAT, _tokenizer(None), "no chat template: set `tokenizer.chat_template`"),
         ([CHAT[0], {"content": "x"}], _tokenizer(), "message 1 of the chat is .*role"),
         ([CHAT[0], 7], _tokenizer(), "message 1 of the chat is 7"),
-        ([{"role": "tool", "content": "x"}], _tokenizer(), "does not take these messages: no tools here"),
-        ([{"role": "user", "content": [{"type": "image"}]}], _tokenizer(), "type 'image'.*processor"),
+        (
+            [{"role": "tool", "content": "x"}],
+            _tokenizer(),
+            "does not take these messages: no tools here",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "image"}]}],
+            _tokenizer(),
+            "type 'image'.*processor",
+        ),
     ],
 )
 def test_messages_that_cannot_be_served(prompt: Any, made: Any, message: str) -> None:
@@ -74,7 +82,9 @@ def test_loaded_with_its_tokenizer(tmp_path: Path) -> None:
     _tokenizer().save_pretrained(tmp_path)
     expected = model.generate(ids, **GREEDY)[0, 12:].tolist()
     config = {"block_size": 8}
-    with hf_paged.PagedEngine.from_pretrained(tmp_path, config=config, device_map="cpu", dtype="float32") as engine:
+    with hf_paged.PagedEngine.from_pretrained(
+        tmp_path, config=config, device_map="cpu", dtype="float32"
+    ) as engine:
         assert engine.config.block_size == 8 and not engine.model.training
         assert engine.generate([ids[0]], GREEDY)[0].token_ids == expected
         assert engine.generate([CHAT], GREEDY)[0].text is not None
@@ -106,7 +116,9 @@ def test_loaded_adapter(tmp_path: Path) -> None:
     build("llama").save_pretrained(tmp_path / "base")
     _tokenizer().save_pretrained(tmp_path / "base")
     base = type(build("llama")).from_pretrained(tmp_path / "base")
-    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
+    model = peft.get_peft_model(
+        base, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    ).eval()
     model.save_pretrained(tmp_path / "adapter")
     ids = token_ids(1, 12)
     expected = model.generate(ids, **GREEDY)[0, 12:].tolist()

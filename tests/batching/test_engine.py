@@ -1,19 +1,27 @@
-"""`PagedEngine` from the outside: each request gets plain `generate`'s tokens, whatever runs beside it."""
+"""`PagedEngine` from the outside: each request gets plain `generate`'s tokens, whatever runs beside
+it."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import gc
+import os
 import random
+import sys
+import types
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel, WordPiece
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    PreTrainedTokenizerFast,
     StoppingCriteria,
     StoppingCriteriaList,
     TextIteratorStreamer,
@@ -21,6 +29,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from hf_paged import PagedConfig, PagedEngine, RequestOutput
+from hf_paged.batching import streams
 from tests.support import models
 from tests.support.checks import in_threads
 from tests.support.engine_helpers import (
@@ -43,14 +52,14 @@ def engine_of(name: str = "llama", **options: Any) -> PagedEngine:
     return PagedEngine(models.get(name), PagedConfig(**{"block_size": 8, **options}))
 
 
-# ------------------------------------------------------------------------------------------------------- tokens
+# ----------------------------------------------------------------------------------------- tokens
 
 
 @pytest.mark.parametrize("name", models.DECODER_ONLY)
-def test_all_modes_in_one_batch(name: str) -> None:
-    model = models.get(name)
+def test_all_modes_in_one_batch(name: str, device: torch.device) -> None:
+    model = models.put(models.get(name), device)
     texts = prompts(*(random.Random(1).randint(1, 30) for _ in MODES))
-    with engine_of(name, max_num_batched_tokens=24) as engine:
+    with PagedEngine(model, PagedConfig(block_size=8, max_num_batched_tokens=24)) as engine:
         for seed, ((mode, options), prompt) in enumerate(zip(MODES.items(), texts)):
             config = GenerationConfig(**options) if seed % 2 else options  # both forms
             engine.add_request(prompt, config, request_id=mode, seed=seed)
@@ -59,7 +68,9 @@ def test_all_modes_in_one_batch(name: str) -> None:
         assert_drained(engine)
     reasons = set()
     for seed, ((mode, options), prompt) in enumerate(zip(MODES.items(), texts)):
-        assert_same_as_lone(lone_run(model, prompt, options, seed), results[mode], options, f"{name}, {mode}")
+        assert_same_as_lone(
+            lone_run(model, prompt, options, seed), results[mode], options, f"{name}, {mode}"
+        )
         reasons |= {sequence.finish_reason for sequence in results[mode].sequences}
     assert {"length", "eos"} <= reasons, f"the batch was meant to end in several ways: {reasons}"
 
@@ -73,7 +84,12 @@ def test_one_mode_over_several_prompts(mode: str) -> None:
         results = run_all(engine)
         assert_drained(engine)
     for i, prompt in enumerate(texts):
-        assert_same_as_lone(lone_run(models.get("llama"), prompt, options, i), results[str(i)], options, f"{mode}, {i}")
+        assert_same_as_lone(
+            lone_run(models.get("llama"), prompt, options, i),
+            results[str(i)],
+            options,
+            f"{mode}, {i}",
+        )
 
 
 @pytest.mark.parametrize("mode", ["sample", "samples", "beam_sample"])
@@ -83,8 +99,12 @@ def test_alone_it_draws_from_the_global_random_numbers_as_generate_does(mode: st
         torch.manual_seed(11)
         result = engine.generate([prompt], MODES[mode])[0]
         state = torch.get_rng_state()
-    assert_same_as_lone(lone_run(models.get("llama"), prompt, MODES[mode], 11), result, MODES[mode], mode)
-    assert torch.equal(state, torch.get_rng_state()), "the engine drew more or fewer numbers than plain"
+    assert_same_as_lone(
+        lone_run(models.get("llama"), prompt, MODES[mode], 11), result, MODES[mode], mode
+    )
+    assert torch.equal(state, torch.get_rng_state()), (
+        "the engine drew more or fewer numbers than plain"
+    )
 
 
 @pytest.mark.parametrize("build", [build_mamba, build_diff_llama], ids=["mamba", "diff_llama"])
@@ -114,7 +134,8 @@ def test_row_layout_under_a_small_budget() -> None:
 
 
 class Forbid(LogitsProcessor):
-    """Forbids a token wherever the text has an even number of tokens; records the shapes of its inputs."""
+    """Forbids a token wherever the text has an even number of tokens; records the shapes of its
+    inputs."""
 
     def __init__(self, token: int) -> None:
         self.token = token
@@ -143,7 +164,10 @@ def test_processors_and_criteria_of_the_callers_own() -> None:
     processors = {mode: Forbid(40 + i) for i, mode in enumerate(modes)}
     with engine_of() as engine:
         for i, (prompt, (mode, options)) in enumerate(zip(texts, modes.items())):
-            own = {"logits_processor": [processors[mode]], "stopping_criteria": [StopAt(len(prompt) + 5)]}
+            own = {
+                "logits_processor": [processors[mode]],
+                "stopping_criteria": [StopAt(len(prompt) + 5)],
+            }
             engine.add_request(prompt, options, request_id=mode, seed=i, **own)
         engine.add_request(texts[0], GREEDY, request_id="none")
         results = run_all(engine)
@@ -167,7 +191,9 @@ def test_the_models_own_generation_config_counts() -> None:
     before = model.generation_config.to_dict()
     prompt = prompts(9)[0]
     with PagedEngine(model, SMALL) as engine:
-        own, over = engine.generate([prompt, prompt], [None, {"repetition_penalty": 1.0, "do_sample": False}])
+        own, over = engine.generate(
+            [prompt, prompt], [None, {"repetition_penalty": 1.0, "do_sample": False}]
+        )
     assert_same_as_lone(lone_run(model, prompt, {}), own, {}, "own")
     assert_same_as_lone(lone_run(model, prompt, {"repetition_penalty": 1.0}), over, {}, "over")
     assert own.token_ids != over.token_ids, "the penalty changes nothing: the test is void"
@@ -175,12 +201,13 @@ def test_the_models_own_generation_config_counts() -> None:
     assert model.generation_config.to_dict() == before
 
 
-# ----------------------------------------------------------------------------------------------------- outputs
+# ---------------------------------------------------------------------------------------- outputs
 
 
 @pytest.mark.parametrize("mode", ["greedy", "greedy_eos", "penalties", "sample_warped", "samples"])
 def test_logprobs(mode: str) -> None:
-    """Raw log-probabilities equal a plain forward's; processed ones equal plain `generate`'s scores."""
+    """Raw log-probabilities equal a plain forward's; processed ones equal plain `generate`'s
+    scores."""
     model, prompt, options = models.get("llama"), prompts(11)[0], MODES[mode]
     with engine_of() as engine:
         for i in range(3):  # with others in the batch
@@ -190,12 +217,18 @@ def test_logprobs(mode: str) -> None:
     ids = torch.tensor([prompt])
     torch.manual_seed(3)
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), **options, return_dict_in_generate=True, output_scores=True
+        ids,
+        attention_mask=torch.ones_like(ids),
+        **options,
+        return_dict_in_generate=True,
+        output_scores=True,
     )
     for row, sequence in enumerate(result.sequences):
         assert sequence.logprobs is not None and len(sequence.logprobs) == len(sequence.token_ids)
         with torch.no_grad():
-            logits = model(torch.tensor([prompt + sequence.token_ids])).logits[0, len(prompt) - 1 : -1]
+            logits = model(torch.tensor([prompt + sequence.token_ids])).logits[
+                0, len(prompt) - 1 : -1
+            ]
         raw = logits.log_softmax(-1).gather(1, torch.tensor(sequence.token_ids)[:, None])[:, 0]
         scores = torch.stack(out.scores)[: len(sequence.token_ids), row].log_softmax(-1)
         processed = scores.gather(1, torch.tensor(sequence.token_ids)[:, None])[:, 0]
@@ -210,15 +243,21 @@ def test_logprobs_and_scores_of_beams() -> None:
         result = engine.generate([prompt], options, return_logprobs=True)[0]
     ids = torch.tensor([prompt])
     out = model.generate(ids, **options, return_dict_in_generate=True, output_scores=True)
-    torch.testing.assert_close(torch.tensor([s.score for s in result.sequences]), out.sequences_scores)
+    torch.testing.assert_close(
+        torch.tensor([s.score for s in result.sequences]), out.sequences_scores
+    )
     transitions = model.compute_transition_scores(out.sequences, out.scores, out.beam_indices)
     for row, sequence in enumerate(result.sequences):
         with torch.no_grad():
-            logits = model(torch.tensor([prompt + sequence.token_ids])).logits[0, len(prompt) - 1 : -1]
+            logits = model(torch.tensor([prompt + sequence.token_ids])).logits[
+                0, len(prompt) - 1 : -1
+            ]
         raw = logits.log_softmax(-1).gather(1, torch.tensor(sequence.token_ids)[:, None])[:, 0]
         got = torch.tensor(sequence.logprobs)
         torch.testing.assert_close(got[:, 0], raw, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(got[:, 1], transitions[row, : len(sequence.token_ids)], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            got[:, 1], transitions[row, : len(sequence.token_ids)], atol=1e-4, rtol=1e-4
+        )
 
 
 def test_fields_of_a_result() -> None:
@@ -233,7 +272,11 @@ def test_fields_of_a_result() -> None:
         assert result.request_id == first and result.prompt_ids == prompt and result.error is None
         assert len(result.sequences) == 3
         one = result.sequences[0]
-        assert (result.token_ids, result.text, result.finish_reason) == (one.token_ids, None, one.finish_reason)
+        assert (result.token_ids, result.text, result.finish_reason) == (
+            one.token_ids,
+            None,
+            one.finish_reason,
+        )
         assert result.logprobs is None and one.score is None
         timings = result.timings
         assert None not in (timings.queued, timings.first_token, timings.total)
@@ -260,7 +303,9 @@ def test_outputs_of_the_steps_add_up_to_the_results() -> None:
                     results[output.request_id] = output.result
     assert "beams" not in tokens, "beams are not settled before the end"
     for mode in ("greedy_eos", "samples"):
-        assert tokens[mode] == {row: s.token_ids for row, s in enumerate(results[mode].sequences)}, mode
+        assert tokens[mode] == {
+            row: s.token_ids for row, s in enumerate(results[mode].sequences)
+        }, mode
 
 
 def test_stats_and_block_map() -> None:
@@ -275,7 +320,8 @@ def test_stats_and_block_map() -> None:
     assert (stats.num_blocks, stats.num_running, stats.num_waiting) == (64, 3, 0)
     assert stats.used_blocks == sum(state > 0 for state in states) == 3 + 5 + 1
     assert stats.shared_blocks == sum(state > 1 for state in states) == 0
-    assert stats.used_bytes == 9 * 8 * 2 * 2 * 2 * 16 * 4  # tokens, K and V, layers, heads, head size, bytes
+    # tokens, K and V, layers, heads, head size, bytes
+    assert stats.used_bytes == 9 * 8 * 2 * 2 * 2 * 16 * 4
     run_all(engine)
     stats, (states,) = engine.stats(), engine.block_map().values()
     assert stats.cached_blocks == sum(state == -1 for state in states) > 0
@@ -297,7 +343,10 @@ def test_stats_and_block_map() -> None:
 
 def test_samples_and_beams_share_the_blocks_of_the_prompt() -> None:
     prompt = prompts(40)[0]
-    for options in ({"do_sample": True, "num_return_sequences": 8}, {"num_beams": 8, "do_sample": False}):
+    for options in (
+        {"do_sample": True, "num_return_sequences": 8},
+        {"num_beams": 8, "do_sample": False},
+    ):
         with engine_of(prefix_caching=False) as engine:
             engine.add_request(prompt, {**options, "max_new_tokens": 4})
             for _ in range(3):
@@ -306,10 +355,12 @@ def test_samples_and_beams_share_the_blocks_of_the_prompt() -> None:
             assert stats.shared_blocks >= 5 and stats.used_blocks <= 5 + 8, stats
 
 
-# ------------------------------------------------------------------------------------------------- many ways to wait
+# ------------------------------------------------------------------------------ many ways to wait
 
 
-def test_generate_keeps_the_order_and_takes_a_config_each(capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_keeps_the_order_and_takes_a_config_each(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     texts = prompts(30, 2, 11, 25)
     options = [{"do_sample": False, "max_new_tokens": count} for count in (3, 15, 1, 8)]
     with engine_of(max_num_seqs=2) as engine:
@@ -323,6 +374,43 @@ def test_generate_keeps_the_order_and_takes_a_config_each(capsys: pytest.Capture
     for prompt, each, result in zip(texts, options, results):
         assert result.prompt_ids == prompt
         assert_same_as_lone(lone_run(models.get("llama"), prompt, each), result, each, "ordered")
+
+
+@pytest.mark.parametrize(
+    ("progress", "has_viewer", "seconds", "is_shown"),
+    [
+        (None, True, 0, True),
+        (None, True, 1e9, False),
+        (None, False, 0, False),
+        (False, True, 0, False),
+        (True, False, 1e9, True),
+    ],
+)
+def test_a_long_call_shows_its_progress(
+    progress: bool | None,
+    has_viewer: bool,
+    seconds: float,
+    is_shown: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(streams, "_has_viewer", lambda: has_viewer)
+    monkeypatch.setattr(streams, "SLOW_SECONDS", seconds)
+    with engine_of() as engine:
+        engine.generate(prompts(3, 5), {"max_new_tokens": 2}, progress=progress)
+    assert ("2/2" in capsys.readouterr().err) == is_shown
+
+
+def test_a_terminal_has_a_viewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not streams._has_viewer()
+    main, terminal = os.openpty()
+    with open(main, "wb"), open(terminal, "w") as file:
+        monkeypatch.setattr(sys, "stderr", file)
+        assert streams._has_viewer()
+    # closed; without a console on Windows; replaced by an object that sends lines to a log
+    for no_terminal in (file, None, types.SimpleNamespace(write=str, flush=str)):
+        monkeypatch.setattr(sys, "stderr", no_terminal)
+        assert not streams._has_viewer()
 
 
 def collect(outputs: list[RequestOutput]) -> dict[str, tuple[list[int], Any]]:
@@ -369,10 +457,16 @@ def test_two_streams_and_steps_beside_them_get_only_their_own() -> None:
         while engine.has_unfinished:
             stepped += engine.step()
         assert_drained(engine)
-    found = [*collect(outputs[0]).values(), *collect(outputs[1]).values(), *collect(stepped).values()]
+    found = [
+        *collect(outputs[0]).values(),
+        *collect(outputs[1]).values(),
+        *collect(stepped).values(),
+    ]
     assert [len(collect(part)) for part in (*outputs, stepped)] == [2, 1, 1]
     for prompt, (tokens, result) in zip(texts, found):
-        assert_same_as_lone(lone_run(models.get("llama"), prompt, GREEDY), result, GREEDY, "two streams")
+        assert_same_as_lone(
+            lone_run(models.get("llama"), prompt, GREEDY), result, GREEDY, "two streams"
+        )
         assert tokens == result.token_ids
 
 
@@ -392,22 +486,29 @@ def test_astream() -> None:
         await stream.aclose()
 
     with engine_of() as engine:
-        found = [value for outputs in asyncio.run(main(engine)) for value in collect(outputs).values()]
+        found = [
+            value for outputs in asyncio.run(main(engine)) for value in collect(outputs).values()
+        ]
         assert_drained(engine)
         asyncio.run(leave_early(engine))
         assert_drained(engine)
     for prompt, (tokens, result) in zip(texts, found):
-        assert_same_as_lone(lone_run(models.get("llama"), prompt, GREEDY), result, GREEDY, "astream")
+        assert_same_as_lone(
+            lone_run(models.get("llama"), prompt, GREEDY), result, GREEDY, "astream"
+        )
         assert tokens == result.token_ids
 
 
 def test_readers_share_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Readers in one event loop take turns: a step serves all of them, and its outputs need no thread each."""
+    """Readers in one event loop take turns: a step serves all of them, and its outputs need no
+    thread each."""
     hops: list[Any] = []
 
     async def to_thread(function: Any, *args: Any) -> Any:
         hops.append(function)
-        return await asyncio.get_running_loop().run_in_executor(None, functools.partial(function, *args))
+        return await asyncio.get_running_loop().run_in_executor(
+            None, functools.partial(function, *args)
+        )
 
     monkeypatch.setattr(asyncio, "to_thread", to_thread)
     texts = prompts(*(3 + i % 7 for i in range(40)))
@@ -433,7 +534,8 @@ def test_readers_share_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         found = asyncio.run(main(engine))
         num_steps = engine.stats().num_steps
         assert num_steps <= 24 + 12, "each reader took steps of its own"
-        assert len(hops) <= num_steps + 2 * len(texts), "each reader waited for each step"  # they begin and end
+        # they begin and end
+        assert len(hops) <= num_steps + 2 * len(texts), "each reader waited for each step"
         assert_drained(engine)
         asyncio.run(cancelled(engine))
         assert_drained(engine)
@@ -441,7 +543,9 @@ def test_readers_share_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not engine._core.readers, "an event loop that has ended is kept"
     for prompt, outputs in zip(texts, found):
         [(tokens, result)] = collect(outputs).values()
-        assert_same_as_lone(lone_run(models.get("llama"), prompt, options), result, options, "readers")
+        assert_same_as_lone(
+            lone_run(models.get("llama"), prompt, options), result, options, "readers"
+        )
         assert tokens == result.token_ids
 
 
@@ -449,10 +553,16 @@ def test_an_option_each() -> None:
     """Seeds and priorities of a call, one per prompt."""
     texts, options = prompts(9, 9, 9, 4), MODES["samples"]
     with engine_of(max_num_seqs=3) as engine:
-        outputs = [o for o in engine.stream(texts, options, seed=[5, None, 6, 5], priority=(3, 2, 1, 0)) if o.finished]
+        outputs = [
+            o
+            for o in engine.stream(texts, options, seed=[5, None, 6, 5], priority=(3, 2, 1, 0))
+            if o.finished
+        ]
         ids = [f"request-{place}" for place in range(4)]
         assert [output.request_id for output in outputs] == ids[::-1]
         results = engine.generate(texts, options, seed=[5, 2**70, 6, 5])
+        counted = engine.generate(texts, options, seed=np.int64(5))
+        streamed = [o.result for o in engine.stream(texts, options, seed=5) if o.result is not None]
         with pytest.raises(ValueError, match="2 values of `seed` were passed for 4 prompts"):
             engine.generate(texts, options, seed=[5, 6])
         assert_drained(engine)
@@ -460,13 +570,34 @@ def test_an_option_each() -> None:
     for place, seed in ((0, 5), (2, 6), (3, 5)):
         expected = lone_run(models.get("llama"), texts[place], options, seed)
         assert_same_as_lone(expected, results[place], options, f"seed {seed}")
+    for place, text in enumerate(texts):  # one seed: prompt number i draws with `seed + i`
+        expected = lone_run(models.get("llama"), text, options, 5 + place)
+        (of_stream,) = (result for result in streamed if result.prompt_ids == text)
+        for result in (counted[place], of_stream):
+            assert_same_as_lone(expected, result, options, f"place {place}")
+
+
+def test_the_seed_after_the_largest_is_the_first() -> None:
+    text, options = prompts(9)[0], MODES["samples"]
+    with engine_of() as engine:
+        results = engine.generate([text] * 3, options, seed=2**64 - 2)
+        refused = [
+            engine.generate([text] * 2, options, seed=seed) for seed in (2**64, -(2**63) - 1)
+        ]
+    for result, seed in zip(results, (2**64 - 2, 2**64 - 1, 0)):
+        assert_same_as_lone(
+            lone_run(models.get("llama"), text, options, seed), result, options, f"seed {seed}"
+        )
+    assert all("`seed`" in str(result.error) for pair in refused for result in pair)
 
 
 def test_threads() -> None:
     texts = prompts(*range(3, 27, 2))
     expected = [lone_run(models.get("llama"), prompt, GREEDY) for prompt in texts]
     with engine_of(num_blocks=40) as engine:
-        results = in_threads(*(functools.partial(engine.generate, texts[first::4], GREEDY) for first in range(4)))
+        results = in_threads(
+            *(functools.partial(engine.generate, texts[first::4], GREEDY) for first in range(4))
+        )
         assert_drained(engine)
     for first in range(4):
         for lone, result in zip(expected[first::4], results[first]):
@@ -478,7 +609,12 @@ def test_priorities() -> None:
     texts = prompts(10, 11, 12, 13)
     with engine_of(max_num_seqs=1) as engine:
         for i, (prompt, priority) in enumerate(zip(texts, (0, 2, -1, 1))):
-            engine.add_request(prompt, {"max_new_tokens": 4, "do_sample": False}, request_id=str(i), priority=priority)
+            engine.add_request(
+                prompt,
+                {"max_new_tokens": 4, "do_sample": False},
+                request_id=str(i),
+                priority=priority,
+            )
         ends = [o.request_id for _ in range(40) for o in engine.step() if o.finished]
     assert ends == ["2", "0", "3", "1"]
 
@@ -509,7 +645,8 @@ def test_streamer() -> None:
 @pytest.mark.parametrize("mode", ["greedy", "samples", "beams"])
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 7])
 def test_cancel_at_any_point(mode: str, steps: int) -> None:
-    """Before the first step, within a chunked prompt, while decoding: other requests are unaffected."""
+    """Before the first step, within a chunked prompt, while decoding: other requests are
+    unaffected."""
     texts = prompts(20, 21, 9)
     with engine_of(max_num_batched_tokens=16) as engine:
         for i, prompt in enumerate(texts):
@@ -542,17 +679,21 @@ def test_free_and_context_manager() -> None:
         engine.step()
         engine.free()
         assert engine.has_unfinished, "the end of the request is still to be reported"
-        assert [(o.request_id, o.result.finish_reason) for o in engine.step() if o.result] == [("a", "cancelled")]
+        assert [(o.request_id, o.result.finish_reason) for o in engine.step() if o.result] == [
+            ("a", "cancelled")
+        ]
         assert engine.stats().used_bytes == 0
         result = engine.generate(texts, GREEDY)[1]
-        assert_same_as_lone(lone_run(models.get("llama"), texts[1], GREEDY), result, GREEDY, "after free")
+        assert_same_as_lone(
+            lone_run(models.get("llama"), texts[1], GREEDY), result, GREEDY, "after free"
+        )
         engine.add_request(texts[0], GREEDY)
         engine.step()
     assert len(engine.step()) == 1 and engine.stats().used_blocks == 0
     engine.check_integrity()
 
 
-# ------------------------------------------------------------------------------------------------------- text
+# ------------------------------------------------------------------------------------------- text
 
 TEXTS = [models.corpus()[0], models.corpus()[1][:9], models.corpus()[2][:23]]
 
@@ -566,8 +707,12 @@ def test_text(mode: str) -> None:
         for text, result in zip(TEXTS, (results[name] for name in sorted(results))):
             assert result.prompt_ids == tokenizer(text)["input_ids"]
             for sequence in result.sequences:
-                assert sequence.text == tokenizer.decode(sequence.token_ids, skip_special_tokens=True)
-            pieces = [o.text for o in outputs if o.request_id == result.request_id and o.text is not None]
+                assert sequence.text == tokenizer.decode(
+                    sequence.token_ids, skip_special_tokens=True
+                )
+            pieces = [
+                o.text for o in outputs if o.request_id == result.request_id and o.text is not None
+            ]
             if mode != "beams":
                 assert "".join(pieces) == result.text
                 assert len(pieces) > 3, "nothing came piece by piece"
@@ -605,6 +750,63 @@ def test_streamed_text_never_holds_half_a_character() -> None:
         assert "".join(pieces) == bytes(data[:cut]).decode("utf-8", errors="replace"), cut
 
 
+WORDS = ["it", "n", "'", "t", "n't", "'s", "v", "'v", "e", "ve", ".", ",", "do", "", "' ", "re"]
+MARKS = ["a", " ", " '", "'", "n", " n", "'t", "t", "v", " 'v", "e", "s", " s", ".", " .", " ' "]
+PARTS = ["it", "n", "##n", "'", "##'", "t", "##t", "s", "v", "##e", ".", "##.", "do", "not", "##s"]
+
+
+@pytest.mark.parametrize("kind", ["words", "bytes", "parts"])
+def test_streamed_text_is_that_of_a_tokenizer_that_cleans_up(kind: str) -> None:
+    """Spaces before, and around, such marks are dropped once they are complete."""
+    from hf_paged.batching.results import TextTracker
+
+    tokens = {"words": WORDS, "bytes": [x.replace(" ", "\u0120") for x in MARKS], "parts": PARTS}[
+        kind
+    ]
+    vocabulary = {token: number for number, token in enumerate(["<s>", *tokens])}
+    if kind == "parts":
+        backend = Tokenizer(WordPiece(vocabulary, unk_token="<s>"))
+        backend.decoder = decoders.WordPiece(cleanup=True)
+    else:
+        backend = Tokenizer(WordLevel(vocabulary, unk_token="<s>"))
+        if kind == "bytes":
+            backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", clean_up_tokenization_spaces=True
+    )
+    draw = random.Random(0)
+    num_shown = 0
+    for _ in range(1000):
+        ids = [draw.randrange(len(vocabulary)) for _ in range(draw.randint(1, 12))]
+        tracker = TextTracker(tokenizer)
+        pieces = [tracker.add([token]) for token in ids]
+        num_shown += sum(map(bool, pieces))
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        assert "".join([*pieces, tracker.rest()]) == text, [*vocabulary][ids[0]]
+    assert num_shown > 3000
+
+
+class Halves:
+    """A tokenizer all of whose tokens are halves of characters."""
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+        return "\N{REPLACEMENT CHARACTER}" * len(token_ids)
+
+
+def test_the_end_of_a_request_streams_the_text_that_was_held_back() -> None:
+    with PagedEngine(models.get("llama"), SMALL, tokenizer=Halves()) as engine:
+        for name in ("done", "cancelled"):
+            engine.add_request(prompts(9)[0], GREEDY, request_id=name)
+        outputs = [output for _ in range(3) for output in engine.step()]
+        engine.cancel("cancelled")
+        while engine.has_unfinished:
+            outputs += engine.step()
+    for name in ("done", "cancelled"):
+        own = [output for output in outputs if output.request_id == name]
+        assert own[-1].result is not None and own[-1].result.text
+        assert "".join(output.text or "" for output in own) == own[-1].result.text
+
+
 def test_streamer_of_transformers_gives_the_same_text() -> None:
     tokenizer = models.tokenizer()
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -638,5 +840,8 @@ def test_made_up_ids_avoid_those_in_use() -> None:
 
 def test_eos_ids_are_those_of_the_test() -> None:
     """The shared options do end texts early; otherwise the tests above would show little."""
-    rows = [lone_run(models.get("llama"), prompt, MODES["greedy_eos"])[0] for prompt in prompts(1, 9, 17, 26)]
+    rows = [
+        lone_run(models.get("llama"), prompt, MODES["greedy_eos"])[0]
+        for prompt in prompts(1, 9, 17, 26)
+    ]
     assert any(len(row) < 30 and row[-1] in MANY_ENDS for row in rows)

@@ -1,4 +1,5 @@
-"""Arguments that `PagedEngine` accepts and refuses: misplaced options, padded prompts, `generate`-only options."""
+"""Arguments that `PagedEngine` accepts and refuses: misplaced options, padded prompts,
+`generate`-only options."""
 
 from __future__ import annotations
 
@@ -8,26 +9,42 @@ from typing import Any
 import pytest
 import torch
 from transformers import CompileConfig, GenerationConfig
+from transformers.generation import configuration_utils
 
 from hf_paged import PagedEngine
 from tests.batching.test_engine import Recorder, engine_of
 from tests.support import models
-from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, prompts, run_all
+from tests.support.engine_helpers import (
+    MODES,
+    assert_drained,
+    assert_same_as_lone,
+    lone_run,
+    prompts,
+    run_all,
+)
 
 GREEDY = MODES["greedy"]
 
 
-# ------------------------------------------------------------------------------------------------ arguments of a call
+# ---------------------------------------------------------------------------- arguments of a call
 
 
 @pytest.mark.parametrize("method", ["generate", "stream", "astream"])
 def test_generation_options_beside_the_config_are_a_type_error_at_once(method: str) -> None:
     with engine_of() as engine:
-        with pytest.raises(TypeError, match=r"unknown arguments \['max_new_tokens'\].*`generation_config`"):
+        with pytest.raises(TypeError, match=r"no argument `max_new_tokens`.*`generation_config`"):
             getattr(engine, method)([[5, 6, 7]], max_new_tokens=5)
         assert not engine.has_unfinished
-        options = {"seed": 3, "return_logprobs": True, "priority": 1, "logits_processor": [], "stopping_criteria": []}
-        (result,) = engine.generate([[5, 6, 7]], GREEDY, request_id="one", streamer=None, adapter=None, **options)
+        options = {
+            "seed": 3,
+            "return_logprobs": True,
+            "priority": 1,
+            "logits_processor": [],
+            "stopping_criteria": [],
+        }
+        (result,) = engine.generate(
+            [[5, 6, 7]], GREEDY, request_id="one", streamer=None, adapter=None, **options
+        )
         assert result.request_id == "one" and result.error is None
 
 
@@ -36,7 +53,9 @@ def test_what_is_one_requests_cannot_be_passed_for_several(argument: dict[str, A
     (name,) = argument
     with engine_of() as engine:
         for method in (engine.generate, engine.stream):
-            with pytest.raises(ValueError, match=f"`{name}` is one request's, and there are 2 prompts"):
+            with pytest.raises(
+                ValueError, match=f"`{name}` is for one request, and there are 2 prompts"
+            ):
                 method([[5, 6], [7, 8]], GREEDY, **argument)
         assert not engine.has_unfinished
         assert engine.generate([[5, 6]], GREEDY, **argument)[0].error is None
@@ -77,7 +96,7 @@ def test_a_refused_request_keeps_the_id_that_it_was_given() -> None:
         assert isinstance(result.request_id, str) and "hashable" in str(result.error)
 
 
-# -------------------------------------------------------------------------------------------------- prompts as a batch
+# ----------------------------------------------------------------------------- prompts as a batch
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -95,11 +114,17 @@ def test_a_padded_batch_with_its_mask(side: str) -> None:
 
     with engine_of() as engine:
         results = engine.generate(ids, GREEDY, attention_mask=mask)
-        streamed = [o.result for o in engine.stream(ids, GREEDY, attention_mask=mask.bool().tolist()) if o.finished]
+        streamed = [
+            o.result
+            for o in engine.stream(ids, GREEDY, attention_mask=mask.bool().tolist())
+            if o.finished
+        ]
         awaited = asyncio.run(read(engine))
         as_they_are = engine.generate(ids, GREEDY)
         assert_drained(engine)
-    for prompt, row, *found, padded in zip(texts, ids.tolist(), results, streamed, awaited, as_they_are):
+    for prompt, row, *found, padded in zip(
+        texts, ids.tolist(), results, streamed, awaited, as_they_are
+    ):
         for result in found:
             assert result.prompt_ids == prompt
             assert_same_as_lone(lone_run(models.get("llama"), prompt, GREEDY), result, GREEDY, side)
@@ -110,7 +135,11 @@ def test_a_padded_batch_with_its_mask(side: str) -> None:
     ("batch", "mask", "message"),
     [
         (torch.full((2, 3), 5), torch.ones(2, 4), "other lengths than `input_ids`"),
-        (torch.full((2, 3), 5), torch.tensor([[1, 1, 1], [1, 0, 1]]), "hides tokens inside of row 1"),
+        (
+            torch.full((2, 3), 5),
+            torch.tensor([[1, 1, 1], [1, 0, 1]]),
+            "hides tokens inside of row 1",
+        ),
         ([[5, 6], [7, 8]], torch.ones(2, 2), "one tensor of shape"),
     ],
 )
@@ -126,15 +155,21 @@ def test_a_row_that_is_all_padding_is_an_empty_prompt() -> None:
     assert good.error is None and "empty" in str(empty.error)
 
 
-# ---------------------------------------------------------------------------------- what the engine has no use for
+# ----------------------------------------------------------------- what the engine has no use for
 
 
 @pytest.mark.parametrize("mode", ["sample", "beams"])
 @pytest.mark.parametrize("name", ["output_scores", "output_logits", "return_dict_in_generate"])
 def test_outputs_of_generate_are_refused_in_a_requests_config(name: str, mode: str) -> None:
     with engine_of() as engine:
-        for config in ({**MODES[mode], name: True}, GenerationConfig(**MODES[mode], **{name: True})):
-            with pytest.raises(ValueError, match=f"`{name}` is for `generate`.*`return_logprobs=True`"):
+        for config in (
+            {**MODES[mode], name: True},
+            GenerationConfig(**MODES[mode], **{name: True}),
+        ):
+            with pytest.raises(
+                ValueError,
+                match=f"`{name}` is True: an engine has no such outputs.*`return_logprobs=True`",
+            ):
                 engine.add_request([5, 6], config)
         assert engine.generate([[5, 6]], {**MODES[mode], name: False})[0].error is None
 
@@ -151,7 +186,7 @@ def test_outputs_of_generate_are_refused_in_a_requests_config(name: str, mode: s
 )
 def test_caches_and_forwards_are_the_engines_to_decide(name: str, value: Any) -> None:
     with engine_of() as engine:
-        with pytest.raises(ValueError, match=f"`{name}` is .*`PagedConfig` decides"):
+        with pytest.raises(ValueError, match=f"`{name}` is .*`PagedConfig` says"):
             engine.add_request([5, 6], {**GREEDY, name: value})
         assert not engine.has_unfinished
 
@@ -159,14 +194,24 @@ def test_caches_and_forwards_are_the_engines_to_decide(name: str, value: Any) ->
 @pytest.mark.parametrize("cache", [None, "paged", "dynamic"])
 def test_configs_that_say_what_is_so_anyway_are_taken(cache: str | None) -> None:
     with engine_of() as engine:
-        assert engine.generate([[5, 6]], {**GREEDY, "cache_implementation": cache, "use_cache": True})[0].error is None
+        assert (
+            engine.generate([[5, 6]], {**GREEDY, "cache_implementation": cache, "use_cache": True})[
+                0
+            ].error
+            is None
+        )
 
 
 @pytest.mark.parametrize("mode", ["greedy", "samples", "beams"])
 def test_what_the_models_own_config_says_for_generate_is_no_obstacle(mode: str) -> None:
     model, prompt = models.build("llama"), prompts(9)[0]
     expected = lone_run(model, prompt, MODES[mode], 1)
-    own = {"output_scores": True, "output_logits": True, "output_attentions": True, "return_dict_in_generate": True}
+    own = {
+        "output_scores": True,
+        "output_logits": True,
+        "output_attentions": True,
+        "return_dict_in_generate": True,
+    }
     model.generation_config.update(**own, use_cache=False, cache_implementation="static")
     with PagedEngine(model, {"block_size": 8}) as engine:
         engine.add_request(prompt, MODES[mode], request_id="a", seed=1)
@@ -175,8 +220,51 @@ def test_what_the_models_own_config_says_for_generate_is_no_obstacle(mode: str) 
         decodings = [entry.decoding for entry in engine._core.requests.values()]
         for name, result in run_all(engine).items():
             assert_same_as_lone(expected, result, MODES[mode], name)
-        assert not any(decoding.scores or decoding.raw_logits for decoding in decodings), "kept without a reader"
+        assert not any(decoding.scores or decoding.raw_logits for decoding in decodings), (
+            "kept without a reader"
+        )
     assert all(getattr(model.generation_config, name) for name in own)
+
+
+OF_THE_MODEL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "samples": ({"do_sample": True}, {"num_return_sequences": 3, "top_p": 0.9}),
+    "beams": (
+        {"num_beams": 4, "do_sample": False},
+        {"num_return_sequences": 3, "length_penalty": 2.0},
+    ),
+    "fewer": ({"do_sample": True, "num_return_sequences": 3}, {"num_return_sequences": 2}),
+}
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+@pytest.mark.parametrize("name", OF_THE_MODEL)
+def test_options_are_validated_with_the_models_own(
+    name: str, is_saved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, options = OF_THE_MODEL[name]
+    model, prompt = models.build("llama"), prompts(9)[0]
+    model.generation_config.update(**own)
+    options = {**options, "max_new_tokens": 6}
+    expected = lone_run(model, prompt, options, 3)
+    given = {**GenerationConfig().to_dict(), **options} if is_saved else options
+    warnings: list[str] = []
+    monkeypatch.setattr(configuration_utils.logger, "warning_once", warnings.append)
+    with PagedEngine(model, {"block_size": 8}) as engine:
+        (result,) = engine.generate([prompt], given, seed=3)
+    assert_same_as_lone(expected, result, options, name)
+    assert not warnings
+
+
+def test_options_that_the_models_own_make_invalid_are_refused_as_by_generate() -> None:
+    model = models.build("llama")
+    model.generation_config.update(do_sample=True, num_return_sequences=3)
+    with PagedEngine(model) as engine:
+        for options in ({"do_sample": False}, {"num_beams": 2}):
+            with pytest.raises(ValueError) as plain:
+                model.generate(torch.tensor([[5, 6]]), max_new_tokens=2, **options)
+            with pytest.raises(ValueError) as ours:
+                engine.add_request([5, 6], {**options, "max_new_tokens": 2})
+            assert str(ours.value) == str(plain.value)
 
 
 def test_none_in_a_dict_is_none_as_a_keyword_of_generate() -> None:
@@ -188,14 +276,23 @@ def test_none_in_a_dict_is_none_as_a_keyword_of_generate() -> None:
     options: list[dict[str, Any]] = [
         {"max_new_tokens": 8, "eos_token_id": None},
         {"max_new_tokens": 8, "max_length": None},
-        {"max_new_tokens": 8, "eos_token_id": None, "do_sample": True, "top_k": None, "temperature": 5.0},
+        {
+            "max_new_tokens": 8,
+            "eos_token_id": None,
+            "do_sample": True,
+            "top_k": None,
+            "temperature": 5.0,
+        },
         {"max_new_tokens": None, "eos_token_id": None},
     ]
     with PagedEngine(model) as engine:
         for each in options:
             torch.manual_seed(3)
             expected = model.generate(ids, **each)[0, 3:].tolist()
-            for prompt in (ids[0].tolist(), {"input_ids": ids, "position_ids": torch.arange(3)[None]}):
+            for prompt in (
+                ids[0].tolist(),
+                {"input_ids": ids, "position_ids": torch.arange(3)[None]},
+            ):
                 (result,) = engine.generate([prompt], each, seed=3)
                 assert result.error is None and result.sequences[0].token_ids == expected, each
         for name in ("num_beams", "num_return_sequences", "max_length"):  # plain raises a TypeError

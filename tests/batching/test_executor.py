@@ -17,7 +17,13 @@ from tests.support import models
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_inputs import make_inputs
 from tests.support.architecture_media import media_rows
-from tests.support.engine_helpers import assert_drained, assert_same_as_lone, lone_run, prompts, run_all
+from tests.support.engine_helpers import (
+    assert_drained,
+    assert_same_as_lone,
+    lone_run,
+    prompts,
+    run_all,
+)
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24}
 LENGTH = 30  # tokens from which on a mask is dense: more than the self-check has
@@ -31,7 +37,10 @@ class DenseAfter:
         self.forward, self.length = attention.forward, length
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs["attention_mask"] is not None and int(kwargs["position_ids"].max()) >= self.length:
+        if (
+            kwargs["attention_mask"] is not None
+            and int(kwargs["position_ids"].max()) >= self.length
+        ):
             kwargs["attention_mask"] = kwargs["attention_mask"].clone()
         return self.forward(*args, **kwargs)
 
@@ -80,7 +89,9 @@ CALLS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_call_goes_on(name: str, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     model, options = make_dense(models.build(name)), CALLS[kind]
-    inputs = models.prompt(name, 1, 13) if kind == "lookup" else models.padded_prompt(name, (13, 9, 21))
+    inputs = (
+        models.prompt(name, 1, 13) if kind == "lookup" else models.padded_prompt(name, (13, 9, 21))
+    )
     torch.manual_seed(0)
     expected = model.generate(**inputs, **options)
     torch.manual_seed(0)
@@ -94,7 +105,9 @@ def test_a_call_goes_on(name: str, kind: str, caplog: pytest.LogCaptureFixture) 
     hf_paged.check_integrity(model)
 
 
-def test_the_next_call_is_not_packed_while_the_model_stays_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_next_call_is_not_packed_while_the_model_stays_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model, inputs = make_dense(models.build("llama")), models.padded_prompt("llama")
     expected = model.generate(**inputs, **GREEDY)
     reasons = []
@@ -102,7 +115,10 @@ def test_the_next_call_is_not_packed_while_the_model_stays_so(caplog: pytest.Log
         assert torch.equal(model.generate(**inputs, **GREEDY, **models.PAGED), expected)
         reasons.append(last_route(model).reason)
     assert "not packed" not in reasons[0]
-    assert all("not packed: packed, its forward fails: the attention mask is a dense" in x for x in reasons[1:])
+    assert all(
+        "not packed: packed, its forward fails: the attention mask is a dense" in x
+        for x in reasons[1:]
+    )
     assert len(warnings_of(caplog)) == 1
     undo(model)
     assert torch.equal(model.generate(**inputs, **GREEDY, **models.PAGED), expected)
@@ -121,24 +137,35 @@ def test_a_returned_cache_of_such_a_call_can_be_continued() -> None:
         mask = torch.ones_like(ids)
         mask[:, : inputs["attention_mask"].shape[1]] = inputs["attention_mask"]
         cache = output.past_key_values
-        texts.append(model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False))
+        texts.append(
+            model.generate(
+                ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False
+            )
+        )
     assert torch.equal(*texts)
 
 
 def test_requests_of_an_engine_go_on(caplog: pytest.LogCaptureFixture) -> None:
-    """Among them are some with drafts, with prompt log-probabilities, and some that are added later, in chunks."""
+    """Among them are some with drafts, with prompt log-probabilities, and some that are added
+    later, in chunks."""
     model = make_dense(models.build("gemma3"))
     texts = prompts(9, 14, 21, 25, 60, 11)
     lone = [lone_run(model, text, GREEDY) for text in texts]
     with torch.no_grad():
         logits = model(torch.tensor([texts[4]])).logits[0].log_softmax(-1)
     logprobs = logits[:-1].gather(1, torch.tensor(texts[4][1:])[:, None])[:, 0]
-    with PagedEngine(model, PagedConfig(block_size=8, max_num_batched_tokens=16, speculation="ngram")) as engine:
+    with PagedEngine(
+        model, PagedConfig(block_size=8, max_num_batched_tokens=16, speculation="ngram")
+    ) as engine:
         for number, text in enumerate(texts[:3]):
             engine.add_request(text, GREEDY, request_id=str(number))
         results = {}
         while engine.has_unfinished and not warnings_of(caplog):
-            results |= {output.request_id: output.result for output in engine.step() if output.result is not None}
+            results |= {
+                output.request_id: output.result
+                for output in engine.step()
+                if output.result is not None
+            }
         assert len(results) < 3, results
         engine.check_integrity()
         for number, text in enumerate(texts[3:], 3):
@@ -146,10 +173,14 @@ def test_requests_of_an_engine_go_on(caplog: pytest.LogCaptureFixture) -> None:
         run_all(engine, results)
         for number, expected in enumerate(lone):
             assert_same_as_lone(expected, results[str(number)], GREEDY, str(number))
-        torch.testing.assert_close(torch.tensor(results["4"].prompt_logprobs[1:]), logprobs, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(
+            torch.tensor(results["4"].prompt_logprobs[1:]), logprobs, atol=1e-3, rtol=1e-3
+        )
         assert_drained(engine)
         (result,) = engine.generate(texts[:1], GREEDY)  # in rectangles
-        assert_same_as_lone(lone[0], result, GREEDY, "later") and "not packed" in engine.route.reason
+        assert_same_as_lone(
+            lone[0], result, GREEDY, "later"
+        ) and "not packed" in engine.route.reason
         undo(model)
         (result,) = engine.generate(texts[:1], GREEDY)
         assert_same_as_lone(lone[0], result, GREEDY, "packed again")
@@ -174,12 +205,19 @@ def test_the_loop_packs_again_once_it_begins_with_the_model_as_it_was() -> None:
         assert_same_as_lone(lone, result, GREEDY, "unchanged")
 
 
-@pytest.mark.parametrize("name", ["LlavaForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"])
+@pytest.mark.parametrize(
+    "name", ["LlavaForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"]
+)
 def test_pictures_go_on(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """Also with three position axes."""
     model = tiny_model(getattr(transformers, name))
-    rows = [{key: x for key, x in row.items() if key != "attention_mask"} for row in media_rows(model)["image"]]
-    lone = [model.generate(**row, **GREEDY)[0, row["input_ids"].shape[1] :].tolist() for row in rows]
+    rows = [
+        {key: x for key, x in row.items() if key != "attention_mask"}
+        for row in media_rows(model)["image"]
+    ]
+    lone = [
+        model.generate(**row, **GREEDY)[0, row["input_ids"].shape[1] :].tolist() for row in rows
+    ]
     inputs = make_inputs(model)["image"]
     expected = model.generate(**inputs, **GREEDY)
     changes = [At(3, lambda: make_dense(model, 0))]
@@ -216,13 +254,17 @@ def test_dropout_that_is_switched_on_ends_no_request(is_engine: bool) -> None:
     expected = model.generate(**inputs, **GREEDY, logits_processor=changes)
     model.eval()
     torch.manual_seed(0)
-    actual = model.generate(**inputs, **GREEDY, **models.PAGED, logits_processor=[At(4, model.train)])
+    actual = model.generate(
+        **inputs, **GREEDY, **models.PAGED, logits_processor=[At(4, model.train)]
+    )
     assert torch.equal(actual, expected), "all rows are open to the end: the same numbers are drawn"
     model.generate(**inputs, **GREEDY, **models.PAGED)
     assert "training mode" in last_route(model).reason
     model.eval()
     model.generate(**inputs, **GREEDY, **models.PAGED)
-    assert "packed forwards" in last_route(model).reason and "not on" not in last_route(model).reason
+    assert (
+        "packed forwards" in last_route(model).reason and "not on" not in last_route(model).reason
+    )
 
 
 @pytest.mark.parametrize("from_folders", [False, True], ids=["own", "folders"])
@@ -238,7 +280,9 @@ def test_rows_with_adapters_go_on(from_folders: bool, tmp_path: Path) -> None:
     with PagedEngine(model, PagedConfig(block_size=8)) as engine:
         for number, (text, name) in enumerate(zip(texts, names)):
             changes = [At(3, lambda: make_dense(base, 0))] if number == 1 else []
-            engine.add_request(text, GREEDY, request_id=str(number), adapter=name, logits_processor=changes)
+            engine.add_request(
+                text, GREEDY, request_id=str(number), adapter=name, logits_processor=changes
+            )
         results = run_all(engine)
         for number, expected in enumerate(lone):
             assert_same_as_lone(expected, results[str(number)], GREEDY, str(number))

@@ -1,4 +1,5 @@
-"""`Generation`: rows whose logits are gathered before they advance, and rows that advance one by one."""
+"""`Generation`: rows whose logits are gathered before they advance, and rows that advance one by
+one."""
 
 from __future__ import annotations
 
@@ -30,14 +31,18 @@ class Rows:
 
 
 def make(open_rows: list[int], num_requests: int = 3) -> Generation:
-    requests = [Request(i, [Sequence([1])], 9, num_rows=3 // num_requests) for i in range(num_requests)]
+    requests = [
+        Request(i, [Sequence([1])], 9, num_rows=3 // num_requests) for i in range(num_requests)
+    ]
     per = 3 // num_requests
     return Generation(Rows(open_rows), [(requests[row // per], row % per) for row in range(3)])
 
 
 def test_logits_that_come_together_are_handed_out_at_once() -> None:
     following = make([0, 1, 2]).add_logits(LOGITS, {0: 2, 1: 3, 2: 4})
-    assert following is not None and following.data_ptr() == LOGITS[2].data_ptr(), "a view needs no copy"
+    assert following is not None and following.data_ptr() == LOGITS[2].data_ptr(), (
+        "a view needs no copy"
+    )
     assert torch.equal(following, LOGITS[2:5])
     found = make([0, 2]).add_logits(LOGITS, {0: 5, 2: 1})
     assert found is not None and torch.equal(found, LOGITS[[5, 1]])
@@ -87,7 +92,8 @@ def test_what_is_closed_hands_out_nothing() -> None:
 
 
 def test_rows_go_on_one_by_one_all_at_once_for_who_looks_meanwhile() -> None:
-    """The thread of a row's call may ask at any moment whether the row is done; the first row is."""
+    """The thread of a row's call may ask at any moment whether the row is done; the first row
+    is."""
     generation = make([1, 2])
 
     class Looking(Rows):

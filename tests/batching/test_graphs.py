@@ -1,4 +1,5 @@
-"""Captured decode steps on the CPU: all but the device's graph object, which `FakeGraphs` replaces."""
+"""Captured decode steps on the CPU: all but the device's graph object, which `FakeGraphs`
+replaces."""
 
 from __future__ import annotations
 
@@ -29,15 +30,30 @@ from hf_paged.step import NotCapturable
 from hf_paged.tape.record import NothingUnrecorded
 from tests.batching.test_runner import SIZE, Row, assert_close, tokens
 from tests.support import models
-from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, prompts
-from tests.support.graph_helpers import CapturedBench, FakeGraphs, addresses_of, graphs_of, results, use_fake_graphs
+from tests.support.engine_helpers import (
+    MODES,
+    assert_drained,
+    assert_same_as_lone,
+    lone_run,
+    prompts,
+    run_all,
+)
+from tests.support.graph_helpers import (
+    CapturedBench,
+    FakeGraphs,
+    graphs_of,
+    results,
+    use_fake_graphs,
+)
 from tests.support.precision import BY_BACKEND, LEGACY, default_precision
 
 NAMES = ("llama", "gemma3")  # one group; sliding window and full attention
 CONFIG = PagedConfig(block_size=SIZE, max_num_batched_tokens=40)
 GREEDY = {"do_sample": False, "eos_token_id": None}
 
-pytestmark = pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler: nothing reads lengths from tensors")
+pytestmark = pytest.mark.skipif(
+    not cpp.is_available(), reason="no C++ compiler: nothing reads lengths from tensors"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +81,7 @@ def _need_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(kernels.VARIABLE, "triton")
 
 
-# ------------------------------------------------------------------------------------------------------------ sizes
+# ------------------------------------------------------------------------------------------ sizes
 
 
 def test_buckets() -> None:
@@ -76,26 +92,52 @@ def test_buckets() -> None:
     assert len(set(sizes[:256])) == 27 <= recording.MAX_GRAPHS
 
 
-# ----------------------------------------------------------------------------------------------------------- parity
+# ----------------------------------------------------------------------------------------- parity
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_engine_gives_plain_tokens(name: str, graphs: FakeGraphs) -> None:
-    """Rows of several lengths end and join, so that sizes change both ways; blocks leave windows."""
+    """Rows of several lengths end and join, so that sizes change both ways; blocks leave
+    windows."""
     model = models.get(name)
     lengths = [(5, 40), (19, 12), (9, 26), (1, 31), (12, 20), (30, 9), (3, 17)]
     jobs: list[Any] = []
     for number, (prompt, new) in enumerate(lengths):
-        jobs.append((prompts(prompt, seed=number)[0], {"generation_config": {**GREEDY, "max_new_tokens": new}}))
+        jobs.append(
+            (
+                prompts(prompt, seed=number)[0],
+                {"generation_config": {**GREEDY, "max_new_tokens": new}},
+            )
+        )
     with PagedEngine(model, CONFIG) as engine:
-        graphs.addresses = addresses_of(model, lambda: engine.memory)
         found = results(engine, jobs, later=3)
         stats = engine.stats()
         assert stats.num_captured_steps == graphs.num_replays > stats.num_steps / 2
         assert {key.sizes.decodes for key in keys(engine)} >= {1, 2, 4}
         assert_drained(engine)
     for (prompt, options), result in zip(jobs, found):
-        assert_same_as_lone(lone_run(model, prompt, options["generation_config"]), result, GREEDY, name)
+        assert_same_as_lone(
+            lone_run(model, prompt, options["generation_config"]), result, GREEDY, name
+        )
+
+
+def test_graphs_are_replayed_while_an_assistant_takes_memory(graphs: FakeGraphs) -> None:
+    model, (prompt, other), options = (
+        models.get("llama"),
+        prompts(9, 12),
+        {**GREEDY, "max_new_tokens": 24},
+    )
+    with PagedEngine(model, PagedConfig(block_size=64, num_blocks=8)) as engine:
+        first = engine.add_request(prompt, options)
+        for _ in range(8):
+            engine.step()
+        (graph,), num_replays = graphs.graphs, graphs.num_replays
+        engine.add_request(
+            other, {**options, "max_new_tokens": 4}, assistant_model=models.get_assistant("llama")
+        )
+        found = run_all(engine)
+        assert graph.num_replays > num_replays and len(engine.memory.groups) == 2
+    assert_same_as_lone(lone_run(model, prompt, options), found[first], options, "first")
 
 
 @pytest.mark.parametrize("mode", ["greedy_eos", "samples", "beams_eos"])
@@ -121,7 +163,11 @@ def test_generate_gives_plain_tokens(mode: str, graphs: FakeGraphs) -> None:
 def test_scores_are_not_overwritten_by_the_next_step(graphs: FakeGraphs) -> None:
     model, inputs = models.build("llama"), models.prompt("llama", 2)
     options: dict[str, Any] = dict(
-        do_sample=False, max_new_tokens=60, return_dict_in_generate=True, output_scores=True, output_logits=True
+        do_sample=False,
+        max_new_tokens=60,
+        return_dict_in_generate=True,
+        output_scores=True,
+        output_logits=True,
     )
     expected = model.generate(**inputs, **options)
     found = generate(model, inputs, **options)
@@ -131,16 +177,22 @@ def test_scores_are_not_overwritten_by_the_next_step(graphs: FakeGraphs) -> None
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_triton_kernels_read_the_buffers(name: str, graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_kernels_read_the_buffers(
+    name: str, graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layers = {"layer_types": ["sliding_attention", "full_attention"]} if name == "gemma3" else {}
     bench = CapturedBench(models.build(name, num_hidden_layers=1 + len(layers), **layers), graphs)
     rows = [Row(tokens(60, seed), bench) for seed in range(3)]
-    bench.run([row.take(SIZE - 3 + 4 * n) for n, row in enumerate(rows)])  # around the end of the window and of a block
+    # around the end of the window and of a block
+    bench.run([row.take(SIZE - 3 + 4 * n) for n, row in enumerate(rows)])
     _need_triton(monkeypatch)
     bench.begin()
     for _ in range(4):
         assert_close(bench.decode(*rows), [bench.plain(row) for row in rows])
-    assert bench.runner.num_captured_steps == 3 and 0 in graphs.graphs[-1].run.args[1]._groups[0].seq_lens.device  # type: ignore
+    assert (
+        bench.runner.num_captured_steps == 3
+        and 0 in graphs.graphs[-1].run.args[1]._groups[0].seq_lens.device
+    )  # type: ignore
 
 
 def test_autocast(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +214,7 @@ def test_autocast(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [key.variant[1] for key in keys(bench)] == [None, torch.bfloat16]  # type: ignore[index]
 
 
-# -------------------------------------------------------------------------------------------------------------- rows
+# ------------------------------------------------------------------------------------------- rows
 
 
 def test_padding_writes_nothing(graphs: FakeGraphs) -> None:
@@ -174,11 +226,13 @@ def test_padding_writes_nothing(graphs: FakeGraphs) -> None:
     bench.decode(*rows[:5])
     items = [row.take(1) for row in rows[:5]]
     layers = bench.groups[0].storage.layers.values()
-    before = [layer.data[0].view(torch.int32).clone() for layer in layers]  # unwritten memory may be NaN
+    # unwritten memory may be NaN
+    before = [layer.data[0].view(torch.int32).clone() for layer in layers]
     bench.run(items)
     assert graphs.num_replays == 3 and [key.sizes.decodes for key in keys(bench)] == [8]
     for layer, old in zip(layers, before):
-        changed = (layer.data[0].view(torch.int32) != old).any(dim=3).any(dim=1)  # [num_blocks, block_size]
+        # [num_blocks, block_size]
+        changed = (layer.data[0].view(torch.int32) != old).any(dim=3).any(dim=1)
         assert changed.sum() == 5
 
 
@@ -193,10 +247,14 @@ def test_a_larger_graph_serves_until_there_is_one_of_the_size(
     monkeypatch.setattr(recording, "MIN_USES", 3)
     for number in range(5):
         assert_close(bench.decode(*rows[:2]), [bench.plain(row) for row in rows[:2]])
-        assert [graph.num_replays for graph in graphs.graphs] == ([1 + number + 1] if number < 3 else [4, number - 2])
+        assert [graph.num_replays for graph in graphs.graphs] == (
+            [1 + number + 1] if number < 3 else [4, number - 2]
+        )
 
 
-def test_the_graph_used_longest_ago_goes_first(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_graph_used_longest_ago_goes_first(
+    graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(recording, "MAX_GRAPHS", 2)
     bench = CapturedBench(models.get("llama"), graphs)
     rows = [Row(tokens(40, seed), bench) for seed in range(4)]
@@ -206,7 +264,7 @@ def test_the_graph_used_longest_ago_goes_first(graphs: FakeGraphs, monkeypatch: 
     assert [key.sizes.decodes for key in keys(bench)] == [1, 4]
 
 
-# ----------------------------------------------------------------------------------------------- what graphs depend on
+# -------------------------------------------------------------------------- what graphs depend on
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -218,13 +276,23 @@ def test_wider_tables_need_another_graph(name: str, graphs: FakeGraphs) -> None:
     for _ in range(60):
         assert_close(bench.decode(row, other), [bench.plain(row), bench.plain(other)])
     full = bench.runner.windows.index(None)
-    assert sorted(key.sizes.widths[full] for key in keys(bench)) == [1, 2, 4, 8, 16][: len(graphs.graphs)]
-    assert max(key.sizes.widths[full] for key in keys(bench)) >= len(row.blocks.tables[full].block_ids) > 4
+    assert (
+        sorted(key.sizes.widths[full] for key in keys(bench))
+        == [1, 2, 4, 8, 16][: len(graphs.graphs)]
+    )
+    assert (
+        max(key.sizes.widths[full] for key in keys(bench))
+        >= len(row.blocks.tables[full].block_ids)
+        > 4
+    )
     if name == "gemma3":
-        assert max(key.sizes.widths[1 - full] for key in keys(bench)) == 2  # blocks leave the window
+        # blocks leave the window
+        assert max(key.sizes.widths[1 - full] for key in keys(bench)) == 2
 
 
-def test_tables_start_wide_enough_for_short_texts(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_start_wide_enough_for_short_texts(
+    graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(recording, "MIN_TABLE_TOKENS", 128)
     bench = CapturedBench(models.get("llama"), graphs)
     row = Row(tokens(80, 0), bench)
@@ -280,7 +348,9 @@ def _replace_buffer(model: Any) -> None:
     model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 0.5
 
 
-@pytest.mark.parametrize("change", [_replace_weight, _replace_module, _set_attribute, _replace_buffer])
+@pytest.mark.parametrize(
+    "change", [_replace_weight, _replace_module, _set_attribute, _replace_buffer]
+)
 def test_another_model_needs_another_graph(change: Any, graphs: FakeGraphs) -> None:
     model, inputs = models.build("llama"), models.prompt("llama")
     options: dict[str, Any] = dict(do_sample=False, max_new_tokens=50)
@@ -307,7 +377,13 @@ def test_addresses_of_a_model() -> None:
         model.lm_head.weight.mul_(2)
     assert now() == first
     found = {first}
-    changes = (_replace_weight, _replace_module, _set_attribute, _replace_buffer, lambda model: model.model.train())
+    changes = (
+        _replace_weight,
+        _replace_module,
+        _set_attribute,
+        _replace_buffer,
+        lambda model: model.model.train(),
+    )
     for change in changes:
         change(model)
         found.add(now())
@@ -342,7 +418,10 @@ def _precision(setter: Callable[[], None]) -> Iterator[None]:
 
 cuda, matmul = torch.backends.cuda, torch.backends.cuda.matmul
 SETTINGS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
-    **{name: functools.partial(_precision, setter) for name, setter in (BY_BACKEND | LEGACY).items()},
+    **{
+        name: functools.partial(_precision, setter)
+        for name, setter in (BY_BACKEND | LEGACY).items()
+    },
     "fp16 sums": lambda: _set(matmul, "allow_fp16_reduced_precision_reduction", False),
     "bf16 sums": lambda: _set(matmul, "allow_bf16_reduced_precision_reduction", False),
     "fp16 accumulation": lambda: _set(matmul, "allow_fp16_accumulation", True),
@@ -357,10 +436,14 @@ SETTINGS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "mkldnn off": lambda: _set(torch.backends.mkldnn, "enabled", False),
     "mkldnn deterministic": lambda: _set(torch.backends.mkldnn, "deterministic", True),
     "mha": lambda: _switched(torch.backends.mha.set_fastpath_enabled, False, True),
-    "einsum": lambda: _set(torch.backends.opt_einsum, "enabled", not torch.backends.opt_einsum.enabled),
+    "einsum": lambda: _set(
+        torch.backends.opt_einsum, "enabled", not torch.backends.opt_einsum.enabled
+    ),
     "deterministic": lambda: _switched(torch.use_deterministic_algorithms, True, False),
     "dtype": lambda: _switched(torch.set_default_dtype, torch.float64, torch.float32),
-    "threads": lambda: _switched(torch.set_num_threads, torch.get_num_threads() + 1, torch.get_num_threads()),
+    "threads": lambda: _switched(
+        torch.set_num_threads, torch.get_num_threads() + 1, torch.get_num_threads()
+    ),
     "kernels": lambda: pytest.MonkeyPatch.context(),
 }
 
@@ -422,9 +505,11 @@ def test_every_adapter_has_its_graphs(graphs: FakeGraphs, monkeypatch: pytest.Mo
 
     model = lora_model()
     prompt, options = prompts(12)[0], {**GREEDY, "max_new_tokens": 16}
-    jobs = [(prompt, {"generation_config": options, "adapter": adapter}) for adapter in (*ADAPTERS, "first")]
+    jobs = [
+        (prompt, {"generation_config": options, "adapter": adapter})
+        for adapter in (*ADAPTERS, "first")
+    ]
     with PagedEngine(model, CONFIG) as engine:
-        graphs.addresses = addresses_of(model, lambda: engine.memory)
         for _ in range(4):
             for batch in (*([job] for job in jobs[:3]), jobs):
                 for (_, job), result in zip(batch, results(engine, batch)):
@@ -435,12 +520,14 @@ def test_every_adapter_has_its_graphs(graphs: FakeGraphs, monkeypatch: pytest.Mo
         assert set(ADAPTERS) == {variant for variant in found if isinstance(variant, str)}
         ranges = next(variant for variant in found if not isinstance(variant, str))
         assert [bounds for _, *bounds in ranges] == [[0, 1], [1, 3], [3, 4]], "whichever came first"
-        assert engine.stats().num_captured_steps == graphs.num_replays > engine.stats().num_steps // 2
+        assert (
+            engine.stats().num_captured_steps == graphs.num_replays > engine.stats().num_steps // 2
+        )
         results(engine, jobs)
         assert len(graphs.graphs) == count, "kept while the engine is idle"
 
 
-# ----------------------------------------------------------------------------------------------------------- failures
+# --------------------------------------------------------------------------------------- failures
 
 
 def _waits(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -460,18 +547,25 @@ def _draws(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("forward", [_waits, _branches, _draws])
 def test_a_forward_that_cannot_be_recorded(
-    forward: Any, graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    forward: Any,
+    graphs: FakeGraphs,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", forward)
     model, inputs = models.build("llama"), models.prompt("llama")
     options: dict[str, Any] = dict(do_sample=True, max_new_tokens=50)
     torch.manual_seed(3)
-    expected = generate(model, inputs, **options, cache_config={"capture": False, "prefix_caching": False})
+    expected = generate(
+        model, inputs, **options, cache_config={"capture": False, "prefix_caching": False}
+    )
     state = torch.get_rng_state()
     with caplog.at_level(logging.WARNING, "hf_paged"):
         for _ in range(2):
             torch.manual_seed(3)
-            assert torch.equal(generate(model, inputs, **options, cache_config={"prefix_caching": False}), expected)
+            assert torch.equal(
+                generate(model, inputs, **options, cache_config={"prefix_caching": False}), expected
+            )
             assert torch.equal(torch.get_rng_state(), state)
     assert not graphs.graphs
     # a forward that draws random numbers does not run on the engine
@@ -483,7 +577,10 @@ def test_a_forward_that_cannot_be_recorded(
 
 @pytest.mark.parametrize("backend", ["gather", "reference"])
 def test_attention_that_needs_lengths_on_the_host(
-    backend: str, graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    backend: str,
+    graphs: FakeGraphs,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv(kernels.VARIABLE, backend)
     bench = CapturedBench(models.get("gemma3"), graphs)
@@ -494,6 +591,7 @@ def test_attention_that_needs_lengths_on_the_host(
     assert not graphs.graphs
     assert [record.getMessage().split(": ", 1)[1] for record in caplog.records] == [
         "no attention kernel that takes its lengths from the device serves it"
+        " [troubleshooting.md#recording]"
     ]
 
 
@@ -506,9 +604,13 @@ def test_a_capture_that_fails(
     def fail() -> None:
         attempts.append(1)
         try:
-            raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nand more")
+            raise RuntimeError(
+                "CUDA error: operation not permitted when stream is capturing\nand more"
+            )
         finally:
-            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+            raise RuntimeError(
+                "CUDA error: operation failed due to a previous error during capture"
+            )
 
     bench = CapturedBench(models.build("llama"), graphs)
     rows = [Row(tokens(60, seed), bench) for seed in range(2)]
@@ -520,6 +622,7 @@ def test_a_capture_that_fails(
     assert attempts == [1] and not keys(bench) and bench.runner.num_captured_steps == 0
     assert [record.getMessage().split(": ", 1)[1] for record in caplog.records] == [
         "CUDA error: operation not permitted when stream is capturing"
+        " [troubleshooting.md#recording]"
     ]
     graphs.fail = None
     bench.begin()
@@ -537,7 +640,8 @@ def test_a_capture_that_fails(
 def test_a_capture_for_which_there_is_no_memory(
     graphs: FakeGraphs, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Existing graphs stay in use; further attempts come at growing intervals until one succeeds."""
+    """Existing graphs stay in use; further attempts come at growing intervals until one
+    succeeds."""
     attempts: list[int] = []
 
     def fail() -> None:
@@ -558,12 +662,15 @@ def test_a_capture_for_which_there_is_no_memory(
             assert_close(bench.decode(*rows), [bench.plain(row) for row in rows])
             assert_close(bench.decode(rows[0]), [bench.plain(rows[0])])
     assert attempts == [1, 5]
-    assert [key.sizes.decodes for key in keys(bench)] == [2, 1] and decodes_of(bench).obstacle is None
-    assert len(caplog.records) == 1 and "for now no more of them" in caplog.text
+    assert [key.sizes.decodes for key in keys(bench)] == [2, 1] and decodes_of(
+        bench
+    ).obstacle is None
+    assert len(caplog.records) == 1 and "there is no memory for more of them" in caplog.text
 
 
 def test_no_garbage_is_collected_and_no_other_records_meanwhile(graphs: FakeGraphs) -> None:
-    """Two models in two threads: the second, whose step falls within the first's recording, records later."""
+    """Two models in two threads: the second, whose step falls within the first's recording, records
+    later."""
     first, second = (CapturedBench(models.build("llama"), graphs) for _ in range(2))
     first.run([(a := Row(tokens(60, 0), first)).take(4)])
     second.run([(b := Row(tokens(60, 1), second)).take(4)])
@@ -573,9 +680,7 @@ def test_no_garbage_is_collected_and_no_other_records_meanwhile(graphs: FakeGrap
 
     def other() -> None:
         graphs.fail = None
-        backend_addresses, graphs.addresses = graphs.addresses, tuple
         assert_close(second.decode(b), [second.plain(b)])
-        graphs.addresses = backend_addresses
         seen.append((gc.isenabled(), keys(second)))
 
     def fail() -> None:
@@ -591,7 +696,9 @@ def test_no_garbage_is_collected_and_no_other_records_meanwhile(graphs: FakeGrap
     assert keys(second)
 
 
-def test_a_forward_that_fails_in_a_capture_and_eagerly(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_that_fails_in_a_capture_and_eagerly(
+    graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError("on purpose")
 
@@ -602,7 +709,8 @@ def test_a_forward_that_fails_in_a_capture_and_eagerly(graphs: FakeGraphs, monke
         for _ in range(2):  # the prompt, and an eager decode
             engine.step()
         with monkeypatch.context() as patch:
-            patch.setattr(modeling_llama.LlamaMLP, "forward", fail)
+            # a function of a library: no change is noticed
+            patch.setattr(modeling_llama, "apply_rotary_pos_emb", fail)
             (output,) = engine.step()
         assert output.result is not None and isinstance(output.result.error, OSError)
         assert_drained(engine)
@@ -641,7 +749,9 @@ class _BrokenGraph:
 
     def capture_end(self) -> None:
         if not self.ends:
-            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+            raise RuntimeError(
+                "CUDA error: operation failed due to a previous error during capture"
+            )
 
     def pool(self) -> Any:
         if not self.ends:
@@ -649,13 +759,17 @@ class _BrokenGraph:
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_what_a_broken_capture_left_undone_is_done(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_broken_capture_left_undone_is_done(
+    ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a device the same is tested with real graphs."""
     done: list[Any] = []
     generator = SimpleNamespace(clone_state=lambda: "before", graphsafe_set_state=done.append)
     monkeypatch.setattr(torch.cuda, "default_generators", (None, generator))
     for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
-        monkeypatch.setattr(torch._C, name, lambda *args, name=name: done.append((name, args)), raising=False)
+        monkeypatch.setattr(
+            torch._C, name, lambda *args, name=name: done.append((name, args)), raising=False
+        )
     backend = object.__new__(recording.CudaGraphs)
     backend._device, backend._pool = torch.device("cuda", 1), (0, 7)
 
@@ -665,8 +779,36 @@ def test_what_a_broken_capture_left_undone_is_done(ends: bool, monkeypatch: pyte
     with pytest.raises(RuntimeError) as error:
         backend._record(_BrokenGraph(ends), run)  # type: ignore[arg-type]
     assert recording._reason(error.value) == "on purpose"
-    repaired = ["before", ("_cuda_endAllocateToPool", (1, (0, 7))), ("_cuda_releasePool", (1, (0, 7)))]
+    repaired = [
+        "before",
+        ("_cuda_endAllocateToPool", (1, (0, 7))),
+        ("_cuda_releasePool", (1, (0, 7))),
+    ]
     assert done == ([] if ends else repaired)
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_reserved_memory_is_freed_if_a_recording_runs_out(
+    failures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device the allocator decides when a recording runs out of memory."""
+    done: list[str] = []
+    monkeypatch.setattr(
+        torch._C, "_cuda_clearCublasWorkspaces", lambda: done.append("clear"), raising=False
+    )
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("free"))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+    backend = object.__new__(recording.CudaGraphs)
+
+    def record(graph: Any, run: Any) -> None:
+        done.append("record")
+        if done.count("record") <= failures:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(backend, "_record", record)
+    with contextlib.nullcontext() if failures == 1 else pytest.raises(torch.OutOfMemoryError):
+        assert isinstance(backend._recorded(lambda: None), SimpleNamespace)
+    assert done == ["clear", "record", "clear", "free", "clear", "record", "clear"]
 
 
 def test_operations_that_cannot_be_recorded() -> None:
@@ -674,8 +816,18 @@ def test_operations_that_cannot_be_recorded() -> None:
     with NothingUnrecorded():
         y = torch.softmax(x * 2, 0).to(torch.float16)[1:3]
         mask = x > 2
-        waits = [lambda: x[0].item(), lambda: x.unique(), lambda: bool(x.sum() > 3), lambda: mask.nonzero()]
-        waits += [lambda: x[mask], lambda: x[mask.byte()], lambda: x.masked_select(mask), lambda: torch.where(mask)]
+        waits = [
+            lambda: x[0].item(),
+            lambda: x.unique(),
+            lambda: bool(x.sum() > 3),
+            lambda: mask.nonzero(),
+        ]
+        waits += [
+            lambda: x[mask],
+            lambda: x[mask.byte()],
+            lambda: x.masked_select(mask),
+            lambda: torch.where(mask),
+        ]
         waits += [lambda: x[None, mask], lambda: x.index_put_((mask,), y.float())]
         for wait in waits:
             with pytest.raises(NotCapturable, match="waits for the device"):
@@ -691,13 +843,15 @@ def test_operations_that_cannot_be_recorded() -> None:
     assert y.shape == (2,)
 
 
-# -------------------------------------------------------------------------------------------------------------- memory
+# ----------------------------------------------------------------------------------------- memory
 
 
 def _refs(decodes: StepGraphs) -> list[weakref.ref[Any]]:
     steps = list(decodes._graphs.values())
     assert steps
-    inner = [part for step in steps for part in (step, step.graph, step.inputs, step.inputs._buffer)]
+    inner = [
+        part for step in steps for part in (step, step.graph, step.inputs, step.inputs._buffer)
+    ]
     return [weakref.ref(part) for part in (*inner, *decodes._outputs.values(), decodes)]
 
 
@@ -712,11 +866,15 @@ def test_free_gives_everything_back(graphs: FakeGraphs) -> None:
         hf_paged.free(model)
         assert [ref() for ref in refs] == [None] * len(refs)
 
-        cached = generate(model, inputs, do_sample=False, max_new_tokens=50, return_dict_in_generate=True)
+        cached = generate(
+            model, inputs, do_sample=False, max_new_tokens=50, return_dict_in_generate=True
+        )
         refs = _refs(graphs_of(hf_paged.model.registry._memories[model][1]))
         graphs.graphs.clear()
         hf_paged.free(model)
-        assert [ref() for ref in refs] == [None] * len(refs), "a cache that is still held needs no graphs"
+        assert [ref() for ref in refs] == [None] * len(refs), (
+            "a cache that is still held needs no graphs"
+        )
         assert cached.past_key_values.get_seq_length() > 50
 
         engine = PagedEngine(model, CONFIG)
@@ -772,18 +930,27 @@ def test_a_replay_with_other_logits_is_refused(dtype: torch.dtype) -> None:
 
 @pytest.fixture
 def grown(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A device that takes memory on allocation; records the sizes of tensors that replaced smaller ones."""
+    """A device that takes memory on allocation; records the sizes of tensors that replaced smaller
+    ones."""
     sizes: list[int] = []
     right = KVBlocks.grown
     monkeypatch.setattr(storage, "commits_when_touched", lambda device: False)
-    monkeypatch.setattr(KVBlocks, "grown", lambda self, size: (sizes.append(size), right(self, size))[1])
+    monkeypatch.setattr(
+        KVBlocks, "grown", lambda self, size: (sizes.append(size), right(self, size))[1]
+    )
     return sizes
 
 
-@pytest.mark.parametrize("budget", [{}, {"memory_fraction": 0.5}, {"num_blocks": 200}], ids=lambda budget: str(budget))
+@pytest.mark.parametrize(
+    "budget", [{}, {"memory_fraction": 0.5}, {"num_blocks": 200}], ids=lambda budget: str(budget)
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_memory_of_a_device_is_taken_once(
-    name: str, budget: dict[str, Any], graphs: FakeGraphs, grown: list[int], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    budget: dict[str, Any],
+    graphs: FakeGraphs,
+    grown: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     free = 64 << 20
     monkeypatch.setattr(storage, "free_bytes", lambda device: free)
@@ -791,11 +958,13 @@ def test_memory_of_a_device_is_taken_once(
     model = models.get(name)
     lengths = [(5, 140), (19, 90), (9, 120), (30, 150)]
     with PagedEngine(model, {"block_size": SIZE, "prefix_caching": True, **budget}) as engine:
-        graphs.addresses = addresses_of(model, lambda: engine.memory)
-        for turn in range(2):  # blocks that the first leaves in the prefix cache are evicted before tensors grow
+        for turn in range(2):
+            # blocks that the first leaves in the prefix cache are evicted before tensors grow
             for number, (prompt, new) in enumerate(lengths):
                 config = {**GREEDY, "max_new_tokens": new}
-                engine.add_request(prompts(prompt, seed=10 * turn + number)[0], generation_config=config)
+                engine.add_request(
+                    prompts(prompt, seed=10 * turn + number)[0], generation_config=config
+                )
                 if not (turn or number):
                     grown.clear()  # from the model's checks, which use separate memory
             while engine.has_unfinished:
@@ -807,7 +976,8 @@ def test_memory_of_a_device_is_taken_once(
 
 
 def test_a_call_takes_what_it_can_need(graphs: FakeGraphs, grown: list[int]) -> None:
-    """Layers with windows need no more than rows see; a longer call grows once, as the first left cached blocks."""
+    """Layers with windows need no more than rows see; a longer call grows once, as the first left
+    cached blocks."""
     model = models.build("gemma3")
     for rows, new in ((2, 60), (3, 160)):
         inputs = models.padded_prompt("gemma3", (26, 14, 20)[:rows])
@@ -816,7 +986,15 @@ def test_a_call_takes_what_it_can_need(graphs: FakeGraphs, grown: list[int]) -> 
         found = generate(model, inputs, **options, cache_config=config)
         assert torch.equal(found, model.generate(**inputs, **options))
         groups = memory_for(model, PagedConfig(block_size=SIZE, **config)).groups.values()
-        num_rows = {group.spec.window: group.storage.num_rows for group in groups if group.storage.layers}
-        assert num_rows[None] == rows * ((26 + new) // SIZE + 1) > 2 * min(num_rows.values()), num_rows
-        assert grown.count(num_rows[None]) == len(grown) if rows == 3 else max(grown, default=0) < num_rows[None]
+        num_rows = {
+            group.spec.window: group.storage.num_rows for group in groups if group.storage.layers
+        }
+        assert num_rows[None] == rows * ((26 + new) // SIZE + 1) > 2 * min(num_rows.values()), (
+            num_rows
+        )
+        assert (
+            grown.count(num_rows[None]) == len(grown)
+            if rows == 3
+            else max(grown, default=0) < num_rows[None]
+        )
         grown.clear()  # from the model's checks, which use separate memory

@@ -24,7 +24,8 @@ from tests.support.graph_helpers import results
 pytestmark = pytest.mark.gpu
 
 GREEDY = {"do_sample": False, "eos_token_id": None}
-LENGTHS = [(5, 60), (19, 32), (9, 46), (1, 51), (12, 40), (30, 29), (3, 37)]  # tokens of the prompt, new tokens
+# tokens of the prompt, new tokens
+LENGTHS = [(5, 60), (19, 32), (9, 46), (1, 51), (12, 40), (30, 29), (3, 37)]
 JOBS: list[Any] = [
     (prompts(prompt, seed=number)[0], {"generation_config": {**GREEDY, "max_new_tokens": new}})
     for number, (prompt, new) in enumerate(LENGTHS)
@@ -36,7 +37,9 @@ def logs_again(full_precision: None) -> None:
     recording._log_once.cache_clear()
 
 
-def texts(model: Any, later: int = 0, **config: Any) -> tuple[list[list[int]], hf_paged.EngineStats]:
+def texts(
+    model: Any, later: int = 0, **config: Any
+) -> tuple[list[list[int]], hf_paged.EngineStats]:
     with PagedEngine(model, PagedConfig(**{"block_size": SIZE, **config})) as engine:
         found = results(engine, JOBS, later)
         stats = engine.stats()
@@ -57,7 +60,9 @@ def test_graphs_give_the_tokens_of_eager_steps(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral"])
-def test_small_operations_are_fused(name: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
+def test_small_operations_are_fused(
+    name: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
     """The recorded step passes the check and gives the tokens of graphs of the unfused forward."""
     model = models.build(name).to("cuda", dtype)
     caplog.set_level(logging.INFO, logger="hf_paged")
@@ -70,13 +75,16 @@ def test_small_operations_are_fused(name: str, dtype: torch.dtype, caplog: pytes
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_steps_ahead_give_the_tokens_of_steps_in_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next step runs while the host waits for the previous step's tokens, which a separate copy transfers."""
+def test_steps_ahead_give_the_tokens_of_steps_in_time(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next step runs while the host waits for the previous step's tokens, which a separate copy
+    transfers."""
     model, taken = models.build(name).to("cuda"), []
     take = executor.RunAhead.take
 
-    def counted(self: executor.RunAhead, items: list[Any]) -> Any:
-        found = take(self, items)
+    def counted(self: executor.RunAhead, plan: Any) -> Any:
+        found = take(self, plan)
         taken.append(found[1])
         return found
 
@@ -101,7 +109,9 @@ def test_half_precision() -> None:
     assert found == again and stats.num_captured_steps > 20
 
 
-@pytest.mark.parametrize("options", [{"do_sample": True, "num_return_sequences": 3}, {"num_beams": 4}])
+@pytest.mark.parametrize(
+    "options", [{"do_sample": True, "num_return_sequences": 3}, {"num_beams": 4}]
+)
 def test_generate(options: dict[str, Any]) -> None:
     model = models.build("llama").to("cuda")
     inputs = {key: value.to("cuda") for key, value in models.prompt("llama").items()}
@@ -109,7 +119,9 @@ def test_generate(options: dict[str, Any]) -> None:
     plain = model.generate(**inputs, max_new_tokens=60, **options)
     for _ in range(2):
         torch.manual_seed(0)
-        assert torch.equal(plain, model.generate(**inputs, max_new_tokens=60, **options, **models.PAGED))
+        assert torch.equal(
+            plain, model.generate(**inputs, max_new_tokens=60, **options, **models.PAGED)
+        )
         assert hf_paged.last_route(model).num_captured_steps > 40  # type: ignore[union-attr]
     hf_paged.check_integrity(model)
 
@@ -117,10 +129,16 @@ def test_generate(options: dict[str, Any]) -> None:
 def test_weights_changed_in_place_and_replaced() -> None:
     model = models.build("llama").to("cuda")
     inputs = {key: value.to("cuda") for key, value in models.prompt("llama").items()}
-    for change in (lambda weight: None, lambda weight: weight.data.mul_(-1), lambda w: setattr(w, "data", -w.data)):
+    for change in (
+        lambda weight: None,
+        lambda weight: weight.data.mul_(-1),
+        lambda w: setattr(w, "data", -w.data),
+    ):
         change(model.model.layers[0].mlp.down_proj.weight)
         plain = model.generate(**inputs, do_sample=False, max_new_tokens=60)
-        assert torch.equal(plain, model.generate(**inputs, do_sample=False, max_new_tokens=60, **models.PAGED))
+        assert torch.equal(
+            plain, model.generate(**inputs, do_sample=False, max_new_tokens=60, **models.PAGED)
+        )
         assert hf_paged.last_route(model).num_captured_steps > 40  # type: ignore[union-attr]
 
 
@@ -141,7 +159,9 @@ def test_swap_and_growth() -> None:
             assert bench.groups[0].storage.layers[0].keys.data_ptr() != before
         logits = bench.run([row.take(1)])
         with torch.no_grad():
-            plain = model(torch.tensor([row.token_ids], device="cuda"), use_cache=False).logits[0, -1:]
+            plain = model(torch.tensor([row.token_ids], device="cuda"), use_cache=False).logits[
+                0, -1:
+            ]
         torch.testing.assert_close(logits, plain, atol=1e-3, rtol=1e-3)
     assert bench.runner.num_captured_steps > 30
 
@@ -188,7 +208,9 @@ def test_memory_is_freed() -> None:
 
 
 @pytest.mark.parametrize("noticed", ["before", "during"])
-def test_a_capture_that_fails_leaves_the_device_as_it_was(noticed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_that_fails_leaves_the_device_as_it_was(
+    noticed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = modeling_llama.LlamaMLP.forward
 
     def waits(self: Any, x: torch.Tensor) -> torch.Tensor:

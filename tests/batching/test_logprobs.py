@@ -1,4 +1,5 @@
-"""Log-probabilities of new tokens, alternatives and prompt tokens, against those from transformers' outputs."""
+"""Log-probabilities of new tokens, alternatives and prompt tokens, against those from transformers'
+outputs."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 import hf_paged
-from tests.support.models import build, get, token_ids
+from tests.support.models import build, get, put, token_ids
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -19,27 +20,40 @@ TOP = 4
 
 
 def _close(found: Any, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(torch.tensor(found), expected.float(), atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(torch.tensor(found), expected.float().cpu(), atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "t5"])
 @pytest.mark.parametrize("mode", sorted(OPTIONS))
-def test_new_tokens_and_their_alternatives(name: str, mode: str) -> None:
-    model, prompt, options = get(name), token_ids(1, 21, seed=3), {**OPTIONS[mode], "max_new_tokens": 8}
+def test_new_tokens_and_their_alternatives(name: str, mode: str, device: torch.device) -> None:
+    model, prompt = put(get(name), device), token_ids(1, 21, seed=3).to(device)
+    options = {**OPTIONS[mode], "max_new_tokens": 8}
     torch.manual_seed(5)
-    plain = model.generate(prompt, **options, output_scores=True, output_logits=True, return_dict_in_generate=True)
-    processed = model.compute_transition_scores(plain.sequences, plain.scores, normalize_logits=True)
+    plain = model.generate(
+        prompt, **options, output_scores=True, output_logits=True, return_dict_in_generate=True
+    )
+    processed = model.compute_transition_scores(
+        plain.sequences, plain.scores, normalize_logits=True
+    )
     raw = model.compute_transition_scores(plain.sequences, plain.logits, normalize_logits=True)
     with hf_paged.PagedEngine(model) as engine:
         for i in range(3):  # mixed with requests with and without log-probabilities
-            engine.add_request(prompt[0, : 5 + i], options, seed=i, return_logprobs=i > 0, top_logprobs=2 * (i > 1))
-        engine.add_request(prompt[0], options, request_id="r", seed=5, return_logprobs=True, top_logprobs=TOP)
+            engine.add_request(
+                prompt[0, : 5 + i], options, seed=i, return_logprobs=i > 0, top_logprobs=2 * (i > 1)
+            )
+        engine.add_request(
+            prompt[0], options, request_id="r", seed=5, return_logprobs=True, top_logprobs=TOP
+        )
         results = {}
         while engine.has_unfinished:
-            results |= {out.request_id: out.result for out in engine.step() if out.result is not None}
+            results |= {
+                out.request_id: out.result for out in engine.step() if out.result is not None
+            }
     result = results.pop("r")
     widths = [
-        None if s.top_logprobs is None else len(s.top_logprobs[-1]) for r in results.values() for s in r.sequences
+        None if s.top_logprobs is None else len(s.top_logprobs[-1])
+        for r in results.values()
+        for s in r.sequences
     ]
     rows = len(result.sequences)
     assert widths == [None] * 2 * rows + [2] * rows
@@ -56,7 +70,9 @@ def test_new_tokens_and_their_alternatives(name: str, mode: str) -> None:
 def test_beams() -> None:
     model, prompt = get("llama"), token_ids(1, 13)
     options = {"num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 7, "do_sample": False}
-    plain = model.generate(prompt, **options, output_scores=True, output_logits=True, return_dict_in_generate=True)
+    plain = model.generate(
+        prompt, **options, output_scores=True, output_logits=True, return_dict_in_generate=True
+    )
     expected = model.compute_transition_scores(plain.sequences, plain.scores, plain.beam_indices)
     with hf_paged.PagedEngine(model) as engine:
         (result,) = engine.generate([prompt[0]], options, return_logprobs=True, top_logprobs=TOP)
@@ -95,14 +111,21 @@ def test_prompts(name: str, config: dict[str, Any]) -> None:
         engine.generate([prompts[0][0]], {"max_new_tokens": 2})  # caches its prefix
         ids = [
             engine.add_request(
-                prompt[0], options, return_logprobs=i % 2 == 0, top_logprobs=3, prompt_logprobs=True, seed=i
+                prompt[0],
+                options,
+                return_logprobs=i % 2 == 0,
+                top_logprobs=3,
+                prompt_logprobs=True,
+                seed=i,
             )
             for i, prompt in enumerate(prompts)
         ]
         other = engine.add_request(prompts[0][0], options, seed=0)
         results = {}
         while engine.has_unfinished:
-            results |= {out.request_id: out.result for out in engine.step() if out.result is not None}
+            results |= {
+                out.request_id: out.result for out in engine.step() if out.result is not None
+            }
         engine.check_integrity()
         if "num_blocks" in config:
             assert engine.stats().num_preemptions
@@ -127,16 +150,24 @@ def test_what_is_refused() -> None:
     prompt = token_ids(1, 8)[0]
     with hf_paged.PagedEngine(build("llama")) as engine:
         for given, message in (
-            ({"return_logprobs": 5}, "`return_logprobs` is 5: it must be True or False.*`top_logprobs`"),
+            (
+                {"return_logprobs": 5},
+                "`return_logprobs` is 5: it must be True or False.*`top_logprobs`",
+            ),
             ({"top_logprobs": 2}, "it goes with `return_logprobs=True`"),
             ({"top_logprobs": -1, "return_logprobs": True}, "whole number from 0"),
             ({"prompt_logprobs": 1}, "`prompt_logprobs` is 1"),
         ):
             with pytest.raises(ValueError, match=message):
                 engine.add_request(prompt, **given)
-        (result,) = engine.generate([prompt], {"max_new_tokens": 1}, return_logprobs=True, top_logprobs=10**6)
+        (result,) = engine.generate(
+            [prompt], {"max_new_tokens": 1}, return_logprobs=True, top_logprobs=10**6
+        )
         assert len(result.sequences[0].top_logprobs[0]) == 128  # the whole vocabulary
-    with hf_paged.PagedEngine(get("qwen3_next")) as engine, pytest.raises(ValueError, match="packed forwards"):
+    with (
+        hf_paged.PagedEngine(get("qwen3_next")) as engine,
+        pytest.raises(ValueError, match="packed forwards"),
+    ):
         engine.add_request(prompt, prompt_logprobs=True)
     assert not engine.has_unfinished
 
@@ -151,5 +182,7 @@ def test_nothing_is_recorded_without_being_asked_for(monkeypatch: pytest.MonkeyP
     for name in ("alternatives", "logprobs_of"):
         monkeypatch.setattr(f"hf_paged.batching.decoding.sampler.{name}", fail)
     with hf_paged.PagedEngine(get("llama")) as engine:
-        results = engine.generate([token_ids(1, 30)[0]] * 2, {"max_new_tokens": 5, "do_sample": True})
+        results = engine.generate(
+            [token_ids(1, 30)[0]] * 2, {"max_new_tokens": 5, "do_sample": True}
+        )
     assert [result.error for result in results] == [None, None]

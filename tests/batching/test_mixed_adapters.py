@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,18 +16,29 @@ import torch
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
-from hf_paged.batching.execution import graphs
+from hf_paged.batching.execution import adapter_files, graphs
 from hf_paged.kernels.lora import LoraWeights, add_each
 from tests.support import models
 from tests.support.checks import model_state
-from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, prompts, run_all
+from tests.support.engine_helpers import (
+    MODES,
+    assert_drained,
+    assert_same_as_lone,
+    lone_run,
+    prompts,
+    run_all,
+)
 from tests.test_faults import Countdown, OnPurpose, last_block, replaced_forward
 from tests.test_peft_engine import active, lone_with, lora, peft_state
 
 peft = pytest.importorskip("peft")
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 16}
-TARGETS = ["q_proj", "v_proj"], ["gate_proj", "down_proj", "lm_head"], ["k_proj", "o_proj", "up_proj"]
+TARGETS = (
+    ["q_proj", "v_proj"],
+    ["gate_proj", "down_proj", "lm_head"],
+    ["k_proj", "o_proj", "up_proj"],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +52,12 @@ def many(count: int, name: str = "llama", **options: Any) -> Any:
     model = models.build(name)
     made: Any = None
     for i in range(count):
-        own = {"r": 1 + i % 8, "lora_alpha": 2 * i + 3, "use_rslora": i % 2 == 1, "target_modules": TARGETS[i % 3]}
+        own = {
+            "r": 1 + i % 8,
+            "lora_alpha": 2 * i + 3,
+            "use_rslora": i % 2 == 1,
+            "target_modules": TARGETS[i % 3],
+        }
         config = lora(**{**own, **options})
         if made is None:
             made = peft.get_peft_model(model, config, adapter_name="a0")
@@ -52,7 +69,9 @@ def many(count: int, name: str = "llama", **options: Any) -> Any:
 def saved(model: Any, folder: Path) -> list[str]:
     """The model's adapters as folders, sorted by name."""
     model.save_pretrained(folder, save_embedding_layers=False)
-    return [str(folder / name) for name in sorted(model.peft_config, key=lambda name: int(name[1:]))]
+    return [
+        str(folder / name) for name in sorted(model.peft_config, key=lambda name: int(name[1:]))
+    ]
 
 
 def counted(engine: PagedEngine) -> list[int]:
@@ -76,31 +95,41 @@ def test_eight_adapters_in_sixteen_forwards(from_folders: bool, tmp_path: Path) 
     if from_folders:
         names, model = saved(model, tmp_path), models.build("llama")
     with PagedEngine(model, PagedConfig(block_size=8)) as engine:
-        engine.generate(texts[:1], {"do_sample": False, "max_new_tokens": 1}, adapter=names[0])  # creates the pool
+        # creates the pool
+        engine.generate(texts[:1], {"do_sample": False, "max_new_tokens": 1}, adapter=names[0])
         before, forwards = engine.stats().num_steps, counted(engine)
-        for result, lone, name in zip(engine.generate(texts, GREEDY, adapter=names), expected, names):
+        for result, lone, name in zip(
+            engine.generate(texts, GREEDY, adapter=names), expected, names
+        ):
             assert_same_as_lone(lone, result, GREEDY, name)
         assert len(forwards) == engine.stats().num_steps - before == 16
         assert engine.stats().num_captured_steps > 0
         stats = engine.stats()
-        assert (stats.num_adapter_loads, stats.num_adapter_hits) == ((8, 1) if from_folders else (0, 0))
+        assert (stats.num_adapter_loads, stats.num_adapter_hits) == (
+            (8, 1) if from_folders else (0, 0)
+        )
         assert_drained(engine)
 
 
 @pytest.mark.parametrize("mode", ["greedy", "samples", "beams_eos"])
-def test_rows_of_all_kinds_beside_one_another(mode: str, tmp_path: Path) -> None:
-    """Loaded adapters, folders, the base model and the active adapter in one step; prompts with a common prefix."""
-    model, texts = many(3, lora_bias=False), prompts(20, 9)
+def test_rows_of_all_kinds_beside_one_another(
+    mode: str, tmp_path: Path, device: torch.device
+) -> None:
+    """Loaded adapters, folders, the base model and the active adapter in one step; prompts with a
+    common prefix."""
+    model, texts = many(3, lora_bias=False).to(device), prompts(20, 9)
     folders = saved(model, tmp_path)
     model.delete_adapter("a2")
-    whole = many(3, lora_bias=False)
+    whole = many(3, lora_bias=False).to(device)
     before = peft_state(model)
     adapters = {"a0": "a0", "a1": "a1", folders[2]: "a2", "__base__": "__base__", None: "a0"}
     with PagedEngine(model, PagedConfig(block_size=8, max_num_batched_tokens=40)) as engine:
         for _ in range(2):
             for i, prompt in enumerate(texts):
                 for adapter in adapters:
-                    engine.add_request(prompt, MODES[mode], request_id=f"{adapter} {i}", adapter=adapter, seed=i)
+                    engine.add_request(
+                        prompt, MODES[mode], request_id=f"{adapter} {i}", adapter=adapter, seed=i
+                    )
             results: dict[str, Any] = {}
             while engine.has_unfinished:
                 results |= {o.request_id: o.result for o in engine.step() if o.finished}
@@ -109,7 +138,9 @@ def test_rows_of_all_kinds_beside_one_another(mode: str, tmp_path: Path) -> None
             for i, prompt in enumerate(texts):
                 for adapter, name in adapters.items():
                     expected = lone_with(whole, name, prompt, MODES[mode], i)
-                    assert_same_as_lone(expected, results[f"{adapter} {i}"], MODES[mode], f"{adapter}, {i}")
+                    assert_same_as_lone(
+                        expected, results[f"{adapter} {i}"], MODES[mode], f"{adapter}, {i}"
+                    )
         hits = {adapter: results[f"{adapter} 0"].num_prefix_hit_tokens for adapter in adapters}
         assert set(hits.values()) == {16}, "prefixes are kept by adapter"
         assert_drained(engine)
@@ -119,7 +150,9 @@ def test_rows_of_all_kinds_beside_one_another(mode: str, tmp_path: Path) -> None
 def test_many_adapters_with_room_for_eight(count: int, tmp_path: Path) -> None:
     model, prompt = many(count, target_modules=["q_proj", "v_proj"], r=8), prompts(12)[0]
     names = list(model.peft_config)
-    expected = {name: lone_with(model, name, prompt, {**GREEDY, "max_new_tokens": 3}) for name in names[::9]}
+    expected = {
+        name: lone_with(model, name, prompt, {**GREEDY, "max_new_tokens": 3}) for name in names[::9]
+    }
     folders = saved(model, tmp_path)
     bare = models.build("llama")
     options = {**GREEDY, "max_new_tokens": 3}
@@ -152,7 +185,9 @@ def test_preempted_rows_keep_to_their_adapters(tmp_path: Path) -> None:
     bare = models.build("llama")
     for preemption in ("swap", "recompute"):
         for num_blocks in (14, 18):
-            with PagedEngine(bare, PagedConfig(block_size=8, num_blocks=num_blocks, preemption=preemption)) as engine:
+            with PagedEngine(
+                bare, PagedConfig(block_size=8, num_blocks=num_blocks, preemption=preemption)
+            ) as engine:
                 results = engine.generate(texts, GREEDY, adapter=folders)
                 for lone, result, folder in zip(expected, results, folders):
                     assert_same_as_lone(lone, result, GREEDY, folder)
@@ -160,7 +195,10 @@ def test_preempted_rows_keep_to_their_adapters(tmp_path: Path) -> None:
 
 
 def test_an_adapter_that_never_fits_fails_alone(tmp_path: Path) -> None:
-    model, prompt = many(2, r=64, target_modules=["q_proj", "v_proj", "gate_proj", "down_proj"]), prompts(12)[0]
+    model, prompt = (
+        many(2, r=64, target_modules=["q_proj", "v_proj", "gate_proj", "down_proj"]),
+        prompts(12)[0],
+    )
     folders, bare = saved(model, tmp_path), models.build("llama")
     expected = lone_run(bare, prompt, GREEDY)
     with PagedEngine(bare, PagedConfig(block_size=8, num_blocks=6)) as engine:
@@ -183,40 +221,55 @@ def test_adapter_names_with_several_sequences() -> None:
     model = many(2)  # PEFT leaves hooks on a model whose call failed
     rows = {name: value.repeat_interleave(2, 0) for name, value in inputs.items()}
     torch.manual_seed(1)
-    expected = model.generate(**rows, adapter_names=[name for name in names for _ in range(2)], **options)
+    expected = model.generate(
+        **rows, adapter_names=[name for name in names for _ in range(2)], **options
+    )
     torch.manual_seed(1)
-    found = model.generate(**inputs, adapter_names=names, num_return_sequences=2, **options, **models.PAGED)
+    found = model.generate(
+        **inputs, adapter_names=names, num_return_sequences=2, **options, **models.PAGED
+    )
     assert torch.equal(expected, found) and hf_paged.last_route(model).road == "engine"
     beams = {**MODES["beams"], "num_return_sequences": 2}
     expected = model.generate(**inputs, adapter_names=names, **beams)
-    assert torch.equal(expected, model.generate(**inputs, adapter_names=names, **beams, **models.PAGED))
+    assert torch.equal(
+        expected, model.generate(**inputs, adapter_names=names, **beams, **models.PAGED)
+    )
     config = {**MODES["beams"], "return_dict_in_generate": True}
     given = model.generate(**inputs, adapter_names=names, **config, **models.PAGED)
-    assert torch.equal(given.sequences, model.generate(**inputs, adapter_names=names, **config).sequences)
+    assert torch.equal(
+        given.sequences, model.generate(**inputs, adapter_names=names, **config).sequences
+    )
     assert not any(module._forward_pre_hooks for module in model.modules())
     hf_paged.check_integrity(model.get_base_model())
 
 
-# -- rows that draft --------------------------------------------------------------------------------------------------
+# -- rows that draft -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sample"])
 @pytest.mark.parametrize("source", ["ngrams", "assistant"])
 def test_rows_that_draft(source: str, mode: str) -> None:
-    model, texts = many(3), [(prompt * 4)[: 3 * len(prompt) + 2] for prompt in prompts(12, 17, 9, 14)]
+    model, texts = (
+        many(3),
+        [(prompt * 4)[: 3 * len(prompt) + 2] for prompt in prompts(12, 17, 9, 14)],
+    )
     options = {"do_sample": mode == "sample", "max_new_tokens": 30}
     names = ["a0", "a1", "a2", "__base__"]
-    more: dict[str, Any] = {"assistant_model": models.get_assistant("llama")} if source == "assistant" else {}
+    more: dict[str, Any] = (
+        {"assistant_model": models.get_assistant("llama")} if source == "assistant" else {}
+    )
     # without room for an assistant's draft, its row draws differently
     budget: dict[str, Any] = {} if more else {"max_num_batched_tokens": 40}
     config = PagedConfig(block_size=8, speculation=None if more else "ngram", **budget)
     with PagedEngine(model, config) as engine:
         forwards = counted(engine)
         for _ in range(2):  # the second time with cached prefixes, and recorded steps
-            results = engine.generate(texts, options, adapter=names, seed=1, **more)
+            results = engine.generate(texts, options, adapter=names, seed=[1] * len(texts), **more)
             for name, prompt, result in zip(names, texts, results):
                 if mode == "greedy" or not more:  # an assistant draws in place of the model
-                    assert_same_as_lone(lone_with(model, name, prompt, options, 1), result, options, name)
+                    assert_same_as_lone(
+                        lone_with(model, name, prompt, options, 1), result, options, name
+                    )
             engine.check_integrity()
         stats = engine.stats()
         assert stats.num_accepted_tokens > 0 and len(forwards) == stats.num_steps
@@ -229,7 +282,9 @@ def test_rows_that_draft(source: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [{"prompt_lookup_num_tokens": 4}, {"assistant_model": None}], ids=["lookup", "assistant"]
+    "more",
+    [{"prompt_lookup_num_tokens": 4}, {"assistant_model": None}],
+    ids=["lookup", "assistant"],
 )
 def test_adapter_names_with_drafts(more: dict[str, Any]) -> None:
     model, names = many(2), ["a0", "__base__", "a1"]
@@ -243,7 +298,7 @@ def test_adapter_names_with_drafts(more: dict[str, Any]) -> None:
     assert route is not None and route.road == "engine" and route.num_draft_tokens > 0
 
 
-# -- separate forwards -------------------------------------------------------------------------------------------------
+# -- separate forwards ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["use_dora", "modules_to_save", "embedding"])
@@ -302,7 +357,7 @@ def test_modules_that_get_other_rows_are_found_out() -> None:
         assert_same_as_lone(lone, result, GREEDY, "routed")
 
 
-# -- folders ----------------------------------------------------------------------------------------------------------
+# -- folders -------------------------------------------------------------------------------------
 
 
 def test_a_folder_that_is_not_served_is_refused_at_once(tmp_path: Path) -> None:
@@ -360,7 +415,9 @@ def test_a_folder_that_gets_other_weights_of_the_same_size_and_time(tmp_path: Pa
         file.write_bytes(other.read_bytes())
         os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
         (after,) = engine.generate([prompt], GREEDY, adapter=first)
-        (expected,) = engine.generate([prompt], GREEDY, adapter=shutil.copytree(first, tmp_path / "copy"))
+        (expected,) = engine.generate(
+            [prompt], GREEDY, adapter=shutil.copytree(first, tmp_path / "copy")
+        )
         assert after.token_ids == expected.token_ids != before.token_ids
         assert not after.num_prefix_hit_tokens
         file.touch()
@@ -368,10 +425,30 @@ def test_a_folder_that_gets_other_weights_of_the_same_size_and_time(tmp_path: Pa
         assert again.token_ids == expected.token_ids and again.num_prefix_hit_tokens
 
 
+def test_a_file_that_is_written_twice_within_a_tick_of_the_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second time it has all times and the size of the first."""
+    model = many(2, target_modules=["q_proj", "v_proj"], r=4)
+    first, second = (
+        Path(folder) / "adapter_model.safetensors" for folder in saved(model, tmp_path)
+    )
+    stat = first.stat()
+    times = {"st_ctime_ns": 2**62, "st_mtime_ns": 2**62}  # a clock ahead of ours: never before now
+    same = {name: getattr(stat, name) for name in ("st_dev", "st_ino", "st_size")}
+    frozen = SimpleNamespace(path=os.path, stat=lambda path: SimpleNamespace(**times, **same))
+    monkeypatch.setattr(adapter_files, "os", frozen)
+    before = adapter_files._version(str(first.parent))
+    first.write_bytes(second.read_bytes())
+    assert adapter_files._version(str(first.parent)) != before
+
+
 def test_a_file_that_is_written_to_while_a_request_runs(tmp_path: Path) -> None:
     """safetensors returns tensors mapped from the file."""
     model, prompt = many(2, target_modules=["q_proj", "v_proj"], r=4), prompts(20)[0]
-    first, second = (Path(folder) / "adapter_model.safetensors" for folder in saved(model, tmp_path))
+    first, second = (
+        Path(folder) / "adapter_model.safetensors" for folder in saved(model, tmp_path)
+    )
     expected = lone_with(model, "a0", prompt, GREEDY)
     with PagedEngine(models.build("llama"), PagedConfig(block_size=8)) as engine:
         request_id = engine.add_request(prompt, GREEDY, adapter=first.parent)
@@ -395,7 +472,12 @@ def test_weights_that_are_not_whole_are_refused_at_once(kind: str, tmp_path: Pat
         rest = {name: weight for name, weight in weights.items() if name != key}
         changed = {"empty": {**rest, key: weights[key][:0].clone()}, "half": rest, "none": {}}
         safetensors.torch.save_file(changed[kind], path)
-    said = {"empty": "rank is at least 1", "half": "a part of the weights", "none": "no weights", "pickled": "has no"}
+    said = {
+        "empty": "rank is at least 1",
+        "half": "is missing some LoRA weights",
+        "none": "no weights",
+        "pickled": "has no",
+    }
     with PagedEngine(models.build("llama"), PagedConfig(block_size=8)) as engine:
         with pytest.raises(ValueError, match=f"cannot be read: .*{said[kind]}"):
             engine.add_request(prompt, GREEDY, adapter=folder)
@@ -423,12 +505,35 @@ def test_weights_are_loaded_before_their_turn(tmp_path: Path) -> None:
             engine.add_request(prompt, GREEDY, adapter=folder)
         engine.step()
         store = engine._core.get_loop().executor.adapters.store  # type: ignore[union-attr]
-        assert {file.path for file in store._loading} == {os.path.realpath(folder) for folder in folders[1:]}
+        assert {file.path for file in store._loading} == {
+            os.path.realpath(folder) for folder in folders[1:]
+        }
         results = run_all(engine)
         assert all(result.error is None for result in results.values()) and store.num_loads == 3
         assert_drained(engine)
-    assert not [thread for thread in threading.enumerate() if thread.daemon and "adapter" in thread.name]
+    assert not [
+        thread for thread in threading.enumerate() if thread.daemon and "adapter" in thread.name
+    ]
     assert model_state(bare) == state
+
+
+def test_weights_are_loaded_on_demand_where_no_thread_can_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(thread: threading.Thread) -> None:
+        assert thread.name.startswith("hf_paged adapter a")
+        raise RuntimeError("can't start new thread")
+
+    model, texts = many(3), prompts(12, 13, 14)
+    expected = [lone_with(model, f"a{number}", text, GREEDY) for number, text in enumerate(texts)]
+    folders = saved(model, tmp_path)
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with PagedEngine(models.build("llama"), PagedConfig(block_size=8, max_num_seqs=1)) as engine:
+        results = engine.generate(texts, GREEDY, adapter=folders)
+        for folder, lone, result in zip(folders, expected, results):
+            assert_same_as_lone(lone, result, GREEDY, folder)
+        assert_drained(engine)
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize("error", [OnPurpose, KeyboardInterrupt])
@@ -469,7 +574,9 @@ def test_each_part_is_a_product_of_its_own() -> None:
     draw = torch.Generator().manual_seed(0)
     x, out = torch.randn(6, 8, generator=draw), torch.zeros(6, 5)
     loras = [
-        LoraWeights(torch.randn(r, 8, generator=draw), torch.randn(5, r, generator=draw), bias, 0.5 * r)
+        LoraWeights(
+            torch.randn(r, 8, generator=draw), torch.randn(5, r, generator=draw), bias, 0.5 * r
+        )
         for r, bias in ((2, None), (3, torch.randn(5, generator=draw)))
     ]
     add_each(out, x, [(1, 3, loras[0]), (3, 6, loras[1])])
@@ -481,7 +588,8 @@ def test_each_part_is_a_product_of_its_own() -> None:
 
 
 def test_the_active_adapter_is_one_of_them() -> None:
-    """Rows without an adapter name use the active one; several active adapters run in separate forwards."""
+    """Rows without an adapter name use the active one; several active adapters run in separate
+    forwards."""
     model, prompt = many(2), prompts(12)[0]
     with PagedEngine(model, PagedConfig(block_size=8)) as engine, active(model, "a1"):
         expected = lone_run(model, prompt, GREEDY)
@@ -505,7 +613,10 @@ def test_a_saved_prefix_has_its_folder(tmp_path: Path) -> None:
         engine.reset_prefix_cache()
         assert engine.load_prefix(path) == 16
         for adapter, num_hits in (("a1", 0), (folder, 16)):
-            assert engine.generate([prompt], GREEDY, adapter=adapter)[0].num_prefix_hit_tokens == num_hits
+            assert (
+                engine.generate([prompt], GREEDY, adapter=adapter)[0].num_prefix_hit_tokens
+                == num_hits
+            )
         assert_drained(engine)
 
 

@@ -1,4 +1,5 @@
-"""Drafts from a model's multi-token-prediction heads (`use_mtp`): tokens as without, drafts as transformers'."""
+"""Drafts from a model's multi-token-prediction heads (`use_mtp`): tokens as without, drafts as
+transformers'."""
 
 from __future__ import annotations
 
@@ -20,7 +21,14 @@ from hf_paged.batching.decoding.speculation import StepCosts
 from hf_paged.batching.execution.mtp import MtpHeads
 from hf_paged.generation import call
 from tests.support import models
-from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, prompts, run_all
+from tests.support.engine_helpers import (
+    MODES,
+    assert_drained,
+    assert_same_as_lone,
+    lone_run,
+    prompts,
+    run_all,
+)
 
 pytestmark = pytest.mark.skipif(not compat.HAS_MTP, reason="transformers has no `MtpModel`")
 
@@ -41,13 +49,29 @@ def always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 SIZES: dict[str, Any] = {
-    **{"vocab_size": WORDS, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32},
+    **{
+        "vocab_size": WORDS,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+    },
     **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
-    **{"num_experts_per_tok": 2, "max_position_embeddings": 2048, "pad_token_id": 0, "eos_token_id": None},
+    **{
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 2048,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+    },
 }
 PLAIN = {"head_dim": 16}
 GLM = {"n_routed_experts": 4, "first_k_dense_replace": 1}
-LATENTS = {"q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+LATENTS = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("Glm4Moe", {**PLAIN, **GLM}),
     # latents
@@ -58,7 +82,12 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     # the head looks back a few tokens
     "mellum": (
         "Mellum",
-        {**PLAIN, "num_experts": 4, "sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"]},
+        {
+            **PLAIN,
+            "num_experts": 4,
+            "sliding_window": 11,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
     ),
 }
 MELLUM_NAMES = {
@@ -79,10 +108,14 @@ def name_in_checkpoint(kind: str, name: str) -> str:
 
 
 def checkpoint(folder: Path, kind: str, num_heads: int) -> Path:
-    """A model whose next token depends mostly on the last one, and heads that know how: some drafts are right."""
+    """A model whose next token depends mostly on the last one, and heads that know how: some drafts
+    are right."""
     path = folder / f"{kind}-{num_heads}"
     name, sizes = KINDS[kind]
-    config, cls = getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
+    config, cls = (
+        getattr(transformers, f"{name}Config"),
+        getattr(transformers, f"{name}ForCausalLM"),
+    )
     torch.manual_seed(0)
     model = cls(config(**{**SIZES, **sizes, "num_mtp_layers": num_heads})).float().eval()
     heads = compat._MtpModel(model, num_heads).float()
@@ -99,7 +132,10 @@ def checkpoint(folder: Path, kind: str, num_heads: int) -> Path:
                 parameter.copy_(torch.randn(parameter.shape) * 0.2 / parameter.shape[-1] ** 0.5)
     model.save_pretrained(path)
     (file,) = path.glob("*.safetensors")
-    own = {name_in_checkpoint(kind, name): x.contiguous() for name, x in heads.layers.state_dict().items()}
+    own = {
+        name_in_checkpoint(kind, name): x.contiguous()
+        for name, x in heads.layers.state_dict().items()
+    }
     save_file({**load_file(file), **own}, file, metadata={"format": "pt"})
     return path
 
@@ -118,7 +154,9 @@ def load(folder: Path, num_heads: int, kind: str = "glm") -> PreTrainedModel:
 
 
 def texts(*lengths: int, seed: int = 0) -> list[list[int]]:
-    return [[3 + token % (WORDS - 3) for token in prompt] for prompt in prompts(*lengths, seed=seed)]
+    return [
+        [3 + token % (WORDS - 3) for token in prompt] for prompt in prompts(*lengths, seed=seed)
+    ]
 
 
 def padded(*lengths: int) -> dict[str, torch.Tensor]:
@@ -129,7 +167,8 @@ def padded(*lengths: int) -> dict[str, torch.Tensor]:
 
 
 class Watch:
-    """Drafts of transformers' generator, and of ours, after each text, with their scores `(n, vocab)`."""
+    """Drafts of transformers' generator, and of ours, after each text, with their scores `(n,
+    vocab)`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.plain: dict[tuple[int, ...], tuple[list[int], torch.Tensor]] = {}
@@ -164,27 +203,40 @@ class Watch:
         monkeypatch.setattr(MtpHeads, "add_tokens", staticmethod(add_tokens))
 
     def assert_same(self, least: int) -> None:
-        """Compares texts drafted by both: transformers verifies all drafts, and continues after other texts."""
+        """Compares texts drafted by both: transformers verifies all drafts, and continues after
+        other texts."""
         both = self.plain.keys() & self.ours.keys()
         assert len(both) >= least
         for text in both:
             assert self.ours[text][0] == self.plain[text][0]
-            torch.testing.assert_close(self.ours[text][1], self.plain[text][1], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                self.ours[text][1], self.plain[text][1], atol=1e-4, rtol=1e-4
+            )
 
 
-@pytest.mark.parametrize(("kind", "num_heads"), [("glm", 1), ("glm", 3), ("deepseek", 2), ("mellum", 1)])
+@pytest.mark.parametrize(
+    ("kind", "num_heads"), [("glm", 1), ("glm", 3), ("deepseek", 2), ("mellum", 1)]
+)
 def test_a_batch_gives_plain_tokens_and_transformers_candidates(
-    kind: str, num_heads: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, num_heads: int, folder: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, inputs, watch = load(folder, num_heads, kind), padded(5, 17, 9, 26), Watch(monkeypatch)
+    model, inputs = (
+        models.put(load(folder, num_heads, kind), device),
+        models.put(padded(5, 17, 9, 26), device),
+    )
+    watch = Watch(monkeypatch)
     expected = model.generate(**inputs, **GREEDY)
-    out = model.generate(**inputs, **GREEDY, use_mtp=True, cache_implementation="paged", cache_config=CONFIG)
+    out = model.generate(
+        **inputs, **GREEDY, use_mtp=True, cache_implementation="paged", cache_config=CONFIG
+    )
     assert torch.equal(out, expected)
     route = hf_paged.last_route(model)
     assert route is not None and route.road == "engine"
     assert 0 < route.num_accepted_tokens < route.num_draft_tokens
     for prompt in texts(5, 17, 9, 26):
-        assert lone_run(model, prompt, GREEDY) == lone_run(model, prompt, {**GREEDY, "use_mtp": True})
+        assert lone_run(model, prompt, GREEDY) == lone_run(
+            model, prompt, {**GREEDY, "use_mtp": True}
+        )
     watch.assert_same(least=12)
     hf_paged.check_integrity(model)
 
@@ -193,7 +245,8 @@ def test_a_batch_gives_plain_tokens_and_transformers_candidates(
 def test_sampled_rows_draw_as_one_row_of_transformers_does(
     num_heads: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Except for a last token without a draft: there transformers proposes a draft that it cannot use."""
+    """Except for a last token without a draft: there transformers proposes a draft that it cannot
+    use."""
     model, watch = load(folder, num_heads), Watch(monkeypatch)
     options = {"do_sample": True, "temperature": 0.8, "top_k": 12, "use_mtp": True}
     asked = []
@@ -209,7 +262,9 @@ def test_sampled_rows_draw_as_one_row_of_transformers_does(
             num_whole += is_whole
             count = len(expected) - (not is_whole)
             assert results[name].token_ids[:count] == expected[:count]
-        assert num_whole and 0 < engine.stats().num_accepted_tokens < engine.stats().num_draft_tokens
+        assert (
+            num_whole and 0 < engine.stats().num_accepted_tokens < engine.stats().num_draft_tokens
+        )
         watch.assert_same(least=20)
         assert_drained(engine)
 
@@ -223,7 +278,11 @@ def test_beside_others_with_few_blocks_and_all_options(preemption: str, folder: 
         asked = {}
         for number, text in enumerate(texts(5, 17, 9, 26, 12, 30, 8)):
             mode = modes[number % len(modes)]
-            options = {**MODES[mode], "eos_token_id": [4, 11]} if "eos_token_id" in MODES[mode] else MODES[mode]
+            options = (
+                {**MODES[mode], "eos_token_id": [4, 11]}
+                if "eos_token_id" in MODES[mode]
+                else MODES[mode]
+            )
             mtp = {} if mode == "beams" or number == 5 else {"use_mtp": True}
             asked[engine.add_request(text, {**options, **mtp})] = text, options
         results = run_all(engine)
@@ -246,7 +305,8 @@ def test_heads_read_long_prompts_in_parts(folder: Path, monkeypatch: pytest.Monk
 
 
 def test_prefixes_have_their_hidden_states(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts after cached tokens are the same; blocks cached by rows without heads have no hidden states."""
+    """Drafts after cached tokens are the same; blocks cached by rows without heads have no hidden
+    states."""
     model, watch = load(folder, 2), Watch(monkeypatch)
     (document,), endings = texts(40), texts(3, 5, seed=7)
     with PagedEngine(model, PagedConfig(**CONFIG)) as engine:
@@ -261,17 +321,25 @@ def test_prefixes_have_their_hidden_states(folder: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("captures", [False, True])
-def test_recorded_steps_keep_hidden_states(captures: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_steps_keep_hidden_states(
+    captures: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Calls share a memory and recordings: with hidden states, and without."""
     model, watch = load(folder, 2), Watch(monkeypatch)
     monkeypatch.setattr(call, "MIN_CACHED_TOKENS", 0)  # cached blocks keep their memory, and graphs
     config = {"cache_implementation": "paged", "cache_config": {**CONFIG, "capture": captures}}
     hf_paged.free(model)
     options, mtp = {**GREEDY, "max_new_tokens": 40}, {"use_mtp": True}
-    for lengths, own in (((7, 8), {"max_new_tokens": 3, **mtp}), ((30, 12, 5, 6, 7, 8, 9, 10), {}), ((9, 21), mtp)):
+    for lengths, own in (
+        ((7, 8), {"max_new_tokens": 3, **mtp}),
+        ((30, 12, 5, 6, 7, 8, 9, 10), {}),
+        ((9, 21), mtp),
+    ):
         out = model.generate(**padded(*lengths), **{**options, **own}, **config)
         route = hf_paged.last_route(model)
-        assert torch.equal(out, model.generate(**padded(*lengths), **{**options, **own, "use_mtp": None}))
+        assert torch.equal(
+            out, model.generate(**padded(*lengths), **{**options, **own, "use_mtp": None})
+        )
     assert route is not None and (route.num_captured_steps > 0) == captures
     for text in texts(9, 21):
         lone_run(model, text, {**options, **mtp})

@@ -1,4 +1,5 @@
-"""Kinds of attention in packed steps: each sequence gets the tokens of plain `generate` on it alone."""
+"""Kinds of attention in packed steps: each sequence gets the tokens of plain `generate` on it
+alone."""
 
 from __future__ import annotations
 
@@ -14,11 +15,21 @@ from hf_paged import PagedConfig, PagedEngine, last_route, memory_stats
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_inputs import make_inputs
 from tests.support.architecture_media import media_rows
-from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, run_all
-from tests.support.models import BEFORE_5_18
+from tests.support.engine_helpers import (
+    MODES,
+    assert_drained,
+    assert_same_as_lone,
+    lone_run,
+    run_all,
+)
+from tests.support.models import BEFORE_5_18, put
 
 CHUNKED = {
-    **{"num_hidden_layers": 2, "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]},
+    **{
+        "num_hidden_layers": 2,
+        "layer_types": ["chunked_attention", "full_attention"],
+        "no_rope_layers": [1, 0],
+    },
     **{"moe_layers": [1], "attention_chunk_size": 11},
 }
 LONGROPE = {
@@ -33,16 +44,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon alibi": ("FalconForCausalLM", {"alibi": True}),
     "gptj": ("GPTJForCausalLM", {}),
     "latents": ("DeepseekV3ForCausalLM", {}),
-    "narrow latents": ("DeepseekV3ForCausalLM", {"kv_lora_rank": 8, "qk_rope_head_dim": 8}),  # apart from rotary keys
+    # apart from rotary keys
+    "narrow latents": ("DeepseekV3ForCausalLM", {"kv_lora_rank": 8, "qk_rope_head_dim": 8}),
     # queries are scaled by position; in plain rows positions count padding, too
     "scales": ("Llama4ForCausalLM", {**CHUNKED, "floor_scale": 8, "attn_scale": 0.5}),
-    # the last layers read others' keys under a slice of the mask, with the last queries alone where logits are picked
+    # the last layers read others' keys under a slice of the mask, with the last queries alone where
+    # logits are picked
     "shared keys": ("Gemma4ForCausalLM", {"num_kv_shared_layers": 2}),
 }
-# rotary factors of a sequence's own length, from 33 tokens on: one set of them, one that plain goes back with, one each
+# rotary factors of a sequence's own length, from 33 tokens on: one set of them, one that plain goes
+# back with, one each
 LENGTHS: dict[str, tuple[str, dict[str, Any]]] = {
     "longrope": ("LlamaForCausalLM", {"rope_parameters": LONGROPE, "max_position_embeddings": 64}),
-    "phi3": ("Phi3ForCausalLM", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),
+    "phi3": (
+        "Phi3ForCausalLM",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32},
+    ),
     "dynamic": (
         "LlamaForCausalLM",
         {
@@ -53,6 +70,7 @@ LENGTHS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 FAMILIES |= LENGTHS
 NAMES = sorted(FAMILIES)
+CPU = torch.device("cpu")
 KINDS = ["bloom", "chunks", "falcon alibi", "latents", *LENGTHS]
 
 
@@ -72,12 +90,22 @@ def prompts(*lengths: int) -> list[list[int]]:
 
 def skip_where_plain_is_broken(name: str) -> None:
     if name == "phi3" and BEFORE_5_18:
-        pytest.skip("before 5.18, plain Phi3 goes on from its last token alone where its RoPE factors change")
+        pytest.skip(
+            "before 5.18, plain Phi3 goes on from its last token alone where its RoPE factors"
+            " change"
+        )
 
 
-def check(name: str, texts: list[list[int]], modes: list[dict[str, Any]], config: PagedConfig) -> Any:
-    """Runs all prompts at once in an engine, compares each with its lone run, and returns the engine's stats."""
-    model = build(name)
+def check(
+    name: str,
+    texts: list[list[int]],
+    modes: list[dict[str, Any]],
+    config: PagedConfig,
+    device: torch.device = CPU,
+) -> Any:
+    """Runs all prompts at once in an engine, compares each with its lone run, and returns the
+    engine's stats."""
+    model = put(build(name), device)
     with PagedEngine(model, config) as engine:
         for seed, (prompt, options) in enumerate(zip(texts, modes)):
             engine.add_request(prompt, options, request_id=str(seed), seed=seed)
@@ -86,16 +114,24 @@ def check(name: str, texts: list[list[int]], modes: list[dict[str, Any]], config
         route, stats = engine.route, engine.stats()
     assert route is not None and route.reason.startswith("packed forwards"), route
     for seed, (prompt, options) in enumerate(zip(texts, modes)):
-        model(torch.tensor([[5]]))  # a module may have grown with a longer sequence
-        assert_same_as_lone(lone_run(model, prompt, options, seed), results[str(seed)], options, f"{name}, {seed}")
+        model(torch.tensor([[5]], device=device))  # a module may have grown with a longer sequence
+        assert_same_as_lone(
+            lone_run(model, prompt, options, seed), results[str(seed)], options, f"{name}, {seed}"
+        )
     return stats
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_chunks_of_prompts_share_steps_with_decodes(name: str) -> None:
+def test_chunks_of_prompts_share_steps_with_decodes(name: str, device: torch.device) -> None:
     """Prompts arrive in chunks that end within blocks and within chunks of attention."""
     modes = [MODES[mode] for mode in ("greedy", "penalties", "samples", "beams_eos", "sample")]
-    check(name, prompts(7, 34, 16, 22, 10), modes, PagedConfig(block_size=8, max_num_batched_tokens=11))
+    check(
+        name,
+        prompts(7, 34, 16, 22, 10),
+        modes,
+        PagedConfig(block_size=8, max_num_batched_tokens=11),
+        device,
+    )
 
 
 @pytest.mark.slow
@@ -103,7 +139,12 @@ def test_chunks_of_prompts_share_steps_with_decodes(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_all_modes_share_steps(name: str, max_tokens: int) -> None:
     texts = prompts(*range(4, 4 + 3 * len(MODES), 3))
-    check(name, texts, list(MODES.values()), PagedConfig(block_size=8, max_num_batched_tokens=max_tokens))
+    check(
+        name,
+        texts,
+        list(MODES.values()),
+        PagedConfig(block_size=8, max_num_batched_tokens=max_tokens),
+    )
 
 
 @pytest.mark.parametrize("preemption", ["recompute", pytest.param("swap", marks=pytest.mark.slow)])
@@ -112,17 +153,23 @@ def test_preempted_requests_go_on(name: str, preemption: Any) -> None:
     skip_where_plain_is_broken(name)
     samples = {"do_sample": True, "max_new_tokens": 14, "num_return_sequences": 3}
     modes = [MODES["greedy"], samples, MODES["beams"], MODES["sample"]]
-    config = PagedConfig(block_size=8, num_blocks={"chunks": 19, "phi3": 9}.get(name, 12), preemption=preemption)
-    assert check(name, prompts(20, 25, 9, 31), modes, config).num_preemptions > 0, "the budget was meant to be short"
+    config = PagedConfig(
+        block_size=8, num_blocks={"chunks": 19, "phi3": 9}.get(name, 12), preemption=preemption
+    )
+    assert check(name, prompts(20, 25, 9, 31), modes, config).num_preemptions > 0, (
+        "the budget was meant to be short"
+    )
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "shared keys"])  # a window has dropped them
+# a window has dropped them
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "shared keys"])
 def test_prefixes_are_found_again(name: str) -> None:
     skip_where_plain_is_broken(name)
     (prefix,), options = prompts(29), MODES["greedy"]
     texts = [prefix, [*prefix[:21], *prompts(7)[0]], [*prefix, *prompts(16)[0]], prefix]
     stats = check(name, texts, [options] * 4, PagedConfig(block_size=8, max_num_seqs=1))
-    assert stats.num_prefix_hit_tokens >= (16 if name in LENGTHS else 32)  # a long prompt has different keys
+    # a long prompt has different keys
+    assert stats.num_prefix_hit_tokens >= (16 if name in LENGTHS else 32)
 
 
 @pytest.mark.parametrize("mode", ["greedy", "beams_eos"])
@@ -143,7 +190,8 @@ def test_ragged_rows_of_a_generate_call(name: str, mode: str) -> None:
 @pytest.mark.parametrize("mode", ["greedy", "beams_eos"])
 @pytest.mark.parametrize("name", sorted(LENGTHS))
 def test_rows_whose_longest_decides_the_rotary_factors(name: str, mode: str) -> None:
-    """Plain `generate` applies the longest row's factors to all rows: such calls run in the model's own loop."""
+    """Plain `generate` applies the longest row's factors to all rows: such calls run in the model's
+    own loop."""
     model, options = build(name), {**MODES[mode], "pad_token_id": 0}
     for lengths, num_new, road in (
         ((5, 19), 13, "engine"),
@@ -154,24 +202,35 @@ def test_rows_whose_longest_decides_the_rotary_factors(name: str, mode: str) -> 
         texts, width = prompts(*lengths), max(lengths)
         inputs = {
             "input_ids": torch.tensor([[0] * (width - len(text)) + text for text in texts]),
-            "attention_mask": torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts]),
+            "attention_mask": torch.tensor(
+                [[0] * (width - len(text)) + [1] * len(text) for text in texts]
+            ),
         }
         model(torch.tensor([[5]]))  # a module may have grown with a longer sequence
         expected = model.generate(**inputs, **{**options, "max_new_tokens": num_new})
         model(torch.tensor([[5]]))
-        found = model.generate(**inputs, **{**options, "max_new_tokens": num_new}, cache_implementation="paged")
+        found = model.generate(
+            **inputs, **{**options, "max_new_tokens": num_new}, cache_implementation="paged"
+        )
         assert torch.equal(expected, found), (lengths, last_route(model))
         route = last_route(model)
-        assert route is not None and route.road == (road or ("hf_loop" if name == "dynamic" else "engine")), route
+        assert route is not None and route.road == (
+            road or ("hf_loop" if name == "dynamic" else "engine")
+        ), route
         assert memory_stats(model).used_blocks == 0
 
 
 SAMPLES = {"do_sample": True, "num_return_sequences": 2}
 
 
-@pytest.mark.parametrize("options", [{"num_beams": 3}, SAMPLES, {"prompt_lookup_num_tokens": 3}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"num_beams": 3}, SAMPLES, {"prompt_lookup_num_tokens": 3}], ids=str
+)
 def test_calls_over_layers_with_shared_keys(options: dict[str, Any]) -> None:
-    model, options = build("shared keys"), {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0, **options}
+    model, options = (
+        build("shared keys"),
+        {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0, **options},
+    )
     is_lookup = "prompt_lookup_num_tokens" in options
     ids = torch.tensor(prompts(6)).repeat(1, 4) if is_lookup else torch.tensor(prompts(17, 17))
     outputs = []
@@ -182,10 +241,13 @@ def test_calls_over_layers_with_shared_keys(options: dict[str, Any]) -> None:
     assert last_route(model).reason.startswith("packed forwards")
 
 
-@pytest.mark.skipif(Version(transformers.__version__) < Version("5.18"), reason="its tower fails on these pictures")
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.18"), reason="its tower fails on these pictures"
+)
 @pytest.mark.parametrize("sees", [None, "vision"])
 def test_media_of_a_model_with_shared_keys(sees: str | None) -> None:
-    """Also where the tokens of a picture see one another, for which transformers makes the mask with `torch.vmap`."""
+    """Also where the tokens of a picture see one another, for which transformers makes the mask
+    with `torch.vmap`."""
     changes = {"num_kv_shared_layers": 2, "use_bidirectional_attention": sees}
     model = tiny_model(transformers.Gemma4ForConditionalGeneration, **changes)
     options = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": None}
@@ -196,7 +258,12 @@ def test_media_of_a_model_with_shared_keys(sees: str | None) -> None:
         assert torch.equal(model.generate(**inputs, **mode, **paged), expected), medium
         assert last_route(model).reason.startswith("packed forwards"), medium
     rows = media_rows(model)
-    requests = [{name: x for name, x in row.items() if name != "attention_mask"} for row in rows["image"]]
-    lone = [model.generate(**row, **options)[0, row["input_ids"].shape[1] :].tolist() for row in requests]
+    requests = [
+        {name: x for name, x in row.items() if name != "attention_mask"} for row in rows["image"]
+    ]
+    lone = [
+        model.generate(**row, **options)[0, row["input_ids"].shape[1] :].tolist()
+        for row in requests
+    ]
     with PagedEngine(model, PagedConfig(block_size=8)) as engine:
         assert [result.token_ids for result in engine.generate(requests, options)] == lone

@@ -1,10 +1,12 @@
-"""Prefixes evicted from the pool and loaded again: tokens equal plain's, and K/V of other weights are never used."""
+"""Prefixes evicted from the pool and loaded again: tokens equal plain's, and K/V of other weights
+are never used."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import gc
+import itertools
 import json
 import logging
 import os
@@ -27,10 +29,17 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
 from hf_paged.cache import block_files, tiers
+from hf_paged.cache.prefix_index import PrefixIndex
 from hf_paged.generation.continuous_batching import PagedBatchingManager
 from hf_paged.model import registry
 from tests.attention import test_latent
-from tests.cache.test_block_files import OPERATIONS, fail_operation, forbidden, replace_by_file, replace_by_loop
+from tests.cache.test_block_files import (
+    OPERATIONS,
+    fail_operation,
+    forbidden,
+    replace_by_file,
+    replace_by_loop,
+)
 from tests.support import models
 from tests.support.engine_helpers import assert_drained, lone_run, prompts, run_all
 
@@ -131,14 +140,17 @@ def test_an_emptied_pool_finds_what_it_gave_up(name: str, tmp_path: Path) -> Non
             engine.check_integrity()
             assert tokens == expected
             # a window keeps only the blocks before the end
-            assert num_hits >= (72 if text[:72] == prompt[:72] else 40 if name in ("llama", "mla") else 0)
+            assert num_hits >= (
+                72 if text[:72] == prompt[:72] else 40 if name in ("llama", "mla") else 0
+            )
         assert engine.stats().used_blocks == 0
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8_e4m3"])
 @pytest.mark.parametrize("name", ["llama", "mla"])
 def test_quantized_blocks_come_back_as_they_were(name: str, kv_dtype: str, tmp_path: Path) -> None:
-    """Codes and scales are saved; blocks of another `kv_dtype` are not found, and a saved prefix is refused."""
+    """Codes and scales are saved; blocks of another `kv_dtype` are not found, and a saved prefix is
+    refused."""
     model, (prompt,) = build(name), prompts(75)
     with PagedEngine(model, config(tmp_path / "tier", kv_dtype=kv_dtype)) as engine:
         expected, _ = run(engine, prompt)
@@ -157,7 +169,10 @@ def test_quantized_blocks_come_back_as_they_were(name: str, kv_dtype: str, tmp_p
 
 def test_generate_finds_it_too(tmp_path: Path) -> None:
     model, (prompt,) = build("llama"), prompts(160)
-    ids, paged = torch.tensor([prompt]), {"cache_implementation": "paged", "cache_config": config(tmp_path)}
+    ids, paged = (
+        torch.tensor([prompt]),
+        {"cache_implementation": "paged", "cache_config": config(tmp_path)},
+    )
     expected = model.generate(ids, **GREEDY)
     for _ in range(3):
         assert torch.equal(model.generate(ids, **GREEDY, **paged), expected)
@@ -180,7 +195,9 @@ def test_engines_and_calls_find_each_others(tmp_path: Path) -> None:
     found = model.generate(torch.tensor([texts[0]]), **paged, cache_config=config(tmp_path))
     assert found[0, 160:].tolist() == expected
     assert hf_paged.memory_stats(model).tier_restored_blocks == 159 // SIZE
-    expected = model.generate(torch.tensor([texts[1]]), **paged, cache_config=config(tmp_path))[0, 150:].tolist()
+    expected = model.generate(torch.tensor([texts[1]]), **paged, cache_config=config(tmp_path))[
+        0, 150:
+    ].tolist()
     (store,) = tiers.stores_of(registry._memories[model][1])
     model.generate(torch.tensor([texts[1]]), **paged, cache_config={"block_size": 2 * SIZE})
     store.wait()
@@ -188,9 +205,13 @@ def test_engines_and_calls_find_each_others(tmp_path: Path) -> None:
         assert run(engine, texts[1]) == (expected, 144)
 
 
-def test_what_is_freed_goes_while_a_slow_disk_takes_its_blocks(tmp_path: Path, monkeypatch: Any) -> None:
+def test_what_is_freed_goes_while_a_slow_disk_takes_its_blocks(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     gate, write = threading.Event(), block_files.DiskFolder.write
-    monkeypatch.setattr(block_files.DiskFolder, "write", lambda *given: gate.wait(30) and write(*given))
+    monkeypatch.setattr(
+        block_files.DiskFolder, "write", lambda *given: gate.wait(30) and write(*given)
+    )
     with PagedEngine(build("llama"), config(tmp_path)) as engine:
         run(engine, prompts(90)[0])
         loop = engine._core.loop
@@ -257,7 +278,8 @@ def test_other_weights_find_nothing(tmp_path: Path) -> None:
 
 
 def test_a_change_that_only_a_fingerprint_sees_is_not_written(tmp_path: Path) -> None:
-    """Between two steps of one request: its later blocks belong to no single version of the weights."""
+    """Between two steps of one request: its later blocks belong to no single version of the
+    weights."""
     model, (prompt, other) = build("llama"), prompts(40, 30)
     weight = model.model.layers[1].self_attn.k_proj.weight
     before = weight.detach().clone()
@@ -276,7 +298,8 @@ def test_a_change_that_only_a_fingerprint_sees_is_not_written(tmp_path: Path) ->
 
 
 def test_evicted_blocks_wait_for_a_fingerprint(tmp_path: Path) -> None:
-    """Blocks evicted while a request runs are written once the weights are checked, and dropped if they changed."""
+    """Blocks evicted while a request runs are written once the weights are checked, and dropped if
+    they changed."""
     model, texts = build("llama"), prompts(80, 80, 80)
     for moves in (False, True):
         engine = PagedEngine(model, config(tmp_path / str(moves), num_blocks=26, capture=False))
@@ -315,19 +338,23 @@ def test_tenants_and_uncached_prompts(tmp_path: Path) -> None:
 def test_why_a_model_or_a_pool_has_no_tiers(tmp_path: Path) -> None:
     hybrid = PagedEngine(build("qwen3_next"), config(tmp_path))
     run(hybrid, prompts(20)[0])
-    assert "snapshots of its states" in str(hybrid.route)
-    with pytest.raises(ValueError, match=r"neither saved nor loaded: .*snapshots of its states"):
+    assert "snapshots of the model's states" in str(hybrid.route)
+    with pytest.raises(
+        ValueError, match=r"neither saved nor loaded: .*snapshots of the model's states"
+    ):
         hybrid.save_prefix(prompts(20)[0], tmp_path / "file")
-    on_cpu = PagedEngine(build("llama"), {"block_size": SIZE, "prefix_tiers": {"host_bytes": 1 << 20}})
+    on_cpu = PagedEngine(
+        build("llama"), {"block_size": SIZE, "prefix_tiers": {"host_bytes": 1 << 20}}
+    )
     run(on_cpu, prompts(20)[0])
-    assert "the pool is in host memory, below which there is only the disk" in str(on_cpu.route)
+    assert "the pool is in host memory already, so only a disk tier helps" in str(on_cpu.route)
 
 
 @pytest.mark.slow
 def test_an_engine_that_is_not_freed_writes_when_the_process_ends(tmp_path: Path) -> None:
-    script = _OTHER_PROCESS.replace("with PagedEngine(build(name), config(path)) as engine:", "if True:").replace(
-        "    (result,)", "    engine = PagedEngine(build(name), config(path))\n    (result,)"
-    )
+    script = _OTHER_PROCESS.replace(
+        "with PagedEngine(build(name), config(path)) as engine:", "if True:"
+    ).replace("    (result,)", "    engine = PagedEngine(build(name), config(path))\n    (result,)")
     (prompt,) = prompts(70)
     done = subprocess.run(
         [sys.executable, "-c", script, "llama", str(tmp_path), json.dumps(prompt)],
@@ -384,7 +411,11 @@ def test_calls_of_threads_on_two_models_under_a_budget(tmp_path: Path) -> None:
             options = config(tmp_path, idle_release_seconds=draw.choice([0, 0.1, 60]))
             paged = {**GREEDY, "cache_implementation": "paged", "cache_config": options}
             try:
-                found = both[which].generate(torch.tensor([texts[place]]), **paged)[0, len(texts[place]) :].tolist()
+                found = (
+                    both[which]
+                    .generate(torch.tensor([texts[place]]), **paged)[0, len(texts[place]) :]
+                    .tolist()
+                )
                 if found != expected[which][place]:
                     failures.append((which, place, found))
             except Exception as error:
@@ -417,7 +448,16 @@ class Faults:
         self.path, self.draw, self._monkeypatch = path, random.Random(seed), monkeypatch
 
     def cause(self) -> str:
-        kinds = (self.flip, self.truncate, self.empty, self.delete, self.swap_names, self.kill, self.fill, self.forbid)
+        kinds = (
+            self.flip,
+            self.truncate,
+            self.empty,
+            self.delete,
+            self.swap_names,
+            self.kill,
+            self.fill,
+            self.forbid,
+        )
         kind = self.draw.choice(kinds)
         for _ in range(self.draw.randrange(1, 6)):
             kind()
@@ -462,9 +502,15 @@ class Faults:
             try:
                 folder = block_files.DiskFolder(str(self.path), 1 << 30)
                 while path is not None and path.exists():
-                    parts = folder.read(path.parent.name.removeprefix(block_files.FOLDER), path.stem)
+                    parts = folder.read(
+                        path.parent.name.removeprefix(block_files.FOLDER), path.stem
+                    )
                     for _ in range(100) if parts else ():
-                        folder.write(path.parent.name.removeprefix(block_files.FOLDER), path.stem, parts or {})
+                        folder.write(
+                            path.parent.name.removeprefix(block_files.FOLDER),
+                            path.stem,
+                            parts or {},
+                        )
             finally:
                 os._exit(0)
         time.sleep(0.02 * self.draw.random())
@@ -509,7 +555,9 @@ def survive(num_faults: int, path: Path, monkeypatch: Any) -> None:
             results = run_all(engine)
             assert time.monotonic() - start < 60, f"{fault}: stuck"
             for each in chosen:
-                assert results[str(each)].error is None, f"fault {number}, {fault}: {results[str(each)].error!r}"
+                assert results[str(each)].error is None, (
+                    f"fault {number}, {fault}: {results[str(each)].error!r}"
+                )
                 assert results[str(each)].token_ids == expected[each], f"fault {number}, {fault}"
             num_restored += engine.memory.stats().tier_restored_blocks
             assert_drained(engine)
@@ -523,6 +571,7 @@ def test_ten_faults(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_two_hundred_faults(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     with caplog.at_level(logging.ERROR):
         survive(200, tmp_path, monkeypatch)
@@ -537,8 +586,11 @@ def evict_all(engine: PagedEngine) -> None:
     engine._core.loop.blocks.tier.wait()  # type: ignore[union-attr]
 
 
-def check_goes_on(engine: PagedEngine, texts: list[list[int]], expected: list[list[int]], caplog: Any) -> None:
-    """Requests get their tokens while the folder fails, in steps, restored or not, and nothing is lost."""
+def check_goes_on(
+    engine: PagedEngine, texts: list[list[int]], expected: list[list[int]], caplog: Any
+) -> None:
+    """Requests get their tokens while the folder fails, in steps, restored or not, and nothing is
+    lost."""
     for _ in range(2):
         results = engine.generate(texts, GREEDY)
         assert [result.error for result in results] == [None] * len(texts)
@@ -602,7 +654,9 @@ def test_calls_go_on_without_a_folder(tmp_path: Path, caplog: Any) -> None:
     assert 1 <= len(caplog.records) <= 2 and str(path) in caplog.text
 
 
-def test_no_memory_for_evicted_blocks_and_for_files(tmp_path: Path, caplog: Any, monkeypatch: Any) -> None:
+def test_no_memory_for_evicted_blocks_and_for_files(
+    tmp_path: Path, caplog: Any, monkeypatch: Any
+) -> None:
     model, texts = models.get("llama"), prompts(60, 50)
     expected = [lone_run(model, text, GREEDY)[0] for text in texts]
 
@@ -619,9 +673,57 @@ def test_no_memory_for_evicted_blocks_and_for_files(tmp_path: Path, caplog: Any,
                 check_goes_on(engine, texts, expected, caplog)
 
 
+@pytest.mark.parametrize("method", ["read", "put_back"])
+@pytest.mark.parametrize("error", [MemoryError("none"), RuntimeError("torch"), ValueError("other")])
+def test_what_a_tier_cannot_copy_is_computed_instead(
+    error: Exception, method: str, tmp_path: Path, caplog: Any, monkeypatch: Any
+) -> None:
+    model, (prompt,) = build("llama"), prompts(70)
+
+    def fail(*args: Any) -> Any:
+        raise error
+
+    with PagedEngine(model, config(tmp_path)) as engine:
+        expected = run(engine, prompt)[0]
+        evict_all(engine)
+        monkeypatch.setattr(tiers.PrefixStore, method, fail)
+        with caplog.at_level(logging.WARNING, "hf_paged"):
+            assert run(engine, prompt) == (expected, 0)
+        assert "could not be restored" in caplog.text and repr(error) in caplog.text
+        assert_drained(engine)
+
+
+@pytest.mark.parametrize("error", [MemoryError("none"), RuntimeError("torch"), ValueError("other")])
+def test_an_error_while_restored_blocks_are_registered_ends_the_step(
+    error: Exception, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """It may have split a change of the pool: the step is recovered, and computed again."""
+    model, (prompt,) = build("llama"), prompts(70)
+    with PagedEngine(model, config(tmp_path)) as engine:
+        expected = run(engine, prompt)[0]
+        evict_all(engine)
+        engine.add_request(prompt, GREEDY, request_id="0")
+        add, calls = PrefixIndex.add, itertools.count()
+
+        def fail_once(*args: Any) -> Any:
+            if next(calls) == 2:
+                raise error
+            return add(*args)
+
+        monkeypatch.setattr(PrefixIndex, "add", fail_once)
+        with pytest.raises(type(error)) as caught:
+            engine.step()
+        assert caught.value is error
+        engine.check_integrity()
+        assert run_all(engine)["0"].token_ids == expected
+        assert_drained(engine)
+
+
 @pytest.mark.parametrize("entry", ["engine", "generate", "manager"])
 @pytest.mark.parametrize("kind", ["file", "forbidden"])
-def test_a_folder_that_cannot_be_used_is_refused_at_first(kind: str, entry: str, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_used_is_refused_at_first(
+    kind: str, entry: str, tmp_path: Path
+) -> None:
     model, path, ids = build("llama"), tmp_path / "tier", torch.tensor(prompts(20))
     paged = {"cache_implementation": "paged", "cache_config": config(path)}
     with contextlib.ExitStack() as stack:
@@ -704,7 +806,9 @@ def test_what_cannot_be_saved_or_loaded(tmp_path: Path) -> None:
     model, (prompt,) = build("llama"), prompts(50)
     path = tmp_path / "prefix"
     with PagedEngine(model, {"block_size": SIZE}) as engine:
-        with pytest.raises(ValueError, match=r"the prompt has 5 tokens, and whole blocks of 8 are saved"):
+        with pytest.raises(
+            ValueError, match=r"the prompt has 5 tokens, and only full blocks of 8 are saved"
+        ):
             engine.save_prefix(prompt[:5], path)
         with pytest.raises(FileNotFoundError):
             engine.save_prefix(prompt, tmp_path / "no" / "folder")
@@ -713,14 +817,16 @@ def test_what_cannot_be_saved_or_loaded(tmp_path: Path) -> None:
         content = path.read_bytes()
         for wrong in (content[:-1], content[:100], b"", content[:-40] + b"x" + content[-39:]):
             path.write_bytes(wrong)
-            with pytest.raises(ValueError, match="is no saved prefix, or not whole"):
+            with pytest.raises(ValueError, match="is not a complete saved prefix"):
                 engine.load_prefix(path)
         path.write_bytes(content)
         with pytest.raises(FileNotFoundError):
             engine.load_prefix(tmp_path / "other")
         with torch.no_grad():
             model.model.embed_tokens.weight[5, 5] += 1
-        with pytest.raises(ValueError, match="was computed by another model than this LlamaForCausalLM is now"):
+        with pytest.raises(
+            ValueError, match="was computed by another model than this LlamaForCausalLM is now"
+        ):
             engine.load_prefix(path)
         with torch.no_grad():
             model.model.embed_tokens.weight[5, 5] -= 1
@@ -742,7 +848,8 @@ def test_what_cannot_be_saved_or_loaded(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_keeps_no_idle_pool(tmp_path: Path) -> None:
-    """It saves; it explains why it cannot load, unless tiers keep evicted blocks or a request runs."""
+    """It saves; it explains why it cannot load, unless tiers keep evicted blocks or a request
+    runs."""
     model, (prompt,) = build("llama"), prompts(50)
     path, options = tmp_path / "prefix", {"block_size": SIZE, "idle_release_seconds": 0}
     with PagedEngine(model, options) as engine:
@@ -764,8 +871,13 @@ def test_an_engine_that_keeps_no_idle_pool(tmp_path: Path) -> None:
 
 def test_where_a_prefix_cannot_be_saved_is_known_before_it_is_computed(tmp_path: Path) -> None:
     with PagedEngine(build("llama"), {"block_size": SIZE}) as engine:
-        for path, error in ((tmp_path / "no" / "file", FileNotFoundError), (tmp_path, IsADirectoryError)):
-            with pytest.raises(error, match=str(path.parent if error is FileNotFoundError else path)):
+        for path, error in (
+            (tmp_path / "no" / "file", FileNotFoundError),
+            (tmp_path, IsADirectoryError),
+        ):
+            with pytest.raises(
+                error, match=str(path.parent if error is FileNotFoundError else path)
+            ):
                 engine.save_prefix(prompts(50)[0], path)
         assert engine.stats().num_steps == 0
 
@@ -810,9 +922,14 @@ def test_blocks_stay_in_host_memory_up_to_its_limit(with_disk: bool, tmp_path: P
                 assert found == tokens and (turn == 0 or num_hits), f"turn {turn}"
                 engine.memory.give_up_cached()
                 store.wait()
-                assert store.host_bytes <= 30 * block and bool(blocks_on_disk(tmp_path)) is with_disk
+                assert (
+                    store.host_bytes <= 30 * block and bool(blocks_on_disk(tmp_path)) is with_disk
+                )
                 engine.check_integrity()
-        assert store.num_restored and store.host_bytes == sum(each.num_bytes for each in store._held.values()) > 0
+        assert (
+            store.num_restored
+            and store.host_bytes == sum(each.num_bytes for each in store._held.values()) > 0
+        )
         for text in prompts(100, 110, 120, seed=7):
             assert run(engine, text)[0] == lone_run(model, text, GREEDY)[0]
             engine.memory.give_up_cached()
@@ -826,7 +943,9 @@ def test_a_slow_disk_skips_blocks_and_nothing_waits(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(tiers, "QUEUE_BYTES", 0)
     monkeypatch.setattr(tiers, "free_bytes", lambda device: 40_000)
     gate, write = threading.Event(), block_files.DiskFolder.write
-    monkeypatch.setattr(block_files.DiskFolder, "write", lambda *given: gate.wait(30) and write(*given))
+    monkeypatch.setattr(
+        block_files.DiskFolder, "write", lambda *given: gate.wait(30) and write(*given)
+    )
     with PagedEngine(model, config(tmp_path, num_blocks=60)) as engine:
         for text in texts:
             assert run(engine, text)[0] == lone_run(model, text, GREEDY)[0]

@@ -1,4 +1,5 @@
-"""Models that cannot be packed run as rectangular batches: number of forwards, and tokens of each row alone."""
+"""Models that cannot be packed run as rectangular batches: number of forwards, and tokens of each
+row alone."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ from hf_paged import PagedConfig, PagedEngine, check_integrity, last_route, memo
 from hf_paged.cache.groups import StateSpec
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
-from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, run_all
+from tests.support.engine_helpers import (
+    MODES,
+    assert_drained,
+    assert_same_as_lone,
+    lone_run,
+    run_all,
+)
 from tests.support.models import BEFORE_5_18
 
 CLASSES = [
@@ -81,14 +88,18 @@ def test_requests_that_come_and_go_share_forwards(name: str) -> None:
         results = {}
         for i in range(1, 4):  # one more joins in each step
             engine.add_request(texts[i], options[i], request_id=str(i))
-            results |= {output.request_id: output.result for output in engine.step() if output.result}
+            results |= {
+                output.request_id: output.result for output in engine.step() if output.result
+            }
         results |= run_all(engine)
         assert_drained(engine)
         assert engine.route is not None and engine.route.road == "engine"
     assert len(shapes) <= (max(counts) - 1) + 3, f"{len(shapes)} forwards: {shapes}"
     assert (4, 1) in shapes, f"four rows were meant to decode side by side: {shapes}"
     for i, prompt in enumerate(texts):
-        assert_same_as_lone(lone_run(model, prompt, options[i]), results[str(i)], options[i], f"{name}, {i}")
+        assert_same_as_lone(
+            lone_run(model, prompt, options[i]), results[str(i)], options[i], f"{name}, {i}"
+        )
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -97,29 +108,34 @@ def test_rows_of_a_generate_call_leave_one_by_one(name: str) -> None:
     width = max(LENGTHS)
     ids = torch.tensor([[0] * (width - len(text)) + text for text in texts])
     mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts])
-    options: dict[str, Any] = dict(do_sample=False, max_new_tokens=24, eos_token_id=ENDS, pad_token_id=0)
+    options: dict[str, Any] = dict(
+        do_sample=False, max_new_tokens=24, eos_token_id=ENDS, pad_token_id=0
+    )
     expected = model.generate(ids, attention_mask=mask, **options)
     lengths = [int((row[width:] != 0).sum()) for row in expected]
     assert len(set(lengths)) > 1, f"the rows were meant to end at different steps: {lengths}"
     paged = dict(cache_implementation="paged", cache_config={"block_size": 8})
     model.generate(ids, attention_mask=mask, **options, **paged)
     with forwards(model) as shapes:
-        model.generate(ids, attention_mask=mask, **options, **paged)  # the replaced forward is checked
+        # the replaced forward is checked
+        model.generate(ids, attention_mask=mask, **options, **paged)
         shapes.clear()
         found = model.generate(ids, attention_mask=mask, **options, **paged)
     assert torch.equal(expected, found)
     route = last_route(model)
     assert route is not None and route.road == "engine", route
     assert len(shapes) == max(lengths) and shapes[0] == (4, width), shapes
-    assert sum(rows for rows, _ in shapes[1:]) == sum(lengths) - 4, "rows that ended were computed on"
+    assert sum(rows for rows, _ in shapes[1:]) == sum(lengths) - 4, (
+        "rows that ended were computed on"
+    )
     check_integrity(model)
     assert memory_stats(model).used_blocks == 0
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_all_modes_in_one_batch(name: str) -> None:
+def test_all_modes_in_one_batch(name: str, device: torch.device) -> None:
     skip_where_plain_is_broken(name)
-    model = build(name)
+    model = models.put(build(name), device)
     texts = prompts(*range(4, 4 + 3 * len(MODES), 3))
     with PagedEngine(model, SMALL) as engine:
         for seed, ((mode, options), prompt) in enumerate(zip(MODES.items(), texts)):
@@ -127,11 +143,15 @@ def test_all_modes_in_one_batch(name: str) -> None:
         results = run_all(engine)
         assert_drained(engine)
     for seed, ((mode, options), prompt) in enumerate(zip(MODES.items(), texts)):
-        assert_same_as_lone(lone_run(model, prompt, options, seed), results[mode], options, f"{name}, {mode}")
+        assert_same_as_lone(
+            lone_run(model, prompt, options, seed), results[mode], options, f"{name}, {mode}"
+        )
 
 
 @pytest.mark.parametrize("mode", ["greedy", "beams", "samples"])
-@pytest.mark.parametrize("name", ["Zamba2ForCausalLM", "RobertaForCausalLM", "ProphetNetForCausalLM"])
+@pytest.mark.parametrize(
+    "name", ["Zamba2ForCausalLM", "RobertaForCausalLM", "ProphetNetForCausalLM"]
+)
 def test_rows_are_computed_again_as_they_were(name: str, mode: str) -> None:
     """Their logits after a prompt differ from those after its tokens one by one."""
     model, texts, options = build(name), prompts(20, 25, 1, 31), MODES[mode]
@@ -139,14 +159,21 @@ def test_rows_are_computed_again_as_they_were(name: str, mode: str) -> None:
         for seed, prompt in enumerate(texts):
             engine.add_request(prompt, options, request_id=str(seed), seed=seed)
         steps = [engine.step() for _ in range(6)]
-        results = {output.request_id: output.result for outputs in steps for output in outputs if output.result}
+        results = {
+            output.request_id: output.result
+            for outputs in steps
+            for output in outputs
+            if output.result
+        }
         with engine.weights_update("recompute"):
             pass  # as after a preemption
         results = run_all(engine, results)
         assert engine.stats().num_preemptions > 0
         assert_drained(engine)
     for seed, prompt in enumerate(texts):
-        assert_same_as_lone(lone_run(model, prompt, options, seed), results[str(seed)], options, f"{name}, {seed}")
+        assert_same_as_lone(
+            lone_run(model, prompt, options, seed), results[str(seed)], options, f"{name}, {seed}"
+        )
 
 
 @pytest.mark.parametrize("name", ["Qwen3NextForCausalLM", "DiffLlamaForCausalLM"])
@@ -160,14 +187,22 @@ def test_preempted_rows_are_computed_again(name: str) -> None:
         assert engine.stats().num_preemptions > 0, "the budget was meant to be short"
         assert_drained(engine)
     for seed, (prompt, options) in enumerate(zip(texts, modes)):
-        assert_same_as_lone(lone_run(model, prompt, options, seed), results[str(seed)], options, f"{name}, {seed}")
+        assert_same_as_lone(
+            lone_run(model, prompt, options, seed), results[str(seed)], options, f"{name}, {seed}"
+        )
 
 
 @pytest.mark.parametrize("name", ["Qwen3NextForCausalLM", "DiffLlamaForCausalLM"])
-def test_a_step_that_is_interrupted_never_happened(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_is_interrupted_never_happened(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """States that layers updated before the interrupt are computed again."""
     model, texts = build(name), prompts(*LENGTHS)
-    last = [module for module in model.modules() if isinstance(module, torch.nn.LayerNorm | torch.nn.Linear)][-1]
+    last = [
+        module
+        for module in model.modules()
+        if isinstance(module, torch.nn.LayerNorm | torch.nn.Linear)
+    ][-1]
     calls = 0
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -189,7 +224,12 @@ def test_a_step_that_is_interrupted_never_happened(name: str, monkeypatch: pytes
         results = run_all(engine)
         assert_drained(engine)
     for i, prompt in enumerate(texts):
-        assert_same_as_lone(lone_run(model, prompt, MODES["greedy"]), results[str(i)], MODES["greedy"], f"{name}, {i}")
+        assert_same_as_lone(
+            lone_run(model, prompt, MODES["greedy"]),
+            results[str(i)],
+            MODES["greedy"],
+            f"{name}, {i}",
+        )
 
 
 @pytest.mark.parametrize("ends", ["cancel", "stream"])
@@ -227,7 +267,8 @@ def test_a_model_with_states_in_its_modules_is_refused() -> None:
 
 
 class Cacheless(transformers.LlamaForCausalLM):
-    """Passes no cache on, as custom code does that knows the cache by a name of another version of transformers."""
+    """Passes no cache on, as custom code does that knows the cache by a name of another version of
+    transformers."""
 
     def prepare_inputs_for_generation(
         self, input_ids: torch.Tensor, attention_mask: Any = None, **inputs: Any
@@ -239,7 +280,9 @@ class Cacheless(transformers.LlamaForCausalLM):
 
 
 @pytest.mark.parametrize("mode", ["greedy", "beams", "samples"])
-def test_a_model_that_ignores_its_cache_gives_its_own_tokens(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_ignores_its_cache_gives_its_own_tokens(
+    mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
     model = Cacheless(models.config("llama")).eval()
     models.init_weights(model, 0)
     inputs, results = models.prompt("llama"), []

@@ -1,8 +1,10 @@
-"""Steps launched before the host has the previous tokens, on the CPU, including launches that prove useless."""
+"""Steps launched before the host has the previous tokens, on the CPU, including launches that prove
+useless."""
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import logging
 from collections.abc import Iterator
@@ -48,22 +50,33 @@ OF_ONE_KIND: list[dict[str, Any]] = [
     {"do_sample": False, "max_new_tokens": 40, "eos_token_id": MANY_ENDS},
 ]
 
-pytestmark = pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler: nothing reads lengths from tensors")
+pytestmark = pytest.mark.skipif(
+    not cpp.is_available(), reason="no C++ compiler: nothing reads lengths from tensors"
+)
 
 
 @pytest.fixture(autouse=True)
 def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[collections.Counter[str]]:
-    """Counts the outcomes of steps: `launched`, then `used` whole, `in part` (a row left), `joined` or `in vain`."""
+    """Counts the outcomes of steps: `launched`, then `used` whole, `in part` (a row left), `joined`
+    or `in vain`."""
     use_fake_graphs(monkeypatch)
     counts: collections.Counter[str] = collections.Counter()
     take, run_ahead = RunAhead.take, PackedRunner.run_ahead
 
-    def counted_take(self: RunAhead, items: list[Any]) -> Any:
+    def counted_take(self: RunAhead, plan: Any) -> Any:
         launched = self._launched
-        logits, count = take(self, items)
+        logits, count = take(self, plan)
         if launched is not None:
             whole = count == len(launched.rows)
-            counts["in vain" if not count else "joined" if count < len(items) else "used" if whole else "in part"] += 1
+            counts[
+                "in vain"
+                if not count
+                else "joined"
+                if count < len(plan)
+                else "used"
+                if whole
+                else "in part"
+            ] += 1
         return logits, count
 
     def counted_run(self: PackedRunner, *args: Any) -> Any:
@@ -77,17 +90,23 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[collections.Counter[str]]:
 
 
 def job(prompt: int, new: int, seed: int = 0, **options: Any) -> tuple[list[int], dict[str, Any]]:
-    return prompts(prompt, seed=seed)[0], {"generation_config": {**GREEDY, "max_new_tokens": new}, **options}
+    return prompts(prompt, seed=seed)[0], {
+        "generation_config": {**GREEDY, "max_new_tokens": new},
+        **options,
+    }
 
 
 def check(model: Any, jobs: list[Any], found: list[Any]) -> None:
     for (prompt, options), result in zip(jobs, found):
-        assert_same_as_lone(lone_run(model, prompt, options["generation_config"]), result, GREEDY, "")
+        assert_same_as_lone(
+            lone_run(model, prompt, options["generation_config"]), result, GREEDY, ""
+        )
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_nearly_every_step_is(name: str, seen: collections.Counter[str]) -> None:
-    """Rows enter new blocks at different steps, and end one after the other, as known in advance."""
+    """Rows enter new blocks at different steps, and end one after the other, as known in
+    advance."""
     model, jobs = models.get(name), [job(5, 60, 0), job(9, 48, 1), job(14, 36, 2)]
     with PagedEngine(model, CONFIG) as engine:
         found = results(engine, jobs)
@@ -106,7 +125,9 @@ def test_generate_gives_plain_tokens(mode: str, seen: collections.Counter[str]) 
     state = torch.random.get_rng_state()
     for _ in range(2):
         torch.manual_seed(1)
-        found = model.generate(**inputs, **MODES[mode], cache_implementation="paged", cache_config={"block_size": SIZE})
+        found = model.generate(
+            **inputs, **MODES[mode], cache_implementation="paged", cache_config={"block_size": SIZE}
+        )
         assert torch.equal(found, expected)
         assert torch.equal(torch.random.get_rng_state(), state)
         hf_paged.check_integrity(model)
@@ -115,25 +136,33 @@ def test_generate_gives_plain_tokens(mode: str, seen: collections.Counter[str]) 
         assert seen["in part"], "rows end by EOS at different steps"
 
 
+MANY = (pytest.mark.slow, pytest.mark.full)
+
+
 @pytest.mark.parametrize(
     "counts",
     [
         pytest.param({"llama": 6, "gemma3": 3, "mistral": 1}, id="few"),
-        pytest.param({"llama": 25, "gemma3": 25, "mistral": 10}, id="many", marks=pytest.mark.slow),
+        pytest.param({"llama": 25, "gemma3": 25, "mistral": 10}, id="many", marks=MANY),
     ],
 )
 def test_random_schedules(
     counts: dict[str, int], seen: collections.Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows join, leave, are cancelled, preempted and swapped while steps are in flight."""
-    few = {name: budgets[1:4] for name, budgets in test_invariance.BUDGETS.items()}  # rows are preempted
+    # rows are preempted
+    few = {name: budgets[1:4] for name, budgets in test_invariance.BUDGETS.items()}
     monkeypatch.setattr(test_invariance, "BUDGETS", few)
     monkeypatch.setattr(test_invariance, "OPTIONS", OF_ONE_KIND)
-    monkeypatch.setattr(test_invariance, "expected", functools.cache(test_invariance.expected.__wrapped__))
+    monkeypatch.setattr(
+        test_invariance, "expected", functools.cache(test_invariance.expected.__wrapped__)
+    )
     for name, count in counts.items():
         for seed in range(count):
             Schedule(name, seed).run(seen)
-    missing = [what for what in ("used", "in part", "joined", "swaps", "recomputes") if not seen[what]]
+    missing = [
+        what for what in ("used", "in part", "joined", "swaps", "recomputes") if not seen[what]
+    ]
     assert not missing, f"the schedules never had {missing}: {seen}"
 
 
@@ -173,7 +202,9 @@ def test_a_returned_cache_holds_what_it_says(seen: collections.Counter[str]) -> 
         )
         cache = outputs.past_key_values
         states.append(
-            model.generate(ids, attention_mask=mask, past_key_values=cache, **{**GREEDY, "max_new_tokens": 8})
+            model.generate(
+                ids, attention_mask=mask, past_key_values=cache, **{**GREEDY, "max_new_tokens": 8}
+            )
         )
     assert torch.equal(states[0], states[1])
     hf_paged.check_integrity(model)
@@ -191,7 +222,9 @@ def test_short_of_blocks(seen: collections.Counter[str]) -> None:
 
 
 def test_a_step_that_cannot_be_launched_is_computed_later(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seen: collections.Counter[str]
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    seen: collections.Counter[str],
 ) -> None:
     def fail(*args: Any) -> None:
         raise RuntimeError("out of memory")
@@ -209,33 +242,45 @@ def test_a_step_that_cannot_be_launched_is_computed_later(
 def test_item_05_an_id_without_embedding_does_not_reach_the_device(
     caplog: pytest.LogCaptureFixture, seen: collections.Counter[str]
 ) -> None:
-    """A device's embedding would end the process for all requests; the id is reported when the host has it."""
+    """A device's embedding would end the process for all requests; the id is reported when the host
+    has it."""
 
     def widen(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        best = torch.full((len(scores), 9), float("inf") if input_ids.shape[1] == 15 else float("-inf"))
+        best = torch.full(
+            (len(scores), 9), float("inf") if input_ids.shape[1] == 15 else float("-inf")
+        )
         return torch.cat([scores, best], dim=1)
 
     caplog.set_level(logging.DEBUG, logger="hf_paged.batching.execution.executor")
     with PagedEngine(models.get("llama"), CONFIG) as engine:
-        result = engine.generate([prompts(5)[0]], {**GREEDY, "max_new_tokens": 20}, logits_processor=[widen])[0]
+        result = engine.generate(
+            [prompts(5)[0]], {**GREEDY, "max_new_tokens": 20}, logits_processor=[widen]
+        )[0]
         assert_drained(engine)
-    assert str(result.error).startswith(f"token id {models.VOCAB_SIZE} was chosen") and len(result.token_ids) == 11
+    assert (
+        str(result.error).startswith(f"token id {models.VOCAB_SIZE} was chosen")
+        and len(result.token_ids) == 11
+    )
     assert seen["launched"] > seen["used"] > 5 and "could not be launched" not in caplog.text
 
 
 def test_nothing_is_kept_when_all_have_ended(seen: collections.Counter[str]) -> None:
-    """Ends by EOS are unknown in advance: a step launched for ended rows is dropped by the step that finds out."""
+    """Ends by EOS are unknown in advance: a step launched for ended rows is dropped by the step
+    that finds out."""
     model = models.get("llama")
     with PagedEngine(model, CONFIG) as engine:
         engine.add_request(prompts(9)[0], MODES["greedy_eos"])
         run_all(engine)
         assert engine._core.loop is not None
-        assert engine._core.loop.executor.ahead._launched is None and seen["launched"] > seen["used"]
+        assert (
+            engine._core.loop.executor.ahead._launched is None and seen["launched"] > seen["used"]
+        )
         assert_drained(engine)
 
 
 def test_graphs_of_steps_ahead_are_used_last(seen: collections.Counter[str]) -> None:
-    """A graph that is only replayed ahead must not be evicted first when there are too many graphs."""
+    """A graph that is only replayed ahead must not be evicted first when there are too many
+    graphs."""
     with PagedEngine(models.get("llama"), CONFIG) as engine:
         for prompt, options in (job(5, 60, 0), job(9, 60, 1)):
             engine.add_request(prompt, **options)
@@ -254,9 +299,20 @@ def test_graphs_of_steps_ahead_are_used_last(seen: collections.Counter[str]) -> 
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 20}
 KINDS: dict[str, list[dict[str, Any]]] = {
     "a waiting queue": [{}],
-    "greedy and sampled": [{}, SAMPLED, {"repetition_penalty": 1.3}, {**SAMPLED, "repetition_penalty": 1.2}],
+    "greedy and sampled": [
+        {},
+        SAMPLED,
+        {"repetition_penalty": 1.3},
+        {**SAMPLED, "repetition_penalty": 1.2},
+    ],
     "seeds": [{**SAMPLED, "seed": 3}, SAMPLED, {**SAMPLED, "seed": 5}],
-    "all of it": [{}, {**SAMPLED, "seed": 3}, {"repetition_penalty": 1.3}, SAMPLED, {"return_logprobs": True}],
+    "all of it": [
+        {},
+        {**SAMPLED, "seed": 3},
+        {"repetition_penalty": 1.3},
+        SAMPLED,
+        {"return_logprobs": True},
+    ],
 }
 
 
@@ -264,13 +320,13 @@ KINDS: dict[str, list[dict[str, Any]]] = {
 def test_steps_of_every_kind_are_launched_ahead(
     kind: str, seen: collections.Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also while requests wait for a seat. Exceptions: the first steps of a size, and those after an unforeseen
-    admission, of a request that arrived meanwhile."""
+    """Also while requests wait for a seat. Exceptions: the first steps of a size, and those after
+    an unforeseen admission, of a request that arrived meanwhile."""
     schedule, model, jobs = Scheduler.schedule, models.get("llama"), []
 
     def counted(self: Scheduler) -> Any:
         plan = schedule(self)
-        seen["decode steps"] += bool(plan.decodes) and not plan.chunks
+        seen["decode steps"] += bool(plan.num_decodes) and not plan.has_chunks
         return plan
 
     monkeypatch.setattr(Scheduler, "schedule", counted)
@@ -278,7 +334,9 @@ def test_steps_of_every_kind_are_launched_ahead(
         own = dict(KINDS[kind][number % len(KINDS[kind])])
         arguments = {name: own.pop(name) for name in ("seed", "return_logprobs") if name in own}
         options = {**GREEDY, "max_new_tokens": 30 + 5 * (number % 4), **own}
-        jobs.append((prompts(5 + number % 7, seed=number)[0], {"generation_config": options, **arguments}))
+        jobs.append(
+            (prompts(5 + number % 7, seed=number)[0], {"generation_config": options, **arguments})
+        )
     with PagedEngine(model, PagedConfig(block_size=SIZE, max_num_seqs=4)) as engine:
         found = results(engine, jobs)
         assert_drained(engine)
@@ -286,19 +344,22 @@ def test_steps_of_every_kind_are_launched_ahead(
         options = arguments["generation_config"]
         assert result.error is None and len(result.token_ids) == options["max_new_tokens"]
         if not options["do_sample"] or "seed" in arguments:
-            assert_same_as_lone(lone_run(model, prompt, options, arguments.get("seed")), result, GREEDY, kind)
+            assert_same_as_lone(
+                lone_run(model, prompt, options, arguments.get("seed")), result, GREEDY, kind
+            )
     assert seen["used"] >= 0.9 * seen["decode steps"] > 100, seen
 
 
 def test_only_what_was_launched_is_taken() -> None:
-    """Items match in scheduled order up to the first that differs: token, length, block, or more than one token."""
+    """Items match in scheduled order up to the first that differs: token, length, block, or more
+    than one token."""
     pool = BlockPool(32)
     manager = BlockManager([BlockGroup(pool)], SIZE)
     scheduler = Scheduler(Preemption(manager), max_num_batched_tokens=100, max_num_seqs=8)
     sequences = [Sequence([1] * length) for length in (3, SIZE, 9, 5)]
     for number, sequence in enumerate(sequences):
         scheduler.add(Request(number, [sequence], 40))
-    scheduler.schedule()
+    scheduler.commit(scheduler.schedule())
     logits = torch.arange(4.0)[:, None].expand(4, 7)
 
     def launched() -> RunAhead:
@@ -310,40 +371,43 @@ def test_only_what_was_launched_is_taken() -> None:
     assert scheduler.reserve_next(sequences)
     for sequence in sequences:
         sequence.token_ids.append(7)
-    items = scheduler.schedule().items
-    assert items == [(sequence, 1) for sequence in sequences]
-    found, count = launched().take(items)
+    plan = scheduler.schedule()
+    assert plan.sequences == sequences and plan.counts == [1] * 4
+    found, count = launched().take(plan)
     assert count == 4 and torch.equal(found, logits)
-    found, count = launched().take([items[3], items[1]])
+    found, count = launched().take(plan.select([3, 1]))
     assert count == 2 and torch.equal(found, logits[[3, 1]])
-    assert launched().take([(sequences[0], 2)]) == (None, 0)
+    assert launched().take(dataclasses.replace(plan, counts=[2] * 4)) == (None, 0)
     ahead = launched()
     sequences[1].token_ids[-1] = 8
-    found, count = ahead.take(items)
+    found, count = ahead.take(plan)
     assert count == 1 and torch.equal(found, logits[:1])
-    assert ahead.take(items) == (None, 0), "once only"
+    assert ahead.take(plan) == (None, 0), "once only"
     ahead = launched()
     sequences[0].blocks.tables[0].block_ids[-1] += 100
-    assert ahead.take(items) == (None, 0)
+    assert ahead.take(plan) == (None, 0)
     ahead = launched()
-    sequences[0].num_computed_tokens -= 1
-    assert ahead.take(items) == (None, 0)
+    assert ahead.take(dataclasses.replace(plan, num_logits=[0] * 4)) == (None, 0)
 
 
 def test_what_is_reserved() -> None:
-    """Allocates a block for the next token if needed and indexes full blocks before it; no copy, never the last
-    block."""
+    """Allocates a block for the next token if needed and indexes full blocks before it; no copy,
+    never the last block."""
     pool = BlockPool(6)
     manager = BlockManager([BlockGroup(pool)], SIZE)
     scheduler = Scheduler(Preemption(manager), max_num_batched_tokens=100, max_num_seqs=8)
     sequence = Sequence(list(range(SIZE - 1)))
     scheduler.add(Request("a", [sequence], 3 * SIZE))
-    scheduler.schedule()
+    scheduler.commit(scheduler.schedule())
     sequence.token_ids.append(SIZE - 1)  # a decode fills the block, which does not index it
-    scheduler.schedule()
+    scheduler.commit(scheduler.schedule())
     table = sequence.blocks.tables[0]
     for _ in range(2):
-        assert scheduler.reserve_next([sequence]) and len(table.block_ids) == 2 and table.num_tokens == SIZE
+        assert (
+            scheduler.reserve_next([sequence])
+            and len(table.block_ids) == 2
+            and table.num_tokens == SIZE
+        )
         manager.check_integrity()
     other = manager.new()
     assert manager.match(other, [*range(SIZE), 5], None) == SIZE, "what is full has its name"
@@ -354,7 +418,9 @@ def test_what_is_reserved() -> None:
     manager.free(twin)
     held = pool.allocate(pool.num_available)
     sequence.token_ids.append(5)
-    assert scheduler.schedule().items == [(sequence, 1)], "no other block is needed"
+    plan = scheduler.schedule()
+    assert plan.sequences == [sequence] and plan.counts == [1], "no other block is needed"
+    scheduler.commit(plan)
     pool.release(held)
     twin = manager.fork(sequence.blocks)
     assert not scheduler.reserve_next([sequence]), "the tail is shared"
@@ -365,9 +431,53 @@ def test_what_is_reserved() -> None:
     scheduler.add(Request("b", [Sequence([1])], 2))
     assert not scheduler.reserve_next([sequence]), "a request waits that may be admitted"
     sequence.token_ids.append(5)
-    scheduler.schedule()
+    scheduler.commit(scheduler.schedule())
     assert scheduler.reserve_next([sequence]), "there is no seat for it"
     assert not scheduler.reserve_next([], 1), "there will be one"
     scheduler.add(Request("c", [Sequence([1])], 2, priority=-1))
     assert not scheduler.reserve_next([sequence]), "another comes first"
     manager.check_integrity()
+
+
+def test_an_exception_behind_a_change_of_tables_for_a_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, texts = models.get("llama"), prompts(9, 14)
+    options = [
+        {"do_sample": False, "max_new_tokens": 40},
+        {"do_sample": True, "max_new_tokens": 40, "top_k": 5},
+    ]
+    expected = [lone_run(model, *each, 7) for each in zip(texts, options)]
+    allocate, reserve_next, is_reserving, has_failed = (
+        BlockPool.allocate,
+        BlockManager.reserve_next,
+        False,
+        False,
+    )
+
+    def reserving(self: BlockManager, *args: Any) -> bool:
+        nonlocal is_reserving
+        is_reserving = True
+        try:
+            return reserve_next(self, *args)
+        finally:
+            is_reserving = False
+
+    def allocated(self: BlockPool, *args: Any) -> list[int]:
+        nonlocal has_failed
+        result = allocate(self, *args)
+        if is_reserving and not has_failed:
+            has_failed = True
+            raise MemoryError("on purpose")
+        return result
+
+    monkeypatch.setattr(BlockManager, "reserve_next", reserving)
+    monkeypatch.setattr(BlockPool, "allocate", allocated)
+    with PagedEngine(model, CONFIG) as engine:
+        for number, (text, given) in enumerate(zip(texts, options)):
+            engine.add_request(text, given, request_id=str(number), seed=7)
+        found = run_all(engine)
+        assert has_failed
+        for number, tokens in enumerate(expected):
+            assert_same_as_lone(tokens, found[str(number)], options[number], f"request {number}")
+        assert_drained(engine)

@@ -18,13 +18,15 @@ from hf_paged.cache.block_pool import BlockPool, BlockTable
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedCache
 from hf_paged.config import PagedConfig
+from hf_paged.plan import StepPlan
 from tests.support import models
 
 SIZE = models.BLOCK_SIZE
 
 
 class Row:
-    """A sequence as the runner needs it: tokens, number of computed tokens, a block table per group."""
+    """A sequence as the runner needs it: tokens, number of computed tokens, a block table per
+    group."""
 
     def __init__(self, tokens: list[int], bench: Bench) -> None:
         self.tokens, self.bench = tokens, bench
@@ -36,15 +38,16 @@ class Row:
         self.blocks: Any = SimpleNamespace(tables=tables)
 
     def take(self, query_len: int, known: int | None = None) -> tuple[Any, int]:
-        """An item that computes `query_len` more tokens; `known`: number of existing tokens, if larger."""
+        """Room for `query_len` more tokens, and these as a row of a plan; `known`: number of
+        existing tokens, if larger."""
         tables = self.blocks.tables
         for group, window, table in zip(self.bench.groups, self.bench.runner.windows, tables):
             if window is not None:
                 table.drop_before(max(0, self.num_computed_tokens - window + 1))
             group.make_room(table.num_needed(query_len))
             assert table.append(query_len) is None
-        self.num_computed_tokens += query_len
-        self.token_ids = self.tokens[: self.num_computed_tokens if known is None else known]
+        end = self.num_computed_tokens + query_len
+        self.token_ids = self.tokens[: end if known is None else known]
         return self, query_len
 
     def free(self) -> None:
@@ -63,8 +66,11 @@ class Bench:
         self.groups = [group.blocks for group in self.cache.groups.values()]
 
     def run(self, items: list[tuple[Any, int]]) -> torch.Tensor:
-        with use_paged_attention(switchable_configs(self.model.modules())):
-            return self.runner.run(items)
+        with torch.no_grad(), use_paged_attention(switchable_configs(self.model.modules())):
+            logits = self.runner.run(StepPlan.of(items))
+        for row, query_len in items:
+            row.num_computed_tokens += query_len
+        return logits
 
     @torch.no_grad()
     def plain(self, row: Row) -> torch.Tensor:
@@ -76,12 +82,19 @@ def tokens(length: int, seed: int) -> list[int]:
     return models.token_ids(1, length, seed)[0].tolist()
 
 
-def assert_close(found: torch.Tensor, expected: list[torch.Tensor], tolerance: float = 1e-4) -> None:
+def assert_close(
+    found: torch.Tensor, expected: list[torch.Tensor], tolerance: float = 1e-4
+) -> None:
     torch.testing.assert_close(found, torch.stack(expected), atol=tolerance, rtol=tolerance)
 
 
-# Whether steps are packed; if not, from which step on, and whether rows of different lengths are padded.
-LAYOUTS = {"packed": (None, True), "side by side": (3, True), "side by side, not padded": (3, False)}
+# Whether steps are packed; if not, from which step on, and whether rows of different lengths are
+# padded.
+LAYOUTS = {
+    "packed": (None, True),
+    "side by side": (3, True),
+    "side by side, not padded": (3, False),
+}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -101,15 +114,17 @@ def test_random_schedules_give_plain_logits(name: str, layout: str) -> None:
         if step % 4 == 3:
             gone = rows.pop(draw.randrange(len(rows)))
             gone.free()
-        decodes = [row for row in rows if row.num_computed_tokens >= prompts[row] and draw.random() < 0.8]
+        decodes = [
+            row for row in rows if row.num_computed_tokens >= prompts[row] and draw.random() < 0.8
+        ]
         chunks = [row for row in rows if row.num_computed_tokens < prompts[row]]
         items = [row.take(1) for row in decodes]
         for row in chunks:
             left = prompts[row] - row.num_computed_tokens
             items.append(row.take(draw.randint(1, left), known=prompts[row]))
         if items:
-            ready = [row for row, _ in items if row.num_computed_tokens == len(row.token_ids)]
             logits = bench.run(items)
+            ready = [row for row, _ in items if row.num_computed_tokens == len(row.token_ids)]
             assert logits.shape == (len(ready), models.VOCAB_SIZE)
             if ready:
                 assert_close(logits, [bench.plain(row) for row in ready])
@@ -129,7 +144,8 @@ def test_a_forward_that_does_not_pick_logits() -> None:
     rows = [Row(tokens(12, seed), bench) for seed in range(3)]
     bench.runner._picks_logits = False
     items = [rows[0].take(7), rows[1].take(5, known=12), rows[2].take(12)]
-    assert_close(bench.run(items), [bench.plain(rows[0]), bench.plain(rows[2])])
+    logits = bench.run(items)
+    assert_close(logits, [bench.plain(rows[0]), bench.plain(rows[2])])
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
@@ -145,8 +161,10 @@ def test_blocks_written_in_the_same_step_are_read(name: str) -> None:
         mine.num_tokens = 2 * SIZE
     two.num_computed_tokens = 2 * SIZE
     items.append(two.take(len(second)))
-    assert two.blocks.tables[0].num_dropped == (name == "gemma3")  # the window freed a block, which the other row keeps
-    assert_close(bench.run(items), [bench.plain(one), bench.plain(two)])
+    # the window freed a block, which the other row keeps
+    assert two.blocks.tables[0].num_dropped == (name == "gemma3")
+    logits = bench.run(items)
+    assert_close(logits, [bench.plain(one), bench.plain(two)])
 
 
 def test_forks_read_the_same_blocks() -> None:
@@ -158,7 +176,10 @@ def test_forks_read_the_same_blocks() -> None:
         child.num_computed_tokens = 2 * SIZE
         child.blocks.tables = [table.fork() for table in parent.blocks.tables]
     for _ in range(3):
-        assert_close(bench.run([child.take(1) for child in children]), [bench.plain(child) for child in children])
+        assert_close(
+            bench.run([child.take(1) for child in children]),
+            [bench.plain(child) for child in children],
+        )
     assert bench.memory.num_used == 2 + 3
 
 
@@ -206,7 +227,9 @@ def test_a_table_too_short_for_its_tokens_is_an_error() -> None:
             table.slots(first, end)
 
 
-def test_a_table_whose_write_was_interrupted_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_whose_write_was_interrupted_is_written_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt
 
@@ -221,7 +244,9 @@ def test_a_table_whose_write_was_interrupted_is_written_again(monkeypatch: pytes
         assert [row[: len(table)].tolist() for row, table in zip(found, tables)] == tables
 
 
-def test_of_a_table_that_grew_only_the_new_blocks_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_table_that_grew_only_the_new_blocks_are_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     written: list[list[int]] = []
 
     def spied(kind: str, items: Any) -> Any:
@@ -241,14 +266,17 @@ def test_of_a_table_that_grew_only_the_new_blocks_are_written(monkeypatch: pytes
 
 
 def test_table_rows_follow_every_change() -> None:
-    """Rows appear, grow, shrink, change in the middle, move up when an earlier row leaves, and exceed all before."""
+    """Rows appear, grow, shrink, change in the middle, move up when an earlier row leaves, and
+    exceed all before."""
     draw, rows = random.Random(0), TableRows()
     tables = [[draw.randrange(100) for _ in range(draw.randint(1, 4))] for _ in range(3)]
     for step in range(90):
         action = draw.choice(["append", "append", "change", "remove", "add", "drop", "pop", "none"])
         row = draw.randrange(len(tables)) if tables else 0
         if action == "add" or not tables:
-            tables.insert(row, [draw.randrange(100) for _ in range(draw.randint(1, 2 + step // 10))])
+            tables.insert(
+                row, [draw.randrange(100) for _ in range(draw.randint(1, 2 + step // 10))]
+            )
         elif action == "append":
             tables[row].append(draw.randrange(100))
         elif action == "change":
@@ -260,5 +288,9 @@ def test_table_rows_follow_every_change() -> None:
         elif action == "pop" and len(tables[row]) > 1:
             tables[row].pop()
         tensor = rows.tensor(tables)
-        assert tensor.dtype == torch.int32 and tensor.shape[0] == len(tables) and tensor.is_contiguous()
+        assert (
+            tensor.dtype == torch.int32
+            and tensor.shape[0] == len(tables)
+            and tensor.is_contiguous()
+        )
         assert [tensor[i, : len(ids)].tolist() for i, ids in enumerate(tables)] == tables

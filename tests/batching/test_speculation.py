@@ -1,5 +1,5 @@
-"""Speculation: rows that get several tokens per step have the tokens of runs without drafts, however good the
-drafts."""
+"""Speculation: rows that get several tokens per step have the tokens of runs without drafts,
+however good the drafts."""
 
 from __future__ import annotations
 
@@ -28,11 +28,26 @@ from hf_paged.batching.execution.assistant import Assistant
 from hf_paged.batching.request import Sequence
 from tests.support import models
 from tests.support.checks import in_threads
-from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, prompts, run_all
+from tests.support.engine_helpers import (
+    MODES,
+    assert_drained,
+    assert_same_as_lone,
+    lone_run,
+    prompts,
+    run_all,
+)
 
 NGRAM: dict[str, Any] = {"block_size": 8, "speculation": "ngram"}
 GREEDY = {"do_sample": False, "max_new_tokens": 30}
-ONE_ROW = ["greedy", "greedy_eos", "max_length", "penalties", "min_new_tokens", "sample", "sample_warped"]
+ONE_ROW = [
+    "greedy",
+    "greedy_eos",
+    "max_length",
+    "penalties",
+    "min_new_tokens",
+    "sample",
+    "sample_warped",
+]
 
 
 def repeating(*lengths: int, seed: int = 0) -> list[list[int]]:
@@ -49,7 +64,9 @@ class Oracle:
 
     def propose(self, token_ids: list[int], count: int) -> Draft | None:
         right = self.text[len(token_ids) : len(token_ids) + self.rng.randint(0, count)]
-        wrong = [(token + 1) % models.VOCAB_SIZE for token in self.text[len(token_ids) + len(right) :]]
+        wrong = [
+            (token + 1) % models.VOCAB_SIZE for token in self.text[len(token_ids) + len(right) :]
+        ]
         tokens = (right + wrong)[: self.rng.randint(1, count)]
         self.expected = min(len(right), len(tokens))
         return Draft(tokens)
@@ -73,12 +90,13 @@ def with_oracles(engine: PagedEngine, texts: list[list[int]], seed: int = 0) -> 
     return oracles
 
 
-# ----------------------------------------------------------------------------------------------------- generate
+# --------------------------------------------------------------------------------------- generate
 
 
 @pytest.mark.parametrize("name", models.DECODER_ONLY)
-def test_a_batch_that_speculates_gives_plain_tokens(name: str) -> None:
-    model, inputs = models.get(name), models.padded_prompt(name, (29, 8, 17, 24))
+def test_a_batch_that_speculates_gives_plain_tokens(name: str, device: torch.device) -> None:
+    model = models.put(models.get(name), device)
+    inputs = models.put(models.padded_prompt(name, (29, 8, 17, 24)), device)
     expected = model.generate(**inputs, **GREEDY)
     for number_of_tokens in (1, 5):
         options = {**GREEDY, "prompt_lookup_num_tokens": number_of_tokens}
@@ -94,11 +112,15 @@ def _with(**config: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("number_of_tokens", [1, 3, 9])
-def test_sixteen_rows_with_assistants(number_of_tokens: int) -> None:
+def test_sixteen_rows_with_assistants(number_of_tokens: int, device: torch.device) -> None:
     """Assistants: one mostly right, one mostly wrong, and early exit of the model itself."""
-    model, inputs = models.get("llama"), models.padded_prompt("llama", tuple(range(3, 19)))
+    model = models.put(models.get("llama"), device)
+    inputs = models.put(models.padded_prompt("llama", tuple(range(3, 19))), device)
     expected = model.generate(**inputs, **GREEDY)
-    for assistant in (models.get_assistant("llama"), models.build("llama", seed=5)):
+    for assistant in (
+        models.put(models.get_assistant("llama"), device),
+        models.build("llama", seed=5).to(device),
+    ):
         assistant.generation_config.num_assistant_tokens = number_of_tokens
         try:
             out = model.generate(**inputs, **GREEDY, **models.PAGED, assistant_model=assistant)
@@ -114,9 +136,12 @@ def test_sixteen_rows_with_assistants(number_of_tokens: int) -> None:
 
 
 def test_a_good_assistant_saves_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepCosts, "price", lambda *args: 0.05)  # whatever the step times on this machine
+    # whatever the step times on this machine
+    monkeypatch.setattr(StepCosts, "price", lambda *args: 0.05)
     model, inputs = models.get("llama"), models.padded_prompt("llama", (9, 5, 12))
-    model.generate(**inputs, **GREEDY, **models.PAGED, assistant_model=models.get_assistant("llama"))
+    model.generate(
+        **inputs, **GREEDY, **models.PAGED, assistant_model=models.get_assistant("llama")
+    )
     route = hf_paged.last_route(model)
     assert route is not None and route.num_accepted_tokens > 20
 
@@ -132,7 +157,9 @@ def test_a_cache_that_is_returned_holds_what_plain_holds() -> None:
     assert route is not None and route.road == "engine"
     mask = inputs["attention_mask"][:, :, None].bool()
     keys = [cache.past_key_values.layers[1].keys[:, 0, : mask.shape[1]] for cache in (plain, paged)]
-    torch.testing.assert_close(keys[0] * mask, torch.as_tensor(keys[1]) * mask, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        keys[0] * mask, torch.as_tensor(keys[1]) * mask, atol=1e-4, rtol=1e-4
+    )
 
 
 def test_one_sampled_row_draws_as_transformers_does() -> None:
@@ -181,12 +208,15 @@ def test_threads_that_speculate_share_a_loop() -> None:
     hf_paged.check_integrity(model)
 
 
-# ------------------------------------------------------------------------------------------------------- engine
+# ----------------------------------------------------------------------------------------- engine
 
 
-@pytest.mark.parametrize("config", [{}, {"num_blocks": 30, "preemption": "swap"}, {"max_num_batched_tokens": 12}])
+@pytest.mark.parametrize(
+    "config", [{}, {"num_blocks": 30, "preemption": "swap"}, {"max_num_batched_tokens": 12}]
+)
 def test_requests_of_all_kinds_in_one_batch(config: dict[str, Any]) -> None:
-    """Requests of a single row get drafts, also if sampled with a seed, penalised or ended in the middle of a draft."""
+    """Requests of a single row get drafts, also if sampled with a seed, penalised or ended in the
+    middle of a draft."""
     model, texts = models.get("llama"), repeating(5, 7, 4, 6, 3, 5, 8, 6, 4, 7, 5)
     with PagedEngine(model, PagedConfig(**{**NGRAM, **config})) as engine:
         for seed, ((mode, options), prompt) in enumerate(zip(MODES.items(), texts)):
@@ -206,9 +236,16 @@ def test_random_accept_lengths(name: str) -> None:
     check_accept_lengths(name, num_rounds=1, num_blocks=26)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_ten_thousand_random_accept_lengths() -> None:
-    assert sum(check_accept_lengths("llama", num_rounds=4, num_blocks=n, seed=n) for n in range(24, 140)) > 10_000
+    assert (
+        sum(
+            check_accept_lengths("llama", num_rounds=4, num_blocks=n, seed=n)
+            for n in range(24, 140)
+        )
+        > 10_000
+    )
 
 
 def check_accept_lengths(name: str, num_rounds: int, num_blocks: int | None, seed: int = 0) -> int:
@@ -217,7 +254,9 @@ def check_accept_lengths(name: str, num_rounds: int, num_blocks: int | None, see
     texts = prompts(3, 12, 7, 20, seed=seed)
     full = [text + lone_run(model, text, GREEDY)[0] for text in texts]
     for turn in range(num_rounds):
-        config = PagedConfig(**NGRAM, num_blocks=num_blocks, preemption=("swap", "recompute")[turn % 2])
+        config = PagedConfig(
+            **NGRAM, num_blocks=num_blocks, preemption=("swap", "recompute")[turn % 2]
+        )
         with PagedEngine(model, config) as engine:
             ids = [engine.add_request(text, GREEDY) for text in texts]
             oracles = with_oracles(engine, full, seed=seed + 10 * turn)
@@ -232,7 +271,8 @@ def check_accept_lengths(name: str, num_rounds: int, num_blocks: int | None, see
 
 
 def test_rejected_tokens_are_never_served_from_the_prefix_cache() -> None:
-    """The second request begins with the first one's text: K/V of wrong drafts would give other tokens."""
+    """The second request begins with the first one's text: K/V of wrong drafts would give other
+    tokens."""
     model, (text,) = models.get("llama"), prompts(9)
     whole = text + lone_run(model, text, GREEDY)[0]
     with PagedEngine(model, PagedConfig(**NGRAM)) as engine:
@@ -246,7 +286,8 @@ def test_rejected_tokens_are_never_served_from_the_prefix_cache() -> None:
 
 
 def test_outputs_come_token_by_token() -> None:
-    """One output per token, with its text; streamers, log-probabilities and stop strings as without drafts."""
+    """One output per token, with its text; streamers, log-probabilities and stop strings as without
+    drafts."""
     model, tokenizer, (text,) = models.get("llama"), models.tokenizer(), prompts(6)
     whole = text + lone_run(model, text, GREEDY)[0]
     seen: list[int] = []
@@ -266,15 +307,25 @@ def test_outputs_come_token_by_token() -> None:
             engine.add_request(text, GREEDY, streamer=Streamer(), **options)
             if speculates:
                 with_oracles(engine, [whole])
-            outputs = [output for _ in iter(lambda: engine.has_unfinished, False) for output in engine.step()]
+            outputs = [
+                output
+                for _ in iter(lambda: engine.has_unfinished, False)
+                for output in engine.step()
+            ]
             assert (engine.stats().num_accepted_tokens > 0) == speculates
             assert (engine.stats().num_steps < 30) == speculates
         result = outputs[-1].result
         assert result is not None
         found[speculates] = [(output.new_tokens, output.text) for output in outputs], result
     (plain, expected), (ours, result) = found[False], found[True]
-    assert ours == plain and [list(tokens.values()) for tokens, _ in ours] == [[token] for token in expected.token_ids]
-    assert result.text == expected.text and expected.logprobs is not None and result.logprobs is not None
+    assert ours == plain and [list(tokens.values()) for tokens, _ in ours] == [
+        [token] for token in expected.token_ids
+    ]
+    assert (
+        result.text == expected.text
+        and expected.logprobs is not None
+        and result.logprobs is not None
+    )
     torch.testing.assert_close(result.logprobs, expected.logprobs, atol=1e-4, rtol=0)
     assert seen[: len(seen) // 2] == seen[len(seen) // 2 :]
 
@@ -290,11 +341,16 @@ def test_a_stop_string_in_the_middle_of_a_draft() -> None:
         with_oracles(engine, [whole])[0].rng = random.Random(3)
         result = run_all(engine)[name]
         assert_drained(engine)
-    assert result.token_ids == expected and result.finish_reason == "stop_string" and len(expected) < 20
+    assert (
+        result.token_ids == expected
+        and result.finish_reason == "stop_string"
+        and len(expected) < 20
+    )
 
 
 def test_processors_with_a_state_see_refused_candidates_as_in_plain_generate() -> None:
-    """Guidance has a cache of its own, which then holds them: other tokens than without candidates."""
+    """Guidance has a cache of its own, which then holds them: other tokens than without
+    candidates."""
     model, ids = models.get("gpt_oss"), torch.tensor([[38, 82, 50, 72, 15, 9, 54, 82]])
     options = {
         **{"max_new_tokens": 13, "do_sample": False, "guidance_scale": 1.5},
@@ -305,11 +361,12 @@ def test_processors_with_a_state_see_refused_candidates_as_in_plain_generate() -
     assert not torch.equal(plain, alone)
     ours = model.generate(ids, **options, prompt_lookup_num_tokens=3, cache_implementation="paged")
     assert torch.equal(ours, plain)
-    assert "refused candidates" in hf_paged.last_route(model).reason
+    assert "rejected drafts" in hf_paged.last_route(model).reason
 
 
 def test_a_callers_processor_sees_what_it_sees_without() -> None:
-    """A stateful processor: called once per token, in order, with the tokens of the row at that time."""
+    """A stateful processor: called once per token, in order, with the tokens of the row at that
+    time."""
     model, (text,) = models.get("llama"), repeating(5)
 
     class Counting(LogitsProcessor):
@@ -334,14 +391,15 @@ def test_what_others_generated_is_proposed_within_a_salt_alone() -> None:
     model, (text,) = models.get("llama"), prompts(9)
     with PagedEngine(model, PagedConfig(**NGRAM, prefix_caching=False)) as engine:
         first, again, other, salted, last = (
-            engine.generate([text], GREEDY, cache_salt=salt)[0] for salt in (None, None, "a", "a", "b")
+            engine.generate([text], GREEDY, cache_salt=salt)[0]
+            for salt in (None, None, "a", "a", "b")
         )
     assert len({tuple(result.token_ids) for result in (first, again, other, salted, last)}) == 1
     assert again.num_accepted_tokens > first.num_accepted_tokens
     assert salted.num_accepted_tokens > other.num_accepted_tokens == last.num_accepted_tokens
 
 
-# --------------------------------------------------------------------------------------------------- assistants
+# ------------------------------------------------------------------------------------- assistants
 
 
 @pytest.mark.parametrize("num_blocks", [None, 60, 24])
@@ -349,9 +407,14 @@ def test_requests_with_and_without_an_assistant(num_blocks: int | None) -> None:
     """The assistant's blocks come from the engine's memory, and are freed if blocks are short."""
     model, texts = models.get("llama"), prompts(9, 14, 6, 20, 11, 8)
     expected = [lone_run(model, text, GREEDY)[0] for text in texts]
-    with PagedEngine(model, PagedConfig(block_size=8, num_blocks=num_blocks, prefix_caching=False)) as engine:
+    with PagedEngine(
+        model, PagedConfig(block_size=8, num_blocks=num_blocks, prefix_caching=False)
+    ) as engine:
         assistants = [models.get_assistant("llama"), None, models.build("llama", seed=5)] * 2
-        ids = [engine.add_request(text, GREEDY, assistant_model=a) for text, a in zip(texts, assistants)]
+        ids = [
+            engine.add_request(text, GREEDY, assistant_model=a)
+            for text, a in zip(texts, assistants)
+        ]
         results = run_all(engine)
         assert_drained(engine)
         assert all(group.pool.num_used == 0 for group in engine.memory.groups.values())
@@ -368,7 +431,9 @@ def test_no_request_gives_its_blocks_up_for_an_assistant() -> None:
         results = engine.generate(texts, GREEDY, assistant_model=models.get_assistant("llama"))
         assert engine.stats().num_preemptions == 0 and engine.stats().num_draft_tokens > 0
         assert_drained(engine)
-    assert [result.token_ids for result in results] == [lone_run(model, text, GREEDY)[0] for text in texts]
+    assert [result.token_ids for result in results] == [
+        lone_run(model, text, GREEDY)[0] for text in texts
+    ]
 
 
 def test_an_assistant_that_was_not_asked_for_a_while_reads_the_rows_own_tokens() -> None:
@@ -378,23 +443,43 @@ def test_an_assistant_that_was_not_asked_for_a_while_reads_the_rows_own_tokens()
     with PagedEngine(model, PagedConfig(block_size=8)) as engine:
         for _ in range(2):
             engine.add_request(text, GREEDY, assistant_model=assistant)
-        first, second = (state.speculation.source for state in engine._core.requests.values() if state.speculation)
+        first, second = (
+            state.speculation.source
+            for state in engine._core.requests.values()
+            if state.speculation
+        )
         first.assistant.propose([(first, Sequence(list(text)), 6)])
-        drafts = first.assistant.propose([(row, Sequence(text + other), 6) for row in (first, second)])
-        assert drafts[0] is not None and drafts[1] is not None and drafts[0].tokens == drafts[1].tokens
+        drafts = first.assistant.propose(
+            [(row, Sequence(text + other), 6) for row in (first, second)]
+        )
+        assert (
+            drafts[0] is not None and drafts[1] is not None and drafts[0].tokens == drafts[1].tokens
+        )
 
 
 def test_sampled_requests_are_those_of_transformers_for_one_row() -> None:
-    """Token for token, with a seed: the assistant draws, accepts and corrects as `_assisted_decoding` does."""
+    """Token for token, with a seed: the assistant draws, accepts and corrects as
+    `_assisted_decoding` does."""
     model, texts = models.get("llama"), prompts(9, 14, 6, 20)
     for assistant in (models.get_assistant("llama"), models.build("llama", seed=5)):
         ends = {"eos_token_id": list(range(60, 90)), "min_new_tokens": 9}
         for options in ({"temperature": 0.7}, {"top_p": 0.9, "top_k": 40}, ends):
-            # transformers' assistant builds its masks from tokens, so padding inside the text is hidden
-            config = {"do_sample": True, "max_new_tokens": 25, "suppress_tokens": [models.PAD], **options}
-            expected = [lone_run(model, x, config, n, assistant_model=assistant)[0] for n, x in enumerate(texts)]
+            # transformers' assistant builds its masks from tokens, so padding inside the text is
+            # hidden
+            config = {
+                "do_sample": True,
+                "max_new_tokens": 25,
+                "suppress_tokens": [models.PAD],
+                **options,
+            }
+            expected = [
+                lone_run(model, x, config, n, assistant_model=assistant)[0]
+                for n, x in enumerate(texts)
+            ]
             with PagedEngine(model, PagedConfig(block_size=8)) as engine:
-                results = engine.generate(texts, config, assistant_model=assistant, seed=list(range(len(texts))))
+                results = engine.generate(
+                    texts, config, assistant_model=assistant, seed=list(range(len(texts)))
+                )
                 assert engine.stats().num_draft_tokens > 20
                 assert_drained(engine)
             assert [result.token_ids for result in results] == expected
@@ -409,16 +494,21 @@ def test_an_assistant_with_other_tokens() -> None:
         options: dict[str, Any] = {"assistant_model": other, "assistant_tokenizer": tokenizer}
         results = engine.generate(texts, GREEDY, **options)
         assert_drained(engine)
-    assert [result.token_ids for result in results] == [lone_run(model, text, GREEDY)[0] for text in texts]
+    assert [result.token_ids for result in results] == [
+        lone_run(model, text, GREEDY)[0] for text in texts
+    ]
     assert sum(result.num_draft_tokens for result in results) > 0
 
 
 def test_an_assistant_that_fails_ends_its_requests_alone() -> None:
     model, texts = models.get("llama"), prompts(9, 14)
     broken = models.build("llama", seed=5)
-    broken.model.layers[1].forward = lambda *args, **kwargs: (_ for _ in ()).throw(RuntimeError("broken"))
+    broken.model.layers[1].forward = lambda *args, **kwargs: (_ for _ in ()).throw(
+        RuntimeError("broken")
+    )
     with PagedEngine(model, PagedConfig(block_size=8)) as engine:
-        with pytest.raises(ValueError, match="served by `generate`"):  # its forward is tried first
+        with pytest.raises(ValueError, match="the engine cannot assist"):
+            # its forward is tried first
             engine.add_request(texts[0], GREEDY, assistant_model=broken)
         assistant = models.build("llama", seed=5)
         first, second = (
@@ -457,12 +547,24 @@ def test_what_an_engine_cannot_assist_says_so() -> None:
     model, (text,) = models.get("llama"), prompts(9)
     assistant = models.get_assistant("llama")
     cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-        ({"num_beams": 2}, {"assistant_model": assistant}, "leave out beams"),
-        ({"num_return_sequences": 2, "do_sample": True}, {"assistant_model": assistant}, "num_return_sequences"),
-        ({"use_mtp": True}, {}, "no `num_mtp_layers`" if compat.HAS_MTP else "no `MtpModel`"),
+        ({"num_beams": 2}, {"assistant_model": assistant}, "leave the assistant out"),
+        (
+            {"num_return_sequences": 2, "do_sample": True},
+            {"assistant_model": assistant},
+            "num_return_sequences",
+        ),
+        (
+            {"use_mtp": True},
+            {},
+            "no multi-token prediction heads" if compat.HAS_MTP else "no `MtpModel`",
+        ),
         ({}, {"assistant_model": 3}, "it must be None or a model"),
         ({}, {"assistant_model": models.get("t5")}, "has an encoder"),
-        ({"assistant_ensemble_weight": 0.5}, {"assistant_model": assistant}, "changes what is accepted"),
+        (
+            {"assistant_ensemble_weight": 0.5},
+            {"assistant_model": assistant},
+            "changes which drafts are accepted",
+        ),
     ]
     with PagedEngine(model, PagedConfig(block_size=8)) as engine:
         for config, options, message in cases:
@@ -485,7 +587,8 @@ def test_memory_does_not_grow_with_assistants_that_are_gone() -> None:
 
 
 def test_weights_that_change_under_an_assistant(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepCosts, "price", lambda *args: 0.05)  # whatever the step times on this machine
+    # whatever the step times on this machine
+    monkeypatch.setattr(StepCosts, "price", lambda *args: 0.05)
     model, (text,) = models.get("llama"), prompts(9)
     assistant = models.build("llama", seed=5)
     with PagedEngine(model, PagedConfig(block_size=8)) as engine:
@@ -519,7 +622,8 @@ def test_two_models_that_assist_each_other() -> None:
 
 
 def test_an_assistant_with_a_window_whose_long_drafts_are_refused() -> None:
-    """Tokens that a rejected draft moved out of the window are still there where decoding continues."""
+    """Tokens that a rejected draft moved out of the window are still there where decoding
+    continues."""
     model, texts = models.get("llama"), prompts(9, 14, 6, 20)
     for name in ("mistral", "gemma3"):
         assistant = models.build(name, seed=5)
@@ -527,9 +631,13 @@ def test_an_assistant_with_a_window_whose_long_drafts_are_refused() -> None:
         assistant.generation_config.assistant_confidence_threshold = 0.0
         with PagedEngine(model, PagedConfig(block_size=8)) as engine:
             config = {"do_sample": True, "max_new_tokens": 40, "suppress_tokens": [models.PAD]}
-            results = engine.generate(texts, config, assistant_model=assistant, seed=list(range(len(texts))))
+            results = engine.generate(
+                texts, config, assistant_model=assistant, seed=list(range(len(texts)))
+            )
             assert_drained(engine)
-        expected = [lone_run(model, x, config, n, assistant_model=assistant)[0] for n, x in enumerate(texts)]
+        expected = [
+            lone_run(model, x, config, n, assistant_model=assistant)[0] for n, x in enumerate(texts)
+        ]
         assert [result.token_ids for result in results] == expected, name
 
 
@@ -539,7 +647,9 @@ def test_a_seed_gives_the_same_samples_behind_a_cached_prefix() -> None:
     config = {"do_sample": True, "max_new_tokens": 20, "suppress_tokens": [models.PAD]}
     with PagedEngine(model, PagedConfig(block_size=8)) as engine:
         found = [
-            engine.generate([text], config, assistant_model=models.get_assistant("llama"), seed=3)[0].token_ids
+            engine.generate([text], config, assistant_model=models.get_assistant("llama"), seed=3)[
+                0
+            ].token_ids
             for _ in range(3)
         ]
         assert engine.stats().num_prefix_hit_tokens
@@ -548,7 +658,12 @@ def test_a_seed_gives_the_same_samples_behind_a_cached_prefix() -> None:
 
 def test_early_exit_draws_by_the_seed() -> None:
     model, texts = models.get("llama"), prompts(9, 14)
-    config = {"do_sample": True, "max_new_tokens": 20, "suppress_tokens": [models.PAD], "assistant_early_exit": 1}
+    config = {
+        "do_sample": True,
+        "max_new_tokens": 20,
+        "suppress_tokens": [models.PAD],
+        "assistant_early_exit": 1,
+    }
     expected = [lone_run(model, text, config, n)[0] for n, text in enumerate(texts)]
     for seed in range(2):
         torch.manual_seed(seed)
@@ -560,7 +675,8 @@ def test_early_exit_draws_by_the_seed() -> None:
 
 
 def test_early_exit_that_fails_leaves_the_model_as_it_was() -> None:
-    """transformers removes layers from the config for early exit; this model's cache does not support that."""
+    """transformers removes layers from the config for early exit; this model's cache does not
+    support that."""
     model, texts = models.get("gpt_oss"), prompts(9, 14)
     expected = lone_run(model, texts[1], GREEDY)[0]
     with pytest.raises((IndexError, RuntimeError)) as plain:  # which one depends on the version
@@ -577,7 +693,9 @@ def test_early_exit_that_fails_leaves_the_model_as_it_was() -> None:
 def test_a_request_waits_for_the_blocks_of_assistants() -> None:
     """These go back: it is not told that it can never fit."""
     model, (text, other) = models.get("llama"), prompts(20, 60)
-    with PagedEngine(model, PagedConfig(block_size=8, num_blocks=12, prefix_caching=False)) as engine:
+    with PagedEngine(
+        model, PagedConfig(block_size=8, num_blocks=12, prefix_caching=False)
+    ) as engine:
         first = engine.add_request(text, GREEDY, assistant_model=models.get_assistant("llama"))
         for _ in range(3):
             engine.step()
@@ -592,11 +710,13 @@ def test_requests_without_a_prefix_share_no_text() -> None:
     model, (text,) = models.get("llama"), prompts(9)
     with PagedEngine(model, PagedConfig(**NGRAM)) as engine:
         options: dict[str, Any] = {"prompt_logprobs": True}
-        first, other = (engine.generate([text], GREEDY, cache_salt=salt, **options)[0] for salt in "ab")
+        first, other = (
+            engine.generate([text], GREEDY, cache_salt=salt, **options)[0] for salt in "ab"
+        )
     assert other.num_accepted_tokens == first.num_accepted_tokens
 
 
-# ------------------------------------------------------------------------------------------------ the parts alone
+# -------------------------------------------------------------------------------- the parts alone
 
 
 def test_a_row_that_is_never_right_stops_proposing() -> None:
@@ -640,8 +760,13 @@ def test_texts_of_others_are_bounded() -> None:
     index = NgramIndex()
     for number in range(INDEX_SIZE + 100):
         index.add([number, 0, 0, 1], 3, 4)
-    assert len(index) == INDEX_SIZE and not index.find([0, 0, 0]) and index.find([INDEX_SIZE, 0, 0]) == [1]
-    assert not index.find([INDEX_SIZE, 0, 0], namespace=b"another")  # of another namespace, within the same bound
+    assert (
+        len(index) == INDEX_SIZE
+        and not index.find([0, 0, 0])
+        and index.find([INDEX_SIZE, 0, 0]) == [1]
+    )
+    # of another namespace, within the same bound
+    assert not index.find([INDEX_SIZE, 0, 0], namespace=b"another")
 
 
 def test_ngrams_propose_what_came_behind() -> None:
@@ -670,11 +795,14 @@ def test_ngrams_propose_what_came_behind() -> None:
 
 @pytest.mark.slow
 def test_speculative_sampling_keeps_the_distribution() -> None:
-    """Chi-square over 10^5 first tokens of a vocabulary of 16, with drafts from another distribution."""
+    """Chi-square over 10^5 first tokens of a vocabulary of 16, with drafts from another
+    distribution."""
     generator = torch.Generator().manual_seed(0)
     target, proposal = (torch.randn(1, 16, generator=generator).mul(1.5) for _ in range(2))
     probs, count = target.softmax(-1), 100_000
-    drawn = torch.multinomial(proposal.softmax(-1)[0], count, replacement=True, generator=generator).tolist()
+    drawn = torch.multinomial(
+        proposal.softmax(-1)[0], count, replacement=True, generator=generator
+    ).tolist()
     levels = torch.rand(count, generator=generator)
     seen = [0] * 16
     for token, level in zip(drawn, levels):

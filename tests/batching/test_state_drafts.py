@@ -1,4 +1,5 @@
-"""Drafts on models with recurrent states: after a rejected draft a row returns to the state before it."""
+"""Drafts on models with recurrent states: after a rejected draft a row returns to the state before
+it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ from hf_paged.batching.decoding.speculation import StepCosts
 from tests.batching.test_rectangles import build
 from tests.batching.test_speculation import GREEDY, NGRAM, ONE_ROW, repeating, with_oracles
 from tests.batching.test_state_snapshots import CLASSES, NEVER, STATELESS, text
-from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, run_all
+from tests.support.engine_helpers import (
+    MODES,
+    assert_drained,
+    assert_same_as_lone,
+    lone_run,
+    run_all,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -38,14 +45,18 @@ def test_random_accept_lengths(name: str) -> None:
     full = [prompt + lone_run(model, prompt, GREEDY)[0] for prompt in texts]
     num_accepted = 0
     for turn, num_blocks in enumerate((None, 34, 30)):
-        config = PagedConfig(**NGRAM, num_blocks=num_blocks, preemption=("swap", "recompute")[turn % 2])
+        config = PagedConfig(
+            **NGRAM, num_blocks=num_blocks, preemption=("swap", "recompute")[turn % 2]
+        )
         with PagedEngine(model, config) as engine:
             ids = [engine.add_request(prompt, GREEDY) for prompt in texts]
             oracles = with_oracles(engine, full, seed=turn)
             plain = engine.add_request(texts[1], {**GREEDY, "num_beams": 2})
             results: dict[Any, Any] = {}
             while engine.has_unfinished:
-                results.update({output.request_id: output.result for output in engine.step() if output.result})
+                results.update(
+                    {output.request_id: output.result for output in engine.step() if output.result}
+                )
                 hf_paged.check_integrity(model)
             assert_drained(engine)
             num_accepted += engine.stats().num_accepted_tokens
@@ -74,12 +85,18 @@ def test_requests_of_all_kinds_in_one_batch(name: str) -> None:
 def test_generate_speculates_by_ngrams(name: str) -> None:
     """One row and several; a rejected draft's tokens are in no cached prefix."""
     model: Any = build(name)
-    paged = {"cache_implementation": "paged", "cache_config": {"block_size": 8, "speculation": "ngram"}}
-    for rows in ([list(range(4, 150))], repeating(9, 5, 7)):  # what the first one has behind any token
+    paged = {
+        "cache_implementation": "paged",
+        "cache_config": {"block_size": 8, "speculation": "ngram"},
+    }
+    for rows in ([list(range(4, 150))], repeating(9, 5, 7)):
+        # what the first one has behind any token
         width = max(map(len, rows))
         inputs = {
             "input_ids": torch.tensor([[0] * (width - len(row)) + row for row in rows]),
-            "attention_mask": torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]),
+            "attention_mask": torch.tensor(
+                [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+            ),
         }
         expected = model.generate(**inputs, **GREEDY)
         for _ in range(2):
@@ -106,7 +123,7 @@ def test_rows_that_cannot_go_back_are_refused() -> None:
     """A model whose layers reset their state in each forward of more than a token."""
     model = build(NEVER)
     with PagedEngine(model, PagedConfig(**NGRAM)) as engine:
-        with pytest.raises(ValueError, match="assisted generation is served by `generate`"):
+        with pytest.raises(ValueError, match="the engine cannot assist this request"):
             engine.add_request(text(9, 1), {**GREEDY, "prompt_lookup_num_tokens": 3})
         (result,) = engine.generate([repeating(9)[0]], GREEDY)
         assert not result.num_draft_tokens

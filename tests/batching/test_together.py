@@ -1,5 +1,6 @@
-"""Rows that stay together from start to end, with everything the model's own loop carries: encoder-decoder models,
-positions counted by the cache, caches with more than K/V. Tokens equal plain `generate`'s."""
+"""Rows that stay together from start to end, with everything the model's own loop carries:
+encoder-decoder models, positions counted by the cache, caches with more than K/V. Tokens equal
+plain `generate`'s."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ import pytest
 import torch
 import transformers
 
-from hf_paged import OutOfBlocksError, PagedConfig, PagedEngine, check_integrity, last_route, memory_stats
+from hf_paged import (
+    OutOfBlocksError,
+    PagedConfig,
+    PagedEngine,
+    check_integrity,
+    last_route,
+    memory_stats,
+)
 from hf_paged.batching.execution.rectangles import Rectangle, RectangleRunner
 from hf_paged.batching.scheduling.scheduler import Scheduler
 from tests.support.architecture_configs import tiny_model
@@ -23,8 +31,8 @@ from tests.support.engine_helpers import assert_drained, run_all
 
 T5 = "T5ForConditionalGeneration"
 ENCODERS = [T5, "BartForConditionalGeneration", "WhisperForConditionalGeneration"]
-# positions from the cache's length; indexer keys; padding that is attended to; conv states and sliding windows;
-# a forward that prepares its inputs itself
+# positions from the cache's length; indexer keys; padding that is attended to; conv states and
+# sliding windows; a forward that prepares its inputs itself
 DECODERS = [
     "BartForCausalLM",
     "DeepseekV32ForCausalLM",
@@ -54,7 +62,8 @@ def build(name: str) -> Any:
 
 def inputs_of(name: str) -> dict[str, Any]:
     """Four rows, some of which have padding at the beginning or end of the encoder input."""
-    found = next(iter(make_inputs(build(name)).values()))  # with images or sound, if the model takes them
+    # with images or sound, if the model takes them
+    found = next(iter(make_inputs(build(name)).values()))
     return {
         key: torch.cat([value, value.flip(-1) if value.is_floating_point() else value.roll(1, 0)])
         if isinstance(value, torch.Tensor)
@@ -65,8 +74,16 @@ def inputs_of(name: str) -> dict[str, Any]:
 
 def tokens(name: str, options: dict[str, Any], paged: dict[str, Any] | None = None) -> torch.Tensor:
     torch.manual_seed(5)
-    arguments = {key: x.clone() if isinstance(x, torch.Tensor) else x for key, x in inputs_of(name).items()}
-    options = {"max_new_tokens": NEW, "eos_token_id": ENDS, "pad_token_id": 0, **options, **(paged or {})}
+    arguments = {
+        key: x.clone() if isinstance(x, torch.Tensor) else x for key, x in inputs_of(name).items()
+    }
+    options = {
+        "max_new_tokens": NEW,
+        "eos_token_id": ENDS,
+        "pad_token_id": 0,
+        **options,
+        **(paged or {}),
+    }
     found: torch.Tensor = build(name).generate(**arguments, **options)
     return found
 
@@ -92,7 +109,10 @@ def preempted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [*itertools.product((*ENCODERS, *DECODERS), ("greedy", "beams")), *((T5, mode) for mode in list(MODES)[1:])],
+    [
+        *itertools.product((*ENCODERS, *DECODERS), ("greedy", "beams")),
+        *((T5, mode) for mode in list(MODES)[1:]),
+    ],
 )
 def test_tokens_are_those_of_plain_generate(name: str, mode: str) -> None:
     expected = tokens(name, MODES[mode])
@@ -127,17 +147,25 @@ def test_rows_leave_when_they_end(name: str) -> None:
         torch.nn.Linear.forward = original  # type: ignore[method-assign]
     assert torch.equal(expected, found)
     assert len(shapes) == max(lengths) and shapes[0][0] == 4, shapes
-    assert sum(rows for rows, _ in shapes[1:]) == sum(lengths) - 4, "rows that ended were computed on"
+    assert sum(rows for rows, _ in shapes[1:]) == sum(lengths) - 4, (
+        "rows that ended were computed on"
+    )
 
 
 @pytest.mark.parametrize("mode", ["greedy", "beams"])
 @pytest.mark.parametrize("name", [T5, "BartForConditionalGeneration", "BartForCausalLM"])
-def test_rows_that_lost_their_blocks_are_computed_again(name: str, mode: str, preempted: list[str]) -> None:
-    """Prompts that do not fit together start one after another, in the same forwards as in plain `generate`."""
+def test_rows_that_lost_their_blocks_are_computed_again(
+    name: str, mode: str, preempted: list[str]
+) -> None:
+    """Prompts that do not fit together start one after another, in the same forwards as in plain
+    `generate`."""
     options = {**MODES[mode], "eos_token_id": None, "max_new_tokens": 24}
     expected = tokens(name, options)
     needed = {"greedy": 7, "beams": 12}[mode]  # a request's, at least
-    paged = {"cache_implementation": "paged", "cache_config": {"block_size": 8, "num_blocks": 2 * needed}}
+    paged = {
+        "cache_implementation": "paged",
+        "cache_config": {"block_size": 8, "num_blocks": 2 * needed},
+    }
     assert torch.equal(tokens(name, options, paged), expected)
     route = last_route(build(name))
     assert route is not None and route.road == "engine", route
@@ -166,7 +194,9 @@ def test_an_interrupted_forward_never_happened(monkeypatch: pytest.MonkeyPatch) 
     for after in range(2, 14, 3):
         calls = itertools.count()
 
-        def interrupted(self: Any, hidden: torch.Tensor, calls: Any = calls, after: int = after) -> torch.Tensor:
+        def interrupted(
+            self: Any, hidden: torch.Tensor, calls: Any = calls, after: int = after
+        ) -> torch.Tensor:
             if self is last and next(calls) == after:
                 raise KeyboardInterrupt
             found: torch.Tensor = original(self, hidden)
@@ -184,11 +214,16 @@ def test_an_interrupted_forward_never_happened(monkeypatch: pytest.MonkeyPatch) 
     ("name", "why"),
     [
         ("RecurrentGemmaForCausalLM", "states in its modules"),
-        ("SwitchTransformersForConditionalGeneration", "its experts have a capacity for the whole batch"),
+        (
+            "SwitchTransformersForConditionalGeneration",
+            "its experts have a capacity for the whole batch",
+        ),
         ("MoonshineStreamingForConditionalGeneration", "its forward writes to its inputs"),
     ],
 )
-def test_rows_that_depend_on_one_another_stay_on_the_loop_of_transformers(name: str, why: str) -> None:
+def test_rows_that_depend_on_one_another_stay_on_the_loop_of_transformers(
+    name: str, why: str
+) -> None:
     expected = tokens(name, {"do_sample": False})
     assert torch.equal(tokens(name, {"do_sample": False}, PAGED), expected)
     route = last_route(build(name))
@@ -196,7 +231,7 @@ def test_rows_that_depend_on_one_another_stay_on_the_loop_of_transformers(name: 
     assert_whole(name)
 
 
-# -- requests of an engine ------------------------------------------------------------------------------------------
+# -- requests of an engine -----------------------------------------------------------------------
 
 LENGTHS = (5, 19, 9, 14, 11)
 SMALL = PagedConfig(block_size=8)
@@ -214,7 +249,8 @@ def options_of(mode: str) -> dict[str, Any]:
 def alone(name: str, seed: int, options: dict[str, Any], **inputs: torch.Tensor) -> list[list[int]]:
     """The new tokens of each sequence, the last of which is one that ends it or the longest."""
     torch.manual_seed(seed)
-    start = 1 if name != "WhisperForConditionalGeneration" else 0  # Whisper's `generate` leaves that out
+    # Whisper's `generate` leaves that out
+    start = 1 if name != "WhisperForConditionalGeneration" else 0
     rows = build(name).generate(**inputs, **options)[:, start:].tolist()
     last = set(options.get("eos_token_id", ()))
     ends = [next((i for i, token in enumerate(row) if token in last), len(row)) for row in rows]
@@ -228,7 +264,9 @@ def test_requests_of_an_encoder_decoder_model(name: str) -> None:
         results = {}
         for seed, (mode, prompt) in enumerate(zip(MODES, prompts())):
             engine.add_request(prompt, options_of(mode), request_id=mode, seed=seed)
-            results |= {output.request_id: output.result for output in engine.step() if output.result}
+            results |= {
+                output.request_id: output.result for output in engine.step() if output.result
+            }
         results = run_all(engine, results)
         assert_drained(engine)
     for seed, (mode, prompt) in enumerate(zip(MODES, prompts())):
@@ -251,9 +289,12 @@ def rows_of_forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("name", "joins_any"), [(T5, True), ("BartForConditionalGeneration", False)])
+@pytest.mark.parametrize(
+    ("name", "joins_any"), [(T5, True), ("BartForConditionalGeneration", False)]
+)
 def test_requests_share_forwards(name: str, joins_any: bool, rows_of_forwards: list[int]) -> None:
-    """After encoders of different lengths: T5's rows of any length, BART's of one length, which its cache counts."""
+    """After encoders of different lengths: T5's rows of any length, BART's of one length, which its
+    cache counts."""
     options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
     with PagedEngine(build(name), SMALL) as engine:
         for i, prompt in enumerate(prompts()[:4]):
@@ -293,7 +334,12 @@ def test_sound_of_whisper(rows_of_forwards: list[int]) -> None:
     options = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": ENDS}
     with PagedEngine(build(name), SMALL) as engine:
         for row in range(len(features)):
-            engine.add_request(None, options, inputs={"input_features": features[row : row + 1]}, request_id=str(row))
+            engine.add_request(
+                None,
+                options,
+                inputs={"input_features": features[row : row + 1]},
+                request_id=str(row),
+            )
         rows_of_forwards.clear()
         results = run_all(engine)
         assert rows_of_forwards[0] == len(features) > 1
@@ -304,8 +350,12 @@ def test_sound_of_whisper(rows_of_forwards: list[int]) -> None:
 
 
 def test_one_token_of_an_encoder_tells_nothing_of_longer_ones() -> None:
-    """Findings of the check on the first request, with sound of one frame, are not applied to several lengths."""
-    model, generator = copy.deepcopy(build("SpeechT5ForSpeechToText")), torch.Generator().manual_seed(4)
+    """Findings of the check on the first request, with sound of one frame, are not applied to
+    several lengths."""
+    model, generator = (
+        copy.deepcopy(build("SpeechT5ForSpeechToText")),
+        torch.Generator().manual_seed(4),
+    )
     options: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
     sounds = [torch.randn((1, length), generator=generator) for length in (400, 4000, 2000, 1200)]
     with PagedEngine(model, SMALL) as engine:
@@ -322,14 +372,26 @@ def test_timestamps_are_for_generate_alone() -> None:
     """Whisper's `generate` decodes again from the last timestamp where text was cut off."""
     model = copy.deepcopy(build("WhisperForConditionalGeneration"))
     config = model.generation_config
-    config.no_timestamps_token_id, config.max_initial_timestamp_index, config.is_multilingual = 90, 5, False
+    config.no_timestamps_token_id, config.max_initial_timestamp_index, config.is_multilingual = (
+        90,
+        5,
+        False,
+    )
     config.eos_token_id = model.config.eos_token_id = 45
-    features, options = inputs_of("WhisperForConditionalGeneration")["input_features"][:1], {"max_new_tokens": 10}
+    features, options = (
+        inputs_of("WhisperForConditionalGeneration")["input_features"][:1],
+        {"max_new_tokens": 10},
+    )
     expected = model.generate(features, return_timestamps=True, **options)
     assert expected.shape[1] > 10, "more than one decoding loop was meant to run"
-    assert torch.equal(model.generate(features, return_timestamps=True, **options, **PAGED), expected)
+    assert torch.equal(
+        model.generate(features, return_timestamps=True, **options, **PAGED), expected
+    )
     config.return_timestamps = True
-    with PagedEngine(model, SMALL) as engine, pytest.raises(ValueError, match=r"return_timestamps.*generate"):
+    with (
+        PagedEngine(model, SMALL) as engine,
+        pytest.raises(ValueError, match=r"return_timestamps.*generate"),
+    ):
         engine.add_request(None, options, inputs={"input_features": features})
 
 
@@ -344,7 +406,9 @@ def test_inputs_that_have_a_graph(name: str) -> None:
         given.append({"encoder_outputs": model.get_encoder()(input_ids=ids, attention_mask=mask)})
     for inputs in given:
         expected = model.generate(**inputs, attention_mask=mask, **options)
-        assert torch.equal(model.generate(**inputs, attention_mask=mask, **options, **PAGED), expected)
+        assert torch.equal(
+            model.generate(**inputs, attention_mask=mask, **options, **PAGED), expected
+        )
         route = last_route(model)
         assert route is not None and route.road == "engine", route
     assert given[0]["inputs_embeds"].requires_grad
@@ -364,6 +428,19 @@ def test_requests_wait_for_blocks_of_their_encoders() -> None:
         assert [each.token_ids for each in results[mode].sequences] == expected, mode
 
 
+def test_a_request_that_fits_waits_while_others_hold_blocks_of_encoders() -> None:
+    long, short, options = [5] * 64, [6] * 60, {"max_new_tokens": 24, "do_sample": False}
+    expected = alone(T5, 0, options, input_ids=torch.tensor([short]))
+    with PagedEngine(build(T5), PagedConfig(block_size=8, num_blocks=15)) as engine:
+        engine.add_request(long, options, request_id="first")
+        engine.step()  # the first now holds the 8 blocks of its encoder output
+        engine.add_request(short, options, request_id="second")  # needs 11
+        results = run_all(engine)
+        assert_drained(engine)
+    assert results["first"].error is None
+    assert [each.token_ids for each in results["second"].sequences] == expected
+
+
 def test_new_weights_are_the_encoder_s_too() -> None:
     model, prompt = copy.deepcopy(build(T5)), prompts()[1]
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
@@ -378,7 +455,9 @@ def test_new_weights_are_the_encoder_s_too() -> None:
         result = run_all(engine)["0"]
         assert_drained(engine)
     options["max_new_tokens"] = 13 - len(begun)
-    expected = model.generate(torch.tensor([prompt]), **options, decoder_input_ids=torch.tensor([begun]))
+    expected = model.generate(
+        torch.tensor([prompt]), **options, decoder_input_ids=torch.tensor([begun])
+    )
     assert expected[0, 1:].tolist() == result.sequences[0].token_ids
 
 
@@ -393,7 +472,11 @@ def test_encoder_decoders_that_an_engine_cannot_serve(name: str, why: str) -> No
     with pytest.raises(ValueError, match=rf"{why}.*generate"):
         inputs = next(iter(make_inputs(build(name)).values()))
         with PagedEngine(build(name), SMALL) as engine:
-            engine.add_request(None, {"max_new_tokens": 3}, inputs={key: value[:1] for key, value in inputs.items()})
+            engine.add_request(
+                None,
+                {"max_new_tokens": 3},
+                inputs={key: value[:1] for key, value in inputs.items()},
+            )
 
 
 def test_a_prompt_that_fails_beside_others_fails_alone(rows_of_forwards: list[int]) -> None:
@@ -401,12 +484,20 @@ def test_a_prompt_that_fails_beside_others_fails_alone(rows_of_forwards: list[in
     begins = [[0, 7], [0, 100_000], [0, 9]]  # of the decoder; the second has no embedding
     with PagedEngine(model, SMALL) as engine:
         for i, (prompt, ids) in enumerate(zip(prompts(), begins)):
-            engine.add_request(prompt, options, inputs={"decoder_input_ids": torch.tensor([ids])}, request_id=str(i))
+            engine.add_request(
+                prompt,
+                options,
+                inputs={"decoder_input_ids": torch.tensor([ids])},
+                request_id=str(i),
+            )
         rows_of_forwards.clear()
         results = run_all(engine)
         assert rows_of_forwards[0] == 3 and isinstance(results["1"].error, IndexError)
         assert_drained(engine)
     for i in (0, 2):
-        ids = {"input_ids": torch.tensor([prompts()[i]]), "decoder_input_ids": torch.tensor([begins[i]])}
+        ids = {
+            "input_ids": torch.tensor([prompts()[i]]),
+            "decoder_input_ids": torch.tensor([begins[i]]),
+        }
         expected = model.generate(**ids, **options)
         assert results[str(i)].token_ids == expected[0, -NEW:].tolist()

@@ -1,4 +1,5 @@
-"""`python -m benchmarks.attention --quick` prints its table; peers are checked before they are timed."""
+"""`python -m benchmarks.attention --quick` prints its table; peers are checked before they are
+timed."""
 
 from __future__ import annotations
 
@@ -7,7 +8,16 @@ import torch
 
 from benchmarks import attention, attention_data, report
 from benchmarks.attention_data import Case, Setting
-from benchmarks.attention_peers import CONTIGUOUS, INT8, Contiguous, Flex, Peer, Transformers, peers, time_limit
+from benchmarks.attention_peers import (
+    CONTIGUOUS,
+    INT8,
+    Contiguous,
+    Flex,
+    Peer,
+    Transformers,
+    peers,
+    time_limit,
+)
 from benchmarks.ceilings import Ceilings
 from benchmarks.models import SHAPES
 from hf_paged import kernels
@@ -27,23 +37,47 @@ def quick(tmp_path_factory):
 def test_quick_prints_and_writes_every_phase_and_peer(quick):
     printed, directory = quick
     rows = report.read(directory / "attention-cpu.json")["rows"]
-    assert "| heads of | phase |" in printed and "GB/s" in printed and "measured ceilings" in printed
-    assert (directory / "attention-cpu.md").exists() and (directory / "attention-cpu.png").stat().st_size < 100_000
+    assert (
+        "| heads of | phase |" in printed and "GB/s" in printed and "measured ceilings" in printed
+    )
+    assert (directory / "attention-cpu.md").exists() and (
+        directory / "attention-cpu.png"
+    ).stat().st_size < 100_000
     contenders = {row["contender"] for row in rows}
-    assert contenders >= {CONTIGUOUS, "ours", "HF sdpa", "HF eager", "flex_attention", "flash-attn", "FlashInfer"}
+    assert contenders >= {
+        CONTIGUOUS,
+        "ours",
+        "HF sdpa",
+        "HF eager",
+        "flex_attention",
+        "flash-attn",
+        "FlashInfer",
+    }
     assert contenders >= {"varlen_attn", *(f"ours: {name}" for name in kernels.NAMES)}
     for phase in ("decode", "chunk", "prefill"):
         of_phase = [row for row in rows if row["phase"] == phase]
         assert {row["contender"] for row in of_phase} == contenders  # none is left out silently
         timed = {row["contender"] for row in of_phase if "us" in row}
-        assert timed >= {CONTIGUOUS, "ours", INT8, "ours: reference", "ours: gather", "HF sdpa", "HF eager"}
+        assert timed >= {
+            CONTIGUOUS,
+            "ours",
+            INT8,
+            "ours: reference",
+            "ours: gather",
+            "HF sdpa",
+            "HF eager",
+        }
     assert not [row for row in rows if row["time"].startswith("failed")]
     assert all(row["over_ours"] > 0 for row in rows if row["contender"] == INT8)
 
 
 def test_a_missing_peer_is_not_installed(monkeypatch):
     setting = attention_data.settings("cpu", quick=True)[0]
-    absent = [peer for peer in peers(quick=True, flex_seconds=0) if peer.name in ("flash-attn", "FlashInfer")]
+    absent = [
+        peer
+        for peer in peers(quick=True, flex_seconds=0)
+        if peer.name in ("flash-attn", "FlashInfer")
+    ]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert [peer.missing(setting) for peer in absent] == ["not installed"] * 2
 
@@ -80,7 +114,9 @@ def test_a_peer_that_differs_or_fails_is_listed_and_not_timed():
     ],
     ids=lambda case: case.name,
 )
-@pytest.mark.parametrize("peer", [Contiguous(), Transformers("sdpa"), Transformers("eager")], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "peer", [Contiguous(), Transformers("sdpa"), Transformers("eager")], ids=lambda p: p.name
+)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_peers_give_the_references_numbers(case, peer, dtype):
     data = attention_data.make(Setting(SHAPES["llama-tiny"], case, 8, dtype, "cpu"), quick=True)
@@ -91,7 +127,8 @@ def test_peers_give_the_references_numbers(case, peer, dtype):
 def test_bytes_and_operations_of_a_case():
     case = Case("by hand", "chunk", (5, 6), 2)  # queries see 4 and 5, and 5 and 6 tokens
     assert case.pairs == 4 + 5 + 5 + 6
-    setting = Setting(SHAPES["llama-tiny"], case, 16, "bf16", "cpu")  # 4 query heads, 2 K/V heads, head dim 32
+    # 4 query heads, 2 K/V heads, head dim 32
+    setting = Setting(SHAPES["llama-tiny"], case, 16, "bf16", "cpu")
     assert setting.flops == 4 * 4 * 32 * 20
     assert setting.num_bytes == 2 * 32 * (2 * 11 * 2 + 2 * 2 * 2 * 4)
 
@@ -108,7 +145,9 @@ def test_ratios_are_medians_over_turns():
 
 
 def test_compiling_that_takes_too_long_is_given_up_for_the_run(monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda *_, **__: lambda *_, **__: __import__("time").sleep(5))
+    monkeypatch.setattr(
+        torch, "compile", lambda *_, **__: lambda *_, **__: __import__("time").sleep(5)
+    )
     flex = Flex(0.05)
     data = attention_data.make(attention_data.settings("cpu", quick=True)[0], quick=True)
     _, problems = attention.admit([flex], data)

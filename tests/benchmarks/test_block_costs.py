@@ -22,7 +22,9 @@ def test_a_run_writes_a_table_that_is_read(monkeypatch: pytest.MonkeyPatch, tmp_
     assert list(times) == [4, 16] and all(time > 0 for time in times.values())
     assert source.endswith(f"/float32 on {costs.machine(torch.device('cpu'))}")
     (path,) = tmp_path.iterdir()
-    assert {"cpu", "revision", "command", "seconds"} <= json.loads(path.read_text())["measured"].keys()
+    assert {"cpu", "revision", "command", "seconds"} <= json.loads(path.read_text())[
+        "measured"
+    ].keys()
 
 
 @pytest.mark.parametrize("stored", ["float32", *KV_DTYPES])

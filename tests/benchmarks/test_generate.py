@@ -1,4 +1,5 @@
-"""`python -m benchmarks.generate --quick` runs every workload and system, or gives the reason why not."""
+"""`python -m benchmarks.generate --quick` runs every workload and system, or gives the reason why
+not."""
 
 from __future__ import annotations
 
@@ -51,8 +52,13 @@ def test_quick_prints_and_writes_every_workload_and_system(quick):
         assert found[name, "static, compiled"]["time"].startswith("skipped: ")
         for system in ("ours", "engine"):
             row = found[name, system]
-            assert row["tokens_per_s"] > 0 and row["kv_mib"] > 0 and row["roofline_share"].endswith("%")
-            assert ("ttft_p50_ms" in row) == (name != "W5")  # a beam's tokens are settled at the end
+            assert (
+                row["tokens_per_s"] > 0
+                and row["kv_mib"] > 0
+                and row["roofline_share"].endswith("%")
+            )
+            # a beam's tokens are settled at the end
+            assert ("ttft_p50_ms" in row) == (name != "W5")
     assert found["W1", "generate_batch, tuned"]["tokens_per_s"] > 0
     assert found["W1", "generate_batch"]["time"].startswith("skipped: takes most of the memory")
     assert not [row for row in data["rows"] if str(row["time"]).startswith("failed")]
@@ -63,15 +69,25 @@ def test_quick_prints_and_writes_every_workload_and_system(quick):
 def test_quick_serves_arrivals_by_every_system(quick):
     _, directory = quick
     rows = report.read(directory / "generate-cpu-llama-tiny.json")["arrivals"]
-    assert {row["system"] for row in rows} == {"engine", "plain, static batches", "generate_batch, tuned"}
+    assert {row["system"] for row in rows} == {
+        "engine",
+        "plain, static batches",
+        "generate_batch, tuned",
+    }
     assert len(rows) == 6 and not [row for row in rows if "problem" in row]
-    assert all(row[key] > 0 for row in rows for key in arrivals.COLUMNS if key not in ("system", "problem"))
-    for name in ("generate-cpu-llama-tiny.png", "generate-cpu-llama-tiny-latency.png", "generate-cpu-llama-tiny.md"):
-        assert 0 < (directory / name).stat().st_size < 100_000
+    assert all(
+        row[key] > 0 for row in rows for key in arrivals.COLUMNS if key not in ("system", "problem")
+    )
+    for end in (".png", "-memory.png", "-latency.png", ".md"):
+        assert 0 < (directory / f"generate-cpu-llama-tiny{end}").stat().st_size < 100_000
 
 
-@pytest.mark.parametrize("argument, valid", [("--model", "qwen3-0.6b"), ("--device", "cpu"), ("--only", "arrivals")])
-def test_bad_arguments_name_the_valid_ones_before_anything_is_built(argument, valid, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "argument, valid", [("--model", "qwen3-0.6b"), ("--device", "cpu"), ("--only", "arrivals")]
+)
+def test_bad_arguments_name_the_valid_ones_before_anything_is_built(
+    argument, valid, capsys, monkeypatch
+):
     monkeypatch.setattr(generate, "build", lambda *_: pytest.fail("a model was built"))
     with pytest.raises(SystemExit):
         generate.main([argument, "nonsense"])
@@ -117,12 +133,16 @@ def test_turns_alternate_and_end_in_time(model, no_gc):
     workload = replace(WORKLOADS["W6"].scaled(1.0, 0.1), target=1.0)
     calls: list[str] = []
     systems = {name: Asleep(name, calls) for name in ("plain", "ours", "engine")}
-    found = generate.run(model, TINY, workload, systems, repeats=4, floor=1e-6, fewest=2, until=math.inf)
+    found = generate.run(
+        model, TINY, workload, systems, repeats=4, floor=1e-6, fewest=2, until=math.inf
+    )
     assert [len(result.seconds) for result in found] == [4, 4, 4]
     order = ["plain", "ours", "engine"]
     assert calls == order[::-1] + (order + order[::-1]) * 2  # the first warms up
     calls.clear()
-    found = generate.run(model, TINY, workload, systems, repeats=4, floor=1e-6, fewest=2, until=0.0, first=8)
+    found = generate.run(
+        model, TINY, workload, systems, repeats=4, floor=1e-6, fewest=2, until=0.0, first=8
+    )
     assert [len(result.seconds) for result in found] == [2, 2, 2] and calls[3:6] == order
     prompts = {repeat: workload.batch(repeat, TINY.vocab).prompts[0] for repeat in (0, 8)}
     assert prompts[0] != prompts[8]
@@ -135,19 +155,38 @@ def test_the_small_pool_has_a_third_of_what_the_engine_had_in_use(model, no_gc):
     systems = {"plain": Generate(), "engine": engine, generate.SMALL_POOL: small}
     found = generate.run(model, TINY, workload, systems, repeats=2, floor=1e-6)
     by_name = {result.system: result for result in found}
-    assert not by_name[generate.SMALL_POOL].problem and len(by_name[generate.SMALL_POOL].seconds) == 2
+    assert (
+        not by_name[generate.SMALL_POOL].problem and len(by_name[generate.SMALL_POOL].seconds) == 2
+    )
     assert by_name[generate.SMALL_POOL].kv_bytes <= by_name["engine"].kv_bytes / 3
-    lines = kv_memory.of_results(found, TINY, workload, generate.SMALL_POOL, small.cache_config.num_blocks)
+    lines = kv_memory.of_results(
+        found, TINY, workload, generate.SMALL_POOL, small.cache_config.num_blocks
+    )
     assert [line.what for line in lines] == ["W2 peak", "W2 in a third of its peak"]
-    assert f"num_blocks={small.cache_config.num_blocks})" in lines[1].unit and "2 turns" in lines[1].unit
+    assert (
+        f"num_blocks={small.cache_config.num_blocks})" in lines[1].unit
+        and "2 turns" in lines[1].unit
+    )
     with pytest.raises(NotAvailable, match="the engine that it is compared with did not run"):
         SmallPool(of=Engine())(model, TINY, workload, workload.batch(0, TINY.vocab))
 
 
 def test_turns_of_a_second_process_are_added_to_those_of_the_first():
     first = Result("W6", "ours", 1.0, tokens=4, seconds=[1.0], cpu_seconds=[1.0], equal=[1.0])
-    first.add(Result("W6", "ours", 1.0, tokens=4, seconds=[2.0, 3.0], cpu_seconds=[2.0, 3.0], equal=[0.5, 0.0]))
-    row = generate_tables.rows_of([Result("W6", "plain", seconds=[2.0, 2.0, 3.0], cpu_seconds=[1.0]), first])[1]
+    first.add(
+        Result(
+            "W6",
+            "ours",
+            1.0,
+            tokens=4,
+            seconds=[2.0, 3.0],
+            cpu_seconds=[2.0, 3.0],
+            equal=[0.5, 0.0],
+        )
+    )
+    row = generate_tables.rows_of(
+        [Result("W6", "plain", seconds=[2.0, 2.0, 3.0], cpu_seconds=[1.0]), first]
+    )[1]
     assert (row["turns"], row["processes"], row["plain_over"], row["equal"]) == (3, 2, 1.0, "50%")
 
 
@@ -156,10 +195,23 @@ def test_a_second_process_that_dies_leaves_the_turns_of_the_first(tmp_path, monk
         raise RuntimeError("no process")
 
     monkeypatch.setattr(generate, "apart", dies)
-    monkeypatch.setitem(WORKLOADS, "W6", replace(WORKLOADS["W6"].scaled(1.0, 0.1), repeats=2, fewest=2))
+    monkeypatch.setitem(
+        WORKLOADS, "W6", replace(WORKLOADS["W6"].scaled(1.0, 0.1), repeats=2, fewest=2)
+    )
     monkeypatch.setattr("builtins.print", lambda *_, **__: None)
-    arguments = ["--model", "llama-tiny", "--only", "W6", "--no-peers", "--no-memory", "--results", str(tmp_path)]
-    monkeypatch.setattr(generate.ceilings, "measure", lambda *_: Ceilings(1e10, {"bfloat16": 1e11, "float32": 1e10}))
+    arguments = [
+        "--model",
+        "llama-tiny",
+        "--only",
+        "W6",
+        "--no-peers",
+        "--no-memory",
+        "--results",
+        str(tmp_path),
+    ]
+    monkeypatch.setattr(
+        generate.ceilings, "measure", lambda *_: Ceilings(1e10, {"bfloat16": 1e11, "float32": 1e10})
+    )
     generate.main(arguments)
     data = report.read(tmp_path / "generate-cpu-llama-tiny-w6.json")
     assert data["problems"] == ["W6, process 2: RuntimeError: no process"]
@@ -171,7 +223,15 @@ def test_tables_compare_with_the_fastest_plain_and_judge_ours_only():
         Result("W2", "plain, batch 16", 2.0, tokens=10, seconds=[9.0], cpu_seconds=[9.0]),
         Result("W2", "plain, batch 32", 2.0, tokens=10, seconds=[4.0, 6.0], cpu_seconds=[4.0, 6.0]),
         Result("W2", "ours", 2.0, tokens=10, floor=1.0, seconds=[2.0, 2.0], cpu_seconds=[2.0, 2.0]),
-        Result("W2", "generate_batch", 2.0, tokens=10, seconds=[20.0], cpu_seconds=[20.0], kv_bytes=1 << 21),
+        Result(
+            "W2",
+            "generate_batch",
+            2.0,
+            tokens=10,
+            seconds=[20.0],
+            cpu_seconds=[20.0],
+            kv_bytes=1 << 21,
+        ),
         Result("W2", "vLLM", 2.0, problem="not installed"),
     ]
     rows = generate_tables.rows_of(results)
@@ -180,7 +240,9 @@ def test_tables_compare_with_the_fastest_plain_and_judge_ours_only():
     assert rows[2]["roofline_share"] == "50%" and rows[2]["tokens_per_s"] == 5.0
     assert rows[3]["kv_mib"] == 2.0 and rows[4]["time"] == "not installed"
     peers = generate_tables.peer_rows(results)
-    assert [(row["time over"], row["ratio"], row["target"]) for row in peers] == [("ours", 10.0, "at least 6: met")]
+    assert [(row["time over"], row["ratio"], row["target"]) for row in peers] == [
+        ("ours", 10.0, "at least 6: met")
+    ]
 
 
 def test_times_belong_to_tokens(model):
@@ -199,7 +261,9 @@ def test_times_belong_to_tokens(model):
 def test_every_shape_builds_and_all_systems_agree(name):
     """Fewer and narrower layers of the same family."""
     window = 8 if SHAPES[name].window else None
-    sizes = dict(hidden=128, layers=6, heads=4, kv_heads=2, head_dim=32, intermediate=192, vocab=500)
+    sizes = dict(
+        hidden=128, layers=6, heads=4, kv_heads=2, head_dim=32, intermediate=192, vocab=500
+    )
     shape = replace(SHAPES[name], window=window, **sizes)
     model = build(shape, "cpu", torch.float32)
     workload = Workload("agree", "", 3, (12, 20), (4, 9), 0, GREEDY)
@@ -214,20 +278,31 @@ def test_every_shape_builds_and_all_systems_agree(name):
 
 def test_the_trace_is_the_papers():
     times = poisson_times(4000, 5.0)
-    assert times[0] == 0.0 and times == sorted(times) and times[-1] == pytest.approx(4000 / 5.0, rel=0.05)
+    assert (
+        times[0] == 0.0
+        and times == sorted(times)
+        and times[-1] == pytest.approx(4000 / 5.0, rel=0.05)
+    )
     batch = sharegpt_like(4000, 1.0, 100)
     assert sum(map(len, batch.prompts)) / 4000 == pytest.approx(161, rel=0.06)
     assert sum(batch.new_tokens) / 4000 == pytest.approx(338, rel=0.06)
     first, second = (Trace.make("cpu", True, 2048, 1.0, repeat) for repeat in (1, 2))
-    assert first.batch.new_tokens == second.batch.new_tokens and first.batch.prompts != second.batch.prompts
+    assert (
+        first.batch.new_tokens == second.batch.new_tokens
+        and first.batch.prompts != second.batch.prompts
+    )
 
 
 def test_figures_of_arrivals_by_hand():
     records = [Record(0.0, [1.0, 1.5], 2.0), Record(1.0, [3.0, 3.2, 3.4, 4.0], 5.0)]
     found = arrivals.figures(records, [2, 4])
-    assert found["tokens_per_s"] == pytest.approx(6 / 5) and found["requests_per_s"] == pytest.approx(2 / 5)
+    assert found["tokens_per_s"] == pytest.approx(6 / 5) and found[
+        "requests_per_s"
+    ] == pytest.approx(2 / 5)
     assert found["normalized_ms"] == pytest.approx(1000 * (2.0 / 2 + 4.0 / 4) / 2)
     assert found["normalized_p50_ms"] == found["normalized_p99_ms"] == pytest.approx(1000)
-    assert found["ttft_p50_ms"] == pytest.approx(1500) and found["tpot_p50_ms"] == pytest.approx(350)
+    assert found["ttft_p50_ms"] == pytest.approx(1500) and found["tpot_p50_ms"] == pytest.approx(
+        350
+    )
     with pytest.raises(RuntimeError, match="gave 6 tokens, not 7"):
         arrivals.figures(records, [2, 5])

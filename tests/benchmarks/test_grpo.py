@@ -12,7 +12,10 @@ from benchmarks import grpo
 from tests.callers.test_mixed_precision import no_accelerator_left  # noqa: F401
 
 
-def test_quick_prints_and_writes_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.full
+def test_quick_prints_and_writes_its_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "rows.json"
     try:
         grpo.main(["--quick", "--json", str(path)])

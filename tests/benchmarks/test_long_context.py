@@ -11,7 +11,9 @@ import pytest
 from benchmarks import long_context
 
 
-def check(rows: list[dict[str, Any]], num_tokens: int, new_tokens: int = long_context.NEW_TOKENS) -> None:
+def check(
+    rows: list[dict[str, Any]], num_tokens: int, new_tokens: int = long_context.NEW_TOKENS
+) -> None:
     assert [row["system"] for row in rows] == ["plain", "generate", "engine"]
     assert all(row["equal"] == "yes" for row in rows)
     plain, *ours = (row["kv_mib"] for row in rows)
@@ -19,7 +21,9 @@ def check(rows: list[dict[str, Any]], num_tokens: int, new_tokens: int = long_co
     assert all(plain - block_mib < mib <= plain + block_mib for mib in ours)
 
 
-def test_quick_prints_and_writes_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_prints_and_writes_its_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "rows.json"
     assert long_context.main(["--quick", "--json", str(path)]) == 0
     check(json.loads(path.read_text())["rows"], 512)
@@ -27,5 +31,6 @@ def test_quick_prints_and_writes_its_rows(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_32k_tokens() -> None:
     check(long_context.run(32768, turns=0, new_tokens=4), 32768, new_tokens=4)

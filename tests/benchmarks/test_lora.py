@@ -12,14 +12,16 @@ pytest.importorskip("peft")
 from benchmarks import lora
 
 
+@pytest.mark.full
 @pytest.mark.slow
-def test_quick_prints_and_writes_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_prints_and_writes_its_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "rows.json"
     assert lora.main(["--quick", "--json", str(path)]) == 0
     rows = {row["system"]: row for row in json.loads(path.read_text())["rows"]}
     assert rows[lora.MIXED]["forwards"] == rows[lora.ONE]["forwards"] == rows[lora.BASE]["forwards"]
     assert rows[lora.APART]["forwards"] == 8 * rows[lora.MIXED]["forwards"]
     assert rows[lora.FOLDERS]["loads"] > 0
-    path.with_suffix(".png").unlink()
-    assert lora.main(["--draw", str(path)]) == 0 and path.with_suffix(".png").exists()
+    assert path.with_suffix(".png").stat().st_size > 5000
     assert "throughput over one adapter a forward" in capsys.readouterr().out

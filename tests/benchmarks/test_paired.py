@@ -17,8 +17,8 @@ def test_interval_of_the_median():
     values = [1.0 + 0.01 * index for index in range(21)]
     low, high = paired.interval(values)
     assert low < 1.1 < high and (low, high) == paired.interval(values)
-    # the median of 21 lies between the 6th and the 16th smallest with a probability of 97.3% (binomial), of 92.2%
-    # between the 7th and the 15th
+    # the median of 21 lies between the 6th and the 16th smallest with a probability of 97.3%
+    # (binomial), of 92.2% between the 7th and the 15th
     assert 1.05 <= low <= 1.06 and 1.14 <= high <= 1.15
 
 
@@ -40,5 +40,8 @@ def test_verdicts(values, target, said):
 
 
 def test_at_most_and_spans():
-    assert (paired.at_most(40.0, 40.0), paired.at_most(40.1, 40.0)) == ("at most 40: met", "at most 40: not met")
+    assert (paired.at_most(40.0, 40.0), paired.at_most(40.1, 40.0)) == (
+        "at most 40: met",
+        "at most 40: not met",
+    )
     assert (paired.span([2.0, 1.0]), paired.span(None)) == ("1..2", "")

@@ -38,7 +38,9 @@ TRACE = make_trace(SHAREGPT, 80, rate=0.02)
 SYSTEMS = {
     "static": lambda trace, cost, slots: serve_static(trace, cost, slots),
     **{
-        name: lambda trace, cost, slots, name=name: serve_reserved(trace, cost, slots, POLICIES[name], name)
+        name: lambda trace, cost, slots, name=name: serve_reserved(
+            trace, cost, slots, POLICIES[name], name
+        )
         for name in POLICIES
     },
     "ours": lambda trace, cost, slots: serve_paged(trace, cost, slots),
@@ -62,12 +64,16 @@ def test_buddy_chunks_never_overlap_and_all_slots_come_back():
             continue
         held[start] = size
         spans = sorted((start, start + power_of_two(size)) for start, size in held.items())
-        assert all(end <= begin for (_, end), (begin, _) in pairwise(spans)) and spans[-1][1] <= 3000
+        assert (
+            all(end <= begin for (_, end), (begin, _) in pairwise(spans)) and spans[-1][1] <= 3000
+        )
         assert buddy.num_free == 3000 - sum(map(power_of_two, held.values()))
     for start, size in held.items():
         buddy.release(start, size)
     assert refused and buddy.num_free == 3000
-    assert [buddy.allocate(size) for size in (2048, 512, 256, 128, 32, 16, 8)].count(None) == 0, "joined again"
+    assert [buddy.allocate(size) for size in (2048, 512, 256, 128, 32, 16, 8)].count(None) == 0, (
+        "joined again"
+    )
     assert buddy.num_free == 0 and buddy.allocate(1) is None
 
 
@@ -103,12 +109,17 @@ def test_one_request_alone_takes_what_its_steps_cost(name):
     outcome = SYSTEMS[name](trace, COST, 4096)
     seconds = COST.seconds(40, 40) + sum(COST.seconds(1, 40 + done) for done in range(1, 7))
     assert outcome.normalized_latency == pytest.approx(seconds / 7)
-    assert (outcome.seconds, outcome.steps, outcome.rows) == (pytest.approx(5 + seconds), 7, pytest.approx(1))
+    assert (outcome.seconds, outcome.steps, outcome.rows) == (
+        pytest.approx(5 + seconds),
+        7,
+        pytest.approx(1),
+    )
 
 
 @pytest.mark.parametrize("rate", [0.02, 0.2, math.inf])
 def test_with_room_for_all_reservation_and_ours_take_the_same_steps(rate):
-    """Two independent simulations: one skips from event to event, the other runs our scheduler step by step."""
+    """Two independent simulations: one skips from event to event, the other runs our scheduler step
+    by step."""
     trace = make_trace(ALPACA, 40, rate)
     theirs = serve_reserved(trace, COST, 200 * LONGEST, POLICIES["Oracle"], "Oracle")
     ours = serve_paged(trace, COST, 200 * LONGEST)
@@ -126,7 +137,9 @@ def test_static_batches_wait_for_their_longest():
     second = COST.seconds(20, 20) + sum(COST.seconds(1, 20 + done) for done in range(1, 3))
     assert outcome.seconds == pytest.approx(first + second)
     assert outcome.latency == pytest.approx(first / 5 + first / 2 + (first + second) / 3)
-    held = [10 + 30] + [sum(p + done for p, o in ((10, 5), (30, 2)) if o > done) for done in range(1, 5)]
+    held = [10 + 30] + [
+        sum(p + done for p, o in ((10, 5), (30, 2)) if o > done) for done in range(1, 5)
+    ]
     steps = [COST.seconds(60, 60)] + [COST.seconds(2, 2 * (30 + done)) for done in range(1, 5)]
     assert outcome.usage.used == pytest.approx(sum(a * b for a, b in zip(held, steps)))
 
@@ -139,7 +152,9 @@ def test_a_step_costs_no_less_than_its_floor():
 
 def test_fit_finds_the_cost_it_was_made_from_and_no_negative_one():
     sizes = [(1, 32), (8, 512), (64, 64), (512, 512), (4, 4096)]
-    cost, error = fit([(new, context, COST.seconds(new, context)) for new, context in sizes], "again")
+    cost, error = fit(
+        [(new, context, COST.seconds(new, context)) for new, context in sizes], "again"
+    )
     assert (cost.fixed, cost.per_token, cost.per_context) == pytest.approx((1.0, 0.25, 0.001))
     assert error == pytest.approx(0, abs=1e-6)
     falling = [(new, context, 1.0 + 0.1 * new - 2e-4 * context) for new, context in sizes]
@@ -148,7 +163,9 @@ def test_fit_finds_the_cost_it_was_made_from_and_no_negative_one():
     cut = StepCost("cut", 1.0, 0.1, 0.0)  # the best fit with its negative coefficient set to 0
 
     def squares(cost: StepCost) -> float:
-        return sum((cost.seconds(new, context) / seconds - 1) ** 2 for new, context, seconds in falling)
+        return sum(
+            (cost.seconds(new, context) / seconds - 1) ** 2 for new, context, seconds in falling
+        )
 
     assert squares(cost) < squares(cut)
 
@@ -156,7 +173,8 @@ def test_fit_finds_the_cost_it_was_made_from_and_no_negative_one():
 def test_traces_have_the_means_that_they_name():
     trace = make_trace(SHAREGPT, 20_000, rate=3.0)
     assert sum(trace.prompts) / len(trace) == pytest.approx(SHAREGPT.mean_in, rel=0.05)
-    assert sum(trace.outputs) / len(trace) == pytest.approx(SHAREGPT.mean_out, rel=0.08)  # cut at the longest
+    # cut at the longest
+    assert sum(trace.outputs) / len(trace) == pytest.approx(SHAREGPT.mean_out, rel=0.08)
     assert all(p + o <= LONGEST and min(p, o) >= 1 for p, o in zip(trace.prompts, trace.outputs))
     assert trace.arrivals[-1] == pytest.approx(20_000 / 3, rel=0.05)
 
@@ -179,10 +197,16 @@ def test_the_example_s_arithmetic_and_the_block_manager_agree():
 def test_grown_samples_take_the_blocks_that_the_engine_takes(count, prompt, output):
     shape = SHAPES["llama-tiny"]
     manager = BlockManager([BlockGroup(BlockPool(100))], 16, prefix_caching=False)
-    _, _, peak = sharing.grow(manager, count, prompt, output - 1)  # the last token's K and V are never computed
+    # the last token's K and V are never computed
+    _, _, peak = sharing.grow(manager, count, prompt, output - 1)
     assert manager.groups[0].pool.num_used == 0
     with hf_paged.PagedEngine(model_of(shape.name), {"prefix_caching": False}) as engine:
-        options = {"do_sample": True, "num_return_sequences": count, "max_new_tokens": output, "eos_token_id": None}
+        options = {
+            "do_sample": True,
+            "num_return_sequences": count,
+            "max_new_tokens": output,
+            "eos_token_id": None,
+        }
         engine.generate([list(range(5, 5 + prompt))], options)
         assert engine.stats().peak_blocks == peak
 
@@ -236,7 +260,8 @@ def test_write_keeps_other_tables_and_draws(tmp_path: Path):
     assert "| example |" in path.with_suffix(".md").read_text()
     command.write(path, {"date": "today"}, second, runs)
     assert len(json.loads(path.read_text())["rows"]) == len(content["rows"]), "replaced, not added"
-    assert plots.draw_all([Row("a", "", 1.0, "s", "").as_dict("overhead")], tmp_path / "none") == []
+    rows = [Row("a", "", 1.0, "s", "").as_dict("overhead")]
+    assert plots.draw_all({"rows": rows, "runs": {}}, tmp_path / "none") == []
 
 
 def test_unknown_names_list_the_known_ones(capsys):

@@ -1,4 +1,5 @@
-"""The papers' tables measured in turns: processes, pages, costs of a model over GPUs, text and plots."""
+"""The papers' tables measured in turns: processes, pages, costs of a model over GPUs, text and
+plots."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ def process(size):
     return {"case": {"id": [float(os.getpid())] * size.turns}}
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_half_of_the_turns_are_in_a_second_process():
     here, two = measured(process, TINY), replace(TINY, turns=2, processes=2)
@@ -79,7 +81,10 @@ def test_a_model_over_gpus_costs_what_its_part_does_and_the_links():
 
 
 def rows_of(table: str, details: list[dict]) -> list[dict]:
-    return [{"table": table, "name": "a", "published": "2", "ours": "1", "details": one} for one in details]
+    return [
+        {"table": table, "name": "a", "published": "2", "ours": "1", "details": one}
+        for one in details
+    ]
 
 
 @pytest.mark.slow
@@ -88,19 +93,31 @@ def test_pictures_come_once_all_of_their_tables_are_there(tmp_path: Path):
     speeds = {"blocks": 1.0, "virtual": 2.0}
     rows = [
         *rows_of("prefill", [{"context": n, "tokens_per_second": speeds} for n in (32, 64)]),
-        *rows_of("decode", [{"rows": n, "tokens_per_second": speeds} for n in (1, 2)] + [{"bytes_per_second": 1}]),
-        *rows_of("allocation", [{"page_bytes": 4096, "bytes": 1, "map_seconds": [1.0], "write_seconds": [2.0]}]),
+        *rows_of(
+            "decode",
+            [{"rows": n, "tokens_per_second": speeds} for n in (1, 2)] + [{"bytes_per_second": 1}],
+        ),
+        *rows_of(
+            "allocation",
+            [{"page_bytes": 4096, "bytes": 1, "map_seconds": [1.0], "write_seconds": [2.0]}],
+        ),
     ]
-    assert plots.vattention(rows, tmp_path / "a.png") is None
+    assert plots.vattention(rows, "", tmp_path / "a.png") is None
     rows += rows_of("spikes", [{"mechanism": "on demand", "step_ms": [1.0, 2.0]}])
-    assert plots.vattention(rows, tmp_path / "a.png").stat().st_size > 5000
+    assert plots.vattention(rows, "", tmp_path / "a.png").stat().st_size > 5000
     seconds = {"swap": 1.0, "recompute": 2.0}
     rows = [
-        *rows_of("sweep", [{"block_size": 16, "published": 1.0, "ratios": [1.0]}, {"block_size": 16, "published": 3}]),
+        *rows_of(
+            "sweep",
+            [
+                {"block_size": 16, "published": 1.0, "ratios": [1.0]},
+                {"block_size": 16, "published": 3},
+            ],
+        ),
         *rows_of("preempted", [{"block_size": 16, "seconds": seconds}]),
         *rows_of("scaling", [{"model": "LLaMA-7B", "gpus": 1, "ours": 3.0}]),
     ]
-    assert plots.article(rows, tmp_path / "b.png").stat().st_size > 5000
+    assert plots.article(rows, "", tmp_path / "b.png").stat().st_size > 5000
 
 
 def test_the_text_has_the_tables_that_were_run():
@@ -109,7 +126,11 @@ def test_the_text_has_the_tables_that_were_run():
     row = {**rows_of("spikes", [{}])[0], "unit": "ms", "source": "S1", "why": "slow"}
     data |= {"rows": [row, {**row, "name": "b", "published": ""}], "runs": {"spikes": run}}
     (shown,) = papers.paper_turns(data)
-    assert "vAttention's tables" in shown and "--only spikes`" in shown and "| a | 2 | 1 | ms | S1 | slow |" in shown
+    assert (
+        "vAttention's tables" in shown
+        and "--only spikes`" in shown
+        and "| a | 2 | 1 | ms | S1 | slow |" in shown
+    )
     assert "| b |" not in shown and papers.paper_turns({**data, "rows": []}) == []
 
 
@@ -117,17 +138,39 @@ def test_results_of_two_processes_are_one_table():
     facts = sections.read(features.TIERS[0])["facts"]
     line = {"tokens_per_second": 8.0, "forwards": 2, "loads": 0, "equal": "yes"}
     turns = {"together": [1.0, 1.0], "one adapter a forward": [4.0, 4.0], "one adapter": [0.9, 0.9]}
-    rows = [{"system": name, "seconds": s[0], "seconds_by_turn": s, **line} for name, s in turns.items()]
+    rows = [
+        {"system": name, "seconds": s[0], "seconds_by_turn": s, **line} for name, s in turns.items()
+    ]
     shown = features.lora([{"facts": facts, "title": "8 rows", "rows": rows}] * 2)
-    assert "| together | 4, 2 | 1 | 8 |" in shown and "4.00 (4.00 to 4.00), at least 3: met" in shown
+    assert (
+        "| together | 4, 2 | 1 | 8 |" in shown and "4.00 (4.00 to 4.00), at least 3: met" in shown
+    )
     cases = [{"what": "decode", "case": "DynamicCache", "seconds": [1.0] * 3, "target": None}]
     cases += [{"what": "decode", "case": "virtual", "seconds": [2.0] * 3, "target": 0.95}]
     cases += [{"what": "bytes", "case": "virtual", "ratio": 0.2, "target": 0.25, "bytes after": 0}]
     shown = features.virtual([{"machine": facts, "rows": cases}] * 2)
-    assert "| decode | virtual | 6, 2 | 2000 | 2.000 (2.000 to 2.000) | at most 0.95: not met |" in shown
+    assert (
+        "| decode | virtual | 6, 2 | 2000 | 2.000 (2.000 to 2.000) | at most 0.95: not met |"
+        in shown
+    )
     assert "at most 0.25: met | 0 bytes when all rows are gone |" in shown
-    row = {"seconds": 1.0, "tokens_s": 5.0, "kv_bytes": 2**21, "turns": 1, "seconds_by_turn": [1.0], "equal": "yes"}
-    run = {"facts": facts, "model": "m", "rows": [{"processes": 1, **row}], "computed": parallel.scaling()}
+    row = {
+        "seconds": 1.0,
+        "tokens_s": 5.0,
+        "kv_bytes": 2**21,
+        "turns": 1,
+        "seconds_by_turn": [1.0],
+        "equal": "yes",
+    }
+    run = {
+        "facts": facts,
+        "model": "m",
+        "rows": [{"processes": 1, **row}],
+        "computed": parallel.scaling(),
+    }
     shown = features.parallel([run, run])
-    assert "| 1 | 2, 2 | 1 (1 to 1) | 5 | 2 | equal |" in shown and "computed from data sheets, not measured" in shown
+    assert (
+        "| 1 | 2, 2 | 1 (1 to 1) | 5 | 2 | equal |" in shown
+        and "computed from data sheets, not measured" in shown
+    )
     assert not features.lora([]) and not features.virtual([]) and not features.parallel([])

@@ -30,7 +30,9 @@ for line in sys.stdin:
 
 @pytest.mark.parametrize("name", peers.TITLES)
 def test_every_peer_has_exact_versions(name: str) -> None:
-    lines = [line for line in (ROOT / f"{name}.txt").read_text().splitlines() if not line.startswith("#")]
+    lines = [
+        line for line in (ROOT / f"{name}.txt").read_text().splitlines() if not line.startswith("#")
+    ]
     assert lines and all(line.count("==") == 1 for line in lines)
     done = subprocess.run(
         [sys.executable, str(ROOT / "worker.py"), name, "/nowhere", "1"],
@@ -43,7 +45,9 @@ def test_every_peer_has_exact_versions(name: str) -> None:
     assert done.returncode == 0 and list(answer) == ["error"] and "Error" in answer["error"]
 
 
-def test_a_worker_answers_in_its_own_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_answers_in_its_own_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "worker.py").write_text(ECHO)
     monkeypatch.setattr(peers, "_HERE", tmp_path)
     monkeypatch.setattr(peers, "environment", lambda name: Path(sys.executable))
@@ -51,14 +55,20 @@ def test_a_worker_answers_in_its_own_process(tmp_path: Path, monkeypatch: pytest
     model, batch = build(shape, "cpu", torch.bfloat16), workload.batch(0, shape.vocab)
     system = systems_for(workload, None, True, ["vllm"])["vLLM"]
     expected = [prompt[:1] * length for prompt, length in zip(batch.prompts, batch.new_tokens)]
-    assert system(model, shape, workload, batch).rows == expected == system(model, shape, workload, batch).rows
+    assert (
+        system(model, shape, workload, batch).rows
+        == expected
+        == system(model, shape, workload, batch).rows
+    )
     system.free()
     assert isinstance(system, peers.Peer) and system._process is None and system._folder is None
     with pytest.raises(NotAvailable, match="greedy and sampling only"):
         system(model, shape, WORKLOADS["W5"], batch)
 
 
-def test_a_peer_makes_its_own_8_bit_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_makes_its_own_8_bit_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "worker.py").write_text(f"import sys\nassert sys.argv[4:] == ['int8']\n{ECHO}")
     monkeypatch.setattr(peers, "_HERE", tmp_path)
     monkeypatch.setattr(peers, "environment", lambda name: Path(sys.executable))
@@ -71,7 +81,10 @@ def test_a_peer_makes_its_own_8_bit_weights(tmp_path: Path, monkeypatch: pytest.
     systems["OpenVINO GenAI"].free()
     with pytest.raises(NotAvailable, match="8-bit weights"):
         systems["vLLM"](model, shape, workload, batch)
-    assert systems["ours"](model, shape, workload, batch).rows == systems["plain"](model, shape, workload, batch).rows
+    assert (
+        systems["ours"](model, shape, workload, batch).rows
+        == systems["plain"](model, shape, workload, batch).rows
+    )
 
 
 def test_the_engine_once_more_with_rows_that_do_not_feel_their_neighbours() -> None:
@@ -90,9 +103,12 @@ def test_an_engine_that_dies_is_an_error(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(peers, "environment", lambda name: Path(sys.executable))
     shape, workload = SHAPES["llama-tiny"], WORKLOADS["W1"].scaled(0.1, 0.1)
     with pytest.raises(RuntimeError, match="its process ended with 3"):
-        peers.Peer("vllm")(build(shape, "cpu", torch.bfloat16), shape, workload, workload.batch(0, shape.vocab))
+        peers.Peer("vllm")(
+            build(shape, "cpu", torch.bfloat16), shape, workload, workload.batch(0, shape.vocab)
+        )
 
 
+@pytest.mark.full
 def test_packages_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "vllm.txt").write_text("no-such-package-of-anyone==0.0.0\n")
     monkeypatch.setattr(peers, "_HERE", tmp_path)

@@ -1,4 +1,5 @@
-"""Results are written to files and read back unchanged; plots are small, and a missing plot has a reason."""
+"""Results are written to files and read back unchanged; plots are small, and a missing plot has a
+reason."""
 
 from __future__ import annotations
 
@@ -6,9 +7,12 @@ import sys
 
 import pytest
 
-from benchmarks import machine, report
+from benchmarks import machine, readme, report, sections
 
-ROWS = [{"case": "1 x 512", "ms": 1.23456, "n": 3, "met": True}, {"case": "a|b", "problem": "not installed"}]
+ROWS = [
+    {"case": "1 x 512", "ms": 1.23456, "n": 3, "met": True},
+    {"case": "a|b", "problem": "not installed"},
+]
 
 
 def test_markdown_has_every_key_and_puts_numbers_to_the_right():
@@ -45,13 +49,23 @@ def test_cells(value, expected):
 def test_round_trip(tmp_path):
     facts = machine.facts()
     paths = report.write(
-        "table", facts, ROWS, directory=tmp_path / "new", columns=["case", "ms"], notes="As seen.", extra={"more": [1]}
+        "table",
+        facts,
+        ROWS,
+        directory=tmp_path / "new",
+        columns=["case", "ms"],
+        notes="As seen.",
+        extra={"more": [1]},
     )
     data = report.read(paths[0])
     assert data["facts"] == facts and data["rows"] == ROWS and data["more"] == [1]
     page = paths[1].read_text()
     assert page.startswith(f"`{data['command']}`, {facts['date']}\n")
-    assert f"torch {facts['torch']}" in page and "| 1 x 512 | 1.235 |" in page and page.endswith("As seen.\n")
+    assert (
+        f"torch {facts['torch']}" in page
+        and "| 1 x 512 | 1.235 |" in page
+        and page.endswith("As seen.\n")
+    )
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["table.json", "table.md"]
 
 
@@ -73,6 +87,41 @@ def test_pictures_are_800_pixels_wide_and_small(tmp_path):
     path = report.save(figure, tmp_path / "picture.png")
     assert image.open(path).size == (800, 300)
     assert path.stat().st_size < 100_000
+
+
+def test_labels_of_bars_and_groups_do_not_collide():
+    pytest.importorskip("matplotlib")
+    groups = (
+        "one prompt of 16 tokens, 64 new",
+        "64 prompts of 32 to 256 tokens, 8 to 256 new each",
+    )
+    values = {f"system {i}": dict.fromkeys(groups, 0.96 + i / 100) for i in range(5)}
+    figure, axis = report.figure(300, foot="a processor")
+    report.grouped_bars(axis, values, label=lambda value: f"{value:.2f}")
+    figure.figure.canvas.draw()
+    texts = [text for text in (*axis.texts, *axis.get_yticklabels()) if text.get_text()]
+    assert len(texts) == 12
+    boxes = [text.get_window_extent() for text in texts]
+    assert not [(a, b) for i, a in enumerate(boxes) for b in boxes[:i] if a.overlaps(b)]
+    assert all(0 <= box.x0 and box.x1 <= report.WIDTH_PIXELS for box in boxes)
+
+
+def test_a_caption_names_what_is_known():
+    facts = {"cpu": "a CPU", "cores": 2, "revision": "0123456", "date": "2026-01-02 03:04"}
+    assert (
+        report.caption(facts, "a model") == "a model, a CPU, 2 cores, revision 0123456, 2026-01-02"
+    )
+    assert report.caption({"date": "today"}) == "today" and report.caption({}) == ""
+
+
+@pytest.mark.slow
+def test_pictures_are_drawn_again_from_committed_results(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    # where pictures go; the results are read where they are
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    assert readme.main(["--pictures"]) == 0
+    drawn = {path.name for path in tmp_path.glob("*.png")}
+    assert drawn == {path.name for path in sections.RESULTS.glob("*.png")}
 
 
 def test_without_matplotlib_there_is_a_reason_and_no_picture(monkeypatch, capsys):

@@ -17,7 +17,8 @@ KV = 2 * 2 * 1 * 4 * 2  # bytes per token: K and V, 2 layers, 1 head of 4, 2 byt
 
 
 def test_a_small_step_is_the_reading_of_weights_and_keys():
-    # 10 tokens: 2 * 500 * 10 = 10,000 operations take 0.1 s, the weights 1 s; two rows of 50 and 75 tokens are read
+    # 10 tokens: 2 * 500 * 10 = 10,000 operations take 0.1 s, the weights 1 s; two rows of 50 and 75
+    # tokens are read
     seconds = step_seconds(COST, LIMITS, 100_000.0, 10, 10, [50, 75])
     assert seconds == pytest.approx(1.0 + 125 * KV / 1000)
 
@@ -28,7 +29,8 @@ def test_a_large_step_is_its_operations():
 
 
 def test_a_call_is_one_prefill_and_the_steps_of_the_rows_that_are_open():
-    # prefill of 3 + 5 tokens: 1 s; then rows of 4 and 6 tokens, then of 5 alone: the second row stops after 2 tokens
+    # prefill of 3 + 5 tokens: 1 s; then rows of 4 and 6 tokens, then of 5 alone: the second row
+    # stops after 2 tokens
     seconds = call_seconds(COST, LIMITS, 100_000.0, [3, 5], [3, 2])
     assert seconds == pytest.approx(1.0 + (1.0 + 10 * KV / 1000) + (1.0 + 5 * KV / 1000))
 
@@ -63,11 +65,19 @@ def test_cost_of_a_model_leaves_out_what_is_only_looked_up(tied):
 
 def test_parameters_of_the_named_shapes():
     """In billions, as in the models' cards."""
-    sizes = {"llama-3.2-1b": 1.24, "llama-3.1-8b": 8.03, "qwen2.5-0.5b": 0.49, "qwen3-0.6b": 0.60, "gemma3-1b": 1.0}
+    sizes = {
+        "llama-3.2-1b": 1.24,
+        "llama-3.1-8b": 8.03,
+        "qwen2.5-0.5b": 0.49,
+        "qwen3-0.6b": 0.60,
+        "gemma3-1b": 1.0,
+    }
     for name, expected in sizes.items():
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(SHAPES[name].config())
-        assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(expected, abs=0.006), name
+        assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(
+            expected, abs=0.006
+        ), name
 
 
 def test_latency_figures():
@@ -75,10 +85,16 @@ def test_latency_figures():
     assert latency.first_tokens(times, [0.0, 1.0]) == [1.0, 2.0]
     assert latency.between_tokens(times) == [0.5, 1.0]
     found = latency.summary(times, [0.0, 1.0])
-    assert found["ttft_p50_ms"] == pytest.approx(1500) and found["tpot_p99_ms"] == pytest.approx(995)
+    assert found["ttft_p50_ms"] == pytest.approx(1500) and found["tpot_p99_ms"] == pytest.approx(
+        995
+    )
     assert latency.summary([[], []], [0.0, 0.0]) == {}
 
 
 def test_ceilings_are_positive():
     found = ceilings.measure("cpu", quick=True)
-    assert found.bandwidth > 1e8 and set(found.flops) == {"bfloat16", "float32"} and min(found.flops.values()) > 1e8
+    assert (
+        found.bandwidth > 1e8
+        and set(found.flops) == {"bfloat16", "float32"}
+        and min(found.flops.values()) > 1e8
+    )

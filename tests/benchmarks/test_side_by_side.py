@@ -12,9 +12,14 @@ import torch
 from benchmarks import side_by_side
 
 
-def test_quick_prints_and_writes_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.full
+def test_quick_prints_and_writes_its_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "rows.json"
-    side_by_side.main(["--quick", "--only", "Bloom|Bamba tiny 8|Qwen2.5|Whisper tiny 1", "--json", str(path)])
+    side_by_side.main(
+        ["--quick", "--only", "Bloom|Bamba tiny 8|Qwen2.5|Whisper tiny 1", "--json", str(path)]
+    )
     rows = json.loads(path.read_text())["runs"][0]["rows"]
     found = [(row["model"], row["workload"]) for row in rows]
     even, stragglers = side_by_side.WORKLOADS
@@ -34,7 +39,10 @@ def test_rows_take_the_place_of_older_ones() -> None:
 
     runs = side_by_side.added([], {"machine": 1, "rows": [row("a", 1.0), row("b", 1.0)]})
     runs = side_by_side.added(runs, {"machine": 2, "rows": [row("b", 2.0)]})
-    assert runs == [{"machine": 1, "rows": [row("a", 1.0)]}, {"machine": 2, "rows": [row("b", 2.0)]}]
+    assert runs == [
+        {"machine": 1, "rows": [row("a", 1.0)]},
+        {"machine": 2, "rows": [row("b", 2.0)]},
+    ]
     assert side_by_side.added(runs, {"machine": 3, "rows": [row("a", 3.0)]})[0]["machine"] == 2
 
 

@@ -14,7 +14,10 @@ from benchmarks.systems import Answer
 
 
 @pytest.mark.slow
-def test_quick_prints_and_writes_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.full
+def test_quick_prints_and_writes_its_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "rows.json"
     speculation.main(["--quick", "--json", str(path)])
     rows = json.loads(path.read_text())["rows"]
@@ -24,7 +27,9 @@ def test_quick_prints_and_writes_its_rows(tmp_path: Path, capsys: pytest.Capture
         assert 0 <= row["accepted"] <= row["proposed"] and len(row["acceptance_by_turn"]) == 1
     assert rows[-1]["parameters"][0] < rows[-1]["parameters"][1] and rows[-1]["break_even_from"]
     out = capsys.readouterr().out
-    assert "| W7: 32 rows, edit a text of 96 words | n-grams | 1 |" in out and "at most 0.75: " in out
+    assert (
+        "| W7: 32 rows, edit a text of 96 words | n-grams | 1 |" in out and "at most 0.75: " in out
+    )
 
 
 def test_an_unknown_part_names_the_others(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,7 +66,11 @@ def test_accepted_tokens_are_those_beyond_one_a_step() -> None:
 @pytest.mark.parametrize(
     "ratios, even, told",
     [
-        ([0.5, 0.9, 1.1], pytest.approx((4e6 * 16e6) ** 0.5), "computed between the measured 4M and 16M"),
+        (
+            [0.5, 0.9, 1.1],
+            pytest.approx((4e6 * 16e6) ** 0.5),
+            "computed between the measured 4M and 16M",
+        ),
         ([0.5, 0.6, 0.7], None, "all of the measured sizes are faster"),
         ([1.1, 1.2, 1.3], None, "none of the measured sizes is faster"),
         ([1.1, 0.9, 0.8], pytest.approx(2e6), "computed between the measured 1M and 4M"),

@@ -12,9 +12,13 @@ from benchmarks import decode_step, scheduler
 def test_scheduler(tmp_path, capsys):
     scheduler.main(["--quick", "--json", str(tmp_path / "found.json")])
     printed = capsys.readouterr().out
-    assert printed.startswith("| waiting | tokens scheduled |") and "waste at block size 16" in printed
+    assert (
+        printed.startswith("| waiting | tokens scheduled |") and "waste at block size 16" in printed
+    )
     found = json.loads((tmp_path / "found.json").read_text())
-    assert [row["waiting"] for row in found["rows"]] == [1_000, 10_000] and found["machine"]["torch"]
+    assert [row["waiting"] for row in found["rows"]] == [1_000, 10_000] and found["machine"][
+        "torch"
+    ]
 
 
 def test_decode_step(tmp_path, capsys):

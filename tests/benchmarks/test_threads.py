@@ -10,7 +10,9 @@ import pytest
 from benchmarks import threads
 
 
-def test_quick_prints_and_writes_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_prints_and_writes_its_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "rows.json"
     threads.main(["--quick", "--dtype", "float32", "--json", str(path)])
     (row,) = json.loads(path.read_text())["rows"]

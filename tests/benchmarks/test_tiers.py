@@ -11,7 +11,10 @@ from benchmarks import tiers
 
 
 @pytest.mark.slow
-def test_quick_prints_and_writes_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.full
+def test_quick_prints_and_writes_its_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "rows.json"
     assert tiers.main(["--quick", "--json", str(path)]) == 0
     first, second = json.loads(path.read_text())["rows"]

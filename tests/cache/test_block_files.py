@@ -53,7 +53,19 @@ def files(path: Path) -> list[Path]:
     return sorted(each for each in path.rglob("*") if each.is_file())
 
 
-OPERATIONS = ("stat", "listdir", "scandir", "open", "read", "write", "utime", "replace", "unlink", "mkdir", "rmdir")
+OPERATIONS = (
+    "stat",
+    "listdir",
+    "scandir",
+    "open",
+    "read",
+    "write",
+    "utime",
+    "replace",
+    "unlink",
+    "mkdir",
+    "rmdir",
+)
 ERRORS = ("EIO", "EACCES", "ENOSPC", "ENOENT", "MemoryError")
 NOBODY = 65534
 
@@ -77,8 +89,11 @@ class FailingFile(io.FileIO):
         return super().write(content)
 
 
-def fail_operation(patch: pytest.MonkeyPatch, folder: Path, operation: str, name: str) -> Callable[[], int]:
-    """Makes an operation on paths in the folder fail with the error of this name; returns how often it has failed."""
+def fail_operation(
+    patch: pytest.MonkeyPatch, folder: Path, operation: str, name: str
+) -> Callable[[], int]:
+    """Makes an operation on paths in the folder fail with the error of this name; returns how often
+    it has failed."""
     error: Exception = MemoryError()
     if name != "MemoryError":
         error = OSError(getattr(errno, name), os.strerror(getattr(errno, name)))
@@ -93,7 +108,9 @@ def fail_operation(patch: pytest.MonkeyPatch, folder: Path, operation: str, name
                 return function(path, *args, **kwargs)
             failed.append(operation)
             if operation in ("read", "write"):
-                return FailingFile(path, args[0] if args else kwargs.get("mode", "r"), operation, error)
+                return FailingFile(
+                    path, args[0] if args else kwargs.get("mode", "r"), operation, error
+                )
             raise error
 
         return call
@@ -147,7 +164,11 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_any_other_byte_is_noticed() -> None:
     content, draw = to_bytes({0: layers()}, NAME), random.Random(0)
     header = 8 + int.from_bytes(content[:8], "little")
-    places = [*range(8), *draw.sample(range(8, header), 300), *draw.sample(range(header, len(content)), 100)]
+    places = [
+        *range(8),
+        *draw.sample(range(8, header), 300),
+        *draw.sample(range(header, len(content)), 100),
+    ]
     for place in places:
         changed = bytearray(content)
         changed[place] ^= 1 << draw.randrange(8)
@@ -171,7 +192,7 @@ def test_a_file_by_another_name_is_not_served(tmp_path: Path, caplog: Any) -> No
     path.rename(path.with_name(f"{'2' * 32}-0.safetensors"))
     with caplog.at_level(logging.WARNING):
         assert folder.read(WEIGHTS, "2" * 32 + "-0") is None
-    assert "by another name" in caplog.text and not files(tmp_path)
+    assert "it is a renamed copy" in caplog.text and not files(tmp_path)
 
 
 def test_a_corrupt_file_goes_and_can_be_written_again(tmp_path: Path, caplog: Any) -> None:
@@ -216,7 +237,11 @@ def test_what_was_used_longest_ago_goes_first(tmp_path: Path) -> None:
             assert folder.read(WEIGHTS, names[0]) is not None  # now used later than the others
     held = [path for path in files(tmp_path) if path.suffix == ".safetensors"]
     assert 5 <= len(held) <= 10 and sum(path.stat().st_size for path in held) <= 10 * size
-    assert folder.has(WEIGHTS, names[0]) and folder.has(WEIGHTS, names[11]) and not folder.has(WEIGHTS, names[1])
+    assert (
+        folder.has(WEIGHTS, names[0])
+        and folder.has(WEIGHTS, names[11])
+        and not folder.has(WEIGHTS, names[1])
+    )
     assert (tmp_path / "mine.txt").exists()
 
 
@@ -236,10 +261,14 @@ def test_a_block_that_is_larger_than_the_tier(tmp_path: Path, caplog: Any) -> No
 
 
 def test_only_files_of_blocks_are_deleted(tmp_path: Path) -> None:
-    """No model in a folder with a similar name, nor behind a link; and not all files, for a file that never fits."""
+    """No model in a folder with a similar name, nor behind a link; and not all files, for a file
+    that never fits."""
     size = len(to_bytes({0: layers()}, f"{WEIGHTS}/{NAME}"))
     folder, elsewhere = tmp_path / "tier", tmp_path / "elsewhere"
-    kept = [folder / "hf_paged-tiny" / "model.safetensors", folder / f"hf_paged-{WEIGHTS}" / "model.safetensors"]
+    kept = [
+        folder / "hf_paged-tiny" / "model.safetensors",
+        folder / f"hf_paged-{WEIGHTS}" / "model.safetensors",
+    ]
     kept += [elsewhere / f"{NAME}.safetensors", folder / "hf_paged-tiny" / "download.part"]
     for path in kept:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -267,10 +296,15 @@ def test_a_file_for_which_there_is_no_memory_stays(tmp_path: Path, monkeypatch: 
     with monkeypatch.context() as patch:
         patch.setattr(safetensors.torch, "load", fail)
         assert folder.read(WEIGHTS, NAME) is None
-    assert len(files(tmp_path)) == 1 and DiskFolder(str(tmp_path), 1 << 30).read(WEIGHTS, NAME) is not None
+    assert (
+        len(files(tmp_path)) == 1
+        and DiskFolder(str(tmp_path), 1 << 30).read(WEIGHTS, NAME) is not None
+    )
 
 
-def test_a_full_disk_is_told_once_and_tried_again(tmp_path: Path, caplog: Any, monkeypatch: Any) -> None:
+def test_a_full_disk_is_told_once_and_tried_again(
+    tmp_path: Path, caplog: Any, monkeypatch: Any
+) -> None:
     folder, write = DiskFolder(str(tmp_path), 1 << 30), Path.write_bytes
 
     def half(path: Path, content: bytes) -> int:
@@ -315,9 +349,13 @@ def test_no_file_operation_raises(
             folder.has(WEIGHTS, NAME)
             folder.has(None, other)
             read = folder.read(WEIGHTS, NAME)
-            assert read is not None or not folder.has(WEIGHTS, NAME), "it would be looked up for ever"
+            assert read is not None or not folder.has(WEIGHTS, NAME), (
+                "it would be looked up for ever"
+            )
             folder.write(WEIGHTS, other, {0: layers()})
-    assert len(caplog.records) <= 2, "one warning that it cannot be read, one that it cannot be written"
+    assert len(caplog.records) <= 2, (
+        "one warning that it cannot be read, one that it cannot be written"
+    )
     assert all(str(tmp_path) in record.getMessage() for record in caplog.records)
     assert not [path for path in files(tmp_path) if path.suffix == ".part"] or operation == "unlink"
     folder._retry_at = 0.0
@@ -338,13 +376,20 @@ def test_a_folder_that_fails_is_off_from_then_on(
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         num_failed = fail_operation(patch, tmp_path, operation, name)
         for _ in range(3):
-            assert not folder.has(None if operation == "listdir" else WEIGHTS, NAME) or operation == "read"
+            assert (
+                not folder.has(None if operation == "listdir" else WEIGHTS, NAME)
+                or operation == "read"
+            )
             assert folder.read(WEIGHTS, NAME) is None
             folder.write(WEIGHTS, NAME, {0: layers()})
         assert num_failed() == 1
     (record,) = caplog.records
     message = record.getMessage()
-    assert str(tmp_path) in message and os.strerror(getattr(errno, name)) in message and "make a new engine" in message
+    assert (
+        str(tmp_path) in message
+        and os.strerror(getattr(errno, name)) in message
+        and "make a new engine" in message
+    )
     assert not folder.has(WEIGHTS, NAME) and folder.read(WEIGHTS, NAME) is None
     assert DiskFolder(str(tmp_path), 1 << 30).has(WEIGHTS, NAME)
 
@@ -418,7 +463,9 @@ def test_a_folder_that_cannot_be_used_is_named(kind: str, tmp_path: Path) -> Non
     with contextlib.ExitStack() as stack:
         if "forbidden" in kind:
             stack.enter_context(forbidden(tmp_path / "tier"))
-        with pytest.raises(OSError, match=r"`disk_path` of `prefix_tiers`.*Give another path") as raised:
+        with pytest.raises(
+            OSError, match=r"`disk_path` of `prefix_tiers`.*Give another path"
+        ) as raised:
             check_folder(str(path))
     assert raised.value.filename == str(path) and raised.value.errno is not None
 
@@ -433,7 +480,9 @@ def test_a_process_that_is_killed_while_it_writes(tmp_path: Path) -> None:
             try:
                 folder = DiskFolder(str(tmp_path), 1 << 30)
                 for number in range(1 << 30):
-                    folder.write(WEIGHTS, f"{number % 50:032x}-0", {0: layers(64, seed=number % 50)})
+                    folder.write(
+                        WEIGHTS, f"{number % 50:032x}-0", {0: layers(64, seed=number % 50)}
+                    )
             finally:
                 os._exit(1)
         time.sleep(0.05 + 0.1 * draw.random())
@@ -462,7 +511,14 @@ def test_hashes_tell_tokens_namespaces_and_their_order() -> None:
     from hf_paged.cache.prefix_index import _next_digest, namespace_digest
 
     found = set()
-    for namespace in (None, (None, None), (None, "None"), ("a", None), (None, "a"), (None, "a", False)):
+    for namespace in (
+        None,
+        (None, None),
+        (None, "None"),
+        ("a", None),
+        (None, "a"),
+        (None, "a", False),
+    ):
         first = namespace_digest(namespace)
         one, other = _next_digest(first, (1, 2)), _next_digest(first, (2, 1))
         found |= {first, one, other, _next_digest(one, (2, 1)), _next_digest(other, (1, 2))}

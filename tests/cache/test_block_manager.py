@@ -19,11 +19,15 @@ SIZE = 4
 def manager(*windows: int | None, num_blocks: int = 16, **options: object) -> BlockManager:
     """A manager with a separate pool per window."""
     return BlockManager(
-        [BlockGroup(BlockPool(num_blocks), GroupSpec(window=window)) for window in windows], SIZE, **options
+        [BlockGroup(BlockPool(num_blocks), GroupSpec(window=window)) for window in windows],
+        SIZE,
+        **options,
     )
 
 
-def stored(blocks: BlockManager, tokens: Sequence[int], namespace: str | None = None) -> SequenceBlocks:
+def stored(
+    blocks: BlockManager, tokens: Sequence[int], namespace: str | None = None
+) -> SequenceBlocks:
     """A sequence that holds `tokens`, with full blocks in the prefix index."""
     sequence = blocks.new()
     assert blocks.append(sequence, len(tokens))
@@ -95,7 +99,8 @@ def test_only_the_first_of_equal_blocks_is_named_and_the_chain_goes_on() -> None
 def test_what_was_evicted_below_a_running_sequence_is_named_again() -> None:
     blocks = manager(None, num_blocks=4)
     first = stored(blocks, range(4))
-    second = stored(blocks, range(8))  # its first block is unnamed, its second is below the named one
+    # its first block is unnamed, its second is below the named one
+    second = stored(blocks, range(8))
     blocks.free(first)
     taken = blocks.groups[0].pool.allocate(2)  # evicts the first's block, and so forgets both names
     assert hit(blocks, range(9)) == 0
@@ -143,13 +148,36 @@ def test_window_blocks_go_back_before_new_ones_are_taken() -> None:
     assert sequence.tables[0].num_tokens == 30 and blocks.groups[0].pool.num_used == 2
 
 
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_an_error_in_one_group_leaves_no_block_of_another(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = manager(None, 8)
+    sequence = blocks.new()
+
+    def make_room(num_blocks: int) -> None:
+        raise error("on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(blocks.groups[1], "make_room", make_room)
+        for call in (lambda: blocks.append(sequence, 5), lambda: blocks.has_room([2, 2])):
+            with pytest.raises(error, match="on purpose"):
+                call()
+            assert [group.pool.num_used for group in blocks.groups] == [0, 0]
+    assert blocks.append(sequence, 5)
+
+
 def test_append_that_one_group_cannot_serve_changes_nothing() -> None:
     pools = [BlockPool(4), BlockPool(1)]
     blocks = BlockManager([BlockGroup(pool) for pool in pools], SIZE)
     sequence = blocks.new()
     assert not blocks.append(sequence, 5)
     assert [pool.num_free for pool in pools] == [4, 1] and sequence.tables[0].num_tokens == 0
-    assert not blocks.has_room([1, 2]) and blocks.has_room([4, 1]) and not blocks.has_room([1, 1], reserve=4)
+    assert (
+        not blocks.has_room([1, 2])
+        and blocks.has_room([4, 1])
+        and not blocks.has_room([1, 1], reserve=4)
+    )
 
 
 def test_copies_of_shared_tails_are_queued_and_flushed_once() -> None:
@@ -188,7 +216,8 @@ def test_a_copy_whose_target_went_back_is_not_made() -> None:
 
 
 def test_a_copy_whose_target_went_back_is_not_made_to_blocks_of_a_cache() -> None:
-    """An interrupted step leaves no copies to the next one: a cache of the same memory may hold the blocks."""
+    """An interrupted step leaves no copies to the next one: a cache of the same memory may hold the
+    blocks."""
     made: list[tuple[int, int]] = []
     group = BlockGroup(BlockPool(3))
     group.copy_blocks = made.extend  # type: ignore[method-assign]
@@ -251,7 +280,8 @@ def test_the_budget_holds_for_used_and_cached_blocks_of_all_groups() -> None:
     blocks.free(stored(blocks, range(32)))
     assert (memory.num_used, memory.num_cached, blocks.num_free) == (0, 8, 12)
     second = stored(blocks, range(100, 124))
-    assert (memory.num_used, memory.num_cached) == (6, 4)  # two nodes went, with their blocks in both groups
+    # two nodes went, with their blocks in both groups
+    assert (memory.num_used, memory.num_cached) == (6, 4)
     memory.check_integrity()
     assert not blocks.append(second, 32) and memory.num_cached == 4
     assert blocks.append(second, 24) and memory.num_cached == 0
@@ -280,6 +310,21 @@ def test_with_a_budget_the_pool_grows_before_cached_blocks_go() -> None:
     blocks.free(twin)
 
 
+def test_a_group_gives_its_unused_memory_to_another_and_grows_again() -> None:
+    memory, _ = paged(2, memory_fraction=0.5)
+    first, second = GroupSpec(), GroupSpec("second")
+    states = torch.zeros(1, 2, 4, 16)
+    for spec in (first, second):
+        memory.group(spec).layer(0, states, states, num_layers=1, num_begun=0)
+    memory._limit_bytes = 40 * memory.group(first).block_bytes
+    memory.group(first).make_room(30)
+    blocks = memory.manager([second, first])
+    # the second's blocks fit only without the free ones of the first
+    assert blocks.append(blocks.new(), 8 * 18)
+    assert [group.pool.num_used for group in blocks.groups] == [18, 18]
+    memory.check_integrity()
+
+
 def test_a_layer_made_anew_serves_nothing_from_before() -> None:
     memory, blocks = paged(1)
     member = memory.group(GroupSpec())
@@ -302,21 +347,31 @@ def test_a_sequence_may_be_freed_while_tables_are_looked_at() -> None:
 
 
 def test_groups_with_blocks_of_other_sizes_share_prefixes_in_steps_of_the_largest() -> None:
-    full, window = BlockGroup(BlockPool(16), GroupSpec(), 8), BlockGroup(BlockPool(16), GroupSpec(window=5), 2)
+    full, window = (
+        BlockGroup(BlockPool(16), GroupSpec(), 8),
+        BlockGroup(BlockPool(16), GroupSpec(window=5), 2),
+    )
     blocks = BlockManager([full, window], SIZE)
     sequence = stored(blocks, range(21))
     assert [len(table.block_ids) for table in sequence.tables] == [3, 11]
     assert [hit(blocks, range(n)) for n in (8, 9, 16, 17, 21)] == [0, 8, 8, 16, 16]
     second = blocks.new()
     assert blocks.match(second, range(21), None) == 16
-    assert [(table.num_dropped, len(table.block_ids)) for table in second.tables] == [(0, 2), (6, 2)]
+    assert [(table.num_dropped, len(table.block_ids)) for table in second.tables] == [
+        (0, 2),
+        (6, 2),
+    ]
     assert second.tables[1].block_ids == sequence.tables[1].block_ids[6:8], "tokens 12 to 15"
-    assert blocks.append(second, 1) and second.capacity == 18, "where the next block of a group is needed"
+    assert blocks.append(second, 1) and second.capacity == 18, (
+        "where the next block of a group is needed"
+    )
     assert blocks.append(second, 2)
     blocks.truncate(second, 16)
     for each in (sequence, second):
         blocks.free(each)
-    assert (full.pool.num_cached, window.pool.num_cached) == (2, 8), "what ends before a block of all groups is unnamed"
+    assert (full.pool.num_cached, window.pool.num_cached) == (2, 8), (
+        "what ends before a block of all groups is unnamed"
+    )
     window.pool.evict(7)  # the last released, of the second sequence, stays: tokens 12 and 13
     assert [hit(blocks, range(n)) for n in (9, 17)] == [0, 0]
     full.pool.evict(1)

@@ -157,3 +157,15 @@ def test_a_pool_shrinks_to_its_last_used_block() -> None:
     assert pool.num_blocks == 0
     pool.grow(2)
     assert pool.allocate(2) == [0, 1]
+
+
+def test_the_most_blocks_in_use_at_once_are_counted_until_the_pool_is_shrunk() -> None:
+    pool = BlockPool(12)
+    first = pool.allocate(3)
+    pool.release(first[1:])
+    second = pool.allocate(4)
+    assert pool.peak_used == 5
+    pool.release([first[0], *second])
+    assert pool.peak_used == 5
+    pool.shrink()
+    assert pool.peak_used == 0

@@ -21,14 +21,18 @@ def test_half_a_block_of_a_row_is_lost_and_a_whole_one_behind_its_window() -> No
     assert Held.of([24, 40], window=32).losses(16, times) == (24 / (24 + 32 + 24), 0.0)
 
 
-@pytest.mark.parametrize(("length", "size"), [(10, 4), (30, 8), (100, 16), (400, 32), (1500, 64), (10_000, 128)])
+@pytest.mark.parametrize(
+    ("length", "size"), [(10, 4), (30, 8), (100, 16), (400, 32), (1500, 64), (10_000, 128)]
+)
 def test_the_size_grows_with_the_lengths(length: int, size: int) -> None:
     choice = choose([length] * 3, SLOWER_IF_SMALL)
     assert choice.block_size == size
     assert f"with sequences of {length} tokens (3 of them); made up" in choice.reason
     memory, time = Held.of([length]).losses(size, SLOWER_IF_SMALL.times)
     assert f"{memory:.1%} of memory and {time:.1%} of attention's time" in choice.reason
-    assert choose([length], FLAT).block_size == 4, "where all sizes are as fast the smallest wastes least"
+    assert choose([length], FLAT).block_size == 4, (
+        "where all sizes are as fast the smallest wastes least"
+    )
 
 
 def test_a_window_keeps_less_and_gets_smaller_blocks() -> None:
@@ -40,7 +44,10 @@ def test_a_window_keeps_less_and_gets_smaller_blocks() -> None:
 
 def test_without_lengths_or_times_it_is_the_default() -> None:
     assert choose([], SLOWER_IF_SMALL) == choose((), FLAT)
-    assert (choose([], FLAT).block_size, choose([], FLAT).reason) == (DEFAULT_BLOCK_SIZE, "no sequence has ended yet")
+    assert (choose([], FLAT).block_size, choose([], FLAT).reason) == (
+        DEFAULT_BLOCK_SIZE,
+        "no sequence has ended yet",
+    )
     nothing = choose([5], Costs({}, "why there are none"))
     assert (nothing.block_size, nothing.reason) == (DEFAULT_BLOCK_SIZE, "why there are none")
 

@@ -1,4 +1,5 @@
-"""Block tables over a pool against a model that keeps whole sequences: every operation, in any order."""
+"""Block tables over a pool against a model that keeps whole sequences: every operation, in any
+order."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ SIZE = 8
 
 
 class PagedSequences(RuleBasedStateMachine):
-    """
-    Each table stands for a list of tokens. `memory` simulates the slots' contents. Writes go through tables as in the
-    cache; afterwards every table must read back its tokens, whatever happened to the others.
+    """Each table stands for a list of tokens. `memory` simulates the slots' contents. Writes go
+    through tables as in the cache; afterwards every table must read back its tokens, whatever
+    happened to the others.
     """
 
     tables = Bundle("tables")

@@ -1,4 +1,5 @@
-"""A byte limit on all pools: idle pools shrink, no pool exceeds it, and requests that fit alone do not fail."""
+"""A byte limit on all pools: idle pools shrink, no pool exceeds it, and requests that fit alone do
+not fail."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from tests.support.engine_helpers import assert_drained, lone_run, prompts, run_
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6}
 SIZE = models.BLOCK_SIZE
-BLOCK = 2 * 2 * 2 * 16 * SIZE * 4  # bytes of a block of `models.build("llama")`: layers, K and V, heads, dims
+# bytes of a block of `models.build("llama")`: layers, K and V, heads, dims
+BLOCK = 2 * 2 * 2 * 16 * SIZE * 4
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +40,11 @@ def paged(**config: Any) -> dict[str, Any]:
 def held(*owners: Any) -> int:
     """Bytes of the pools of models and engines."""
     return sum(
-        (each.memory.stats() if isinstance(each, hf_paged.PagedEngine) else hf_paged.memory_stats(each)).held_bytes
+        (
+            each.memory.stats()
+            if isinstance(each, hf_paged.PagedEngine)
+            else hf_paged.memory_stats(each)
+        ).held_bytes
         for each in owners
     )
 
@@ -65,7 +71,7 @@ class Watch:
 
 @pytest.mark.parametrize("value", [0, -1, 0.5, True, "1GiB"])
 def test_a_budget_is_a_number_of_bytes(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"the budget is .*None or a whole number of at least 1 \(bytes\)"):
+    with pytest.raises(ValueError, match=r"the budget is .*None or a whole number of bytes"):
         hf_paged.budget(value)
     assert budgets.limit() is None
 
@@ -74,7 +80,11 @@ def burst(count: int, limit: int, monkeypatch: Any, seed: int = 0) -> None:
     """Two models in turns, calls and engines, each of which fills most of the budget."""
     all_models = [models.build("llama"), models.build("gemma2")]
     texts = prompts(60, 90, 40, 120, 75)
-    expected = {(i, j): lone_run(m, t, GREEDY)[0] for i, m in enumerate(all_models) for j, t in enumerate(texts)}
+    expected = {
+        (i, j): lone_run(m, t, GREEDY)[0]
+        for i, m in enumerate(all_models)
+        for j, t in enumerate(texts)
+    }
     engines = [hf_paged.PagedEngine(model, {"block_size": SIZE}) for model in all_models]
     watch, draw = Watch([*all_models, *engines], monkeypatch), random.Random(seed)
     hf_paged.budget(limit)
@@ -95,7 +105,9 @@ def burst(count: int, limit: int, monkeypatch: Any, seed: int = 0) -> None:
             each = draw.randrange(len(texts))
             ids = torch.tensor([texts[each]] * draw.randrange(1, 4))
             found = model.generate(ids, **GREEDY, **paged())
-            assert found[:, ids.shape[1] :].tolist() == [expected[which, each]] * len(ids), f"round {number}"
+            assert found[:, ids.shape[1] :].tolist() == [expected[which, each]] * len(ids), (
+                f"round {number}"
+            )
             hf_paged.check_integrity(model)
         watch.look()
         assert watch.most <= limit, f"round {number}: {watch.most:,} bytes of {limit:,}"
@@ -110,6 +122,22 @@ def test_two_models_in_turns(monkeypatch: Any) -> None:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_two_models_in_two_hundred_turns(seed: int, monkeypatch: Any) -> None:
     burst(200, 40 * BLOCK, monkeypatch, seed)
+
+
+def test_a_first_step_over_the_budget_does_not_take_its_memory_on_the_next_try(
+    monkeypatch: Any,
+) -> None:
+    # two groups, whose blocks' bytes are unknown until a layer of each is written
+    model = models.build("gemma2")
+    texts = prompts(120, 60, 90, 75)
+    engine = hf_paged.PagedEngine(model, {"block_size": SIZE})
+    watch = Watch([engine], monkeypatch)
+    hf_paged.budget(40 * BLOCK)
+    for number, text in enumerate(texts):
+        engine.add_request(text, GREEDY, request_id=f"{number}")
+    results = run_all(engine)
+    assert all(result.error is None for result in results.values())
+    assert 0 < watch.most <= 40 * BLOCK
 
 
 def test_an_idle_pool_gives_way_and_the_one_used_last_goes_last() -> None:
@@ -135,7 +163,8 @@ def test_what_does_not_fit_alone_says_so() -> None:
     ids = torch.tensor(prompts(200))
     hf_paged.budget(10 * BLOCK)
     words = (
-        r"needs 2. blocks of 8 tokens, at most 10 can be had: .*`hf_paged.budget`|nothing can be .*`hf_paged.budget`"
+        r"needs 2. blocks of 8 tokens, at most 10 are available: .*`hf_paged.budget`|nothing can be"
+        r" .*`hf_paged.budget`"
     )
     for _ in range(2):  # before its blocks' size is known, and after
         with pytest.raises(hf_paged.OutOfBlocksError, match=words):
@@ -169,7 +198,10 @@ def test_the_check_of_a_new_model_does_not_count() -> None:
     model, other = models.build("llama"), models.build("llama", seed=1)
     (prompt,) = prompts(60)
     hf_paged.budget(10 * BLOCK)
-    with hf_paged.PagedEngine(model, {"block_size": SIZE}) as engine, hf_paged.PagedEngine(other) as second:
+    with (
+        hf_paged.PagedEngine(model, {"block_size": SIZE}) as engine,
+        hf_paged.PagedEngine(other) as second,
+    ):
         engine.add_request(prompt, {**GREEDY, "max_new_tokens": 12}, request_id="0")
         for _ in range(7):
             engine.step()
@@ -247,8 +279,11 @@ def test_pools_that_are_gone_do_not_count() -> None:
 
 
 @pytest.mark.parametrize(("name", "length", "count"), [("gemma2", 500, 100), ("gemma3", 400, 150)])
-def test_a_window_leaves_the_other_layers_what_a_request_needs_alone(name: str, length: int, count: int) -> None:
-    """Blocks of chunks that have left the window, and cached blocks, hold no bytes that full layers need."""
+def test_a_window_leaves_the_other_layers_what_a_request_needs_alone(
+    name: str, length: int, count: int
+) -> None:
+    """Blocks of chunks that have left the window, and cached blocks, hold no bytes that full layers
+    need."""
     model, options = models.build(name), {**GREEDY, "max_new_tokens": count}
     (prompt,), others, limit = prompts(length), prompts(*[40] * 8, seed=1), 40 * BLOCK
     expected = lone_run(model, prompt, options)[0]
@@ -274,10 +309,15 @@ def test_an_assistant_takes_no_memory_that_its_model_needs() -> None:
     with hf_paged.PagedEngine(model, {"block_size": SIZE}) as engine:
         for chosen in ([0, 1], [2], [1]):
             for each in chosen:
-                engine.add_request(texts[each], options, request_id=f"{each}", assistant_model=assistant)
+                engine.add_request(
+                    texts[each], options, request_id=f"{each}", assistant_model=assistant
+                )
             results = run_all(engine)
             for each in chosen:
-                assert results[f"{each}"].error is None and results[f"{each}"].token_ids == expected[each]
+                assert (
+                    results[f"{each}"].error is None
+                    and results[f"{each}"].token_ids == expected[each]
+                )
             assert held(engine) <= limit
         assert engine.stats().num_drafts
         assert_drained(engine)
@@ -310,7 +350,9 @@ def test_threads_may_look_while_the_budget_changes_and_pools_are_made() -> None:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        threads = [threading.Thread(target=run, args=(action,)) for action in (look, look, change, make)]
+        threads = [
+            threading.Thread(target=run, args=(action,)) for action in (look, look, change, make)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -34,12 +34,15 @@ def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def storage_of(num_layers: int) -> Storage:
-    """Layers of unequal dims, the last of two tensors; block `b` of tensor `t` holds `10 * t + b`."""
+    """Layers of unequal dims, the last of two tensors; block `b` of tensor `t` holds `10 * t +
+    b`."""
     storage = Storage(block_size=4)
     storage.grow(6, 6)
     for index in range(num_layers):
         keys = torch.zeros(1, 2, 0, 3 + index, device=DEVICE)
-        storage.make(index, keys, keys if index + 1 < num_layers else torch.zeros(1, 1, 0, 5, device=DEVICE))
+        storage.make(
+            index, keys, keys if index + 1 < num_layers else torch.zeros(1, 1, 0, 5, device=DEVICE)
+        )
     fill(storage)
     return storage
 

@@ -1,4 +1,5 @@
-"""Group specs: the tokens that layers keep of a sequence; and a custom kind of group defined here."""
+"""Group specs: the tokens that layers keep of a sequence; and a custom kind of group defined
+here."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def test_equal_specs_are_one_group() -> None:
         (8, 0, 9, 32, 0, 2),
     ],
 )
-def test_blocks_spanned(window: int | None, first: int, end: int, chunk: int, held: int, expected: int) -> None:
+def test_blocks_spanned(
+    window: int | None, first: int, end: int, chunk: int, held: int, expected: int
+) -> None:
     assert GroupSpec(window=window).num_spanned(first, end, chunk, held, 8) == expected
 
 
@@ -53,7 +56,7 @@ def test_first_visible() -> None:
     assert GroupSpec().first_visible(9) == 0
 
 
-# ----------------------------------------------------------------------------------------------- a kind of one's own
+# ---------------------------------------------------------------------------- a kind of one's own
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,9 @@ def test_a_new_kind_of_group_needs_half_the_bytes(monkeypatch: pytest.MonkeyPatc
     used = []
     for _ in range(2):
         model = models.build("llama")
-        model.generate(**models.prompt("llama", 2, 21), max_new_tokens=8, do_sample=False, **models.PAGED)
+        model.generate(
+            **models.prompt("llama", 2, 21), max_new_tokens=8, do_sample=False, **models.PAGED
+        )
         used.append(memory_stats(model).peak_bytes)
         monkeypatch.setitem(layers.SPECS, DynamicLayer, HalfAttention)
     assert used[0] == 2 * used[1] > 0
@@ -106,8 +111,8 @@ def test_a_new_kind_of_group_needs_half_the_bytes(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.usefixtures("half")
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_a_new_kind_of_group_runs_everywhere(preemption: str) -> None:
-    """Through `generate` and an engine, packed, with beams, preempted: logits are well spread, so tokens do not
-    change."""
+    """Through `generate` and an engine, packed, with beams, preempted: logits are well spread, so
+    tokens do not change."""
     model = models.build("llama")
     inputs = models.padded_prompt("llama")
     for mode in ("greedy", "beams"):
@@ -116,7 +121,9 @@ def test_a_new_kind_of_group_runs_everywhere(preemption: str) -> None:
         route = last_route(model)
         assert route is not None and route.road == "engine" and "packed forwards" in route.reason
     texts = prompts(20, 25, 9, 31)
-    with PagedEngine(model, PagedConfig(block_size=8, num_blocks=8, preemption=preemption)) as engine:
+    with PagedEngine(
+        model, PagedConfig(block_size=8, num_blocks=8, preemption=preemption)
+    ) as engine:
         results = engine.generate(texts, MODES["greedy"])
         assert engine.stats().num_preemptions > 0
         assert (engine.stats().num_swaps > 0) == (preemption == "swap")

@@ -58,16 +58,22 @@ def filled(length: int = 9) -> tuple[PagedCache, Tensor]:
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", sorted(WRITES))
-def test_writes_in_place_to_shown_keys_and_values_are_refused(name: str, mode: Callable[[], Any]) -> None:
+def test_writes_in_place_to_shown_keys_and_values_are_refused(
+    name: str, mode: Callable[[], Any]
+) -> None:
     cache, states = filled()
     for shown in (cache.layers[0].keys, cache.layers[0].values):
         with mode(), pytest.raises(RuntimeError, match=r"cannot be written to in place.*`update"):
             WRITES[name](shown)
-    assert torch.equal(cache.layers[0].keys + 0, states) and torch.equal(cache.layers[0].values + 0, -states)
+    assert torch.equal(cache.layers[0].keys + 0, states) and torch.equal(
+        cache.layers[0].values + 0, -states
+    )
     cache.check_integrity()
 
 
-@pytest.mark.parametrize("name", ["set all", "set some", "copy_", "+=", "out", "apply_", "masked_fill_"])
+@pytest.mark.parametrize(
+    "name", ["set all", "set some", "copy_", "+=", "out", "apply_", "masked_fill_"]
+)
 @pytest.mark.parametrize("is_first", [True, False])
 def test_writes_in_place_to_what_an_update_returned_are_refused(name: str, is_first: bool) -> None:
     cache, states = filled(4)
@@ -100,7 +106,11 @@ def test_writes_to_a_returned_cache_are_refused_and_leave_other_rows_alone(stora
 
 def test_arrays_of_shown_keys_are_read_only() -> None:
     cache, states = filled()
-    for array in (cache.layers[0].keys.numpy(), np.asarray(cache.layers[0].keys), cache.layers[0].keys[0].numpy()):
+    for array in (
+        cache.layers[0].keys.numpy(),
+        np.asarray(cache.layers[0].keys),
+        cache.layers[0].keys[0].numpy(),
+    ):
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 0
     assert torch.equal(cache.layers[0].keys + 0, states)
@@ -108,7 +118,11 @@ def test_arrays_of_shown_keys_are_read_only() -> None:
 
 def test_native_code_gets_no_address_of_shown_keys() -> None:
     cache, states = filled()
-    handles = *cache.update(states[:, :, :1], states[:, :, :1], 0), cache.layers[0].keys, cache.layers[0].keys[0]
+    handles = (
+        *cache.update(states[:, :, :1], states[:, :, :1], 0),
+        cache.layers[0].keys,
+        cache.layers[0].keys[0],
+    )
     for handle in handles:
         with pytest.raises(RuntimeError, match="Cannot access data pointer"):
             torch.utils.dlpack.to_dlpack(handle)
@@ -119,7 +133,7 @@ def test_shown_keys_cannot_become_leaves() -> None:
     cache, _ = filled()
     keys = cache.layers[0].keys
     for ask in (lambda: keys.requires_grad_(), lambda: setattr(keys, "requires_grad", True)):
-        with pytest.raises(RuntimeError, match="no leaves"):
+        with pytest.raises(RuntimeError, match="not leaves"):
             ask()
     assert not keys.requires_grad_(False).requires_grad
 
@@ -131,7 +145,11 @@ def test_a_graph_of_keys_that_were_written_to_is_refused() -> None:
     cache.update(states, states, 0)
     cache.layers[0].keys.add(0).mul_(2)  # a copy
     cache.layers[0].values.mul_(2)
-    for use in (lambda: cache.update(states, states, 0), lambda: cache.crop(-1), lambda: cache.layers[0].keys):
+    for use in (
+        lambda: cache.update(states, states, 0),
+        lambda: cache.crop(-1),
+        lambda: cache.layers[0].keys,
+    ):
         with pytest.raises(RuntimeError, match="cannot be written to in place"):
             use()
     cache.reset()
@@ -146,7 +164,9 @@ def test_changed_copies_are_stored_in_an_empty_cache() -> None:
     changed.update(keys, cache.layers[0].values, 0)
     expected = states.clone()
     expected[:, :, 3] *= 2
-    assert torch.equal(changed.layers[0].keys + 0, expected) and torch.equal(changed.layers[0].values + 0, -states)
+    assert torch.equal(changed.layers[0].keys + 0, expected) and torch.equal(
+        changed.layers[0].values + 0, -states
+    )
 
 
 def test_views_read_as_tensors() -> None:
@@ -154,10 +174,17 @@ def test_views_read_as_tensors() -> None:
     view, expected = cache.layers[0].keys.transpose(1, 2)[0], states.transpose(1, 2)[0]
     assert repr(view) == repr(expected) and view.tolist() == expected.tolist()
     assert f"{view[0, 0, 0]:.3f}" == f"{expected[0, 0, 0]:.3f}"
-    assert torch.equal(copy.deepcopy(view), expected) and torch.equal(pickle.loads(pickle.dumps(view)), expected)
+    assert torch.equal(copy.deepcopy(view), expected) and torch.equal(
+        pickle.loads(pickle.dumps(view)), expected
+    )
     assert torch.equal(torch.cat([view, view]), torch.cat([expected, expected]))
     assert torch.equal(view.reshape(-1)[3:7].contiguous() + 0, expected.reshape(-1)[3:7])
-    for make in (lambda x: x * 2, lambda x: x.clone(), lambda x: x.double(), lambda x: torch.stack([x, x])):
+    for make in (
+        lambda x: x * 2,
+        lambda x: x.clone(),
+        lambda x: x.double(),
+        lambda x: torch.stack([x, x]),
+    ):
         assert torch.equal(
             make(view).mul_(3), make(expected).mul_(3)
         )  # results of other functions are ordinary tensors

@@ -41,9 +41,15 @@ def _held(model) -> int:
 
 def test_memory_returns_to_the_system() -> None:
     config = transformers.LlamaConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=8,
-        head_dim=256, max_position_embeddings=2048, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        head_dim=256,
+        max_position_embeddings=2048,
+        eos_token_id=None,
+    )
     model, process = transformers.LlamaForCausalLM(config).eval(), psutil.Process()
     prompts = torch.randint(4, VOCAB_SIZE, (4, 900))
     first = model.generate(prompts, **_paged(None, block_size=16))
@@ -86,13 +92,14 @@ def test_released_once_idle_and_not_before() -> None:
 def test_the_thread_ends_and_keeps_no_pool_alive() -> None:
     model = build("llama")
     model.generate(PROMPT, **_paged(0.3))
-    thread, ref = idle._thread, weakref.ref(registry._memories[model][1])
-    assert thread is not None and thread.daemon
+    threads = [thread for thread in threading.enumerate() if thread.name == "hf_paged idle pools"]
+    ref = weakref.ref(registry._memories[model][1])
+    assert len(threads) == 1 and threads[0].daemon
     del model
     gc.collect()
     assert ref() is None
     if not idle._deadlines:  # other tests' deadlines are later
-        assert _wait_for(lambda: not thread.is_alive())
+        assert _wait_for(lambda: not threads[0].is_alive())
 
 
 def test_blocks_that_a_callers_cache_holds_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +109,9 @@ def test_blocks_that_a_callers_cache_holds_stay(monkeypatch: pytest.MonkeyPatch)
     first = model.generate(PROMPT, **_paged(0), return_dict_in_generate=True)
     time.sleep(0.4)
     assert _held(model) > 0
-    more = model.generate(first.sequences, past_key_values=first.past_key_values, max_new_tokens=6, do_sample=False)
+    more = model.generate(
+        first.sequences, past_key_values=first.past_key_values, max_new_tokens=6, do_sample=False
+    )
     assert torch.equal(more, expected)
     del first
     assert _wait_for(lambda: not _held(model))
@@ -111,7 +120,9 @@ def test_blocks_that_a_callers_cache_holds_stay(monkeypatch: pytest.MonkeyPatch)
 def test_engine_is_idle_without_unfinished_requests() -> None:
     model = build("llama")
     prompt = PROMPT[0].tolist()
-    with hf_paged.PagedEngine(model, {"block_size": BLOCK_SIZE, "idle_release_seconds": 0}) as engine:
+    with hf_paged.PagedEngine(
+        model, {"block_size": BLOCK_SIZE, "idle_release_seconds": 0}
+    ) as engine:
         expected = engine.generate([prompt], PLAIN)[0].token_ids
         assert engine.stats().cached_blocks == 0 and engine.memory.stats().held_bytes == 0
         assert engine.route is not None
@@ -181,7 +192,7 @@ if hasattr(os, "fork"):
     child = os.fork()
     if not child:
         try:
-            assert idle._thread is None
+            assert not idle._is_running
             assert torch.equal(call(0.1), expected)
             engine.generate([ids[0]], {"max_new_tokens": 4})
             time.sleep(1.0)
@@ -198,6 +209,8 @@ print("over")
 
 def test_forks_and_the_end_of_the_interpreter() -> None:
     start = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0 and done.stdout == "over\n", done.stderr
     assert time.monotonic() - start < 50, "the thread kept the process alive"

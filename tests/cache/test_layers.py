@@ -46,7 +46,9 @@ SEQ2SEQ = transformers.BartConfig(
     decoder_ffn_dim=16,
     init_std=0.3,
 )
-T5 = transformers.T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2, dropout_rate=0.0)
+T5 = transformers.T5Config(
+    vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2, dropout_rate=0.0
+)
 CACHES: tuple[type[DynamicCache], ...] = (DynamicCache, PagedCache)
 
 
@@ -57,11 +59,18 @@ def build(config: PreTrainedConfig, attention: str = "sdpa") -> Any:
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
-def assert_same_gradients(config: PreTrainedConfig, run: Callable[[Any, DynamicCache], Any], **options: Any) -> None:
-    """Asserts that `run(model, cache)`, which returns logits, gives the same gradients with both caches."""
+def assert_same_gradients(
+    config: PreTrainedConfig, run: Callable[[Any, DynamicCache], Any], **options: Any
+) -> None:
+    """Asserts that `run(model, cache)`, which returns logits, gives the same gradients with both
+    caches."""
     results = []
     for cls in CACHES:
         model = build(config, **options)
@@ -126,7 +135,9 @@ if models.BEFORE_5_18:
 @pytest.mark.parametrize("has_gradients", [True, False])
 @pytest.mark.parametrize("name", ["full", "window", "latent"])
 @pytest.mark.parametrize("operation", sorted(OPERATIONS))
-def test_gradients_follow_operations_on_rows_and_lengths(operation: str, name: str, has_gradients: bool) -> None:
+def test_gradients_follow_operations_on_rows_and_lengths(
+    operation: str, name: str, has_gradients: bool
+) -> None:
     rows = {"repeat": 4, "select": 1}.get(operation, 2)
 
     def run(model: Any, cache: Any) -> torch.Tensor:
@@ -165,7 +176,9 @@ def test_gradients_reach_a_window_through_states_that_were_cached_without() -> N
     assert_same_gradients(CONFIGS["window"], run)
 
 
-@pytest.mark.parametrize("names", ["layers.2.self_attn.k_proj", "layers.0.self_attn.v_proj", "layers.1.mlp", "q_proj"])
+@pytest.mark.parametrize(
+    "names", ["layers.2.self_attn.k_proj", "layers.0.self_attn.v_proj", "layers.1.mlp", "q_proj"]
+)
 def test_gradients_of_some_parameters(names: str) -> None:
     def run(model: Any, cache: Any) -> torch.Tensor:
         for name, parameter in model.named_parameters():
@@ -193,17 +206,25 @@ def test_gradients_of_learned_keys_and_values(frozen: bool) -> None:
 
 @pytest.mark.parametrize("config", [SEQ2SEQ, T5], ids=["bart", "t5"])
 @pytest.mark.parametrize("frozen_first", [False, True])
-def test_gradients_reach_an_encoder_and_cross_attention(config: PreTrainedConfig, frozen_first: bool) -> None:
+def test_gradients_reach_an_encoder_and_cross_attention(
+    config: PreTrainedConfig, frozen_first: bool
+) -> None:
     results = []
     for cls in CACHES:
         model = build(config)
         cache = EncoderDecoderCache(cls(config=config), cls(config=config))
         encoder_outputs = model.get_encoder()(tokens(2, 6))
         with torch.set_grad_enabled(not frozen_first):
-            model(encoder_outputs=encoder_outputs, decoder_input_ids=tokens(2, 3, 1), past_key_values=cache)
+            model(
+                encoder_outputs=encoder_outputs,
+                decoder_input_ids=tokens(2, 3, 1),
+                past_key_values=cache,
+            )
         for seed in (2, 3):
             ids = tokens(2, 1, seed)
-            logits = model(encoder_outputs=encoder_outputs, decoder_input_ids=ids, past_key_values=cache).logits
+            logits = model(
+                encoder_outputs=encoder_outputs, decoder_input_ids=ids, past_key_values=cache
+            ).logits
         logits.pow(2).sum().backward()
         results.append(gradients(model))
     for name, gradient in results[0].items():
@@ -241,7 +262,12 @@ def test_gradients_on_a_cache_that_a_call_returned() -> None:
     for options in ({}, {"cache_implementation": "paged"}):
         model = build(CONFIGS["full"])
         output = model.generate(
-            tokens(2, 6), max_new_tokens=4, do_sample=False, eos_token_id=None, return_dict_in_generate=True, **options
+            tokens(2, 6),
+            max_new_tokens=4,
+            do_sample=False,
+            eos_token_id=None,
+            return_dict_in_generate=True,
+            **options,
         )
         cache = output.past_key_values
         forward(model, cache, 2, 1)
@@ -275,13 +301,17 @@ def test_shown_keys_have_the_graph_of_the_states() -> None:
         assert torch.equal(cache.layers[0].keys + 0, states)
 
 
-def test_gradients_are_not_kept_in_a_forward_that_enables_them_in_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_not_kept_in_a_forward_that_enables_them_in_an_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = build(CONFIGS["full"])
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
     expected = model.generate(tokens(2, 9), **options)
     attention = type(model.model.layers[0].self_attn)
     monkeypatch.setattr(attention, "forward", torch.enable_grad()(attention.forward))
-    assert torch.equal(model.generate(tokens(2, 9), **options, cache_implementation="paged"), expected)
+    assert torch.equal(
+        model.generate(tokens(2, 9), **options, cache_implementation="paged"), expected
+    )
     hf_paged.check_integrity(model)
 
 
@@ -291,19 +321,23 @@ def test_forward_mode_differentiation_is_refused() -> None:
     embeds = model.get_input_embeddings()(tokens(1, 4))
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(embeds, torch.ones_like(embeds))
-        with pytest.raises(RuntimeError, match="needs a `DynamicCache`"):
+        with pytest.raises(RuntimeError, match="use a `DynamicCache`"):
             model(inputs_embeds=dual, past_key_values=cache)
         assert cache.memory.num_used == 0
         forward(model, cache, 3, 0)
     cache.check_integrity()
 
 
-@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacfwd, torch.func.jacrev, torch.vmap])
+@pytest.mark.parametrize(
+    "transform", [torch.func.grad, torch.func.jacfwd, torch.func.jacrev, torch.vmap]
+)
 def test_function_transforms_are_refused(transform: Callable[..., Any]) -> None:
     model = build(CONFIGS["full"], "eager").requires_grad_(False)
     cache = PagedCache(model.config)
-    with pytest.raises(RuntimeError, match=r"`torch.func`.* needs a `DynamicCache`"):
-        transform(lambda x: cache.update(*[x.reshape(2, 2, 4, 8)] * 2, 0)[0].sum())(torch.randn(1, 2, 2, 4, 8))
+    with pytest.raises(RuntimeError, match=r"`torch.func`.* use a `DynamicCache`"):
+        transform(lambda x: cache.update(*[x.reshape(2, 2, 4, 8)] * 2, 0)[0].sum())(
+            torch.randn(1, 2, 2, 4, 8)
+        )
     assert cache.memory.num_used == 0
     forward(model, cache, 3, 0)
     cache.check_integrity()
@@ -311,7 +345,9 @@ def test_function_transforms_are_refused(transform: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("name", ["full", "window"])
 @pytest.mark.parametrize("kv_dtype", ["int8", None])
-def test_quantized_states_are_as_rounded_with_gradients_as_without(kv_dtype: str | None, name: str) -> None:
+def test_quantized_states_are_as_rounded_with_gradients_as_without(
+    kv_dtype: str | None, name: str
+) -> None:
     model, results = build(CONFIGS[name]), []
     for has_gradients in (False, True):
         cache = PagedCache(model.config, {"block_size": 8, "kv_dtype": kv_dtype})

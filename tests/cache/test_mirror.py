@@ -1,4 +1,5 @@
-"""Operations that move block contents, and messages about them to processes that hold other shards of the model."""
+"""Operations that move block contents, and messages about them to processes that hold other shards
+of the model."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def callers(tree: ast.AST, outer: str = "", owner: str = "") -> Any:
 
 
 def test_nothing_else_writes_to_blocks() -> None:
-    """A new caller here is either `mirrored`, or uses a memory that is not shared with other processes."""
+    """A new caller here is either `mirrored`, or uses a memory that is not shared with other
+    processes."""
     found = defaultdict[str, set[str]](set)
     for path in PACKAGE.rglob("*.py"):
         for called, function in callers(ast.parse(path.read_text())):

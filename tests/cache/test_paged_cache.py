@@ -1,4 +1,5 @@
-"""`PagedCache` alone against the `DynamicCache` that it replaces, on real models and on bare tensors."""
+"""`PagedCache` alone against the `DynamicCache` that it replaces, on real models and on bare
+tensors."""
 
 from __future__ import annotations
 
@@ -23,6 +24,10 @@ from transformers import (
 import hf_paged
 from hf_paged import OutOfBlocksError, PagedCache
 from hf_paged.cache import storage
+from hf_paged.cache.block_pool import BlockTable
+from hf_paged.cache.memory import GroupMemory
+from hf_paged.cache.rows import LayerGroup
+from hf_paged.cache.storage import KVBlocks
 from hf_paged.step import StepMetadata
 
 TINY = dict(
@@ -38,7 +43,9 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "full": LlamaConfig(**TINY),
     "window": MistralConfig(**TINY, sliding_window=11),
 }
-MIXED = Gemma3TextConfig(**TINY, layer_types=["sliding_attention", "full_attention", "full_attention"])
+MIXED = Gemma3TextConfig(
+    **TINY, layer_types=["sliding_attention", "full_attention", "full_attention"]
+)
 
 
 @pytest.fixture(params=sorted(CONFIGS))
@@ -96,7 +103,9 @@ def test_forward_by_forward(model: Any, config: PreTrainedConfig) -> None:
     ids=["reorder", "repeat", "select", "select_mask", "reset"],
 )
 @pytest.mark.parametrize("length", [5, 8, 23])
-def test_operations_on_rows(model: Any, config: PreTrainedConfig, operation: Any, length: int) -> None:
+def test_operations_on_rows(
+    model: Any, config: PreTrainedConfig, operation: Any, length: int
+) -> None:
     plain, paged = caches(config)
     for cache in (plain, paged):
         logits(model, tokens(3, length), cache)
@@ -133,7 +142,9 @@ def test_crop_of_a_full_window_that_was_not_recorded_is_refused() -> None:
             cache.crop(-2)
 
 
-def test_a_deep_copy_shares_blocks_and_goes_its_own_way(model: Any, config: PreTrainedConfig) -> None:
+def test_a_deep_copy_shares_blocks_and_goes_its_own_way(
+    model: Any, config: PreTrainedConfig
+) -> None:
     plain, paged = caches(config)
     for cache in (plain, paged):
         logits(model, tokens(2, 10), cache)
@@ -195,10 +206,14 @@ def test_blocks_go_back_when_a_cache_is_collected(model: Any, config: PreTrained
     first.check_integrity()
 
 
-def test_out_of_blocks_names_the_numbers_and_leaves_the_pool_whole(model: Any, config: PreTrainedConfig) -> None:
+def test_out_of_blocks_names_the_numbers_and_leaves_the_pool_whole(
+    model: Any, config: PreTrainedConfig
+) -> None:
     cache = PagedCache(config, {"block_size": 8, "num_blocks": 4})
     logits(model, tokens(2, 9), cache)
-    with pytest.raises(OutOfBlocksError, match=r"needs 2 blocks of 8 tokens, 0 of 4 are free: raise `num_blocks`"):
+    with pytest.raises(
+        OutOfBlocksError, match=r"needs 2 blocks of 8 tokens, 0 of 4 are free: raise `num_blocks`"
+    ):
         for step in range(12):
             logits(model, tokens(2, 1, step), cache)
     cache.check_integrity()
@@ -210,13 +225,16 @@ def test_another_batch_size_is_refused() -> None:
     cache = PagedCache()
     states = torch.zeros(2, 1, 3, 4)
     cache.update(states, states, 0)
-    with pytest.raises(ValueError, match="holds 2 rows, but keys of 3 rows came"):
+    with pytest.raises(ValueError, match="holds 2 rows, but got keys of 3 rows"):
         cache.update(torch.zeros(3, 1, 1, 4), torch.zeros(3, 1, 1, 4), 0)
 
 
 def test_knobs_for_a_memory_that_has_its_own_are_refused() -> None:
     memory = PagedCache(paged_config={"block_size": 8}).memory
-    with pytest.raises(ValueError, match=r"`paged_config` is \{'block_size': 32\}, but `memory` was made with Paged"):
+    with pytest.raises(
+        ValueError,
+        match=r"`paged_config` is \{'block_size': 32\}, but `memory` was made with Paged",
+    ):
         PagedCache(paged_config={"block_size": 32}, memory=memory)
     with pytest.raises(ValueError, match="`memory` is 'mine': it must be None or a `PagedMemory`"):
         PagedCache(memory="mine")  # type: ignore[arg-type]
@@ -253,7 +271,9 @@ def test_gradients_reach_the_new_states() -> None:
     values = torch.randn(1, 1, 2, 4, requires_grad=True)
     all_keys, all_values = cache.update(keys, values, 0)
     (all_keys.sum() + 2 * all_values.sum()).backward()
-    assert torch.equal(keys.grad, torch.ones_like(keys)) and torch.equal(values.grad, 2 * torch.ones_like(values))
+    assert torch.equal(keys.grad, torch.ones_like(keys)) and torch.equal(
+        values.grad, 2 * torch.ones_like(values)
+    )
 
 
 def test_growth_keeps_what_is_stored() -> None:
@@ -261,10 +281,14 @@ def test_growth_keeps_what_is_stored() -> None:
     chunks = [torch.randn(3, 2, n, 4) for n in (5, 100, 1, 300, 17)]
     for chunk in chunks:
         keys, values = cache.update(chunk, -chunk, 0)
-    assert torch.equal(keys + 0, torch.cat(chunks, 2)) and torch.equal(values + 0, -torch.cat(chunks, 2))
+    assert torch.equal(keys + 0, torch.cat(chunks, 2)) and torch.equal(
+        values + 0, -torch.cat(chunks, 2)
+    )
 
 
-def test_keys_of_another_dtype_are_held_in_the_wider_one(model: Any, config: PreTrainedConfig) -> None:
+def test_keys_of_another_dtype_are_held_in_the_wider_one(
+    model: Any, config: PreTrainedConfig
+) -> None:
     plain, paged = caches(config)
     results = []
     for cache in (plain, paged):
@@ -279,14 +303,17 @@ def test_a_model_of_another_shape_is_refused() -> None:
     cache = PagedCache(paged_config={"block_size": 8})
     cache.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), 0)
     with pytest.raises(
-        ValueError, match=r"holds states of \(heads, dim, device\) \(2, 4, .*\), the new ones have \(1, 4"
+        ValueError,
+        match=r"holds states of \(heads, dim, device\) \(2, 4, .*\), the new ones have \(1, 4",
     ):
         cache.update(torch.ones(1, 1, 1, 4), torch.ones(1, 1, 1, 4), 0)
     assert torch.equal(cache.layers[0].keys + 0, torch.ones(1, 2, 3, 4))
 
 
 def test_a_call_of_another_dtype_leaves_a_held_cache_alone(model: Any) -> None:
-    options = dict(max_new_tokens=4, cache_implementation="paged", eos_token_id=None, pad_token_id=0)
+    options = dict(
+        max_new_tokens=4, cache_implementation="paged", eos_token_id=None, pad_token_id=0
+    )
     held = model.generate(tokens(2, 13), return_dict_in_generate=True, **options).past_key_values
     before = held.layers[0].keys.clone()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -297,8 +324,12 @@ def test_a_call_of_another_dtype_leaves_a_held_cache_alone(model: Any) -> None:
 def test_reset_forgets_the_padding(model: Any, config: PreTrainedConfig) -> None:
     mask = torch.ones(3, 13, dtype=torch.long)
     mask[0, :6] = 0
-    options = dict(max_new_tokens=4, eos_token_id=None, pad_token_id=0, return_dict_in_generate=True)
-    out = model.generate(tokens(3, 13), attention_mask=mask, cache_implementation="paged", **options)
+    options = dict(
+        max_new_tokens=4, eos_token_id=None, pad_token_id=0, return_dict_in_generate=True
+    )
+    out = model.generate(
+        tokens(3, 13), attention_mask=mask, cache_implementation="paged", **options
+    )
     paged, plain = out.past_key_values, DynamicCache(config=config)
     paged.reset()
     for step, length in enumerate((13, 1, 1)):
@@ -326,7 +357,9 @@ def test_gradients_of_a_first_forward_on_eager_attention(name: str) -> None:
     for cls in (DynamicCache, PagedCache):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation="eager")
-        model(tokens(2, 10), past_key_values=cls(config=model.config)).logits.pow(2).sum().backward()
+        model(tokens(2, 10), past_key_values=cls(config=model.config)).logits.pow(
+            2
+        ).sum().backward()
         gradients.append(model.model.layers[0].self_attn.k_proj.weight.grad)
     torch.testing.assert_close(*gradients)
 
@@ -339,6 +372,86 @@ def test_a_cache_that_ran_out_at_once_is_as_new(name: str) -> None:
         logits(model, tokens(8, 20), cache)
     assert cache.stats().used_blocks == 0
     logits(model, tokens(1, 10), cache)
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("name", ["full", "window"])
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [
+        (GroupMemory, "make_room"),
+        (BlockTable, "append"),
+        (LayerGroup, "_snapshot"),
+        (KVBlocks, "store"),
+    ],
+    ids=["make_room", "append", "snapshot", "store"],
+)
+def test_a_cache_whose_first_step_failed_is_as_new(
+    owner: Any, method: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = {rows: torch.randn(rows, 2, 20, 4) for rows in (2, 3)}
+    cache = PagedCache(CONFIGS[name], {"block_size": 8})
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("of torch")
+
+    cache.expect_padding((0, 2), 20)
+    for rows, paddings in ((2, (0, 2)), (3, (0, 0, 0))):  # the same step again, another batch
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, method, fail)
+            with pytest.raises(RuntimeError, match="of torch"):
+                cache.update(states[2], states[2], 0)
+        assert cache.is_empty and not cache.rows.held
+        assert cache.stats().used_blocks == 0
+        cache.check_integrity()
+        for index in range(3):
+            cache.update(states[rows], states[rows], index)
+        assert [group.paddings for group in cache.groups.values()] == [paddings]
+        last = slice(-10, None)
+        assert torch.equal(cache.layers[0].keys.clone()[:, :, last], states[rows][:, :, last])
+        cache.reset()
+
+
+@pytest.mark.parametrize("name", ["full", "window"])
+def test_a_step_whose_copies_of_shared_blocks_fail_can_be_repeated(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = PagedCache(CONFIGS[name], {"block_size": 8})
+    states, more = torch.randn(1, 2, 5, 4), torch.randn(3, 2, 1, 4)
+    cache.update(states, states, 0)
+    cache.reorder_cache(torch.tensor([0, 0, 0]))
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("of torch")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GroupMemory, "copy_blocks", fail)
+        with pytest.raises(RuntimeError, match="of torch"):
+            cache.update(more, more, 0)
+    cache.check_integrity()
+    cache.update(more, more, 0)
+    expected = torch.cat((states.expand(3, -1, -1, -1), more), dim=2)
+    assert torch.equal(cache.layers[0].keys.clone(), expected)
+    assert cache.stats().used_blocks == 3
+    cache.check_integrity()
+
+
+def test_a_crop_into_freed_blocks_changes_nothing() -> None:
+    """Each row was given back up to another position: the second could not be cropped."""
+    cache = PagedCache(CONFIGS["window"], {"block_size": 8})
+    cache.expect_padding((0, 5), 40)
+    states = torch.randn(2, 2, 40, 4)
+    for index in range(3):
+        cache.update(states, states, index)
+    cache.activate_past_recording()
+    tables = [(list(table.block_ids), table.num_tokens) for table in cache.layers[0].group.tables]
+    with pytest.raises(ValueError, match="truncate to 21 tokens, but the first 24 were given back"):
+        cache.crop(-14)
+    group = cache.layers[0].group
+    assert tables == [(table.block_ids, table.num_tokens) for table in group.tables]
+    assert cache.get_seq_length() == group.length == 40
+    cache.crop(-4)
+    assert cache.get_seq_length() == group.length == 36
     cache.check_integrity()
 
 
@@ -373,7 +486,10 @@ def test_memory_fraction_bounds_one_call_and_not_the_next() -> None:
     block_bytes = 8 * 3 * 2 * 2 * 8 * 4  # tokens, layers, K and V, heads, dim, float32
     fraction = 10.5 * block_bytes / psutil.virtual_memory().available
     cache = PagedCache(CONFIGS["full"], {"block_size": 8, "memory_fraction": fraction})
-    with pytest.raises(OutOfBlocksError, match=r"needs 15 blocks of 8 tokens, \d+ of \d+ are free: raise `memory_fr"):
+    with pytest.raises(
+        OutOfBlocksError,
+        match=r"needs 15 blocks of 8 tokens, \d+ of \d+ are free: raise `memory_fr",
+    ):
         logits(model, tokens(3, 40), cache)
     assert cache.stats().used_blocks == 0
     logits(model, tokens(1, 40), cache)
@@ -394,7 +510,10 @@ def test_padding_is_expected_of_layers_with_the_tokens_that_were_padded() -> Non
     cache.reset()
     cache.expect_padding((0, 2), 5)
     cache.update(keys[5], keys[5], 0)
-    with pytest.raises(ValueError, match=r"starts with 9 tokens where another of its kind holds 5, .* first \(0, 2\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"starts with 9 tokens where another of its kind holds 5, .* first \(0, 2\)",
+    ):
         cache.update(keys[9], keys[9], 1)
     cache.check_integrity()
 
@@ -402,7 +521,7 @@ def test_padding_is_expected_of_layers_with_the_tokens_that_were_padded() -> Non
 def test_a_group_that_was_given_another_batch_size_first_is_as_it_was() -> None:
     cache, keys = PagedCache(MIXED, {"block_size": 8}), torch.randn(2, 2, 5, 8)
     cache.update(keys, keys, 0)
-    with pytest.raises(ValueError, match="holds 2 rows, but keys of 1 rows came"):
+    with pytest.raises(ValueError, match="holds 2 rows, but got keys of 1 rows"):
         cache.update(keys[:1], keys[:1], 1)
     cache.update(keys, keys, 1)
     assert torch.equal(cache.layers[1].keys + 0, keys)
@@ -422,7 +541,10 @@ def test_another_dtype_in_a_second_group_leaves_caches_of_fewer_rows_alone() -> 
 
 @pytest.mark.parametrize("length", [0, 1])
 def test_crop_forgets_the_padding_that_it_removes(length: int) -> None:
-    cache, chunks = PagedCache(paged_config={"block_size": 8}), [torch.randn(2, 2, n, 4) for n in (5, 6)]
+    cache, chunks = (
+        PagedCache(paged_config={"block_size": 8}),
+        [torch.randn(2, 2, n, 4) for n in (5, 6)],
+    )
     cache.expect_padding((3, 0), 5)
     cache.update(chunks[0], chunks[0], 0)
     cache.crop(length - 5)
@@ -431,14 +553,18 @@ def test_crop_forgets_the_padding_that_it_removes(length: int) -> None:
     assert torch.equal(cache.layers[0].keys[:, :, length:], chunks[1])
 
 
-def test_a_step_too_large_for_the_memory_does_not_end_smaller_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_too_large_for_the_memory_does_not_end_smaller_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     limit_blocks(monkeypatch, 60)
     cache = PagedCache(paged_config={"block_size": 8})
     for rows, length in ((1, 5), (9, 90), (2, 90)):
         states = torch.ones(rows, 1, length, 4)
         for index in (0, 1):
             if rows == 9:
-                with pytest.raises(OutOfBlocksError, match="more blocks of 8 tokens, for which there is no memory"):
+                with pytest.raises(
+                    OutOfBlocksError, match="more blocks of 8 tokens, for which there is no memory"
+                ):
                     cache.update(states, states, index)
             else:
                 cache.update(states, states, index)
@@ -446,9 +572,13 @@ def test_a_step_too_large_for_the_memory_does_not_end_smaller_ones(monkeypatch: 
         cache.reset()
 
 
-def test_a_call_too_large_for_the_memory_does_not_end_smaller_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_too_large_for_the_memory_does_not_end_smaller_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = AutoModelForCausalLM.from_config(CONFIGS["full"]).eval()
-    options = dict(max_new_tokens=4, eos_token_id=None, pad_token_id=0, cache_config={"block_size": 8})
+    options = dict(
+        max_new_tokens=4, eos_token_id=None, pad_token_id=0, cache_config={"block_size": 8}
+    )
     plain = model.generate(tokens(2, 30), **options | {"cache_config": None})
     options["cache_implementation"] = "paged"
     limit_blocks(monkeypatch, 60)
@@ -477,19 +607,25 @@ def test_blocks_that_grew_are_not_kept_by_handles_of_the_last_packed_step() -> N
     (group,) = cache.groups.values()
     (block,) = group.blocks.take(1)
     slots = torch.arange(3)[None] + 8 * block
-    step = StepMetadata.rectangle(torch.tensor([[block]], dtype=torch.int32), [3], 8, query_len=3, slots=slots)
+    step = StepMetadata.rectangle(
+        torch.tensor([[block]], dtype=torch.int32), [3], 8, query_len=3, slots=slots
+    )
     storage = group.blocks.storage
     for _ in range(2):
         cache.begin([step])
         keys, _ = cache.update(states, states, 0)
-        assert keys.blocks is storage.layers[0].keys and torch.equal(keys.blocks[block, :, :3], states[0])
+        assert keys.blocks is storage.layers[0].keys and torch.equal(
+            keys.blocks[block, :, :3], states[0]
+        )
         cache.begin([None])
         old = weakref.ref(storage.layers[0].keys)
         storage.grow(storage.layers[0].keys.shape[0] + 1, most=1 << 20)
         assert old() is None
 
 
-def test_a_method_that_a_model_binds_to_a_cache_does_not_keep_it(config: PreTrainedConfig, model: Any) -> None:
+def test_a_method_that_a_model_binds_to_a_cache_does_not_keep_it(
+    config: PreTrainedConfig, model: Any
+) -> None:
     def length(self: PagedCache, layer_idx: int = 0) -> int:
         return 1000 + DynamicCache.get_seq_length(self, layer_idx)
 

@@ -1,4 +1,5 @@
-"""The prefix index against a dict, over any order of fills, look-ups, evictions and undone steps."""
+"""The prefix index against a dict, over any order of fills, look-ups, evictions and undone
+steps."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from hf_paged.cache.prefix_index import PrefixIndex
 SIZE, MAX_BLOCKS = 2, 3
 NAMESPACES = ("one", "two")
 BLOCKS = ((5, 5), (5, 6))
-PATHS = [path for length in range(1, MAX_BLOCKS + 1) for path in itertools.product(BLOCKS, repeat=length)]
+PATHS = [
+    path for length in range(1, MAX_BLOCKS + 1) for path in itertools.product(BLOCKS, repeat=length)
+]
 Key = tuple[str, tuple[tuple[int, int], ...]]
 
 
@@ -28,7 +31,8 @@ class Entry:
 
 
 class PrefixIndexMachine(RuleBasedStateMachine):
-    """A namespace's path of blocks is known while the first group, with full attention, has all of it."""
+    """A namespace's path of blocks is known while the first group, with full attention, has all of
+    it."""
 
     @initialize(window=st.sampled_from([None, 1, 2, 3, 4]), num_blocks=st.integers(MAX_BLOCKS, 12))
     def start(self, window: int | None, num_blocks: int) -> None:
@@ -64,7 +68,13 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         num_dropped=st.integers(0, MAX_BLOCKS),
         is_new_epoch=st.booleans(),
     )
-    def fill(self, namespace: str, path: tuple[tuple[int, int], ...], num_dropped: int, is_new_epoch: bool) -> None:
+    def fill(
+        self,
+        namespace: str,
+        path: tuple[tuple[int, int], ...],
+        num_dropped: int,
+        is_new_epoch: bool,
+    ) -> None:
         """A sequence whose window group, if it slides, has freed its first blocks."""
         self.epoch += is_new_epoch
         dropped = [0 if window is None else min(num_dropped, len(path)) for window in self.windows]
@@ -73,7 +83,10 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         block_ids = [self.allocate(group, len(path) - gone) for group, gone in enumerate(dropped)]
         node = self.index.root(namespace)
         for number, tokens in enumerate(path):
-            named = [ids[number - gone] if number >= gone else None for ids, gone in zip(block_ids, dropped)]
+            named = [
+                ids[number - gone] if number >= gone else None
+                for ids, gone in zip(block_ids, dropped)
+            ]
             node = self.index.add(node, tokens, named, self.epoch)
             key = (namespace, path[: number + 1])
             entry = self.entries.setdefault(key, Entry([None] * len(self.pools)))
@@ -87,14 +100,19 @@ class PrefixIndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        for pool, ids in zip(self.pools, self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))):
+        for pool, ids in zip(
+            self.pools, self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        ):
             pool.release(reversed(ids))
 
     @rule(namespace=st.sampled_from(NAMESPACES), path=st.sampled_from(PATHS))
     def attach(self, namespace: str, path: tuple[tuple[int, int], ...]) -> None:
         """Adds a sequence that begins with the cached prefix."""
         nodes = self.index.find(list(itertools.chain(*path)), namespace, MAX_BLOCKS)
-        ids = [[i for node in nodes if (i := node.block_ids[group]) is not None] for group in range(len(self.pools))]
+        ids = [
+            [i for node in nodes if (i := node.block_ids[group]) is not None]
+            for group in range(len(self.pools))
+        ]
         for pool, block_ids in zip(self.pools, ids):
             pool.acquire(block_ids)
         self.held.append(ids)
@@ -125,7 +143,8 @@ class PrefixIndexMachine(RuleBasedStateMachine):
                 self.forget(*key)
 
     def expected(self, namespace: str, path: tuple[tuple[int, int], ...]) -> list[list[int | None]]:
-        """Block ids of the longest prefix for which each group has all blocks that the next token sees."""
+        """Block ids of the longest prefix for which each group has all blocks that the next token
+        sees."""
         known = [self.entries.get((namespace, path[:length])) for length in range(1, len(path) + 1)]
         found = list(itertools.takewhile(lambda entry: entry is not None, known))
         for length in range(len(found), 0, -1):
@@ -147,10 +166,14 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         for group, pool in enumerate(self.pools):
             pool.check_integrity(ids[group] for ids in self.held)
         assert set(self.index._roots) == {namespace for namespace, _ in self.entries}
-        for namespace, path in itertools.product(NAMESPACES, itertools.product(BLOCKS, repeat=MAX_BLOCKS)):
+        for namespace, path in itertools.product(
+            NAMESPACES, itertools.product(BLOCKS, repeat=MAX_BLOCKS)
+        ):
             for max_blocks in (1, MAX_BLOCKS):
                 found = self.index.find(list(itertools.chain(*path, (5,))), namespace, max_blocks)
-                assert [node.block_ids for node in found] == self.expected(namespace, path[:max_blocks])
+                assert [node.block_ids for node in found] == self.expected(
+                    namespace, path[:max_blocks]
+                )
 
 
 TestPrefixIndex = PrefixIndexMachine.TestCase
@@ -163,8 +186,14 @@ def test_needed_is_what_the_next_token_sees(window: int | None, ratio: int) -> N
     """A block of the group ends at each `ratio`-th node."""
     index = PrefixIndex([BlockPool()], [window], 4, [ratio])
     for num_nodes in range(0, 17, ratio):
-        seen = {p // (4 * ratio) for p in range(4 * num_nodes) if window is None or 4 * num_nodes - p < window}
-        assert list(index.needed(0, num_nodes)) == [block * ratio + ratio - 1 for block in sorted(seen)]
+        seen = {
+            p // (4 * ratio)
+            for p in range(4 * num_nodes)
+            if window is None or 4 * num_nodes - p < window
+        }
+        assert list(index.needed(0, num_nodes)) == [
+            block * ratio + ratio - 1 for block in sorted(seen)
+        ]
 
 
 def test_of_two_blocks_with_the_same_content_the_first_has_the_name() -> None:
@@ -177,10 +206,15 @@ def test_of_two_blocks_with_the_same_content_the_first_has_the_name() -> None:
     assert not pool.is_kept(second)
 
 
-def fill(index: PrefixIndex, pools: list[BlockPool], path: tuple, num_dropped: int, epoch: int) -> None:
-    """Fills a sequence of this path whose table in the second group begins after `num_dropped` blocks."""
+def fill(
+    index: PrefixIndex, pools: list[BlockPool], path: tuple, num_dropped: int, epoch: int
+) -> None:
+    """Fills a sequence of this path whose table in the second group begins after `num_dropped`
+    blocks."""
     gone = (0, num_dropped)
-    held = [[None] * dropped + pool.allocate(len(path) - dropped) for pool, dropped in zip(pools, gone)]
+    held = [
+        [None] * dropped + pool.allocate(len(path) - dropped) for pool, dropped in zip(pools, gone)
+    ]
     node = index.root(None)
     for tokens, *block_ids in zip(path, *held):
         node = index.add(node, tokens, block_ids, epoch)
@@ -191,7 +225,8 @@ def test_a_hole_in_a_window_is_not_stepped_over() -> None:
     index = PrefixIndex(pools, [None, 4], SIZE)
     path = ((5, 5), (5, 6), (6, 5))
     fill(index, pools, path, num_dropped=2, epoch=0)
-    fill(index, pools, path[:1], num_dropped=0, epoch=0)  # the window group has the first block and the third
+    # the window group has the first block and the third
+    fill(index, pools, path[:1], num_dropped=0, epoch=0)
     assert len(index.find([5, 5, 5, 6, 6, 5], None, 3)) == 1
     fill(index, pools, path, num_dropped=1, epoch=0)
     assert len(index.find([5, 5, 5, 6, 6, 5], None, 3)) == 3
@@ -201,7 +236,8 @@ def test_a_node_is_as_old_as_its_oldest_block() -> None:
     pools = [BlockPool(9), BlockPool(9)]
     index = PrefixIndex(pools, [None, 3], SIZE)
     fill(index, pools, ((5, 5),), num_dropped=1, epoch=1)
-    fill(index, pools, ((5, 5),), num_dropped=0, epoch=2)  # indexes the block that the window group lacked
+    # indexes the block that the window group lacked
+    fill(index, pools, ((5, 5),), num_dropped=0, epoch=2)
     assert len(index.find([5, 5], None, 1)) == 1
     index.forget_before(2)
     assert index.find([5, 5], None, 1) == []
@@ -235,11 +271,15 @@ def test_what_goes_is_told_of_while_it_is_there_and_only_if_it_is_computed() -> 
     told.clear()
     node = index.add(index.add(index.root("a"), (1, 2), [second]), (3, 4), [third])
     index.end_step()
-    digests = [link.digest for link in index.reach([1, 2, 3, 4], "a", 2, lambda group, digest: False)]
+    digests = [
+        link.digest for link in index.reach([1, 2, 3, 4], "a", 2, lambda group, digest: False)
+    ]
     assert node.parent is not None and [index.digest(node.parent), index.digest(node)] == digests
     index.undo_step()
     assert not told, "what was dropped is not told of"
     pool.release([second])
     pool.evict(1)
-    assert [(block_id, digest) for _, block_id, digest in told] == list(zip([second, third], digests))
+    assert [(block_id, digest) for _, block_id, digest in told] == list(
+        zip([second, third], digests)
+    )
     index.check_integrity()

@@ -1,5 +1,5 @@
-"""Whole calls with `PagedConfig(kv_dtype=...)`, against plain `generate` with a cache that rounds its input: scales
-move with their blocks."""
+"""Whole calls with `PagedConfig(kv_dtype=...)`, against plain `generate` with a cache that rounds
+its input: scales move with their blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,13 @@ from hf_paged.kernels import cpp, quantized
 from tests.attention.test_latent import build as build_deepseek
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
-from tests.support.engine_helpers import MODES, assert_drained, prompts
+from tests.support.engine_helpers import (
+    MODES,
+    assert_drained,
+    assert_same_as_lone,
+    lone_run,
+    prompts,
+)
 from tests.support.quantized import round_caches, round_states
 
 pytestmark = pytest.mark.skipif(
@@ -38,13 +44,19 @@ def rounded(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def paged(kv_dtype: str, **options: Any) -> dict[str, Any]:
-    return {"cache_implementation": "paged", "cache_config": {"block_size": 8, "kv_dtype": kv_dtype, **options}}
+    return {
+        "cache_implementation": "paged",
+        "cache_config": {"block_size": 8, "kv_dtype": kv_dtype, **options},
+    }
 
 
 @pytest.mark.parametrize("mode", ["greedy", "samples", "beams", "penalties"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
-def test_generate(name: str, mode: str, rounded: Any) -> None:
-    model, inputs = models.get(name), models.padded_prompt(name, (21, 4, 9))
+def test_generate(name: str, mode: str, rounded: Any, device: torch.device) -> None:
+    model, inputs = (
+        models.put(models.get(name), device),
+        models.put(models.padded_prompt(name, (21, 4, 9)), device),
+    )
     kv_dtype = KV_DTYPES[["greedy", "samples", "beams", "penalties"].index(mode) % 3]
     torch.manual_seed(0)
     found = model.generate(**inputs, **MODES[mode], **paged(kv_dtype))
@@ -56,7 +68,9 @@ def test_generate(name: str, mode: str, rounded: Any) -> None:
     rounded(kv_dtype)
     torch.manual_seed(0)
     assert torch.equal(found, model.generate(**inputs, **MODES[mode]))
-    assert name != "llama" or kv_dtype == "int8" or not torch.equal(found, unrounded), "nothing was rounded"
+    assert name != "llama" or kv_dtype == "int8" or not torch.equal(found, unrounded), (
+        "nothing was rounded"
+    )
     hf_paged.free(model)
 
 
@@ -72,9 +86,9 @@ def test_attention_code_of_the_models_own(name: str, rounded: Any) -> None:
     assert torch.equal(found, model.generate(**inputs, **MODES["greedy"]))
 
 
-def test_latents(rounded: Any) -> None:
-    model = build_deepseek()
-    inputs = models.prompt("llama", 2, 37)
+def test_latents(rounded: Any, device: torch.device) -> None:
+    model = build_deepseek().to(device)
+    inputs = models.put(models.prompt("llama", 2, 37), device)
     found = model.generate(**inputs, max_new_tokens=20, do_sample=False, **paged("int8"))
     route = last_route(model)
     assert route is not None and route.latent and "packed forwards" in route.reason
@@ -85,7 +99,8 @@ def test_latents(rounded: Any) -> None:
 @pytest.mark.parametrize("mode", ["greedy", "beams"])
 @pytest.mark.parametrize("name", ["t5", "bart", "qwen3_next", "gpt_oss"])
 def test_other_families(name: str, mode: str, rounded: Any) -> None:
-    """Cross attention, biases, states, sinks; rectangles begin with a forward that attends to unrounded states."""
+    """Cross attention, biases, states, sinks; rectangles begin with a forward that attends to
+    unrounded states."""
     model, inputs = models.get(name), models.prompt(name, 2, 21)
     found = model.generate(**inputs, **MODES[mode], **paged("fp8_e4m3"))
     rounded("fp8_e4m3", shows_fresh="packed forwards" not in last_route(model).reason)  # type: ignore[union-attr]
@@ -96,8 +111,10 @@ def test_other_families(name: str, mode: str, rounded: Any) -> None:
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
-def test_an_engine_preempts_and_finds_prefixes(preemption: str, rounded: Any) -> None:
-    model, texts = models.get("llama"), prompts(20, 25, 9, 31)
+def test_an_engine_preempts_and_finds_prefixes(
+    preemption: str, rounded: Any, device: torch.device
+) -> None:
+    model, texts = models.put(models.get("llama"), device), prompts(20, 25, 9, 31)
     config = PagedConfig(block_size=8, num_blocks=9, preemption=preemption, kv_dtype="fp8_e4m3")
     with PagedEngine(model, config) as engine:
         results = engine.generate(texts, MODES["greedy"])
@@ -107,11 +124,10 @@ def test_an_engine_preempts_and_finds_prefixes(preemption: str, rounded: Any) ->
         assert "fp8_e4m3" in engine._repr_html_() and stats.kv_dtype == "fp8_e4m3"
         assert_drained(engine)
     rounded("fp8_e4m3")
-    for prompt, result, mode in zip([*texts, texts[0][:7]], results + again, ["greedy"] * 4 + ["beams"]):
-        ids = torch.tensor([prompt])
-        expected = model.generate(ids, attention_mask=torch.ones_like(ids), **MODES[mode])[0, len(prompt) :]
-        assert result.error is None, result.error
-        assert result.sequences[0].token_ids == expected.tolist()
+    for prompt, result, mode in zip(
+        [*texts, texts[0][:7]], results + again, ["greedy"] * 4 + ["beams"]
+    ):
+        assert_same_as_lone(lone_run(model, prompt, MODES[mode]), result, MODES[mode], mode)
 
 
 def test_a_prefix_that_was_kept_gives_the_same_tokens(rounded: Any) -> None:
@@ -121,7 +137,9 @@ def test_a_prefix_that_was_kept_gives_the_same_tokens(rounded: Any) -> None:
         assert engine.stats().num_prefix_hit_tokens >= 256
     rounded("int8")
     ids = torch.tensor([prompt])
-    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **MODES["greedy"])[0, 300:].tolist()
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **MODES["greedy"])[
+        0, 300:
+    ].tolist()
     assert first.sequences[0].token_ids == second.sequences[0].token_ids == expected
 
 
@@ -174,13 +192,18 @@ def test_a_cache_in_a_loop_of_the_callers(kernels: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(handles.cpp, "is_available", lambda: False)
     other = copy.deepcopy(cache)
     assert all(torch.equal(a, b.keys.dense()) for a, b in zip(dense, other.layers))  # type: ignore[union-attr]
-    torch.testing.assert_close(model(ids[:, :3], past_key_values=other).logits, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        model(ids[:, :3], past_key_values=other).logits, expected, atol=1e-4, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("has_kernels", [True, False])
 def test_padding_is_gathered_as_zeros(has_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handles.cpp, "is_available", lambda: has_kernels)
-    keys, cache = torch.randn(2, 2, 5, 4), PagedCache(paged_config={"block_size": 8, "kv_dtype": "int8"})
+    keys, cache = (
+        torch.randn(2, 2, 5, 4),
+        PagedCache(paged_config={"block_size": 8, "kv_dtype": "int8"}),
+    )
     cache.expect_padding((0, 2), 5)
     cache.update(keys, keys, 0)
     dense = cache.layers[0].keys.dense()  # type: ignore[union-attr]
@@ -193,7 +216,9 @@ def test_states_of_another_dtype_share_blocks() -> None:
     _, _, cache = cached("int8")
     before = cache.layers[0].keys.dense().clone()  # type: ignore[union-attr]
     shape = (2, 2, 1, 16)
-    cache.layers[0].update(torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64))
+    cache.layers[0].update(
+        torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
+    )
     after = cache.layers[0].keys.dense()  # type: ignore[union-attr]
     assert after.dtype == torch.float64 and torch.equal(after[:, :, :-1].float(), before)
 

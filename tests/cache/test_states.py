@@ -1,4 +1,5 @@
-"""State slots beside blocks: snapshots in the prefix cache, host copies, rows that have advanced."""
+"""State slots beside blocks: snapshots in the prefix cache, host copies, rows that have
+advanced."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def grown(blocks: BlockManager, tokens: Sequence[int], *stops: int) -> SequenceB
 
 
 def hit(blocks: BlockManager, tokens: Sequence[int]) -> tuple[int, int]:
-    """Prefix hit of a new sequence in tokens, and its hit if there were a snapshot after each block."""
+    """Prefix hit of a new sequence in tokens, and its hit if there were a snapshot after each
+    block."""
     sequence = blocks.new()
     found, known = blocks.match(sequence, tokens, None), blocks.num_known(tokens, None)
     assert all(table.num_tokens == found for table in sequence.tables)
@@ -71,12 +73,16 @@ def test_a_sequence_computes_on_a_slot_of_its_own() -> None:
     assert first.tables[2].block_ids == [own] and blocks.groups[2].pool.is_kept(snapshot)
     second, third = blocks.new(), blocks.new()
     for sequence in (second, third):
-        assert blocks.match(sequence, TOKENS, None) == 20 and sequence.tables[2].block_ids == [snapshot]
+        assert blocks.match(sequence, TOKENS, None) == 20 and sequence.tables[2].block_ids == [
+            snapshot
+        ]
         assert blocks.append(sequence, 20)
     blocks.flush_copies()
     slots = {sequence.tables[2].block_ids[0] for sequence in (first, second, third)}
     assert len(slots) == 3 and snapshot not in slots
-    assert copies[1:] == [(snapshot, sequence.tables[2].block_ids[0]) for sequence in (second, third)]
+    assert copies[1:] == [
+        (snapshot, sequence.tables[2].block_ids[0]) for sequence in (second, third)
+    ]
     for sequence in (first, second, third):
         blocks.free(sequence)
     blocks.check_integrity()
@@ -92,10 +98,14 @@ def test_without_a_place_for_a_slot_of_its_own_the_snapshot_goes() -> None:
     cached.free(grown(cached, TOKENS[:30], 20))
     other = grown(cached, TOKENS[::-1])
     second = cached.new()
-    assert cached.match(second, TOKENS, None) == 20 and cached.num_spanned(20, 40, 20, second)[2] == 0
+    assert (
+        cached.match(second, TOKENS, None) == 20 and cached.num_spanned(20, 40, 20, second)[2] == 0
+    )
     assert cached.append(second, 20), "the snapshot was meant to become the sequence's own"
     cached.check_integrity()
-    assert not cached.groups[2].pool.kept and other.tables[2].block_ids != second.tables[2].block_ids
+    assert (
+        not cached.groups[2].pool.kept and other.tables[2].block_ids != second.tables[2].block_ids
+    )
 
 
 def test_a_snapshot_goes_with_the_blocks_in_front() -> None:
@@ -108,7 +118,8 @@ def test_a_snapshot_goes_with_the_blocks_in_front() -> None:
 
 
 def test_the_snapshot_may_go_while_blocks_are_taken() -> None:
-    """The snapshot at the sequence's position, since the blocks before it belong to another sequence."""
+    """The snapshot at the sequence's position, since the blocks before it belong to another
+    sequence."""
     blocks = manager(num_blocks=7)
     blocks.free(grown(blocks, TOKENS[:21], 20))
     second = blocks.new()
@@ -141,7 +152,8 @@ def test_without_states_a_sequence_begins_behind_any_block() -> None:
 
 
 def test_with_states_alone_only_snapshots_are_known() -> None:
-    """Prefixes without a snapshot have no block to keep their place in the index, or to give it up."""
+    """Prefixes without a snapshot have no block to keep their place in the index, or to give it
+    up."""
     blocks = BlockManager([BlockGroup(BlockPool(9), StateSpec())], SIZE)
     blocks.free(grown(blocks, TOKENS[:30]))
     assert hit(blocks, TOKENS) == (0, 0) and not blocks.index._roots
@@ -164,7 +176,10 @@ class Holder:
                 conv_kernel_size={0: 3},
                 dtype=torch.float32,
                 device=torch.device("cpu"),
-                conv_states={0: torch.arange(num_rows)[:, None, None] + torch.full((num_rows, 2, 3), value + layer)},
+                conv_states={
+                    0: torch.arange(num_rows)[:, None, None]
+                    + torch.full((num_rows, 2, 3), value + layer)
+                },
                 recurrent_states={0: None},
             )
             for layer in (0.0, 0.5)

@@ -13,6 +13,8 @@ import hf_paged
 from hf_paged.cache import storage
 from hf_paged.cache.groups import FULL_ATTENTION, GroupSpec
 from hf_paged.cache.storage import KVBlocks, Reservation, free_bytes
+from hf_paged.config import MIN_BLOCK_SIZE
+from hf_paged.kernels import quantized
 from tests.support import models
 from tests.test_forks import holds_in_child
 
@@ -26,9 +28,12 @@ def free(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows(most: int, live: int, device: torch.device = MPS) -> tuple[int, int]:
-    """Blocks of 100 bytes for two layers with full attention and six with a window, given half of 200,000 bytes."""
+    """Blocks of 100 bytes for two layers with full attention and six with a window, given half of
+    200,000 bytes."""
     counts = {FULL_ATTENTION: 2, WINDOW: 6}
-    reservation = Reservation(dict.fromkeys(counts, most), {FULL_ATTENTION: 1 << 30, WINDOW: live}, counts, 0.5)
+    reservation = Reservation(
+        dict.fromkeys(counts, most), {FULL_ATTENTION: 1 << 30, WINDOW: live}, counts, 0.5
+    )
     full, window = (reservation.num_rows(spec, 100, device) for spec in counts)
     return full, window
 
@@ -44,7 +49,9 @@ def test_layers_with_windows_leave_what_they_do_not_need_to_the_others(free: Non
 def test_what_is_free_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     told = iter((1000, 10))
     monkeypatch.setattr(storage, "free_bytes", lambda device: next(told))
-    reservation = Reservation({FULL_ATTENTION: 1 << 30}, {FULL_ATTENTION: 1 << 30}, {FULL_ATTENTION: 2}, 0.5)
+    reservation = Reservation(
+        {FULL_ATTENTION: 1 << 30}, {FULL_ATTENTION: 1 << 30}, {FULL_ATTENTION: 2}, 0.5
+    )
     assert [reservation.num_rows(FULL_ATTENTION, 10, CPU) for _ in range(2)] == [25, 25]
 
 
@@ -55,11 +62,24 @@ def test_devices_that_tell_otherwise_or_not(monkeypatch: pytest.MonkeyPatch) -> 
     unknown: Any = torch.device("privateuseone")
     with pytest.raises(ValueError, match=r"how much memory is free on privateuseone.*`num_blocks`"):
         free_bytes(unknown)
-    reservation = Reservation({FULL_ATTENTION: 1 << 30}, {FULL_ATTENTION: 1 << 30}, {FULL_ATTENTION: 2}, 0.5)
+    reservation = Reservation(
+        {FULL_ATTENTION: 1 << 30}, {FULL_ATTENTION: 1 << 30}, {FULL_ATTENTION: 2}, 0.5
+    )
     assert reservation.num_rows(FULL_ATTENTION, 10, unknown) == 0
 
 
-def test_a_device_of_which_nothing_is_known_grows_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_torchs_allocator_holds_in_reserve_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"mem_get_info": (100, 1000), "memory_reserved": 500, "memory_allocated": 380}
+    module = SimpleNamespace(
+        **{name: lambda device, size=size: size for name, size in sizes.items()}
+    )
+    monkeypatch.setattr(torch, "xpu", module)
+    assert free_bytes(torch.device("xpu")) == 220
+
+
+def test_a_device_of_which_nothing_is_known_grows_step_by_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def unknown(device: torch.device) -> int:
         raise ValueError(f"torch does not tell how much memory is free on {device}")
 
@@ -76,7 +96,9 @@ def test_a_device_of_which_nothing_is_known_grows_step_by_step(monkeypatch: pyte
 def test_a_process_forks_however_much_its_pools_have_reserved() -> None:
     """Contiguous addresses are one mapping: two of these have more bytes than the machine."""
     keys = torch.empty(1, 2, 0, 64)
-    block_bytes = KVBlocks.allocate(1, 16, keys.to("meta"), keys.to("meta"), FULL_ATTENTION, None).block_bytes
+    block_bytes = KVBlocks.allocate(
+        1, 16, keys.to("meta"), keys.to("meta"), FULL_ATTENTION, None
+    ).block_bytes
     num_blocks = int(0.7 * psutil.virtual_memory().total) // block_bytes
     pools = [KVBlocks.allocate(num_blocks, 16, keys, keys, FULL_ATTENTION, None) for _ in range(2)]
     for pool in pools:
@@ -84,3 +106,20 @@ def test_a_process_forks_however_much_its_pools_have_reserved() -> None:
     assert holds_in_child(lambda: all(bool((pool.keys[-1] == 7).all()) for pool in pools))
     with torch.inference_mode():
         pools[0].keys[0] += 1
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8_e4m3"])
+@pytest.mark.parametrize(
+    ("block_size", "dims"), [(1, (6, 6)), (2, (3, 3)), (2, (7, 4))], ids=["one", "odd", "latent"]
+)
+def test_quantized_blocks_whose_scales_are_not_aligned_are_refused_before_memory_is_taken(
+    block_size: int, dims: tuple[int, int], kv_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, values = (torch.empty(1, 1, 0, dim) for dim in dims)
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "_empty", lambda *args: pytest.fail("allocated"))
+        with pytest.raises(ValueError, match=f"{block_size} tokens with .* multiple of 4: pass"):
+            KVBlocks.allocate(2, block_size, keys, values, kv_dtype=kv_dtype)
+    # the least size of `PagedConfig` goes with any dims
+    blocks = KVBlocks.allocate(2, MIN_BLOCK_SIZE, keys, values, kv_dtype=kv_dtype)
+    assert quantized.scales(blocks.keys).shape == (2, 1, MIN_BLOCK_SIZE)

@@ -1,4 +1,5 @@
-"""Swapping a request's blocks to host memory and back preserves bytes, sharing and reference counts."""
+"""Swapping a request's blocks to host memory and back preserves bytes, sharing and reference
+counts."""
 
 from __future__ import annotations
 
@@ -27,8 +28,12 @@ LAYOUTS = {
 }
 
 
-def states(layout: str, dtype: torch.dtype | None = None, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
-    key, value = (torch.empty(1, h, 0, d, dtype=dtype or own, device=device) for h, d, own in LAYOUTS[layout])
+def states(
+    layout: str, dtype: torch.dtype | None = None, device: str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    key, value = (
+        torch.empty(1, h, 0, d, dtype=dtype or own, device=device) for h, d, own in LAYOUTS[layout]
+    )
     return key, value
 
 
@@ -61,7 +66,8 @@ class House:
         return 0
 
     def sequence(self, num_tokens: int, num_dropped: int = 0) -> Any:
-        """A sequence with random bytes in its blocks, `num_dropped` window blocks of which were freed."""
+        """A sequence with random bytes in its blocks, `num_dropped` window blocks of which were
+        freed."""
         blocks = self.manager.new()
         for group, table in zip(self.groups, blocks.tables):
             group.make_room(-(-num_tokens // SIZE))
@@ -85,7 +91,9 @@ def fill(storage: Storage, block_ids: list[int]) -> None:
     """Random bytes, many of which are NaN or infinite as numbers."""
     for layer in storage.layers.values():
         for tensor in layer.data:
-            content = torch.randint(0, 256, (len(block_ids), *tensor[0].view(torch.uint8).shape), dtype=torch.uint8)
+            content = torch.randint(
+                0, 256, (len(block_ids), *tensor[0].view(torch.uint8).shape), dtype=torch.uint8
+            )
             content[:, ..., ::3] |= 0x7F
             tensor.view(torch.uint8)[block_ids] = content.to(tensor.device)
 
@@ -137,7 +145,8 @@ def test_what_sequences_share_is_copied_once_and_shared_again() -> None:
     house = House()
     first = house.sequence(2 * SIZE + 1)
     second, third = house.fork(first), house.fork(first)
-    for row, group in ((second, 0), (third, 1)):  # separate writes: copy-on-write of the tail, then more
+    for row, group in ((second, 0), (third, 1)):
+        # separate writes: copy-on-write of the tail, then more
         table = row.blocks.tables[group]
         house.groups[group].make_room(3)
         copy = table.append(SIZE + 2)
@@ -145,7 +154,11 @@ def test_what_sequences_share_is_copied_once_and_shared_again() -> None:
         house.groups[group].storage.copy_blocks([copy])
         fill(house.groups[group].storage, table.block_ids[-1:])
     rows = (first, second, third)
-    before, was, old = [content(house, row) for row in rows], [counts(row) for row in rows], ids(*rows)
+    before, was, old = (
+        [content(house, row) for row in rows],
+        [counts(row) for row in rows],
+        ids(*rows),
+    )
     used = [group.pool.num_used for group in house.groups]
     num_bytes = sum(group.pool.num_used * group.storage.block_bytes for group in house.groups)
 
@@ -177,7 +190,9 @@ def test_blocks_that_others_hold_stay_theirs() -> None:
     before, held = content(house, mine), ids(others)
     assert house.swapper.swap_out(request(mine))
     assert ids(others) == held and same(content(house, others), before)
-    assert all(table.pool.refcount(b) == 1 for table in others.blocks.tables for b in table.block_ids)
+    assert all(
+        table.pool.refcount(b) == 1 for table in others.blocks.tables for b in table.block_ids
+    )
     house.swapper.swap_in(request(mine))
     assert same(content(house, mine), before)
     assert all(not set(new) & set(old) for new, old in zip(ids(mine), held))
@@ -186,7 +201,8 @@ def test_blocks_that_others_hold_stay_theirs() -> None:
 
 @pytest.mark.parametrize("left", [0, 2, 5])
 def test_out_of_blocks_changes_nothing(left: int) -> None:
-    """With host memory for nothing, for less than the first group needs, and for the first group only."""
+    """With host memory for nothing, for less than the first group needs, and for the first group
+    only."""
     house = House(num_blocks=12)
     row = house.sequence(3 * SIZE)
     before = content(house, row)
@@ -210,7 +226,9 @@ def test_out_of_blocks_changes_nothing(left: int) -> None:
     house.check()
 
 
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("out of memory")], ids=["python", "torch"])
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("out of memory")], ids=["python", "torch"]
+)
 def test_no_host_memory_changes_nothing(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     house = House()
     row = house.sequence(3 * SIZE)
@@ -237,7 +255,9 @@ def test_a_failing_copy_back_keeps_the_request_swapped_out(monkeypatch: pytest.M
     before = content(house, row)
     assert house.swapper.swap_out(request(row))
     with monkeypatch.context() as patch:
-        patch.setattr(swap.HostLayer, "put_back", lambda *_: (_ for _ in ()).throw(RuntimeError("device")))
+        patch.setattr(
+            swap.HostLayer, "put_back", lambda *_: (_ for _ in ()).throw(RuntimeError("device"))
+        )
         with pytest.raises(RuntimeError, match="device"):
             house.swapper.swap_in(request(row))
     assert row.swapped is not None and house.memory.num_used == 0

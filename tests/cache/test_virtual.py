@@ -17,9 +17,9 @@ from hf_paged.cache import virtual
 from hf_paged.cache.block_pool import BlockPool, BlockTable
 from hf_paged.cache.groups import FULL_ATTENTION
 from hf_paged.cache.handles import gather
-from hf_paged.cache.pages import Extents, MemoryFile, Pages
+from hf_paged.cache.pages import CudaPages, Extents, MemoryFile, Pages
 from hf_paged.cache.places import Region
-from hf_paged.cache.row_slots import FULL_STEPS
+from hf_paged.cache.row_slots import FULL_STEPS, RowSlots
 from hf_paged.cache.storage import KVBlocks
 from hf_paged.cache.virtual import MappedStorage
 from hf_paged.config import VirtualStorage
@@ -32,27 +32,43 @@ HEADS, DIM = 2, 8
 
 
 def make_storage(
-    monkeypatch: pytest.MonkeyPatch, pages: Pages, size: int, dims: tuple[int, int] = (DIM, DIM), **options: Any
+    monkeypatch: pytest.MonkeyPatch,
+    pages: Pages,
+    size: int,
+    dims: tuple[int, int] = (DIM, DIM),
+    device: str = "cpu",
+    **options: Any,
 ) -> tuple[MappedStorage, BlockPool, KVBlocks]:
     """With one layer, of no blocks yet."""
     monkeypatch.setattr(virtual, "pages_for", lambda device, page_bytes: pages)
     pool = BlockPool()
     storage = MappedStorage(size, FULL_ATTENTION, VirtualStorage(**options), pool)
-    states = [torch.zeros(1, HEADS, 0, dim) for dim in dims]
+    states = [torch.zeros(1, HEADS, 0, dim, device=device) for dim in dims]
     return storage, pool, storage.make(0, *states)
 
 
-DRIVERS: dict[str, tuple[Callable[[], Pages], int]] = {  # and tokens that fill a page
-    "file": (MemoryFile, MemoryFile().granularity // (4 * DIM)),
-    "cuda": (lambda: StandInPages(Driver(1 << 16)), (1 << 16) // (4 * DIM)),
-    "cuda, all heads in a plane": (lambda: StandInPages(Driver(1 << 16)), (1 << 16) // (4 * DIM * HEADS * 2)),
+def device_pages() -> Pages:
+    pytest.importorskip("cuda.bindings")
+    return CudaPages(torch.device("cuda"))
+
+
+# the device, the dim and the heads of keys in a page
+DRIVERS: dict[str, tuple[Callable[[], Pages], str, int, int]] = {
+    "file": (MemoryFile, "cpu", DIM, 1),
+    "cuda": (lambda: StandInPages(Driver(1 << 16)), "cpu", DIM, 1),
+    "cuda, all heads in a plane": (lambda: StandInPages(Driver(1 << 16)), "cpu", DIM, HEADS * 2),
+    "device": (device_pages, "cuda", 512, 1),
 }
+ON_HOST = [name for name in DRIVERS if name != "device"]
 
 
 class Model:
-    """Rows with one number per token, the same in all heads and dims of its keys; values are its negative."""
+    """Rows with one number per token, the same in all heads and dims of its keys; values are its
+    negative."""
 
-    def __init__(self, storage: MappedStorage, pool: BlockPool, layer: KVBlocks, size: int, seed: int) -> None:
+    def __init__(
+        self, storage: MappedStorage, pool: BlockPool, layer: KVBlocks, size: int, seed: int
+    ) -> None:
         self.storage, self.pool, self.layer, self.size = storage, pool, layer, size
         self.random, self.rows = random.Random(seed), [(BlockTable(pool, size), [])]
         self.rows: list[tuple[BlockTable, list[float]]]
@@ -79,8 +95,14 @@ class Model:
         self.number = (self.number + count) % (1 << 23)
         tokens += new
         end = table.num_tokens - table.first_token
-        slots = torch.tensor([table.slots(end - count, end)])
-        states = torch.tensor(new).view(1, 1, count, 1).expand(1, HEADS, count, DIM).contiguous()
+        device, dim = self.layer.keys.device, self.layer.keys.shape[3]
+        slots = torch.tensor([table.slots(end - count, end)], device=device)
+        states = (
+            torch.tensor(new, device=device)
+            .view(1, 1, count, 1)
+            .expand(1, HEADS, count, dim)
+            .contiguous()
+        )
         self.layer.store((), states, -states, slots)
         self.layer.look = None
 
@@ -111,7 +133,9 @@ class Model:
         width = max(len(table.block_ids) for table, _ in rows)
         ids = [table.block_ids + [0] * (width - len(table.block_ids)) for table, _ in rows]
         lengths = [table.num_tokens - table.first_token for table, _ in rows]
-        tables = torch.tensor(ids, dtype=torch.int32).view(len(rows), width)
+        tables = torch.tensor(ids, dtype=torch.int32, device=self.layer.keys.device).view(
+            len(rows), width
+        )
         return StepMetadata.rectangle(tables, lengths, self.size, **fields)
 
     def read(self) -> None:
@@ -120,7 +144,7 @@ class Model:
         step = self.step(rows, origins=tuple(table.first_token for table, _ in rows))
         placement, keys, values = self.layer.rows.place(step)
         for (table, tokens), slot, first in zip(rows, placement.slots, placement.firsts):
-            expected = torch.tensor(tokens[table.first_token :])
+            expected = torch.tensor(tokens[table.first_token :], device=keys.device)
             found = keys[slot, :, first : first + len(expected)]
             assert torch.equal(found, expected.view(1, -1, 1).expand_as(found))
             assert torch.equal(values[slot, :, first : first + len(expected)], -found)
@@ -156,14 +180,19 @@ def num_extents(region: Region) -> int:
     found = 0
     for have in region.places.mapped:
         beside = zip([None, *have], [*have, None])
-        found += sum(new != (None if old is None else old + 1) and (old, new) != (None, None) for old, new in beside)
+        found += sum(
+            new != (None if old is None else old + 1) and (old, new) != (None, None)
+            for old, new in beside
+        )
     return found * region.planes.count
 
 
 def walk(model: Model, count: int) -> None:
     for number in range(count):
         kinds = (
-            [model.append] * 6 + [model.read] * 4 + [model.lend, model.shuffle, model.fork, model.truncate, model.drop]
+            [model.append] * 6
+            + [model.read] * 4
+            + [model.lend, model.shuffle, model.fork, model.truncate, model.drop]
         )
         kinds += [model.end] * (1 + len(model.rows) // 3) + [model.begin]
         model.random.choice(kinds)()
@@ -171,23 +200,30 @@ def walk(model: Model, count: int) -> None:
             model.check()
 
 
-@pytest.mark.parametrize("options", [{}, {"keep_mappings": False, "blocks_ahead": 3}], ids=["kept", "ahead"])
-@pytest.mark.parametrize("driver", DRIVERS)
-def test_rows_are_where_a_model_says(driver: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"keep_mappings": False, "blocks_ahead": 3}], ids=["kept", "ahead"]
+)
+@pytest.mark.parametrize("driver", [*ON_HOST, pytest.param("device", marks=pytest.mark.gpu)])
+def test_rows_are_where_a_model_says(
+    driver: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     walks(driver, options, 600, monkeypatch)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.parametrize("driver", ON_HOST)
 def test_a_hundred_thousand_operations(driver: str, monkeypatch: pytest.MonkeyPatch) -> None:
     walks(driver, {"blocks_ahead": 1}, 100_000, monkeypatch)
 
 
-def walks(driver: str, options: dict[str, Any], count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    make, size = DRIVERS[driver]
+def walks(
+    driver: str, options: dict[str, Any], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, device, dim, heads = DRIVERS[driver]
     pages = make()
+    size = pages.granularity // (4 * dim * heads)
     before = pages.extents.count
-    storage, pool, layer = make_storage(monkeypatch, pages, size, **options)
+    storage, pool, layer = make_storage(monkeypatch, pages, size, (dim, dim), device, **options)
     model = Model(storage, pool, layer, size, seed=1)
     walk(model, count)
     assert pages.physical_bytes() > 0 and pages.extents.count > before
@@ -237,13 +273,19 @@ def test_extents_are_what_linux_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     storage, tables = grown(monkeypatch, pages)
     rows = storage.layers[0].rows
     assert rows.place(step_of(tables)) is not None
-    counts = [(mapped(region.places.address, region.places.size), num_extents(region)) for region in rows.regions]
-    assert counts == [(5 * 7 * HEADS * 2, 5 * 8 * HEADS * 2)], "seven runs in each row, and what is behind them"
+    counts = [
+        (mapped(region.places.address, region.places.size), num_extents(region))
+        for region in rows.regions
+    ]
+    assert counts == [(5 * 7 * HEADS * 2, 5 * 8 * HEADS * 2)], (
+        "seven runs in each row, and what is behind them"
+    )
     assert pages.extents.count == sum(count for _, count in counts)
 
 
 def test_idle_rows_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten rows fit, and each step reads five; a step of all rows but ten is gathered, and later ones try again."""
+    """Ten rows fit, and each step reads five; a step of all rows but ten is gathered, and later
+    ones try again."""
     pages = MemoryFile()
     pages.extents = Extents(limit=10 * 8 * HEADS * 2)
     storage, tables = grown(monkeypatch, pages, num_rows=15)
@@ -272,3 +314,27 @@ def test_pages_go_with_their_last_user(monkeypatch: pytest.MonkeyPatch) -> None:
         assert gone() is None and extents.count == before
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])
+def test_a_new_row_takes_the_slot_with_the_most_blocks_that_it_needs(together: bool) -> None:
+    def place(slots: RowSlots, *block_ids: int) -> int:
+        ids = torch.tensor([block_ids], dtype=torch.int32)
+        placement = slots.place(StepMetadata.rectangle(ids, [4 * len(block_ids)], 4), together)
+        assert placement is not None
+        return placement.slots[0]
+
+    slots = RowSlots()
+    held = [place(slots, *range(first, first + 4)) for first in (0, 10, 20)]
+    if not together:  # else a row that begins takes the last one's slot
+        assert len(set(held)) == 3
+        assert place(slots, 10, 11, 30) == held[1], "two of its blocks"
+        assert place(slots, 0, 1) == held[0] and place(slots, 20, 21, 22, 40) == held[2]
+    assert place(slots, 10, 11, 30, 13) == place(slots, 10, 11), "blocks of the earlier row, too"
+    other = RowSlots(keeps=False)
+    first = place(other, 1, 2, 3)
+    owner = other.rows[first].owner
+    assert place(other, 1, 2, 3, 4) == first and other.rows[first].owner == owner, "the row goes on"
+    other._tails.clear()
+    if not together:
+        assert place(other, 1, 2) != first, "nothing is kept there"

@@ -1,4 +1,5 @@
-"""Rows in virtual memory while other users of the same memory come and go: threads, collections, interrupts, forks."""
+"""Rows in virtual memory while other users of the same memory come and go: threads, collections,
+interrupts, forks."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hf_paged
 from hf_paged import PagedCache, VirtualStorage
 from hf_paged.cache import places, virtual
+from hf_paged.cache.pages import MemoryFile
 from hf_paged.cache.row_slots import MIN_ROWS, RowSlots
 from hf_paged.cache.storage import KVBlocks
 from hf_paged.cache.virtual import MappedStorage
@@ -37,8 +39,8 @@ BOTH = pytest.mark.parametrize("options", [{"block_size": 64}, VIRTUAL], ids=["b
 
 
 def filled(options: dict[str, Any], length: int = 70, seed: int = 0) -> tuple[PagedCache, Tensor]:
-    """A cache of one layer and row, whose last token came in a step of its own, and its keys; values are their
-    negative."""
+    """A cache of one layer and row, whose last token came in a step of its own, and its keys;
+    values are their negative."""
     cache, keys = PagedCache(None, options), numbers(length, seed)
     cache.update(keys[:, :, :-1], -keys[:, :, :-1], 0)
     cache.update(keys[:, :, -1:], -keys[:, :, -1:], 0)
@@ -96,7 +98,8 @@ def in_child(check: Callable[[], bool], before_end: Callable[[], None] = lambda:
 
 @BOTH
 def test_a_finalizer_waits_for_no_lock(options: dict[str, Any]) -> None:
-    """Collections run in any thread, under any lock: one that waited for the memory's lock would be a deadlock."""
+    """Collections run in any thread, under any lock: one that waited for the memory's lock would be
+    a deadlock."""
     cache, _ = filled(options)
     memory, locked, done = cache.memory, threading.Event(), threading.Event()
 
@@ -149,7 +152,8 @@ def test_keys_outlive_a_cache_that_is_collected_in_a_cycle(options: dict[str, An
 
 
 def test_placed_rows_stay_readable_while_others_are_placed() -> None:
-    """Between placing and reading, another thread may preserve lent views, which gives rows new addresses."""
+    """Between placing and reading, another thread may preserve lent views, which gives rows new
+    addresses."""
     cache, expected = filled(VIRTUAL)
     view = lent(cache)
     layer = storage_of(cache).layers[0]
@@ -165,7 +169,8 @@ def test_placed_rows_stay_readable_while_others_are_placed() -> None:
 
 
 def test_a_view_stays_readable_while_it_is_preserved() -> None:
-    """A thread computes with it while another cache of the memory writes: it sees no page between two mappings."""
+    """A thread computes with it while another cache of the memory writes: it sees no page between
+    two mappings."""
     cache, expected = filled(VIRTUAL, length=5000)
     other, token = cache.empty_twin(cache.memory), numbers(1, 1)
     view, is_over, found = lent(cache), False, list[bool]()
@@ -206,14 +211,24 @@ def test_a_slot_belongs_to_all_steps_that_read_it(length: int) -> None:
 
 @BOTH
 def test_a_window_that_moves_leaves_another_step_its_blocks(options: dict[str, Any]) -> None:
-    """A twin's row goes on in the slot of handles of which only those of the first layer have been read."""
+    """A twin's row goes on in the slot of handles of which only those of the first layer have been
+    read."""
     config = models.build("mistral", sliding_window=192).config
     cache = PagedCache(config, {**options, "block_size": 128})
-    count, (_, heads, _, dim) = len(cache.layers), (1, config.num_key_value_heads, 0, config.head_dim)
-    states = [torch.randn(1, heads, 256 + 71, dim, generator=torch.Generator().manual_seed(i)) for i in range(count)]
+    count, (_, heads, _, dim) = (
+        len(cache.layers),
+        (1, config.num_key_value_heads, 0, config.head_dim),
+    )
+    states = [
+        torch.randn(1, heads, 256 + 71, dim, generator=torch.Generator().manual_seed(i))
+        for i in range(count)
+    ]
 
     def update(to: PagedCache, start: int, end: int) -> list[tuple[Tensor, Tensor]]:
-        return [to.update(x[:, :, start:end], -x[:, :, start:end], layer) for layer, x in enumerate(states)]
+        return [
+            to.update(x[:, :, start:end], -x[:, :, start:end], layer)
+            for layer, x in enumerate(states)
+        ]
 
     update(cache, 0, 255)
     held = update(cache, 255, 256)
@@ -228,12 +243,17 @@ def test_a_window_that_moves_leaves_another_step_its_blocks(options: dict[str, A
         assert torch.equal(values + 0, -x[:, :, 256 - shown : 256])
 
 
+@pytest.mark.usefixtures("sigint")
 def test_an_interrupt_leaves_slots_whole() -> None:
-    """Signals at every bytecode of `RowSlots` while more rows than there are slots for, some of them longer, are
-    placed."""
+    """Signals at every bytecode of `RowSlots` while more rows than there are slots for, some of
+    them longer, are placed."""
 
     def step_of(num_rows: int, num_blocks: int) -> StepMetadata:
-        tables = torch.arange(num_rows * num_blocks, dtype=torch.int32).view(num_blocks, num_rows).T.contiguous()
+        tables = (
+            torch.arange(num_rows * num_blocks, dtype=torch.int32)
+            .view(num_blocks, num_rows)
+            .T.contiguous()
+        )
         return StepMetadata.rectangle(tables, [num_blocks * 4] * num_rows, 4)
 
     codes = {getattr(RowSlots, name).__code__ for name in ("_write", "_grow", "_choose", "place")}
@@ -295,7 +315,8 @@ def test_an_interrupt_while_mappings_are_noted(at: int, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("is_settled", [False, True], ids=["lent", "preserved"])
 def test_each_process_has_its_own_views(is_settled: bool) -> None:
-    """After a fork neither process sees what the other writes to a view, or loses a view that the other drops."""
+    """After a fork neither process sees what the other writes to a view, or loses a view that the
+    other drops."""
     cache, expected = filled(VIRTUAL)
     view, second = lent(cache), lent(cache)
     if is_settled:
@@ -334,13 +355,17 @@ def test_a_fork_while_other_threads_make_layers(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(KVBlocks, "at", at)
     monkeypatch.setattr(virtual, "_storages", [storage_of(each) for each in (busy, broken, cache)])
-    assert in_child(lambda: torch.equal(cache.layers[0].keys + 0, expected), before_end=lambda: refill(cache))
+    assert in_child(
+        lambda: torch.equal(cache.layers[0].keys + 0, expected), before_end=lambda: refill(cache)
+    )
     assert len(layers) == 2
 
 
 @pytest.mark.parametrize("mode", [FakeTensorMode, Refusing, torch.inference_mode])
 @BOTH
-def test_a_collection_under_a_mode_of_other_code(options: dict[str, Any], mode: Callable[[], Any]) -> None:
+def test_a_collection_under_a_mode_of_other_code(
+    options: dict[str, Any], mode: Callable[[], Any]
+) -> None:
     """Collections happen in any code: while it exports a model, for instance."""
     cache, expected = filled(options)
     memory, keys = cache.memory, cache.layers[0].keys
@@ -368,10 +393,34 @@ def test_a_cache_is_pickled_under_the_lock(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(copied.layers[0].keys + 0, expected)
 
 
-def test_a_limit_on_files_is_told_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_on_files_is_told_before_anything_is_allocated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1 << 30, 1 << 30))
     with pytest.raises(ValueError, match=r"limited to 1,073,741,824 bytes \(ulimit -f\)"):
         hf_paged.PagedEngine(models.build("llama"), hf_paged.PagedConfig(storage="virtual"))
+
+
+def test_rows_of_which_a_view_could_not_be_preserved_get_new_addresses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their pages may be copies already, which later writes do not reach."""
+    cache, keys = filled(VIRTUAL)
+    more, detach = numbers(1, 1), MemoryFile.detach
+    view = lent(cache)
+
+    def fail_behind(*args: Any) -> None:
+        detach(*args)
+        raise MemoryError("on purpose")
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError, match="on purpose"):
+        patch.setattr(MemoryFile, "detach", fail_behind)
+        cache.update(more, -more, 0)
+    assert torch.equal(view, keys)
+    del view
+    gc.collect()
+    cache.update(more, -more, 0)
+    assert torch.equal(lent(cache), torch.cat((keys, more), dim=2))
 
 
 def test_keys_of_a_narrower_dtype_outlive_a_promotion() -> None:
@@ -402,7 +451,8 @@ def test_views_survive_blocks_that_move(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(view, expected) and torch.equal(late, torch.cat([expected, more], 2))
     storage, physical = storage_of(cache), storage_of(cache).physical_bytes
     del rows, view, keys, late
-    storage.layers.clear()  # as a pool drops layers that are too small, or that could not all be allocated
+    # as a pool drops layers that are too small, or that could not all be allocated
+    storage.layers.clear()
     assert physical > 0 and storage.physical_bytes == 0
 
 

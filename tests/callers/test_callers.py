@@ -1,4 +1,5 @@
-"""Libraries that call `generate`: pipelines, Trainer, PEFT, `torch.compile`, threads, nested calls."""
+"""Libraries that call `generate`: pipelines, Trainer, PEFT, `torch.compile`, threads, nested
+calls."""
 
 from __future__ import annotations
 
@@ -41,12 +42,20 @@ def assert_used_pool(model: torch.nn.Module) -> None:
     assert hf_paged.memory_stats(model).used_blocks == 0
 
 
-# ----------------------------------------------------------------------------------------------------- pipeline
+# --------------------------------------------------------------------------------------- pipeline
 
-TEXTS = models.corpus()[0], models.corpus()[1][:9], models.corpus()[2][:23], models.corpus()[3][:40], "b"
+TEXTS = (
+    models.corpus()[0],
+    models.corpus()[1][:9],
+    models.corpus()[2][:23],
+    models.corpus()[3][:40],
+    "b",
+)
 
 
-@pytest.mark.parametrize("mode", [GREEDY, BEAMS, {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 8}])
+@pytest.mark.parametrize(
+    "mode", [GREEDY, BEAMS, {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 8}]
+)
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 @pytest.mark.parametrize("door", ["keyword", "generation_config"])
 def test_pipeline_text_generation(door: str, batch_size: int, mode: dict[str, Any]) -> None:
@@ -56,14 +65,16 @@ def test_pipeline_text_generation(door: str, batch_size: int, mode: dict[str, An
         keyword = models.PAGED if paged and door == "keyword" else {}
         if paged and door == "generation_config":
             model.generation_config.cache_implementation = "paged"
-        generator = pipeline("text-generation", model=model, tokenizer=models.tokenizer(), device="cpu")
+        generator = pipeline(
+            "text-generation", model=model, tokenizer=models.tokenizer(), device="cpu"
+        )
         torch.manual_seed(0)
         results.append(generator(list(TEXTS), batch_size=batch_size, **mode, **keyword))
     assert results[0] == results[1]
     assert_used_pool(model)
 
 
-# ----------------------------------------------------------------------------------------------------- Trainer
+# ---------------------------------------------------------------------------------------- Trainer
 
 
 class Pairs(Dataset):
@@ -78,10 +89,16 @@ class Pairs(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         ids = self.inputs[index]
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": self.labels[index]}
+        return {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "labels": self.labels[index],
+        }
 
 
-def seq2seq_trainer(model: PreTrainedModel, folder: Path, num_beams: int, **arguments: Any) -> Seq2SeqTrainer:
+def seq2seq_trainer(
+    model: PreTrainedModel, folder: Path, num_beams: int, **arguments: Any
+) -> Seq2SeqTrainer:
     def share_of_labels(predictions: Any) -> dict[str, float]:
         width = min(predictions.predictions.shape[1] - 1, predictions.label_ids.shape[1])
         hits = predictions.predictions[:, 1 : width + 1] == predictions.label_ids[:, :width]
@@ -105,13 +122,19 @@ def seq2seq_trainer(model: PreTrainedModel, folder: Path, num_beams: int, **argu
     )
     pairs = Pairs()
     return Seq2SeqTrainer(
-        model=model, args=settings, train_dataset=pairs, eval_dataset=pairs, compute_metrics=share_of_labels
+        model=model,
+        args=settings,
+        train_dataset=pairs,
+        eval_dataset=pairs,
+        compute_metrics=share_of_labels,
     )
 
 
 def timeless(metrics: dict[str, float]) -> dict[str, float]:
     return {
-        key: value for key, value in metrics.items() if not key.endswith(("runtime", "per_second", "preparation_time"))
+        key: value
+        for key, value in metrics.items()
+        if not key.endswith(("runtime", "per_second", "preparation_time"))
     }
 
 
@@ -129,15 +152,26 @@ def test_seq2seq_trainer_predicts_with_generate(name: str, num_beams: int, tmp_p
         scores = trainer.evaluate()
         trainer.train()
         after = trainer.predict(trainer.eval_dataset)
-        results[paged] = [before.predictions, timeless(scores), after.predictions, timeless(after.metrics)]
+        results[paged] = [
+            before.predictions,
+            timeless(scores),
+            after.predictions,
+            timeless(after.metrics),
+        ]
         if paged:
             assert_used_pool(model)
     plain, paged_ = results[False], results[True]
-    assert_same_tokens(torch.tensor(plain[0]), torch.tensor(paged_[0]), "predictions before training")
+    assert_same_tokens(
+        torch.tensor(plain[0]), torch.tensor(paged_[0]), "predictions before training"
+    )
     assert plain[1] == pytest.approx(paged_[1])
-    assert_same_tokens(torch.tensor(plain[2]), torch.tensor(paged_[2]), "predictions after training")
+    assert_same_tokens(
+        torch.tensor(plain[2]), torch.tensor(paged_[2]), "predictions after training"
+    )
     assert plain[3] == pytest.approx(paged_[3])
-    assert not torch.equal(torch.tensor(plain[0]), torch.tensor(plain[2])), "training changed nothing: the test is void"
+    assert not torch.equal(torch.tensor(plain[0]), torch.tensor(plain[2])), (
+        "training changed nothing: the test is void"
+    )
 
 
 def test_seq2seq_trainer_with_a_generation_config_argument(tmp_path: Path) -> None:
@@ -154,7 +188,8 @@ def test_seq2seq_trainer_with_a_generation_config_argument(tmp_path: Path) -> No
 
 
 def test_seq2seq_trainer_runs_a_decoder_on_the_engine(tmp_path: Path) -> None:
-    """The trainer hands `generate` the labels, too; transformers' own preparation of inputs drops them."""
+    """The trainer hands `generate` the labels, too; transformers' own preparation of inputs drops
+    them."""
     predictions, pairs = [], Pairs()
     pairs.labels = pairs.inputs
     for paged in (False, True):
@@ -170,7 +205,9 @@ def test_seq2seq_trainer_runs_a_decoder_on_the_engine(tmp_path: Path) -> None:
 
 def test_labels_that_a_model_itself_prepares_are_its_prompts() -> None:
     class Own(LlamaForCausalLM):
-        def prepare_inputs_for_generation(self, input_ids: Any, labels: Any = None, **kwargs: Any) -> Any:
+        def prepare_inputs_for_generation(
+            self, input_ids: Any, labels: Any = None, **kwargs: Any
+        ) -> Any:
             prepared = super().prepare_inputs_for_generation(input_ids, **kwargs)
             if labels is not None and kwargs.get("is_first_iteration"):
                 prepared["input_ids"] = labels
@@ -178,7 +215,11 @@ def test_labels_that_a_model_itself_prepares_are_its_prompts() -> None:
 
     model, inputs = models.build("llama"), models.prompt("llama")
     model.__class__ = Own
-    for labels in (inputs["input_ids"].flip(0), inputs["input_ids"].flip(0).clamp(max=9), inputs["input_ids"]):
+    for labels in (
+        inputs["input_ids"].flip(0),
+        inputs["input_ids"].flip(0).clamp(max=9),
+        inputs["input_ids"],
+    ):
         inputs["labels"] = labels  # different labels for the same token ids
         expected = model.generate(**inputs, max_new_tokens=100)
         assert torch.equal(model.generate(**inputs, max_new_tokens=100, **models.PAGED), expected)
@@ -208,38 +249,49 @@ def test_weights_changed_between_calls() -> None:
     assert_same_tokens(expected, model.generate(**inputs, **GREEDY, **models.PAGED))
 
 
-# ----------------------------------------------------------------------------------------------------- PEFT
+# ------------------------------------------------------------------------------------------- PEFT
 
 
 @pytest.mark.parametrize("mode", [GREEDY, BEAMS], ids=["greedy", "beams"])
 def test_peft_lora(mode: dict[str, Any]) -> None:
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False
+    )
     model = peft.get_peft_model(models.build("llama"), config).eval()
     inputs = models.padded_prompt("llama")
     expected = model.generate(**inputs, **mode)
-    assert_same_tokens(expected, model.generate(**inputs, **mode, **models.PAGED), "with the adapter")
+    assert_same_tokens(
+        expected, model.generate(**inputs, **mode, **models.PAGED), "with the adapter"
+    )
     assert_used_pool(model.get_base_model())
     with model.disable_adapter():
         bare = model.generate(**inputs, **mode)
         assert not torch.equal(bare, expected), "the adapter changes nothing: the test is void"
-        assert_same_tokens(bare, model.generate(**inputs, **mode, **models.PAGED), "without the adapter")
+        assert_same_tokens(
+            bare, model.generate(**inputs, **mode, **models.PAGED), "without the adapter"
+        )
 
 
 def test_peft_adapter_names() -> None:
-    """Each row with its own adapter: `adapter_names` must keep as many entries as the forward has rows."""
+    """Each row with its own adapter: `adapter_names` must keep as many entries as the forward has
+    rows."""
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False
+    )
     model = peft.get_peft_model(models.build("llama"), config, adapter_name="first")
     model.add_adapter("second", config)
     model.eval()
     inputs = models.padded_prompt("llama")
     names = ["first", "__base__", "second"]
     expected = model.generate(**inputs, adapter_names=names, **GREEDY)
-    assert_same_tokens(expected, model.generate(**inputs, adapter_names=names, **GREEDY, **models.PAGED))
+    assert_same_tokens(
+        expected, model.generate(**inputs, adapter_names=names, **GREEDY, **models.PAGED)
+    )
 
 
-# ----------------------------------------------------------------------------------------------------- compile
+# ---------------------------------------------------------------------------------------- compile
 
 
 def compiled_module(model: PreTrainedModel) -> Any:
@@ -277,7 +329,9 @@ def test_torch_compile(wrap: Callable[[PreTrainedModel], Any]) -> None:
     expected = model.generate(**inputs, **options)
     wrapped = wrap(model)
     assert_same_tokens(expected, wrapped.generate(**inputs, **options), "compiled, plain")
-    assert_same_tokens(expected, wrapped.generate(**inputs, **options, **models.PAGED), "compiled, paged")
+    assert_same_tokens(
+        expected, wrapped.generate(**inputs, **options, **models.PAGED), "compiled, paged"
+    )
     assert hf_paged.last_route(model).road == "engine"
     assert_same_tokens(expected, wrapped.generate(**inputs, **options), "compiled, plain again")
     gc.collect()  # tracing leaves reference cycles that hold objects of the traced call
@@ -285,7 +339,7 @@ def test_torch_compile(wrap: Callable[[PreTrainedModel], Any]) -> None:
     torch._dynamo.reset()
 
 
-# ----------------------------------------------------------------------------------------------------- the model
+# -------------------------------------------------------------------------------------- the model
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "t5"])
@@ -294,11 +348,17 @@ def test_deepcopy_after_a_paged_call(name: str) -> None:
     expected = model.generate(**inputs, **BEAMS)
     model.generate(**inputs, **BEAMS, **models.PAGED)
     twin = copy.deepcopy(model)
-    assert hf_paged.memory_stats(twin).peak_blocks == 0, "a copy of a model is not a copy of its pool"
+    assert hf_paged.memory_stats(twin).peak_blocks == 0, (
+        "a copy of a model is not a copy of its pool"
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    assert_same_tokens(expected, twin.generate(**inputs, **BEAMS, **models.PAGED), "the copy, with the original zeroed")
+    assert_same_tokens(
+        expected,
+        twin.generate(**inputs, **BEAMS, **models.PAGED),
+        "the copy, with the original zeroed",
+    )
     assert_same_tokens(expected, twin.generate(**inputs, **BEAMS), "the copy, plain")
 
 
@@ -308,14 +368,23 @@ def test_dtype_changed_after_a_paged_call() -> None:
     single = model.generate(**inputs, **GREEDY)
     assert_same_tokens(single, model.generate(**inputs, **GREEDY, **models.PAGED), "float32")
     model.to(torch.bfloat16)
-    logits = {"return_dict_in_generate": True, "output_logits": True, "do_sample": False, "max_new_tokens": 1}
+    logits = {
+        "return_dict_in_generate": True,
+        "output_logits": True,
+        "do_sample": False,
+        "max_new_tokens": 1,
+    }
     expected = model.generate(**inputs, **logits).logits[0]
     actual = model.generate(**inputs, **logits, **models.PAGED).logits[0]
     torch.testing.assert_close(actual, expected, atol=0.15, rtol=0.05)  # bfloat16 keeps 8 bits
     half = model.generate(**inputs, **GREEDY, **models.PAGED)
     assert half.shape == single.shape
     model.to(torch.float32)
-    assert_same_tokens(model.generate(**inputs, **GREEDY), model.generate(**inputs, **GREEDY, **models.PAGED), "back")
+    assert_same_tokens(
+        model.generate(**inputs, **GREEDY),
+        model.generate(**inputs, **GREEDY, **models.PAGED),
+        "back",
+    )
     assert_used_pool(model)
 
 
@@ -324,19 +393,25 @@ def test_saved_files_are_the_same_with_a_pool(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "without")
     torch.save(model.state_dict(), tmp_path / "without.pt")
     model.generate(**models.prompt("llama"), **GREEDY, **models.PAGED)
-    output = model.generate(**models.prompt("llama"), **GREEDY, **models.PAGED, return_dict_in_generate=True)
+    output = model.generate(
+        **models.prompt("llama"), **GREEDY, **models.PAGED, return_dict_in_generate=True
+    )
     assert hf_paged.memory_stats(model).used_blocks > 0, "a returned cache holds its blocks"
     model.save_pretrained(tmp_path / "with")
     torch.save(model.state_dict(), tmp_path / "with.pt")
     names = sorted(path.name for path in (tmp_path / "without").iterdir())
     assert sorted(path.name for path in (tmp_path / "with").iterdir()) == names
     for name in names:
-        assert (tmp_path / "with" / name).read_bytes() == (tmp_path / "without" / name).read_bytes(), name
+        assert (tmp_path / "with" / name).read_bytes() == (
+            tmp_path / "without" / name
+        ).read_bytes(), name
     left, right = torch.load(tmp_path / "without.pt"), torch.load(tmp_path / "with.pt")
     assert left.keys() == right.keys()
     reloaded = LlamaForCausalLM.from_pretrained(tmp_path / "with")
     inputs = models.prompt("llama")
-    assert_same_tokens(output.sequences, reloaded.generate(**inputs, **GREEDY, **models.PAGED), "reloaded")
+    assert_same_tokens(
+        output.sequences, reloaded.generate(**inputs, **GREEDY, **models.PAGED), "reloaded"
+    )
 
 
 def test_a_model_goes_away_with_its_pool() -> None:
@@ -348,18 +423,24 @@ def test_a_model_goes_away_with_its_pool() -> None:
     assert gone() is None, "something keeps the model alive"
 
 
-# ----------------------------------------------------------------------------------------------------- threads
+# ---------------------------------------------------------------------------------------- threads
 
 
 REPEATS = 4
 
 
-def repeat(model: PreTrainedModel, inputs: dict[str, torch.Tensor], options: dict[str, Any]) -> Callable[[], Any]:
+def repeat(
+    model: PreTrainedModel, inputs: dict[str, torch.Tensor], options: dict[str, Any]
+) -> Callable[[], Any]:
     return lambda: [model.generate(**inputs, **options) for _ in range(REPEATS)]
 
 
 def attention_implementations(model: PreTrainedModel) -> list[str]:
-    return [module.config._attn_implementation for module in model.modules() if hasattr(module, "config")]
+    return [
+        module.config._attn_implementation
+        for module in model.modules()
+        if hasattr(module, "config")
+    ]
 
 
 @pytest.mark.parametrize("names", [("llama", "mistral"), ("llama", "t5"), ("gemma2", "gpt2")])
@@ -379,7 +460,8 @@ def test_two_threads_on_two_models(names: tuple[str, str]) -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "bart"])
 @pytest.mark.parametrize("kinds", ["both paged", "paged and plain", "three paged and one plain"])
 def test_threads_on_one_model(name: str, kinds: str) -> None:
-    """Calls overlap, of different shapes; a thread switches the model's attention while others use it."""
+    """Calls overlap, of different shapes; a thread switches the model's attention while others use
+    it."""
     model = models.get(name)
     before = attention_implementations(model)
     backends = {
@@ -419,7 +501,12 @@ def test_a_thread_that_fails_does_not_harm_the_other() -> None:
         failures = 0
         for _ in range(REPEATS):
             try:
-                model.generate(**inputs, **GREEDY, **models.PAGED, logits_processor=LogitsProcessorList([Fails()]))
+                model.generate(
+                    **inputs,
+                    **GREEDY,
+                    **models.PAGED,
+                    logits_processor=LogitsProcessorList([Fails()]),
+                )
             except InterruptedError:
                 failures += 1
         return failures
@@ -438,7 +525,9 @@ def test_streamer_in_a_thread() -> None:
     texts = []
     for backend in ({}, models.PAGED):
         streamer = TextIteratorStreamer(models.tokenizer(), skip_prompt=True, timeout=60)
-        thread = threading.Thread(target=model.generate, kwargs={**inputs, **GREEDY, **backend, "streamer": streamer})
+        thread = threading.Thread(
+            target=model.generate, kwargs={**inputs, **GREEDY, **backend, "streamer": streamer}
+        )
         thread.start()
         texts.append(list(streamer))
         thread.join(60)
@@ -446,11 +535,12 @@ def test_streamer_in_a_thread() -> None:
     assert "".join(texts[0])
 
 
-# ----------------------------------------------------------------------------------------------------- nesting
+# ---------------------------------------------------------------------------------------- nesting
 
 
 class Judge(LogitsProcessor):
-    """Queries a model at every step, by a separate `generate` call, and biases the scores by the answer."""
+    """Queries a model at every step, by a separate `generate` call, and biases the scores by the
+    answer."""
 
     def __init__(self, model: PreTrainedModel, options: dict[str, Any]) -> None:
         self.model, self.options = model, options
@@ -472,12 +562,18 @@ def test_generate_inside_a_processor(outer: dict[str, Any], inner: str, paged: s
 
     def call(outer_backend: dict[str, Any], inner_backend: dict[str, Any]) -> torch.Tensor:
         processor = Judge(judge, {**inner_options, **inner_backend})
-        return model.generate(**inputs, **outer, **outer_backend, logits_processor=LogitsProcessorList([processor]))
+        return model.generate(
+            **inputs, **outer, **outer_backend, logits_processor=LogitsProcessorList([processor])
+        )
 
     before = attention_implementations(model)
     expected = call({}, {})
-    assert not torch.equal(expected, model.generate(**inputs, **outer)), "the judge changes nothing: the test is void"
-    actual = call(models.PAGED if paged != "inner" else {}, models.PAGED if paged != "outer" else {})
+    assert not torch.equal(expected, model.generate(**inputs, **outer)), (
+        "the judge changes nothing: the test is void"
+    )
+    actual = call(
+        models.PAGED if paged != "inner" else {}, models.PAGED if paged != "outer" else {}
+    )
     assert_same_tokens(expected, actual)
     assert attention_implementations(model) == before
     hf_paged.check_integrity(model)
@@ -485,7 +581,8 @@ def test_generate_inside_a_processor(outer: dict[str, Any], inner: str, paged: s
 
 
 def test_generate_without_its_no_grad_is_where_transformers_has_it() -> None:
-    """Callers take `generate` out of its decorators to differentiate through the logits of new tokens."""
+    """Callers take `generate` out of its decorators to differentiate through the logits of new
+    tokens."""
     model = models.get("llama")
     output = inspect.unwrap(type(model).generate)(
         model,

@@ -9,6 +9,7 @@ import functools
 import gc
 import os
 import queue
+import signal
 import subprocess
 import sys
 import textwrap
@@ -25,7 +26,11 @@ import torch
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedTokenizerFast
-from transformers.generation.continuous_batching import ContinuousBatchingManager, ContinuousMixin, RequestStatus
+from transformers.generation.continuous_batching import (
+    ContinuousBatchingManager,
+    ContinuousMixin,
+    RequestStatus,
+)
 
 import hf_paged
 from hf_paged.generation import manager_thread
@@ -64,7 +69,9 @@ def threads() -> list[threading.Thread]:
 
 def plain(model: Any, prompt: list[int], config: GenerationConfig, **options: Any) -> list[int]:
     ids = torch.tensor([prompt])
-    tokens: list[int] = model.generate(ids, generation_config=copy.deepcopy(config), **options)[0].tolist()
+    tokens: list[int] = model.generate(ids, generation_config=copy.deepcopy(config), **options)[
+        0
+    ].tolist()
     return tokens[0 if model.config.is_encoder_decoder else len(prompt) :]
 
 
@@ -74,19 +81,32 @@ def test_greedy_batches_are_plain(name: str) -> None:
     outputs = model.generate_batch(PROMPTS, GREEDY)
     assert list(outputs) == ["req_0", "req_1", "req_2"]
     for prompt, output in zip(PROMPTS, outputs.values()):
-        assert output.status == RequestStatus.FINISHED and output.error is None and output.is_finished()
-        assert output.prompt_ids == prompt and output.generated_tokens == plain(model, prompt, GREEDY)
-        assert output.created_time <= output.lifespan[0] <= output.lifespan[1] <= time.perf_counter()
+        assert (
+            output.status == RequestStatus.FINISHED
+            and output.error is None
+            and output.is_finished()
+        )
+        assert output.prompt_ids == prompt and output.generated_tokens == plain(
+            model, prompt, GREEDY
+        )
+        assert (
+            output.created_time <= output.lifespan[0] <= output.lifespan[1] <= time.perf_counter()
+        )
 
 
 @pytest.mark.parametrize("num_sequences", [1, 3])
 def test_sampled_batches_are_the_rows_of_one_plain_call(num_sequences: int) -> None:
     model: Any = models.get("llama")
-    config = GenerationConfig(max_new_tokens=24, do_sample=True, temperature=1.5, num_return_sequences=num_sequences)
+    config = GenerationConfig(
+        max_new_tokens=24, do_sample=True, temperature=1.5, num_return_sequences=num_sequences
+    )
     inputs = models.padded_prompt("llama", (13, 4, 9))
     torch.manual_seed(3)
     config.eos_token_id = model.generate(**inputs, generation_config=config)[0, 13 + 5].item()
-    prompts = [ids[mask.bool()].tolist() for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"])]
+    prompts = [
+        ids[mask.bool()].tolist()
+        for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"])
+    ]
     torch.manual_seed(3)
     expected = model.generate(**inputs, generation_config=config)[:, 13:].tolist()
     torch.manual_seed(3)
@@ -113,11 +133,15 @@ def test_a_seed_gives_each_request_the_draws_of_generate() -> None:
 def test_more_prompts_than_run_at_once_draw_one_by_one() -> None:
     model: Any = models.get("llama")
     config = GenerationConfig(max_new_tokens=4, do_sample=True)
-    outputs = model.generate_batch(PROMPTS, config, ContinuousBatchingConfig(max_requests_per_batch=2))
+    outputs = model.generate_batch(
+        PROMPTS, config, ContinuousBatchingConfig(max_requests_per_batch=2)
+    )
     assert [len(output.generated_tokens) for output in outputs.values()] == [4, 4, 4]
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 4, "do_sample": False}, {"do_sample": True, "seed": 0}])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 4, "do_sample": False}, {"do_sample": True, "seed": 0}]
+)
 def test_returned_sequences(options: dict[str, Any]) -> None:
     model: Any = models.get("llama")
     options = dict(options)
@@ -133,7 +157,9 @@ def test_returned_sequences(options: dict[str, Any]) -> None:
             continue
         torch.manual_seed(number)
         config.num_return_sequences = 3
-        expected = model.generate(torch.tensor([prompt]), generation_config=config)[:, len(prompt) :].tolist()
+        expected = model.generate(torch.tensor([prompt]), generation_config=config)[
+            :, len(prompt) :
+        ].tolist()
         assert own == expected
 
 
@@ -168,9 +194,39 @@ def test_stop_strings_with_a_tokenizer(do_sample: bool) -> None:
         assert output.generated_tokens == plain(model, prompt, config, **given)
     assert len(outputs["req_0"].generated_tokens) < 12
     torch.manual_seed(7)
-    outputs = model.generate_batch(PROMPTS[:1] * 2, config, **given)  # requests, not rows of one padded call
-    assert [stop in tokenizer.decode(each.generated_tokens[:-1]) for each in outputs.values()] == [False] * 2
+    # requests, not rows of one padded call
+    outputs = model.generate_batch(PROMPTS[:1] * 2, config, **given)
+    assert [stop in tokenizer.decode(each.generated_tokens[:-1]) for each in outputs.values()] == [
+        False
+    ] * 2
     assert all(each.error is None for each in outputs.values())
+
+
+def test_running_requests_wait_for_few_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many requests at once are added between several steps; one that is cancelled before is not
+    added."""
+    monkeypatch.setattr(manager_thread, "MAX_NEW", 3)
+    model: Any = models.get("llama")
+    with model.continuous_batching_context_manager(generation_config=GREEDY) as manager:
+        calls: list[str] = []
+        add, step = manager.engine.add_request, manager.engine.step
+        monkeypatch.setattr(
+            manager.engine, "add_request", lambda *a, **k: calls.append("add") or add(*a, **k)
+        )
+        monkeypatch.setattr(manager.engine, "step", lambda: calls.append("step") or step())
+        with manager.pause():
+            names = manager.add_requests(PROMPTS * 3)
+            manager.cancel_request(names[-1])
+        outputs = {name: manager.get_result(name, WAIT) for name in names}
+    assert [calls[i : i + 4] for i in (0, 4)] == [["add"] * 3 + ["step"]] * 2 and calls.count(
+        "add"
+    ) == 8
+    assert (
+        outputs[names[-1]].status == RequestStatus.FAILED
+        and "cancelled" in outputs[names[-1]].error
+    )
+    for name, prompt in zip(names[:-1], PROMPTS * 3):
+        assert outputs[name].generated_tokens == plain(model, prompt, GREEDY)
 
 
 def test_without_a_limit_a_request_goes_to_the_models_last_position() -> None:
@@ -182,22 +238,32 @@ def test_without_a_limit_a_request_goes_to_the_models_last_position() -> None:
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_logprobs_are_of_the_processed_scores(do_sample: bool) -> None:
     model: Any = models.get("llama")
-    options: dict[str, Any] = {"temperature": 0.7, "top_k": 20} if do_sample else {"repetition_penalty": 1.3}
+    options: dict[str, Any] = (
+        {"temperature": 0.7, "top_k": 20} if do_sample else {"repetition_penalty": 1.3}
+    )
     config = GenerationConfig(max_new_tokens=6, do_sample=do_sample, **options)
-    outputs = model.generate_batch(PROMPTS, config, ContinuousBatchingConfig(return_logprobs=True, seed=1))
+    outputs = model.generate_batch(
+        PROMPTS, config, ContinuousBatchingConfig(return_logprobs=True, seed=1)
+    )
     for number, (prompt, output) in enumerate(zip(PROMPTS, outputs.values())):
         torch.manual_seed(1 + number)
         ids = torch.tensor([prompt])
-        told = model.generate(ids, generation_config=config, output_scores=True, return_dict_in_generate=True)
+        told = model.generate(
+            ids, generation_config=config, output_scores=True, return_dict_in_generate=True
+        )
         assert told.sequences[0, len(prompt) :].tolist() == output.generated_tokens
-        expected = model.compute_transition_scores(told.sequences, told.scores, normalize_logits=True)[0]
+        expected = model.compute_transition_scores(
+            told.sequences, told.scores, normalize_logits=True
+        )[0]
         torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_streams_and_timestamps() -> None:
     model: Any = models.get("llama")
     with model.continuous_batching_context_manager(GREEDY) as manager:
-        name = manager.add_request(PROMPTS[0], max_new_tokens=4, streaming=True, record_timestamps=True)
+        name = manager.add_request(
+            PROMPTS[0], max_new_tokens=4, streaming=True, record_timestamps=True
+        )
         chunks = list(manager.request_id_iter(name))
         quiet = manager.add_request(PROMPTS[0], max_new_tokens=4)
         assert [len(output.generated_tokens) for output in manager.request_id_iter(quiet)] == [4]
@@ -285,11 +351,11 @@ def test_a_handler_that_the_event_loop_refuses_cancels_its_request_alone(
     with model.continuous_batching_context_manager(GREEDY) as manager:
         other = asyncio.run(ask(manager), debug=True)
         assert other is not None and other.generated_tokens == plain(model, PROMPTS[0], GREEDY)
-        assert "refuses a result handler" in caplog.text
+        assert "refused a result handler" in caplog.text
         assert not manager._thread.handlers and not manager._thread.pending
 
 
-# -- errors -------------------------------------------------------------------------------------------------------
+# -- errors --------------------------------------------------------------------------------------
 
 
 def test_a_request_that_cannot_be_served_ends_alone() -> None:
@@ -297,9 +363,13 @@ def test_a_request_that_cannot_be_served_ends_alone() -> None:
     wrong: list[Any] = [[], [models.VOCAB_SIZE], "text", None]
     outputs = model.generate_batch([PROMPTS[0], *wrong, PROMPTS[1]], GREEDY)
     found = list(outputs.values())
-    assert [found[0].generated_tokens, found[-1].generated_tokens] == [plain(model, p, GREEDY) for p in PROMPTS[:2]]
+    assert [found[0].generated_tokens, found[-1].generated_tokens] == [
+        plain(model, p, GREEDY) for p in PROMPTS[:2]
+    ]
     for output in found[1:-1]:
-        assert output.status == RequestStatus.FAILED and output.error and not output.generated_tokens
+        assert (
+            output.status == RequestStatus.FAILED and output.error and not output.generated_tokens
+        )
     with model.continuous_batching_context_manager(GREEDY) as manager:
         unknown = manager.add_request(PROMPTS[0], temprature=0.5)
         assert "did you mean `temperature`" in manager.get_result(unknown, WAIT).error
@@ -358,6 +428,45 @@ def test_a_full_queue_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(list(manager)) == 3
 
 
+def test_a_manager_whose_thread_vanished_takes_no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that lacks memory ends without a word. The manager can be started again."""
+    model: Any = models.get("llama")
+    manager = model.init_continuous_batching(GREEDY, ContinuousBatchingConfig(max_queue_size=1))
+    manager.add_request(PROMPTS[0])  # fills the queue
+    with monkeypatch.context() as patch:
+        patch.setattr(manager_thread.ManagerThread, "_run", lambda self: None)
+        manager.start()
+        manager.join()
+    with pytest.raises(RuntimeError, match="takes no more requests: its thread vanished"):
+        manager.add_request(PROMPTS[1])
+    manager.start()
+    manager.add_request(PROMPTS[1])
+    manager.stop()
+    assert len(list(manager)) == 2
+
+
+def test_a_signal_that_wakes_a_reader_leaves_it_the_lock() -> None:
+    """It comes when the wait has just released the lock, which the reader's `with` is to
+    release."""
+    manager = models.get("llama").init_continuous_batching(GREEDY)
+    manager.start()
+    changed, signals = manager._thread.changed, [signal.SIGINT]
+    release = changed._release_save
+
+    def release_and_signal() -> Any:
+        saved = release()
+        if signals and threading.current_thread() is threading.main_thread():
+            signal.raise_signal(signals.pop())
+        return saved
+
+    changed._release_save = release_and_signal
+    with pytest.raises(KeyboardInterrupt):
+        manager.get_result(timeout=60)
+    manager.add_request(PROMPTS[0])
+    manager.stop()
+    assert len(list(manager)) == 1
+
+
 def test_all_who_wait_wake_when_the_thread_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = models.get("llama")
     manager = model.init_continuous_batching(LONG)
@@ -378,7 +487,10 @@ def test_all_who_wait_wake_when_the_thread_dies(monkeypatch: pytest.MonkeyPatch)
         lambda: asyncio.run(handler()),
     ]
     found: dict[int, Any] = {}
-    waiting = [threading.Thread(target=lambda i=i: found.update({i: waits[i]()})) for i in range(len(waits))]
+    waiting = [
+        threading.Thread(target=lambda i=i: found.update({i: waits[i]()}))
+        for i in range(len(waits))
+    ]
     for thread in waiting:
         thread.start()
     deadline = time.monotonic() + WAIT
@@ -393,7 +505,9 @@ def test_all_who_wait_wake_when_the_thread_dies(monkeypatch: pytest.MonkeyPatch)
         thread.join(WAIT)
     assert not any(thread.is_alive() for thread in waiting)
     died = "the engine's thread died: SystemExit('boom')"
-    assert [output.error for output in found[0]] == [died] and found[1] is None and handled == [died]
+    assert (
+        [output.error for output in found[0]] == [died] and found[1] is None and handled == [died]
+    )
     assert str(manager.fatal_error) == "boom" and not manager.is_running()
     assert manager.background_thread_status.fatal_error is manager.fatal_error
     with pytest.raises(RuntimeError, match="its thread died") as raised:
@@ -409,7 +523,9 @@ def test_all_who_wait_wake_when_the_thread_dies(monkeypatch: pytest.MonkeyPatch)
     manager.stop()
 
 
-def test_a_manager_whose_thread_cannot_start_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manager_whose_thread_cannot_start_can_be_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fail(thread: Any) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -427,8 +543,11 @@ def test_a_manager_whose_thread_cannot_start_can_be_stopped(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("place", OUTSIDE)
-def test_the_thread_survives_what_a_step_raises(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All requests end, with their tokens or with the error, and later ones are served, by the same thread."""
+def test_the_thread_survives_what_a_step_raises(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All requests end, with their tokens or with the error, and later ones are served, by the same
+    thread."""
     model: Any = models.get("llama")
     with model.continuous_batching_context_manager(GREEDY) as manager:
         manager.get_result(manager.add_request(PROMPTS[0]), WAIT)
@@ -448,7 +567,9 @@ def test_the_thread_survives_what_a_step_raises(place: str, monkeypatch: pytest.
         assert manager.engine.stats().used_blocks == 0
 
 
-def test_the_thread_survives_an_engine_whose_steps_all_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_survives_an_engine_whose_steps_all_raise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fail() -> Any:
         raise ZeroDivisionError("boom")
 
@@ -456,7 +577,9 @@ def test_the_thread_survives_an_engine_whose_steps_all_raise(monkeypatch: pytest
     with model.continuous_batching_context_manager(GREEDY) as manager:
         with monkeypatch.context() as patch:
             patch.setattr(manager.engine, "step", fail)
-            errors = [manager.get_result(name, WAIT).error for name in manager.add_requests(PROMPTS)]
+            errors = [
+                manager.get_result(name, WAIT).error for name in manager.add_requests(PROMPTS)
+            ]
             assert errors == ["boom"] * len(PROMPTS)
         (name,) = manager.add_requests(PROMPTS[:1])
         assert manager.get_result(name, WAIT).generated_tokens == plain(model, PROMPTS[0], GREEDY)
@@ -464,7 +587,9 @@ def test_the_thread_survives_an_engine_whose_steps_all_raise(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("name", ["deliver", "_outputs"])
-def test_requests_that_an_error_of_the_thread_loses_get_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_an_error_of_the_thread_loses_get_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It falls before the engine has them, while the thread tells of a refused one, or after the
     engine has ended them."""
 
@@ -490,7 +615,9 @@ def test_requests_that_an_error_of_the_thread_loses_get_it(name: str, monkeypatc
         manager.engine.check_integrity()
 
 
-def test_an_output_that_cannot_be_made_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_that_cannot_be_made_ends_its_request_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     add = manager_thread.Pending.add
 
     def fail_one(self: Any, output: Any) -> Any:
@@ -525,9 +652,14 @@ def test_the_thread_survives_a_tokenizer_that_panics() -> None:
         manager.engine.check_integrity()
 
 
-def test_the_thread_survives_a_tiers_folder_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_thread_survives_a_tiers_folder_that_fails(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model: Any = models.build("llama")
-    path, prompts = tmp_path / "tier", [models.token_ids(1, 60, seed=seed)[0].tolist() for seed in (1, 2)]
+    path, prompts = (
+        tmp_path / "tier",
+        [models.token_ids(1, 60, seed=seed)[0].tolist() for seed in (1, 2)],
+    )
     tiers = {"block_size": models.BLOCK_SIZE, "num_blocks": 12, "prefix_tiers": str(path)}
     config = GenerationConfig(max_new_tokens=8, do_sample=False, cache_config=tiers)
     expected = [plain(model, prompt, GREEDY) for prompt in prompts]
@@ -535,7 +667,8 @@ def test_the_thread_survives_a_tiers_folder_that_fails(tmp_path: Path, caplog: p
         for turn in range(3):
             with forbidden(path) if turn else contextlib.nullcontext():
                 names = [
-                    manager.add_request(prompt, request_id=f"{turn} {seed}") for seed, prompt in enumerate(prompts)
+                    manager.add_request(prompt, request_id=f"{turn} {seed}")
+                    for seed, prompt in enumerate(prompts)
                 ]
                 outputs = [manager.get_result(name, WAIT) for name in names]
             assert [output.generated_tokens for output in outputs] == expected
@@ -554,6 +687,52 @@ def test_a_batch_raises_what_ended_the_thread(monkeypatch: pytest.MonkeyPatch) -
     assert str(raised.value.__cause__) == "boom"
 
 
+def test_requests_take_the_engines_options_and_report_its_result() -> None:
+    model: Any = models.get("llama")
+    results: list[Any] = []
+    with model.continuous_batching_context_manager(GREEDY) as manager:
+        for salt in ("one", "two"):
+            options = {"cache_salt": salt, "return_logprobs": True, "top_logprobs": 2}
+            name = manager.add_request(
+                PROMPTS[1], request_options=options, on_result=results.append
+            )
+            output = manager.get_result(name, WAIT)
+            assert output is not None and output.generated_tokens == results[-1].token_ids
+        assert manager.engine.stats().num_prefix_hit_tokens == 0
+        name = manager.add_request(
+            PROMPTS[0], request_options={"top_logprobs": 2}, on_result=results.append
+        )
+        output = manager.get_result(name, WAIT)
+        assert output is not None and str(results[-1].error) == output.error
+    assert [len(result.sequences[0].top_logprobs) for result in results[:2]] == [8, 8]
+    assert results[0].token_ids == plain(model, PROMPTS[1], GREEDY)
+
+
+def test_requests_end_though_their_callback_raises(caplog: pytest.LogCaptureFixture) -> None:
+    """... those that finish, are refused, or are cut off by the manager's end, and the others
+    beside them."""
+    model: Any = models.get("llama")
+
+    def fail(result: Any) -> None:
+        raise OnPurpose
+
+    with model.continuous_batching_context_manager(GREEDY) as manager:
+        names = [
+            manager.add_request(prompt, on_result=fail) for prompt in (PROMPTS[0], [], PROMPTS[1])
+        ]
+        names.append(manager.add_request(PROMPTS[2]))
+        outputs = [manager.get_result(name, WAIT) for name in names]
+        assert "the prompt is empty" in outputs.pop(1).error
+        assert [output.generated_tokens for output in outputs] == [
+            plain(model, each, GREEDY) for each in PROMPTS
+        ]
+        cut_off = manager.add_request(PROMPTS[0], max_new_tokens=1500, on_result=fail)
+        manager.stop(hard_stop=True)
+        assert manager.get_result(cut_off, WAIT).error and manager.fatal_error is None
+        assert not manager.engine.stats().used_blocks
+    assert caplog.text.count("`on_result` raised") == 4
+
+
 def test_a_cancelled_request_tells_so() -> None:
     model: Any = models.get("llama")
     with model.continuous_batching_context_manager(LONG) as manager:
@@ -566,7 +745,9 @@ def test_a_cancelled_request_tells_so() -> None:
                 manager.cancel_request(name)
         assert chunks[-1].status == RequestStatus.FAILED and "cancelled" in chunks[-1].error
         tokens = chunks[-1].generated_tokens
-        assert 3 <= len(tokens) < 1500 and tokens == plain(model, PROMPTS[0], GREEDY, max_new_tokens=len(tokens))
+        assert 3 <= len(tokens) < 1500 and tokens == plain(
+            model, PROMPTS[0], GREEDY, max_new_tokens=len(tokens)
+        )
         assert manager.engine.stats().used_blocks == 0
 
 
@@ -575,7 +756,7 @@ def test_a_child_cannot_be_cancelled_alone() -> None:
     config = GenerationConfig(max_new_tokens=1500, do_sample=True, num_return_sequences=2)
     with model.continuous_batching_context_manager(config) as manager:
         name = manager.add_request(PROMPTS[0], request_id="a")
-        with pytest.raises(ValueError, match="cancel 'a'"):
+        with pytest.raises(ValueError, match="cancel the whole request, 'a'"):
             manager.cancel_request("a__child#0")
         with pytest.raises(ValueError, match="'a__child#0' is in use"):
             manager.add_request(PROMPTS[0], request_id="a__child#0")
@@ -601,7 +782,7 @@ def test_ids_that_no_request_has() -> None:
     assert not manager._thread.handlers
 
 
-# -- the model ----------------------------------------------------------------------------------------------------
+# -- the model -----------------------------------------------------------------------------------
 
 
 def test_no_step_in_a_pause_and_no_prefix_of_other_weights_after_it() -> None:
@@ -622,28 +803,34 @@ def test_no_step_in_a_pause_and_no_prefix_of_other_weights_after_it() -> None:
                     parameter.mul_(1.1)
             time.sleep(0.1)
             assert manager.engine.stats().num_steps == steps
-            with pytest.raises(RuntimeError, match="leave `pause`"):
+            with pytest.raises(RuntimeError, match="leave the `pause` context"):
                 manager.stop()
         changed = manager.get_result(manager.add_request(prompt), WAIT)
         manager.cancel_request(running)
         assert manager.get_result(running, WAIT).is_finished()
-        assert manager.engine.stats().num_prefix_hit_tokens - hits <= 40  # of the running one, which began before
+        # of the running one, which began before
+        assert manager.engine.stats().num_prefix_hit_tokens - hits <= 40
     assert first.generated_tokens == again.generated_tokens != changed.generated_tokens
     assert changed.generated_tokens == plain(model, prompt, GREEDY)
 
 
 def test_a_training_step_in_a_pause() -> None:
-    """Steps run in eval mode. At the end the mode is the one that a caller set, else that of the start."""
+    """Steps run in eval mode. At the end the mode is the one that a caller set, else that of the
+    start."""
     model: Any = models.build("gpt2", attn_pdrop=0.5, embd_pdrop=0.5, resid_pdrop=0.5)
     expected = plain(model, PROMPTS[0], GREEDY)
     with model.continuous_batching_context_manager(GREEDY) as manager:
         with manager.pause():
             model.train()
-        assert manager.get_result(manager.add_request(PROMPTS[0]), WAIT).generated_tokens == expected
+        assert (
+            manager.get_result(manager.add_request(PROMPTS[0]), WAIT).generated_tokens == expected
+        )
         assert not any(module.training for module in model.modules())
     assert all(module.training for module in model.modules())
     with model.continuous_batching_context_manager(GREEDY) as manager:
-        assert manager.get_result(manager.add_request(PROMPTS[0]), WAIT).generated_tokens == expected
+        assert (
+            manager.get_result(manager.add_request(PROMPTS[0]), WAIT).generated_tokens == expected
+        )
         with manager.pause():
             model.transformer.train()
     assert [name for name, module in model.named_children() if module.training] == ["transformer"]
@@ -684,16 +871,19 @@ def test_a_manager_does_not_end_in_a_pause(is_hard: bool) -> None:
         stopping.start()
         stopping.join(0.2)
         assert stopping.is_alive() and manager.is_running()
-        assert model.config._attn_implementation == "eager"  # still one that a caller's forward can use
+        # still one that a caller's forward can use
+        assert model.config._attn_implementation == "eager"
         with manager.pause():
             pass
         for block in (False, True):
-            with pytest.raises(RuntimeError, match="leave `pause`"):
+            with pytest.raises(RuntimeError, match="leave the `pause` context"):
                 manager.stop(block, WAIT)
     stopping.join(WAIT)
     assert not stopping.is_alive() and not manager.is_running()
     output = manager.get_result(name, WAIT)
-    assert (output.error is not None) == is_hard and (len(output.generated_tokens) == 1500) != is_hard
+    assert (output.error is not None) == is_hard and (
+        len(output.generated_tokens) == 1500
+    ) != is_hard
     assert model.config._attn_implementation == "paged|eager"
 
 
@@ -705,7 +895,7 @@ def test_a_pause_that_cannot_be_raises(monkeypatch: pytest.MonkeyPatch) -> None:
         with manager.pause():
             pytest.fail("there is nothing to pause")
 
-    with pytest.raises(RuntimeError, match="nothing to pause"):
+    with pytest.raises(RuntimeError, match="call `start` first"):
         pause()  # never started
     step, may_step, is_stepping = manager.engine.step, threading.Event(), threading.Event()
 
@@ -741,18 +931,21 @@ def test_a_pause_that_cannot_be_raises(monkeypatch: pytest.MonkeyPatch) -> None:
         while not manager._thread.pausing:  # it waits for the step in progress
             time.sleep(0.01)
         if then is step:
-            with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:  # as this call does, until Ctrl-C
-                patch.setattr(manager._thread.changed, "wait_for", interrupt)
+            with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
+                # as this call does, until Ctrl-C
+                patch.setattr(manager._thread, "_wait_for", interrupt)
                 pause()
             assert manager._thread.pausing == [pausing.ident]
             manager.stop(block=False, hard_stop=True)
         may_step.set()
         pausing.join(WAIT)
         manager.stop()
-        assert [type(error) for error in found] == [RuntimeError] and "before it could pause" in str(found[0])
+        assert [type(error) for error in found] == [
+            RuntimeError
+        ] and "before it could pause" in str(found[0])
         assert found[0].__cause__ is manager.fatal_error
         assert (manager.fatal_error is not None) == (then is die)
-    with pytest.raises(RuntimeError, match="nothing to pause"):
+    with pytest.raises(RuntimeError, match="call `start` first"):
         pause()  # it has ended
 
 
@@ -765,7 +958,9 @@ def test_the_model_is_left_as_it_was() -> None:
     assert all(module.training for module in model.modules())
     assert model.config._attn_implementation == "paged|sdpa"
     model.config._attn_implementation = "sdpa"
-    assert [o.generated_tokens for o in outputs.values()] == [plain(model, prompt, GREEDY) for prompt in PROMPTS]
+    assert [o.generated_tokens for o in outputs.values()] == [
+        plain(model, prompt, GREEDY) for prompt in PROMPTS
+    ]
     assert all(len(output.generated_tokens) == 8 for output in sampled.values())
     hf_paged.check_integrity(model)
 
@@ -797,7 +992,10 @@ def test_a_manager_is_kept_for_the_next_session() -> None:
     assert len(other["req_2"].generated_tokens) == 3
     twin = copy.deepcopy(model)
     assert twin.init_continuous_batching(GREEDY) is not manager
-    assert model.init_continuous_batching(GREEDY, ContinuousBatchingConfig(max_batch_tokens=64)) is not manager
+    assert (
+        model.init_continuous_batching(GREEDY, ContinuousBatchingConfig(max_batch_tokens=64))
+        is not manager
+    )
     model.destroy_cached_continuous_batching_manager()
     assert manager.engine.memory.stats().used_bytes == 0
     held, kept = weakref.ref(model), weakref.ref(manager)
@@ -846,7 +1044,9 @@ def test_paged_calls_of_generate_are_ours(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(ContinuousMixin, "generate_batch", None)
     inputs = models.padded_prompt("llama")
     expected = model.generate(**inputs, max_new_tokens=5)
-    assert torch.equal(model.generate(**inputs, max_new_tokens=5, cache_implementation="paged"), expected)
+    assert torch.equal(
+        model.generate(**inputs, max_new_tokens=5, cache_implementation="paged"), expected
+    )
     config = GenerationConfig(max_new_tokens=5, cache_implementation="paged")
     monkeypatch.undo()
     output = model.generate_batch([PROMPTS[0]], config)["req_0"]
@@ -864,7 +1064,7 @@ def test_uninstall_gives_the_names_back() -> None:
     assert type(model.init_continuous_batching(GREEDY)) is ContinuousBatchingManager
 
 
-# -- how threads end ----------------------------------------------------------------------------------------------
+# -- how threads end -----------------------------------------------------------------------------
 
 
 def test_managers_that_are_collected_leave_nothing() -> None:
@@ -881,7 +1081,10 @@ def test_managers_that_are_collected_leave_nothing() -> None:
 
 def test_leaving_the_context_by_an_error_does_not_wait_for_requests() -> None:
     model: Any = models.get("llama")
-    with pytest.raises(ZeroDivisionError), model.continuous_batching_context_manager(LONG) as manager:
+    with (
+        pytest.raises(ZeroDivisionError),
+        model.continuous_batching_context_manager(LONG) as manager,
+    ):
         manager.add_requests(PROMPTS * 10)
         raise ZeroDivisionError
     assert not manager.is_running()
@@ -903,7 +1106,9 @@ prompt = list(range(5, 25))
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
     script = RUN + textwrap.dedent(code)
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def test_the_interpreter_ends_with_a_running_manager() -> None:
@@ -920,8 +1125,7 @@ def test_the_interpreter_ends_with_a_running_manager() -> None:
 
 
 def test_an_interrupt_ends_a_batch() -> None:
-    ended = run(
-        """
+    ended = run("""
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
         threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
         try:
@@ -936,15 +1140,13 @@ def test_an_interrupt_ends_a_batch() -> None:
         except KeyboardInterrupt:
             hf_paged.check_integrity(model)
             print("whole")
-        """
-    )
+        """)
     assert ended.returncode == 0 and ended.stdout == "[]\nwhole\n", ended.stderr
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_child_process_has_no_thread_and_can_start_one() -> None:
-    ended = run(
-        """
+    ended = run("""
         manager = model.init_continuous_batching(config)
         manager.start()
         name = manager.add_request(prompt)
@@ -963,8 +1165,7 @@ def test_a_child_process_has_no_thread_and_can_start_one() -> None:
         assert manager.get_result(name).error
         manager.stop()
         print("whole")
-        """
-    )
+        """)
     assert ended.returncode == 0 and ended.stdout == "whole\n", ended.stderr
 
 
@@ -972,7 +1173,10 @@ def test_managers_of_several_threads_share_a_model() -> None:
     model: Any = models.get("llama")
     expected = [plain(model, prompt, GREEDY) for prompt in PROMPTS]
     found: list[Any] = []
-    running = [threading.Thread(target=lambda: found.append(model.generate_batch(PROMPTS, GREEDY))) for _ in range(3)]
+    running = [
+        threading.Thread(target=lambda: found.append(model.generate_batch(PROMPTS, GREEDY)))
+        for _ in range(3)
+    ]
     for thread in running:
         thread.start()
     for thread in running:
@@ -982,7 +1186,7 @@ def test_managers_of_several_threads_share_a_model() -> None:
         assert [output.generated_tokens for output in outputs.values()] == expected
 
 
-# -- configuration ------------------------------------------------------------------------------------------------
+# -- configuration -------------------------------------------------------------------------------
 
 
 def test_every_field_of_the_config_is_mapped_or_left() -> None:
@@ -999,7 +1203,9 @@ def test_the_guide_has_the_tables() -> None:
 def test_what_fields_of_the_config_mean() -> None:
     base = {"block_size": 32}
     assert paged_config(ContinuousBatchingConfig(), base) == hf_paged.PagedConfig(block_size=32)
-    assert paged_config(ContinuousBatchingConfig()) == hf_paged.PagedConfig(block_size=models.BLOCK_SIZE)
+    assert paged_config(ContinuousBatchingConfig()) == hf_paged.PagedConfig(
+        block_size=models.BLOCK_SIZE
+    )
     given = ContinuousBatchingConfig(
         num_blocks=40,
         max_batch_tokens=512,

@@ -1,7 +1,9 @@
-"""Models that accelerate runs under bf16 autocast: prepared by hand, and by `Seq2SeqTrainer(bf16=True)`.
+"""Models that accelerate runs under bf16 autocast: prepared by hand, and by
+`Seq2SeqTrainer(bf16=True)`.
 
-bfloat16 keeps 8 bits, so a random model's best two tokens are often equal, and the order of a sum decides. These models
-have memorized answers, each from its whole prompt, so no choice depends on rounding.
+bfloat16 keeps 8 bits, so a random model's best two tokens are often equal, and the order of a sum
+decides. These models have memorized answers, each from its whole prompt, so no choice depends on
+rounding.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ PADDING = 6  # tokens
 
 @pytest.fixture(autouse=True)
 def no_accelerator_left() -> Iterator[None]:
-    """accelerate keeps its mixed precision in globals, which would affect another test's Accelerator or Trainer."""
+    """accelerate keeps its mixed precision in globals, which would affect another test's
+    Accelerator or Trainer."""
     states = (AcceleratorState, GradientState, PartialState)
     for state in states:  # those of tests of other files
         state._reset_state()
@@ -50,9 +53,9 @@ class Answers(Dataset):
     Prompts that differ in one token, every second left-padded, and an answer to each.
 
     Args:
-        joined (`bool`): Answers follow the prompts, as in training of a decoder-only model, with the loss on the
-            answer. Otherwise they are the labels: of an encoder-decoder model, with the same number of tokens, or, to
-            evaluate a decoder-only model, of the prompt.
+        joined (`bool`): Answers follow the prompts, as in training of a decoder-only model, with
+            the loss on the answer. Otherwise they are the labels: of an encoder-decoder model, with
+            the same number of tokens, or, to evaluate a decoder-only model, of the prompt.
     """
 
     def __init__(self, is_encoder_decoder: bool, joined: bool) -> None:
@@ -73,7 +76,11 @@ class Answers(Dataset):
         return NUM_PROMPTS
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self.ids[index], "attention_mask": self.masks[index], "labels": self.labels[index]}
+        return {
+            "input_ids": self.ids[index],
+            "attention_mask": self.masks[index],
+            "labels": self.labels[index],
+        }
 
 
 def trainer_of(model: PreTrainedModel, folder: Path) -> Seq2SeqTrainer:
@@ -112,14 +119,21 @@ def test_item_02_seq2seq_trainer_bf16(name: str, tmp_path: Path) -> None:
         trainer.train()
         after = [trainer.predict(trainer.eval_dataset, num_beams=num_beams) for num_beams in (1, 3)]
         results[paged] = [before.predictions.shape, *(output.predictions for output in after)]
-        results[paged] += [timeless(output.metrics) for output in (*after, SimpleNamespace(metrics=trainer.evaluate()))]
+        results[paged] += [
+            timeless(output.metrics)
+            for output in (*after, SimpleNamespace(metrics=trainer.evaluate()))
+        ]
         if paged:
             assert hf_paged.last_route(model).road == "engine"
             assert_used_pool(model)
     start = 1 if model.config.is_encoder_decoder else PROMPT_LENGTH
     for plain in results[False][1:3]:
         answers = torch.tensor(plain)[:, start : start + ANSWER_LENGTH]
-        assert_same_tokens(trainer.eval_dataset.answers, answers, "plain does not know the answers: the test is void")
+        assert_same_tokens(
+            trainer.eval_dataset.answers,
+            answers,
+            "plain does not know the answers: the test is void",
+        )
     assert results[True][0] == results[False][0]
     for plain, paged in zip(results[False][1:3], results[True][1:3]):
         assert_same_tokens(torch.tensor(plain), torch.tensor(paged), "predictions")
@@ -164,13 +178,17 @@ def test_item_02_accelerate_bf16(name: str, num_beams: int) -> None:
     expected = model.generate(**inputs, do_sample=False)
     assert set(seen) == {torch.bfloat16}, "no autocast: the test is void"
     hook.remove()
-    assert_same_tokens(data.answers, expected[:, -ANSWER_LENGTH:], "plain does not know the answers: the test is void")
+    assert_same_tokens(
+        data.answers,
+        expected[:, -ANSWER_LENGTH:],
+        "plain does not know the answers: the test is void",
+    )
     assert_same_tokens(expected, model.generate(**inputs, do_sample=False, **models.PAGED))
     assert hf_paged.last_route(model).road == "engine"
     assert_used_pool(model)
 
 
-# ------------------------------------------------------------------------------------------ precision of float32
+# --------------------------------------------------------------------------- precision of float32
 
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -203,7 +221,9 @@ def test_precision_of_float32(name: str) -> None:
         prompt = models.token_ids(1, 9, seed=3)
         expected = model.generate(prompt, do_sample=False, max_new_tokens=NEW)
         with PagedEngine(model, {"block_size": models.BLOCK_SIZE}) as engine:
-            result = engine.generate(prompt.tolist(), {"do_sample": False, "max_new_tokens": NEW})[0]
+            result = engine.generate(prompt.tolist(), {"do_sample": False, "max_new_tokens": NEW})[
+                0
+            ]
         assert result.error is None
         assert result.sequences[0].token_ids == expected[0, 9:].tolist()
     assert_used_pool(model)
@@ -247,7 +267,9 @@ def test_a_trainer_that_turns_on_tf32(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["all", "mkldnn.matmul"])
-def test_inspect_in_another_precision(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_in_another_precision(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     models.config("llama").save_pretrained(tmp_path)
     with default_precision():
         BY_BACKEND[name]()

@@ -7,6 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DeepseekV3ForCausalLM, PreTrainedModel
+
+pytest.importorskip("torchao")
+
 from torchao.quantization import (
     Int8DynamicActivationIntxWeightConfig,
     Int8WeightOnlyConfig,
@@ -14,7 +18,6 @@ from torchao.quantization import (
     PerGroup,
     quantize_,
 )
-from transformers import DeepseekV3ForCausalLM, PreTrainedModel
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
@@ -65,7 +68,8 @@ def test_item_03_torchao(name: str, scheme: str, mode: str) -> None:
 
 @pytest.mark.parametrize("scheme", ["int8", "int4 in eights"])
 def test_torchao_where_latents_are_expanded(scheme: str) -> None:
-    """The weight that expands cached latents is a tensor subclass: it is no plain matrix to absorb."""
+    """The weight that expands cached latents is a tensor subclass: it is no plain matrix to
+    absorb."""
     model = tiny_model(DeepseekV3ForCausalLM)
     eights = IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(8))
     quantize_(model, SCHEMES["int8"]() if scheme == "int8" else eights)
@@ -98,7 +102,9 @@ def test_decode_steps_are_recorded_and_read_the_weights_again(scheme: str) -> No
         with torch.no_grad():
             weight = model.model.layers[0].mlp.up_proj.weight
             names, _ = weight.__tensor_flatten__()
-            scale = next(x for x in (getattr(weight, name) for name in names) if x.is_floating_point())
+            scale = next(
+                x for x in (getattr(weight, name) for name in names) if x.is_floating_point()
+            )
             if change == "in place":
                 scale.mul_(-2.0)
             elif change == "others":
@@ -107,7 +113,9 @@ def test_decode_steps_are_recorded_and_read_the_weights_again(scheme: str) -> No
                 model.model.layers[0].mlp.up_proj = up
         expected = model.generate(**inputs, **options)
         for _ in range(2):
-            assert_same_tokens(expected, model.generate(**inputs, **options, **models.PAGED), str(change))
+            assert_same_tokens(
+                expected, model.generate(**inputs, **options, **models.PAGED), str(change)
+            )
             route = hf_paged.last_route(model)
             assert route is not None and route.num_captured_steps > 10, (change, route)
 

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from accelerate import Accelerator, cpu_offload, disk_offload, dispatch_model
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 from accelerate.utils.operations import convert_outputs_to_fp32
-from liger_kernel.transformers import apply_liger_kernel_to_llama
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama import modeling_llama
@@ -32,7 +31,11 @@ from tests.support import models
 from tests.support.checks import assert_same_tokens
 
 OPTIONS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 10}
-MODES = {"greedy": {}, "beams": {"num_beams": 3}, "samples": {"do_sample": True, "num_return_sequences": 2}}
+MODES = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "samples": {"do_sample": True, "num_return_sequences": 2},
+}
 PROMPTS = [models.token_ids(1, length, seed=length)[0].tolist() for length in (5, 9, 3)]
 
 
@@ -64,7 +67,7 @@ def assert_as_plain(model: PreTrainedModel, road: str = "engine") -> None:
         assert_same_tokens(plain[:, len(prompt) :], torch.tensor([result.token_ids]))
 
 
-# ----------------------------------------------------------------------------------------------------- hooks
+# ------------------------------------------------------------------------------------------ hooks
 
 
 def test_hooks_that_require_gradients() -> None:
@@ -74,7 +77,8 @@ def test_hooks_that_require_gradients() -> None:
 
 
 def test_gradient_checkpointing() -> None:
-    """While active, layers do not cache before 5.24, and plain's tokens are those of a model without a past."""
+    """While active, layers do not cache before 5.24, and plain's tokens are those of a model
+    without a past."""
     model = models.build("llama")
     usual = generate(model)
     enable, disable = "activation_checkpointing_enable", "activation_checkpointing_disable"
@@ -113,14 +117,16 @@ def test_a_hook_of_the_users_own_sees_what_plain_shows_it() -> None:
     assert not torch.equal(expected, usual), "the hook changes nothing: the test is void"
     shapes, seen[:] = list(seen), []
     assert_same_tokens(expected, generate(model, **models.PAGED))
-    assert route_of(model).reason.endswith("there are forward hooks on model.layers.0.mlp")
+    assert route_of(model).reason.endswith(
+        "there are forward hooks on model.layers.0.mlp [troubleshooting.md#hooks]"
+    )
     assert seen == shapes
     handle.remove()
     assert_same_tokens(usual, generate(model, **models.PAGED))
     assert route_of(model).road == "engine"
 
 
-# ----------------------------------------------------------------------------------------------------- forwards
+# --------------------------------------------------------------------------------------- forwards
 
 
 def test_the_classes_own_forward_as_an_attribute() -> None:
@@ -163,7 +169,9 @@ class _SiLUMul:
 
 @pytest.mark.parametrize("patches", ["instance", "classes"])
 def test_liger_kernels(patches: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Liger's Triton kernels do not run on a CPU: its patches are real, the maths of two layers is ours."""
+    """Liger's Triton kernels do not run on a CPU: its patches are real, the maths of two layers is
+    ours."""
+    liger = pytest.importorskip("liger_kernel.transformers")
     monkeypatch.setattr("liger_kernel.transformers.rms_norm.LigerRMSNormFunction", _RMSNorm)
     monkeypatch.setattr("liger_kernel.transformers.swiglu.LigerSiLUMulFunction", _SiLUMul)
     names = ("LlamaRMSNorm", "LlamaMLP")
@@ -173,8 +181,9 @@ def test_liger_kernels(patches: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.build("llama")
     expected = generate(model)
     if patches == "instance":
-        assert_same_tokens(expected, generate(model, **models.PAGED))  # the check must not rely on this afterwards
-    apply_liger_kernel_to_llama(rope=False, model=model if patches == "instance" else None)
+        # the check must not rely on this afterwards
+        assert_same_tokens(expected, generate(model, **models.PAGED))
+    liger.apply_liger_kernel_to_llama(rope=False, model=model if patches == "instance" else None)
     if patches == "classes":
         model = models.build("llama")
         assert type(model.model.norm).__name__ == "LigerRMSNorm"  # type: ignore[union-attr]
@@ -184,7 +193,9 @@ def test_liger_kernels(patches: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_as_plain(model)
 
 
-def replace_mlp(model: PreTrainedModel, forward: Callable[[Callable[..., Tensor], Tensor], Tensor]) -> Any:
+def replace_mlp(
+    model: PreTrainedModel, forward: Callable[[Callable[..., Tensor], Tensor], Tensor]
+) -> Any:
     mlp: Any = model.model.layers[1].mlp  # type: ignore[union-attr]
     own = type(mlp).forward.__get__(mlp)
     mlp.forward = lambda hidden: forward(own, hidden)
@@ -248,7 +259,9 @@ def of_number(own: Any, is_on: int) -> Callable[..., Tensor]:
 
 
 def of_options(own: Any, options: dict[str, int]) -> Callable[..., Tensor]:
-    return lambda hidden: own(hidden) - (hidden.mean((0, 1), keepdim=True) if options["is_on"] else 0)
+    return lambda hidden: (
+        own(hidden) - (hidden.mean((0, 1), keepdim=True) if options["is_on"] else 0)
+    )
 
 
 class Around:
@@ -263,7 +276,16 @@ class Around:
 
 
 @pytest.mark.parametrize(
-    "kind", ["object", "object's object", "object's method", "number", "dict", "module's method", "first an object"]
+    "kind",
+    [
+        "object",
+        "object's object",
+        "object's method",
+        "number",
+        "dict",
+        "module's method",
+        "first an object",
+    ],
 )
 def test_a_switch_of_a_forward_is_checked_again(kind: str) -> None:
     """A variable in its closure or an attribute now makes it depend on the whole batch."""
@@ -340,10 +362,12 @@ def test_blocks_of_another_forward_are_not_served(replaced: str) -> None:
         model.forward = scaled(0.5)
         halved = check()
         model.forward = scaled(0.25)
-    assert not torch.equal(before, halved) and not torch.equal(halved, check()), "nothing changes: the test is void"
+    assert not torch.equal(before, halved) and not torch.equal(halved, check()), (
+        "nothing changes: the test is void"
+    )
 
 
-# ----------------------------------------------------------------------------------------------------- autocast
+# --------------------------------------------------------------------------------------- autocast
 
 
 def cast_inside(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -354,8 +378,8 @@ def cast_inside(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_in_the_forward_is_what_the_call_computes_in(dtype: torch.dtype) -> None:
-    """Blocks in half precision, read in place; not shared with calls without autocast, though nothing outside
-    differs."""
+    """Blocks in half precision, read in place; not shared with calls without autocast, though
+    nothing outside differs."""
     model = models.build("llama")
     plain = generate(model, max_new_tokens=60)
     assert_same_tokens(plain, generate(model, max_new_tokens=60, **models.PAGED))
@@ -388,7 +412,7 @@ def test_autocast_to_another_dtype_gets_blocks_of_its_own() -> None:
     assert hits == [False, True, False, True]
 
 
-# ----------------------------------------------------------------------------------------------------- weights
+# ---------------------------------------------------------------------------------------- weights
 
 
 def on_one_device(model: PreTrainedModel, folder: Path) -> None:
@@ -411,12 +435,16 @@ def partly_on_disk(model: PreTrainedModel, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("place", [on_one_device, offloaded, on_disk, partly_on_disk])
-def test_weights_that_accelerate_places(place: Callable[[PreTrainedModel, Path], None], tmp_path: Path) -> None:
+def test_weights_that_accelerate_places(
+    place: Callable[[PreTrainedModel, Path], None], tmp_path: Path
+) -> None:
     model = models.build("llama")
     expected = generate(copy.deepcopy(model))
     place(model, tmp_path)
     if place is not on_one_device:
-        assert any(weight.is_meta for weight in model.parameters()), "nothing is elsewhere: the test is void"
+        assert any(weight.is_meta for weight in model.parameters()), (
+            "nothing is elsewhere: the test is void"
+        )
     assert_same_tokens(expected, generate(model))
     assert_as_plain(model)
     remove_hook_from_module(model, recurse=True)
@@ -429,10 +457,16 @@ def test_a_checkpoint_loaded_with_a_device_map(tmp_path: Path) -> None:
     """A layer stays on disk, in the checkpoint's safetensors file, and is read for each forward."""
     plain = models.build("llama")
     plain.save_pretrained(tmp_path)
-    places: dict[str, Any] = dict.fromkeys(("model.embed_tokens", "model.layers.0", "model.rotary_emb"), "cpu")
+    places: dict[str, Any] = dict.fromkeys(
+        ("model.embed_tokens", "model.layers.0", "model.rotary_emb"), "cpu"
+    )
     places |= dict.fromkeys(("model.layers.1", "model.norm", "lm_head"), "disk")
-    loaded = LlamaForCausalLM.from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "offload")
-    assert sum(weight.is_meta for weight in loaded.parameters()) == 11, "nothing is on disk: the test is void"
+    loaded = LlamaForCausalLM.from_pretrained(
+        tmp_path, device_map=places, offload_folder=tmp_path / "offload"
+    )
+    assert sum(weight.is_meta for weight in loaded.parameters()) == 11, (
+        "nothing is on disk: the test is void"
+    )
     expected = generate(plain)
     assert_same_tokens(expected, generate(loaded))
     assert_as_plain(loaded)

@@ -1,4 +1,5 @@
-"""TRL's trainers: rollouts between optimizer steps, and generation in a callback, with TRL's patched forward."""
+"""TRL's trainers: rollouts between optimizer steps, and generation in a callback, with TRL's
+patched forward."""
 
 from __future__ import annotations
 
@@ -7,9 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedModel, TrainerCallback
+
+pytest.importorskip("datasets")
+pytest.importorskip("peft")
+pytest.importorskip("trl")
+
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import PreTrainedModel, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
 
 import hf_paged
@@ -17,7 +23,12 @@ from tests.callers.test_callers import assert_used_pool
 from tests.callers.test_mixed_precision import no_accelerator_left  # noqa: F401
 from tests.support import models
 
-PAGED = {"generation_kwargs": {"cache_implementation": "paged", "cache_config": {"block_size": models.BLOCK_SIZE}}}
+PAGED = {
+    "generation_kwargs": {
+        "cache_implementation": "paged",
+        "cache_config": {"block_size": models.BLOCK_SIZE},
+    }
+}
 BATCHES = {"use_transformers_continuous_batching": True}  # by `generate_batch`
 NUM_STEPS, NUM_ROWS = 4, 4
 LENGTHS = (9, 23, 40, 12, 30, 7, 18, 25)  # characters
@@ -58,10 +69,19 @@ def roll_out(
         seen.append(hf_paged.last_route(base))
         return [float(sum(ids) % 17) for ids in completion_ids]
 
-    own = {"num_generations": NUM_ROWS, "max_completion_length": 16, "beta": 0.0, "bf16": False, **COMMON}
+    own = {
+        "num_generations": NUM_ROWS,
+        "max_completion_length": 16,
+        "beta": 0.0,
+        "bf16": False,
+        **COMMON,
+    }
     adapter = arguments.pop("peft_config", None)
-    config = config_class(output_dir=str(folder), **{**own, **arguments, **(road if is_paged else {})})
-    data = Dataset.from_dict({"prompt": [models.corpus()[0] * 3] * 8})  # a later rollout would find its blocks
+    config = config_class(
+        output_dir=str(folder), **{**own, **arguments, **(road if is_paged else {})}
+    )
+    # a later rollout would find its blocks
+    data = Dataset.from_dict({"prompt": [models.corpus()[0] * 3] * 8})
     trainer = trainer_class(
         model=model,
         reward_funcs=reward,
@@ -80,13 +100,16 @@ def roll_out(
 SETUPS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "checkpointing": {"gradient_checkpointing": True},
-    "peft": {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)},
+    "peft": {
+        "peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    },
 }
 TRAINERS = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}
 
 
 @pytest.mark.parametrize(
-    "setup", [pytest.param(name, marks=[] if name == "fp32" else pytest.mark.slow) for name in SETUPS]
+    "setup",
+    [pytest.param(name, marks=[] if name == "fp32" else pytest.mark.slow) for name in SETUPS],
 )
 @pytest.mark.parametrize("name", TRAINERS)
 def test_rollouts_between_steps(name: str, setup: str, tmp_path: Path) -> None:
@@ -111,7 +134,9 @@ def native_names() -> Iterator[None]:
 @pytest.mark.usefixtures("native_names")
 @pytest.mark.parametrize("setup", ["fp32", pytest.param("peft", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", TRAINERS)
-def test_rollouts_by_transformers_continuous_batching(name: str, setup: str, tmp_path: Path) -> None:
+def test_rollouts_by_transformers_continuous_batching(
+    name: str, setup: str, tmp_path: Path
+) -> None:
     """Draws, and so rollouts and losses, equal those of the plain call with the same seed."""
     plain = roll_out(*TRAINERS[name], tmp_path, False, **SETUPS[setup])
     ours = roll_out(*TRAINERS[name], tmp_path, True, road=BATCHES, **SETUPS[setup])
@@ -123,9 +148,12 @@ def test_rollouts_by_transformers_continuous_batching(name: str, setup: str, tmp
 def test_rollouts_in_mixed_precision(tmp_path: Path) -> None:
     """Compares the first rollouts only: a single token that differs changes all later ones."""
     (plain, _), (paged, _) = (
-        roll_out(GRPOTrainer, GRPOConfig, tmp_path, is_paged, bf16=True, temperature=0.3) for is_paged in (False, True)
+        roll_out(GRPOTrainer, GRPOConfig, tmp_path, is_paged, bf16=True, temperature=0.3)
+        for is_paged in (False, True)
     )
-    pairs = [(a, b) for expected, actual in zip(plain[0], paged[0]) for a, b in zip(expected, actual)]
+    pairs = [
+        (a, b) for expected, actual in zip(plain[0], paged[0]) for a, b in zip(expected, actual)
+    ]
     assert sum(a == b for a, b in pairs) / len(pairs) > 0.7
 
 
@@ -137,9 +165,12 @@ class Generates(TrainerCallback):
         self.tokens: list[list[list[int]]] = []
         self.roads: list[str] = []
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: PreTrainedModel, **kwargs: Any) -> None:  # type: ignore[override]
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, model: PreTrainedModel, **kwargs: Any
+    ) -> None:  # type: ignore[override]
         assert model.training
-        inputs = models.padded_prompt("llama", (40, 33, 37, 40))  # their blocks are kept for later calls
+        # their blocks are kept for later calls
+        inputs = models.padded_prompt("llama", (40, 33, 37, 40))
         tokens = model.generate(**inputs, do_sample=True, max_new_tokens=8, **self.options)
         self.tokens.append(tokens.tolist())
         route = hf_paged.last_route(model)
@@ -151,7 +182,9 @@ def test_supervised_training_that_generates_in_a_callback(setup: str, tmp_path: 
     runs: list[tuple[Any, ...]] = []
     for options in ({}, models.PAGED):
         callback = Generates(options)
-        config = SFTConfig(str(tmp_path), max_length=64, bf16=False, gradient_checkpointing=False, **COMMON)
+        config = SFTConfig(
+            str(tmp_path), max_length=64, bf16=False, gradient_checkpointing=False, **COMMON
+        )
         model = models.build("llama")
         trainer = SFTTrainer(
             model=model,

@@ -1,8 +1,9 @@
-"""The page of examples/chat.py in a headless browser. `python -m tests.ecosystem.test_chat FILE [OPTIONS]` takes the
-screenshot for the documentation, with options of the example."""
+"""The page of examples/chat.py in a headless browser. `python -m tests.ecosystem.test_chat FILE
+[OPTIONS]` takes the screenshot for the documentation, with options of the example."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shutil
@@ -26,14 +27,20 @@ from selenium.webdriver.common.keys import Keys  # noqa: E402
 import hf_paged  # noqa: E402
 
 ROOT = Path(hf_paged.__file__).parents[1]
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 DRIVER = shutil.which("chromedriver")
+NO_BROWSER = "needs Chromium and its driver, on Debian: apt-get install chromium chromium-driver"
 FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --window-size=1280,700"
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run"
+    " --disable-background-networking --disable-component-update --disable-sync"
+    " --window-size=1280,700"
 ).split()
-TIME_LIMIT = 200  # seconds, for busy machines
+TIME_LIMIT = 300  # seconds, for busy machines
 QUESTION = "The with statement"
+TRAIN_STEPS = 120  # enough for words, not for sentences
+SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "min_new_tokens": 300}
 
 
 def wait_for(get: Callable[[], Any], seconds: float = TIME_LIMIT) -> Any:
@@ -93,17 +100,33 @@ class Page:
         """The latest answer's text so far."""
         return str(
             self.browser.execute_script(
-                "const all = document.querySelectorAll('[data-testid=bot]');"
-                "return all.length ? all[all.length - 1].innerText.replace('Loading content', '') : ''"
+                "const all = document.querySelectorAll('[data-testid=bot]');return all.length ?"
+                " all[all.length - 1].innerText.replace('Loading content', '') : ''"
             )
         )
 
     def requests(self) -> tuple[int, int, int]:
         """Running, waiting and ended requests, as the page shows them."""
-        text = self.browser.execute_script("return document.getElementById('engine').innerText")
-        found = re.search(r"requests running, waiting, ended\s+(\d+), (\d+), (\d+)", text)
-        assert found is not None, text
+        script = "return document.getElementById('engine')?.innerText ?? ''"
+        pattern = r"requests running, waiting, ended\s+(\d+), (\d+), (\d+)"
+        # it may be drawn later
+        found = wait_for(lambda: re.search(pattern, self.browser.execute_script(script)))
         return int(found[1]), int(found[2]), int(found[3])
+
+    def lengths(self) -> list[int]:
+        """Lengths of the latest answer each time that the page drew it, since `watch`."""
+        return list(self.browser.execute_script("return window.lengths"))
+
+    def watch(self) -> None:
+        """Has the page note each change of the latest answer. The page does it, since a busy
+        machine may draw a whole answer between two looks from here."""
+        self.browser.execute_script(
+            "window.lengths = [];const note = () => {  const all ="
+            " document.querySelectorAll('[data-testid=bot]');  const length = all.length ?"
+            " all[all.length - 1].innerText.length : 0;  if (length !== window.lengths.at(-1))"
+            " window.lengths.push(length);};new MutationObserver(note).observe(document.body,"
+            " {childList: true, subtree: true, characterData: true});"
+        )
 
     def ask(self, question: str) -> None:
         self.box.send_keys(question, Keys.ENTER)
@@ -114,20 +137,42 @@ class Page:
         self.process.wait(TIME_LIMIT)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="needs chromium and chromedriver")
-def test_a_chat_in_a_browser(tmp_path: Path) -> None:
-    page = Page(tmp_path, "--quick", "--max-new-tokens", "2000")
+def save_tuned_model(folder: Path) -> set[str]:
+    """Trains the examples' model, saves it to a folder, and returns the words that it was trained
+    on."""
+    tiny_model, chat = (importlib.import_module(name) for name in ("tiny_model", "chat"))
+    model, tokenizer = tiny_model.trained_model(steps=TRAIN_STEPS)
+    tokenizer.chat_template = chat.TEMPLATE
+    tokenizer.save_pretrained(folder)
+    model.generation_config.update(**SAMPLING)
+    model.save_pretrained(folder)
+    return set(words_of(" ".join(tiny_model.MANUAL.values())))
+
+
+def words_of(text: str) -> list[str]:
+    """Words of at least five letters; shorter ones would often be words by chance."""
+    return re.findall(r"[a-z]{5,}", text.lower())
+
+
+@pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason=NO_BROWSER)
+def test_a_chat_in_a_browser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tuned model answers in words, as they come; closing the page ends its request."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    manual = save_tuned_model(tmp_path / "model")
+    page = Page(tmp_path / "browser", str(tmp_path / "model"), "--max-new-tokens", "600")
     try:
         assert page.requests() == (0, 0, 0)
+        page.watch()
         page.ask(QUESTION)
-        first = wait_for(page.answer)
-        wait_for(lambda: page.answer().startswith(first) and len(page.answer()) > len(first) + 20)  # while it streams
         wait_for(lambda: page.requests() == (0, 0, 1))
-        page.ask("And once more")  # closing a page in the middle of an answer ends its request
+        assert len(page.lengths()) > 5, page.lengths()  # it came in parts
+        words = words_of(page.answer())
+        strange = [word for word in words if word not in manual]
+        assert len(words) > 30 and len(strange) < len(words) / 5, page.answer()
+        page.ask("And once more")
         wait_for(lambda: page.requests()[0] == 1)
         page.browser.refresh()
-        wait_for(lambda: page.all("#engine") and page.requests() == (0, 0, 2))
+        wait_for(lambda: page.requests() == (0, 0, 2))
     finally:
         page.close()
 

@@ -1,4 +1,5 @@
-"""lighteval's transformers backend with `continuous_batching=True`, end to end on a local model and a local task."""
+"""lighteval's transformers backend with `continuous_batching=True`, end to end on a local model and
+a local task."""
 
 from __future__ import annotations
 
@@ -20,6 +21,8 @@ from transformers.generation.continuous_batching import ContinuousMixin
 
 import hf_paged
 from tests.support import models
+
+torch.set_grad_enabled(True)  # lighteval disables gradients in the process that imports it
 
 NUM_ROWS, NEW_TOKENS = 12, 10
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -61,22 +64,29 @@ def plain(model: Any, ids: list[int]) -> list[int]:
 
 @pytest.mark.usefixtures("native_names")
 def test_a_task_by_generate_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The correct answers of every other row are the model's in a plain call, so half are scored as correct."""
-    for name in ("_load_from_files", "_load_from_subdirs"):  # of lighteval's own tasks, one of which downloads a file
+    """The correct answers of every other row are the model's in a plain call, so half are scored as
+    correct."""
+    for name in ("_load_from_files", "_load_from_subdirs"):
+        # of lighteval's own tasks, one of which downloads a file
         monkeypatch.setattr(Registry, name, staticmethod(lambda *args: {}))
     model: Any = models.build("llama")
     tokenizer: Any = models.tokenizer()
-    tokenizer.chat_template = TEMPLATE  # without one, lighteval reads a field that the document lacks
+    # without one, lighteval reads a field that the document lacks
+    tokenizer.chat_template = TEMPLATE
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "model")
     words, rows = models.corpus()[0], []
     for i in range(NUM_ROWS):
         question = words[3 * i : 20 + 7 * i]
-        answer = tokenizer.decode(plain(model, tokenizer(question)["input_ids"]), skip_special_tokens=True)
+        answer = tokenizer.decode(
+            plain(model, tokenizer(question)["input_ids"]), skip_special_tokens=True
+        )
         rows.append({"question": question, "answer": f"not {answer}" if i % 2 else answer})
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "task.py").write_text(TASK.format(folder=str(tmp_path / "data"), new_tokens=NEW_TOKENS))
+    (tmp_path / "task.py").write_text(
+        TASK.format(folder=str(tmp_path / "data"), new_tokens=NEW_TOKENS)
+    )
 
     roads: list[str] = []
     generate_batch: Any = ContinuousMixin.generate_batch
@@ -92,7 +102,8 @@ def test_a_task_by_generate_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         pipeline = Pipeline(
             tasks="local",
             pipeline_parameters=PipelineParameters(
-                launcher_type=ParallelismManager.ACCELERATE, custom_tasks_directory=str(tmp_path / "task.py")
+                launcher_type=ParallelismManager.ACCELERATE,
+                custom_tasks_directory=str(tmp_path / "task.py"),
             ),
             evaluation_tracker=EvaluationTracker(output_dir=str(tmp_path / "out")),
             model_config=TransformersModelConfig(
@@ -105,7 +116,9 @@ def test_a_task_by_generate_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         )
         pipeline.evaluate()
     assert roads and set(roads) == {"engine"}
-    details = [row for rows in pipeline.evaluation_tracker.details_logger.details.values() for row in rows]
+    details = [
+        row for rows in pipeline.evaluation_tracker.details_logger.details.values() for row in rows
+    ]
     assert len(details) == NUM_ROWS
     for row in details:
         response = row.model_response

@@ -49,20 +49,51 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def evaluate(folder: Path, name: str, *options: str, run: tuple[str, ...] = ()) -> tuple[Any, list[Any]]:
+def evaluate(
+    folder: Path, name: str, *options: str, run: tuple[str, ...] = ()
+) -> tuple[Any, list[Any]]:
     """Scores and answers."""
-    command = [sys.executable, "-m", *run, "lm_eval", "run", "--model", "hf", "--tasks", "continues"]
+    command = [
+        sys.executable,
+        "-m",
+        *run,
+        "lm_eval",
+        "run",
+        "--model",
+        "hf",
+        "--tasks",
+        "continues",
+    ]
     model = f"pretrained={folder / 'model'},dtype=float32"
-    where = ["--model_args", model, "--include_path", str(folder), "--output_path", str(folder / name)]
+    where = [
+        "--model_args",
+        model,
+        "--include_path",
+        str(folder),
+        "--output_path",
+        str(folder / name),
+    ]
     others = ["--device", "cpu", "--batch_size", "4", "--log_samples"]
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "home")}
+    env = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "HF_HOME": str(folder / "home"),
+    }
     env |= {"OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
-        [*command, *where, *others, *options], cwd=ROOT, env=env, capture_output=True, encoding="utf-8", timeout=300
+        [*command, *where, *others, *options],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=300,
     )
     printed = ended.stdout + ended.stderr
     assert ended.returncode == 0, printed
-    [results], [samples] = ((folder / name).rglob(pattern) for pattern in ("results*.json", "samples*.jsonl"))
+    [results], [samples] = (
+        (folder / name).rglob(pattern) for pattern in ("results*.json", "samples*.jsonl")
+    )
     answers = [json.loads(line)["resps"] for line in samples.read_text().splitlines()]
     return json.loads(results.read_text())["results"]["continues"], answers
 
@@ -72,7 +103,9 @@ def test_scores_are_equal(folder: Path) -> None:
     run = "hf_paged", "run", "--set", "block_size=32"
     paged = evaluate(folder, "paged", "--gen_kwargs", "cache_implementation=paged", run=run)
     assert paged == (scores, answers)
-    assert any(value == pytest.approx(2 / 3) for value in scores.values() if isinstance(value, float))
+    assert any(
+        value == pytest.approx(2 / 3) for value in scores.values() if isinstance(value, float)
+    )
 
 
 @pytest.mark.slow

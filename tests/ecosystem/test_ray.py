@@ -1,4 +1,5 @@
-"""`hf_paged.ray`: Ray Data and Ray Serve over engines in separate processes; tokens equal plain `generate`'s."""
+"""`hf_paged.ray`: Ray Data and Ray Serve over engines in separate processes; tokens equal plain
+`generate`'s."""
 
 from __future__ import annotations
 
@@ -19,6 +20,9 @@ import numpy as np
 import pytest
 
 pytest.importorskip("ray")
+pytest.importorskip("httpx")
+pytest.importorskip("pandas")
+pytest.importorskip("pyarrow")
 import httpx
 import pandas as pd
 import pyarrow as pa
@@ -36,7 +40,14 @@ GREEDY = {"do_sample": False, "max_new_tokens": 10}
 SAMPLES = {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 6}
 ENGINE = {"config": {"block_size": 8, "num_blocks": 256}}
 ADDED = [
-    *("generated_text", "generated_tokens", "num_input_tokens", "num_generated_tokens", "finish_reason", "sequences"),
+    *(
+        "generated_text",
+        "generated_tokens",
+        "num_input_tokens",
+        "num_generated_tokens",
+        "finish_reason",
+        "sequences",
+    ),
     *("prompt_logprobs", "prompt_top_logprobs", ERROR),
 ]
 
@@ -47,7 +58,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = str(tmp_path_factory.mktemp("model"))
     models.get("llama").save_pretrained(path)
     tokenizer = copy.deepcopy(models.tokenizer())
-    tokenizer.chat_template = "{% for message in messages %}{{ message.role[:1] + message.content }}{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message.role[:1] + message.content }}{% endfor %}"
+    )
     tokenizer.save_pretrained(path)
     return path
 
@@ -57,7 +70,12 @@ def cluster() -> Iterator[None]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     for is_last in (False, False, True):
         try:
-            ray.init(num_cpus=2, include_dashboard=False, object_store_memory=150 * 2**20, log_to_driver=False)
+            ray.init(
+                num_cpus=2,
+                include_dashboard=False,
+                object_store_memory=150 * 2**20,
+                log_to_driver=False,
+            )
             break
         except Exception:  # it waits for 30 seconds, which a busy machine may exceed
             if is_last:
@@ -77,7 +95,7 @@ def tokens_of(row: dict[str, Any]) -> list[list[int]]:
     return [list(map(int, sequence["token_ids"])) for sequence in row["sequences"]]
 
 
-# --------------------------------------------------------------------------------------------------- batches
+# ---------------------------------------------------------------------------------------- batches
 
 
 def as_numpy(columns: dict[str, list[Any]]) -> dict[str, np.ndarray]:
@@ -89,7 +107,8 @@ def as_numpy(columns: dict[str, list[Any]]) -> dict[str, np.ndarray]:
 
 def as_pandas(columns: dict[str, list[Any]]) -> pd.DataFrame:
     frame = pd.DataFrame(columns)
-    return frame.astype({"seed": "Int64"}) if "seed" in columns else frame  # else a missing value makes all floats
+    # else a missing value makes all floats
+    return frame.astype({"seed": "Int64"}) if "seed" in columns else frame
 
 
 @pytest.mark.parametrize("form", [as_numpy, as_pandas, pa.table])
@@ -97,7 +116,13 @@ def test_batches_in_every_format(folder: str, form: Any) -> None:
     texts = prompts(9, 5, 12, 2100, 7)
     columns = {
         "prompt": [np.array(text) if form is as_numpy else text for text in texts],
-        "generation_config": [None, {"max_new_tokens": 4}, None, None, {"do_sample": True, "num_return_sequences": 2}],
+        "generation_config": [
+            None,
+            {"max_new_tokens": 4},
+            None,
+            None,
+            {"do_sample": True, "num_return_sequences": 2},
+        ],
         "seed": [None, 1, 2, 3, 2**62],
         "generated_text": ["an", "older", "column", "of", "this name"],
         "kept": [0.5, 1.5, 2.5, 3.5, 4.5],
@@ -110,26 +135,44 @@ def test_batches_in_every_format(folder: str, form: Any) -> None:
     for row, text, own, seed in zip(rows, texts, columns["generation_config"], columns["seed"]):
         if len(text) == 2100:
             assert row[ERROR].startswith("OutOfBlocksError: ") and "num_blocks" in row[ERROR]
-            assert (row["generated_text"], row["generated_tokens"], row["finish_reason"]) == (None, [], "error")
+            assert (row["generated_text"], row["generated_tokens"], row["finish_reason"]) == (
+                None,
+                [],
+                "error",
+            )
             continue
         assert row[ERROR] == ""
         assert tokens_of(row) == plain(text, {**GREEDY, **(own or {})}, seed)
         assert row["generated_tokens"] == tokens_of(row)[0]
-        assert row["generated_text"] == models.tokenizer().decode(row["generated_tokens"], skip_special_tokens=True)
-        assert (row["num_input_tokens"], row["num_generated_tokens"]) == (len(text), len(row["generated_tokens"]))
+        assert row["generated_text"] == models.tokenizer().decode(
+            row["generated_tokens"], skip_special_tokens=True
+        )
+        assert (row["num_input_tokens"], row["num_generated_tokens"]) == (
+            len(text),
+            len(row["generated_tokens"]),
+        )
     predictor.engine.check_integrity()
     assert predictor.engine.stats().used_blocks == 0
 
 
 def test_batches_that_are_odd(folder: str) -> None:
-    predictor = LLMPredictor(folder, GREEDY, engine_kwargs=ENGINE, prompt_column="text", row_options=("priority",))
+    predictor = LLMPredictor(
+        folder, GREEDY, engine_kwargs=ENGINE, prompt_column="text", row_options=("priority",)
+    )
     empty = predictor({"text": np.array([], dtype=object)})
-    full = predictor({"text": np.array(["bade cifo", "", None], dtype=object), "seed": np.array(["not", "read", "!"])})
+    full = predictor(
+        {
+            "text": np.array(["bade cifo", "", None], dtype=object),
+            "seed": np.array(["not", "read", "!"]),
+        }
+    )
     assert empty.num_rows == 0 and [empty.schema.field(name).type for name in ADDED] == [
         full.schema.field(name).type for name in ADDED
     ]
     first, *refused = full.to_pylist()
-    assert first["generated_tokens"] == plain(models.tokenizer()("bade cifo")["input_ids"], GREEDY)[0]
+    assert (
+        first["generated_tokens"] == plain(models.tokenizer()("bade cifo")["input_ids"], GREEDY)[0]
+    )
     assert [row[ERROR].partition(":")[0] for row in refused] == ["ValueError"] * 2
     with pytest.raises(ValueError, match="no `text`: set `prompt_column`"):
         predictor({"prompt": np.array(["a"])})
@@ -145,7 +188,9 @@ def test_batches_that_are_odd(folder: str) -> None:
 def test_chats_and_log_probabilities(folder: str, form: Any) -> None:
     user, system = {"role": "user", "content": "bade cifo"}, {"role": "system", "content": "dugi"}
     options = {"return_logprobs": True, "prompt_logprobs": True, "top_logprobs": 2}
-    predictor = LLMPredictor(folder, GREEDY, engine_kwargs=ENGINE, prompt_column="messages", **options)
+    predictor = LLMPredictor(
+        folder, GREEDY, engine_kwargs=ENGINE, prompt_column="messages", **options
+    )
     rows = predictor(form({"messages": [[user], [system, user]]})).to_pylist()
     for row, text in zip(rows, ["ubade cifo", "sdugiubade cifo"]):
         prompt = models.tokenizer()(text)["input_ids"]
@@ -162,7 +207,9 @@ def test_chats_and_log_probabilities(folder: str, form: Any) -> None:
 
 
 def assert_close(found: Any, expected: Any) -> None:
-    np.testing.assert_allclose(np.array(found, dtype=float), np.array(expected, dtype=float), rtol=1e-4)
+    np.testing.assert_allclose(
+        np.array(found, dtype=float), np.array(expected, dtype=float), rtol=1e-4
+    )
 
 
 def test_what_cannot_be_a_model(folder: str, tmp_path: Path) -> None:
@@ -182,7 +229,9 @@ def test_a_device_that_is_lost_is_no_row_s_fault(folder: str) -> None:
     def lose(*_: Any) -> None:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    predictor, server = (cls(folder, GREEDY, engine_kwargs=ENGINE) for cls in (LLMPredictor, LLMServer))
+    predictor, server = (
+        cls(folder, GREEDY, engine_kwargs=ENGINE) for cls in (LLMPredictor, LLMServer)
+    )
     server.check_health()
     for worker in (predictor, server):
         worker.engine.model.model.norm.register_forward_pre_hook(lose)
@@ -197,7 +246,7 @@ def test_a_device_that_is_lost_is_no_row_s_fault(folder: str) -> None:
         server.check_health()
 
 
-# --------------------------------------------------------------------------------------------------- Ray Data
+# --------------------------------------------------------------------------------------- Ray Data
 
 
 def test_map_batches(folder: str, cluster: None) -> None:
@@ -214,7 +263,9 @@ def test_map_batches(folder: str, cluster: None) -> None:
         batch_size=3,
         batch_format="pyarrow",
     )
-    here = LLMPredictor(folder, GREEDY, engine_kwargs=ENGINE)(pa.Table.from_pylist(rows)).to_pylist()
+    here = LLMPredictor(folder, GREEDY, engine_kwargs=ENGINE)(
+        pa.Table.from_pylist(rows)
+    ).to_pylist()
     for first, second, row in zip(ds.take_all(), here, rows, strict=True):
         assert first[ERROR] == second[ERROR] == ""
         options = {**GREEDY, **row["generation_config"]}
@@ -240,7 +291,10 @@ def test_a_killed_worker_loses_no_row(folder: str, cluster: None, tmp_path: Path
             return super().__call__(batch)
 
     texts = prompts(*(3 + i % 20 for i in range(200)))
-    rows = [{"id": i, "prompt": text, "seed": i, "generation_config": SAMPLES} for i, text in enumerate(texts)]
+    rows = [
+        {"id": i, "prompt": text, "seed": i, "generation_config": SAMPLES}
+        for i, text in enumerate(texts)
+    ]
     for row in rows[::3]:
         row["generation_config"] = {}
     ds = ray.data.from_items(rows, override_num_blocks=20).map_batches(
@@ -257,7 +311,9 @@ def test_a_killed_worker_loses_no_row(folder: str, cluster: None, tmp_path: Path
     assert [row["id"] for row in found] == list(range(200))
     for row, given in zip(found, rows):
         options = {**GREEDY, **given["generation_config"]}
-        assert row[ERROR] == "" and tokens_of(row) == plain(given["prompt"], options, given["seed"]), row
+        assert row[ERROR] == "" and tokens_of(row) == plain(
+            given["prompt"], options, given["seed"]
+        ), row
 
 
 @pytest.mark.slow
@@ -265,18 +321,22 @@ def test_a_model_that_is_refused_says_so(cluster: None) -> None:
     def broken() -> hf_paged.PagedEngine:
         return hf_paged.PagedEngine(models.build("t5").get_encoder())
 
-    ds = ray.data.from_items([{"prompt": [5, 6]}]).map_batches(LLMPredictor, fn_constructor_args=(broken,))
+    ds = ray.data.from_items([{"prompt": [5, 6]}]).map_batches(
+        LLMPredictor, fn_constructor_args=(broken,)
+    )
     with pytest.raises(Exception, match="cannot generate"):
         ds.take_all()
 
 
-# --------------------------------------------------------------------------------------------------- Ray Serve
+# -------------------------------------------------------------------------------------- Ray Serve
 
 
 @pytest.fixture(scope="module")
 def replica(folder: str, cluster: None) -> Iterator[Any]:
     serve.start(http_options={"host": "127.0.0.1", "port": PORT})
-    deployment = serve.deployment(LLMServer, max_ongoing_requests=64, ray_actor_options={"num_cpus": 1})
+    deployment = serve.deployment(
+        LLMServer, max_ongoing_requests=64, ray_actor_options={"num_cpus": 1}
+    )
     yield serve.run(deployment.bind(folder, GREEDY, engine_kwargs=ENGINE))
     serve.shutdown()
 
@@ -296,10 +356,13 @@ def wait_for(is_true: Any, what: str) -> None:
 
 @pytest.mark.slow
 def test_serve(replica: Any) -> None:
-    """Through a handle and over HTTP: streamed, whole, 8 at once, refused, and abandoned half-way."""
+    """Through a handle and over HTTP: streamed, whole, 8 at once, refused, and abandoned
+    half-way."""
     texts = prompts(*range(4, 12))
     outputs = list(replica.options(stream=True).generate.remote(texts[0], {"max_new_tokens": 5}))
-    assert [output.new_tokens[0] for output in outputs] == plain(texts[0], {**GREEDY, "max_new_tokens": 5})[0]
+    assert [output.new_tokens[0] for output in outputs] == plain(
+        texts[0], {**GREEDY, "max_new_tokens": 5}
+    )[0]
     assert outputs[-1].finished and not outputs[0].finished
 
     async def ask(client: httpx.AsyncClient, text: list[int]) -> list[int]:
@@ -308,7 +371,10 @@ def test_serve(replica: Any) -> None:
             assert response.headers["content-type"].startswith("text/event-stream")
             async for line in response.aiter_lines():
                 events += [json.loads(line.removeprefix("data: "))] if line else []
-        assert "".join(event["text"] for event in events) == events[-1]["result"]["sequences"][0]["text"]
+        assert (
+            "".join(event["text"] for event in events)
+            == events[-1]["result"]["sequences"][0]["text"]
+        )
         return [event["new_tokens"]["0"] for event in events]
 
     async def at_once() -> list[list[int]]:
@@ -346,19 +412,26 @@ def test_serve_ends_what_is_not_read(replica: Any) -> None:
         lines = response.iter_lines()  # closing the iterator closes the response
         assert next(lines).startswith("data: ")
         assert stats().num_running == 1
-    wait_for(lambda: stats().num_running == stats().used_blocks == 0, "a dropped client's request goes on")
-    outputs = replica.options(stream=True).generate.remote(LONG["prompt"], LONG["generation_config"])
+    wait_for(
+        lambda: stats().num_running == stats().used_blocks == 0,
+        "a dropped client's request goes on",
+    )
+    outputs = replica.options(stream=True).generate.remote(
+        LONG["prompt"], LONG["generation_config"]
+    )
     next(iter(outputs))
     outputs.cancel()
     wait_for(lambda: stats().num_running == stats().used_blocks == 0, "a cancelled request goes on")
     generated = stats().num_generated_tokens
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(URL, json={**LONG, "stream": False}, timeout=0.3)
-    wait_for(lambda: stats().num_generated_tokens > generated and stats().used_blocks == 0, "it goes on")
+    wait_for(
+        lambda: stats().num_generated_tokens > generated and stats().used_blocks == 0, "it goes on"
+    )
     assert stats().num_generated_tokens < generated + 2000
 
 
-# --------------------------------------------------------------------------------------------------- the guide
+# -------------------------------------------------------------------------------------- the guide
 
 
 def blocks_of_the_guide(heading: str, folder: str) -> str:
@@ -371,18 +444,26 @@ def blocks_of_the_guide(heading: str, folder: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_guide_on_ray_data(folder: str, cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_guide_on_ray_data(
+    folder: str, cluster: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     names: dict[str, Any] = {}
     exec(blocks_of_the_guide("Ray Data", folder), names)
     lines = capsys.readouterr().out.splitlines()
     tokenizer = models.tokenizer()
     for seed, (line, prompt) in enumerate(zip(lines, names["prompts"], strict=True)):
-        [tokens] = plain(tokenizer(prompt)["input_ids"], {"max_new_tokens": 64, "do_sample": True}, seed)
+        [tokens] = plain(
+            tokenizer(prompt)["input_ids"], {"max_new_tokens": 64, "do_sample": True}, seed
+        )
         assert line == f"{seed} {tokenizer.decode(tokens, skip_special_tokens=True)} "
 
 
 @pytest.mark.slow
-def test_the_guide_on_ray_serve(folder: str, replica: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_guide_on_ray_serve(
+    folder: str, replica: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     exec(blocks_of_the_guide("Ray Serve", folder), {})
-    [tokens] = plain(models.tokenizer()("uHello")["input_ids"], {"max_new_tokens": 64, "do_sample": False})
+    [tokens] = plain(
+        models.tokenizer()("uHello")["input_ids"], {"max_new_tokens": 64, "do_sample": False}
+    )
     assert models.tokenizer().decode(tokens, skip_special_tokens=True) in capsys.readouterr().out

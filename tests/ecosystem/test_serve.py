@@ -1,8 +1,10 @@
-"""`python -m hf_paged run --engine transformers serve`: a server on loopback, queried by the `openai` client."""
+"""`python -m hf_paged run --engine transformers serve`: a server on loopback, queried by the
+`openai` client."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -18,24 +20,22 @@ from typing import Any
 import pytest
 
 openai = pytest.importorskip("openai")
-for _package in ("fastapi", "uvicorn", "prometheus_client"):
+for _package in ("fastapi", "httpx", "uvicorn", "prometheus_client"):
     pytest.importorskip(_package)
 
 import httpx  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from fastapi.testclient import TestClient  # noqa: E402
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 from transformers.cli.serving import chat_completion  # noqa: E402
-from transformers.cli.serving.model_manager import ModelManager  # noqa: E402
 
 import hf_paged  # noqa: E402
 from hf_paged.tools import serving  # noqa: E402
 
 from ..support import models  # noqa: E402
+from .served_app import TEMPLATE, save_text_model, served  # noqa: E402
 
 ROOT = Path(hf_paged.__file__).parents[1]
-TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 PROMPTS = [f"{models.corpus()[i % len(models.corpus())]} {i}" for i in range(32)]
 TIME_LIMIT = 300  # seconds, for busy machines
 NUM_BLOCKS = 512
@@ -49,17 +49,43 @@ class Server:
             taken.bind(("127.0.0.1", 0))
             port = taken.getsockname()[1]
         self.folder, self.url = str(folder), f"http://127.0.0.1:{port}"
-        run = "-m", "hf_paged", "run", "--engine", "--set", f"num_blocks={NUM_BLOCKS}", "--set", "block_size=8"
-        serve = "transformers", "serve", self.folder, "--device", "cpu", "--host", "127.0.0.1", "--port", str(port)
+        run = (
+            "-m",
+            "hf_paged",
+            "run",
+            "--engine",
+            "--set",
+            f"num_blocks={NUM_BLOCKS}",
+            "--set",
+            "block_size=8",
+        )
+        serve = (
+            "transformers",
+            "serve",
+            self.folder,
+            "--device",
+            "cpu",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+        )
         self.log = (folder / "log.txt").open("w+")
         self.process = subprocess.Popen(
             [sys.executable, *run, *options, *serve],
             cwd=ROOT,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                "HF_HUB_OFFLINE": "1",
+                "HF_HOME": str(folder / "empty"),
+                "OMP_NUM_THREADS": "1",
+            },
             stdout=self.log,
             stderr=subprocess.STDOUT,
         )
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=TIME_LIMIT, max_retries=0)
+        self.client = openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key="none", timeout=TIME_LIMIT, max_retries=0
+        )
         wait_for(lambda: self.process.poll() is not None or self.is_healthy(), self.told)
         assert self.process.poll() is None, self.told()
 
@@ -75,13 +101,18 @@ class Server:
     def metrics(self) -> dict[str, float]:
         """Values by name, and by use for metrics of blocks."""
         text = httpx.get(f"{self.url}/metrics", timeout=TIME_LIMIT).text
-        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        samples = [
+            sample for family in text_string_to_metric_families(text) for sample in family.samples
+        ]
         return {sample.name + sample.labels.get("use", ""): sample.value for sample in samples}
 
     def blocks_held(self) -> float:
         now = self.metrics()
         names = "hf_paged_kv_cache_blocksone_sequence", "hf_paged_kv_cache_blocksshared"
-        return sum(now[name] for name in (*names, "hf_paged_num_requests_running", "hf_paged_num_requests_waiting"))
+        return sum(
+            now[name]
+            for name in (*names, "hf_paged_num_requests_running", "hf_paged_num_requests_waiting")
+        )
 
     def chat(self, prompt: str, **options: Any) -> Any:
         options = {"max_tokens": 12, "temperature": 0, **options}
@@ -96,7 +127,9 @@ class Server:
         self.process.send_signal(signal.SIGINT)
         try:
             self.process.wait(TIME_LIMIT)
-            assert "Finished server process" in self.told() and "Traceback" not in self.told(), self.told()
+            assert "Finished server process" in self.told() and "Traceback" not in self.told(), (
+                self.told()
+            )
         finally:
             self.process.kill()
             self.log.close()
@@ -133,7 +166,9 @@ def plain(folder: str, prompt: str, **options: Any) -> str:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     messages = [{"role": "user", "content": prompt}]
-    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    inputs = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
     options = {"max_new_tokens": 12, "do_sample": False, **options}
     with torch.no_grad():
         ids = model.generate(**inputs, **options, tokenizer=tokenizer)
@@ -157,7 +192,11 @@ def test_chat_and_completions(server: Server) -> None:
 
 def test_each_request_has_its_own_options(server: Server) -> None:
     """The first one's options do not affect the others, and a seed belongs to its request."""
-    sampled = {"temperature": 0.9, "top_p": 0.9, "extra_body": {"generation_config": '{"do_sample": true}'}}
+    sampled = {
+        "temperature": 0.9,
+        "top_p": 0.9,
+        "extra_body": {"generation_config": '{"do_sample": true}'},
+    }
     torch.manual_seed(7)
     expected = plain(server.folder, PROMPTS[2], do_sample=True, temperature=0.9, top_p=0.9)
     greedy = plain(server.folder, PROMPTS[2])
@@ -170,7 +209,11 @@ def test_each_request_has_its_own_options(server: Server) -> None:
     penalised = plain(server.folder, PROMPTS[2], repetition_penalty=1.9)
     assert server.answer(PROMPTS[2], frequency_penalty=0.9) == penalised != greedy
     stop = greedy.split()[2]
-    assert server.answer(PROMPTS[2], stop=[stop]) == plain(server.folder, PROMPTS[2], stop_strings=[stop]) != greedy
+    assert (
+        server.answer(PROMPTS[2], stop=[stop])
+        == plain(server.folder, PROMPTS[2], stop_strings=[stop])
+        != greedy
+    )
 
 
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
@@ -193,43 +236,39 @@ MALFORMED = [
 @pytest.mark.parametrize("change", [*MALFORMED, None], ids=str)
 def test_malformed_requests_are_refused(server: Server, change: dict[str, Any] | None) -> None:
     body: Any = b"{no json" if change is None else None
-    json = None if change is None else {"model": server.folder, **BODY, **change}
-    answer = httpx.post(f"{server.url}/v1/chat/completions", content=body, json=json, timeout=TIME_LIMIT)
+    fields = None if change is None else {"model": server.folder, **BODY, **change}
+    answer = httpx.post(
+        f"{server.url}/v1/chat/completions", content=body, json=fields, timeout=TIME_LIMIT
+    )
     assert 400 <= answer.status_code < 500, answer.text
     assert "Traceback" not in answer.text and len(answer.text) > 20
     assert server.is_healthy() and server.answer(PROMPTS[0]) and server.blocks_held() == 0
 
 
-def test_only_the_bodys_errors_are_the_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_bodys_errors_are_the_clients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """... and errors of the app pass on to the server, which answers 500 and logs them."""
-    save(tmp_path)
-    monkeypatch.setattr(serving.utils, "CBGenerateManager", serving.EngineGenerateManager)
-    model_manager, state = ModelManager(device="cpu", model_timeout=-1), serving.EngineGenerationState()
-    chat = chat_completion.ChatCompletionHandler(model_manager, state)
-    others = dict.fromkeys(("completion_handler", "response_handler", "transcription_handler", "systemone_handler"))
-    others["completion_handler"] = others["response_handler"] = chat
-    app = serving.build_server(model_manager, chat, generation_state=state, **others)
+    save_text_model(tmp_path)
 
     def broken(*args: Any, **kwargs: Any) -> Any:
         raise KeyError("a bug")
 
-    body = {"model": str(tmp_path), **BODY}
-    with TestClient(app) as client:
-        try:
-            assert client.post("/v1/chat/completions", json=body).status_code == 200
-            assert client.post("/v1/chat/completions", json={**body, "messages": None}).status_code == 400
-            lists = "list_models" if hasattr(model_manager, "list_models") else "get_gen_models"  # before 5.24
-            monkeypatch.setattr(model_manager, lists, broken)
-            with pytest.raises(KeyError, match="a bug"):
-                client.get("/v1/models")
-            monkeypatch.setattr(chat_completion, "CompletionUsage", broken)  # after the request was served
-            with pytest.raises(KeyError, match="a bug"):
-                client.post("/v1/chat/completions", json=body)
-            monkeypatch.setattr(model_manager, "load_model_and_processor", serving._loading(broken))
-            with pytest.raises(KeyError, match="a bug"):
-                client.post("/v1/chat/completions", json={**body, "messages": None})
-        finally:
-            state.shutdown()
+    with served(tmp_path) as app:
+        assert app.post(**BODY).status_code == 200
+        assert app.post(**{**BODY, "messages": None}).status_code == 400
+        # before 5.24
+        lists = "list_models" if hasattr(app.manager, "list_models") else "get_gen_models"
+        monkeypatch.setattr(app.manager, lists, broken)
+        with pytest.raises(KeyError, match="a bug"):
+            app.client.get("/v1/models")
+        # after the request was served
+        monkeypatch.setattr(chat_completion, "CompletionUsage", broken)
+        with pytest.raises(KeyError, match="a bug"):
+            app.post(**BODY)
+        monkeypatch.setattr(app.manager, "load_model_and_processor", serving._loading(broken))
+        with pytest.raises(KeyError, match="a bug"):
+            app.post(**{**BODY, "messages": None})
 
 
 def test_clients_that_send_one_id_get_their_own_answers(server: Server) -> None:
@@ -254,6 +293,74 @@ def test_a_client_that_is_gone_frees_its_blocks(server: Server) -> None:
     assert now["hf_paged_kv_cache_max_blocks"] == NUM_BLOCKS
 
 
+def test_a_client_that_leaves_without_a_stream_ends_its_request(server: Server) -> None:
+    before = server.metrics()
+    body = json.dumps(
+        {"model": server.folder, "messages": BODY["messages"], "max_tokens": 4000}
+    ).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n"
+    port = int(server.url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+        wait_for(lambda: server.blocks_held() > 1, server.told)
+    wait_for(lambda: server.blocks_held() == 0, server.told)
+    now = server.metrics()
+    assert now["hf_paged_requests_finished_total"] == before["hf_paged_requests_finished_total"] + 1
+    tokens = "hf_paged_generation_tokens_total"
+    assert 0 < now[tokens] - before[tokens] < 4000  # it did not run to its end
+    assert server.is_healthy() and server.answer(PROMPTS[0])
+
+
+def test_models_are_listed_without_a_hub_cache(server: Server) -> None:
+    server.answer(PROMPTS[0])
+    assert server.folder in [model.id for model in server.client.models.list().data]
+
+
+def test_choices_and_logprobs_of_the_openai_client(server: Server) -> None:
+    options: dict[str, Any] = {
+        "n": 3,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "temperature": 0.9,
+        "seed": 5,
+    }
+    answer = server.chat(PROMPTS[0], **options)
+    texts = [choice.message.content for choice in answer.choices]
+    assert len(set(texts)) == 3 and answer.usage.completion_tokens == 36
+    for choice in answer.choices:
+        assert (
+            len(choice.logprobs.content) == 12 and len(choice.logprobs.content[0].top_logprobs) == 2
+        )
+    pieces, logprobs = ["", "", ""], [0, 0, 0]
+    for chunk in server.chat(
+        PROMPTS[0], stream=True, stream_options={"include_usage": True}, **options
+    ):
+        for each in chunk.choices:
+            pieces[each.index] += each.delta.content or ""
+            logprobs[each.index] += len(each.logprobs.content) if each.logprobs is not None else 0
+    assert pieces == texts and logprobs == [12] * 3 and chunk.usage.completion_tokens == 36
+    completion = server.client.completions.create(
+        model=server.folder, prompt=PROMPTS[1], logprobs=2, n=2, max_tokens=4
+    )
+    assert [len(choice.logprobs.tokens) for choice in completion.choices] == [4, 4]
+    config = {
+        "generation_config": '{"do_sample": true, "num_return_sequences": 2, "max_new_tokens": 4}'
+    }
+    assert len(server.chat(PROMPTS[0], extra_body=config).choices) == 2
+    with pytest.raises(openai.BadRequestError, match=r"`presence_penalty` is 0\.5"):
+        server.chat(PROMPTS[0], presence_penalty=0.5)
+
+
+def test_tenants_of_the_openai_client_share_no_prefix(server: Server) -> None:
+    def hits(**options: Any) -> float:
+        before = server.metrics()["hf_paged_prefix_cache_hit_tokens_total"]
+        server.answer("a question that tenants have in common " * 2, **options)
+        return server.metrics()["hf_paged_prefix_cache_hit_tokens_total"] - before
+
+    salts = [{"extra_headers": {"x-cache-salt": name}} for name in ("one", "one", "two")]
+    assert [hits(**salt) > 0 for salt in salts] == [False, True, False]
+
+
 def test_many_at_once_get_what_each_gets_alone(server: Server) -> None:
     alone = [server.answer(prompt) for prompt in PROMPTS]
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
@@ -263,9 +370,14 @@ def test_many_at_once_get_what_each_gets_alone(server: Server) -> None:
 
 @pytest.mark.slow
 def test_throughput(tmp_path: Path) -> None:
-    """32 concurrent requests take at most a third of the time of sequential ones: a model of 100 million parameters in
-    bfloat16, whose weights are read once per step."""
-    sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12}
+    """32 concurrent requests take at most a third of the time of sequential ones: a model of 100
+    million parameters in bfloat16, whose weights are read once per step."""
+    sizes = {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+    }
     model = models.build("llama", **sizes, head_dim=64, num_key_value_heads=12, vocab_size=16384)
     save(tmp_path)
     model.to(torch.bfloat16).save_pretrained(tmp_path)
@@ -287,7 +399,8 @@ def test_throughput(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_thousand_requests_of_which_some_are_dropped(server: Server) -> None:
-    """No blocks, requests, threads, open files or process memory beyond the pool are left of them."""
+    """No blocks, requests, threads, open files or process memory beyond the pool are left of
+    them."""
     psutil = pytest.importorskip("psutil")
     process = psutil.Process(server.process.pid)
     expected = [server.answer(prompt, max_tokens=8) for prompt in PROMPTS]
@@ -296,12 +409,17 @@ def test_a_thousand_requests_of_which_some_are_dropped(server: Server) -> None:
     def ask(i: int) -> None:
         prompt = PROMPTS[i % len(PROMPTS)]
         if i % 20 == 7:  # dropped
-            with contextlib.closing(iter(server.chat(prompt, stream=True, max_tokens=500))) as stream:
+            with contextlib.closing(
+                iter(server.chat(prompt, stream=True, max_tokens=500))
+            ) as stream:
                 for _ in range(i % 5):
                     next(stream)
         elif i % 2:
             pieces = server.chat(prompt, stream=True, max_tokens=8)
-            if "".join(piece.choices[0].delta.content or "" for piece in pieces) != expected[i % len(PROMPTS)]:
+            if (
+                "".join(piece.choices[0].delta.content or "" for piece in pieces)
+                != expected[i % len(PROMPTS)]
+            ):
                 wrong.append(i)
         elif server.answer(prompt, max_tokens=8) != expected[i % len(PROMPTS)]:
             wrong.append(i)

@@ -1,4 +1,5 @@
-"""Requests constrained by a schema, a regular expression or a grammar, beside unconstrained ones."""
+"""Requests constrained by a schema, a regular expression or a grammar, beside unconstrained
+ones."""
 
 from __future__ import annotations
 
@@ -43,12 +44,22 @@ def tokenizer() -> PreTrainedTokenizerFast:
     names = ["<pad>", "<s>", "</s>", "<unk>", *(chr(i) for i in range(32, 127)), "\n"]
     vocab = {{" ": "\u0120", "\n": "\u010a"}.get(name, name): i for i, name in enumerate(names)}
     made = Tokenizer(BPE(vocab, [], unk_token="<unk>"))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    special = {"pad_token": names[PAD], "bos_token": names[BOS], "eos_token": names[EOS], "unk_token": "<unk>"}
+    made.pre_tokenizer, made.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
+    special = {
+        "pad_token": names[PAD],
+        "bos_token": names[BOS],
+        "eos_token": names[EOS],
+        "unk_token": "<unk>",
+    }
     return PreTrainedTokenizerFast(tokenizer_object=made, **special)
 
 
-def _plain(model: Any, prompt: torch.Tensor, options: dict[str, Any], **asked: str) -> list[list[int]]:
+def _plain(
+    model: Any, prompt: torch.Tensor, options: dict[str, Any], **asked: str
+) -> list[list[int]]:
     """Rows of plain `generate` with our processor, which is a transformers `LogitsProcessor`."""
     processor = Grammars().processor(RequestOptions(**asked), tokenizer(), model)
     assert processor is not None
@@ -62,7 +73,8 @@ def _plain(model: Any, prompt: torch.Tensor, options: dict[str, Any], **asked: s
 @pytest.mark.parametrize("kind", sorted(ASKED))
 @pytest.mark.parametrize("mode", sorted(MODES))
 @pytest.mark.parametrize(
-    "name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_next", "t5"))]
+    "name",
+    ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_next", "t5"))],
 )
 def test_as_plain_and_as_asked(name: str, mode: str, kind: str) -> None:
     model, prompt, options = get(name), token_ids(1, 14, seed=2), MODES[mode]
@@ -74,15 +86,21 @@ def test_as_plain_and_as_asked(name: str, mode: str, kind: str) -> None:
         engine.add_request(prompt[0], options, seed=7, request_id="r", **{kind: value})
         results = {}
         while engine.has_unfinished:
-            results |= {out.request_id: out.result for out in engine.step() if out.result is not None}
+            results |= {
+                out.request_id: out.result for out in engine.step() if out.result is not None
+            }
         engine.check_integrity()
     assert [results[each].token_ids for each in ids] == alone
     result = results["r"]
     assert result.error is None
-    assert [sequence.token_ids for sequence in result.sequences] == _plain(model, prompt, options, **{kind: value})
+    assert [sequence.token_ids for sequence in result.sequences] == _plain(
+        model, prompt, options, **{kind: value}
+    )
     for sequence in result.sequences:
         assert sequence.finish_reason != "eos" or matches(sequence.text), sequence.text
-    assert any(sequence.finish_reason == "eos" for sequence in result.sequences) or kind == "grammar"
+    assert (
+        any(sequence.finish_reason == "eos" for sequence in result.sequences) or kind == "grammar"
+    )
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
@@ -92,11 +110,18 @@ def test_preempted_requests_go_on(preemption: str) -> None:
     asked = {"regex": "([a-z ]{3} ){3,12}"}
     runs = []
     for config in ({}, {"num_blocks": 20, "preemption": preemption}):
-        with hf_paged.PagedEngine(model, {"block_size": 8, **config}, tokenizer=tokenizer()) as engine:
-            ids = [engine.add_request(prompt, options, seed=i, **asked) for i, prompt in enumerate(prompts)]
+        with hf_paged.PagedEngine(
+            model, {"block_size": 8, **config}, tokenizer=tokenizer()
+        ) as engine:
+            ids = [
+                engine.add_request(prompt, options, seed=i, **asked)
+                for i, prompt in enumerate(prompts)
+            ]
             results = {}
             while engine.has_unfinished:
-                results |= {out.request_id: out.result for out in engine.step() if out.result is not None}
+                results |= {
+                    out.request_id: out.result for out in engine.step() if out.result is not None
+                }
             assert bool(engine.stats().num_preemptions) == bool(config)
         runs.append([[sequence.token_ids for sequence in results[name].sequences] for name in ids])
     assert runs[0] == runs[1]
@@ -110,19 +135,25 @@ def test_schema() -> None:
     }
     options = {**GREEDY, "max_new_tokens": 80, "do_sample": True}
     with hf_paged.PagedEngine(get("llama"), tokenizer=tokenizer()) as engine:
-        results = engine.generate([token_ids(1, 9, seed=i)[0] for i in range(6)], options, schema=schema)
+        results = engine.generate(
+            [token_ids(1, 9, seed=i)[0] for i in range(6)], options, schema=schema
+        )
         compiler = engine._core.grammars._compiler
         engine.generate(["text"], options, schema=json.dumps(schema))
         assert engine._core.grammars._compiler is compiler
     found = [json.loads(result.text) for result in results if result.finish_reason == "eos"]
-    assert found and all(set(each) == {"ok", "size"} and isinstance(each["ok"], bool) for each in found)
+    assert found and all(
+        set(each) == {"ok", "size"} and isinstance(each["ok"], bool) for each in found
+    )
     assert not [result.error for result in results if result.error]
 
 
 def test_a_choice_of_the_second_best_is_not_taken_back() -> None:
     """The caller's processor runs before the mask."""
     with hf_paged.PagedEngine(get("llama"), tokenizer=tokenizer()) as engine:
-        (result,) = engine.generate(["x"], GREEDY, regex="abc", logits_processor=[lambda ids, scores: scores * -1])
+        (result,) = engine.generate(
+            ["x"], GREEDY, regex="abc", logits_processor=[lambda ids, scores: scores * -1]
+        )
     assert result.text == "abc" and result.finish_reason == "eos"
 
 
@@ -154,7 +185,10 @@ def test_what_is_refused(asked: dict[str, Any], message: str) -> None:
         assert not engine.has_unfinished and engine.memory.stats().held_bytes == 0
         with pytest.raises(ValueError, match="set `eos_token_id`"):
             engine.add_request([5, 6], {"max_new_tokens": 4}, regex="a")
-    with hf_paged.PagedEngine(get("llama")) as engine, pytest.raises(ValueError, match="`tokenizer=`"):
+    with (
+        hf_paged.PagedEngine(get("llama")) as engine,
+        pytest.raises(ValueError, match="`tokenizer=`"),
+    ):
         engine.add_request([5, 6], GREEDY, regex="a")
 
 
@@ -164,4 +198,6 @@ def test_example() -> None:
     command = [sys.executable, "examples/structured_output.py", "--quick"]
     run = subprocess.run(command, cwd=root, capture_output=True, encoding="utf-8", timeout=300)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert re.search(r"form that was asked for: \{'schema': \d, 'regex': \d, 'grammar': \d\}\n", run.stdout)
+    assert re.search(
+        r"form that was asked for: \{'schema': \d, 'regex': \d, 'grammar': \d\}\n", run.stdout
+    )

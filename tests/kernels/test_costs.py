@@ -33,16 +33,32 @@ def test_the_machines_own_table_comes_first(folder: Path, monkeypatch: pytest.Mo
     write(folder, "better", gather_float32={"16": 2}, gather_int8={"8": 3})
     write(folder, "worse", gather_int8={"8": 4}, gather_bfloat16={"8": 5})
     write(folder, "mine", gather_float32={"16": 1, "32": 0.5})
-    assert costs.find_costs(CPU, torch.float32) == ({16: 1.0, 32: 0.5}, "times of gather/float32 on mine")
-    assert costs.find_costs(CPU, torch.bfloat16, "int8") == ({8: 3.0}, "times of gather/int8 on better")
+    assert costs.find_costs(CPU, torch.float32) == (
+        {16: 1.0, 32: 0.5},
+        "times of gather/float32 on mine",
+    )
+    assert costs.find_costs(CPU, torch.bfloat16, "int8") == (
+        {8: 3.0},
+        "times of gather/int8 on better",
+    )
     assert costs.find_costs(CPU, torch.bfloat16) == ({8: 5.0}, "times of gather/bfloat16 on worse")
     assert not costs.find_costs(torch.device("meta"), torch.bfloat16)[0]
     times, reason = costs.find_costs(CPU, torch.float64)
-    assert not times and "no times of gather/float64 were measured on mine" in reason and "benchmarks.tune" in reason
+    assert (
+        not times
+        and "no times of gather/float64 were measured on mine" in reason
+        and "benchmarks.tune" in reason
+    )
 
 
 def test_a_kernel_is_asked_for_that_serves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(folder, costs.machine(CPU), cpp_float32={"16": 1}, gather_float32={"16": 2}, reference_float32={"16": 3})
+    write(
+        folder,
+        costs.machine(CPU),
+        cpp_float32={"16": 1},
+        gather_float32={"16": 2},
+        reference_float32={"16": 3},
+    )
     monkeypatch.setattr(costs.cpp, "is_available", lambda: True)
     assert costs.find_costs(CPU, torch.float32)[0] == {16: 1.0}
     monkeypatch.setattr(costs.cpp, "is_available", lambda: False)
@@ -63,7 +79,11 @@ def test_a_processor_is_named_by_its_instructions(monkeypatch: pytest.MonkeyPatc
 
 
 def test_tables_that_ship_name_sizes_that_may_be_chosen() -> None:
-    for path in costs.FOLDER.glob("*.json"):
+    paths = list(costs.FOLDER.glob("*.json"))
+    assert paths
+    for path in paths:
         for times in costs._table(path).values():
             assert config.PagedConfig.block_size in times
-            assert all(config.PagedConfig(block_size=size) and time > 0 for size, time in times.items())
+            assert all(
+                config.PagedConfig(block_size=size) and time > 0 for size, time in times.items()
+            )

@@ -1,4 +1,5 @@
-"""Hashes of bytes: the C++ kernel and the PyTorch version against their definitions, word by word."""
+"""Hashes of bytes: the C++ kernel and the PyTorch version against their definitions, word by
+word."""
 
 from __future__ import annotations
 
@@ -44,11 +45,16 @@ def reference(spans: list[bytes]) -> bytes:
         for chunk in range(0, len(span), 64 * 4096):
             digest = Digest()
             for start in range(chunk, min(len(span), chunk + 64 * 4096), 4096):
-                block = np.frombuffer(span[start : start + 4096].ljust(4096, b"\0"), "<u4").reshape(16, 2, 32)
+                block = np.frombuffer(span[start : start + 4096].ljust(4096, b"\0"), "<u4").reshape(
+                    16, 2, 32
+                )
                 left, right = block[:, 0].reshape(-1), block[:, 1].reshape(-1)
                 sums = [
                     int(
-                        ((left + low[k : k + 512]).astype(np.uint64) * (right + high[k : k + 512])).sum(dtype=np.uint64)
+                        (
+                            (left + low[k : k + 512]).astype(np.uint64)
+                            * (right + high[k : k + 512])
+                        ).sum(dtype=np.uint64)
                     )
                     for k in (0, 1)
                 ]
@@ -65,7 +71,10 @@ def cpp_hash(spans: list[bytes], offset: int = 0) -> bytes:
 
 
 def portable_hash(spans: list[bytes], offset: int = 0) -> list[Any]:
-    tensors = [torch.frombuffer(bytearray(b"?" * offset + span + b"?"), dtype=torch.uint8) for span in spans]
+    tensors = [
+        torch.frombuffer(bytearray(b"?" * offset + span + b"?"), dtype=torch.uint8)
+        for span in spans
+    ]
     return [(len(span), hash_portable(x[offset:-1]).tolist()) for span, x in zip(spans, tensors)]
 
 
@@ -83,10 +92,14 @@ def test_cpp_hash_is_the_reference(size: int) -> None:
 def test_portable_hash_is_the_reference(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     span = np.random.default_rng(size).bytes(size)
     padded = span.ljust(-(-size // 8) * 8, b"\0")
-    words = np.frombuffer(padded, "<u8") ^ np.arange(1, len(padded) // 8 + 1, dtype=np.uint64) * np.uint64(
-        0x9E3779B97F4A7C15
-    )
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 0x9E3779B97F4A7C15)):
+    words = np.frombuffer(padded, "<u8") ^ np.arange(
+        1, len(padded) // 8 + 1, dtype=np.uint64
+    ) * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in (
+        (30, 0xBF58476D1CE4E5B9),
+        (27, 0x94D049BB133111EB),
+        (31, 0x9E3779B97F4A7C15),
+    ):
         words = (words ^ (words >> np.uint64(shift))) * np.uint64(factor)
     second = (words ^ (words >> np.uint64(32))) * np.uint64(0xBF58476D1CE4E5B9)
     expected = [int(x.sum(dtype=np.uint64).astype(np.int64)) for x in (words, second)]
@@ -96,7 +109,9 @@ def test_portable_hash_is_the_reference(size: int, monkeypatch: pytest.MonkeyPat
 
 
 HASHES = [
-    pytest.param(cpp_hash, marks=pytest.mark.skipif(not cpp.is_available(), reason="no compiler"), id="cpp"),
+    pytest.param(
+        cpp_hash, marks=pytest.mark.skipif(not cpp.is_available(), reason="no compiler"), id="cpp"
+    ),
     pytest.param(portable_hash, id="portable"),
 ]
 
@@ -113,7 +128,8 @@ def test_structured_changes_never_cancel(function: Callable[[list[bytes]], Any])
             changed = bytearray(base)
             changed[at] ^= 1 << bit
             contents.append(bytes(changed))
-        for step in (8, 64, 128, 256, 2048, 4096):  # the same change in two places: signs, exponents
+        for step in (8, 64, 128, 256, 2048, 4096):
+            # the same change in two places: signs, exponents
             for mask in (0x80, 0x01, 0xFF):
                 changed = bytearray(base)
                 changed[7] ^= mask
@@ -124,9 +140,23 @@ def test_structured_changes_never_cancel(function: Callable[[list[bytes]], Any])
         order = np.arange(128)
         order[[first, second]] = second, first
         contents.append(different[order].tobytes())
-    contents += [different.tobytes(), (different ^ 0x80).tobytes(), different[::-1].tobytes(), different.T.tobytes()]
+    contents += [
+        different.tobytes(),
+        (different ^ 0x80).tobytes(),
+        different[::-1].tobytes(),
+        different.T.tobytes(),
+    ]
     contents += [bytes(n) for n in range(20)]
     distinct = sorted(set(contents))
     assert len({repr(function([content])) for content in distinct}) == len(distinct)
     assert function([b"ab", b"c"]) != function([b"a", b"bc"])
     assert function([row, row[::-1]]) != function([row[::-1], row])
+
+
+def test_cpp_is_not_built_for_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Building takes a minute, which the first call of a model on a GPU would spend for nothing."""
+    monkeypatch.setattr(cpp, "is_available", lambda: pytest.fail("built"))
+    monkeypatch.setattr(
+        hashing, "_hash_each", lambda tensors: torch.zeros(len(tensors), 2, dtype=torch.int64)
+    )
+    assert hashing.hash_tensors([torch.empty(3, device="meta")]) == [None, [[0, 0]]]

@@ -1,4 +1,5 @@
-"""The C++ products for few rows: accurate, independent of the other rows in the batch, within their memory."""
+"""The C++ products for few rows: accurate, independent of the other rows in the batch, within their
+memory."""
 
 from __future__ import annotations
 
@@ -22,9 +23,14 @@ def paths() -> list[int]:
     return list(range(best_path() + 1)) if cpp.is_available() else []
 
 
-def make(width: int, depth: int, rows: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, ...]:
+def make(
+    width: int, depth: int, rows: int, dtype: torch.dtype, seed: int = 0
+) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(seed)
-    x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((rows, depth), (width, depth), (width,)))
+    x, weight, bias = (
+        torch.randn(shape, generator=generator)
+        for shape in ((rows, depth), (width, depth), (width,))
+    )
     return x.to(dtype), weight.to(dtype), bias.to(dtype)
 
 
@@ -38,17 +44,26 @@ def test_products_are_as_exact_as_pytorchs(shape: tuple[int, int], dtype: torch.
                 exact = F.linear(x.double(), weight.double(), None if b is None else b.double())
                 made = linear(x, weight, b, path), F.linear(x, weight, b)
                 error, its = ((y.double() - exact).square().mean().sqrt() for y in made)
-                assert error <= 1.3 * its + 4 * torch.finfo(dtype).eps * (dtype is torch.float32), (path, rows)
+                assert error <= 1.3 * its + 4 * torch.finfo(dtype).eps * (dtype is torch.float32), (
+                    path,
+                    rows,
+                )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(33, 1030), (96, 768), (300, 100)], ids=str)
-def test_a_row_is_the_same_whatever_stands_beside_it(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_a_row_is_the_same_whatever_stands_beside_it(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     x, weight, bias = make(*shape, 70, dtype)
     for path in paths():
         alone = torch.cat([linear(row[None], weight, bias, path) for row in x])
         for first, last in ((0, 2), (0, 3), (1, 6), (3, 20), (0, 33), (7, 70), (0, 70)):
-            assert linear(x[first:last], weight, bias, path).equal(alone[first:last]), (path, first, last)
+            assert linear(x[first:last], weight, bias, path).equal(alone[first:last]), (
+                path,
+                first,
+                last,
+            )
 
 
 def test_the_number_of_threads_does_not_count() -> None:
@@ -70,9 +85,13 @@ def test_nothing_outside_of_a_tensor_counts(dtype: torch.dtype) -> None:
     for path in paths():
         for width, depth, rows in ((17, 33, 3), (40, 100, 18), (16, 50, 1)):
             x, weight, bias = make(width, depth, rows, dtype)
-            wide_x, wide_weight = (torch.full((len(t) + 2, depth + 40), torch.nan, dtype=dtype) for t in (x, weight))
+            wide_x, wide_weight = (
+                torch.full((len(t) + 2, depth + 40), torch.nan, dtype=dtype) for t in (x, weight)
+            )
             wide_x[1:-1, 3 : 3 + depth], wide_weight[1:-1, 5 : 5 + depth] = x, weight
-            found = linear(wide_x[1:-1, 3 : 3 + depth], wide_weight[1:-1, 5 : 5 + depth], bias, path)
+            found = linear(
+                wide_x[1:-1, 3 : 3 + depth], wide_weight[1:-1, 5 : 5 + depth], bias, path
+            )
             assert found.equal(linear(x, weight, bias, path))
 
 
@@ -93,7 +112,10 @@ def test_tensors_that_it_does_not_take() -> None:
         linear(x, weight.float())
     with pytest.raises(TypeError, match="contiguous rows"):
         linear(x, torch.ones(16, 16).bfloat16()[::2, ::2].repeat(1, 4)[:, ::2])
-    torch.testing.assert_close(linear(x, weight.t().contiguous().t(), bias), F.linear(x, weight, bias))  # Conv1D's
+    # Conv1D's
+    torch.testing.assert_close(
+        linear(x, weight.t().contiguous().t(), bias), F.linear(x, weight, bias)
+    )
     with pytest.raises(ValueError, match="goes with"):
         linear(x, weight[:, :8])
     with pytest.raises(ValueError, match="goes with"):

@@ -13,20 +13,25 @@ from hf_paged.cache import storage
 from hf_paged.cache.storage import KVBlocks
 from hf_paged.kernels import cpp, quantized
 from hf_paged.kernels.cpp.attention import Store
-from tests.support.kernels.device import DEVICE, available
+from tests.support.kernels.device import interpreted
 
-ROUNDING = {"int8": 1 / 254, "fp8_e4m3": 1 / 16, "fp8_e5m2": 1 / 8}  # of the largest magnitude; of each number
+# of the largest magnitude; of each number
+ROUNDING = {"int8": 1 / 254, "fp8_e4m3": 1 / 16, "fp8_e5m2": 1 / 8}
 SHAPES = [(2, 16, 16, 8), (3, 40, 9, 16), (1, 24, 8, 32), (5, 64, 64, 16), (1, 9, 9, 8)]
 
 
-def blocks_like(keys: Tensor, values: Tensor, block_size: int, kv_dtype: str, num_blocks: int = 7) -> KVBlocks:
+def blocks_like(
+    keys: Tensor, values: Tensor, block_size: int, kv_dtype: str, num_blocks: int = 7
+) -> KVBlocks:
     blocks = KVBlocks.allocate(num_blocks, block_size, keys, values, kv_dtype=kv_dtype)
     for tensor in blocks.data:
         tensor.fill_(0xFF)  # scales of NaN
     return blocks
 
 
-def states(shape: tuple[int, int, int, int], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+def states(
+    shape: tuple[int, int, int, int], dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
     """K/V of five tokens in three rows, whose magnitudes differ by token, and their slots."""
     heads, key_dim, value_dim, block_size = shape
     generator = torch.Generator().manual_seed(0)
@@ -48,11 +53,15 @@ def stored(blocks: KVBlocks, slots: Tensor) -> list[Tensor]:
     return [quantized.read(x, index, torch.float32) for x in (blocks.keys, blocks.values)]
 
 
-def by_cpp(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor) -> None:
+def by_cpp(
+    keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor
+) -> None:
     Store(keys, values, key_blocks, value_blocks, slots)(keys, values, slots)
 
 
-def by_triton(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor) -> None:
+def by_triton(
+    keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor
+) -> None:
     from hf_paged.kernels.triton.store import store
 
     store(keys, values, key_blocks, value_blocks, slots)
@@ -61,7 +70,7 @@ def by_triton(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Te
 STORES = [
     storage.store_portable,
     pytest.param(by_cpp, marks=pytest.mark.skipif(not cpp.is_available(), reason="no compiler")),
-    pytest.param(by_triton, marks=[available, pytest.mark.skipif(DEVICE.type != "cpu", reason="rounds otherwise")]),
+    pytest.param(by_triton, marks=interpreted),
 ]
 
 
@@ -86,7 +95,9 @@ def test_every_store_writes_the_same_bytes(
         size = exact.abs().amax(-1, keepdim=True) if kv_dtype == "int8" else exact.abs()
         smallest = exact.abs().amax(-1, keepdim=True) / quantized.LARGEST[found.keys.dtype] * 2**-6
         assert ((ours - exact).abs() <= 1.001 * ROUNDING[kv_dtype] * size + smallest).all()
-    assert all(torch.equal(a, b) for a, b in zip(found.data, expected.data)), "what is not stored stays"
+    assert all(torch.equal(a, b) for a, b in zip(found.data, expected.data)), (
+        "what is not stored stays"
+    )
 
 
 @pytest.mark.parametrize("kv_dtype", quantized.DTYPES)
@@ -109,7 +120,8 @@ def test_all_codes_that_are_stored_are_read(kv_dtype: str) -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(dtype)
     codes = codes[codes.float().isfinite()]
     found, scales = quantized.quantize(codes.float(), dtype)
-    assert torch.equal(found.float() * scales, codes.float()) or kv_dtype == "int8"  # -128 is not stored
+    # -128 is not stored
+    assert torch.equal(found.float() * scales, codes.float()) or kv_dtype == "int8"
     from hf_paged.attention.backends import cpp as backend
     from hf_paged.attention.backends import reference
     from hf_paged.attention.backends.reference import AttentionCall
@@ -132,7 +144,9 @@ def test_all_codes_that_are_stored_are_read(kv_dtype: str) -> None:
 @pytest.mark.parametrize("dim", [64, 128])
 def test_bytes(dim: int, kv_dtype: str) -> None:
     states = torch.empty(1, 8, 0, dim, dtype=torch.bfloat16)
-    plain, found = (KVBlocks.allocate(2, 16, states, states, kv_dtype=each) for each in (None, kv_dtype))
+    plain, found = (
+        KVBlocks.allocate(2, 16, states, states, kv_dtype=each) for each in (None, kv_dtype)
+    )
     assert found.block_bytes <= 0.55 * plain.block_bytes
 
 

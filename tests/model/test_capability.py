@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from accelerate.hooks import AlignDevicesHook, CpuOffload, ModelHook, SequentialHook, add_hook_to_module
+from accelerate.hooks import (
+    AlignDevicesHook,
+    CpuOffload,
+    ModelHook,
+    SequentialHook,
+    add_hook_to_module,
+)
 from torch import nn
 from transformers.integrations.neftune import activate_neftune
 
@@ -22,12 +28,15 @@ from hf_paged.batching.factory import choose_layout
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedCache
 from hf_paged.config import PagedConfig
+from hf_paged.kernels import cpp
 from hf_paged.model import capability
 from hf_paged.model.capability import note_unpackable
+from hf_paged.topics import Topic
 from tests.model import test_positions as tables
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_inputs import decoder_text
+from tests.support.precision import TensorFloats, default_precision
 
 
 def cache_for(model: Any, **config: Any) -> PagedCache:
@@ -49,6 +58,52 @@ def test_decoders_are_packable(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "mistral", "mixtral", "gpt_oss", "gemma2"])
 def test_half_precision_is_packable(name: str) -> None:
     assert reason(models.build(name).bfloat16()) is None
+
+
+@pytest.mark.skipif(
+    not cpp.is_available(), reason="all products are PyTorch's without the C++ kernels"
+)
+def test_products_less_precise_than_their_dtype_are_packable_if_torch_is_set_so() -> None:
+    model = models.build("llama", num_hidden_layers=1)
+    for layer in model.model.layers:  # scores that rounding changes more
+        layer.self_attn.q_proj.weight.data *= 3
+        layer.self_attn.k_proj.weight.data *= 3
+    with default_precision(), TensorFloats():
+        assert "standard deviations" in str(reason(model))
+        torch.set_float32_matmul_precision("high")
+        assert reason(model) is None
+        torch.set_float32_matmul_precision("highest")
+        assert reason(model) is not None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "expected"),
+    [
+        (torch.float32, "highest", None),
+        (torch.float32, "high", capability.HALF_TOLERANCE[torch.float16]),
+        (torch.float32, "medium", capability.HALF_TOLERANCE[torch.bfloat16]),
+        (torch.float16, "medium", capability.HALF_TOLERANCE[torch.float16]),
+    ],
+)
+def test_the_tolerance_is_that_of_the_products(
+    dtype: torch.dtype, precision: str, expected: float | None
+) -> None:
+    with default_precision():
+        torch.set_float32_matmul_precision(precision)
+        assert capability.half_tolerance({dtype, None}, torch.device("cpu")) == expected
+
+
+def test_sums_in_float16_are_less_precise() -> None:
+    options, gpu = torch.backends.cuda.matmul, torch.device("cuda")
+    before = options.allow_fp16_accumulation
+    try:
+        for sums_in_half, dtype in ((False, torch.float16), (True, torch.bfloat16)):
+            options.allow_fp16_accumulation = sums_in_half
+            assert (
+                capability.half_tolerance({torch.float16}, gpu) == capability.HALF_TOLERANCE[dtype]
+            )
+    finally:
+        options.allow_fp16_accumulation = before
 
 
 PACKABLE = [
@@ -79,27 +134,39 @@ def test_other_decoders_are_packable(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_mixes_tokens_is_refused(name: str) -> None:
     model = tiny_model(getattr(transformers, name))
-    found = choose_layout(model, PagedCache()).unsupported_reason if name == "MambaForCausalLM" else reason(model)
+    found = (
+        choose_layout(model, PagedCache()).unsupported_reason
+        if name == "MambaForCausalLM"
+        else reason(model)
+    )
     assert found is not None and REFUSED[name] in found and "\n" not in found
 
 
 @pytest.mark.parametrize("name", models.ENCODER_DECODER)
 def test_encoders_are_refused(name: str) -> None:
-    assert choose_layout(models.get(name), PagedCache()).unsupported_reason == "the model has an encoder"
+    assert choose_layout(models.get(name), PagedCache()).unsupported_reason == Topic.ENCODER(
+        "the model has an encoder"
+    )
 
 
 def test_a_cache_without_known_layers_is_refused() -> None:
-    assert "does not know its layers" in str(choose_layout(models.get("llama"), PagedCache()).unsupported_reason)
+    assert "does not know its layers" in str(
+        choose_layout(models.get("llama"), PagedCache()).unsupported_reason
+    )
 
 
-# -- found by inspection ---------------------------------------------------------------------------------------------
+# -- found by inspection -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_rope_of_the_longest_position_is_packable_but_not_side_by_side(kind: str) -> None:
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
     if kind == "longrope":
-        rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 64}
+        rope |= {
+            "short_factor": [1.0] * 8,
+            "long_factor": [2.0] * 8,
+            "original_max_position_embeddings": 64,
+        }
     model = models.build("llama", rope_parameters=rope)
     assert reason(model) is None
     shift(model)  # then no longer packed
@@ -168,7 +235,9 @@ def test_weights_on_several_devices_are_refused() -> None:
     model = models.build("llama")
     cache = cache_for(model)
     model.model.layers[1].to("meta")
-    assert choose_layout(model, cache).unsupported_reason == "its weights are on several devices: cpu, meta"
+    assert choose_layout(model, cache).unsupported_reason == Topic.DEVICES(
+        "its weights are on several devices: cpu, meta"
+    )
 
 
 class OwnInputs(transformers.LlamaForCausalLM):
@@ -205,9 +274,13 @@ def test_own_input_preparation_is_refused_if_it_gives_other_inputs() -> None:
     models.init_weights(same, 0)
     same.shift = 0
     assert reason(same) is None
-    assert "_update_model_kwargs_for_generation" in str(reason(OwnUpdate(models.config("llama")).eval()))
+    assert "_update_model_kwargs_for_generation" in str(
+        reason(OwnUpdate(models.config("llama")).eval())
+    )
     replaced = models.build("llama")  # as PEFT does for prompt learning
-    replaced.prepare_inputs_for_generation = types.MethodType(OwnInputs.prepare_inputs_for_generation, replaced)
+    replaced.prepare_inputs_for_generation = types.MethodType(
+        OwnInputs.prepare_inputs_for_generation, replaced
+    )
     assert "was replaced" in str(reason(replaced))
 
 
@@ -224,11 +297,12 @@ def test_own_inputs_of_the_first_forward_alone_are_found_out(dtype: torch.dtype)
         assert "side by side" in hf_paged.last_route(model).reason
 
 
-# -- found by running ------------------------------------------------------------------------------------------------
+# -- found by running ----------------------------------------------------------------------------
 
 
 class TokenShift(nn.Module):
-    """Adds a little of the previous token, like convolutions: causal, and wrong across sequences."""
+    """Adds a little of the previous token, like convolutions: causal, and wrong across
+    sequences."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -270,7 +344,10 @@ def count(model: Any) -> None:
 
 
 # bfloat16 rounds away as much as the first two do
-FOUND = [*((c, torch.float32) for c in (shift, scale, count)), *((c, torch.float16) for c in (shift, scale, count))]
+FOUND = [
+    *((c, torch.float32) for c in (shift, scale, count)),
+    *((c, torch.float16) for c in (shift, scale, count)),
+]
 
 
 @pytest.mark.parametrize("change, dtype", [*FOUND, (count, torch.bfloat16)])
@@ -282,7 +359,8 @@ def test_a_model_that_mixes_tokens_is_found_out(change: Any, dtype: torch.dtype)
 
 
 def test_steps_of_nothing_but_decodes_are_checked() -> None:
-    """All their logits are wanted, so that `logits_to_keep` is left at an integer, by which a model may go."""
+    """All their logits are wanted, so that `logits_to_keep` is left at an integer, by which a model
+    may go."""
     model: Any = models.build("llama")
     attention = model.model.layers[0].self_attn
     forward, attend = model.forward, attention.forward
@@ -291,7 +369,9 @@ def test_steps_of_nothing_but_decodes_are_checked() -> None:
     @functools.wraps(forward)
     def note(*args: Any, **kwargs: Any) -> Any:
         nonlocal reads_mask
-        reads_mask = isinstance(kwargs.get("logits_to_keep", 0), int) and kwargs["input_ids"].shape[1] > 1
+        reads_mask = (
+            isinstance(kwargs.get("logits_to_keep", 0), int) and kwargs["input_ids"].shape[1] > 1
+        )
         return forward(*args, **kwargs)
 
     def read(*args: Any, **kwargs: Any) -> Any:
@@ -307,7 +387,7 @@ def test_a_forward_that_could_not_be_packed_is_remembered() -> None:
     model: Any = models.build("llama")
     assert reason(model) is None
     note_unpackable(model, cache_for(model), "its mask")
-    assert reason(model) == "packed, its forward fails: its mask"
+    assert reason(model) == Topic.SELF_CHECK("packed, its forward fails: its mask")
     model.train()
     assert reason(model) is None, "in another mode"
     model.eval()
@@ -315,7 +395,7 @@ def test_a_forward_that_could_not_be_packed_is_remembered() -> None:
     handle = model.model.register_forward_hook(lambda *args: None)
     assert "hooks" in str(reason(model))
     handle.remove()
-    assert reason(model) == "packed, its forward fails: its mask"
+    assert reason(model) == Topic.SELF_CHECK("packed, its forward fails: its mask")
 
 
 def test_a_replaced_forward_is_judged_by_what_it_computes() -> None:
@@ -353,7 +433,9 @@ def count_checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-def test_a_forward_that_is_replaced_is_checked_again_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_that_is_replaced_is_checked_again_and_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls, model = count_checks(monkeypatch), models.build("llama")
     norm: Any = model.model.norm
     own = norm.forward
@@ -403,16 +485,20 @@ def test_a_forward_that_raises_is_a_reason_of_one_line() -> None:
             raise ValueError("no such thing\nand a long story")
 
     model.lm_head.__class__ = Failing
-    assert reason(model) == "its forward fails: no such thing"
+    assert reason(model) == Topic.SELF_CHECK("its forward fails: no such thing")
 
 
-def test_the_check_runs_once_per_model_and_again_when_its_modules_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_runs_once_per_model_and_again_when_its_modules_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls = count_checks(monkeypatch)
     model = models.build("llama")
     for expected in (1, 1):
         assert reason(model) is None and len(calls) == expected
     peft = pytest.importorskip("peft")
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)).eval()
+    wrapped = peft.get_peft_model(
+        model, peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)
+    ).eval()
     inner = wrapped.get_base_model()
     assert inner is model
     for expected in (2, 2):
@@ -422,8 +508,12 @@ def test_the_check_runs_once_per_model_and_again_when_its_modules_change(monkeyp
     assert reason(copy.deepcopy(model)) is None and len(calls) == 3
 
 
-@pytest.mark.parametrize(("name", "owner", "table"), [("gpt2", "", "wpe"), ("opt", "decoder.", "embed_positions")])
-def test_a_table_of_positions_of_another_size_is_measured_again(name: str, owner: str, table: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "owner", "table"), [("gpt2", "", "wpe"), ("opt", "decoder.", "embed_positions")]
+)
+def test_a_table_of_positions_of_another_size_is_measured_again(
+    name: str, owner: str, table: str
+) -> None:
     model: Any = tables.build(name)
     positions = model.base_model.get_submodule(owner + table)
     offset = positions.num_embeddings - tables.NUM
@@ -440,7 +530,8 @@ def test_the_check_leaves_no_trace() -> None:
     model = models.build("gemma3")
     model.model.layers[0].eval()
     model.model.layers[1].train()
-    cache = cache_for(model, block_size=8, num_blocks=1)  # the check needs more, and uses none of it
+    # the check needs more, and uses none of it
+    cache = cache_for(model, block_size=8, num_blocks=1)
     random_state, weights = torch.get_rng_state(), copy.deepcopy(model.state_dict())
     modes = [module.training for module in model.modules()]
     attributes = [dict(vars(module)) for module in model.modules()]
@@ -453,9 +544,13 @@ def test_the_check_leaves_no_trace() -> None:
     for module, before, held in zip(model.modules(), attributes, buffers):
         assert vars(module).keys() == before.keys()
         assert all(vars(module)[name] is value for name, value in before.items())
-        assert module._buffers.keys() == held.keys() and all(module._buffers[k] is v for k, v in held.items())
+        assert module._buffers.keys() == held.keys() and all(
+            module._buffers[k] is v for k, v in held.items()
+        )
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
-    assert cache.memory.num_used == 0 and not any(group.storage.layers for group in cache.memory.groups.values())
+    assert cache.memory.num_used == 0 and not any(
+        group.storage.layers for group in cache.memory.groups.values()
+    )
 
 
 class Noting(nn.Module):
@@ -477,10 +572,16 @@ def test_notes_that_a_forward_leaves_are_taken_back() -> None:
     mlp = model.model.layers[0].mlp = Noting(model.model.layers[0].mlp)
     seen, state = mlp.seen, torch.get_rng_state()
     assert "random" in str(reason(model))
-    assert mlp.seen is seen and not hasattr(mlp, "length") and torch.equal(torch.get_rng_state(), state)
+    assert (
+        mlp.seen is seen
+        and not hasattr(mlp, "length")
+        and torch.equal(torch.get_rng_state(), state)
+    )
 
 
-@pytest.mark.skipif(models.BEFORE_5_18, reason="plain GIT counts positions twice in decode steps: it is not packed")
+@pytest.mark.skipif(
+    models.BEFORE_5_18, reason="plain GIT counts positions twice in decode steps: it is not packed"
+)
 def test_packed_rows_with_padding_that_plain_counts_stay_together() -> None:
     model = tiny_model(transformers.GitForCausalLM)
     inputs = decoder_text(model.config)
@@ -488,9 +589,13 @@ def test_packed_rows_with_padding_that_plain_counts_stay_together() -> None:
     for padded in (True, False):
         given = inputs if padded else {name: x[:1] for name, x in inputs.items()}
         expected = model.generate(**given, **options)
-        assert torch.equal(model.generate(**given, **options, cache_implementation="paged"), expected)
+        assert torch.equal(
+            model.generate(**given, **options, cache_implementation="paged"), expected
+        )
         route = hf_paged.last_route(model)
-        assert route is not None and route.road == "engine" and ("padding" in route.reason) == padded, route
+        assert (
+            route is not None and route.road == "engine" and ("padding" in route.reason) == padded
+        ), route
 
 
 def test_a_forward_that_draws_random_numbers_runs_as_plain_runs_it() -> None:

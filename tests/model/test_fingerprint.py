@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import copy
+import decimal
 import functools
 import itertools
 import os
+import random
 import subprocess
 import sys
+import time
+from collections import deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.utils import parametrize as weights
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -25,12 +30,12 @@ from hf_paged.kernels.hashing import hash_portable, hash_tensors
 from hf_paged.model import state
 from hf_paged.model.state import ModelState, fingerprint
 from tests.support import models
-from tests.support.kernels.device import available
+from tests.support.kernels.device import DEVICE, available, interpreted
 
 BACKENDS = [
     pytest.param("cpp", marks=pytest.mark.skipif(not cpp.is_available(), reason="no compiler")),
     "portable",
-    pytest.param("triton", marks=available),
+    pytest.param("triton", marks=interpreted),
 ]
 
 
@@ -45,7 +50,13 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def llama(**options: Any) -> LlamaForCausalLM:
-    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=50)
+    sizes = dict(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=50,
+    )
     return LlamaForCausalLM(LlamaConfig(**sizes, **options)).to(torch.bfloat16)
 
 
@@ -68,6 +79,21 @@ class Small(nn.Module):
         self.unlisted = [nn.Linear(2, 2)]
         self.activation = nn.ReLU()
         self.scale, self.names, self.note = 1.0, {"a": [1, (2, None)]}, {"x", "y"}
+        self.queue, self.exact, self.view = (
+            deque([1]),
+            decimal.Decimal("1.5"),
+            MappingProxyType(self.inside),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * of_globals()
+
+
+FACTORS = {"now": 1.0}
+
+
+def of_globals() -> float:
+    return FACTORS["now"]
 
 
 @pytest.mark.usefixtures("backend")
@@ -89,7 +115,12 @@ def test_a_call_changes_nothing() -> None:
     ids = torch.randint(0, 50, (2, 5))
     model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)
     model.generate(
-        ids, max_new_tokens=3, num_beams=2, pad_token_id=0, output_hidden_states=True, output_attentions=True
+        ids,
+        max_new_tokens=3,
+        num_beams=2,
+        pad_token_id=0,
+        output_hidden_states=True,
+        output_attentions=True,
     )
     model(ids, labels=ids).loss.backward()
     assert read(model) == before
@@ -186,6 +217,10 @@ CHANGES: dict[str, Callable[[Small], Any]] = {
     "deep in a dict": lambda m: m.names["a"].__setitem__(1, (2, 0)),
     "set": lambda m: m.note.add("z"),
     "new attribute": lambda m: setattr(m, "more", None),
+    "deque": lambda m: m.queue.append(2),
+    "decimal": lambda m: setattr(m, "exact", decimal.Decimal("1.50")),
+    "proxy": lambda m: m.inside.update(more=1),
+    "global of a forward": lambda m: FACTORS.update(now=FACTORS["now"] + 1),
     "shape": lambda m: setattr(m, "kept", m.kept.view(3, 2)),
     "order in memory": lambda m: setattr(m, "kept", m.kept.view(3, 2).t()),
     "hook": lambda m: m.linear.register_forward_hook(steer(2.0)),
@@ -202,6 +237,64 @@ def test_any_other_change_shows(name: str) -> None:
     before = read(model)
     CHANGES[name](model)
     assert read(model) != before
+
+
+def depends_on_mode(module: nn.Module) -> bool:
+    return module.training
+
+
+READS_MODE: dict[str, Callable[[Any, Any], Any]] = {
+    "method": lambda own, x: x * own.training,
+    "helper": lambda own, x: x * depends_on_mode(own),
+    "generator": lambda own, x: sum(x for _ in range(2) if own.training),
+    "text": lambda own, x: x * getattr(own, "training"),  # noqa: B009
+}
+
+
+@pytest.mark.parametrize("place", ["class", "instance"])
+@pytest.mark.parametrize("name", READS_MODE)
+def test_the_mode_counts_where_user_code_reads_it(
+    name: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, forward = Small(), READS_MODE[name]
+    model.activation.train(False)
+    without = read(model)
+    model.activation.train()
+    assert read(model) == without
+    if place == "class":
+        monkeypatch.setattr(nn.ReLU, "forward", forward)
+    else:
+        model.activation.forward = functools.partial(forward, model.activation)
+    found = [read(model.train(is_on)) for is_on in (True, False)]
+    assert found[0] != found[1]
+
+
+CONTEXT: ContextVar[float] = ContextVar("factor", default=1.0)
+CHANGING: dict[str, Callable[[Any], Any]] = {
+    "context variable": lambda x: x * CONTEXT.get(),
+    "clock": lambda x: x * time.time(),
+    "random": lambda x: x * random.random(),
+    "environment": lambda x: x * float(os.environ["FACTOR"]),
+}
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_what_cannot_be_seen_is_named(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = Small()
+    assert ModelState(model).unseen is None
+    model.activation.forward = CHANGING[name]
+    assert fingerprint(model) is None and "its code reads" in caplog.text
+    assert "its code reads" in str(ModelState(model).unseen)
+
+
+# as transformers' and diffusers'
+lazy = type("Lazy", (ModuleType,), {"__module__": "lazy_loader"})("other_package")
+
+
+def test_user_code_may_name_a_lazy_module() -> None:
+    model = Small()
+    model.activation.forward = lambda x: x * lazy.factor
+    assert ModelState(model).unseen is None
 
 
 def test_an_engine_that_the_model_holds_does_not_count() -> None:
@@ -248,9 +341,10 @@ def test_containers_that_hold_themselves() -> None:
 
 
 def test_adapters() -> None:
+    peft = pytest.importorskip("peft")
     base = llama()
-    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    model = get_peft_model(base, config, adapter_name="one")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(base, config, adapter_name="one")
     model.add_adapter("two", config)
     model.set_adapter("one")
     one = read(base)
@@ -280,6 +374,7 @@ def test_pytorch_and_the_kernel_give_the_same_fingerprint(monkeypatch: pytest.Mo
     monkeypatch.setattr(cpp, "is_available", lambda: False)
     model = llama()
     expected = read(model)
+    model.to(DEVICE)
     monkeypatch.setenv(kernels.VARIABLE, "triton")
     assert read(model) == expected
 
@@ -305,8 +400,12 @@ FORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.complex64, torch.bool], ids=str)
-def test_every_element_of_a_view_counts_and_nothing_beside_it(form: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int8, torch.complex64, torch.bool], ids=str
+)
+def test_every_element_of_a_view_counts_and_nothing_beside_it(
+    form: str, dtype: torch.dtype
+) -> None:
     memory = torch.randint(0, 2, (30, 14)).to(dtype)
     model = nn.Module()
     model.view = FORMS[form](memory)
@@ -363,7 +462,10 @@ def test_an_empty_model_and_empty_tensors() -> None:
 def test_gpu_reads_what_the_cpu_reads() -> None:
     here = torch.randn(1000, 1001)
     expected = hash_portable(here).tolist()
-    assert hash_portable(here.cuda()).tolist() == expected and hash_tensors([here.cuda()]) == [None, [expected]]
+    assert hash_portable(here.cuda()).tolist() == expected and hash_tensors([here.cuda()]) == [
+        None,
+        [expected],
+    ]
     model = llama().cuda()
     before = read(model)
     assert read(model) == before
@@ -387,7 +489,11 @@ def test_code_is_told_by_what_it_does_and_not_by_where_it_is() -> None:
         return state._code_hash(found["forward"].__code__)
 
     assert hash_of(SOURCE) == hash_of("\n\n" + SOURCE, "there.py")
-    others = SOURCE.replace("2.5", "2.75"), SOURCE.replace("KeyError", "ValueError"), SOURCE.replace("'c'", "'d'")
+    others = (
+        SOURCE.replace("2.5", "2.75"),
+        SOURCE.replace("KeyError", "ValueError"),
+        SOURCE.replace("'c'", "'d'"),
+    )
     assert len({hash_of(text) for text in (SOURCE, *others)}) == 4
 
 
@@ -406,7 +512,9 @@ def test_processes_agree() -> None:
     found = set()
     for seed in ("1", "2"):  # sets iterate in another order
         env = {**os.environ, "PYTHONHASHSEED": seed}
-        done = subprocess.run([sys.executable, "-c", _IN_ANOTHER, SOURCE], capture_output=True, text=True, env=env)
+        done = subprocess.run(
+            [sys.executable, "-c", _IN_ANOTHER, SOURCE], capture_output=True, text=True, env=env
+        )
         assert done.returncode == 0, done.stderr
         found.add(done.stdout.splitlines()[-1])
     assert len(found) == 1

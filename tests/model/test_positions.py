@@ -18,13 +18,39 @@ from tests.support.architecture_configs import tiny_model
 from tests.support.checks import model_state
 
 NUM = 32  # positions
-_IDS = {"vocab_size": models.VOCAB_SIZE, "pad_token_id": models.PAD, "bos_token_id": models.BOS, "eos_token_id": None}
+_IDS = {
+    "vocab_size": models.VOCAB_SIZE,
+    "pad_token_id": models.PAD,
+    "bos_token_id": models.BOS,
+    "eos_token_id": None,
+}
 _GPT = {"n_positions": NUM, "n_embd": 48, "n_layer": 2, "n_head": 4}
-_BERT = {"max_position_embeddings": NUM, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+_BERT = {
+    "max_position_embeddings": NUM,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 _BERT |= {"intermediate_size": 64}
-_BART = {"max_position_embeddings": NUM, "d_model": 48, "decoder_layers": 2, "decoder_attention_heads": 4}
-_BART |= {"decoder_ffn_dim": 64, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 64}
-_NEO = {"max_position_embeddings": NUM, "hidden_size": 48, "num_layers": 2, "num_heads": 4, "window_size": 8}
+_BART = {
+    "max_position_embeddings": NUM,
+    "d_model": 48,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 4,
+}
+_BART |= {
+    "decoder_ffn_dim": 64,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+}
+_NEO = {
+    "max_position_embeddings": NUM,
+    "hidden_size": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "window_size": 8,
+}
 _SEQ2SEQ = {"eos_token_id": models.EOS, "decoder_start_token_id": models.BOS}
 
 # name -> config class, model class, config arguments; tables of NUM positions that end
@@ -42,7 +68,11 @@ LEARNED: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "big_code": ("GPTBigCodeConfig", "GPTBigCodeForCausalLM", _GPT),
     "biogpt": ("BioGptConfig", "BioGptForCausalLM", _BERT),
-    "mpt": ("MptConfig", "MptForCausalLM", {"max_seq_len": NUM, "d_model": 48, "n_layers": 2, "n_heads": 4}),
+    "mpt": (
+        "MptConfig",
+        "MptForCausalLM",
+        {"max_seq_len": NUM, "d_model": 48, "n_layers": 2, "n_heads": 4},
+    ),
     "openai": ("OpenAIGPTConfig", "OpenAIGPTLMHeadModel", _GPT),
     "ctrl": ("CTRLConfig", "CTRLLMHeadModel", {**_GPT, "dff": 64}),
     "bert": ("BertConfig", "BertLMHeadModel", {**_BERT, "is_decoder": True}),
@@ -59,7 +89,13 @@ UNLIMITED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "xglm": (  # its table grows
         "XGLMConfig",
         "XGLMForCausalLM",
-        {"max_position_embeddings": NUM, "d_model": 48, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64},
+        {
+            "max_position_embeddings": NUM,
+            "d_model": 48,
+            "num_layers": 2,
+            "attention_heads": 4,
+            "ffn_dim": 64,
+        },
     ),
 }
 ENCODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -68,7 +104,13 @@ ENCODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "whisper": (
         "WhisperConfig",
         "WhisperForConditionalGeneration",
-        {**_BART, **_SEQ2SEQ, "max_target_positions": NUM, "max_source_positions": 16, "num_mel_bins": 8},
+        {
+            **_BART,
+            **_SEQ2SEQ,
+            "max_target_positions": NUM,
+            "max_source_positions": 16,
+            "num_mel_bins": 8,
+        },
     ),
     "m2m": ("M2M100Config", "M2M100ForConditionalGeneration", {**_BART, **_SEQ2SEQ}),
     "t5": (
@@ -84,7 +126,10 @@ def build(name: str) -> PreTrainedModel:
     model = getattr(transformers, kind)(getattr(transformers, config)(**{**_IDS, **arguments}))
     models.init_weights(model, 3)
     model.generation_config = GenerationConfig(
-        pad_token_id=models.PAD, bos_token_id=models.BOS, decoder_start_token_id=models.BOS, use_cache=True
+        pad_token_id=models.PAD,
+        bos_token_id=models.BOS,
+        decoder_start_token_id=models.BOS,
+        use_cache=True,
     )
     return model.float().eval()
 
@@ -98,8 +143,14 @@ def get(name: str) -> PreTrainedModel:
 @pytest.mark.parametrize("name", [*LEARNED, *UNLIMITED])
 def test_a_table_of_positions_is_found_by_what_is_read(name: str) -> None:
     model = get(name)
-    before, buffers = model_state(model), {key: value.clone() for key, value in model.named_buffers()}
-    assert _num_positions(model) == (NUM if name in LEARNED else None, NUM if name == "xglm" else None)
+    before, buffers = (
+        model_state(model),
+        {key: value.clone() for key, value in model.named_buffers()},
+    )
+    assert _num_positions(model) == (
+        NUM if name in LEARNED else None,
+        NUM if name == "xglm" else None,
+    )
     assert model_state(model) == before
     assert all(torch.equal(value, buffers[key]) for key, value in model.named_buffers())
 
@@ -111,7 +162,9 @@ def test_a_table_of_positions_of_a_decoder_behind_an_encoder(name: str) -> None:
     assert found[0] == (None if name in ("m2m", "t5") else NUM)
 
 
-@pytest.mark.parametrize("name", ["GitForCausalLM", "Gemma4UnifiedForConditionalGeneration", "Qwen4ExpForCausalLM"])
+@pytest.mark.parametrize(
+    "name", ["GitForCausalLM", "Gemma4UnifiedForConditionalGeneration", "Qwen4ExpForCausalLM"]
+)
 def test_masks_and_chosen_tokens_are_no_tables(name: str) -> None:
     """They are indexed by positions, too, or cut there."""
     model = tiny_model(getattr(transformers, name))

@@ -1,4 +1,5 @@
-"""Rotary factors that depend on the longest position: each packed token gets those of its sequence."""
+"""Rotary factors that depend on the longest position: each packed token gets those of its
+sequence."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def state_of(module: Any) -> tuple[dict[str, Any], dict[str, Any], list[int]]:
 def test_other_models_have_none() -> None:
     model = build("bloom")
     assert find_length_rope(model, model.modules()) is None
-    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=1, hidden_size=64, vocab_size=9))
+    llama = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(num_hidden_layers=1, hidden_size=64, vocab_size=9)
+    )
     assert find_length_rope(llama, llama.modules()) is None
 
 
@@ -39,8 +42,12 @@ def test_what_stands_for_factors() -> None:
     assert [longrope.factors(length) for length in (1, 32, 33, 90)] == [0, 0, 33, 33]
     assert [dynamic.factors(length) for length in (1, 32, 33, 90)] == [0, 0, 33, 90]
     assert [each.restarts for each in (longrope, dynamic, phi3)] == [False, False, True]
-    assert dynamic.token_factors(30, 35, 31, 35) == [0, 0, 33, 34, 35], "past tokens keep what they had"
-    assert dynamic.token_factors(3, 5, 40, 40) == [40, 40], "a chunk of a prompt has those of the whole"
+    assert dynamic.token_factors(30, 35, 31, 35) == [0, 0, 33, 34, 35], (
+        "past tokens keep what they had"
+    )
+    assert dynamic.token_factors(3, 5, 40, 40) == [40, 40], (
+        "a chunk of a prompt has those of the whole"
+    )
     assert longrope.token_factors(3, 5, 40, 40) == [33, 33]
     assert phi3.token_factors(3, 5, 8, 32) == [0, 0] and phi3.token_factors(3, 5, 8, 33) == [33, 33]
 
@@ -60,13 +67,18 @@ def test_each_token_gets_the_table_of_its_own_length(name: str, before: int | No
         return cosines[:, :-1], sines[:, :-1]
 
     rows = [(3, [2]), (50, [49]), (33, [4, 5, 32]), (50, [7]), (34, [33])]  # lengths and positions
-    expected = [torch.cat(parts, dim=1) for parts in zip(*(table(length, positions) for length, positions in rows))]
+    expected = [
+        torch.cat(parts, dim=1)
+        for parts in zip(*(table(length, positions) for length, positions in rows))
+    ]
     rotary(hidden, torch.tensor([[0 if before is None else before]]))
     assert rope.is_fresh == (before is None or name != "dynamic")
     held = state_of(rotary)
     factors = [rope.factors(length) for length, positions in rows for _ in positions]
     with rope.rotating(factors):
-        found = rotary(hidden, position_ids=torch.tensor([[p for _, positions in rows for p in positions]]))
+        found = rotary(
+            hidden, position_ids=torch.tensor([[p for _, positions in rows for p in positions]])
+        )
     for table_found, table_expected in zip(found, expected):
         torch.testing.assert_close(table_found, table_expected, rtol=0, atol=0)
     now = state_of(rotary)
@@ -83,4 +95,8 @@ def test_a_forward_that_fails_leaves_the_modules_as_they_were() -> None:
         rotary(torch.zeros(1, 1, 8), torch.tensor([[3]]))
         raise KeyError
     now = state_of(rotary)
-    assert now[2] == held[2] and all(now[1][key] is held[1][key] for key in held[1]) and not rotary._forward_hooks
+    assert (
+        now[2] == held[2]
+        and all(now[1][key] is held[1][key] for key in held[1])
+        and not rotary._forward_hooks
+    )

@@ -1,5 +1,5 @@
-"""Bad values raise an error that names them and what is allowed, before any allocation; equivalent forms are
-accepted."""
+"""Bad values raise an error that names them and what is allowed, before any allocation; equivalent
+forms are accepted."""
 
 from __future__ import annotations
 
@@ -13,13 +13,19 @@ from transformers import BatchEncoding, GenerationConfig, TextIteratorStreamer, 
 import hf_paged
 from hf_paged import PagedEngine
 from tests.support import models
-from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, prompts
+from tests.support.engine_helpers import (
+    MODES,
+    assert_drained,
+    assert_same_as_lone,
+    lone_run,
+    prompts,
+)
 
 GREEDY = MODES["greedy"]
 BEAMS = MODES["beams"]
 STREAMER = TextStreamer(models.tokenizer())
 
-# -- arguments of an engine's request, and the message ----------------------------------------------------------------
+# -- arguments of an engine's request, and the message --------------------------------------------
 
 SEEDS = "it must be None or a whole number from -9223372036854775808 to 18446744073709551615"
 PRIORITIES = "it must be a whole number from -2147483647 to 2147483647, lower runs earlier"
@@ -28,19 +34,33 @@ REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "seed too small": ({"seed": -(2**63) - 1}, f"`seed` is -9223372036854775809: {SEEDS}"),
     "seed a fraction": ({"seed": 1.5}, f"`seed` is 1.5: {SEEDS}"),
     "seed a bool": ({"seed": True}, f"`seed` is True: {SEEDS}"),
-    "request id": ({"request_id": ["a"]}, "`request_id` is ['a']: it must be hashable, a string for instance"),
-    "adapter": ({"adapter": ["a"]}, "`adapter` is ['a']: it must be None or an adapter's name or folder"),
-    "priority": ({"priority": 10**400}, f"`priority` is 100000000000000000...0000000000000000000: {PRIORITIES}"),
+    "request id": (
+        {"request_id": ["a"]},
+        "`request_id` is ['a']: it must be hashable, a string for instance",
+    ),
+    "adapter": (
+        {"adapter": ["a"]},
+        "`adapter` is ['a']: it must be None or an adapter's name or folder",
+    ),
+    "priority": (
+        {"priority": 10**400},
+        f"`priority` is 100000000000000000...0000000000000000000: {PRIORITIES}",
+    ),
     "priority without digits": ({"priority": 10**5000}, f"`priority` is {{}}: {PRIORITIES}"),
     "streamer": ({"streamer": 5}, "`streamer` is 5: it must have the methods `put` and `end`"),
     "streamer of one row": (
         {"streamer": STREAMER, "generation_config": MODES["samples"]},
-        "`streamer` is a TextStreamer, which takes one row, and there are 3: ask for one sequence a request",
+        (
+            "`streamer` is a TextStreamer, which takes one row, and there are 3: ask for one"
+            " sequence a request"
+        ),
     ),
     "ids of floats": (
         {"input_ids": torch.tensor([5.0, 6.0])},
-        "the prompt is a torch.float32 tensor of shape (2,): pass whole numbers of shape (length,) or (1, length), "
-        "one request for each prompt",
+        (
+            "the prompt is a torch.float32 tensor of shape (2,): pass whole numbers of shape"
+            " (length,) or (1, length), one request for each prompt"
+        ),
     ),
     "list of floats": (
         {"input_ids": [5.0, 6.0]},
@@ -52,8 +72,10 @@ REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no rows": (
         {"input_ids": torch.zeros(0, 20, dtype=torch.long)},
-        "the prompt is a torch.int64 tensor of shape (0, 20): pass whole numbers of shape (length,) or (1, length), "
-        "one request for each prompt",
+        (
+            "the prompt is a torch.int64 tensor of shape (0, 20): pass whole numbers of shape"
+            " (length,) or (1, length), one request for each prompt"
+        ),
     ),
     "beams a bool": (
         {"generation_config": {"num_beams": True}},
@@ -73,10 +95,16 @@ REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "option of another library": (
         {"generation_config": {"max_tokens": 3}},
-        "`GenerationConfig` has no options max_tokens: did you mean `max_new_tokens` instead of `max_tokens`?",
+        "`GenerationConfig` has no option `max_tokens`: did you mean `max_new_tokens`?",
     ),
-    "processor": ({"logits_processor": [5]}, "`logits_processor` holds 5 at place 0: it must be callable"),
-    "criterion": ({"stopping_criteria": [5]}, "`stopping_criteria` holds 5 at place 0: it must be callable"),
+    "processor": (
+        {"logits_processor": [5]},
+        "`logits_processor` holds 5 at place 0: it must be callable",
+    ),
+    "criterion": (
+        {"stopping_criteria": [5]},
+        "`stopping_criteria` holds 5 at place 0: it must be callable",
+    ),
 }
 
 
@@ -86,7 +114,11 @@ def test_item_13_what_add_request_refuses(what: str) -> None:
     with PagedEngine(models.get("llama"), {"block_size": 8}) as engine:
         with pytest.raises(ValueError) as caught:
             engine.add_request(**{"input_ids": [5, 6], "generation_config": GREEDY, **arguments})
-        assert str(caught.value) in (message, message.format("a value of type int"), message.format("<int instance>"))
+        assert str(caught.value) in (
+            message,
+            message.format("a value of type int"),
+            message.format("<int instance>"),
+        )
         assert not engine.has_unfinished and not engine.block_map(), "memory was taken for it"
         assert engine.generate([[5, 6]], GREEDY)[0].error is None
         assert_drained(engine)
@@ -103,7 +135,9 @@ def test_item_13_seeds_are_whole_numbers_of_any_kind(seed: Any) -> None:
 def test_item_13_priorities_as_far_apart_as_they_may_be() -> None:
     with PagedEngine(models.get("llama"), {"block_size": 8, "max_num_seqs": 1}) as engine:
         for priority in (2**31 - 1, 2**31 - 2, -(2**31) + 2, -(2**31) + 1):
-            engine.add_request([5, 6], {"max_new_tokens": 1}, request_id=str(priority), priority=priority)
+            engine.add_request(
+                [5, 6], {"max_new_tokens": 1}, request_id=str(priority), priority=priority
+            )
         ended = []
         while engine.has_unfinished:
             ended += [int(output.request_id) for output in engine.step() if output.finished]
@@ -113,26 +147,31 @@ def test_item_13_priorities_as_far_apart_as_they_may_be() -> None:
 def test_item_13_options_beside_the_config_are_hinted_at() -> None:
     with PagedEngine(models.get("llama")) as engine, pytest.raises(TypeError) as caught:
         engine.generate([[5, 6]], max_tokens=3)
-    assert str(caught.value) == (
-        "unknown arguments ['max_tokens']: generation options go into `generation_config`, a dict for instance: did "
-        "you mean `max_new_tokens` instead of `max_tokens`?"
+    assert (
+        str(caught.value)
+        == "there is no argument `max_tokens`: did you mean `max_new_tokens`? Generation options go"
+        ' into `generation_config`, such as {"max_new_tokens": 64}'
     )
 
 
 def test_item_13_what_is_no_model() -> None:
     with pytest.raises(ValueError) as caught:
         PagedEngine("some/path")
-    assert str(caught.value) == (
-        "`model` is 'some/path': it must be a model, from `AutoModelForCausalLM.from_pretrained` for instance"
+    assert (
+        str(caught.value)
+        == "`model` is 'some/path': call `PagedEngine.from_pretrained('some/path')`, or pass a"
+        " loaded model"
     )
     with pytest.raises(ValueError) as caught:
         PagedEngine(models.get("llama").model)
-    assert str(caught.value) == (
-        "`model` is a LlamaModel, which cannot generate: pass the model with its head, a `...ForCausalLM`"
+    assert (
+        str(caught.value)
+        == "`model` is a LlamaModel, which cannot generate: pass the model with its head, a"
+        " `...ForCausalLM`"
     )
 
 
-# -- arguments of `generate` -------------------------------------------------------------------------------------------
+# -- arguments of `generate` ---------------------------------------------------------------------
 
 IDS = torch.tensor([[5, 6, 7], [8, 9, 10]])
 CALLS: dict[str, tuple[dict[str, Any], str]] = {
@@ -146,35 +185,64 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no rows": (
         {"inputs": torch.zeros(0, 20, dtype=torch.long)},
-        "`input_ids` have the shape (0, 20): there must be at least one row",
+        "`input_ids` have the shape (0, 20): it must be (rows, length), with at least one row",
     ),
     "streamer": ({"streamer": 5}, "`streamer` is 5: it must have the methods `put` and `end`"),
-    "streamers": ({"streamer": [STREAMER, 5]}, "`streamer` is 5: it must have the methods `put` and `end`"),
+    "streamers": (
+        {"streamer": [STREAMER, 5]},
+        "`streamer` is 5: it must have the methods `put` and `end`",
+    ),
     "streamer of one row": (
         {"streamer": STREAMER},
-        "`streamer` is a TextStreamer, which takes one row, and there are 2: pass a list of streamers, one a row",
+        (
+            "`streamer` is a TextStreamer, which takes one row, and there are 2: pass a list of"
+            " streamers, one a row"
+        ),
     ),
     "streamer of one sample": (
-        {"inputs": IDS[:1], "num_return_sequences": 3, "streamer": TextIteratorStreamer(models.tokenizer())},
-        "`streamer` is a TextIteratorStreamer, which takes one row, and there are 3: pass a list of streamers, one a "
-        "row",
+        {
+            "inputs": IDS[:1],
+            "num_return_sequences": 3,
+            "streamer": TextIteratorStreamer(models.tokenizer()),
+        },
+        (
+            "`streamer` is a TextIteratorStreamer, which takes one row, and there are 3: pass a"
+            " list of streamers, one a row"
+        ),
     ),
-    "beams a float": ({"num_beams": 2.0}, "`num_beams` is 2.0: it must be a whole number of at least 1"),
+    "beams a float": (
+        {"num_beams": 2.0},
+        "`num_beams` is 2.0: it must be a whole number of at least 1",
+    ),
     "beams in a config": (
         {"generation_config": GenerationConfig(num_beams=2.0)},
         "`num_beams` is 2.0: it must be a whole number of at least 1",
     ),
     "a dict for a config": (
         {"generation_config": {"max_length": 3}},
-        "`generation_config` is {'max_length': 3}: it must be a `GenerationConfig` or None",
+        (
+            "`generation_config` is {'max_length': 3}: pass a `GenerationConfig`, or the options as"
+            " keyword arguments"
+        ),
     ),
-    "length as text": ({"max_new_tokens": "3"}, "`max_new_tokens` is '3': it must be a whole number (tokens)"),
-    "processor": ({"logits_processor": [5]}, "`logits_processor` holds 5 at place 0: it must be callable"),
-    "criterion": ({"stopping_criteria": [5]}, "`stopping_criteria` holds 5 at place 0: it must be callable"),
+    "length as text": (
+        {"max_new_tokens": "3"},
+        "`max_new_tokens` is '3': it must be a whole number (tokens)",
+    ),
+    "processor": (
+        {"logits_processor": [5]},
+        "`logits_processor` holds 5 at place 0: it must be callable",
+    ),
+    "criterion": (
+        {"stopping_criteria": [5]},
+        "`stopping_criteria` holds 5 at place 0: it must be callable",
+    ),
     "option of another library": (
         {"max_tokens": 3},
-        "The following `model_kwargs` are not used by the model: ['max_tokens'] (note: typos in the generate arguments "
-        "will also show up in this list)",
+        (
+            "The following `model_kwargs` are not used by the model: ['max_tokens'] (note: typos in"
+            " the generate arguments will also show up in this list)"
+        ),
     ),
 }
 
@@ -184,20 +252,28 @@ def test_item_13_what_generate_refuses(what: str) -> None:
     arguments, message = CALLS[what]
     model = models.build("llama")
     with pytest.raises(ValueError) as caught:
-        model.generate(**{"inputs": IDS, "max_new_tokens": 3, "do_sample": True, **arguments}, **models.PAGED)
+        model.generate(
+            **{"inputs": IDS, "max_new_tokens": 3, "do_sample": True, **arguments}, **models.PAGED
+        )
     assert str(caught.value) == message
     assert hf_paged.memory_stats(model) == hf_paged.MemoryStats(), "memory was taken for it"
     options: dict[str, Any] = {"max_new_tokens": 3, "attention_mask": torch.ones_like(IDS)}
-    assert torch.equal(model.generate(IDS, **options, **models.PAGED), model.generate(IDS, **options))
+    assert torch.equal(
+        model.generate(IDS, **options, **models.PAGED), model.generate(IDS, **options)
+    )
 
 
-# -- mappings ----------------------------------------------------------------------------------------------------------
+# -- mappings ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["encoding", "dict"])
 @pytest.mark.parametrize("form", ["lists", "pt", "np", "padded lists"])
 def test_item_11_what_a_tokenizer_returns_is_its_ids_without_padding(form: str, kind: str) -> None:
-    model, tokenizer, texts = models.get("llama"), models.tokenizer(), ["the cat sat on the mat", "a", "one two"]
+    model, tokenizer, texts = (
+        models.get("llama"),
+        models.tokenizer(),
+        ["the cat sat on the mat", "a", "one two"],
+    )
     options: dict[str, Any] = {"padding": True}
     if form != "padded lists":
         options = {} if form == "lists" else {"padding": True, "return_tensors": form}
@@ -207,7 +283,9 @@ def test_item_11_what_a_tokenizer_returns_is_its_ids_without_padding(form: str, 
     expected = [tokenizer(text)["input_ids"] for text in texts]
     with PagedEngine(model, {"block_size": 8}) as engine:
         results = engine.generate(inputs, GREEDY)
-        streamed = [output.result for output in engine.stream(inputs, GREEDY) if output.result is not None]
+        streamed = [
+            output.result for output in engine.stream(inputs, GREEDY) if output.result is not None
+        ]
         assert_drained(engine)
     for found in (results, sorted(streamed, key=lambda result: expected.index(result.prompt_ids))):
         assert [result.prompt_ids for result in found] == expected
@@ -221,22 +299,31 @@ def test_item_11_a_mapping_of_one_text_is_a_prompt(form: str | None) -> None:
     one = tokenizer("the cat", return_token_type_ids=False, return_tensors=form)
     with PagedEngine(models.get("llama"), {"block_size": 8}) as engine:
         engine.add_request(one, GREEDY, request_id="a")
-        (result,) = [output.result for output in engine.step() if output.result is not None] or [None]
+        (result,) = [output.result for output in engine.step() if output.result is not None] or [
+            None
+        ]
         while result is None:
-            result = next((output.result for output in engine.step() if output.result is not None), None)
+            result = next(
+                (output.result for output in engine.step() if output.result is not None), None
+            )
         assert result.prompt_ids == tokenizer("the cat")["input_ids"]
-        assert [r.prompt_ids for r in engine.generate([one, one], GREEDY)] == [result.prompt_ids] * 2
+        assert [r.prompt_ids for r in engine.generate([one, one], GREEDY)] == [
+            result.prompt_ids
+        ] * 2
 
 
 MAPPINGS: dict[str, tuple[Any, str]] = {
     "other inputs": (
         {"input_ids": [[5, 6]], "pixel_values": torch.zeros(1), "labels": None},
-        "the mapping of prompts has inputs beside `input_ids` and `attention_mask`, whose rows are not known: "
-        "pass a list of such mappings, one a prompt, with `input_ids` of shape (1, length)",
+        (
+            "the mapping of prompts has inputs beside `input_ids` and `attention_mask`, whose rows"
+            " are unknown: pass a list of such mappings, one a prompt, with `input_ids` of shape"
+            " (1, length)"
+        ),
     ),
     "no ids": (
         {"attention_mask": [[1, 1]]},
-        "the mapping of prompts has no `input_ids`",
+        "the mapping of prompts has no `input_ids`, only `attention_mask`: tokenize the texts",
     ),
     "a hole": (
         {"input_ids": [[5, 6, 7]], "attention_mask": [[1, 0, 1]]},
@@ -244,17 +331,26 @@ MAPPINGS: dict[str, tuple[Any, str]] = {
     ),
     "another mask": (
         {"input_ids": [[5, 6, 7], [5]], "attention_mask": [[1, 1, 1]]},
-        "the attention mask has other lengths than `input_ids`: pass both as the tokenizer made them",
+        (
+            "the attention mask has other lengths than `input_ids`: pass both as the tokenizer made"
+            " them"
+        ),
     ),
     "a flat mask": (
         {"input_ids": [[5, 6, 7]], "attention_mask": [1, 1, 1]},
-        "the attention mask has other lengths than `input_ids`: pass both as the tokenizer made them",
+        (
+            "the attention mask has other lengths than `input_ids`: pass both as the tokenizer made"
+            " them"
+        ),
     ),
     "one text": (
         {"input_ids": [5, 6, 7], "attention_mask": [1, 1, 1]},
-        "pass a list of prompts, or one prompt to `add_request`",
+        "[[5, 6, 7]] is one prompt: pass a list of prompts, or call `add_request`",
     ),
-    "a number": ({"input_ids": 5}, "`input_ids` of the mapping of prompts is 5: pass lists or a tensor"),
+    "a number": (
+        {"input_ids": 5},
+        "`input_ids` of the mapping of prompts is 5: pass lists or a tensor",
+    ),
 }
 
 
@@ -273,12 +369,19 @@ def test_item_11_mappings_that_are_no_prompts(what: str) -> None:
 
 def test_item_11_bools_are_no_ids() -> None:
     with PagedEngine(models.get("llama"), {"block_size": 8}) as engine:
-        for batch in (torch.ones(2, 3).bool(), {"input_ids": torch.ones(2, 3).bool()}, [[True], [np.True_]]):
+        for batch in (
+            torch.ones(2, 3).bool(),
+            {"input_ids": torch.ones(2, 3).bool()},
+            [[True], [np.True_]],
+        ):
             results = engine.generate(batch, GREEDY)
-            assert all("pass token ids" in str(result.error) for result in results) and len(results) == 2
+            assert (
+                all("pass token ids" in str(result.error) for result in results)
+                and len(results) == 2
+            )
 
 
-# -- results -----------------------------------------------------------------------------------------------------------
+# -- results -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
@@ -294,11 +397,18 @@ def test_item_11_beams_without_finite_scores_end_in_an_error(value: float) -> No
         engine.add_request(other, BEAMS, request_id="good")
         results: dict[str, Any] = {}
         while engine.has_unfinished:
-            results |= {output.request_id: output.result for output in engine.step() if output.result is not None}
+            results |= {
+                output.request_id: output.result
+                for output in engine.step()
+                if output.result is not None
+            }
         assert_drained(engine)
     error, reason = results["bad"].error, results["bad"].finish_reason
     assert isinstance(error, RuntimeError) and reason == "error"
-    assert str(error) == "no beam could end: the scores contain nan, or too few tokens have a finite one"
+    assert (
+        str(error)
+        == "no beam could end: the scores contain nan, or too few tokens have a finite one"
+    )
     assert_same_as_lone(lone_run(model, other, BEAMS), results["good"], BEAMS, "good")
     plain = lone_run(model, one, BEAMS, logits_processor=[spoil])
     assert lone_run(model, one, {**BEAMS, **models.PAGED}, logits_processor=[spoil]) == plain
@@ -315,18 +425,26 @@ def test_item_11_outputs_that_wait_are_bounded_and_no_result_is_lost() -> None:
         outputs = engine.step()
         assert not engine.has_unfinished
         assert len(outputs) == 16_384 + count < length * count
-        results = {output.request_id: output.result for output in outputs if output.result is not None}
+        results = {
+            output.request_id: output.result for output in outputs if output.result is not None
+        }
         assert list(results) == names
         told: dict[str, list[int]] = {name: [] for name in names}
         for output in outputs:
             told[output.request_id].append(output.new_tokens[0])
         for name, result in results.items():
-            assert len(result.token_ids) == length and result.token_ids[-len(told[name]) :] == told[name]
+            assert (
+                len(result.token_ids) == length
+                and result.token_ids[-len(told[name]) :] == told[name]
+            )
 
 
 @pytest.mark.parametrize("use_cache", [0, None, []])
 def test_use_cache_that_is_false_in_another_way(use_cache: Any) -> None:
-    """transformers then builds a cache and passes all tokens in every step: the tokens are that loop's."""
+    """transformers then builds a cache and passes all tokens in every step: the tokens are that
+    loop's."""
     model, inputs = models.build("llama"), models.padded_prompt("llama")
     options = {"do_sample": False, "max_new_tokens": 12, "use_cache": use_cache}
-    assert torch.equal(model.generate(**inputs, **options), model.generate(**inputs, **options, **models.PAGED))
+    assert torch.equal(
+        model.generate(**inputs, **options), model.generate(**inputs, **options, **models.PAGED)
+    )

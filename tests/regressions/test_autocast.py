@@ -1,4 +1,5 @@
-"""Calls under `torch.autocast`: float32 weights, products in half precision, as `Trainer(bf16=True)` runs them."""
+"""Calls under `torch.autocast`: float32 weights, products in half precision, as
+`Trainer(bf16=True)` runs them."""
 
 from __future__ import annotations
 
@@ -20,12 +21,26 @@ CLOSE = {torch.bfloat16: 0.25, torch.float16: 0.05}  # logits have a standard de
 def outputs(model: Any, inputs: dict[str, Any], dtype: torch.dtype, **options: Any) -> Any:
     with torch.autocast("cpu", dtype):
         return model.generate(
-            **inputs, max_new_tokens=STEPS, do_sample=False, return_dict_in_generate=True, output_logits=True, **options
+            **inputs,
+            max_new_tokens=STEPS,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+            **options,
         )
 
 
-# Eager attention rounds its scores and weights, ours does not: beams may resolve near ties differently.
-CASES = [("llama", 1), ("llama", 2), ("t5", 1), ("t5", 2), ("bart", 2), ("gpt_oss", 1), ("gemma2", 1)]
+# Eager attention rounds its scores and weights, ours does not: beams may resolve near ties
+# differently.
+CASES = [
+    ("llama", 1),
+    ("llama", 2),
+    ("t5", 1),
+    ("t5", 2),
+    ("bart", 2),
+    ("gpt_oss", 1),
+    ("gemma2", 1),
+]
 
 
 @pytest.mark.parametrize(("name", "beams"), CASES)
@@ -55,7 +70,8 @@ def test_item_02_every_backend(name: str, backend: str, monkeypatch: pytest.Monk
 
 @pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler")
 def test_the_kernel_is_checked_without_autocast() -> None:
-    """A first call under autocast disabled the kernel for the process: PyTorch's products were in bfloat16."""
+    """A first call under autocast disabled the kernel for the process: PyTorch's products were in
+    bfloat16."""
     backend._agrees.cache_clear()
     with torch.autocast("cpu", torch.bfloat16):
         assert backend.is_available()
@@ -64,7 +80,10 @@ def test_the_kernel_is_checked_without_autocast() -> None:
 def test_item_02_the_engine() -> None:
     model = models.get("llama")
     prompts = [models.token_ids(1, length, seed=length)[0].tolist() for length in LENGTHS]
-    with torch.autocast("cpu", torch.bfloat16), PagedEngine(model, {"block_size": models.BLOCK_SIZE}) as engine:
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        PagedEngine(model, {"block_size": models.BLOCK_SIZE}) as engine,
+    ):
         results = engine.generate(prompts, {"max_new_tokens": STEPS, "do_sample": False})
         engine.check_integrity()
     for prompt, result in zip(prompts, results):
@@ -76,4 +95,6 @@ def test_item_02_a_call_without_autocast_after_one_with() -> None:
     model, inputs = models.get("llama"), models.padded_prompt("llama", LENGTHS)
     outputs(model, inputs, torch.bfloat16, **models.PAGED)
     options = dict(max_new_tokens=STEPS, do_sample=False)
-    assert torch.equal(model.generate(**inputs, **options, **models.PAGED), model.generate(**inputs, **options))
+    assert torch.equal(
+        model.generate(**inputs, **options, **models.PAGED), model.generate(**inputs, **options)
+    )

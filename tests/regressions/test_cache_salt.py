@@ -35,7 +35,11 @@ def test_item_12_requests_with_different_salts_share_no_prefix() -> None:
         assert hit(engine, cache_salt="alice") == 0
         assert hit(engine, cache_salt="bob") == 0
         assert hit(engine) == 0
-        assert [hit(engine, cache_salt="alice"), hit(engine, cache_salt="bob"), hit(engine)] == [40, 40, 40]
+        assert [hit(engine, cache_salt="alice"), hit(engine, cache_salt="bob"), hit(engine)] == [
+            40,
+            40,
+            40,
+        ]
 
 
 def test_item_12_running_requests_with_different_salts_hold_no_block_together() -> None:
@@ -50,9 +54,15 @@ def test_item_12_running_requests_with_different_salts_hold_no_block_together() 
 
 
 def test_item_12_a_requests_salt_comes_before_the_configs() -> None:
-    with PagedEngine(models.build("llama"), PagedConfig(block_size=8, num_blocks=64, cache_salt="alice")) as engine:
+    with PagedEngine(
+        models.build("llama"), PagedConfig(block_size=8, num_blocks=64, cache_salt="alice")
+    ) as engine:
         assert [hit(engine), hit(engine, cache_salt="bob")] == [0, 0]
-        assert [hit(engine, cache_salt="alice"), hit(engine), hit(engine, cache_salt="bob")] == [40, 40, 40]
+        assert [hit(engine, cache_salt="alice"), hit(engine), hit(engine, cache_salt="bob")] == [
+            40,
+            40,
+            40,
+        ]
 
 
 def test_item_12_salts_and_adapters_combine() -> None:
@@ -67,7 +77,8 @@ def test_item_12_salts_and_adapters_combine() -> None:
             {"adapter": "first", "cache_salt": "first"},
             {"adapter": "__base__", "cache_salt": "first"},
         ]
-        hit(engine, adapter="first", cache_salt="other")  # the first run with an adapter changes the fingerprint
+        # the first run with an adapter changes the fingerprint
+        hit(engine, adapter="first", cache_salt="other")
         assert [hit(engine, **kind) for kind in kinds] == [0] * 5
         assert [hit(engine, **kind) for kind in kinds] == [40] * 5
 
@@ -90,7 +101,9 @@ def test_item_12_calls_of_generate_with_different_salts_share_no_prefix(door: st
             out = model.generate(**inputs, generation_config=config)
         else:
             given = PagedConfig(**options) if door == "PagedConfig" else options
-            out = model.generate(**inputs, **GREEDY, cache_implementation="paged", cache_config=given)
+            out = model.generate(
+                **inputs, **GREEDY, cache_implementation="paged", cache_config=given
+            )
         assert torch.equal(out, expected)
         assert hf_paged.last_route(model).road == "engine"
         hf_paged.check_integrity(model)
@@ -140,7 +153,9 @@ def test_item_12_a_salt_is_text_or_none(value: Any) -> None:
     assert str(caught.value) == message
     model = models.build("llama")
     with pytest.raises(ValueError) as caught:
-        model.generate(torch.tensor([PROMPT]), cache_implementation="paged", cache_config={"cache_salt": value})
+        model.generate(
+            torch.tensor([PROMPT]), cache_implementation="paged", cache_config={"cache_salt": value}
+        )
     assert str(caught.value) == message
     with PagedEngine(model) as engine:
         with pytest.raises(ValueError) as caught:
@@ -153,5 +168,7 @@ def test_item_12_a_salt_is_saved_with_the_config(tmp_path: Path) -> None:
     config = PagedConfig(cache_salt="alice")
     assert PagedConfig.coerce(config.to_dict()) == config
     assert PagedConfig.coerce({"block_size": 8}).cache_salt is None
-    GenerationConfig(cache_implementation="paged", cache_config=config.to_dict()).save_pretrained(tmp_path)
+    GenerationConfig(cache_implementation="paged", cache_config=config.to_dict()).save_pretrained(
+        tmp_path
+    )
     assert PagedConfig.coerce(GenerationConfig.from_pretrained(tmp_path).cache_config) == config

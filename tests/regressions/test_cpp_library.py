@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import os
+import re
 import shutil
+import signal
 import stat
 import subprocess
 import tempfile
@@ -18,6 +21,7 @@ import pytest
 from hf_paged.kernels import cpp
 
 OTHER_USER = 12345
+TIMED = r"hf_paged: compiled the CPU kernels in \d+\.\d s \[troubleshooting.md#cpp-kernels\]"
 SOURCES = Path(cpp.__file__).parent
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no compiler")
 
@@ -26,7 +30,16 @@ pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no compiler
 def prebuilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The real library, compiled once, without optimization to save time."""
     path = tmp_path_factory.mktemp("prebuilt") / "kernels.so"
-    command = ["c++", "-std=c++17", "-O0", "-shared", "-fPIC", str(SOURCES / "kernels.cpp"), "-o", str(path)]
+    command = [
+        "c++",
+        "-std=c++17",
+        "-O0",
+        "-shared",
+        "-fPIC",
+        str(SOURCES / "kernels.cpp"),
+        "-o",
+        str(path),
+    ]
     subprocess.run(command, check=True, timeout=300)
     return path
 
@@ -38,10 +51,13 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     marker = folder / "it ran"
     source = folder / "planted.cpp"
     source.write_text(
-        f'#include <cstdio>\n__attribute__((constructor)) void run() {{ std::fclose(std::fopen("{marker}", "w")); }}\n'
+        "#include <cstdio>\n__attribute__((constructor)) void run() {"
+        f' std::fclose(std::fopen("{marker}", "w")); }}\n'
     )
     path = folder / "planted.so"
-    subprocess.run(["c++", "-shared", "-fPIC", str(source), "-o", str(path)], check=True, timeout=300)
+    subprocess.run(
+        ["c++", "-shared", "-fPIC", str(source), "-o", str(path)], check=True, timeout=300
+    )
     return path, marker
 
 
@@ -74,7 +90,8 @@ def load() -> bool:
 
 
 def in_child(function: Callable[[], object]) -> int:
-    """Exit status of a forked process that calls the function: 0 if true; a truncated library may kill it."""
+    """Exit status of a forked process that calls the function: 0 if true; a truncated library may
+    kill it."""
     process = os.fork()
     if process == 0:
         try:
@@ -108,10 +125,12 @@ def kept(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.so"))
 
 
-# ------------------------------------------------------------------------------------------------------ kept files
+# ------------------------------------------------------------------------------------- kept files
 
 
-def test_item_12_the_library_is_kept_in_a_folder_of_ours_alone(compiler: Path, tmp_path: Path) -> None:
+def test_item_12_the_library_is_kept_in_a_folder_of_ours_alone(
+    compiler: Path, tmp_path: Path
+) -> None:
     before = os.umask(0)
     try:
         assert load()
@@ -122,11 +141,21 @@ def test_item_12_the_library_is_kept_in_a_folder_of_ours_alone(compiler: Path, t
     for path in (folder.parent, folder, library):
         assert stat.S_IMODE(path.stat().st_mode) == 0o700, path
     (written,) = runs(compiler)
-    assert written.parent == folder and written != library, "built under a name of its own, then renamed"
+    assert written.parent == folder and written != library, (
+        "built under a name of its own, then renamed"
+    )
     assert load() and len(runs(compiler)) == 1, "compiled again"
 
 
-def test_item_12_processes_that_build_at_once_all_load_it(compiler: Path, tmp_path: Path) -> None:
+def slow_down(compiler: Path, seconds: float) -> None:
+    """Makes the compiler take this long after it has noted its call."""
+    compiler.write_text(
+        compiler.read_text().replace('\nrm -f "$2"', f'\nsleep {seconds}; rm -f "$2"')
+    )
+
+
+def test_processes_that_build_at_once_compile_once(compiler: Path, tmp_path: Path) -> None:
+    slow_down(compiler, 0.3)
     processes = []
     start = time.monotonic() + 0.2
     for _ in range(4):
@@ -135,13 +164,83 @@ def test_item_12_processes_that_build_at_once_all_load_it(compiler: Path, tmp_pa
                 pass
             os._exit(0 if load() else 1)
         processes.append(process)
-    assert [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes] == [0] * 4
-    assert len(kept(tmp_path / ".cache" / "hf_paged")) == len(list((tmp_path / ".cache" / "hf_paged").iterdir())) == 1
-    count = len(runs(compiler))
-    assert load() and len(runs(compiler)) == count
+    assert [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes] == [
+        0
+    ] * 4
+    assert (
+        len(kept(tmp_path / ".cache" / "hf_paged"))
+        == len(list((tmp_path / ".cache" / "hf_paged").iterdir()))
+        == 1
+    )
+    assert len(runs(compiler)) == 1
+    assert load() and len(runs(compiler)) == 1
 
 
-@pytest.mark.parametrize("damage", ["cut short", "empty", "one byte", "appended", "zeros at the end"])
+def test_a_build_that_was_killed_holds_up_no_other_and_leaves_nothing(
+    compiler: Path, tmp_path: Path
+) -> None:
+    slow_down(compiler, 60)
+    if (process := os.fork()) == 0:
+        os.setsid()
+        os._exit(0 if load() else 1)
+    while not runs(compiler):
+        time.sleep(0.01)
+    folder = tmp_path / ".cache" / "hf_paged"
+    waiting = os.fork()
+    if waiting == 0:
+        compiler.write_text(compiler.read_text().replace("sleep 60", "sleep 0"))
+        os._exit(0 if load() else 1)
+    time.sleep(0.1)
+    os.killpg(process, signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
+    assert os.waitstatus_to_exitcode(os.waitpid(waiting, 0)[1]) == 0
+    assert (
+        len(runs(compiler)) == 2
+        and kept(folder) == list(folder.iterdir())
+        and len(kept(folder)) == 1
+    )
+
+
+def test_a_folder_that_can_only_be_read_serves_what_it_holds(
+    compiler: Path, tmp_path: Path
+) -> None:
+    assert load()
+    folder = tmp_path / ".cache" / "hf_paged"
+    folder.chmod(0o500)
+    try:
+        assert load() and len(runs(compiler)) == 1
+    finally:
+        folder.chmod(0o700)
+
+
+@pytest.mark.parametrize(
+    "error", [errno.EACCES, errno.ENOSPC, errno.ENOSYS], ids=errno.errorcode.get
+)
+def test_a_folder_that_cannot_be_locked_leaves_a_library_for_the_process(
+    compiler: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: int,
+) -> None:
+    """Because it can only be read, or is full, or because its file system has no locks."""
+    folder = tmp_path / "mine"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv("HF_PAGED_CACHE_DIR", str(folder))
+    raised = (
+        NotImplementedError("no locks") if error == errno.ENOSYS else OSError(error, "on purpose")
+    )
+
+    def fail(self: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(cpp.build.FileLock, "_acquire", fail)
+    refused(caplog, compiler, folder, str(raised))
+
+
+@pytest.mark.parametrize(
+    "damage", ["cut short", "empty", "one byte", "appended", "zeros at the end"]
+)
 def test_item_12_a_library_that_is_not_what_was_built_is_built_again(
     compiler: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
@@ -164,7 +263,7 @@ def test_item_12_a_library_that_is_not_what_was_built_is_built_again(
     assert load() and not caplog.records
 
 
-# -------------------------------------------------------------------------------------------------- untrusted files
+# -------------------------------------------------------------------------------- untrusted files
 
 
 def refused(caplog: pytest.LogCaptureFixture, compiler: Path, folder: Path, reason: str) -> None:
@@ -172,19 +271,24 @@ def refused(caplog: pytest.LogCaptureFixture, compiler: Path, folder: Path, reas
     before = sorted(folder.iterdir()) if folder.is_dir() else []
     with caplog.at_level(logging.INFO, logger=cpp.__name__):
         assert load()
-    (record,) = caplog.records
+    record, compiled = caplog.records
+    assert re.fullmatch(TIMED, compiled.getMessage())
     assert record.levelno == logging.WARNING
     message = record.getMessage()
-    assert message.startswith("hf_paged compiles its C++ kernels for this process alone"), message
+    assert message.startswith("hf_paged: compiling the CPU kernels for this process alone"), message
     assert reason in message, message
-    assert "Set HF_PAGED_CACHE_DIR to a folder that is yours and that only you can write to" in message
+    assert (
+        "Set HF_PAGED_CACHE_DIR to a folder that is yours and that only you can write to" in message
+    )
     assert folder not in runs(compiler)[-1].parents
     assert not runs(compiler)[-1].parent.exists()
     assert (sorted(folder.iterdir()) if folder.is_dir() else []) == before
 
 
 @pytest.mark.parametrize("variable", ["HF_PAGED_CACHE_DIR", "XDG_CACHE_HOME"])
-@pytest.mark.parametrize("how", ["folder", "file", "folder and file", "parent", "link to the folder", "link of theirs"])
+@pytest.mark.parametrize(
+    "how", ["folder", "file", "folder and file", "parent", "link to the folder", "link of theirs"]
+)
 def test_item_12_what_another_user_planted_does_not_run(
     compiler: Path,
     planted: tuple[Path, Path],
@@ -219,12 +323,18 @@ def test_item_12_what_another_user_planted_does_not_run(
     assert load()
     assert not planted[1].exists(), "what another user planted has run"
     assert all(record.levelno == logging.WARNING for record in caplog.records) and caplog.records
-    assert f"belongs to user {OTHER_USER}, and we are user {os.geteuid()}" in caplog.text
+    assert (
+        f"belongs to user {OTHER_USER}, and this process runs as user {os.geteuid()}" in caplog.text
+    )
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o755, 0o1777, 0o710], ids=oct)
 def test_item_12_a_folder_that_others_can_enter_is_refused(
-    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: int
+    compiler: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    mode: int,
 ) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
@@ -260,7 +370,11 @@ def test_item_12_no_other_user_can_swap_a_folder_on_the_way(
 
 @pytest.mark.parametrize("kind", ["relative", "absolute", "of a parent"])
 def test_item_12_a_link_of_ours_is_followed_and_where_it_leads_is_checked(
-    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
+    compiler: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
 ) -> None:
     """Home directories are often links to other disks."""
     disk = tmp_path / "disk"
@@ -268,9 +382,11 @@ def test_item_12_a_link_of_ours_is_followed_and_where_it_leads_is_checked(
     (disk / "mine").chmod(0o700)
     (tmp_path / "links").mkdir()
     link = tmp_path / "links" / "here"
-    target = {"relative": Path("..", "disk", "mine"), "absolute": disk / "mine", "of a parent": Path("..", "disk")}[
-        kind
-    ]
+    target = {
+        "relative": Path("..", "disk", "mine"),
+        "absolute": disk / "mine",
+        "of a parent": Path("..", "disk"),
+    }[kind]
     link.symlink_to(target)
     monkeypatch.setenv("HF_PAGED_CACHE_DIR", str(link / "mine" if kind == "of a parent" else link))
     assert load() and len(kept(disk / "mine")) == 1
@@ -297,12 +413,16 @@ def test_item_12_a_file_that_is_not_plainly_ours_is_not_loaded(
             library.mkdir()
     caplog.clear()
     assert load()
-    assert "does not load a library that it cannot trust" in caplog.text and str(library) in caplog.text
+    assert (
+        "does not load a library that others could have changed" in caplog.text
+        and str(library) in caplog.text
+    )
     assert len(runs(compiler)) >= 2
 
 
 @pytest.mark.parametrize(
-    ("variable", "value"), [("HF_PAGED_CACHE_DIR", "cache"), ("XDG_CACHE_HOME", "./cache"), ("HOME", "home")]
+    ("variable", "value"),
+    [("HF_PAGED_CACHE_DIR", "cache"), ("XDG_CACHE_HOME", "./cache"), ("HOME", "home")],
 )
 def test_item_12_a_relative_folder_is_refused(
     compiler: Path,
@@ -315,12 +435,21 @@ def test_item_12_a_relative_folder_is_refused(
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     monkeypatch.setenv(variable, value)
-    refused(caplog, compiler, tmp_path / "elsewhere", f"{variable} is {value!r}: it must be an absolute path")
+    refused(
+        caplog,
+        compiler,
+        tmp_path / "elsewhere",
+        f"{variable} is {value!r}: it must be an absolute path",
+    )
 
 
 @pytest.mark.parametrize("place", ["/dev/null/folder", "/proc/folder", "a file"])
 def test_item_12_a_folder_that_cannot_be_made_leaves_a_library_for_the_process(
-    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: str
+    compiler: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    place: str,
 ) -> None:
     folder = Path(place)
     if place == "a file":
@@ -331,7 +460,10 @@ def test_item_12_a_folder_that_cannot_be_made_leaves_a_library_for_the_process(
 
 
 def test_item_12_a_temporary_folder_that_others_can_swap_is_not_used(
-    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    compiler: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Then the portable path serves."""
     temporary = tmp_path / "tmp"
@@ -346,16 +478,19 @@ def test_item_12_a_temporary_folder_that_others_can_swap_is_not_used(
     assert not list(temporary.iterdir())
 
 
-# ------------------------------------------------------------------------------------------------------ messages
+# --------------------------------------------------------------------------------------- messages
 
 
 def test_item_12_the_first_call_says_that_it_compiles(
     compiler: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert load()
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    assert record.getMessage() == "hf_paged compiles its C++ kernels, once on this machine; that takes some seconds"
+    records = caplog.records
+    assert [record.levelno for record in records] == [logging.WARNING] * 2
+    assert (
+        "hf_paged: compiling the CPU kernels, once on this machine ..." in records[0].getMessage()
+    )
+    assert re.fullmatch(TIMED, records[1].getMessage())
     caplog.clear()
     assert load() and not caplog.records
 
@@ -369,9 +504,11 @@ def test_item_12_a_warning_says_that_no_compiler_was_found(
     assert not load()
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert record.getMessage() == (
-        "hf_paged runs without its C++ kernels, on the portable path, which is slower: no C++ compiler was found, "
-        "tried c++, g++, clang++: install one, or set CXX"
+    assert (
+        record.getMessage()
+        == "hf_paged runs without its C++ kernels, on the slower portable path: no C++ compiler was"
+        " found, tried c++, g++, clang++: install one, or set CXX"
+        " [troubleshooting.md#cpp-kernels]"
     )
 
 
@@ -379,24 +516,33 @@ def test_item_12_a_compilers_words_may_be_in_any_encoding(
     compiler: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The first call crashed; the portable path must serve."""
-    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\nprintf "no \\377 such file" >&2\nexit 1\n')
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exit 0\nprintf "no \\377 such file" >&2\nexit 1\n'
+    )
     assert not load()
-    assert caplog.records[-1].getMessage().endswith(f"which is slower: {compiler} failed: no \ufffd such file")
+    assert (
+        f"slower portable path: {compiler} failed: no \ufffd such file"
+        in caplog.records[-1].getMessage()
+    )
     assert not list((tmp_path / ".cache" / "hf_paged").iterdir())
 
 
 @pytest.mark.skipif(
-    os.geteuid() != 0 or not all(folder.stat().st_mode & 1 for folder in (SOURCES, *SOURCES.parents)),
+    os.geteuid() != 0
+    or not all(folder.stat().st_mode & 1 for folder in (SOURCES, *SOURCES.parents)),
     reason="only root can become another user, and that one must be able to read the sources",
 )
 def test_item_12_another_user_than_root(compiler: Path, prebuilt: Path) -> None:
-    """A user with a home directory keeps the library there; in root's home, it is made per process."""
+    """A user with a home directory keeps the library there; in root's home, it is made per
+    process."""
     with tempfile.TemporaryDirectory() as name:
         base = Path(name)
         base.chmod(0o755)
         copy = shutil.copy(prebuilt, base)
         stub = base / "c++"
-        stub.write_text(compiler.read_text().replace(str(prebuilt), copy).replace(str(compiler), str(stub)))
+        stub.write_text(
+            compiler.read_text().replace(str(prebuilt), copy).replace(str(compiler), str(stub))
+        )
         stub.chmod(0o755)
         Path(f"{stub}.runs").touch()
         Path(f"{stub}.runs").chmod(0o666)

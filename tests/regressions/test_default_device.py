@@ -28,7 +28,8 @@ MODES: dict[str, dict[str, Any]] = {
 def test_a_call_under_another_default_device(name: str, mode: str) -> None:
     model = build_diff_llama() if name == "diff_llama" else models.build(name)
     inputs, found = models.padded_prompt("llama", (60, 3, 33, 9)), []
-    for options in ({}, models.PAGED, models.PAGED):  # the second finds cached blocks, where there are any
+    for options in ({}, models.PAGED, models.PAGED):
+        # the second finds cached blocks, where there are any
         torch.manual_seed(0)
         with torch.device(DEFAULT):
             found.append(model.generate(**inputs, **MODES[mode], **options))
@@ -55,7 +56,10 @@ def test_an_engine_under_another_default_device(name: str, preemption: str) -> N
     model, streamer = build_diff_llama() if name == "diff_llama" else models.build(name), Devices()
     prompts = [models.token_ids(1, length, seed=length)[0].tolist() for length in (30, 9, 22)]
     options = {**MODES["greedy"], "max_new_tokens": 20}
-    expected = [model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in prompts]
+    expected = [
+        model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+        for prompt in prompts
+    ]
     with (
         torch.device(DEFAULT),
         PagedEngine(model, PagedConfig(block_size=8, num_blocks=11, preemption=preemption)) as e,

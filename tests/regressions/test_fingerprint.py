@@ -36,7 +36,7 @@ def paged(engine: PagedEngine) -> tuple[list[int], int]:
     return result.token_ids, result.num_prefix_hit_tokens
 
 
-# -------------------------------------------------------------------------------------- what cannot be read, item 3
+# -------------------------------------------------------------------- what cannot be read, item 3
 
 
 class Sealed(torch.Tensor):
@@ -47,7 +47,9 @@ def bound_partial(model: Any) -> None:
     """Like the wrapper that torchao puts on every layer that it quantizes."""
     for layer in model.model.layers:
         linear = layer.mlp.up_proj
-        linear.extra_repr = types.MethodType(functools.partial(lambda note, self: note, "int8"), linear)
+        linear.extra_repr = types.MethodType(
+            functools.partial(lambda note, self: note, "int8"), linear
+        )
 
 
 def sealed_tensor(model: Any) -> None:
@@ -56,10 +58,15 @@ def sealed_tensor(model: Any) -> None:
 
 @pytest.mark.parametrize("change", [bound_partial, sealed_tensor])
 @pytest.mark.parametrize("door", ["generate", "engine"])
-def test_item_03_a_call_does_not_fail_for_what_hangs_on_a_model(door: str, change: Callable[[Any], None]) -> None:
+def test_item_03_a_call_does_not_fail_for_what_hangs_on_a_model(
+    door: str, change: Callable[[Any], None]
+) -> None:
     model = models.build("llama")
     change(model)
-    inputs = {"input_ids": torch.tensor([PROMPT] * 4), "attention_mask": torch.ones(4, len(PROMPT), dtype=torch.long)}
+    inputs = {
+        "input_ids": torch.tensor([PROMPT] * 4),
+        "attention_mask": torch.ones(4, len(PROMPT), dtype=torch.long),
+    }
     for _ in range(2):
         if door == "generate":
             found = model.generate(**inputs, **GREEDY, **models.PAGED)
@@ -70,17 +77,25 @@ def test_item_03_a_call_does_not_fail_for_what_hangs_on_a_model(door: str, chang
                 assert paged(engine)[0] == plain(model)
 
 
-def test_item_03_what_cannot_be_read_is_not_kept_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_item_03_what_cannot_be_read_is_not_kept_and_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = models.build("llama")
     sealed_tensor(model)
-    with caplog.at_level(logging.WARNING, "hf_paged"), PagedEngine(model, {"block_size": 8}) as engine:
+    with (
+        caplog.at_level(logging.WARNING, "hf_paged"),
+        PagedEngine(model, {"block_size": 8}) as engine,
+    ):
         for _ in range(3):
             assert paged(engine) == (plain(model), 0)
             assert engine.stats().cached_blocks == 0
-    told = [record.getMessage() for record in caplog.records if "Prefix caching" in record.getMessage()]
+    told = [
+        record.getMessage() for record in caplog.records if "prefix caching" in record.getMessage()
+    ]
     assert told == [
-        "Prefix caching is off for this LlamaForCausalLM, since whether it changes cannot be read: a tensor of type "
-        "Sealed, which has no `__tensor_flatten__`"
+        "prefix caching is off for this LlamaForCausalLM, since changes of it cannot be detected: a"
+        " tensor of type Sealed, which has no `__tensor_flatten__`"
+        " [troubleshooting.md#prefix-cache]"
     ]
     del model.model.layers[0].scales
     with PagedEngine(model, {"block_size": 8}) as engine:
@@ -94,7 +109,9 @@ class Wrapped(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Any:
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, device=inner.device
+        )
 
     def __init__(self, inner: torch.Tensor) -> None:
         self.inner = inner
@@ -103,7 +120,9 @@ class Wrapped(torch.Tensor):
         return ["inner"], {"bits": 8}
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         args, kwargs = _pytree.tree_map_only(cls, lambda x: x.inner, (args, kwargs or {}))
         found = function(*args, **kwargs)
         return Wrapped(found) if function is torch.ops.aten.detach.default else found
@@ -124,7 +143,7 @@ def test_item_03_wrapped_weights_are_read_by_their_parts() -> None:
         assert [paged(engine) for _ in range(2)] == [(after, 0), (after, HITS)]
 
 
-# --------------------------------------------------------------------------------- parts of a model, item 6 (b)
+# ------------------------------------------------------------------- parts of a model, item 6 (b)
 
 
 class Scale:

@@ -29,7 +29,7 @@ def attention_of(model: PreTrainedModel) -> set[str]:
     return {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")}
 
 
-# ------------------------------------------------------------------------------------------------------- copies
+# ----------------------------------------------------------------------------------------- copies
 
 
 class Copies(LogitsProcessor):
@@ -52,7 +52,9 @@ HOW: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", ["llama", "t5"])
-def test_item_11_a_copy_of_the_model_during_a_call_has_its_own_attention(name: str, how: str) -> None:
+def test_item_11_a_copy_of_the_model_during_a_call_has_its_own_attention(
+    name: str, how: str
+) -> None:
     model, inputs = models.build(name), models.padded_prompt(name)
     before, expected = attention_of(model), model.generate(**inputs, **OPTIONS)
     assert before == {"sdpa"}
@@ -88,7 +90,9 @@ def test_item_11_configs_copied_during_a_call_name_the_models_attention() -> Non
             found.append(type(model)(copy.deepcopy(model.config)).config._attn_implementation)
             return scores
 
-    model.generate(**inputs, **{**OPTIONS, "max_new_tokens": 2}, **models.PAGED, logits_processor=[Looks()])
+    model.generate(
+        **inputs, **{**OPTIONS, "max_new_tokens": 2}, **models.PAGED, logits_processor=[Looks()]
+    )
     assert found == ["sdpa"] * 4
 
 
@@ -102,11 +106,13 @@ def test_a_copy_of_the_cache_that_a_call_returned_goes_on_like_it(name: str, how
     mask = torch.ones_like(ids)
     expected = model.generate(ids, attention_mask=mask, **OPTIONS)
     for cache in (twin, returned.past_key_values):
-        assert torch.equal(model.generate(ids, attention_mask=mask, **OPTIONS, past_key_values=cache), expected)
+        assert torch.equal(
+            model.generate(ids, attention_mask=mask, **OPTIONS, past_key_values=cache), expected
+        )
     hf_paged.check_integrity(model)
 
 
-# -------------------------------------------------------------------------------------------------------- forks
+# ------------------------------------------------------------------------------------------ forks
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process.*is multi-threaded")
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
@@ -180,7 +186,9 @@ def test_item_11_a_child_generates_while_a_thread_of_its_parent_does(name: str) 
         assert attention_of(model) == before
 
     pause = Pauses()
-    with another_thread(lambda: model.generate(**inputs, **OPTIONS, **models.PAGED, logits_processor=[pause])) as got:
+    with another_thread(
+        lambda: model.generate(**inputs, **OPTIONS, **models.PAGED, logits_processor=[pause])
+    ) as got:
         assert pause.is_there.wait(60)
         try:
             told = in_child(work)
@@ -221,8 +229,14 @@ def test_item_11_a_child_finds_locks_free_that_threads_of_its_parent_held() -> N
 
 
 @needs_fork
-def test_item_11_a_child_reads_the_model_while_a_thread_of_its_parent_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, is_there, may_go_on = models.build("llama", num_hidden_layers=1), threading.Event(), threading.Event()
+def test_item_11_a_child_reads_the_model_while_a_thread_of_its_parent_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, is_there, may_go_on = (
+        models.build("llama", num_hidden_layers=1),
+        threading.Event(),
+        threading.Event(),
+    )
 
     class Waits(state.ModelState):
         def __init__(self, model: Any) -> None:
@@ -260,7 +274,9 @@ def test_item_11_an_engine_in_a_child_is_empty_if_a_thread_was_taking_a_step() -
         assert engine.generate([[5, 6, 7]], OPTIONS)[0].token_ids == expected
         assert attention_of(model) == {"sdpa"}
 
-    with another_thread(lambda: engine.generate([[5, 6, 7]], OPTIONS, logits_processor=[pause])) as got:
+    with another_thread(
+        lambda: engine.generate([[5, 6, 7]], OPTIONS, logits_processor=[pause])
+    ) as got:
         assert pause.is_there.wait(60)
         try:
             told = in_child(work)
@@ -272,7 +288,8 @@ def test_item_11_an_engine_in_a_child_is_empty_if_a_thread_was_taking_a_step() -
 
 @needs_fork
 def test_item_11_a_child_of_a_thread_in_a_call_goes_on_with_it() -> None:
-    """The forking thread keeps its locks, and its call the switched attention: in the child the call ends as usual."""
+    """The forking thread keeps its locks, and its call the switched attention: in the child the
+    call ends as usual."""
     model, inputs = models.build("llama"), models.prompt("llama")
     expected, told = model.generate(**inputs, **OPTIONS), []
 

@@ -16,7 +16,9 @@ from hf_paged import PagedCache
 
 def num_allocations(least: int, work: Callable[[], Any]) -> int:
     """Number of allocations of at least `least` bytes made by `work`."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         result = work()
     del result
     return sum(event.self_cpu_memory_usage >= least for event in profile.events())
@@ -88,9 +90,9 @@ READERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "torch.from_dlpack": torch.from_dlpack,
     "tolist": lambda x: torch.tensor(x.tolist()),
     "untyped_storage": lambda x: torch.empty(0).set_(x.untyped_storage(), 0, x.shape),
-    "data_ptr": lambda x: torch.frombuffer(bytearray(ctypes.string_at(x.data_ptr(), x.nbytes)), dtype=x.dtype).view(
-        x.shape
-    ),
+    "data_ptr": lambda x: torch.frombuffer(
+        bytearray(ctypes.string_at(x.data_ptr(), x.nbytes)), dtype=x.dtype
+    ).view(x.shape),
     "share_memory_": lambda x: x.share_memory_(),
 }
 
@@ -107,7 +109,9 @@ def test_item_20_keys_whose_memory_is_asked_for_are_gathered(name: str) -> None:
     assert torch.equal(READERS[name](keys), states)
 
 
-@pytest.mark.parametrize("shape", [(2, 0, 5, 4), (0, 2, 5, 4), (2, 2, 5, 0)], ids=["heads", "rows", "dims"])
+@pytest.mark.parametrize(
+    "shape", [(2, 0, 5, 4), (0, 2, 5, 4), (2, 2, 5, 0)], ids=["heads", "rows", "dims"]
+)
 def test_item_20_none_are_gathered_of_none(shape: tuple[int, ...]) -> None:
     plain, paged = DynamicCache(), PagedCache(paged_config={"block_size": 8})
     for tokens in (5, 1, 3):
@@ -128,7 +132,7 @@ def test_item_20_a_cache_without_rows_takes_none(empty: str) -> None:
         cache.batch_repeat_interleave(0)
     else:
         cache.batch_select_indices(torch.tensor([], dtype=torch.long))
-    with pytest.raises(ValueError, match="holds 0 rows, but keys of 2 rows came"):
+    with pytest.raises(ValueError, match="holds 0 rows, but got keys of 2 rows"):
         cache.update(states, states, 0)
     cache.crop(-2)
     keys = cache.layers[0].keys

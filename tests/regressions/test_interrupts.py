@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import linecache
@@ -10,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +20,9 @@ from torch.autograd import grad_mode
 from transformers import LogitsProcessor
 
 import hf_paged
-from hf_paged import PagedConfig, PagedEngine
+from hf_paged import PagedConfig, PagedEngine, interrupts
 from hf_paged.batching.execution import graphs
+from hf_paged.interrupts import held
 from tests.support import models
 from tests.support.checks import model_state
 from tests.support.interrupts import MODES, Case, Engine, Generate, interrupt_often
@@ -43,8 +45,8 @@ class SignalAt:
     def line(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "line":
             self.count += 1
-            # Python looks for signals after calls and jumps, and a `with` around these sees the exception; where it is
-            # left, which is its own line again, none can come
+            # Python looks for signals after calls and jumps, and a `with` around these sees the
+            # exception; where it is left, which is its own line again, none can come
             if self.count >= self.n > 0 and not self.is_with(frame):
                 self.n = 0
                 sys.settrace(None)
@@ -52,7 +54,9 @@ class SignalAt:
         return self.line
 
     def is_with(self, frame: FrameType) -> bool:
-        return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
+        return (
+            linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
+        )
 
 
 def run_traced(case: Case, n: int) -> tuple[bool, int]:
@@ -75,7 +79,9 @@ CASES = {
     "engine.generate": lambda: Engine(models.build("llama"), "generate"),
     "engine.step": lambda: Engine(models.build("llama"), "steps"),
     "swap": lambda: Engine(models.build("llama"), "steps", num_blocks=9, preemption="swap"),
-    "recompute": lambda: Engine(models.build("llama"), "steps", num_blocks=9, preemption="recompute"),
+    "recompute": lambda: Engine(
+        models.build("llama"), "steps", num_blocks=9, preemption="recompute"
+    ),
 }
 
 
@@ -91,14 +97,18 @@ def test_item_07_an_interrupt_at_any_line_leaves_everything_whole(name: str) -> 
     points = 12
     num_interrupted = 0
     for point in range(points):
-        num_interrupted += run_traced(case, 1 + (num_lines * (2 * point + 1) + 7 * point) // (2 * points))[0]
+        num_interrupted += run_traced(
+            case, 1 + (num_lines * (2 * point + 1) + 7 * point) // (2 * points)
+        )[0]
         assert model_state(case.model) == before, f"point {point}"
         case.check()
     assert num_interrupted > points // 2
 
 
 @pytest.mark.parametrize("name", ["generate", "engine.generate", "engine.step"])
-def test_item_07_gradients_stay_on_where_torch_is_interrupted_as_it_puts_them_back(name: str) -> None:
+def test_item_07_gradients_stay_on_where_torch_is_interrupted_as_it_puts_them_back(
+    name: str,
+) -> None:
     case = CASES[name]()
     for line in range(1, 120, 7):
         tracing = sys.gettrace()
@@ -117,7 +127,7 @@ def test_item_07_real_interrupts() -> None:
     assert not interrupt_often(36, seed=11, report=told.append), "\n".join(told)
 
 
-# ------------------------------------------------------------------------------- places of earlier failures
+# --------------------------------------------------------------------- places of earlier failures
 
 
 class Signals(LogitsProcessor):
@@ -197,7 +207,9 @@ def test_item_07_the_handler_is_as_it_was_and_user_code_sees_it() -> None:
 
     original = signal.signal(signal.SIGINT, handle)
     try:
-        model.generate(**models.prompt("llama"), max_new_tokens=1, **models.PAGED, logits_processor=[Looks()])
+        model.generate(
+            **models.prompt("llama"), max_new_tokens=1, **models.PAGED, logits_processor=[Looks()]
+        )
         with PagedEngine(model, PagedConfig(block_size=8)) as engine:
             (result,) = engine.generate([[5, 6]], {"max_new_tokens": 1}, logits_processor=[Looks()])
         assert signal.getsignal(signal.SIGINT) is handle
@@ -211,7 +223,9 @@ def test_item_07_calls_in_other_threads_leave_signals_alone() -> None:
     model, inputs = models.build("llama"), models.prompt("llama")
     expected, got = model.generate(**inputs, **GREEDY), []
     handler = signal.getsignal(signal.SIGINT)
-    thread = threading.Thread(target=lambda: got.append(model.generate(**inputs, **GREEDY, **models.PAGED)))
+    thread = threading.Thread(
+        target=lambda: got.append(model.generate(**inputs, **GREEDY, **models.PAGED))
+    )
     thread.start()
     while thread.is_alive():
         assert signal.getsignal(signal.SIGINT) is handler
@@ -247,7 +261,9 @@ class Looks:
         if event == "line" and frame.f_lineno not in self.lines:
             self.lines.add(frame.f_lineno)
             self.look()
-        return self if frame.f_code.co_filename == str(Path(OURS) / "model" / "registry.py") else None
+        return (
+            self if frame.f_code.co_filename == str(Path(OURS) / "model" / "registry.py") else None
+        )
 
 
 def test_item_07_a_signal_handler_may_look_at_models_and_free_them_at_any_moment() -> None:
@@ -305,7 +321,9 @@ def test_item_07_an_interrupt_reaches_a_streamer_that_is_ended(how: str) -> None
             own = {"logits_processor": [Fails()]} if how == "failed" else {}
             engine.add_request([5, 6, 7], GREEDY, request_id="own", streamer=streamer, **own)
             with pytest.raises(KeyboardInterrupt):
-                results.update((o.request_id, o.result) for o in engine.step() if o.result is not None)
+                results.update(
+                    (o.request_id, o.result) for o in engine.step() if o.result is not None
+                )
                 engine.cancel("own")
         finish(engine, results)
         engine.check_integrity()
@@ -327,7 +345,8 @@ def test_item_07_a_handler_that_raises_while_handlers_are_put_back_leaves_the_ot
         raise Nowhere
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
-        """Raises a signal at the `point`-th place where Python checks for signals in `interrupts.py`."""
+        """Raises a signal at the `point`-th place where Python checks for signals in
+        `interrupts.py`."""
         nonlocal count
         if event in ("call", "c_return") and frame.f_code.co_filename == interrupts:
             count += 1
@@ -354,8 +373,58 @@ def test_item_07_a_handler_that_raises_while_handlers_are_put_back_leaves_the_ot
     case.check()
 
 
+@pytest.mark.parametrize(
+    "name", ["SIGINT", "SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGCHLD", "SIGXCPU"]
+)
+def test_a_handler_that_raises_waits_for_the_end_of_bookkeeping(name: str) -> None:
+    def handle(signum: int, frame: FrameType | None) -> None:
+        raise Nowhere
+
+    reached: list[str] = []
+    before = signal.signal(getattr(signal, name), handle)
+    try:
+        with pytest.raises(Nowhere), held():
+            signal.raise_signal(getattr(signal, name))
+            with held():
+                reached.append("inner")
+            reached.append("outer")
+        assert reached == ["inner", "outer"]
+        assert signal.getsignal(getattr(signal, name)) is handle
+    finally:
+        signal.signal(getattr(signal, name), before)
+
+
+@pytest.mark.parametrize("num_raised", [1, 2])
+def test_a_handler_that_raises_before_the_next_is_put_back_leaves_none_out(
+    num_raised: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`signal.signal` calls the handlers of signals that have arrived before it sets one."""
+
+    def put(signum: int, handler: Any) -> Any:
+        if handler is handle:
+            restored.append(signum)
+            if 1 < len(restored) <= 1 + num_raised:
+                raise Nowhere
+        return signal.signal(signum, handler)
+
+    def handle(signum: int, frame: FrameType | None) -> None: ...
+
+    numbers, restored = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1), list[int]()
+    before = [signal.signal(number, handle) for number in numbers]
+    fake = SimpleNamespace(getsignal=signal.getsignal, signal=put)
+    monkeypatch.setattr(interrupts, "_signal", fake)
+    try:
+        with pytest.raises(Nowhere), held():
+            pass
+        assert [signal.getsignal(number) for number in numbers] == [handle] * len(numbers)
+    finally:
+        for number, handler in zip(numbers, before):
+            signal.signal(number, handler)
+
+
 def test_an_interrupt_waits_for_the_end_of_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch pops and pushes modes for every recorded operation: an interrupt would leave one on the stack."""
+    """Torch pops and pushes modes for every recorded operation: an interrupt would leave one on the
+    stack."""
     model, reached, original = models.build("llama"), [], graphs.Tapes.capture
     prompt = models.token_ids(1, 9)
 
@@ -370,4 +439,26 @@ def test_an_interrupt_waits_for_the_end_of_a_recording(monkeypatch: pytest.Monke
         model.generate(prompt, max_new_tokens=24, do_sample=False, **models.PAGED)
     assert len(reached) == 1 and torch._C._len_torch_dispatch_stack() == 0
     monkeypatch.undo()
-    assert torch.equal(model.generate(prompt, max_new_tokens=24, do_sample=False, **models.PAGED), expected)
+    assert torch.equal(
+        model.generate(prompt, max_new_tokens=24, do_sample=False, **models.PAGED), expected
+    )
+
+
+def test_with_takes_locks_and_no_conditions() -> None:
+    """`Condition.__enter__` and `__exit__` are Python code: a signal whose handler raises there
+    leaves the lock taken, and other threads wait for ever."""
+    conditions, taken = set[str](), set[str]()  # names, whose files may differ
+    for path in Path(OURS).rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        made = [
+            node
+            for node in nodes
+            if isinstance(node, ast.Assign) and "Condition(" in ast.unparse(node.value)
+        ]
+        conditions |= {
+            ast.unparse(target).split(".")[-1] for node in made for target in node.targets
+        }
+        items = [item for node in nodes if isinstance(node, ast.With) for item in node.items]
+        taken |= {ast.unparse(item.context_expr).split(".")[-1] for item in items}
+    assert not conditions & taken
+    assert len(conditions) > 3

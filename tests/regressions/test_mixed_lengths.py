@@ -1,4 +1,5 @@
-"""Layers of one cache with different numbers of tokens, such as cross attention beside self attention."""
+"""Layers of one cache with different numbers of tokens, such as cross attention beside self
+attention."""
 
 from __future__ import annotations
 
@@ -9,7 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, Gemma3TextConfig, MllamaConfig, MllamaForConditionalGeneration
+from transformers import (
+    DynamicCache,
+    Gemma3TextConfig,
+    MllamaConfig,
+    MllamaForConditionalGeneration,
+)
 
 import hf_paged
 from hf_paged import PagedCache
@@ -32,8 +38,14 @@ def assert_equal(plain: DynamicCache, paged: PagedCache, what: str) -> None:
             assert torch.equal(expected, found.clone()), f"{name} of layer {index} after {what}"
 
 
-def filled(lengths: tuple[int, ...], rows: int = 2) -> tuple[DynamicCache, PagedCache, torch.Generator]:
-    plain, paged, generator = DynamicCache(), PagedCache(paged_config={"block_size": 8}), torch.Generator()
+def filled(
+    lengths: tuple[int, ...], rows: int = 2
+) -> tuple[DynamicCache, PagedCache, torch.Generator]:
+    plain, paged, generator = (
+        DynamicCache(),
+        PagedCache(paged_config={"block_size": 8}),
+        torch.Generator(),
+    )
     generator.manual_seed(0)
     for index, length in enumerate(lengths):
         new = states(rows, length, generator)
@@ -81,7 +93,9 @@ def test_item_16_a_copy_made_between_two_layers_of_a_step() -> None:
 
 
 @pytest.mark.parametrize("lengths", [(5, 5), (5, 40)], ids=["even", "mixed"])
-def test_item_16_keys_shown_before_a_write_stay_after_the_copy_has_their_block(lengths: tuple[int, ...]) -> None:
+def test_item_16_keys_shown_before_a_write_stay_after_the_copy_has_their_block(
+    lengths: tuple[int, ...],
+) -> None:
     _, paged, generator = filled(lengths)
     for index in range(2):  # large enough: storage that grows would leave old keys in place
         paged.update(*states(2, 100, generator), index)
@@ -121,7 +135,9 @@ def test_item_16_random_operations_on_layers_of_different_lengths(seed: int) -> 
             for cache in (plain, paged):
                 cache.update(*new, index)
         elif what == "rows":
-            indices = torch.tensor([choose.randrange(rows) for _ in range(choose.choice([rows, 2, 4]))])
+            indices = torch.tensor(
+                [choose.randrange(rows) for _ in range(choose.choice([rows, 2, 4]))]
+            )
             for cache in (plain, paged):
                 cache.batch_select_indices(indices)
         elif what == "crop" and min(layer.get_seq_length() for layer in plain.layers) > 2:
@@ -131,15 +147,24 @@ def test_item_16_random_operations_on_layers_of_different_lengths(seed: int) -> 
         elif what == "copy":
             pairs.append((copy.deepcopy(plain), copy.deepcopy(paged)))
         elif what == "pickle":
-            pairs[pairs.index((plain, paged))] = copy.deepcopy(plain), pickle.loads(pickle.dumps(paged))
+            pairs[pairs.index((plain, paged))] = (
+                copy.deepcopy(plain),
+                pickle.loads(pickle.dumps(paged)),
+            )
         for pair in pairs:
             assert_equal(*pair, what)
 
 
 def windowed(lengths: tuple[int, int]) -> tuple[DynamicCache, PagedCache]:
     """Two layers with a window of 8 that got these tokens at once."""
-    config = Gemma3TextConfig(num_hidden_layers=2, sliding_window=8, layer_types=["sliding_attention"] * 2)
-    plain, paged, generator = DynamicCache(config=config), PagedCache(config, {"block_size": 8}), torch.Generator()
+    config = Gemma3TextConfig(
+        num_hidden_layers=2, sliding_window=8, layer_types=["sliding_attention"] * 2
+    )
+    plain, paged, generator = (
+        DynamicCache(config=config),
+        PagedCache(config, {"block_size": 8}),
+        torch.Generator(),
+    )
     for index, length in enumerate(lengths):
         new = states(2, length, generator.manual_seed(index))
         for cache in (plain, paged):
@@ -160,12 +185,17 @@ def test_item_16_a_layer_behind_another_sees_its_window(lengths: tuple[int, int]
 
 def test_item_16_a_layer_whose_window_was_given_back_is_refused() -> None:
     """Its keys were not stored, and zeros were used in their place."""
-    with pytest.raises(ValueError, match=r"8 tokens back from token 5, .* first 32 .* another layer .* holds 40"):
+    with pytest.raises(
+        ValueError, match=r"8 tokens back from token 5, .* first 32 .* another layer .* holds 40"
+    ):
         windowed((40, 5))
     _, paged = windowed((8, 8))
     for seed in range(20):
         paged.update(*states(2, 1, torch.Generator().manual_seed(seed)), 0)
-    message = "a layer looks 8 tokens back from token 8, of which the first 16 .* another layer of its kind holds 28"
+    message = (
+        "a layer looks 8 tokens back from token 8, but the first 16 were freed, since another layer"
+        " .* holds 28"
+    )
     with pytest.raises(ValueError, match=message):
         paged.update(*states(2, 1, torch.Generator()), 1)
     with pytest.raises(ValueError, match=message):
@@ -177,9 +207,16 @@ def test_item_16_a_layer_whose_window_was_given_back_is_refused() -> None:
 def test_item_16_a_layer_that_an_operation_left_out_is_refused(operation: str) -> None:
     """Such a layer showed blocks that others had freed, and foreign memory."""
     _, paged, generator = filled((20, 20))
-    argument = {"crop": (-12,), "reorder_cache": (torch.tensor([1, 1]),), "batch_repeat_interleave": (2,)}
+    argument = {
+        "crop": (-12,),
+        "reorder_cache": (torch.tensor([1, 1]),),
+        "batch_repeat_interleave": (2,),
+    }
     getattr(paged.layers[1], operation)(*argument.get(operation, ()))
-    message = "layer 0 was left out of an operation on rows or lengths that layers of its kind were given"
+    message = (
+        "layer 0 missed an operation on rows or lengths that other layers with the same block"
+        " tables got"
+    )
     with pytest.raises(RuntimeError, match=message):
         paged.update(*states(2, 1, generator), 0)
     with pytest.raises(RuntimeError, match=message):
@@ -196,8 +233,14 @@ def test_item_16_a_refused_operation_leaves_the_layers_together() -> None:
     plain, paged, _ = filled((5, 5), rows=3)
     for wrong, message in (
         (torch.tensor([0, 3]), r"rows \[3\] are asked for, the cache holds rows 0 to 2"),
-        (torch.tensor([True, False]), r"a mask of shape \(2,\) came for 3 rows: one of shape \(3,\) is needed"),
-        (torch.tensor([0.0, 1.0]), r"takes row numbers, a vector of int32 or int64, not torch.float32 of shape \(2,\)"),
+        (
+            torch.tensor([True, False]),
+            r"the mask of rows has the shape \(2,\), the cache 3 rows: pass \(3,\)",
+        ),
+        (
+            torch.tensor([0.0, 1.0]),
+            r"row numbers must be a vector of int32 or int64, not torch.float32 of shape \(2,\)",
+        ),
         (torch.tensor([1, 0, 1], dtype=torch.uint8), r"not torch.uint8 of shape \(3,\)"),
         (torch.tensor([[0, 1]]), r"not torch.int64 of shape \(1, 2\)"),
         (torch.tensor(1), r"not torch.int64 of shape \(\)"),
@@ -273,7 +316,13 @@ def test_item_16_mllama_gives_plain_tokens(length: int, padding: int) -> None:
         calls: list[torch.Tensor] = []
         for paged in ({}, {"cache_implementation": "paged", "cache_config": {"block_size": 8}}):
             calls.append(
-                model.generate(**image_inputs(length, padding), max_new_tokens=12, do_sample=False, **options, **paged)
+                model.generate(
+                    **image_inputs(length, padding),
+                    max_new_tokens=12,
+                    do_sample=False,
+                    **options,
+                    **paged,
+                )
             )
         assert torch.equal(*calls), f"{options}: {calls}"
     hf_paged.check_integrity(model)

@@ -1,4 +1,5 @@
-"""Requests that need more blocks than the memory can hold, which shows only when an allocation fails."""
+"""Requests that need more blocks than the memory can hold, which shows only when an allocation
+fails."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from tests.support import models
 from tests.support.engine_helpers import assert_drained, assert_same_as_lone, lone_run, prompts
 
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
-BLOCK_BYTES = 8 * 2 * 2 * 16 * 4 * 2  # of 8 tokens: keys and values of 2 heads of 16 float32 in 2 layers
+# of 8 tokens: keys and values of 2 heads of 16 float32 in 2 layers
+BLOCK_BYTES = 8 * 2 * 2 * 16 * 4 * 2
 
 
 @pytest.fixture
@@ -25,23 +27,32 @@ def free_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("free_blocks")
 @pytest.mark.parametrize("num_blocks", [None, 1000])
 def test_one_that_never_fits_fails_soon_and_alone(num_blocks: int | None) -> None:
-    """Beams recompute their shared tokens in each attempt: the second attempt without progress ends them."""
+    """Beams recompute their shared tokens in each attempt: the second attempt without progress ends
+    them."""
     model, prompt = models.get("llama"), prompts(5)[0]
     config = PagedConfig(block_size=8, num_blocks=num_blocks, memory_fraction=1.0)
     with PagedEngine(model, config) as engine:
         engine.add_request(prompt, {**GREEDY, "max_new_tokens": 200}, request_id="long")
-        engine.add_request(prompt, {**GREEDY, "max_new_tokens": 200, "num_beams": 3}, request_id="beams")
+        engine.add_request(
+            prompt, {**GREEDY, "max_new_tokens": 200, "num_beams": 3}, request_id="beams"
+        )
         engine.add_request(prompt, {**GREEDY, "max_new_tokens": 6}, request_id="short")
         found: dict[str, Any] = {}
         for _ in range(600):
-            found |= {output.request_id: output.result for output in engine.step() if output.finished}
+            found |= {
+                output.request_id: output.result for output in engine.step() if output.finished
+            }
             engine.check_integrity()
             if not engine.has_unfinished:
                 break
         assert set(found) == {"long", "beams", "short"}
         for name in ("long", "beams"):
-            assert isinstance(found[name].error, OutOfBlocksError) and "memory_fraction" in str(found[name].error)
-        assert_same_as_lone(lone_run(model, prompt, {**GREEDY, "max_new_tokens": 6}), found["short"], GREEDY, "")
+            assert isinstance(found[name].error, OutOfBlocksError) and "memory_fraction" in str(
+                found[name].error
+            )
+        assert_same_as_lone(
+            lone_run(model, prompt, {**GREEDY, "max_new_tokens": 6}), found["short"], GREEDY, ""
+        )
         assert_drained(engine)
 
 
@@ -67,5 +78,7 @@ def test_memory_that_is_refused_is_the_cause(monkeypatch: pytest.MonkeyPatch) ->
             result = next((output.result for output in engine.step() if output.finished), result)
             if result is not None:
                 break
-        assert result is not None and (result.error is None or "922337203685477" not in str(result.error))
+        assert result is not None and (
+            result.error is None or "922337203685477" not in str(result.error)
+        )
         assert_drained(engine)

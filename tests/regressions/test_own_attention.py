@@ -1,4 +1,5 @@
-"""Custom attention functions and masks of the user: called with gathered K/V, never replaced by ours."""
+"""Custom attention functions and masks of the user: called with gathered K/V, never replaced by
+ours."""
 
 from __future__ import annotations
 
@@ -20,7 +21,12 @@ OPTIONS = {"max_new_tokens": 12, "do_sample": False}
 
 
 def sharper(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    **kwargs: Any,
 ) -> Any:
     """sdpa with doubled scores, computed from data that non-torch code could read."""
     assert type(key) is type(value) is torch.Tensor and key.data_ptr() and value.data_ptr()
@@ -91,7 +97,14 @@ def _replace_eager() -> str:
     return "eager"
 
 
-WAYS = [_register_both, _register_without_mask, _assign, _register_again, _register_mask, _replace_eager]
+WAYS = [
+    _register_both,
+    _register_without_mask,
+    _assign,
+    _register_again,
+    _register_mask,
+    _replace_eager,
+]
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +123,10 @@ def restored() -> Iterator[None]:
 def assert_gathered(model: Any, implementation: str) -> None:
     route = last_route(model)
     assert route is not None and route.road == "hf_loop" and not route.in_place
-    assert f"its attention function or mask, '{implementation}', is not transformers' own" in route.reason
+    assert (
+        f"its attention function or mask, '{implementation}', is not transformers' own"
+        in route.reason
+    )
     assert model.config._attn_implementation == implementation
     check_integrity(model)
 
@@ -119,12 +135,15 @@ def assert_gathered(model: Any, implementation: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_item_17_is_called_by_generate(way: Callable[[], str], beams: int) -> None:
     model, inputs = models.build("llama"), models.padded_prompt("llama")
-    before = model.generate(**inputs, **OPTIONS, **models.PAGED)  # a finding made here is invalid later
+    # a finding made here is invalid later
+    before = model.generate(**inputs, **OPTIONS, **models.PAGED)
     implementation = way()
     model.set_attn_implementation(implementation)
     expected = model.generate(**inputs, **OPTIONS, num_beams=beams)
     assert not torch.equal(expected, before)
-    assert torch.equal(model.generate(**inputs, **OPTIONS, num_beams=beams, **models.PAGED), expected)
+    assert torch.equal(
+        model.generate(**inputs, **OPTIONS, num_beams=beams, **models.PAGED), expected
+    )
     assert_gathered(model, implementation)
 
 
@@ -139,7 +158,10 @@ def test_item_17_is_called_by_the_engine(way: Callable[[], str]) -> None:
         engine.check_integrity()
     for prompt, result in zip(prompts, results):
         assert result.error is None
-        assert result.token_ids == model.generate(torch.tensor([prompt]), **OPTIONS)[0, len(prompt) :].tolist()
+        assert (
+            result.token_ids
+            == model.generate(torch.tensor([prompt]), **OPTIONS)[0, len(prompt) :].tolist()
+        )
 
 
 def test_item_17_in_a_decoder_with_an_encoder() -> None:

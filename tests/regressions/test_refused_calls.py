@@ -68,7 +68,9 @@ def test_item_04_after_a_refused_call_the_next_is_served(case: str) -> None:
     assert_served(model, inputs, "engine")
     for _ in range(2):
         for paged in ({}, models.PAGED):
-            with pytest.raises((ValueError, RuntimeError, TypeError, AttributeError, IndexError, ZeroDivisionError)):
+            with pytest.raises(
+                (ValueError, RuntimeError, TypeError, AttributeError, IndexError, ZeroDivisionError)
+            ):
                 call(model, REFUSED[case], **paged)
         assert_served(model, inputs, "engine")
 
@@ -78,7 +80,11 @@ def test_item_04_in_other_models(name: str) -> None:
     model, inputs = models.build(name), models.padded_prompt(name, (5, 3))
     road = "engine"
     assert_served(model, inputs, road)
-    for case in ("ids of three dimensions", "ids of three dimensions, several rows", "a column of ids"):
+    for case in (
+        "ids of three dimensions",
+        "ids of three dimensions, several rows",
+        "a column of ids",
+    ):
         for paged in ({}, models.PAGED):
             with pytest.raises((RuntimeError, IndexError, ValueError)):
                 call(model, REFUSED[case], **paged)

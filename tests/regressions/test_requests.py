@@ -1,4 +1,5 @@
-"""Options and user code of a single request: the answer is plain's, or an error of that request alone."""
+"""Options and user code of a single request: the answer is plain's, or an error of that request
+alone."""
 
 from __future__ import annotations
 
@@ -11,18 +12,27 @@ from transformers import LogitsProcessor, StoppingCriteria
 import hf_paged
 from hf_paged import PagedEngine
 from tests.support import models
-from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, build_diff_llama, lone_run, prompts
+from tests.support.engine_helpers import (
+    MODES,
+    assert_drained,
+    assert_same_as_lone,
+    build_diff_llama,
+    lone_run,
+    prompts,
+    run_all,
+)
 
 GREEDY = MODES["greedy"]
 SOME_EOS = list(range(20, 50))
 UNKNOWN = (
-    f"token id 200 was chosen, but ids from 0 to {models.VOCAB_SIZE - 1} have an embedding: a logits processor widened "
-    "the scores, or a stopping criterion wrote the id"
+    f"token id 200 was chosen, but ids from 0 to {models.VOCAB_SIZE - 1} have an embedding: a"
+    " logits processor widened the scores, or a stopping criterion wrote the id"
 )
 
 
 class Widens(LogitsProcessor):
-    """From a length on, scores have more columns than the model has tokens, and a surplus column is the best."""
+    """From a length on, scores have more columns than the model has tokens, and a surplus column is
+    the best."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -48,7 +58,7 @@ class Writes(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-# -- chosen ids that have no embedding --------------------------------------------------------------------------------
+# -- chosen ids that have no embedding -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["llama", "diff_llama"])
@@ -56,20 +66,33 @@ class Writes(StoppingCriteria):
     ("how", "mode"),
     [
         *(("logits_processor", mode) for mode in ("greedy", "sample", "samples", "beams")),
-        *(("stopping_criteria", mode) for mode in ("greedy", "sample", "samples")),  # criteria of beams get a copy
+        # criteria of beams get a copy
+        *(("stopping_criteria", mode) for mode in ("greedy", "sample", "samples")),
     ],
 )
-def test_item_05_an_unknown_id_ends_the_request_that_chose_it_alone(how: str, mode: str, name: str) -> None:
+def test_item_05_an_unknown_id_ends_the_request_that_chose_it_alone(
+    how: str, mode: str, name: str
+) -> None:
     model = models.get("llama") if name == "llama" else build_diff_llama()
     texts = prompts(9, 12, 7)
-    code = {"logits_processor": [Widens(15)]} if how == "logits_processor" else {"stopping_criteria": [Writes(15)]}
+    code = (
+        {"logits_processor": [Widens(15)]}
+        if how == "logits_processor"
+        else {"stopping_criteria": [Writes(15)]}
+    )
     with PagedEngine(model, {"block_size": 8}) as engine:
         options: list[dict[str, Any]] = [{}, {**code, "return_logprobs": True}, {}]
         for i, (text, option) in enumerate(zip(texts, options)):
-            engine.add_request(text, MODES["greedy" if i != 1 else mode], request_id=str(i), seed=i, **option)
+            engine.add_request(
+                text, MODES["greedy" if i != 1 else mode], request_id=str(i), seed=i, **option
+            )
         results: dict[str, Any] = {}
         while engine.has_unfinished:
-            results |= {output.request_id: output.result for output in engine.step() if output.result is not None}
+            results |= {
+                output.request_id: output.result
+                for output in engine.step()
+                if output.result is not None
+            }
             engine.check_integrity()
         assert_drained(engine)
     for i in (0, 2):
@@ -79,10 +102,33 @@ def test_item_05_an_unknown_id_ends_the_request_that_chose_it_alone(how: str, mo
     assert results["1"].finish_reason == "error"
 
 
+def test_an_unknown_id_of_a_models_own_beam_search_ends_its_request_alone() -> None:
+    """Before a forward reads it: on a GPU that would end all."""
+    model, own = models.build("llama"), prompts(9)[0]
+
+    class Chooses(type(model)):  # type: ignore[misc]
+        def _get_top_k_continuations(self, **given: Any) -> tuple[torch.Tensor, ...]:
+            scores, sequences, indices = super()._get_top_k_continuations(**given)
+            sequences = sequences.clone()
+            sequences[:, :, given["cur_len"]] = 200
+            return scores, sequences, indices
+
+    model.__class__ = Chooses
+    with PagedEngine(model, {"block_size": 8}) as engine:
+        engine.add_request(own, MODES["beams"], request_id="beams")
+        engine.add_request(own, GREEDY, request_id="greedy")
+        results = run_all(engine)
+        assert_drained(engine)
+    assert str(results["beams"].error) == UNKNOWN
+    assert_same_as_lone(lone_run(model, own, GREEDY), results["greedy"], GREEDY, "greedy")
+
+
 @pytest.mark.parametrize("token", [-1, 1 << 40])
 def test_item_05_ids_below_zero_and_beyond_any_vocabulary(token: int) -> None:
     with PagedEngine(models.get("llama"), {"block_size": 8}) as engine:
-        result, other = engine.generate([[5, 6], [7, 8]], GREEDY, stopping_criteria=[Writes(5, token)])
+        result, other = engine.generate(
+            [[5, 6], [7, 8]], GREEDY, stopping_criteria=[Writes(5, token)]
+        )
         assert str(result.error) == str(other.error) == UNKNOWN.replace("200", str(token))
         assert_drained(engine)
 
@@ -99,7 +145,9 @@ def test_item_05_generate_raises_as_plain_does_and_the_pool_is_whole(mode: str) 
     assert str(caught.value) == UNKNOWN
     hf_paged.check_integrity(model)
     assert hf_paged.memory_stats(model).used_blocks == 0
-    assert torch.equal(model.generate(**inputs, **GREEDY, **models.PAGED), model.generate(**inputs, **GREEDY))
+    assert torch.equal(
+        model.generate(**inputs, **GREEDY, **models.PAGED), model.generate(**inputs, **GREEDY)
+    )
 
 
 @pytest.mark.parametrize("copies", [0, 2])
@@ -117,7 +165,11 @@ def test_item_05_scores_of_another_number_of_rows(mode: str, copies: int) -> Non
         engine.add_request(other, GREEDY, request_id="good")
         results: dict[str, Any] = {}
         while engine.has_unfinished:
-            results |= {output.request_id: output.result for output in engine.step() if output.result is not None}
+            results |= {
+                output.request_id: output.result
+                for output in engine.step()
+                if output.result is not None
+            }
         assert_drained(engine)
     assert results["bad"].error is not None and results["bad"].token_ids == []
     assert_same_as_lone(lone_run(model, other, GREEDY), results["good"], GREEDY, "good")
@@ -130,12 +182,18 @@ def test_item_05_an_unknown_id_that_ends_its_row_is_no_error() -> None:
     expected = lone_run(model, prompt, options, logits_processor=[Widens(14)])
     assert expected[0][-1] == 200 and len(expected[0]) == 6
     with PagedEngine(model, {"block_size": 8}) as engine:
-        result = engine.generate([prompt], options, logits_processor=[Widens(14)], return_logprobs=True)[0]
-    assert result.error is None and result.token_ids == expected[0] and result.finish_reason == "eos"
-    assert result.logprobs is not None and result.logprobs[-1][0] == float("-inf"), "the model cannot say it"
+        result = engine.generate(
+            [prompt], options, logits_processor=[Widens(14)], return_logprobs=True
+        )[0]
+    assert (
+        result.error is None and result.token_ids == expected[0] and result.finish_reason == "eos"
+    )
+    assert result.logprobs is not None and result.logprobs[-1][0] == float("-inf"), (
+        "the model cannot say it"
+    )
 
 
-# -- fidelity ---------------------------------------------------------------------------------------------------------
+# -- fidelity ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sample"])
@@ -152,12 +210,21 @@ def test_item_19_ids_of_32_bits_come_back_as_plain_returns_them(mode: str) -> No
 
 @pytest.mark.parametrize("num_blocks", [None, 14])
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_item_19_scores_and_logits_of_rows_that_have_ended_are_plains(do_sample: bool, num_blocks: int | None) -> None:
+def test_item_19_scores_and_logits_of_rows_that_have_ended_are_plains(
+    do_sample: bool, num_blocks: int | None
+) -> None:
     """Also with few blocks, so that rows wait for one another."""
     model, inputs = models.get("llama"), models.padded_prompt("llama", (13, 4, 9, 6))
-    options: dict[str, Any] = {"eos_token_id": SOME_EOS, "max_new_tokens": 20, "do_sample": do_sample}
+    options: dict[str, Any] = {
+        "eos_token_id": SOME_EOS,
+        "max_new_tokens": 20,
+        "do_sample": do_sample,
+    }
     options |= {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    paged = {"cache_implementation": "paged", "cache_config": {"block_size": 8, "num_blocks": num_blocks}}
+    paged = {
+        "cache_implementation": "paged",
+        "cache_config": {"block_size": 8, "num_blocks": num_blocks},
+    }
     outputs = []
     for kind in ({}, paged):
         torch.manual_seed(3)
@@ -168,7 +235,9 @@ def test_item_19_scores_and_logits_of_rows_that_have_ended_are_plains(do_sample:
     assert torch.equal(plain.sequences, ours.sequences)
     ends = [int((row[13:] != models.PAD).sum()) for row in plain.sequences]
     assert len(set(ends)) > 1, "rows must end at different times"
-    for theirs, mine in zip((*plain.scores, *plain.logits), (*ours.scores, *ours.logits), strict=True):
+    for theirs, mine in zip(
+        (*plain.scores, *plain.logits), (*ours.scores, *ours.logits), strict=True
+    ):
         torch.testing.assert_close(theirs, mine, atol=1e-4, rtol=1e-4)
 
 
@@ -196,10 +265,11 @@ def test_item_19_a_models_own_loop_condition_is_asked(mode: str, where: str) -> 
     if mode == "greedy":
         assert ours.shape[1] == inputs["input_ids"].shape[1] + 5
     route = hf_paged.last_route(model)
-    assert route.road == "hf_loop" and "it has a `_has_unfinished_sequences` of its own" in route.reason
+    assert route.road == "hf_loop" and "it overrides `_has_unfinished_sequences`" in route.reason
     with PagedEngine(model) as engine, pytest.raises(ValueError) as caught:
         engine.add_request([5, 6], GREEDY)
-    assert str(caught.value) == (
-        "the model has a `_has_unfinished_sequences` of its own, which says when a whole call ends: call "
-        '`model.generate(..., cache_implementation="paged")` instead of an engine'
+    assert (
+        str(caught.value)
+        == f"{type(model).__name__} overrides `_has_unfinished_sequences`, which an engine does not"
+        ' call: call `model.generate(..., cache_implementation="paged")` instead'
     )

@@ -28,9 +28,11 @@ resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def run(code: str, megabytes: int, **sizes: int) -> str:
-    """Output of `code` in a child process that may map `megabytes` MiB more than at the start of `code`."""
+    """Output of `code` in a child process that may map `megabytes` MiB more than at the start of
+    `code`."""
     command = [sys.executable, "-c", CHILD.format(megabytes=megabytes, sizes=sizes) + code]
-    environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}  # an arena of glibc, per thread, takes 64 MiB
+    # an arena of glibc, per thread, takes 64 MiB
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -66,7 +68,8 @@ engine.check_integrity()
 assert PagedEngine(model, PagedConfig(num_blocks=1)).generate([prompt], options)[0].token_ids == expected
 """
     heads = {"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 2048}
-    # 128 in each of two layers for a block of 256 tokens, 8 for one of 16; an allocator's arena that goes may free 64
+    # 128 in each of two layers for a block of 256 tokens, 8 for one of 16; an allocator's arena
+    # that goes may free 64
     message = run(code, megabytes=72, **heads)
     assert "needs 1 blocks of 256 tokens, for which there is no memory" in message
     assert "`num_blocks` (8) or `memory_fraction` (None)" in message
@@ -118,7 +121,10 @@ assert kernel(query, step).isfinite().all()
 def test_item_09_the_kernel_raises_where_it_gets_no_memory(threads: int) -> None:
     """It wrote to address 0."""
     done = subprocess.run(
-        [sys.executable, "-c", KERNEL.format(threads=threads)], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", KERNEL.format(threads=threads)],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout == "not enough memory for the sums of the attention kernel\n" * 2

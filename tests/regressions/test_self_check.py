@@ -19,7 +19,8 @@ PROMPTS = [models.token_ids(1, length, seed=length)[0].tolist() for length in (5
 
 
 class _Single(nn.Module):
-    """Computes something else for a row of one token, like code that detects decode steps by their shape."""
+    """Computes something else for a row of one token, like code that detects decode steps by their
+    shape."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -67,7 +68,10 @@ def test_item_18_code_that_acts_on_decode_steps_is_found_out(build: Any, road: s
     with PagedEngine(model) as engine:
         results = engine.generate(PROMPTS, OPTIONS)
     for prompt, result in zip(PROMPTS, results):
-        assert result.token_ids == model.generate(torch.tensor([prompt]), **OPTIONS)[0, len(prompt) :].tolist()
+        assert (
+            result.token_ids
+            == model.generate(torch.tensor([prompt]), **OPTIONS)[0, len(prompt) :].tolist()
+        )
 
 
 @pytest.mark.parametrize("build", [_single, _counts])
@@ -105,7 +109,10 @@ def test_item_18_code_that_changes_after_the_check_is_checked_again(
             layer.mlp.is_on = True
         results = engine.generate(PROMPTS, OPTIONS)
     for prompt, result in zip(PROMPTS, results):
-        assert result.token_ids == model.generate(torch.tensor([prompt]), **OPTIONS)[0, len(prompt) :].tolist()
+        assert (
+            result.token_ids
+            == model.generate(torch.tensor([prompt]), **OPTIONS)[0, len(prompt) :].tolist()
+        )
     found = model.generate(**inputs, **OPTIONS, **models.PAGED)
     route = last_route(model)
     assert route is not None and "packed, its logits of decode steps are" in route.reason
@@ -117,16 +124,20 @@ class _Fails(nn.Module):
 
     def __init__(self, inner: nn.Module, kind: str) -> None:
         super().__init__()
-        self.inner, self.kind, self.left = inner, kind, [1]
+        self.inner, self.kind = inner, kind
+        self.failures = iter([kind])  # not a list, whose elements the self-check would put back
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.left:
-            self.left.pop()
+        if next(self.failures, None) is not None:
             if self.kind == "cpu":
                 torch.empty(1 << 50)
             if self.kind == "passing":
                 raise ValueError("the disk is away")
-            raise MemoryError if self.kind == "python" else torch.OutOfMemoryError("CUDA out of memory")
+            raise (
+                MemoryError
+                if self.kind == "python"
+                else torch.OutOfMemoryError("CUDA out of memory")
+            )
         return self.inner(hidden)
 
 
@@ -148,9 +159,12 @@ def test_item_09_a_plain_forward_that_fails_in_the_check_is_no_verdict() -> None
     model = models.build("llama")
     model.model.layers[1].mlp = _Fails(model.model.layers[1].mlp, "passing")  # type: ignore[union-attr]
     inputs = models.padded_prompt("llama")
-    for reason in ("not packed: its forward fails: the disk is away", "packed forwards under the engine's scheduler"):
+    for reason in (
+        "not packed: its forward fails: the disk is away",
+        "packed forwards under the engine's scheduler",
+    ):
         paged = model.generate(**inputs, **OPTIONS, **models.PAGED)
         route = last_route(model)
         assert route is not None and route.road == "engine"
-        assert route.reason.endswith(reason)
+        assert reason in route.reason
         assert torch.equal(paged, model.generate(**inputs, **OPTIONS))

@@ -21,7 +21,9 @@ REPORT = """<testsuites><testsuite name="pytest">
 def test_tests_that_are_listed_are_there(path: str) -> None:
     names = {name.partition("::")[2] for name in slowest.read() if name.startswith(f"{path}::")}
     defined = re.findall(
-        r"^(?:(?:async )?def )?([tT]est\w+)(?:\(| = )", (slowest.ROOT / path).read_text(), re.MULTILINE
+        r"^(?:(?:async )?def )?([tT]est\w+)(?:\(| = )",
+        (slowest.ROOT / path).read_text(),
+        re.MULTILINE,
     )
     assert {re.split(r"\[|::", name)[0] for name in names} <= {*defined}
 
@@ -30,8 +32,27 @@ def test_the_slowest_are_chosen(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     report.write_text(REPORT)
     times = slowest.times_of(report)
-    a, b, c = "tests/cache/test_pages.py::test_a[x-<y>]", "tests/test_step.py::test_b", "tests/test_step.py::test_c"
+    a, b, c = (
+        "tests/cache/test_pages.py::test_a[x-<y>]",
+        "tests/test_step.py::test_b",
+        "tests/test_step.py::test_c",
+    )
     assert times == {a: 1.5, b: 0.25, c: 3.0, "tests/test_load.py::TestEngine::runTest": 0.25}
     assert slowest.choose(times, 5) == []
     assert slowest.choose(times, 4) == [c]
     assert slowest.choose(times, 0.5) == [a, c]
+
+
+def test_each_slow_function_keeps_a_fourth_of_its_parameters() -> None:
+    grid = [
+        f"tests/cache/test_pages.py::test_cell[{row}-{column}]"
+        for row in range(8)
+        for column in range(4)
+    ]
+    left = slowest.left_to_full(
+        [*grid, "tests/test_load.py::test_alone", "tests/test_load.py::test_two[a]"]
+    )
+    assert left < {*grid} and len(left) == 24
+    assert {name[-2] for name in {*grid} - left} == {*"0123"}, (
+        "an order of the grid's own would leave columns out"
+    )

@@ -42,20 +42,23 @@ def test_item_10_no_keys_are_stored_twice(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class Far:
-    """Tensors of 3 rows of 16 elements that are 2^30 elements apart, in memory whose untouched pages are not
-    allocated."""
+    """Tensors of 3 rows of 16 elements that are 2^30 elements apart, in memory whose untouched
+    pages are not allocated."""
 
     def __init__(self) -> None:
         count = 4 * FAR + 4096
         if DEVICE.type == "cpu":
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
-            self.memory = torch.frombuffer(mmap.mmap(-1, 2 * count, flags=flags), dtype=torch.bfloat16)
+            self.memory = torch.frombuffer(
+                mmap.mmap(-1, 2 * count, flags=flags), dtype=torch.bfloat16
+            )
         else:
             self.memory = torch.zeros(count, dtype=torch.bfloat16, device=DEVICE)
         self.used = 0
 
     def rows(self, content: torch.Tensor) -> torch.Tensor:
-        """`content` `[3, 16]`; an overflowing int32 offset would put row 2 2^31 elements before row 0: NaN is there."""
+        """`content` `[3, 16]`; an overflowing int32 offset would put row 2 2^31 elements before row
+        0: NaN is there."""
         first = 2 * FAR + self.used
         self.memory[self.used : self.used + 16] = float("nan")
         self.used += 16
@@ -88,7 +91,12 @@ def test_item_21_store_writes_heads_that_are_far_apart(far: Far) -> None:
 
     content = random(3, 16)
     blocks = far.rows(torch.zeros(3, 16))[None, :, None]  # [1, 3 heads, 1 slot, 16]
-    store(*[content[None, :, None]] * 2, blocks, blocks, torch.zeros(1, 1, dtype=torch.int64, device=DEVICE))
+    store(
+        *[content[None, :, None]] * 2,
+        blocks,
+        blocks,
+        torch.zeros(1, 1, dtype=torch.int64, device=DEVICE),
+    )
     assert torch.equal(blocks[0, :, 0], content)
 
 
@@ -99,7 +107,9 @@ def test_item_21_prefill_reads_heads_that_are_far_apart(far: Far) -> None:
 
     def attend(query: torch.Tensor) -> torch.Tensor:
         step = StepMetadata.rectangle(torch.zeros(1, 1, dtype=torch.int32, device=DEVICE), (3,), 8)
-        out: torch.Tensor = prefill_attention(query[None], blocks[:, :1], blocks[:, 1:], step, scale=0.3)
+        out: torch.Tensor = prefill_attention(
+            query[None], blocks[:, :1], blocks[:, 1:], step, scale=0.3
+        )
         return out
 
     expected = attend(content)
@@ -110,10 +120,14 @@ def test_item_21_decode_reads_queries_and_biases_that_are_far_apart(far: Far) ->
     from hf_paged.kernels.triton.attention import decode_attention
 
     content, blocks = random(3, 16), random(1, 2, 8, 16)
-    step = StepMetadata.rectangle(torch.zeros(1, 1, dtype=torch.int32, device=DEVICE), (3,), 8, query_len=3)
+    step = StepMetadata.rectangle(
+        torch.zeros(1, 1, dtype=torch.int32, device=DEVICE), (3,), 8, query_len=3
+    )
 
     def attend(query: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = decode_attention(query[:, None], blocks[:, :1], blocks[:, 1:], step, scale=0.3, bias=bias)
+        out: torch.Tensor = decode_attention(
+            query[:, None], blocks[:, :1], blocks[:, 1:], step, scale=0.3, bias=bias
+        )
         return out
 
     by_query, by_key = far.rows(random(3, 16)), far.rows(random(3, 16))

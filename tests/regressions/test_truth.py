@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import hf_paged
 from benchmarks import generate, generate_tables, machine, readme, report, sections
 from benchmarks.generate_tables import Result
 from benchmarks.paper.__main__ import TABLES
@@ -18,8 +21,13 @@ from benchmarks.sections import calls
 from hf_paged import PagedConfig
 
 ROOT = readme.ROOT
-CONSTANTS = ("MIN_CACHED_TOKENS", "LINE", "MAX_CHUNK_TOKENS")  # constants of the package that the text names
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "guide").glob("*.md"))]
+# constants of the package that the text names
+CONSTANTS = ("MIN_CACHED_TOKENS", "LINE", "MAX_CHUNK_TOKENS", "MAX_NEW")
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "guide").glob("*.md")),
+]
 # the paper, the licence, a file mode, transformers, nothing, statuses of HTTP, Ray Serve's default
 CITED = {"2023", "2309.06180", "2.0", "700", "5.17", "5.18", "5.23", "5.24", "0", "400", "500", "5"}
 
@@ -33,7 +41,9 @@ def prose(text: str, marks: list[str]) -> str:
     return re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "", text))
 
 
-@pytest.mark.parametrize("path", readme.SECTIONS, ids=lambda path: path.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "path", readme.SECTIONS, ids=lambda path: path.relative_to(ROOT).as_posix()
+)
 def test_item_14_figures_between_the_marks_are_those_of_the_results(path):
     text = path.read_text()
     assert readme.render(path) == text, "run python -m benchmarks.readme"
@@ -58,26 +68,70 @@ def test_item_14_a_figure_that_is_changed_by_hand_is_noticed(tmp_path, monkeypat
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_item_14_numbers_elsewhere_in_the_text_have_a_source(path):
-    project, script = (ROOT / "pyproject.toml").read_text(), (ROOT / "examples" / "batch_generation.py").read_text()
+    project, script = (
+        (ROOT / "pyproject.toml").read_text(),
+        (ROOT / "examples" / "batch_generation.py").read_text(),
+    )
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     code = "\n".join(file.read_text() for file in (ROOT / "hf_paged").rglob("*.py"))
     sources = {
         *(re.search(rf"^{name} = (\d+)", code, re.MULTILINE)[1] for name in CONSTANTS),
-        *(f"{x.default:g}" for x in dataclasses.fields(PagedConfig) if isinstance(x.default, int | float)),
+        *(
+            f"{x.default:g}"
+            for x in dataclasses.fields(PagedConfig)
+            if isinstance(x.default, int | float)
+        ),
         re.search(r'requires-python = ">=([\d.]+)"', project)[1],
         *re.findall(r'"(3\.\d+)"', workflow),
         re.search(r'"--prompts", type=int, default=(\d+)', script)[1],
     }
     text = prose(path.read_text(), list(readme.SECTIONS.get(path, ())))
     numbers = re.findall(r"(?<![\w.])\d[\d.,]*(?<![.,])(?!\w)", text)
-    assert set(numbers) <= sources | CITED, f"{sorted(numbers)}: render from a result, or name the source here"
+    assert set(numbers) <= sources | CITED, (
+        f"{sorted(numbers)}: render from a result, or name the source here"
+    )
+
+
+def test_the_docs_show_the_version_of_the_package():
+    pytest.importorskip("mkdocs")
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    foot = hooks.on_config(SimpleNamespace()).copyright
+    assert f"hf_paged {hf_paged.__version__}," in foot
+    assert f"![version: {hf_paged.__version__}]" in (ROOT / "README.md").read_text()
+
+
+def headings(path: Path) -> set[str]:
+    """The anchors of a page's headings, and those it sets itself."""
+    text = path.read_text()
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+    slugs = {re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+    return slugs | set(re.findall(r'<a id="([^"]+)"', text))
+
+
+@pytest.mark.parametrize(
+    "name", ["README.md", "CONTRIBUTING.md", "ROADMAP.md", "SECURITY.md", "benchmarks/README.md"]
+)
+def test_links_of_the_checkout_lead_somewhere(name):
+    path = ROOT / name
+    for target, _, anchor in re.findall(r"\]\(([^)#\s:]*)(#([^)\s]+))?\)", path.read_text()):
+        linked = path.parent / target if target else path
+        assert linked.exists(), f"{name} links to {target}"
+        assert not anchor or anchor in headings(linked), f"{name} links to {target}#{anchor}"
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
 def test_item_14_whole_calls_are_one_run_of_one_clean_revision():
     data = sections.read(calls.WHOLE_CALLS)
     assert data["facts"].get("tree", machine.CLEAN) == machine.CLEAN
     assert re.fullmatch("[0-9a-f]{7,40}", data["facts"]["revision"])
-    assert re.fullmatch(r"python -m benchmarks\.generate --device cpu( --minutes \d+)?", data["command"])
+    assert re.fullmatch(
+        r"python -m benchmarks\.generate --device cpu( --minutes \d+)?", data["command"]
+    )
     shown = calls.whole_calls(data)
     for row in data["rows"]:
         for key in ("equal", "time") if "seconds" in row else ("time",):
@@ -92,18 +146,35 @@ def results() -> list[Result]:
     late = [{"ttft_p50_ms": 1.0, "ttft_p99_ms": 2.0, "tpot_p50_ms": 1.0, "tpot_p99_ms": 77.0}]
     ones = dict(tokens=10, cpu_seconds=[1.0], floor=0.5)
     return [
-        Result("W1", "plain", 2.0, seconds=[2.0], equal=[1.0], latencies=slow, kv_bytes=1 << 20, **ones),
-        Result("W1", "ours", 2.0, seconds=[4.0], equal=[0.25], latencies=late, kv_bytes=1 << 19, **ones),
+        Result(
+            "W1", "plain", 2.0, seconds=[2.0], equal=[1.0], latencies=slow, kv_bytes=1 << 20, **ones
+        ),
+        Result(
+            "W1", "ours", 2.0, seconds=[4.0], equal=[0.25], latencies=late, kv_bytes=1 << 19, **ones
+        ),
         Result("W1", "vLLM", 2.0, problem="not installed"),
     ]
 
 
 def test_item_14_what_is_missed_or_worse_is_shown():
     arrivals = [
-        {"share": 2.0, "rate": 9.0, "system": name, "requests": 40, "ttft_p50_ms": ttft, "normalized_p99_ms": 5.0}
+        {
+            "share": 2.0,
+            "rate": 9.0,
+            "system": name,
+            "requests": 40,
+            "ttft_p50_ms": ttft,
+            "normalized_p99_ms": 5.0,
+        }
         for name, ttft in (("engine", 800.0), ("generate_batch, tuned", 300.0))
     ]
-    memory = {"what": "W2 in a third", "system": "engine", "value": 1.9, "unit": "x", "target": "at most 1.6: not met"}
+    memory = {
+        "what": "W2 in a third",
+        "system": "engine",
+        "value": 1.9,
+        "unit": "x",
+        "target": "at most 1.6: not met",
+    }
     data = {
         "command": "python -m benchmarks.generate --device cpu",
         "facts": {**machine.facts(), "tree": "changed: a.py", "revision": "0123456+"},
@@ -126,7 +197,11 @@ def test_item_14_what_is_missed_or_worse_is_shown():
 
 def test_item_14_a_changed_work_tree_is_not_called_clean(tmp_path, monkeypatch):
     def git(*arguments: str) -> None:
-        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments], cwd=tmp_path, check=True)
+        subprocess.run(
+            ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments],
+            cwd=tmp_path,
+            check=True,
+        )
 
     folder = tmp_path / "benchmarks" / "results"
     folder.mkdir(parents=True)
@@ -143,7 +218,9 @@ def test_item_14_a_changed_work_tree_is_not_called_clean(tmp_path, monkeypatch):
     (tmp_path / "code.py").write_text("1")
     (tmp_path / "more.py").write_text("")
     assert (machine.tree(), machine.facts()["revision"]) == ("changed: more.py", revision + "+")
-    monkeypatch.setattr(machine, "__file__", str(Path(tmp_path.anchor) / "benchmarks" / "machine.py"))
+    monkeypatch.setattr(
+        machine, "__file__", str(Path(tmp_path.anchor) / "benchmarks" / "machine.py")
+    )
     assert machine.tree() == machine.revision() == "unknown"
 
 
@@ -157,7 +234,15 @@ def test_item_14_a_run_outlives_a_part_that_fails(tmp_path, monkeypatch):
 
     monkeypatch.setattr(generate, "measure", failing)
     monkeypatch.setattr("builtins.print", lambda *_, **__: None)
-    arguments = ["--quick", "--only", "W5,W6", "--no-peers", "--no-memory", "--results", str(tmp_path)]
+    arguments = [
+        "--quick",
+        "--only",
+        "W5,W6",
+        "--no-peers",
+        "--no-memory",
+        "--results",
+        str(tmp_path),
+    ]
     generate.main(arguments)
     (path,) = tmp_path.glob("*.json")
     data = report.read(path)
@@ -173,10 +258,16 @@ def test_item_14_the_papers_tables_claim_nothing_that_cannot_fail():
     assert not [row for row in rows if "33,792" in row.why or "told" in row.source]
     sizes = {row.name: row for row in rows if row.name.startswith("batch size in")}
     assert sizes and not [row for row in sizes.values() if row.published in ("12", "16", "48")]
-    seeds = [row for row in rows if row.published in ("26.4", "4.8", "82", "under 3") or "48" in row.published]
+    seeds = [
+        row
+        for row in rows
+        if row.published in ("26.4", "4.8", "82", "under 3") or "48" in row.published
+    ]
     assert len(seeds) == 8 and all(row.source == "S4, not in the paper" for row in seeds)
     bands = [row.ours for row in rows if row.name.startswith("batch size")]
-    assert all("at spread 0.5" in band and "at spread 1.5" in band and ".." in band for band in bands)
+    assert all(
+        "at spread 0.5" in band and "at spread 1.5" in band and ".." in band for band in bands
+    )
     overheads = [row for row in rows if row.unit == "%" and row.name.startswith("blocks of")]
     assert overheads and all(".." in row.ours and "turns" in row.ours for row in overheads)
 

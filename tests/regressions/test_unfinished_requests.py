@@ -1,4 +1,5 @@
-"""What happens to an unfinished request while others, other threads or the engine's owner act on the same model."""
+"""What happens to an unfinished request while others, other threads or the engine's owner act on
+the same model."""
 
 from __future__ import annotations
 
@@ -54,14 +55,17 @@ def test_an_adapter_that_cannot_be_loaded_keeps_no_other_from_its_place(tmp_path
         assert "cannot be loaded" in str(results[0].error)
         assert [result.error for result in results[1:]] == [None, None]
         assert_drained(engine)
-        for copied in (pickle.loads(pickle.dumps(results[0].error)), copy.deepcopy(results[0].error)):
+        for copied in (
+            pickle.loads(pickle.dumps(results[0].error)),
+            copy.deepcopy(results[0].error),
+        ):
             assert type(copied) is type(results[0].error) and str(copied) == str(results[0].error)
 
 
 def test_the_error_of_a_request_that_never_fits_can_be_copied() -> None:
     error = NeverFits(SimpleNamespace(), "needs 12 blocks")  # type: ignore[arg-type]
     for copied in (pickle.loads(pickle.dumps(error)), copy.deepcopy(error)):
-        assert type(copied) is OutOfBlocksError and str(copied) == "needs 12 blocks"
+        assert type(copied) is OutOfBlocksError and str(copied) == str(error)
 
 
 def test_rows_that_wait_for_others_get_tokens_of_the_new_weights() -> None:
@@ -106,7 +110,9 @@ def test_steps_with_several_adapters_are_no_hooks_to_calls_of_other_threads() ->
         thread.start()
         try:
             for _ in range(12):
-                assert torch.equal(base.generate(ids, cache_implementation="paged", **GREEDY), expected)
+                assert torch.equal(
+                    base.generate(ids, cache_implementation="paged", **GREEDY), expected
+                )
                 assert last_route(base).reason.startswith("packed forwards")
         finally:
             stop.set()
@@ -132,7 +138,9 @@ def test_an_update_of_the_weights_may_bring_more_tokens(storage: str) -> None:
 
     def change() -> None:
         model.resize_token_embeddings(256)
-        weights = torch.randn(256, model.config.hidden_size, generator=torch.Generator().manual_seed(3))
+        weights = torch.randn(
+            256, model.config.hidden_size, generator=torch.Generator().manual_seed(3)
+        )
         with torch.no_grad():
             model.lm_head.weight.copy_(weights)
             model.model.embed_tokens.weight.copy_(weights.flip(0))

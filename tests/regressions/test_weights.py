@@ -1,6 +1,5 @@
-"""
-Issue 11, item 6: weights that change at any time, with or without unfinished requests, are never combined with older
-cached K/V. Item 9: an engine follows a config whose windows change.
+"""Issue 11, item 6: weights that change at any time, with or without unfinished requests, are
+never combined with older cached K/V. Item 9: an engine follows a config whose windows change.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, TextStreamer
 
 import hf_paged
 from hf_paged import PagedEngine
@@ -60,7 +59,7 @@ def expect(engine: PagedEngine, model: Any, hits: int) -> list[int]:
                 return expected
 
 
-# --------------------------------------------------------------------------------------------------- kinds of changes
+# ------------------------------------------------------------------------------- kinds of changes
 
 
 def one_element(model: PreTrainedModel) -> None:
@@ -88,11 +87,21 @@ def attention_of_another_model(model: PreTrainedModel) -> None:
     model.get_decoder().layers[1] = models.build("llama", seed=5).get_decoder().layers[1]
 
 
-CHANGES = [data_add, one_element, fused_adamw, by_numpy, other_weights, layer_replaced, attention_of_another_model]
+CHANGES = [
+    data_add,
+    one_element,
+    fused_adamw,
+    by_numpy,
+    other_weights,
+    layer_replaced,
+    attention_of_another_model,
+]
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_item_06_a_change_while_a_request_is_unfinished(change: Callable[[PreTrainedModel], None]) -> None:
+def test_item_06_a_change_while_a_request_is_unfinished(
+    change: Callable[[PreTrainedModel], None],
+) -> None:
     model = models.build("llama")
     with PagedEngine(model, {"block_size": 8}) as engine:
         engine.add_request(OTHER, greedy(60))
@@ -107,7 +116,9 @@ def test_item_06_a_change_while_a_request_is_unfinished(change: Callable[[PreTra
 
 
 @pytest.mark.parametrize("change", [data_add, one_element])
-def test_item_06_a_change_between_two_calls_of_generate(change: Callable[[PreTrainedModel], None]) -> None:
+def test_item_06_a_change_between_two_calls_of_generate(
+    change: Callable[[PreTrainedModel], None],
+) -> None:
     """Fill, change, the same prompt, directly; then with a call in between that hits nothing."""
     model, inputs = models.build("llama"), {"input_ids": torch.tensor([PROMPT] * 4)}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
@@ -115,16 +126,23 @@ def test_item_06_a_change_between_two_calls_of_generate(change: Callable[[PreTra
     assert torch.equal(model.generate(**inputs, **greedy(), **models.PAGED), before)
     change(model)
     found = model.generate(**inputs, **greedy(), **models.PAGED)
-    assert torch.equal(found, model.generate(**inputs, **greedy())) and not torch.equal(found, before)
+    assert torch.equal(found, model.generate(**inputs, **greedy())) and not torch.equal(
+        found, before
+    )
     change(model := models.build("llama"))
-    other = {"input_ids": torch.tensor([OTHER] * 5), "attention_mask": torch.ones(5, len(OTHER), dtype=torch.long)}
+    other = {
+        "input_ids": torch.tensor([OTHER] * 5),
+        "attention_mask": torch.ones(5, len(OTHER), dtype=torch.long),
+    }
     kept = copy.deepcopy(model.state_dict())
     model.generate(**inputs, **greedy(), **models.PAGED)
     by_numpy(model)
     model.generate(**other, **greedy(), **models.PAGED)
     model.load_state_dict(kept)
     for call in (other, inputs):
-        assert torch.equal(model.generate(**call, **greedy(), **models.PAGED), model.generate(**call, **greedy()))
+        assert torch.equal(
+            model.generate(**call, **greedy(), **models.PAGED), model.generate(**call, **greedy())
+        )
     hf_paged.check_integrity(model)
 
 
@@ -153,7 +171,8 @@ def test_item_06_what_was_filled_before_and_after_a_change_is_not_served() -> No
 
 @pytest.mark.parametrize("how", ["swap", "lora"])
 def test_item_06_a_change_that_is_undone(how: str) -> None:
-    """A -> B, a step or two that fill blocks, B -> A; then a request with these blocks as prefix joins."""
+    """A -> B, a step or two that fill blocks, B -> A; then a request with these blocks as prefix
+    joins."""
     model: Any = models.build("llama")
     if how == "lora":
         peft = pytest.importorskip("peft")
@@ -182,10 +201,12 @@ def test_item_06_a_change_that_is_undone(how: str) -> None:
         finish(engine)
 
 
-# ----------------------------------------------------------------------------------------------------- unfinished ones
+# -------------------------------------------------------------------------------- unfinished ones
 
 
-def mixed(before: PreTrainedModel, after: PreTrainedModel, prompt: list[int], steps: int, new: int) -> list[int]:
+def mixed(
+    before: PreTrainedModel, after: PreTrainedModel, prompt: list[int], steps: int, new: int
+) -> list[int]:
     """Greedy tokens: the first `steps` by `before`, the others by `after` on the former's K/V."""
     cache, ids, found = DynamicCache(config=before.config), torch.tensor([prompt]), []
     for step in range(new):
@@ -216,12 +237,15 @@ def test_item_06_what_becomes_of_unfinished_requests(policy: str | None) -> None
         expected = plain(after, PROMPT + first)
         (result,) = engine.generate([PROMPT + first], greedy())
         assert result.token_ids == expected
-        assert (result.num_prefix_hit_tokens > 0) == (policy == "recompute"), "mixed keys and values are not served"
+        assert (result.num_prefix_hit_tokens > 0) == (policy == "recompute"), (
+            "mixed keys and values are not served"
+        )
 
 
 @pytest.mark.parametrize("kind", ["beams", "samples", "swapped", "row by row"])
 def test_item_06_recompute_of_every_kind_of_request(kind: str) -> None:
-    """All rows of a request are recomputed, including swapped ones and those of models that run row by row."""
+    """All rows of a request are recomputed, including swapped ones and those of models that run row
+    by row."""
     model, after = models.build("llama"), models.build("llama")
     options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
     config: dict[str, Any] = {"block_size": 8}
@@ -246,16 +270,21 @@ def test_item_06_recompute_of_every_kind_of_request(kind: str) -> None:
         expect(engine, after, 0 if kind in ("row by row",) else HITS)
 
 
-# --------------------------------------------------------------------------------------------------- pause and errors
+# ------------------------------------------------------------------------------- pause and errors
 
 
 def test_item_06_policy_is_checked_before_anything_happens() -> None:
     with PagedEngine(models.build("llama")) as engine:
-        with pytest.raises(ValueError, match=r"^`policy` is 'drop': it must be one of 'recompute', 'keep'$"):
+        with pytest.raises(
+            ValueError, match=r"^`policy` is 'drop': it must be one of 'recompute', 'keep'$"
+        ):
             with engine.weights_update("drop"):
                 pass
         engine.generate([PROMPT], greedy())
-        with pytest.raises(RuntimeError, match=r"^the engine is not paused: every `resume` needs a `pause` before it$"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"^the engine is not paused: every `resume` needs a `pause` before it$",
+        ):
             engine.resume()
 
 
@@ -273,7 +302,9 @@ def test_item_06_no_thread_takes_a_step_in_a_pause() -> None:
         with engine.weights_update():
             data_add(model)
         thread.join(0.3)
-        assert thread.is_alive() and engine.stats().num_steps == 0, "a pause goes on after one inside it"
+        assert thread.is_alive() and engine.stats().num_steps == 0, (
+            "a pause goes on after one inside it"
+        )
         engine.resume()
         thread.join(60)
         assert found[0].token_ids == plain(model, PROMPT)
@@ -292,7 +323,7 @@ def test_item_06_an_error_within_an_update_ends_the_pause() -> None:
         expect(engine, model, HITS)
 
 
-# -------------------------------------------------------------------------------------------------------------- costs
+# ------------------------------------------------------------------------------------------ costs
 
 
 @pytest.fixture
@@ -324,18 +355,26 @@ class Told:
         pass
 
 
+@pytest.mark.parametrize("is_known", [True, False], ids=["transformers' streamer", "another's"])
 def test_item_06_the_first_token_waits_for_a_fingerprint_only_where_something_is_cached(
-    fingerprints: list[int],
+    is_known: bool, fingerprints: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, first, second = models.build("llama"), models.token_ids(1, 130), models.token_ids(1, 130, seed=1)
-    for prompt, expected in ((first, [1]), (first, [0]), (second, [1])):
-        model.generate(prompt, **greedy(), streamer=Told(), **models.PAGED)
+    monkeypatch.setattr(TextStreamer, "put", Told.put)
+    monkeypatch.setattr(TextStreamer, "end", Told.end)
+    streamer: Any = TextStreamer(models.tokenizer()) if is_known else Told()
+    model, first, second = (
+        models.build("llama"),
+        models.token_ids(1, 130),
+        models.token_ids(1, 130, seed=1),
+    )
+    for prompt, expected in ((first, [is_known]), (first, [0]), (second, [is_known])):
+        model.generate(prompt, **greedy(), streamer=streamer, **models.PAGED)
         assert fingerprints == expected
         fingerprints.clear()
         TOLD.clear()
     with PagedEngine(model, {"block_size": 8}) as engine:
-        for expected in ([1], [0]):
-            engine.generate([PROMPT], greedy(), streamer=Told())
+        for expected in ([is_known], [0]):
+            engine.generate([PROMPT], greedy(), streamer=streamer)
             assert fingerprints == expected
             fingerprints.clear()
             TOLD.clear()
@@ -352,7 +391,7 @@ def test_item_06_steps_of_decodes_take_no_fingerprint(fingerprints: list[int]) -
         assert len(fingerprints) == 2
 
 
-# ------------------------------------------------------------------------------------------------------------ windows
+# ---------------------------------------------------------------------------------------- windows
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
@@ -376,7 +415,10 @@ def test_item_09_an_engine_follows_a_config_whose_windows_change(name: str) -> N
         engine.free()
         after = plain(model, PROMPT, 20)
         assert after != before, "the change does nothing: the test is void"
-        assert [engine.generate([PROMPT], greedy(20))[0].token_ids for _ in range(2)] == [after, after]
+        assert [engine.generate([PROMPT], greedy(20))[0].token_ids for _ in range(2)] == [
+            after,
+            after,
+        ]
         engine.check_integrity()
 
 

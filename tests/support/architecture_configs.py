@@ -1,7 +1,8 @@
-"""Tiny random models of every generative architecture in transformers: sizes, per-model corrections and weights.
+"""Tiny random models of every generative architecture in transformers: sizes, per-model corrections
+and weights.
 
-The rule is generic: take `config_class()`, replace each attribute with a known name by a small value, keep the rest.
-`FIXUPS` holds exceptions to that rule, by config class.
+The rule is generic: take `config_class()`, replace each attribute with a known name by a small
+value, keep the rest. `FIXUPS` holds exceptions to that rule, by config class.
 """
 
 from __future__ import annotations
@@ -20,38 +21,53 @@ HEAD_DIM = 8
 
 # Attributes by their small value, set if the config class has them with an integer default.
 NAMES_BY_SIZE: dict[int, str] = {
-    500: """
+    500: (
+        """
         encoder_hash_byte_group_vocab
-    """,
-    128: """
+    """
+    ),
+    128: (
+        """
         max_position_embeddings n_positions n_ctx max_seq_len context_length max_target_positions
         max_encoder_position_embeddings max_text_positions max_decoder_position_embeddings
         original_max_position_embeddings
-    """,
-    64: """
+    """
+    ),
+    64: (
+        """
         max_source_positions
-    """,
-    48: """
+    """
+    ),
+    48: (
+        """
         intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim d_ff dim_ff dff d_inner ffn_hidden_size
         n_inner dense_intermediate_size intermediate_size_mlp
-    """,
-    32: """
+    """
+    ),
+    32: (
+        """
         hidden_size d_model n_embd embedding_size emb_dim dim embed_dim word_embed_proj_dim embedding_dim
         lru_width backbone_hidden_size width input_embedding_size output_embedding_size attention_hidden_size
         output_dim out_hidden_size text_hidden_size projection_dim adapter_in_dim adapter_out_dim
         projector_hidden_dim vision_output_dim qformer_hidden_size adapter_input_size cross_hidden_size
         decoder_hidden_size post_conv_out_channels encoder_hidden_size image_size
-    """,
-    24: """
+    """
+    ),
+    24: (
+        """
         moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size shared_intermediate_size
         moe_shared_expert_intermediate_size shared_experts_intermediate_size mlp_hidden_size
         speech_encoder_intermediate_size t2u_encoder_ffn_dim t2u_decoder_ffn_dim feed_forward_size
-    """,
-    16: """
+    """
+    ),
+    16: (
+        """
         qk_head_dim q_lora_rank kv_lora_rank o_lora_rank num_mel_bins conv_channels codebook_dim
         projector_hidden_size patch_size
-    """,
-    8: """
+    """
+    ),
+    8: (
+        """
         head_dim d_kv d_head dim_head swa_head_dim attention_head_size kv_channels global_head_dim
         cross_head_dim attention_head_dim v_head_dim qk_nope_head_dim qk_rope_head_dim rotary_dim
         linear_key_head_dim linear_value_head_dim linear_head_dim index_head_dim mamba_d_state state_size
@@ -59,8 +75,10 @@ NAMES_BY_SIZE: dict[int, str] = {
         mamba_chunk_size laurel_rank adapter_rank mamba_dt_rank time_step_rank router_hidden_size
         gated_norm_rank prompt_mid_dim hidden_size_per_layer_input d_rel sliding_window sliding_window_size
         attention_window_size window_size attention_chunk_size keep_window_size local_attention
-    """,
-    4: """
+    """
+    ),
+    4: (
+        """
         num_attention_heads n_head num_heads n_heads attention_heads num_query_heads decoder_attention_heads
         encoder_attention_heads swa_num_attention_heads num_encoder_attention_heads num_decoder_attention_heads
         encoder_num_attention_heads decoder_num_attention_heads cross_num_attention_heads
@@ -68,22 +86,29 @@ NAMES_BY_SIZE: dict[int, str] = {
         linear_num_value_heads linear_num_heads num_experts n_routed_experts num_local_experts moe_num_experts
         index_topk index_topk_blocks num_query_tokens vision_soft_tokens_per_image audio_soft_tokens_per_image
         latent_query_num
-    """,
-    2: """
+    """
+    ),
+    2: (
+        """
         num_key_value_heads num_kv_heads swa_num_key_value_heads num_query_groups encoder_num_key_value_heads
         decoder_num_key_value_heads n_head_kv num_global_key_value_heads cross_num_key_value_heads index_n_heads
         linear_num_key_heads num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers
         num_encoder_layers num_decoder_layers depth speech_encoder_layers encoder_num_hidden_layers
         decoder_num_hidden_layers num_blocks t2u_encoder_layers t2u_decoder_layers num_layers_per_stack
         num_experts_per_tok num_experts_per_token moe_topk moe_k top_k_experts
-    """,
-    1: """
+    """
+    ),
+    1: (
+        """
         n_group topk_group num_expert_group n_shared_experts num_shared_experts moe_num_shared_experts
         num_nextn_predict_layers first_k_dense_replace num_dense_layers zero_expert_num n_groups mamba_n_groups
         mamba_ngroups n_mamba_heads num_mem_blocks
-    """,
+    """
+    ),
 }
-SMALL: dict[str, int] = {name: size for size, names in NAMES_BY_SIZE.items() for name in names.split()}
+SMALL: dict[str, int] = {
+    name: size for size, names in NAMES_BY_SIZE.items() for name in names.split()
+}
 # Also set if their default is None.
 SET_WHEN_NONE = {"sliding_window", "num_key_value_heads", "attention_chunk_size"}
 
@@ -105,28 +130,71 @@ GEMMA4_VISION = {
         "num_hidden_layers": 2,
         "head_dim": 8,
     },
-    **{"num_attention_heads": 4, "num_key_value_heads": 4, "pooling_kernel_size": 2, "position_embedding_size": 16},
+    **{
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "pooling_kernel_size": 2,
+        "position_embedding_size": 16,
+    },
 }
 GEMMA4_AUDIO = {
-    **{"model_type": "gemma4_audio", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{
+        "model_type": "gemma4_audio",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
     **{"subsampling_conv_channels": [16, 8], "output_proj_dims": 32, "num_mel_bins": 16},
 }
 GEMMA4_UNIFIED_VISION = {
-    **{"model_type": "gemma4_unified_vision", "patch_size": 8, "pooling_kernel_size": 2, "mm_embed_dim": 32},
+    **{
+        "model_type": "gemma4_unified_vision",
+        "patch_size": 8,
+        "pooling_kernel_size": 2,
+        "mm_embed_dim": 32,
+    },
     **{"mm_posemb_size": 16, "output_proj_dims": 32},
 }
 PARAKEET = {
-    **{"model_type": "parakeet_encoder", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
-    **{"intermediate_size": 48, "subsampling_conv_channels": 8, "num_mel_bins": 16, "projection_hidden_size": 32},
+    **{
+        "model_type": "parakeet_encoder",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
+    **{
+        "intermediate_size": 48,
+        "subsampling_conv_channels": 8,
+        "num_mel_bins": 16,
+        "projection_hidden_size": 32,
+    },
     "projection_bias": False,
 }
-MLA_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "head_dim": 16}
+MLA_HEADS = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "head_dim": 16,
+}
 MLA_HEADS |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
-MROPE = {"head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
-MROPE_PARTIAL = {"head_dim": 16, "rope_parameters": {**MROPE["rope_parameters"], "partial_rotary_factor": 0.5}}
+MROPE = {
+    "head_dim": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+}
+MROPE_PARTIAL = {
+    "head_dim": 16,
+    "rope_parameters": {**MROPE["rope_parameters"], "partial_rotary_factor": 0.5},
+}
 INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8}
 VQVAE = {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "hidden_size": 32}
-GRANITE_SPEECH_ENCODER = {"hidden_dim": 32, "num_layers": 2, "num_heads": 4, "dim_head": 8, "output_dim": 42}
+GRANITE_SPEECH_ENCODER = {
+    "hidden_dim": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "dim_head": 8,
+    "output_dim": 42,
+}
 VIBEVOICE_ENCODER = {"num_filters": 2, "depths": [1] * 7}
 MAMBA_HEADS = {"mamba_n_heads": 8, "mamba_d_head": 8}
 
@@ -140,25 +208,56 @@ FIXUPS: dict[str, dict[str, Any]] = {
             **{f"IMGIMG{'ABCDEFGH'[i // 10]}{'ABCDEFGHIJ'[i % 10]}Z": 112 + i for i in range(32)},
         },
     },
-    "ChameleonVQVAEConfig": {**VQVAE, "num_embeddings": 32, "embed_dim": 32, "latent_channels": 32, "resolution": 16},
+    "ChameleonVQVAEConfig": {
+        **VQVAE,
+        "num_embeddings": 32,
+        "embed_dim": 32,
+        "latent_channels": 32,
+        "resolution": 16,
+    },
     "CohereCompassTextConfig": {
         "num_hidden_layers": 4,
         "layer_types": SLIDING_AND_FULL,
-        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in SLIDING_AND_FULL[:2]},
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4} for kind in SLIDING_AND_FULL[:2]
+        },
     },
     "DbrxAttentionConfig": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
-    "DbrxFFNConfig": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    "DbrxFFNConfig": {
+        "hidden_size": 32,
+        "ffn_hidden_size": 48,
+        "moe_num_experts": 4,
+        "moe_top_k": 2,
+    },
     "DeepseekOcr2TextConfig": {
-        **{"mlp_layer_types": ["dense", "sparse"], "num_hidden_layers": 2, "num_experts_per_tok": 2},
+        **{
+            "mlp_layer_types": ["dense", "sparse"],
+            "num_hidden_layers": 2,
+            "num_experts_per_tok": 2,
+        },
         **{"n_group": 1, "topk_group": 1},
     },
-    "DeepseekV2Config": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "DeepseekV2Config": {
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
     "Dots3NoteTextConfig": {
-        **{**MLA_HEADS, "num_hidden_layers": 4, "sliding_window": 8, "mlp_layer_types": ["dense"] + ["sparse"] * 3},
+        **{
+            **MLA_HEADS,
+            "num_hidden_layers": 4,
+            "sliding_window": 8,
+            "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+        },
         "layer_types": ["indexed_attention", "sliding_attention"] * 2,
         "per_layer_config": {i: {**MLA_HEADS, "sliding_window": 8} for i in (1, 3)},
     },
-    "Dots3NoteVisionConfig": {"mlp_layer_types": ["dense", "dense"], "num_hidden_layers": 2, "head_dim": 8},
+    "Dots3NoteVisionConfig": {
+        "mlp_layer_types": ["dense", "dense"],
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+    },
     "Emu3Config": {
         "vocabulary_map": {
             **{"<image>": 159, "<|extra_200|>": 158},
@@ -167,13 +266,26 @@ FIXUPS: dict[str, dict[str, Any]] = {
     },
     "Emu3VQVAEConfig": {**VQVAE, "codebook_size": 32},
     "Dots1Config": {
-        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
+        **{
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+        },
         **{"max_window_layers": 1, "num_hidden_layers": 2, "layer_types": SLIDING_AND_FULL[:2]},
     },
     "FalconH1Config": {"mamba_d_ssm": 64, **MAMBA_HEADS},
-    "Ernie4_5_VLMoeTextConfig": {**MROPE, "rope_parameters": {**MROPE["rope_parameters"], "mrope_section": [1, 1, 2]}},
+    "Ernie4_5_VLMoeTextConfig": {
+        **MROPE,
+        "rope_parameters": {**MROPE["rope_parameters"], "mrope_section": [1, 1, 2]},
+    },
     "Florence2VisionConfig": {
-        **{"depths": [1] * 4, "embed_dim": [8, 16, 16, 32], "num_heads": [2] * 4, "num_groups": [2] * 4},
+        **{
+            "depths": [1] * 4,
+            "embed_dim": [8, 16, 16, 32],
+            "num_heads": [2] * 4,
+            "num_groups": [2] * 4,
+        },
         "projection_dim": 32,
     },
     "FunAsrNanoAdaptorConfig": {"intermediate_size": 8},
@@ -182,7 +294,11 @@ FIXUPS: dict[str, dict[str, Any]] = {
     "Glm5NextTextConfig": {"index_topk": 8, "index_kpool": 4},
     "GlmOcrTextConfig": MROPE,
     "Granite4VisionConfig": {
-        **{"deepstack_layer_map": [(0, 0), (1, 1)], "spatial_target_layers": [0, 1, 0, 1], "downsample_rate": "1/2"},
+        **{
+            "deepstack_layer_map": [(0, 0), (1, 1)],
+            "spatial_target_layers": [0, 1, 0, 1],
+            "downsample_rate": "1/2",
+        },
         **{"vision_config": {"hidden_size": 64}, "image_grid_pinpoints": [[32, 64], [64, 32]]},
     },
     "Gemma3nTextConfig": {
@@ -192,7 +308,11 @@ FIXUPS: dict[str, dict[str, Any]] = {
     "Gemma4TextConfig": GEMMA4_TEXT,
     "Gemma4UnifiedTextConfig": GEMMA4_TEXT,
     "DiffusionGemmaTextConfig": GEMMA4_TEXT,
-    "GraniteMoeHybridConfig": {"num_hidden_layers": 4, "layer_types": LINEAR_AND_FULL, **MAMBA_HEADS},
+    "GraniteMoeHybridConfig": {
+        "num_hidden_layers": 4,
+        "layer_types": LINEAR_AND_FULL,
+        **MAMBA_HEADS,
+    },
     "GraniteSpeechEncoderConfig": GRANITE_SPEECH_ENCODER,
     "GraniteSpeechPlusEncoderConfig": GRANITE_SPEECH_ENCODER,
     "HrmTextConfig": {"num_hidden_layers": 2, "num_layers_per_stack": "__default__"},
@@ -203,7 +323,13 @@ FIXUPS: dict[str, dict[str, Any]] = {
     "InstructBlipVideoConfig": {"video_token_index": 155},
     "JambaConfig": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
     "JanusVQVAEConfig": {
-        **{**VQVAE, "num_embeddings": 32, "projection_dim": 32, "image_token_embed_dim": 32, "latent_channels": 32},
+        **{
+            **VQVAE,
+            "num_embeddings": 32,
+            "projection_dim": 32,
+            "image_token_embed_dim": 32,
+            "latent_channels": 32,
+        },
     },
     "Lfm2Config": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
     "Lfm2MoeConfig": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
@@ -216,14 +342,27 @@ FIXUPS: dict[str, dict[str, Any]] = {
     "Mamba2Config": {"num_heads": 8, "head_dim": 8},
     "MinistralConfig": {"head_dim": 8},
     "LEDConfig": {"attention_window": 8},
-    "MimiConfig": {"upsample_groups": 32, "codebook_size": 32, "vector_quantization_hidden_dimension": 16},
+    "MimiConfig": {
+        "upsample_groups": 32,
+        "codebook_size": 32,
+        "vector_quantization_hidden_dimension": 16,
+    },
     "Mistral4Config": {"head_dim": "__default__"},
     "MoonshineConfig": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
     "MoonshineStreamingConfig": {"num_key_value_heads": 4},
     "MoonshineStreamingEncoderConfig": {"num_key_value_heads": 4},
     "NemotronH_Omni_Reasoning_V3_Config": {
-        **{"vision_config": {"video_temporal_patch_size": 2}, "vision_hidden_size": 32, "projector_hidden_size": 32},
-        **{"image_token_id": 159, "video_token_id": 158, "audio_token_id": 157, "audio_config": PARAKEET},
+        **{
+            "vision_config": {"video_temporal_patch_size": 2},
+            "vision_hidden_size": 32,
+            "projector_hidden_size": 32,
+        },
+        **{
+            "image_token_id": 159,
+            "video_token_id": 158,
+            "audio_token_id": 157,
+            "audio_config": PARAKEET,
+        },
     },
     "Molmo2AdapterConfig": {"vision_feature_layer": [-1, -2]},
     "PaddleOCRTextConfig": MROPE,
@@ -237,7 +376,11 @@ FIXUPS: dict[str, dict[str, Any]] = {
     "Qwen3OmniMoeTalkerTextConfig": {"shared_expert_intermediate_size": 24},
     "Qwen4ExpTextConfig": {"indexer_compress_ratio": 2, **INDEXER},
     "RecurrentGemmaConfig": {"num_hidden_layers": 3, "num_key_value_heads": 2},
-    "ReformerConfig": {"is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 16]},
+    "ReformerConfig": {
+        "is_decoder": True,
+        "axial_pos_embds_dim": [16, 16],
+        "axial_pos_shape": [8, 16],
+    },
     "VibeVoiceAcousticTokenizerEncoderConfig": VIBEVOICE_ENCODER,
     "VibeVoiceSemanticTokenizerEncoderConfig": VIBEVOICE_ENCODER,
     "WhisperConfig": {"begin_suppress_tokens": [], "suppress_tokens": []},
@@ -266,10 +409,18 @@ FIXUPS: dict[str, dict[str, Any]] = {
     "MuseGlimmerConfig": {"out_hidden_size": 128},
     "MuseSparkConfig": {"out_hidden_size": 128},
     "DeepseekOcr2SamVisionConfig": {"downsample_channels": [32, 32], "output_channels": 32},
-    "UnlimitedOcrSamVisionConfig": {"downsample_channels": [32, 32], "output_channels": 32, "image_size": 128},
+    "UnlimitedOcrSamVisionConfig": {
+        "downsample_channels": [32, 32],
+        "output_channels": 32,
+        "image_size": 128,
+    },
     "Molmo2Config": {"image_patch_id": 150},
     "Molmo2VisionConfig": {"image_size": [56, 56]},
-    "MllamaVisionConfig": {"intermediate_layers_indices": [0, 1], "vision_output_dim": 96, "num_global_layers": 1},
+    "MllamaVisionConfig": {
+        "intermediate_layers_indices": [0, 1],
+        "vision_output_dim": 96,
+        "num_global_layers": 1,
+    },
     "MllamaTextConfig": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
     "Phi4MultimodalVisionConfig": {"image_size": 56, "crop_size": 56, "image_token_id": 159},
     "T5Gemma2EncoderConfig": {"mm_tokens_per_image": 4, "eoi_token_index": 157},
@@ -299,14 +450,33 @@ FIXUPS: dict[str, dict[str, Any]] = {
     },
     "xLSTMConfig": {"hidden_size": 128, "embedding_dim": 128, "num_heads": 4},
     "ZambaConfig": {
-        **{"num_hidden_layers": 5, "attention_hidden_size": 64, "attention_head_dim": 16, "num_key_value_heads": 4},
-        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid", "linear_attention"],
+        **{
+            "num_hidden_layers": 5,
+            "attention_hidden_size": 64,
+            "attention_head_dim": 16,
+            "num_key_value_heads": 4,
+        },
+        "layers_block_type": [
+            "linear_attention",
+            "hybrid",
+            "linear_attention",
+            "hybrid",
+            "linear_attention",
+        ],
     },
     "Zamba2Config": {
         **{"num_hidden_layers": 5, "n_mamba_heads": 8, "num_key_value_heads": 4},
-        **dict.fromkeys(("attention_hidden_size", "attention_head_dim", "kv_channels"), "__default__"),
+        **dict.fromkeys(
+            ("attention_hidden_size", "attention_head_dim", "kv_channels"), "__default__"
+        ),
         **dict.fromkeys(("mamba_headdim", "num_query_groups"), "__default__"),
-        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid", "linear_attention"],
+        "layers_block_type": [
+            "linear_attention",
+            "hybrid",
+            "linear_attention",
+            "hybrid",
+            "linear_attention",
+        ],
     },
 }
 
@@ -317,7 +487,8 @@ def tiny_config(config_class: type[PretrainedConfig], **overrides: Any) -> Pretr
 
 
 def tiny_arguments(config_class: type[PretrainedConfig]) -> dict[str, Any]:
-    """Keyword arguments for `config_class` that make known attributes small, nested configs included."""
+    """Keyword arguments for `config_class` that make known attributes small, nested configs
+    included."""
     fixup = FIXUPS.get(config_class.__name__, {})
     default = config_class()
     arguments = {**_small_numbers(default), **_per_layer_lists(default), **_token_ids(default)}
@@ -338,7 +509,11 @@ def tiny_arguments(config_class: type[PretrainedConfig]) -> dict[str, Any]:
 
 
 def _fields(config: PretrainedConfig) -> dict[str, Any]:
-    names = {field.name for field in dataclasses.fields(config)} if dataclasses.is_dataclass(config) else set()
+    names = (
+        {field.name for field in dataclasses.fields(config)}
+        if dataclasses.is_dataclass(config)
+        else set()
+    )
     attribute_map = getattr(config, "attribute_map", {}) or {}
     names |= {name for name in vars(config) if not name.startswith("_")}
     # A heterogeneous config refuses to read an attribute that varies by layer: `FIXUPS` sets those.
@@ -360,12 +535,17 @@ def _small_numbers(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _per_layer_lists(config: PretrainedConfig) -> dict[str, Any]:
-    """Lists with one entry per layer, cut to the fewest layers in which every distinct entry occurs."""
+    """Lists with one entry per layer, cut to the fewest layers in which every distinct entry
+    occurs."""
     count = getattr(config, "num_hidden_layers", None)
     fields = _fields(config)
     if not isinstance(count, int) or count < 2:
         return {}
-    lists = {name: value for name, value in fields.items() if isinstance(value, (list, tuple)) and len(value) == count}
+    lists = {
+        name: value
+        for name, value in fields.items()
+        if isinstance(value, (list, tuple)) and len(value) == count
+    }
     if not lists:
         return {}
     chosen: list[int] = []
@@ -377,10 +557,15 @@ def _per_layer_lists(config: PretrainedConfig) -> dict[str, Any]:
             chosen.append(index)
     if len(chosen) < 2:
         chosen = sorted({*chosen, count - 1})
-    layers_name = next((n for n in ("num_hidden_layers", "n_layer", "n_layers", "num_layers") if n in fields), None)
+    layers_name = next(
+        (n for n in ("num_hidden_layers", "n_layer", "n_layers", "num_layers") if n in fields), None
+    )
     if layers_name is None:
         return {}
-    return {layers_name: len(chosen), **{name: [values[i] for i in chosen] for name, values in lists.items()}}
+    return {
+        layers_name: len(chosen),
+        **{name: [values[i] for i in chosen] for name, values in lists.items()},
+    }
 
 
 def _mrope_sections(config: PretrainedConfig, head_dim: int) -> dict[str, Any] | None:
@@ -394,30 +579,40 @@ def _mrope_sections(config: PretrainedConfig, head_dim: int) -> dict[str, Any] |
 
 
 def _token_ids(config: PretrainedConfig) -> dict[str, Any]:
-    """Special tokens inside the small vocabulary; placeholders of other modalities are at its end, outside of
-    prompts."""
+    """Special tokens inside the small vocabulary; placeholders of other modalities are at its end,
+    outside of prompts."""
     found: dict[str, Any] = {}
     placeholder = VOCAB_SIZE - 1
-    fixed = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS, "decoder_start_token_id": BOS}
+    fixed = {
+        "pad_token_id": PAD,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "decoder_start_token_id": BOS,
+    }
     for name, value in sorted(_fields(config).items()):
         if name in fixed:
             if value is not None or name == "pad_token_id":
                 found[name] = fixed[name]
-        elif isinstance(value, int) and not isinstance(value, bool) and name.endswith(("_token_id", "_token_index")):
+        elif (
+            isinstance(value, int)
+            and not isinstance(value, bool)
+            and name.endswith(("_token_id", "_token_index"))
+        ):
             found[name] = placeholder
             placeholder -= 1
     return found
 
 
 def spread_weights(model: PreTrainedModel, seed: int) -> None:
-    """Unties the output and redraws the matrices so that attention looks at many positions and logits are well
-    separated.
+    """Unties the output and redraws the matrices so that attention looks at many positions and
+    logits are well separated.
 
     The usual initialisation (std 0.02) gives nearly equal logits: rounding would decide the argmax.
     """
     generator = torch.Generator().manual_seed(seed)
     head = model.get_output_embeddings()
-    if hasattr(head, "weight"):  # a tied head mostly repeats the last token, whatever the cache holds
+    if hasattr(head, "weight"):
+        # a tied head mostly repeats the last token, whatever the cache holds
         head.weight = nn.Parameter(head.weight.detach().clone())
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     with torch.no_grad():
@@ -433,12 +628,16 @@ def spread_weights(model: PreTrainedModel, seed: int) -> None:
             elif last == "bias":
                 parameter.normal_(0.0, 0.1, generator=generator)
         for name, buffer in model.named_buffers():
-            if name.endswith("codebook.embed_sum"):  # zero before training: every sound would have one code
+            if name.endswith("codebook.embed_sum"):
+                # zero before training: every sound would have one code
                 buffer.normal_(generator=generator)
 
 
-def tiny_model(model_class: type[PreTrainedModel], seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A tiny float32 `model_class` in eval mode with well separated logits; `changes` apply to its decoder's config."""
+def tiny_model(
+    model_class: type[PreTrainedModel], seed: int = 0, **changes: Any
+) -> PreTrainedModel:
+    """A tiny float32 `model_class` in eval mode with well separated logits; `changes` apply to its
+    decoder's config."""
     torch.manual_seed(seed)
     config = tiny_config(model_class.config_class)
     for name, value in changes.items():

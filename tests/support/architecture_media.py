@@ -1,7 +1,8 @@
 """Images, video and sound for each tiny architecture, as its processor would return them.
 
-Two rows with different pictures (clips, sounds), of different size if the class takes any size, between text. A row has
-as many placeholders as the model makes embeddings of its picture, so the arithmetic of processors is not repeated here.
+Two rows with different pictures (clips, sounds), of different size if the class takes any size,
+between text. A row has as many placeholders as the model makes embeddings of its picture, so the
+arithmetic of processors is not repeated here.
 """
 
 from __future__ import annotations
@@ -45,8 +46,12 @@ MEDIA_ARGUMENTS = set(
 """.split()
 )
 NOT_GIVEN = {  # arguments of `forward` that `media_inputs` does not give
-    "Apertus1p5ForConditionalGeneration": "codes of pictures are a range of its vocabulary, which a tiny one lacks",
-    "EvollaForProteinText2Text": "plain `generate` fails at the second token where it has a protein",
+    "Apertus1p5ForConditionalGeneration": (
+        "codes of pictures are a range of its vocabulary, which a tiny one lacks"
+    ),
+    "EvollaForProteinText2Text": (
+        "plain `generate` fails at the second token where it has a protein"
+    ),
     "PI0ForConditionalGeneration": "has no `generate`",
     "VibeVoiceForConditionalGeneration": "needs diffusers",
 }
@@ -77,8 +82,8 @@ def media_inputs(model: PreTrainedModel) -> dict[str, Tensors]:
 
 
 def media_rows(model: PreTrainedModel) -> dict[str, list[Tensors]]:
-    """Three prompts per medium, a row each; the last has a picture, clip or sound of the first one's size. Empty for
-    classes whose inputs are made for a whole batch."""
+    """Three prompts per medium, a row each; the last has a picture, clip or sound of the first
+    one's size. Empty for classes whose inputs are made for a whole batch."""
     name, found = type(model).__name__, {}
     for medium in MEDIA_TYPES if name not in CALLS and not hasattr(model, "thinker") else ():
         build = ROWS.get((name, medium)) or _general_row(model, medium)
@@ -86,7 +91,10 @@ def media_rows(model: PreTrainedModel) -> dict[str, list[Tensors]]:
             continue
         if build is not None:
             first, second = (build(model.config, row) for row in range(2))
-            is_float = {key: isinstance(x, torch.Tensor) and x.is_floating_point() for key, x in first.items()}
+            is_float = {
+                key: isinstance(x, torch.Tensor) and x.is_floating_point()
+                for key, x in first.items()
+            }
             third = {key: -x if is_float[key] else x for key, x in first.items()}
             found[medium] = [
                 _prompts(model, medium, [media], [around])
@@ -95,7 +103,9 @@ def media_rows(model: PreTrainedModel) -> dict[str, list[Tensors]]:
     return found
 
 
-def _general_row(model: PreTrainedModel, medium: str) -> Callable[[PretrainedConfig, int], Tensors] | None:
+def _general_row(
+    model: PreTrainedModel, medium: str
+) -> Callable[[PretrainedConfig, int], Tensors] | None:
     method = _features_method(model, medium)
     if method is None:
         return None
@@ -126,7 +136,10 @@ def _features_method(model: PreTrainedModel, medium: str) -> Callable[..., Any] 
 
 
 def _prompts(
-    model: PreTrainedModel, medium: str, media: list[Tensors], around: Sequence[tuple[int, int]] = TEXT_AROUND
+    model: PreTrainedModel,
+    medium: str,
+    media: list[Tensors],
+    around: Sequence[tuple[int, int]] = TEXT_AROUND,
 ) -> Tensors:
     """All rows: text around the placeholders, left-padded, with masks, types and media."""
     config, kind = model.config, model.config.model_type
@@ -144,7 +157,8 @@ def _prompts(
     if "mm_token_type_ids" in takes:
         inputs["mm_token_type_ids"] = types
     if "token_type_ids" in takes:
-        inputs["token_type_ids"] = types * (kind != "paligemma")  # there it marks the tokens to learn
+        # there it marks the tokens to learn
+        inputs["token_type_ids"] = types * (kind != "paligemma")
     return {**inputs, **(join(media) if len(media) > 1 else media[0])}
 
 
@@ -182,7 +196,9 @@ def join(media: list[Tensors]) -> Tensors:
     strips = any(name.startswith("target_sizes") for name in first)
     for name, x in first.items():
         side = -1 if strips and name.startswith("pixel_values") else 0
-        joined[name] = torch.cat([x, second[name]], side) if isinstance(x, torch.Tensor) else x + second[name]
+        joined[name] = (
+            torch.cat([x, second[name]], side) if isinstance(x, torch.Tensor) else x + second[name]
+        )
     return joined
 
 
@@ -191,7 +207,8 @@ def _words(count: int) -> list[int]:
 
 
 def _tokens(config: PretrainedConfig, names: tuple[str, ...]) -> list[int]:
-    """The token that the config has under the first known of `names`, as a list; empty if there is none."""
+    """The token that the config has under the first known of `names`, as a list; empty if there is
+    none."""
     return [value for name in names if isinstance(value := getattr(config, name, None), int)][:1]
 
 
@@ -244,13 +261,20 @@ def picture_and_crops(config: PretrainedConfig, row: int) -> Tensors:
     """The whole picture and two crops of the first, one of the second."""
     vision = config.vision_config
     size = _side(getattr(vision, "sam_config", vision).image_size)
-    pixels = {"pixel_values": torch.randn(1, 3, size, size), "pixel_values_local": torch.randn(2 - row, 3, size, size)}
+    pixels = {
+        "pixel_values": torch.randn(1, 3, size, size),
+        "pixel_values_local": torch.randn(2 - row, 3, size, size),
+    }
     return {**pixels, "num_local_patches": torch.tensor([2 - row])}
 
 
 def picture_and_grid_of_crops(config: PretrainedConfig, row: int) -> Tensors:
     crops = 2 - row
-    return {**picture_and_crops(config, row), "num_local_patches": [crops], "patches_grid": [[1, crops]]}
+    return {
+        **picture_and_crops(config, row),
+        "num_local_patches": [crops],
+        "patches_grid": [[1, crops]],
+    }
 
 
 def tiles_with_mask(config: PretrainedConfig, row: int) -> Tensors:
@@ -301,7 +325,10 @@ def strip_of_patches(config: PretrainedConfig, row: int) -> Tensors:
     """Patches in one sequence."""
     grid = (8, 8 // (row + 1))
     size = config.vision_config.patch_size
-    return {"pixel_values": torch.randn(1, 3, size, math.prod(grid) * size), "target_sizes": torch.tensor([grid])}
+    return {
+        "pixel_values": torch.randn(1, 3, size, math.prod(grid) * size),
+        "target_sizes": torch.tensor([grid]),
+    }
 
 
 def strip_of_a_frame(config: PretrainedConfig, row: int) -> Tensors:
@@ -311,10 +338,17 @@ def strip_of_a_frame(config: PretrainedConfig, row: int) -> Tensors:
 def padded_patches(config: PretrainedConfig, row: int) -> Tensors:
     """Patches padded to the largest number in the batch."""
     grid, most = (4, 4 // (row + 1)), 16
-    pixels, mask = torch.zeros(1, most, 3 * config.vision_config.patch_size**2), torch.zeros(1, most, dtype=torch.long)
+    pixels, mask = (
+        torch.zeros(1, most, 3 * config.vision_config.patch_size**2),
+        torch.zeros(1, most, dtype=torch.long),
+    )
     pixels[:, : math.prod(grid)] = torch.randn(1, math.prod(grid), pixels.shape[-1])
     mask[:, : math.prod(grid)] = 1
-    return {"pixel_values": pixels, "spatial_shapes": torch.tensor([grid]), "pixel_attention_mask": mask}
+    return {
+        "pixel_values": pixels,
+        "spatial_shapes": torch.tensor([grid]),
+        "pixel_attention_mask": mask,
+    }
 
 
 def plain_patches(config: PretrainedConfig, row: int) -> Tensors:
@@ -354,15 +388,23 @@ def patches_with_positions(config: PretrainedConfig, row: int) -> Tensors:
     size = getattr(config.vision_config, "model_patch_size", config.vision_config.patch_size)
     pixels, places = torch.zeros(1, most, 3 * size**2), torch.full((1, most, 2), -1)
     pixels[:, : math.prod(grid)] = torch.rand(1, math.prod(grid), pixels.shape[-1])
-    places[:, : math.prod(grid)] = torch.cartesian_prod(torch.arange(grid[0]), torch.arange(grid[1])).flip(-1)
+    places[:, : math.prod(grid)] = torch.cartesian_prod(
+        torch.arange(grid[0]), torch.arange(grid[1])
+    ).flip(-1)
     return {"pixel_values": pixels, "image_position_ids": places}
 
 
 def crops_with_pooling(config: PretrainedConfig, row: int) -> Tensors:
-    """The whole picture and a crop, `(crops, patches, pixels)`, with the patches that are averaged into each token."""
+    """The whole picture and a crop, `(crops, patches, pixels)`, with the patches that are averaged
+    into each token."""
     vision = config.vision_config
     side = vision.image_size[0] // vision.patch_size
-    places = torch.arange(2 * side**2).view(2, side // 2, 2, side // 2, 2).transpose(2, 3).reshape(2, side // 2, -1, 4)
+    places = (
+        torch.arange(2 * side**2)
+        .view(2, side // 2, 2, side // 2, 2)
+        .transpose(2, 3)
+        .reshape(2, side // 2, -1, 4)
+    )
     rows = side // 2 // (row + 1)  # of the crop
     return {
         "pixel_values": torch.randn(2, side**2, 3 * vision.patch_size**2),
@@ -384,12 +426,18 @@ def merged_patches(config: PretrainedConfig, row: int) -> Tensors:
     """Patches of the size that becomes one token, channels last."""
     grid = (1, 4, 4 // (row + 1))
     size = config.vision_config.patch_size * config.vision_config.spatial_merge_size
-    return {"pixel_values": torch.randn(math.prod(grid), size, size, 3), "image_grid_thw": torch.tensor([grid])}
+    return {
+        "pixel_values": torch.randn(math.prod(grid), size, size, 3),
+        "image_grid_thw": torch.tensor([grid]),
+    }
 
 
 def patches_with_plane_grid(config: PretrainedConfig, row: int) -> Tensors:
     inputs = grid_of_patches(config, row)
-    return {"pixel_values": inputs["pixel_values"], "image_grid_hw": inputs["image_grid_thw"][:, 1:]}
+    return {
+        "pixel_values": inputs["pixel_values"],
+        "image_grid_hw": inputs["image_grid_thw"][:, 1:],
+    }
 
 
 def square_frames(config: PretrainedConfig, row: int) -> Tensors:
@@ -403,11 +451,16 @@ def frames_with_seconds(config: PretrainedConfig, row: int) -> Tensors:
 
 def frames_with_positions(config: PretrainedConfig, row: int) -> Tensors:
     frames = join([patches_with_positions(config, row) for _ in range(2)])
-    inputs = {"pixel_values_videos": frames["pixel_values"], "video_position_ids": frames["image_position_ids"]}
+    inputs = {
+        "pixel_values_videos": frames["pixel_values"],
+        "video_position_ids": frames["image_position_ids"],
+    }
     return {**inputs, "num_frames_per_video": torch.tensor([2])}
 
 
-def sound(config: PretrainedConfig, row: int, frames: int = 128, mask: str = MASKS_OF_SOUND[0]) -> Tensors:
+def sound(
+    config: PretrainedConfig, row: int, frames: int = 128, mask: str = MASKS_OF_SOUND[0]
+) -> Tensors:
     """A spectrogram `(1, bins, frames)` with its mask: the second row is half as long."""
     audio = getattr(config.audio_config, "asr_config", config.audio_config)
     real = torch.arange(frames)[None] < frames // (row + 1)
@@ -432,10 +485,15 @@ def stacked_frames(config: PretrainedConfig, row: int) -> Tensors:
     audio = config.audio_config
     size = getattr(audio, "input_size", None) or audio.audio_embed_dim
     real = torch.arange(12)[None] < 12 // (row + 1)
-    return {"input_features": torch.randn(1, 12, size) * real[..., None], "input_features_mask": real}
+    return {
+        "input_features": torch.randn(1, 12, size) * real[..., None],
+        "input_features_mask": real,
+    }
 
 
-def sound_of_samples(config: PretrainedConfig, row: int, length: int = 9600, mask: str = "padding_mask") -> Tensors:
+def sound_of_samples(
+    config: PretrainedConfig, row: int, length: int = 9600, mask: str = "padding_mask"
+) -> Tensors:
     real = torch.arange(length)[None] < length // (row + 1)
     return {"input_values": torch.randn(1, length) * real, mask: real}
 
@@ -452,8 +510,13 @@ def sound_of_moss(config: PretrainedConfig, row: int) -> Tensors:
 def sound_of_dots(config: PretrainedConfig, row: int) -> Tensors:
     audio = config.audio_config
     frames = 64
-    features = torch.randn(1, audio.feature_size, frames) * (torch.arange(frames) < frames // (row + 1))
-    return {"input_features": features, "chunk_sample_lengths": torch.tensor([audio.hop_length * frames // (row + 1)])}
+    features = torch.randn(1, audio.feature_size, frames) * (
+        torch.arange(frames) < frames // (row + 1)
+    )
+    return {
+        "input_features": features,
+        "chunk_sample_lengths": torch.tensor([audio.hop_length * frames // (row + 1)]),
+    }
 
 
 Row = Callable[[PretrainedConfig, int], Tensors]
@@ -489,12 +552,18 @@ ROWS: dict[tuple[str, str], Row] = {
         for (medium, build), names in ROWS_BY_BUILDER.items()
         for name in names.split()
     },
-    ("ChameleonForConditionalGeneration", "image"): lambda c, row: {"pixel_values": torch.randn(1, 3, 16, 16)},
+    ("ChameleonForConditionalGeneration", "image"): lambda c, row: {
+        "pixel_values": torch.randn(1, 3, 16, 16)
+    },
     ("Emu3ForConditionalGeneration", "image"): lambda c, row: picture_of_any_size(c, row, side=8),
-    ("Florence2ForConditionalGeneration", "image"): lambda c, row: {"pixel_values": torch.randn(1, 3, 64, 64)},
+    ("Florence2ForConditionalGeneration", "image"): lambda c, row: {
+        "pixel_values": torch.randn(1, 3, 64, 64)
+    },
     ("FuyuForCausalLM", "image"): plain_patches,
     ("UnlimitedOcrForConditionalGeneration", "image"): picture_and_grid_of_crops,
-    ("MuseSparkForConditionalGeneration", "audio"): lambda c, row: sound_of_samples(c, row, mask="input_values_mask"),
+    ("MuseSparkForConditionalGeneration", "audio"): lambda c, row: sound_of_samples(
+        c, row, mask="input_values_mask"
+    ),
     ("NemotronH_Omni_Reasoning_V3", "image"): patches_with_plane_grid,
     ("NemotronH_Omni_Reasoning_V3", "audio"): sound_with_frames_first,
     ("Qwen3ASRForConditionalGeneration", "audio"): lambda c, row: sound(c, row, frames=200),
@@ -503,10 +572,14 @@ ROWS: dict[tuple[str, str], Row] = {
 
 
 def waveform(config: PretrainedConfig, samples: int = 4000) -> dict[str, Tensors]:
-    return {"audio": {"input_values": torch.randn(2, samples), "attention_mask": _lengths_mask(samples)}}
+    return {
+        "audio": {"input_values": torch.randn(2, samples), "attention_mask": _lengths_mask(samples)}
+    }
 
 
-def spectrogram(config: PretrainedConfig, bins: int, frames: int, bins_first: bool = False) -> dict[str, Tensors]:
+def spectrogram(
+    config: PretrainedConfig, bins: int, frames: int, bins_first: bool = False
+) -> dict[str, Tensors]:
     features = torch.randn(2, bins, frames) if bins_first else torch.randn(2, frames, bins)
     return {"audio": {"input_features": features, "attention_mask": _lengths_mask(frames)}}
 
@@ -538,7 +611,9 @@ def _kosmos2(config: PretrainedConfig) -> dict[str, Tensors]:
 
 def _kosmos2_5(config: PretrainedConfig) -> dict[str, Tensors]:
     mask = torch.arange(11).expand(2, -1).sub(5).clamp(0, 5).remainder(5).gt(0)
-    return {"image": {**words(), **_flat_patches(config), "image_embeds_position_mask": mask.long()}}
+    return {
+        "image": {**words(), **_flat_patches(config), "image_embeds_position_mask": mask.long()}
+    }
 
 
 def _flat_patches(config: PretrainedConfig) -> Tensors:
@@ -549,11 +624,15 @@ def _flat_patches(config: PretrainedConfig) -> Tensors:
 
 
 def _mllama(config: PretrainedConfig) -> dict[str, Tensors]:
-    """The first picture has two tiles, the second one; tokens after the image token see the tiles."""
+    """The first picture has two tiles, the second one; tokens after the image token see the
+    tiles."""
     vision, tiles = config.vision_config, torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
     inputs = prompts(config, "image", config.image_token_index, [[1], [1]])
     seen = (inputs["input_ids"] == config.image_token_index).cumsum(-1)
-    pixels = torch.randn(2, 1, 4, 3, vision.image_size, vision.image_size) * tiles[:, None, :, None, None, None]
+    pixels = (
+        torch.randn(2, 1, 4, 3, vision.image_size, vision.image_size)
+        * tiles[:, None, :, None, None, None]
+    )
     return {
         "image": {
             **inputs,
@@ -579,10 +658,12 @@ def _phi4(config: PretrainedConfig) -> dict[str, Tensors]:
         "image_sizes": torch.tensor([[vision.crop_size, vision.crop_size]] * 2),
         "image_attention_mask": mask,
     }
-    real = torch.arange(64).expand(2, -1) < torch.tensor([[64], [32]])  # eight frames become one token
+    # eight frames become one token
+    real = torch.arange(64).expand(2, -1) < torch.tensor([[64], [32]])
     audio = {
         **prompts(config, "audio", config.audio_config.audio_token_id, [[8], [4]]),
-        "audio_input_features": torch.randn(2, 64, config.audio_config.input_size) * real[..., None],
+        "audio_input_features": torch.randn(2, 64, config.audio_config.input_size)
+        * real[..., None],
         "audio_embed_sizes": torch.tensor([8, 4]),
         "audio_attention_mask": real,
     }
@@ -608,7 +689,8 @@ def _granite_speech(config: PretrainedConfig) -> dict[str, Tensors]:
 
 
 def _voxtral_realtime(config: PretrainedConfig) -> dict[str, Tensors]:
-    """Text and sound in parallel: eight frames of the spectrogram per token, future tokens included."""
+    """Text and sound in parallel: eight frames of the spectrogram per token, future tokens
+    included."""
     features = torch.randn(2, config.audio_config.num_mel_bins, 8 * 40)
     return {"audio": {**words(), "input_features": features, "num_delay_tokens": 2}}
 
@@ -625,14 +707,23 @@ def _omniasr(config: PretrainedConfig) -> dict[str, Tensors]:
 
 def _kyutai(config: PretrainedConfig) -> dict[str, Tensors]:
     samples = 24 * config.codec_config.frame_size
-    return {"audio": {"input_values": torch.randn(2, 1, samples), "padding_mask": torch.ones(2, 1, samples).long()}}
+    return {
+        "audio": {
+            "input_values": torch.randn(2, 1, samples),
+            "padding_mask": torch.ones(2, 1, samples).long(),
+        }
+    }
 
 
 # Classes whose inputs are not text around placeholders: encoders, pictures read by cross-attention.
 CALLS: dict[str, Callable[[PretrainedConfig], dict[str, Tensors]]] = {
-    "BlipForConditionalGeneration": lambda c: {"image": {**pictures(c, c.vision_config.image_size), **words()}},
+    "BlipForConditionalGeneration": lambda c: {
+        "image": {**pictures(c, c.vision_config.image_size), **words()}
+    },
     "CanaryForConditionalGeneration": lambda c: spectrogram(c, c.encoder_config.num_mel_bins, 64),
-    "CohereAsrForConditionalGeneration": lambda c: spectrogram(c, c.encoder_config.num_mel_bins, 64),
+    "CohereAsrForConditionalGeneration": lambda c: spectrogram(
+        c, c.encoder_config.num_mel_bins, 64
+    ),
     "GitForCausalLM": lambda c: {"image": {**pictures(c), **words()}},
     "GraniteSpeechForConditionalGeneration": _granite_speech,
     "GraniteSpeechPlusForConditionalGeneration": _granite_speech,
@@ -654,9 +745,13 @@ CALLS: dict[str, Callable[[PretrainedConfig], dict[str, Tensors]]] = {
     "Speech2TextForConditionalGeneration": lambda c: spectrogram(c, c.input_feat_per_channel, 40),
     "SpeechEncoderDecoderModel": waveform,
     "SpeechT5ForSpeechToText": waveform,
-    "UdopForConditionalGeneration": lambda c: {"image": {**words(), "bbox": torch.rand(2, 11, 4), **pictures(c)}},
+    "UdopForConditionalGeneration": lambda c: {
+        "image": {**words(), "bbox": torch.rand(2, 11, 4), **pictures(c)}
+    },
     "VisionEncoderDecoderModel": lambda c: {"image": pictures(c)},
     "VoxtralRealtimeForConditionalGeneration": _voxtral_realtime,
     "KyutaiSpeechToTextForConditionalGeneration": _kyutai,
-    "WhisperForConditionalGeneration": lambda c: spectrogram(c, c.num_mel_bins, 2 * c.max_source_positions, True),
+    "WhisperForConditionalGeneration": lambda c: spectrogram(
+        c, c.num_mel_bins, 2 * c.max_source_positions, True
+    ),
 }

@@ -1,27 +1,27 @@
-"""Every generative architecture of transformers, tiny and random: does `"paged"` give plain `generate`'s tokens?
+"""Every generative architecture of transformers, tiny and random: does `"paged"` give plain
+`generate`'s tokens?
 
     python -m tests.support.architectures [--only REGEX] [--json PATH] [--jobs N]
 
-`check(name)` checks one class. An architecture that cannot be built here, or that plain `generate` does not serve, is
-listed with the reason and does not count as a failure of the paged cache.
+`check(name)` checks one class. An architecture that cannot be built here, or that plain `generate`
+does not serve, is listed with the reason and does not count as a failure of the paged cache.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import gc
 import io
 import json
-import multiprocessing
 import re
 import sys
-import threading
 import time
 import traceback
 import warnings
-from multiprocessing.connection import Connection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +31,26 @@ from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from benchmarks import machine
+from benchmarks.workers import Lost, in_workers
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_inputs import make_inputs
 from tests.support.architecture_media import NOT_GIVEN, media_rows
 
-FAMILIES = {  # name in the table: mapping in `modeling_auto`; a class counts for the first family that has it
+# name in the table: mapping in `modeling_auto`; a class counts for the first family that has it
+FAMILIES = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     "speech": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
     "image-text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
     "multimodal": "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
 }
-BLOCK_SIZE = 8  # tokens; equal to the sliding window of the tiny models, and below every sequence checked
+# tokens; equal to the sliding window of the tiny models, and below every sequence checked
+BLOCK_SIZE = 8
 SECONDS_PER_ARCHITECTURE = 120.0
 END_TOKENS = list(range(100, 112))  # many, so that some rows end before the others
 TEXT = ("input_ids", "attention_mask")
-LOGITS_TOLERANCE = 1e-3  # in standard deviations of the logits; another summation order in float32 stays far below
+# in standard deviations of the logits; another summation order in float32 stays far below
+LOGITS_TOLERANCE = 1e-3
 
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False, "num_beams": 1, "max_new_tokens": 18, "min_new_tokens": 18},
@@ -63,14 +67,17 @@ MODES: dict[str, dict[str, Any]] = {
         "eos_token_id": END_TOKENS,
     },
 }
-LONG = {"do_sample": False, "num_beams": 1, "max_new_tokens": 80, "min_new_tokens": 80}  # enough steps to record
+# enough steps to record
+LONG = {"do_sample": False, "num_beams": 1, "max_new_tokens": 80, "min_new_tokens": 80}
 OTHER_INPUTS = ("text", "video", "audio")  # more modes: greedy with the media not used above
-REQUESTS = tuple(f"{medium} requests" for medium in ("image", "video", "audio"))  # three requests of an engine, greedy
+# three requests of an engine, greedy
+REQUESTS = tuple(f"{medium} requests" for medium in ("image", "video", "audio"))
 
 
 @dataclasses.dataclass
 class ModeResult:
-    """One kind of `generate` call; `status` is equal, different, error, not served or not deterministic."""
+    """One kind of `generate` call; `status` is equal, different, error, not served or not
+    deterministic."""
 
     status: str
     detail: str = ""
@@ -92,7 +99,8 @@ class Result:
     latent: bool | None = None
     replayed: int = 0  # replayed decode steps of a longer call
     medium: str = "text"  # of the four modes: image, video, audio, protein or text
-    inputs: list[str] = dataclasses.field(default_factory=list)  # tensor inputs beside ids and masks
+    # tensor inputs beside ids and masks
+    inputs: list[str] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
 
 
@@ -110,14 +118,15 @@ def list_architectures(family: str | None = None) -> list[str]:
     return [name for name, own in _families().items() if family in (None, own)]
 
 
-def check(name: str) -> Result:
-    """Builds a tiny model of class `name` and compares plain with paged `generate` in every mode."""
+def check(name: str, device: str = "cpu", modes: Collection[str] = MODES, **changes: Any) -> Result:
+    """Builds a tiny model of class `name` and compares plain with paged `generate`: in these modes,
+    and with all media and as requests if they are all modes. `changes`: of its config."""
     started = time.perf_counter()
     result = Result(name, _families().get(name, "other"), "error")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            _check(result)
+            _check(result, device, modes, changes)
         except Exception as error:
             result.status, result.detail = "error", describe(error)
     gc.collect()
@@ -125,48 +134,67 @@ def check(name: str) -> Result:
     return result
 
 
-def _check(result: Result) -> None:
+def _check(result: Result, device: str, modes: Collection[str], changes: dict[str, Any]) -> None:
     try:
-        model = tiny_model(getattr(transformers, result.name))
-        (result.medium, inputs), *others = make_inputs(model).items()
+        model = tiny_model(getattr(transformers, result.name), **changes)
+        (result.medium, inputs), *others = _on(device, make_inputs(model)).items()
     except Exception as error:
         result.status, result.detail = "cannot build", describe(error)
         return
-    result.inputs = sorted(k for k, v in inputs.items() if isinstance(v, torch.Tensor) and k not in TEXT)
-    problem = _problem_of_plain(model, inputs, result.medium)
+    result.inputs = sorted(
+        k for k, v in inputs.items() if isinstance(v, torch.Tensor) and k not in TEXT
+    )
+    other = (
+        _on(device, make_inputs(model, seed=2))[result.medium] if result.medium != "text" else {}
+    )
+    requests = _on(device, media_rows(model)) if len(modes) == len(MODES) else {}
+    model.to(device)
+    problem = _problem_of_plain(
+        model, inputs, {name: x for name, x in other.items() if name not in TEXT}, result.medium
+    )
     if problem:
         result.status, result.detail = "plain fails", problem
         return
-    for mode in MODES:
+    for mode in modes:
         result.modes[mode] = _check_mode(model, inputs, mode, result)
-    for medium, other in others:
-        result.modes[medium] = _check_mode(model, other, medium, result)
-    if result.road == "engine":
-        result.modes["long"] = _check_mode(model, inputs, "long", result)
-        result.replayed = _route(model)["num_captured_steps"] or 0
-    for medium, rows in media_rows(model).items():
-        result.modes[f"{medium} requests"] = _check_requests(model, rows)
+    if len(modes) == len(MODES):
+        for medium, given in others:
+            result.modes[medium] = _check_mode(model, given, medium, result)
+        if result.road == "engine":
+            result.modes["long"] = _check_mode(model, inputs, "long", result)
+            result.replayed = _route(model)["num_captured_steps"] or 0
+        for medium, rows in requests.items():
+            result.modes[f"{medium} requests"] = _check_requests(model, rows)
     statuses = {mode.status for mode in result.modes.values()}
     result.status = next((s for s in ("error", "different") if s in statuses), "equal")
     result.detail = "; ".join(f"{name}: {m.detail}" for name, m in result.modes.items() if m.detail)
 
 
-def _problem_of_plain(model: PreTrainedModel, inputs: dict[str, Any], medium: str) -> str:
-    """Why plain `generate` cannot serve as a reference; empty if it can."""
+def _on(device: str, inputs: Any) -> Any:
+    """Nested inputs, with their tensors on a device."""
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), inputs)
+
+
+def _problem_of_plain(
+    model: PreTrainedModel, inputs: dict[str, Any], others: dict[str, Any], medium: str
+) -> str:
+    """Why plain `generate` cannot serve as a reference; empty if it can. `others`: another picture,
+    clip or sound."""
     try:
         if not _same(*(_generate(model, inputs, "greedy", paged=False) for _ in range(2))):
             return "not deterministic"
-        if medium != "text":
-            drawn = make_inputs(model, seed=2)[medium]
-            others = {name: x for name, x in drawn.items() if name not in TEXT}
-            if _same(*(_generate(model, given, "logits", paged=False) for given in (inputs, {**inputs, **others}))):
-                return f"another {medium} gives the same logits"
+        if others and _same(
+            *(_generate(model, x, "logits", paged=False) for x in (inputs, {**inputs, **others}))
+        ):
+            return f"another {medium} gives the same logits"
     except Exception as error:
         return describe(error)
     return ""
 
 
-def _check_mode(model: PreTrainedModel, inputs: dict[str, Any], mode: str, result: Result) -> ModeResult:
+def _check_mode(
+    model: PreTrainedModel, inputs: dict[str, Any], mode: str, result: Result
+) -> ModeResult:
     try:
         expected = _generate(model, inputs, mode, paged=False)
     except Exception as error:
@@ -180,10 +208,10 @@ def _check_mode(model: PreTrainedModel, inputs: dict[str, Any], mode: str, resul
     if mode == "greedy":
         result.road, result.reason = route["road"], route["reason"]
         result.in_place, result.latent = route["in_place"], route["latent"]
-    if difference := _difference(expected, found):
+    if gap := difference(expected, found):
         if not _same(expected, _generate(model, inputs, mode, paged=False)):
             return ModeResult("not deterministic", "plain differs from itself", route["road"])
-        return ModeResult("different", difference, route["road"])
+        return ModeResult("different", gap, route["road"])
     if problem := _left_behind(model, before):
         return ModeResult("error", problem, route["road"])
     return ModeResult("equal", "", route["road"])
@@ -196,7 +224,9 @@ def _check_requests(model: PreTrainedModel, rows: list[dict[str, Any]]) -> ModeR
     rows = [{name: x for name, x in row.items() if name != "attention_mask"} for row in rows]
     try:
         outputs = [_generate(model, row, "greedy", paged=False) for row in rows]
-        expected = [_tokens(output)[0, -MODES["greedy"]["max_new_tokens"] :].tolist() for output in outputs]
+        expected = [
+            _tokens(output)[0, -MODES["greedy"]["max_new_tokens"] :].tolist() for output in outputs
+        ]
     except Exception as error:
         return ModeResult("not served", describe(error))
     try:
@@ -209,7 +239,9 @@ def _check_requests(model: PreTrainedModel, rows: list[dict[str, Any]]) -> ModeR
             found = [result.token_ids for result in results]
             engine.check_integrity()
     except Exception as error:
-        is_refused = isinstance(error, ValueError) and ("`generate`" in str(error) or "model.generate(" in str(error))
+        is_refused = isinstance(error, ValueError) and (
+            "`generate`" in str(error) or "model.generate(" in str(error)
+        )
         return ModeResult("refused" if is_refused else "error", describe(error))
     return ModeResult("equal" if found == expected else "different", "", road)
 
@@ -235,27 +267,33 @@ def _tokens(output: Any) -> torch.Tensor:
 
 
 def _same(expected: Any, found: Any) -> bool:
-    return not _difference(expected, found)
+    return not difference(expected, found)
 
 
-def _difference(expected: Any, found: Any) -> str:
+def difference(expected: Any, found: Any) -> str:
     """The difference between two outputs of `generate`; empty if there is none."""
     a, b = _tokens(expected), _tokens(found)
     if a.shape != b.shape:
         return f"shape {tuple(b.shape)}, plain {tuple(a.shape)}"
     if not torch.equal(a, b):
         row, position = (a != b).nonzero()[0].tolist()[:2]
-        return f"{int((a != b).sum())} of {a.numel()} tokens differ, first in row {row} at {position}"
+        return (
+            f"{int((a != b).sum())} of {a.numel()} tokens differ, first in row {row} at {position}"
+        )
     logits, other = getattr(expected, "logits", None), getattr(found, "logits", None)
     if isinstance(logits, tuple) and isinstance(other, tuple):
         gaps = [_gap(x, y) for x, y in zip(logits, other, strict=True)]
         if max(gaps) > LOGITS_TOLERANCE:
-            return f"logits {max(gaps):.1e} standard deviations apart, first at step {_first_above(gaps)}"
+            return (
+                f"logits {max(gaps):.1e} standard deviations apart, first at step"
+                f" {_first_above(gaps)}"
+            )
     return ""
 
 
 def _gap(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Largest difference of two `(rows, vocab)` logits in standard deviations; NaN and infinities must match."""
+    """Largest difference of two `(rows, vocab)` logits in standard deviations; NaN and infinities
+    must match."""
     if not torch.equal(a.isfinite(), b.isfinite()):
         return float("inf")
     a, b = a[a.isfinite()], b[b.isfinite()]
@@ -275,13 +313,17 @@ def _attention_implementations(model: PreTrainedModel) -> dict[str, str | None]:
 
 
 def _left_behind(model: PreTrainedModel, before: dict[str, str | None]) -> str:
-    """Describes what a paged call left changed in the model, or a failed integrity check; empty if neither."""
+    """Describes what a paged call left changed in the model, or a failed integrity check; empty if
+    neither."""
     import hf_paged
 
     after = _attention_implementations(model)
     changed = [name for name in before if after.get(name) != before[name]]
     if changed:
-        return f"attention of {changed[0] or 'the model'} left as {after.get(changed[0])}, was {before[changed[0]]}"
+        return (
+            f"attention of {changed[0] or 'the model'} left as {after.get(changed[0])}, was"
+            f" {before[changed[0]]}"
+        )
     verify = getattr(hf_paged, "check_integrity", None)
     if verify is not None:
         try:
@@ -308,84 +350,59 @@ def describe(error: BaseException) -> str:
 
 
 def sweep(names: list[str], jobs: int, seconds: float = SECONDS_PER_ARCHITECTURE) -> list[Result]:
-    """Checks `names` in `jobs` processes; a process that crashes or exceeds `seconds` loses only its current result."""
-    queue, results = collections.deque(enumerate(names)), {}
-
-    def serve() -> None:
-        worker = _Worker()
-        while True:
-            try:
-                index, name = queue.popleft()
-            except IndexError:
-                return worker.stop()
-            results[index] = worker.check(name, seconds)
-            print(f"\r{len(results)}/{len(names)} {name:60.60}", end="", file=sys.stderr, flush=True)
-
-    threads = [threading.Thread(target=serve) for _ in range(jobs)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    """Checks `names` in `jobs` processes; a process that crashes or exceeds `seconds` loses only
+    its current result."""
+    results: dict[str, Result] = {}
+    for name, result in in_workers(_check_quietly, names, jobs, seconds):
+        lost = isinstance(result, Lost)
+        results[name] = Result(name, _families()[name], "error", result.reason) if lost else result
+        print(f"\r{len(results)}/{len(names)} {name:60.60}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    return [results[index] for index in range(len(names))]
+    return [results[name] for name in names]
 
 
-class _Worker:
-    """A process that runs `check`; replaced if it dies or takes too long."""
-
-    def __init__(self) -> None:
-        self.process: multiprocessing.process.BaseProcess | None = None
-        self.pipe: Connection | None = None
-
-    def check(self, name: str, seconds: float) -> Result:
-        if self.process is None or not self.process.is_alive():
-            self._start()
-        started = time.perf_counter()
-        try:
-            self.pipe.send(name)
-            if self.pipe.poll(seconds):
-                return self.pipe.recv()
-            problem = f"no result within {seconds:.0f} s"
-        except (EOFError, OSError):
-            problem = "the process died"
-        self.stop()
-        return Result(name, _families()[name], "error", problem, seconds=round(time.perf_counter() - started, 2))
-
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, other = context.Pipe()
-        self.process = context.Process(target=_serve_checks, args=(other,), daemon=True)
-        self.process.start()
-        other.close()
-
-    def stop(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.join()
-        self.process = None
-
-
-def _serve_checks(pipe: Connection) -> None:
+def _check_quietly(name: str) -> Result:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    sys.stdout = io.StringIO()  # some models print
-    while True:
-        pipe.send(check(pipe.recv()))
+    with contextlib.redirect_stdout(io.StringIO()):  # some models print
+        return check(name)
 
 
 def table(results: list[Result]) -> str:
     """The results in Markdown, one row per architecture."""
-    header = ["architecture", "family", "medium", "status", *MODES, "road", *OTHER_INPUTS, *REQUESTS]
+    header = [
+        "architecture",
+        "family",
+        "medium",
+        "status",
+        *MODES,
+        "road",
+        *OTHER_INPUTS,
+        *REQUESTS,
+    ]
     header += ["in place", "latent", "s", "detail"]
     lines = [" | ".join(header), " | ".join("---" for _ in header)]
     for result in results:
         modes = [result.modes[mode].status if mode in result.modes else "" for mode in MODES]
         others = [
-            _status_and_road(result.modes[mode]) if mode in result.modes else "" for mode in (*OTHER_INPUTS, *REQUESTS)
+            _status_and_road(result.modes[mode]) if mode in result.modes else ""
+            for mode in (*OTHER_INPUTS, *REQUESTS)
         ]
-        flags = ["" if flag is None else "yes" if flag else "no" for flag in (result.in_place, result.latent)]
+        flags = [
+            "" if flag is None else "yes" if flag else "no"
+            for flag in (result.in_place, result.latent)
+        ]
         detail = "; ".join(filter(None, (result.detail, result.reason))).replace("|", "/")
-        cells = [result.name, result.family, result.medium, result.status, *modes, result.road, *others, *flags]
+        cells = [
+            result.name,
+            result.family,
+            result.medium,
+            result.status,
+            *modes,
+            result.road,
+            *others,
+            *flags,
+        ]
         cells.append(f"{result.seconds:.1f}")
         lines.append(" | ".join([*cells, detail]))
     return "\n".join(f"| {line} |" for line in lines)
@@ -401,17 +418,25 @@ def summary(results: list[Result]) -> str:
     roads = collections.Counter(result.road or "not reported" for result in results if result.modes)
     served = [result for result in results if result.modes]
     lines = [
-        f"transformers {transformers.__version__}: {len(results)} classes, {len(served)} served by plain generate, "
-        f"{statuses['equal']} equal",
+        (
+            f"transformers {transformers.__version__}: {len(results)} classes, {len(served)} served"
+            f" by plain generate, {statuses['equal']} equal"
+        ),
         "status: " + ", ".join(f"{status} {count}" for status, count in statuses.most_common()),
         "road: " + ", ".join(f"{road} {count}" for road, count in roads.most_common()),
-        f"read in place: {sum(bool(result.in_place) for result in served)}, "
-        f"of them latent: {sum(bool(result.latent) for result in served)}",
+        (
+            f"read in place: {sum(bool(result.in_place) for result in served)}, "
+            f"of them latent: {sum(bool(result.latent) for result in served)}"
+        ),
     ]
     lines.append(f"decode steps replayed: {sum(result.replayed > 0 for result in served)} classes")
     for mode in (*MODES, "long", *OTHER_INPUTS, *REQUESTS):
-        counts = collections.Counter(result.modes[mode].status for result in served if mode in result.modes)
-        lines.append(f"{mode}: " + ", ".join(f"{status} {count}" for status, count in counts.most_common()))
+        counts = collections.Counter(
+            result.modes[mode].status for result in served if mode in result.modes
+        )
+        lines.append(
+            f"{mode}: " + ", ".join(f"{status} {count}" for status, count in counts.most_common())
+        )
     return "\n".join(f"- {line}" for line in lines)
 
 
@@ -427,10 +452,17 @@ def overview(results: list[Result]) -> str:
         served = [result for result in members if result.modes]
         counts = [len(members), len(served), sum(result.status == "equal" for result in members)]
         counts.append(sum(result.road == "engine" for result in served))
-        counts += [sum(bool(result.in_place) for result in served), sum(bool(result.latent) for result in served)]
+        counts += [
+            sum(bool(result.in_place) for result in served),
+            sum(bool(result.latent) for result in served),
+        ]
         given = [result for result in served if result.medium != "text"]
         counts += [len(given), sum(result.road == "engine" for result in given)]
-        counts.append(sum("text" in result.modes and result.modes["text"].road == "engine" for result in given))
+        counts.append(
+            sum(
+                "text" in result.modes and result.modes["text"].road == "engine" for result in given
+            )
+        )
         lines.append([family, *map(str, counts)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -441,55 +473,89 @@ def class_lists(results: list[Result]) -> str:
     others = [result for result in served if result.road != "engine"]
     groups = {
         "on the engine": [result for result in served if result.road == "engine"],
-        "not built tiny, or not served by plain `generate`": [result for result in results if not result.modes],
+        "not built tiny, or not served by plain `generate`": [
+            result for result in results if not result.modes
+        ],
     }
-    lists = [f"**{title}**: {', '.join(result.name for result in group)}." for title, group in groups.items() if group]
+    lists = [
+        f"**{title}**: {', '.join(result.name for result in group)}."
+        for title, group in groups.items()
+        if group
+    ]
     reasons = [f"- {result.name}: {_reason(result)}" for result in others]
-    return "\n\n".join([*lists, f"**not on the engine**, {len(others)} classes:", "\n".join(reasons)])
+    return "\n\n".join(
+        [*lists, f"**not on the engine**, {len(others)} classes:", "\n".join(reasons)]
+    )
 
 
 def _reason(result: Result) -> str:
     """Why a class does not run on the engine."""
-    reason = result.reason.removeprefix("paged cache under the model's own decoding loop; not on the engine: ")
+    reason = result.reason.removeprefix(
+        "paged cache under the model's own decoding loop; not on the engine: "
+    )
     return reason or "its `generate` is its own"
 
 
 def _media(result: Result) -> list[str]:
     """Media of the class's inputs; empty if plain `generate` does not serve it."""
     others = (*MODES, "long", *REQUESTS, "text")
-    return [medium for medium in (result.medium, *result.modes) if result.modes and medium not in others]
+    return [
+        medium for medium in (result.medium, *result.modes) if result.modes and medium not in others
+    ]
 
 
 def section(data: dict[str, Any]) -> str:
-    """The section between the marks of docs/guide/compatibility.md, rendered from the content of `--json`."""
+    """The section between the marks of docs/guide/compatibility.md, rendered from the content of
+    `--json`."""
     results = [
-        Result(**{**row, "modes": {name: ModeResult(**mode) for name, mode in row["modes"].items()}})
+        Result(
+            **{**row, "modes": {name: ModeResult(**mode) for name, mode in row["modes"].items()}}
+        )
         for row in data["results"]
     ]
     facts = data["facts"]
     given = [f"{result.name} ({', '.join(_media(result))})" for result in results if _media(result)]
-    different = [f"{result.name} ({result.status})" for result in results if result.status in ("different", "error")]
+    different = [
+        f"{result.name} ({result.status})"
+        for result in results
+        if result.status in ("different", "error")
+    ]
     others = ["", f"Not equal: {', '.join(different)}."] if different else []
     modes = (mode for result in results for name, mode in result.modes.items() if name in REQUESTS)
     counts = collections.Counter(mode.status for mode in modes)
     requests = ", ".join(f"{status} {count}" for status, count in counts.most_common())
     lines = [
-        f"transformers {facts['transformers']}, {facts['date']}, revision {facts['revision']}, `{data['command']}`",
+        (
+            f"transformers {facts['transformers']}, {facts['date']}, revision {facts['revision']},"
+            f" `{data['command']}`"
+        ),
         "(greedy with left padding and its logits, 3 beams, sampling with `num_return_sequences`):",
         "",
         overview(results),
         *others,
         "",
-        "Where a class takes images, video or sound, the two prompts have different ones, with text before and behind,",
-        "and the columns count its first medium; each other one, and text alone, is checked with a greedy call.",
+        (
+            "Where a class takes images, video or sound, the two prompts have different ones, with"
+            " text before and behind,"
+        ),
+        (
+            "and the columns count its first medium; each other one, and text alone, is checked"
+            " with a greedy call."
+        ),
         f"As three requests of a `PagedEngine`: {requests}.",
-        f"Decode steps are recorded and replayed for {sum(result.replayed > 0 for result in results)} classes.",
+        (
+            "Decode steps are recorded and replayed for"
+            f" {sum(result.replayed > 0 for result in results)} classes."
+        ),
         "",
         "<details><summary>The classes</summary>",
         "",
         f"**given images, video or sound**: {', '.join(given)}.",
         "",
-        f"**not given what they take**: {'; '.join(f'{name}: {reason}' for name, reason in NOT_GIVEN.items())}.",
+        (
+            "**not given what they take**:"
+            f" {'; '.join(f'{name}: {reason}' for name, reason in NOT_GIVEN.items())}."
+        ),
         "",
         class_lists(results),
         "",
@@ -500,7 +566,9 @@ def section(data: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="regular expression on the class name, case ignored")
+    parser.add_argument(
+        "--only", default="", help="regular expression on the class name, case ignored"
+    )
     parser.add_argument("--json", type=Path, help="also write the results here")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     options = parser.parse_args()

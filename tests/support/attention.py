@@ -11,13 +11,20 @@ from hf_paged.cache.storage import KVBlocks
 from hf_paged.step import StepMetadata
 
 
-def rectangle(query: Tensor, keys: Tensor, values: Tensor, step: StepMetadata, **features: Any) -> AttentionCall:
-    """A call with queries `(n, heads, query_len, head_dim)` and blocks `(num_blocks, kv_heads, block_size, dim)`."""
+def rectangle(
+    query: Tensor, keys: Tensor, values: Tensor, step: StepMetadata, **features: Any
+) -> AttentionCall:
+    """A call with queries `(n, heads, query_len, head_dim)` and blocks `(num_blocks, kv_heads,
+    block_size, dim)`."""
     packed = query.transpose(1, 2).flatten(0, 1)
-    return AttentionCall(packed, KVBlocks((keys, values), keys, values), step, **{"scale": 1.0, **features})
+    return AttentionCall(
+        packed, KVBlocks((keys, values), keys, values), step, **{"scale": 1.0, **features}
+    )
 
 
-def attend(backend: Any, query: Tensor, keys: Tensor, values: Tensor, step: StepMetadata, **features: Any) -> Tensor:
+def attend(
+    backend: Any, query: Tensor, keys: Tensor, values: Tensor, step: StepMetadata, **features: Any
+) -> Tensor:
     """Output of a backend for `rectangle`: `(n, query_len, heads, value_dim)`."""
     output: Tensor = backend.attend(rectangle(query, keys, values, step, **features))
     return output.unflatten(0, (query.shape[0], query.shape[2]))

@@ -20,17 +20,24 @@ def model_state(model: PreTrainedModel) -> dict[str, Any]:
         },
         "training": [module.training for module in model.modules()],
         "attributes": [sorted(vars(module)) for module in model.modules()],
-        "hooks": [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()],
+        "hooks": [
+            len(module._forward_hooks) + len(module._forward_pre_hooks)
+            for module in model.modules()
+        ],
         "generation_config": model.generation_config.to_dict(),
         "grad": torch.is_grad_enabled(),
     }
 
 
 def assert_same_tokens(expected: torch.Tensor, actual: torch.Tensor, what: str = "tokens") -> None:
-    assert expected.shape == actual.shape, f"{what}: shape {tuple(expected.shape)} became {tuple(actual.shape)}"
+    assert expected.shape == actual.shape, (
+        f"{what}: shape {tuple(expected.shape)} became {tuple(actual.shape)}"
+    )
     if not torch.equal(expected, actual):
         first = (expected != actual).nonzero()[0].tolist()
-        raise AssertionError(f"{what}: first difference at {first}\nplain\n{expected}\npaged\n{actual}")
+        raise AssertionError(
+            f"{what}: first difference at {first}\nplain\n{expected}\npaged\n{actual}"
+        )
 
 
 def in_threads(*jobs: Callable[[], Any]) -> list[Any]:

@@ -1,12 +1,14 @@
-"""A strict stand-in for `cuda.bindings.driver`: the virtual memory management of CUDA's driver, on host memory. Calls
-that the driver forbids or leaves undefined raise an error; unmapped memory, or memory without access rights, cannot be
-touched."""
+"""A strict stand-in for `cuda.bindings.driver`: the virtual memory management of CUDA's driver, on
+host memory. Calls that the driver forbids or leaves undefined raise an error; unmapped memory, or
+memory without access rights, cannot be touched."""
 
 from __future__ import annotations
 
 import ctypes
 import enum
+import functools
 import os
+import threading
 import types
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 from hf_paged.cache import pages
 
 NONE, READ_WRITE = 0, 3
+CONTEXT = "primary context of device 0"
 _SHARED, _PRIVATE, _FIXED, _ANONYMOUS, _NORESERVE = 1, 2, 0x10, 0x20, 0x4000
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -27,12 +30,28 @@ class CUresult(enum.IntEnum):
     CUDA_SUCCESS = 0
     CUDA_ERROR_INVALID_VALUE = 1
     CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_INVALID_CONTEXT = 201
 
 
-def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int = -1, offset: int = 0) -> int:
+def _mmap(
+    address: int | None, size: int, protection: int, flags: int, fd: int = -1, offset: int = 0
+) -> int:
     found = _libc.mmap(address, size, protection, flags, fd, offset)
     assert found != ctypes.c_void_p(-1).value, os.strerror(ctypes.get_errno())
     return int(found)
+
+
+def _in_context(call: Any) -> Any:
+    """Refuses a call from a thread whose current context is not the device's."""
+
+    @functools.wraps(call)
+    def checked(self: Driver, *args: Any) -> Any:
+        if self.contexts[-1:] != [CONTEXT]:
+            self.broken.append(f"{call.__name__} in the context {self.contexts[-1:]}")
+            return (CUresult.CUDA_ERROR_INVALID_CONTEXT,)
+        return call(self, *args)
+
+    return checked
 
 
 class Driver:
@@ -42,12 +61,15 @@ class Driver:
     CUmemAllocationType = types.SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED="pinned")
     CUmemLocationType = types.SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE="device")
     CUmemAccess_flags = types.SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE="read and write")
-    CUmemAllocationGranularity_flags = types.SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_MINIMUM="least")
+    CUmemAllocationGranularity_flags = types.SimpleNamespace(
+        CU_MEM_ALLOC_GRANULARITY_MINIMUM="least"
+    )
 
     def __init__(self, granularity: int = 2 << 20, memory: int = 1 << 40) -> None:
         self.granularity, self.memory = granularity, memory
         self.broken: list[str] = []
         self.calls: list[str] = []
+        self._threads = threading.local()
         self._file = os.memfd_create("device")
         self._size, self._next = 0, 1
         self.reserved: dict[int, int] = {}  # size by address
@@ -57,6 +79,26 @@ class Driver:
 
     def __del__(self) -> None:
         os.close(self._file)
+
+    @property
+    def contexts(self) -> list[Any]:
+        """The calling thread's stack of contexts, the current one last."""
+        if not hasattr(self._threads, "contexts"):
+            self._threads.contexts = []
+        return self._threads.contexts
+
+    def cuDeviceGet(self, number: int) -> tuple[Any, ...]:
+        return (CUresult.CUDA_SUCCESS, number) if number == 0 else self._refuse(f"device {number}")
+
+    def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[Any, ...]:
+        return CUresult.CUDA_SUCCESS, CONTEXT
+
+    def cuCtxPushCurrent(self, context: Any) -> tuple[Any, ...]:
+        self.contexts.append(context)
+        return (CUresult.CUDA_SUCCESS,)
+
+    def cuCtxPopCurrent(self) -> tuple[Any, ...]:
+        return CUresult.CUDA_SUCCESS, self.contexts.pop()
 
     def CUmemAllocationProp(self) -> Any:
         return types.SimpleNamespace(type=None, location=types.SimpleNamespace(type=None, id=None))
@@ -72,17 +114,27 @@ class Driver:
         return all(number >= 0 and number % self.granularity == 0 for number in numbers)
 
     def _is_reserved(self, address: int, size: int) -> bool:
-        return any(start <= address and address + size <= start + room for start, room in self.reserved.items())
+        return any(
+            start <= address and address + size <= start + room
+            for start, room in self.reserved.items()
+        )
 
     def _is_device(self, location: Any) -> bool:
         return location.type == "device" and location.id == 0
 
     def cuMemGetAllocationGranularity(self, properties: Any, option: Any) -> tuple[Any, ...]:
-        if properties.type != "pinned" or not self._is_device(properties.location) or option != "least":
+        if (
+            properties.type != "pinned"
+            or not self._is_device(properties.location)
+            or option != "least"
+        ):
             return self._refuse("granularity of another allocation")
         return CUresult.CUDA_SUCCESS, self.granularity
 
-    def cuMemAddressReserve(self, size: int, alignment: int, address: int, flags: int) -> tuple[Any, ...]:
+    @_in_context
+    def cuMemAddressReserve(
+        self, size: int, alignment: int, address: int, flags: int
+    ) -> tuple[Any, ...]:
         if not size or not self._is_whole(size) or flags:
             return self._refuse(f"reserve {size}")
         room = size + self.granularity  # addresses aligned like the device's
@@ -94,6 +146,7 @@ class Driver:
         self.reserved[first] = size
         return CUresult.CUDA_SUCCESS, first
 
+    @_in_context
     def cuMemAddressFree(self, address: int, size: int) -> tuple[Any, ...]:
         if self.reserved.get(address) != size:
             return self._refuse("addresses are given up that were not reserved as one")
@@ -103,8 +156,14 @@ class Driver:
         _libc.munmap(address, size)
         return (CUresult.CUDA_SUCCESS,)
 
+    @_in_context
     def cuMemCreate(self, size: int, properties: Any, flags: int) -> tuple[Any, ...]:
-        if size != self.granularity or properties.type != "pinned" or not self._is_device(properties.location) or flags:
+        if (
+            size != self.granularity
+            or properties.type != "pinned"
+            or not self._is_device(properties.location)
+            or flags
+        ):
             return self._refuse(f"create {size}")
         if (len(self.handles) + 1) * size > self.memory:
             return (CUresult.CUDA_ERROR_OUT_OF_MEMORY,)
@@ -114,7 +173,10 @@ class Driver:
         self.handles[handle] = offset
         return CUresult.CUDA_SUCCESS, handle
 
-    def cuMemMap(self, address: int, size: int, offset: int, handle: int, flags: int) -> tuple[Any, ...]:
+    @_in_context
+    def cuMemMap(
+        self, address: int, size: int, offset: int, handle: int, flags: int
+    ) -> tuple[Any, ...]:
         if not self._is_whole(address, size) or size != self.granularity or offset or flags:
             return self._refuse("part of a page is mapped")
         if not self._is_reserved(address, size):
@@ -127,9 +189,16 @@ class Driver:
         self.mapped[address] = handle
         return (CUresult.CUDA_SUCCESS,)
 
-    def cuMemSetAccess(self, address: int, size: int, access: list[Any], count: int) -> tuple[Any, ...]:
+    @_in_context
+    def cuMemSetAccess(
+        self, address: int, size: int, access: list[Any], count: int
+    ) -> tuple[Any, ...]:
         spots = range(address, address + size, self.granularity)
-        if len(access) != count != 1 or not self._is_device(access[0].location) or access[0].flags != "read and write":
+        if (
+            len(access) != count != 1
+            or not self._is_device(access[0].location)
+            or access[0].flags != "read and write"
+        ):
             return self._refuse("another access is set")
         if not self._is_whole(address, size) or any(at not in self.mapped for at in spots):
             return self._refuse("access is set where nothing is mapped")
@@ -137,10 +206,12 @@ class Driver:
         self.accessible.update(spots)
         return (CUresult.CUDA_SUCCESS,)
 
+    @_in_context
     def cuCtxSynchronize(self) -> tuple[Any, ...]:
         self.calls.append("synchronize")
         return (CUresult.CUDA_SUCCESS,)
 
+    @_in_context
     def cuMemUnmap(self, address: int, size: int) -> tuple[Any, ...]:
         spots = range(address, address + size, self.granularity)
         if not self._is_whole(address, size) or any(at not in self.mapped for at in spots):
@@ -153,12 +224,18 @@ class Driver:
         _mmap(address, size, NONE, _PRIVATE | _ANONYMOUS | _NORESERVE | _FIXED)
         return (CUresult.CUDA_SUCCESS,)
 
+    @_in_context
     def cuMemRelease(self, handle: int) -> tuple[Any, ...]:
         if handle not in self.handles:
             return self._refuse("a page is released twice")
         if handle in self.mapped.values():
             return self._refuse("a page is released that is mapped")
-        _libc.fallocate(self._file, 3, ctypes.c_int64(self.handles.pop(handle)), ctypes.c_int64(self.granularity))
+        _libc.fallocate(
+            self._file,
+            3,
+            ctypes.c_int64(self.handles.pop(handle)),
+            ctypes.c_int64(self.granularity),
+        )
         return (CUresult.CUDA_SUCCESS,)
 
 

@@ -16,14 +16,18 @@ from hf_paged.batching.decoding.sample import SampleDecoding
 from hf_paged.batching.decoding.sampler import sample_step
 
 
-def logits_of(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+def logits_of(
+    model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None = None
+) -> torch.Tensor:
     """Logits `(rows, vocab)` after `(rows, length)` ids; `mask` hides left padding."""
     if mask is None:
         mask = torch.ones_like(ids)
     mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():
-        return model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, -1]
+        return model(
+            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
+        ).logits[:, -1]
 
 
 def take_step(decoding: Decoding, logits: torch.Tensor) -> SampledTokens:
@@ -46,13 +50,17 @@ def drive(
             break
         rows = decoding.open_rows
         before = decoding.input_ids
-        advance = take_step(decoding, logits_of(model, before[rows], None if mask is None else mask[rows]))
+        advance = take_step(
+            decoding, logits_of(model, before[rows], None if mask is None else mask[rows])
+        )
         after = decoding.input_ids
         assert advance.rows == rows and set(advance.finished) <= set(rows)
         assert decoding.open_rows == [row for row in rows if row not in advance.finished]
         assert after[:, -1].tolist() == advance.tokens and after.is_contiguous()
         open_rows = torch.tensor(decoding.open_rows, dtype=torch.long)
-        parents = torch.arange(len(before)) if advance.parents is None else torch.tensor(advance.parents)
+        parents = (
+            torch.arange(len(before)) if advance.parents is None else torch.tensor(advance.parents)
+        )
         assert torch.equal(after[open_rows, :-1], before[parents[open_rows]])
         if check is not None:
             check(decoding, advance)
@@ -62,7 +70,8 @@ def drive(
 
 @contextmanager
 def generate_by_decoding(model: PreTrainedModel, **options: Any) -> Iterator[list[Decoding]]:
-    """Within it, `model.generate` only prepares; its loops are replaced by decodings, collected in the list."""
+    """Within it, `model.generate` only prepares; its loops are replaced by decodings, collected in
+    the list."""
     made: list[Decoding] = []
     check, split = options.pop("check", None), options.pop("split", None)
 

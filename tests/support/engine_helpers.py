@@ -1,4 +1,5 @@
-"""Helpers of the engine's tests: plain `generate` on one prompt as the reference, and invariants at the end."""
+"""Helpers of the engine's tests: plain `generate` on one prompt as the reference, and invariants at
+the end."""
 
 from __future__ import annotations
 
@@ -25,45 +26,92 @@ MODES: dict[str, dict[str, Any]] = {
     "greedy_eos": {"do_sample": False, "max_new_tokens": 30, "eos_token_id": MANY_ENDS},
     "max_length": {"do_sample": False, "max_length": 40},
     "penalties": {
-        **{"do_sample": False, "max_new_tokens": 18, "repetition_penalty": 1.4, "no_repeat_ngram_size": 2},
-        **{"bad_words_ids": [[7], [9, 11]], "suppress_tokens": [5, 6], "forced_eos_token_id": 2, "eos_token_id": 2},
+        **{
+            "do_sample": False,
+            "max_new_tokens": 18,
+            "repetition_penalty": 1.4,
+            "no_repeat_ngram_size": 2,
+        },
+        **{
+            "bad_words_ids": [[7], [9, 11]],
+            "suppress_tokens": [5, 6],
+            "forced_eos_token_id": 2,
+            "eos_token_id": 2,
+        },
     },
-    "min_new_tokens": {"do_sample": False, "max_new_tokens": 16, "min_new_tokens": 9, "eos_token_id": MANY_ENDS},
+    "min_new_tokens": {
+        "do_sample": False,
+        "max_new_tokens": 16,
+        "min_new_tokens": 9,
+        "eos_token_id": MANY_ENDS,
+    },
     "sample": {"do_sample": True, "max_new_tokens": 20},
-    "sample_warped": {"do_sample": True, "max_new_tokens": 20, "temperature": 1.3, "top_k": 20, "top_p": 0.9},
-    "samples": {"do_sample": True, "max_new_tokens": 14, "num_return_sequences": 3, "eos_token_id": MANY_ENDS},
+    "sample_warped": {
+        "do_sample": True,
+        "max_new_tokens": 20,
+        "temperature": 1.3,
+        "top_k": 20,
+        "top_p": 0.9,
+    },
+    "samples": {
+        "do_sample": True,
+        "max_new_tokens": 14,
+        "num_return_sequences": 3,
+        "eos_token_id": MANY_ENDS,
+    },
     "beams": {"do_sample": False, "max_new_tokens": 14, "num_beams": 3},
     "beams_eos": {
         **{"do_sample": False, "max_new_tokens": 20, "num_beams": 4, "num_return_sequences": 2},
         **{"eos_token_id": MANY_ENDS, "length_penalty": 0.7, "early_stopping": True},
     },
-    "beam_sample": {"do_sample": True, "max_new_tokens": 12, "num_beams": 3, "num_return_sequences": 3, "top_k": 30},
+    "beam_sample": {
+        "do_sample": True,
+        "max_new_tokens": 12,
+        "num_beams": 3,
+        "num_return_sequences": 3,
+        "top_k": 30,
+    },
 }
 
 
 def lone_run(
-    model: Any, prompt: list[int], options: dict[str, Any], seed: int | None = None, **arguments: Any
+    model: Any,
+    prompt: list[int],
+    options: dict[str, Any],
+    seed: int | None = None,
+    **arguments: Any,
 ) -> list[list[int]]:
     """New tokens of plain `generate` on one prompt, each row with its trailing padding."""
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=model.device)
     if seed is not None:
         torch.manual_seed(seed)
     out = model.generate(ids, attention_mask=torch.ones_like(ids), **options, **arguments)
-    return out[:, len(prompt) :].tolist()
+    # behind the decoder's first token
+    first = 1 if model.config.is_encoder_decoder else len(prompt)
+    return out[:, first:].tolist()
 
 
-def assert_same_as_lone(expected: list[list[int]], result: RequestResult, options: dict[str, Any], what: str) -> None:
-    """Asserts that the result has the lone run's tokens, and only padding after the end of each row."""
+def assert_same_as_lone(
+    expected: list[list[int]], result: RequestResult, options: dict[str, Any], what: str
+) -> None:
+    """Asserts that the result has the lone run's tokens, and only padding after the end of each
+    row."""
     assert result.error is None, f"{what}: {result.error!r}"
     assert len(result.sequences) == len(expected), f"{what}: {len(result.sequences)} sequences"
     ends = options.get("eos_token_id") or []
     ends = ends if isinstance(ends, list) else [ends]
     for row, sequence in zip(expected, result.sequences):
         count = len(sequence.token_ids)
-        assert sequence.token_ids == row[:count], f"{what}\nplain  {row}\nengine {sequence.token_ids}"
+        assert sequence.token_ids == row[:count], (
+            f"{what}\nplain  {row}\nengine {sequence.token_ids}"
+        )
         # beam search pads with the first EOS id where padding is token 0
-        assert set(row[count:]) <= {models.PAD, *ends[:1]}, f"{what}: ended after {count} tokens\nplain  {row}"
-        assert count == len(row) or sequence.finish_reason != "length", f"{what}: {sequence.finish_reason}"
+        assert set(row[count:]) <= {models.PAD, *ends[:1]}, (
+            f"{what}: ended after {count} tokens\nplain  {row}"
+        )
+        assert count == len(row) or sequence.finish_reason != "length", (
+            f"{what}: {sequence.finish_reason}"
+        )
         if sequence.finish_reason == "eos":
             assert sequence.token_ids[-1] in ends, what
 
@@ -73,11 +121,18 @@ def assert_drained(engine: PagedEngine) -> None:
     engine.check_integrity()
     stats = engine.stats()
     assert not engine.has_unfinished
-    assert (stats.num_running, stats.num_waiting, stats.used_blocks, stats.shared_blocks) == (0, 0, 0, 0), stats
+    assert (stats.num_running, stats.num_waiting, stats.used_blocks, stats.shared_blocks) == (
+        0,
+        0,
+        0,
+        0,
+    ), stats
     assert all(state <= 0 for states in engine.block_map().values() for state in states)
 
 
-def run_all(engine: PagedEngine, results: dict[str, RequestResult] | None = None) -> dict[str, RequestResult]:
+def run_all(
+    engine: PagedEngine, results: dict[str, RequestResult] | None = None
+) -> dict[str, RequestResult]:
     """Steps until every request has ended; checks integrity after each step."""
     results = {} if results is None else results
     while engine.has_unfinished:
@@ -91,19 +146,29 @@ def run_all(engine: PagedEngine, results: dict[str, RequestResult] | None = None
 
 def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
     """Prompts of words, without special tokens."""
-    return [models.token_ids(1, length, seed=seed + 31 * i)[0].tolist() for i, length in enumerate(lengths)]
+    return [
+        models.token_ids(1, length, seed=seed + 31 * i)[0].tolist()
+        for i, length in enumerate(lengths)
+    ]
 
 
 def build_diff_llama() -> PreTrainedModel:
     """A model whose code splits the cached values of a batch in two: no packed batch."""
-    sizes = {"vocab_size": models.VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    sizes = {
+        "vocab_size": models.VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+    }
     config = DiffLlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
     return _finished(DiffLlamaForCausalLM(config), 1)
 
 
 def build_mamba() -> PreTrainedModel:
     """A model whose state is not K/V."""
-    config = MambaConfig(vocab_size=models.VOCAB_SIZE, hidden_size=32, state_size=8, num_hidden_layers=2)
+    config = MambaConfig(
+        vocab_size=models.VOCAB_SIZE, hidden_size=32, state_size=8, num_hidden_layers=2
+    )
     return _finished(MambaForCausalLM(config), None)
 
 
@@ -116,5 +181,7 @@ def _finished(model: Any, seed: int | None) -> PreTrainedModel:
             for name, parameter in model.named_parameters():
                 if "embed" in name or "lm_head" in name:
                     parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    model.generation_config = GenerationConfig(pad_token_id=models.PAD, bos_token_id=models.BOS, use_cache=True)
+    model.generation_config = GenerationConfig(
+        pad_token_id=models.PAD, bos_token_id=models.BOS, use_cache=True
+    )
     return model.float().eval()

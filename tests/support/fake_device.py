@@ -1,7 +1,9 @@
-"""Runs a decode step on a device that this machine lacks: tensors with shape and device but without data.
+"""Runs a decode step on a device that this machine lacks: tensors with shape and device but without
+data.
 
-On the CPU all tensors share a device, so copies between host and device go unnoticed. Here the weights, the inputs and
-the blocks of a step are on another device (`meta`, under PyTorch's `FakeTensorMode`).
+On the CPU all tensors share a device, so copies between host and device go unnoticed. Here the
+weights, the inputs and the blocks of a step are on another device (`meta`, under PyTorch's
+`FakeTensorMode`).
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ DEVICE = torch.device("meta")
 
 
 def record_on_a_device(runner: PackedRunner, inputs: StaticInputs) -> None:
-    """Runs the step of `inputs` twice, as `CudaGraphs.capture` does. Raises the errors that a capture would raise."""
+    """Runs the step of `inputs` twice, as `CudaGraphs.capture` does. Raises the errors that a
+    capture would raise."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     known: dict[int, Tensor] = {}
 
@@ -47,9 +50,13 @@ def record_on_a_device(runner: PackedRunner, inputs: StaticInputs) -> None:
         lengths = Lengths(*(None if x is None else move(x) for x in step.lengths))  # type: ignore[arg-type]
         tables, slots, cascade = move(step.block_tables), step.slots, step.cascade
         if cascade is not None:
-            cascade = Cascade(move_step(cascade.tails), move_step(cascade.prefixes), move(cascade.query_index))
+            cascade = Cascade(
+                move_step(cascade.tails), move_step(cascade.prefixes), move(cascade.query_index)
+            )
         slots = None if slots is None else move(slots)
-        return dataclasses.replace(step, block_tables=tables, slots=slots, lengths=lengths, cascade=cascade)
+        return dataclasses.replace(
+            step, block_tables=tables, slots=slots, lengths=lengths, cascade=cascade
+        )
 
     moved = copy.copy(runner)
     moved.model, moved.device = _moved(runner.model, move), DEVICE
@@ -70,14 +77,20 @@ def record_on_a_device(runner: PackedRunner, inputs: StaticInputs) -> None:
 
 
 def _moved(model: Any, move: Any) -> Any:
-    """A copy with parameters and buffers on the device and other tensors left in place, like `to`. It shares the
-    model's configs, which identify its attention."""
+    """A copy with parameters and buffers on the device and other tensors left in place, like `to`.
+    It shares the model's configs, which identify its attention."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(move(tensor), requires_grad=False) if is_parameter else move(tensor)
+        memo[id(tensor)] = (
+            nn.Parameter(move(tensor), requires_grad=False) if is_parameter else move(tensor)
+        )
     for module in model.modules():
-        memo |= {id(value): value for value in vars(module).values() if isinstance(value, PretrainedConfig)}
+        memo |= {
+            id(value): value
+            for value in vars(module).values()
+            if isinstance(value, PretrainedConfig)
+        }
     return copy.deepcopy(model, memo)
 
 
@@ -114,7 +127,8 @@ def _without_kernels(runner: PackedRunner, move: Any) -> Any:
             stack.enter_context(mock.patch.object(owner, name, value))
         for group in runner.cache.groups.values():
             blocks = {
-                index: each.like([move(x) for x in each.data]) for index, each in group.blocks.storage.layers.items()
+                index: each.like([move(x) for x in each.data])
+                for index, each in group.blocks.storage.layers.items()
             }
             for each in blocks.values():
                 each.look = ()

@@ -1,12 +1,12 @@
-"""
-Differential fuzz: random `generate` calls, plain against `cache_implementation="paged"`, in float32.
+"""Differential fuzz: random `generate` calls, plain against `cache_implementation="paged"`, in
+float32.
 
     python -m tests.support.fuzz --cases 500 [--seed 0] [--jobs 2] [--model llama] [--only CASE]
 
-Equal means: tokens, shapes, dtypes, the final random state and everything passed to user code are identical; floating
-point values are close, up to a row's end; where plain raises, paged raises an exception of the same type. A call with a
-budget of blocks may raise `OutOfBlocksError` instead. After each call the pool is intact and empty, and the model is
-unchanged.
+Equal means: tokens, shapes, dtypes, the final random state and everything passed to user code are
+identical; floating point values are close, up to a row's end; where plain raises, paged raises an
+exception of the same type. A call with a budget of blocks may raise `OutOfBlocksError` instead.
+After each call the pool is intact and empty, and the model is unchanged.
 """
 
 from __future__ import annotations
@@ -56,39 +56,50 @@ class Outcome:
     how: str
 
 
-# ----------------------------------------------------------------------------------------------------- one call
+# --------------------------------------------------------------------------------------- one call
 
 
-def generate(model: PreTrainedModel, inputs: dict[str, torch.Tensor], options: dict[str, Any], paged: bool) -> Any:
+def generate(
+    model: PreTrainedModel, inputs: dict[str, torch.Tensor], options: dict[str, Any], paged: bool
+) -> Any:
     """The call under test; `options` already include those of `paged`."""
     return model.generate(**inputs, **options)
 
 
-def play(model: PreTrainedModel, inputs: dict[str, Any], options: dict[str, Any], seed: int, paged: bool) -> Any:
+def play(
+    model: PreTrainedModel, inputs: dict[str, Any], options: dict[str, Any], seed: int, paged: bool
+) -> Any:
     """Output of the call with the final random state, or its exception."""
     torch.manual_seed(seed)
     try:
         return generate(model, inputs, options, paged), torch.get_rng_state()
     except Exception as error:
-        return Refusal(type(error), f"{error}\n{''.join(traceback.format_tb(error.__traceback__)[-3:])}")
+        return Refusal(
+            type(error), f"{error}\n{''.join(traceback.format_tb(error.__traceback__)[-3:])}"
+        )
 
 
 def greedy_text(model: PreTrainedModel, inputs: dict[str, Any]) -> list[list[int]]:
     """Plain greedy text of each row, for end tokens and stop strings."""
-    new = model.generate(**inputs, do_sample=False, min_new_tokens=GREEDY_STEPS, max_new_tokens=GREEDY_STEPS)
+    new = model.generate(
+        **inputs, do_sample=False, min_new_tokens=GREEDY_STEPS, max_new_tokens=GREEDY_STEPS
+    )
     return new[:, -GREEDY_STEPS:].tolist()
 
 
 def num_blocks(case: Case, model: PreTrainedModel, width: int) -> int:
     """The budget in blocks, for all layer groups that the model may have."""
-    rows = len(case.lengths) * max(case.options.get("num_beams", 1), case.options.get("num_return_sequences", 1))
+    rows = len(case.lengths) * max(
+        case.options.get("num_beams", 1), case.options.get("num_return_sequences", 1)
+    )
     groups = len(set(getattr(model.config, "layer_types", None) or [0]))
     longest = -(-(width + 24) // case.cache_config["block_size"])
     return max(1, round((case.budget or 0) * rows * groups * longest))
 
 
 def run_case(case: Case) -> list[Outcome]:
-    """Runs every call of `case` with plain and with paged. Raises `AssertionError` where they differ."""
+    """Runs every call of `case` with plain and with paged. Raises `AssertionError` where they
+    differ."""
     model = models.get(case.model)
     hf_paged.free(model)  # drop the state of earlier cases, so that a case repeats alone
     model.train(case.train)
@@ -110,13 +121,16 @@ def _calls(case: Case, model: PreTrainedModel) -> Any:
             budget = {} if case.budget is None else {"num_blocks": num_blocks(case, model, width)}
             paged.arguments["cache_config"] = case.cache_config | budget
         expected = play(model, inputs, plain.arguments, case.number + index, paged=False)
-        before = model_state(model)  # taken here, since plain leaves hooks for `output_hidden_states`
+        # taken here, since plain leaves hooks for `output_hidden_states`
+        before = model_state(model)
         actual = play(model, inputs, paged.arguments, case.number + index, paged=True)
         where = f"call {index} ({kind})"
         shown = plain.seen(), paged.seen()
         route = hf_paged.last_route(model)
         road = route.road if route else "none"
-        how = compare(case, road, 0 if case.mask == "embeds" else width, expected, actual, shown, where)
+        how = compare(
+            case, road, 0 if case.mask == "embeds" else width, expected, actual, shown, where
+        )
         assert model_state(model) == before, f"{where}: the model is not as it was"
         sequences = _sequences(expected)
         del expected, actual
@@ -143,11 +157,17 @@ def assert_pool_whole(model: PreTrainedModel, where: str) -> None:
     assert used == 0, f"{where}: {used} blocks are still in use after the call"
 
 
-# ----------------------------------------------------------------------------------------------------- comparison
+# ------------------------------------------------------------------------------------- comparison
 
 
 def compare(
-    case: Case, road: str, width: int, expected: Any, actual: Any, shown: tuple[list[Any], list[Any]], where: str
+    case: Case,
+    road: str,
+    width: int,
+    expected: Any,
+    actual: Any,
+    shown: tuple[list[Any], list[Any]],
+    where: str,
 ) -> str:
     """
     Classifies the call for `Outcome`. Raises `AssertionError` where paged differs from plain.
@@ -168,7 +188,8 @@ def compare(
     if case.options["do_sample"] and (case.budget or 1.0) < 1.0 and road == "engine":
         # a seed gives plain's samples only if the whole batch is in flight, which may not hold here
         sequences, others = (
-            out if isinstance(out, torch.Tensor) else out["sequences"] for out in (output, output_paged)
+            out if isinstance(out, torch.Tensor) else out["sequences"]
+            for out in (output, output_paged)
         )
         if sequences.shape != others.shape or not torch.equal(sequences, others):
             assert_same(sequences[:, :width], others[:, :width], f"{where}, prompts")
@@ -176,14 +197,18 @@ def compare(
     compare_output(case, output, output_paged, open_rows, where)
     assert torch.equal(state, state_paged), f"{where}: another random state afterwards"
     for left, right in zip(*shown, strict=True):
-        assert_same(open_rows.of_shown(left), open_rows.of_shown(right), f"{where}, shown to user code")
+        assert_same(
+            open_rows.of_shown(left), open_rows.of_shown(right), f"{where}, shown to user code"
+        )
     return "equal"
 
 
 def compare_output(case: Case, expected: Any, actual: Any, open_rows: OpenRows, where: str) -> None:
     if isinstance(expected, torch.Tensor):
         return assert_same(expected, actual, where)
-    assert type(expected) is type(actual), f"{where}: {type(expected).__name__} became {type(actual).__name__}"
+    assert type(expected) is type(actual), (
+        f"{where}: {type(expected).__name__} became {type(actual).__name__}"
+    )
     assert list(expected) == list(actual), f"{where}: fields {list(expected)} became {list(actual)}"
     assert_same(expected["sequences"], actual["sequences"], f"{where}.sequences")
     for field in expected:
@@ -197,25 +222,30 @@ def compare_output(case: Case, expected: Any, actual: Any, open_rows: OpenRows, 
     return None
 
 
-def compare_step(expected: Any, actual: Any, rows: list[int], where: str, case: Case, first: bool) -> None:
-    """Compares a step's tensor, or its tensors by layer, in the open rows; for a prompt only at its last position."""
+def compare_step(
+    expected: Any, actual: Any, rows: list[int], where: str, case: Case, first: bool
+) -> None:
+    """Compares a step's tensor, or its tensors by layer, in the open rows; for a prompt only at its
+    last position."""
     if isinstance(expected, tuple):
         assert len(expected) == len(actual), f"{where}: {len(expected)} layers became {len(actual)}"
         for layer, (one, other) in enumerate(zip(expected, actual)):
             compare_step(one, other, rows, f"{where}[{layer}]", case, first)
         return
-    assert expected.shape == actual.shape, f"{where}: shape {tuple(expected.shape)} became {tuple(actual.shape)}"
+    assert expected.shape == actual.shape, (
+        f"{where}: shape {tuple(expected.shape)} became {tuple(actual.shape)}"
+    )
     if expected.ndim == 3 and first:
-        # padding positions are not compared; the shorter positions of a prompt follow from the last one
+        # padding positions are not compared; the shorter positions of a prompt follow from the last
+        # one
         shortest = 1 if case.mask == "hole" else min(case.lengths)
         expected, actual = expected[:, -shortest:], actual[:, -shortest:]
     assert_same_tensor(expected[rows], actual[rows], where)
 
 
 class OpenRows:
-    """
-    Rows of the batch, expanded to samples or beams, that have not ended when a step's token is chosen. `width`: prompt
-    tokens of the sequences.
+    """Rows of the batch, expanded to samples or beams, that have not ended when a step's token is
+    chosen. `width`: prompt tokens of the sequences.
     """
 
     def __init__(self, case: Case, output: Any, width: int) -> None:
@@ -229,8 +259,12 @@ class OpenRows:
             if indices is not None:
                 answers = [width + int((row >= 0).sum()) for row in indices]
             else:
-                # padded with transformers' padding token: at least the end token itself belongs to the row
-                answers = [int(words[-1]) + 2 if len(words := (row != row[-1]).nonzero()) else 1 for row in sequences]
+                # padded with transformers' padding token: at least the end token itself belongs to
+                # the row
+                answers = [
+                    int(words[-1]) + 2 if len(words := (row != row[-1]).nonzero()) else 1
+                    for row in sequences
+                ]
             # a prompt's beams are open while its longest returned answer grew
             each = case.options.get("num_return_sequences", 1)
             longest = [max(answers[start : start + each]) for start in range(0, len(answers), each)]
@@ -245,9 +279,9 @@ class OpenRows:
         return [row for row, end in enumerate(self.ends) if length < end]
 
     def of_shown(self, shown: list[Any]) -> list[Any]:
-        """
-        The tensors or ids passed to a processor or a `prefix_allowed_tokens_fn`, without those of finished beams, which
-        are not compared if they were not returned. Ended samples show padding, which is compared.
+        """The tensors or ids passed to a processor or a `prefix_allowed_tokens_fn`, without those
+        of finished beams, which are not compared if they were not returned. Ended samples show
+        padding, which is compared.
         """
         if self.beams == 1:
             return shown
@@ -255,24 +289,30 @@ class OpenRows:
         for item in shown:
             if isinstance(item, torch.Tensor):
                 kept.append((item.shape, item[self.of_length(item.shape[1])]))
-            elif isinstance(item, tuple) and isinstance(item[0], int) and isinstance(item[-1], list):  # `Allowed`
+            elif (
+                isinstance(item, tuple) and isinstance(item[0], int) and isinstance(item[-1], list)
+            ):
+                # `Allowed`
                 kept += [item] if len(item[1]) < self.ends[item[0] * self.beams] else []
             else:
                 kept.append(item)
         return kept
 
 
-# ----------------------------------------------------------------------------------------------------- the command
+# ------------------------------------------------------------------------------------ the command
 
 
 def attempt(seed: int, number: int, model: str | None) -> tuple[list[Outcome], str]:
-    """Outcomes of a case, and an error with the command that repeats it; run in a separate process."""
+    """Outcomes of a case, and an error with the command that repeats it; run in a separate
+    process."""
     torch.set_num_threads(1)  # makes sums reproducible
     logging.disable(logging.WARNING)
     disable_progress_bar()
     warnings.simplefilter("ignore")
     case = fuzz_cases.draw(seed, number, model)
-    repro = f"python -m tests.support.fuzz --seed {seed} --only {number}" + (f" --model {model}" if model else "")
+    repro = f"python -m tests.support.fuzz --seed {seed} --only {number}" + (
+        f" --model {model}" if model else ""
+    )
 
     def hung() -> None:
         print(f"case {number} hangs: {repro}\n  {case}", file=sys.stderr, flush=True)
@@ -294,12 +334,16 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     counts = collections.Counter((o.road, o.mode, o.how) for o in outcomes)
     lines = [f"{'road':10} {'mode':12}" + "".join(f"{kind:>15}" for kind in KINDS)]
     for road, mode in sorted({(o.road, o.mode) for o in outcomes}):
-        lines.append(f"{road:10} {mode:12}" + "".join(f"{counts[road, mode, kind]:15}" for kind in KINDS))
+        lines.append(
+            f"{road:10} {mode:12}" + "".join(f"{counts[road, mode, kind]:15}" for kind in KINDS)
+        )
     return "\n".join(lines)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="processes")
@@ -323,10 +367,15 @@ def main() -> int:
     else:
         context = multiprocessing.get_context("spawn")
         with concurrent.futures.ProcessPoolExecutor(args.jobs, mp_context=context) as pool:
-            for future in [pool.submit(attempt, args.seed, number, args.model) for number in numbers]:
+            for future in [
+                pool.submit(attempt, args.seed, number, args.model) for number in numbers
+            ]:
                 note(future.result())
     print(summary(outcomes))
-    print(f"{len(numbers)} cases, {len(outcomes)} calls, {len(failures)} failed, {time.monotonic() - start:.0f} s")
+    print(
+        f"{len(numbers)} cases, {len(outcomes)} calls, {len(failures)} failed,"
+        f" {time.monotonic() - start:.0f} s"
+    )
     return bool(failures)
 
 

@@ -1,7 +1,9 @@
-"""Random `generate` calls as plain data: how `tests.support.fuzz` draws a call and turns it into arguments.
+"""Random `generate` calls as plain data: how `tests.support.fuzz` draws a call and turns it into
+arguments.
 
-A case depends only on its number. Parts that depend on text (end tokens, stop strings) are drawn as steps of the plain
-greedy text and looked up when the case is played, so that rows really end, and at different steps.
+A case depends only on its number. Parts that depend on text (end tokens, stop strings) are drawn as
+steps of the plain greedy text and looked up when the case is played, so that rows really end, and
+at different steps.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from tests.support import models
 from tests.test_parity_matrix import FREQUENT_ENDS, Allowed, Recorder, RowBias, RowBudgets
 
 GREEDY_STEPS = 12  # length of the plain text that end tokens and stop strings come from
-LENGTHS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 24, 33, 40)  # tokens: around block edges and beyond the window of 8
+# tokens: around block edges and beyond the window of 8
+LENGTHS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 24, 33, 40)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +42,18 @@ class Case:
         number (`int`): Number that, with `seed`, determines the case.
         mode (`str`): "greedy", "sample", "beams" or "beam_sample".
         lengths (`tuple[int, ...]`): Tokens of each prompt; shorter ones are left-padded.
-        prompts (`str`): "words", "few_words" (n-grams repeat), "shared" (a common prefix) or "equal".
-        mask (`str`): "given", "absent", "hole" (zero inside a prompt) or "embeds" (`inputs_embeds` for the ids).
-        calls (`tuple[str, ...]`): "first", then "same" (again) or "turn" (the answer so far plus new words).
+        prompts (`str`): "words", "few_words" (n-grams repeat), "shared" (a common prefix) or
+            "equal".
+        mask (`str`): "given", "absent", "hole" (zero inside a prompt) or "embeds" (`inputs_embeds`
+            for the ids).
+        calls (`tuple[str, ...]`): "first", then "same" (again) or "turn" (the answer so far plus
+            new words).
         options: Arguments of `generate`, passed as they are.
-        late: Arguments built for each call: names of extras, steps of the greedy text, a limit in tokens.
+        late: Arguments built for each call: names of extras, steps of the greedy text, a limit in
+            tokens.
         cache_config: Config of the paged side.
-        budget (`float`, *optional*): `num_blocks` as a share of the blocks that all rows need at their longest.
+        budget (`float`, *optional*): `num_blocks` as a share of the blocks that all rows need at
+            their longest.
         by_config (`bool`): Whether `options` travel in a `GenerationConfig`.
         train (`bool`): Whether the model is in train mode.
     """
@@ -67,10 +75,12 @@ class Case:
 
     def __str__(self) -> str:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return ", ".join(f"{name}={value!r}" for name, value in fields.items() if name not in ("seed", "number"))
+        return ", ".join(
+            f"{name}={value!r}" for name, value in fields.items() if name not in ("seed", "number")
+        )
 
 
-# ----------------------------------------------------------------------------------------------------- user code
+# -------------------------------------------------------------------------------------- user code
 
 
 class LastChoiceBanned(LogitsProcessor):
@@ -81,7 +91,9 @@ class LastChoiceBanned(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         last, self.last = self.last, scores.argmax(-1, keepdim=True)
-        return scores if last is None else scores.scatter(1, last, scores.min(-1, keepdim=True).values)
+        return (
+            scores if last is None else scores.scatter(1, last, scores.min(-1, keepdim=True).values)
+        )
 
 
 class OddFavoured(LogitsProcessor):
@@ -129,9 +141,10 @@ class AllAfterSeven(StoppingCriteria):
 PROCESSORS = {"bias": RowBias, "banned": LastChoiceBanned, "odd": OddFavoured, "breaks": Breaks}
 CRITERIA = {"budgets": RowBudgets, "eleventh": EveryEleventh, "all": AllAfterSeven}
 
-# ----------------------------------------------------------------------------------------------------- the draw
+# ---------------------------------------------------------------------------------------- the draw
 
-SHARPENERS: dict[str, tuple[Any, ...]] = {  # without `do_sample` transformers ignores them with a warning
+# without `do_sample` transformers ignores them with a warning
+SHARPENERS: dict[str, tuple[Any, ...]] = {
     "temperature": (0.4, 0.8, 1.7),
     "top_k": (1, 5, 30, 0),
     "top_p": (0.5, 0.9),
@@ -183,7 +196,8 @@ INVALID: tuple[dict[str, Any], ...] = (
 
 
 def draw(seed: int, number: int, model: str | None = None) -> Case:
-    """Draws case `number` of `seed`, the same on every machine. `model` overrides the drawn model."""
+    """Draws case `number` of `seed`, the same on every machine. `model` overrides the drawn
+    model."""
     rng = random.Random(seed * 1_000_003 + number)
     name = rng.choice(models.DECODER_ONLY)
     name = model or name
@@ -191,7 +205,9 @@ def draw(seed: int, number: int, model: str | None = None) -> Case:
     options: dict[str, Any] = {"do_sample": "sample" in mode}
     if "beam" in mode:
         options["num_beams"] = rng.randint(2, 4)
-        options |= _some(rng, 0.5, early_stopping=(True, False, "never"), length_penalty=(0.0, 0.5, 2.0))
+        options |= _some(
+            rng, 0.5, early_stopping=(True, False, "never"), length_penalty=(0.0, 0.5, 2.0)
+        )
         options |= _some(rng, 0.4, num_return_sequences=(2, options["num_beams"]))
     elif mode == "sample":
         options |= _some(rng, 0.4, num_return_sequences=(2, 3, 4))
@@ -199,7 +215,9 @@ def draw(seed: int, number: int, model: str | None = None) -> Case:
     for option in rng.sample(list(pool), rng.choice((0, 0, 1, 1, 2, 3, 4))):
         options[option] = rng.choice(pool[option])
     options |= _returned(rng)
-    options |= _some(rng, 0.04, use_cache=(False,)) | _some(rng, 0.08, prefill_chunk_size=(1, 4, 5, 16))
+    options |= _some(rng, 0.04, use_cache=(False,)) | _some(
+        rng, 0.08, prefill_chunk_size=(1, 4, 5, 16)
+    )
     rows = rng.choice((1, 1, 2, 3, 3, 4, 5))
     lengths = [rng.choice(LENGTHS) for _ in range(rows)]
     late = _late(rng, mode, rows)
@@ -236,12 +254,17 @@ def _returned(rng: random.Random) -> dict[str, Any]:
     if rng.random() > 0.35:
         return {}
     flags = {"output_scores": 0.7, "output_logits": 0.5, "output_hidden_states": 0.25}
-    return {"return_dict_in_generate": True, **{flag: True for flag, share in flags.items() if rng.random() < share}}
+    return {
+        "return_dict_in_generate": True,
+        **{flag: True for flag, share in flags.items() if rng.random() < share},
+    }
 
 
 def _late(rng: random.Random, mode: str, rows: int) -> dict[str, Any]:
     """Arguments built for every call."""
-    late: dict[str, Any] = {rng.choice(("max_new_tokens", "max_new_tokens", "max_length")): rng.randint(1, 24)}
+    late: dict[str, Any] = {
+        rng.choice(("max_new_tokens", "max_new_tokens", "max_length")): rng.randint(1, 24)
+    }
     kind = rng.choice(("none", "one", "some", "some", "frequent", "frequent"))
     if kind == "frequent":
         late["ends"] = "frequent"
@@ -249,11 +272,19 @@ def _late(rng: random.Random, mode: str, rows: int) -> dict[str, Any]:
         steps = 1 if kind == "one" else 3
         late["ends"] = [(rng.randrange(rows), rng.randrange(1, GREEDY_STEPS)) for _ in range(steps)]
     if rng.random() < 0.2:
-        late["processors"] = rng.choices(("bias", "banned", "odd", "breaks"), (5, 4, 4, 1), k=rng.choice((1, 1, 2)))
+        late["processors"] = rng.choices(
+            ("bias", "banned", "odd", "breaks"), (5, 4, 4, 1), k=rng.choice((1, 1, 2))
+        )
     if rng.random() < 0.2:
-        late["criteria"] = rng.choices(("budgets", "eleventh", "all"), (5, 3, 1), k=rng.choice((1, 1, 2)))
+        late["criteria"] = rng.choices(
+            ("budgets", "eleventh", "all"), (5, 3, 1), k=rng.choice((1, 1, 2))
+        )
     if rng.random() < 0.08:
-        late["stop_strings"] = (rng.randrange(rows), rng.randrange(2, GREEDY_STEPS - 2), rng.random() < 0.5)
+        late["stop_strings"] = (
+            rng.randrange(rows),
+            rng.randrange(2, GREEDY_STEPS - 2),
+            rng.random() < 0.5,
+        )
     if rng.random() < 0.07:
         late["prefix_allowed"] = True
     if rng.random() < (0.25 if rows == 1 else 0.04) and ("beam" not in mode or rng.random() < 0.1):
@@ -263,7 +294,7 @@ def _late(rng: random.Random, mode: str, rows: int) -> dict[str, Any]:
     return late
 
 
-# ----------------------------------------------------------------------------------------------------- arguments
+# -------------------------------------------------------------------------------------- arguments
 
 
 def prompts(case: Case) -> list[list[int]]:
@@ -297,7 +328,10 @@ def turn(rows: list[list[int]], sequences: torch.Tensor, seed: int) -> list[list
     """Prompts of the next turn: the prompt, the end of its first answer, and five new words."""
     answers = sequences[:: len(sequences) // len(rows), -GREEDY_STEPS:].tolist()
     words = models.token_ids(len(rows), 5, seed=seed).tolist()
-    return [row + [t for t in said if t != models.PAD] + new for row, said, new in zip(rows, answers, words)]
+    return [
+        row + [t for t in said if t != models.PAD] + new
+        for row, said, new in zip(rows, answers, words)
+    ]
 
 
 @dataclasses.dataclass
@@ -308,7 +342,11 @@ class Extras:
 
     def seen(self) -> list[Any]:
         given = self.arguments
-        objects = [*given.get("logits_processor", ()), *given.get("stopping_criteria", ()), given.get("streamer")]
+        objects = [
+            *given.get("logits_processor", ()),
+            *given.get("stopping_criteria", ()),
+            given.get("streamer"),
+        ]
         objects.append(given.get("prefix_allowed_tokens_fn"))
         kinds = {RowBias: "batches", RowBudgets: "seen", Recorder: "calls", Allowed: "calls"}
         return [getattr(thing, kinds[type(thing)]) for thing in objects if type(thing) in kinds]
@@ -336,12 +374,18 @@ def arguments(case: Case, width: int, greedy: list[list[int]]) -> Extras:
     if "prompt_lookup" in late:
         given["prompt_lookup_num_tokens"] = late["prompt_lookup"]
     if case.by_config:
-        unknown = {"no_such_option": given.pop("no_such_option")} if "no_such_option" in given else {}
+        unknown = (
+            {"no_such_option": given.pop("no_such_option")} if "no_such_option" in given else {}
+        )
         given = {"generation_config": GenerationConfig(pad_token_id=models.PAD, **given), **unknown}
     if "processors" in late:
-        given["logits_processor"] = LogitsProcessorList([PROCESSORS[name]() for name in late["processors"]])
+        given["logits_processor"] = LogitsProcessorList(
+            [PROCESSORS[name]() for name in late["processors"]]
+        )
     if "criteria" in late:
-        given["stopping_criteria"] = StoppingCriteriaList([CRITERIA[name]() for name in late["criteria"]])
+        given["stopping_criteria"] = StoppingCriteriaList(
+            [CRITERIA[name]() for name in late["criteria"]]
+        )
     if "stop_strings" in late:
         row, step, inside = late["stop_strings"]
         text = models.tokenizer().decode(greedy[row][step : step + 2])

@@ -25,15 +25,31 @@ def graphs_of(memory: Any) -> Any:
 
 
 class FakeGraph:
-    """Replays by running the recorded function, which may only depend on unchanged buffers and addresses."""
+    """Replays by running the recorded function, which may only depend on unchanged buffers and
+    addresses."""
 
-    def __init__(self, run: Callable[[], None], backend: FakeGraphs) -> None:
-        self.run, self.backend, self.num_replays = run, backend, 0
-        self.addresses = backend.addresses()
+    def __init__(self, run: Any) -> None:
+        self.run, self.num_replays = run, 0
+        self.addresses = self._addresses()
+
+    def _addresses(self) -> list[int]:
+        """Addresses of the tensors of the recorded model and of its blocks: not of an assistant's
+        in the same memory."""
+        owner = self.run.args[0]()
+        model = owner._model()
+        layers = [blocks for group in owner._groups for blocks in group.storage.layers.values()]
+        tensors = [
+            *model.parameters(),
+            *model.buffers(),
+            *(tensor for layer in layers for tensor in layer.data),
+        ]
+        return [tensor.data_ptr() for tensor in tensors]
 
     def replay(self) -> None:
         """Replays as a device graph would; raises where that would read freed or moved memory."""
-        assert self.addresses == self.backend.addresses(), "replayed on other addresses than it was recorded with"
+        assert self.addresses == self._addresses(), (
+            "replayed on other addresses than it was recorded with"
+        )
         self.num_replays += 1
         self.run()
 
@@ -41,16 +57,15 @@ class FakeGraph:
 class FakeGraphs:
     """
     Attributes:
-        addresses (`Callable`): Returns the addresses of all that a graph reads or writes; set by the test.
         graphs (`list[FakeGraph]`): All captured graphs.
         fail (`Callable`, *optional*): Called in each capture after the dry run.
-        has_device (`bool`): Whether a capture also fails where it would fail with the model on a device.
+        has_device (`bool`): Whether a capture also fails where it would fail with the model on a
+            device.
     """
 
     runs_ahead, decodes_alone, notice = True, False, logging.WARNING
 
     def __init__(self, device: Any = None) -> None:
-        self.addresses: Callable[[], Any] = tuple
         self.graphs: list[FakeGraph] = []
         self.fail: Callable[[], None] | None = None
         self.has_device = False
@@ -67,7 +82,7 @@ class FakeGraphs:
             record_on_a_device(owner()._forward.__self__, inputs)
         if self.fail is not None:
             self.fail()
-        self.graphs.append(FakeGraph(run, self))
+        self.graphs.append(FakeGraph(run))
         return self.graphs[-1]
 
     def in_order(self) -> Any:
@@ -90,25 +105,13 @@ def use_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
     return backend
 
 
-def addresses_of(model: Any, memory: Callable[[], Any]) -> Callable[[], Any]:
-    """Addresses of the model's tensors and of all blocks of a memory."""
-
-    def read() -> Any:
-        tensors = [*model.parameters(), *model.buffers()]
-        layers = [b for group in memory().groups.values() for b in group.storage.layers.values()]
-        tensors += [tensor for layer in layers for tensor in layer.data]
-        return [tensor.data_ptr() for tensor in tensors]
-
-    return read
-
-
 class CapturedBench(Bench):
-    """A started runner, on a pool that does not grow up to this number of blocks per layer group."""
+    """A started runner, on a pool that does not grow up to this number of blocks per layer
+    group."""
 
     def __init__(self, model: Any, backend: FakeGraphs, reserved: int = 200, **config: Any) -> None:
         super().__init__(model, **config)
         self.cache.reserve(reserved, reserved)
-        backend.addresses = addresses_of(model, lambda: self.memory)
         self.begin()
 
     def begin(self) -> None:
@@ -120,7 +123,9 @@ class CapturedBench(Bench):
         return self.run([row.take(1) for row in rows])
 
 
-def results(engine: PagedEngine, jobs: list[tuple[list[int], dict[str, Any]]], later: int = 0) -> list[RequestResult]:
+def results(
+    engine: PagedEngine, jobs: list[tuple[list[int], dict[str, Any]]], later: int = 0
+) -> list[RequestResult]:
     """Results of the requests; the last `later` requests arrive a few steps after the others."""
     found: dict[str, RequestResult] = {}
     waiting = list(enumerate(jobs))

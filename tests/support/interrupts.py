@@ -1,15 +1,18 @@
 """
-Real SIGINTs at random moments of `generate` and the engine: `python -m tests.support.interrupts --count 1000`.
+Real signals, whose handlers raise, at random moments of `generate` and the engine:
+`python -m tests.support.interrupts --count 1000`.
 
-A separate process sends them, so they arrive between any two bytecodes. After each: the pool is intact, no ended call
-holds a block, the model is unchanged, and later calls give plain's tokens. The exit code is 1 otherwise; every failure
-is printed with the number that repeats its choices (`--seed`).
+A separate process sends them, so they arrive between any two bytecodes. After each: the pool is
+intact, no ended call holds a block, the model is unchanged, and later calls give plain's tokens.
+The exit code is 1 otherwise; every failure is printed with the number that repeats its choices
+(`--seed`).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import random
 import signal
@@ -18,6 +21,7 @@ import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -40,16 +44,31 @@ MODES: dict[str, dict[str, Any]] = {
 SENDER = """
 import os, signal, sys, time
 for line in sys.stdin:
-    time.sleep(float(line))
-    os.kill(os.getppid(), signal.SIGINT)
+    delay, number = line.split()
+    time.sleep(float(delay))
+    os.kill(os.getppid(), int(number))
     print(flush=True)
 """
 
 
+class Requeued(Exception):
+    """Of a handler of SIGUSR1, as Slurm sends it before a job's limit."""
+
+
+RAISED: dict[int, type[BaseException]] = {
+    signal.SIGINT: KeyboardInterrupt,
+    signal.SIGTERM: SystemExit,
+    signal.SIGUSR1: Requeued,
+}
+
+
 class Case:
-    """A workload to interrupt repeatedly. `run` is interrupted; `check` returns what is wrong afterwards."""
+    """A workload to interrupt repeatedly. `run` is interrupted; `check` returns what is wrong
+    afterwards."""
 
     model: PreTrainedModel
+    # errors that a request of the interrupted run may end with
+    injected: tuple[type[BaseException], ...] = (Requeued,)
 
     def run(self) -> None:
         raise NotImplementedError
@@ -63,7 +82,9 @@ class Generate(Case):
 
     def __init__(self, model: PreTrainedModel, mode: str) -> None:
         self.model, self.options = model, MODES[mode]
-        self.inputs = models.padded_prompt("t5" if model.config.is_encoder_decoder else "llama", (11, 4, 9))
+        self.inputs = models.padded_prompt(
+            "t5" if model.config.is_encoder_decoder else "llama", (11, 4, 9)
+        )
         self.expected = self.tokens({})
 
     def tokens(self, paged: dict[str, Any]) -> torch.Tensor:
@@ -75,14 +96,19 @@ class Generate(Case):
 
     def check(self) -> None:
         hf_paged.check_integrity(self.model)
-        assert hf_paged.memory_stats(self.model).used_blocks == 0, "a call that is gone holds blocks"
-        assert torch.equal(self.tokens(models.PAGED), self.expected), "the next call gives other tokens"
+        assert hf_paged.memory_stats(self.model).used_blocks == 0, (
+            "a call that is gone holds blocks"
+        )
+        assert torch.equal(self.tokens(models.PAGED), self.expected), (
+            "the next call gives other tokens"
+        )
         hf_paged.check_integrity(self.model)
         assert hf_paged.memory_stats(self.model).used_blocks == 0, "the next call leaves blocks"
 
 
 class Engine(Case):
-    """An engine whose requests run by `generate`, `stream`, or steps that continue after the interrupt."""
+    """An engine whose requests run by `generate`, `stream`, or steps that continue after the
+    interrupt."""
 
     def __init__(self, model: PreTrainedModel, how: str, **config: Any) -> None:
         self.model, self.how = model, how
@@ -107,9 +133,11 @@ class Engine(Case):
     def run(self) -> None:
         engine, outputs = self.engine, self.outputs
         if self.how == "generate":
-            engine.generate(self.prompts, self.options, seed=7)
+            engine.generate(self.prompts, self.options, seed=[7] * len(self.prompts))
         elif self.how == "stream":
-            with contextlib.closing(engine.stream(self.prompts, self.options, seed=7)) as stream:
+            with contextlib.closing(
+                engine.stream(self.prompts, self.options, seed=[7] * len(self.prompts))
+            ) as stream:
                 for _ in stream:
                     pass
         else:
@@ -117,20 +145,43 @@ class Engine(Case):
             while engine.has_unfinished:
                 outputs += engine.step()
 
+    def drain(self) -> None:
+        """Runs the requests that are left, and checks the results of all. Those that an interrupt
+        kept from being added are the last ones; one whose token was being chosen may have ended
+        with an error."""
+        engine = self.engine
+        while engine.has_unfinished:
+            self.outputs += engine.step()
+            engine.check_integrity()
+        results = {o.request_id: o.result for o in self.outputs if o.result is not None}
+        assert sum(o.result is not None for o in self.outputs) == len(results), (
+            "a result was told twice"
+        )
+        told: dict[str, list[int]] = {name: [] for name in results}
+        for output in self.outputs:
+            told[output.request_id] += output.new_tokens.values()
+        self.outputs.clear()
+        for number in range(len(results)):
+            result = results[str(number)]
+            tokens = told[str(number)]  # none of beams, whose tokens are final only at the end
+            assert tokens == result.token_ids[: len(tokens)], "a token was told twice"
+            if not (
+                isinstance(result.error, self.injected)
+                or str(result.error).startswith("interrupted by")
+            ):
+                assert tokens in ([], result.token_ids), "a token was not told"
+                self.compare(number, result)
+
     def check(self) -> None:
         engine = self.engine
         engine.check_integrity()
         if self.how == "steps":
-            while engine.has_unfinished:
-                self.outputs += engine.step()
-                engine.check_integrity()
-            results = {o.request_id: o.result for o in self.outputs if o.result is not None}
-            self.outputs.clear()
-            for number in range(len(results)):  # missing results, due to the interrupt, are the last
-                self.compare(number, results[str(number)])
+            self.drain()
         assert not engine.has_unfinished, "requests are left of a caller that is gone"
         assert engine.stats().used_blocks == 0, "blocks are held without a use"
-        for number, result in enumerate(engine.generate(self.prompts, self.options, seed=7)):
+        for number, result in enumerate(
+            engine.generate(self.prompts, self.options, seed=[7] * len(self.prompts))
+        ):
             self.compare(number, result)
         engine.check_integrity()
         assert not engine.has_unfinished and engine.stats().used_blocks == 0
@@ -138,58 +189,74 @@ class Engine(Case):
     def compare(self, number: int, result: Any) -> None:
         if result.error is not None:
             raise result.error
-        assert result.prompt_ids + result.token_ids == self.expected[number], f"request {number} has other tokens"
+        assert result.prompt_ids + result.token_ids == self.expected[number], (
+            f"request {number} has other tokens"
+        )
 
 
-def make_cases() -> dict[str, Case]:
-    """All kinds, with their models."""
-    llama, t5, diff_llama = models.build("llama"), models.build("t5"), build_diff_llama()
-    cases: dict[str, Case] = {f"generate, {mode}": Generate(llama, mode) for mode in MODES}
-    cases |= {f"generate, encoder-decoder, {mode}": Generate(t5, mode) for mode in ("greedy", "beams")}
-    cases["generate, in transformers' loop"] = Generate(diff_llama, "greedy")
-    cases["engine.generate"] = Engine(llama, "generate")
-    cases["engine.stream"] = Engine(llama, "stream")
-    cases["engine.step"] = Engine(llama, "steps")
-    cases["engine.step, row by row"] = Engine(diff_llama, "steps")
-    for preemption in ("recompute", "swap"):
-        # storage of pages has larger blocks, which preempt no request
-        case = Engine(llama, "steps", num_blocks=9, preemption=preemption, storage="blocks")
-        assert case.num_preemptions, "the pool is not small enough"
-        cases[f"engine.step, {preemption}"] = case
-    return cases
+def build_engine_in_a_tight_pool(preemption: str) -> Engine:
+    # storage of pages has larger blocks, which preempt no request
+    case = Engine(
+        models.build("llama"), "steps", num_blocks=9, preemption=preemption, storage="blocks"
+    )
+    assert case.num_preemptions, "the pool is not small enough"
+    return case
+
+
+# kind -> what builds it, with its model
+CASES: dict[str, Callable[[], Case]] = {
+    **{
+        f"generate, {mode}": functools.partial(
+            lambda mode: Generate(models.build("llama"), mode), mode
+        )
+        for mode in MODES
+    },
+    "generate, encoder-decoder, greedy": lambda: Generate(models.build("t5"), "greedy"),
+    "generate, encoder-decoder, beams": lambda: Generate(models.build("t5"), "beams"),
+    "generate, in transformers' loop": lambda: Generate(build_diff_llama(), "greedy"),
+    "engine.generate": lambda: Engine(models.build("llama"), "generate"),
+    "engine.stream": lambda: Engine(models.build("llama"), "stream"),
+    "engine.step": lambda: Engine(models.build("llama"), "steps"),
+    "engine.step, row by row": lambda: Engine(build_diff_llama(), "steps"),
+    "engine.step, recompute": lambda: build_engine_in_a_tight_pool("recompute"),
+    "engine.step, swap": lambda: build_engine_in_a_tight_pool("swap"),
+}
 
 
 class Interrupter:
-    """Sends this process a SIGINT after a delay, which raises `KeyboardInterrupt` in the running code."""
+    """Sends this process a signal after a delay, whose handler raises its error of `RAISED` in the
+    running code."""
 
     def __enter__(self) -> Interrupter:
         self._is_armed = False
-        self._before = signal.signal(signal.SIGINT, self._handle)
+        self._before = {number: signal.signal(number, self._handle) for number in RAISED}
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._sender = subprocess.Popen([sys.executable, "-c", SENDER], **pipes)
         return self
 
     def __exit__(self, *_: Any) -> None:
         self._sender.communicate()
-        signal.signal(signal.SIGINT, self._before)
+        for number, handler in self._before.items():
+            assert signal.signal(number, handler) == self._handle, "the handler was not put back"
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self._is_armed:
             self._is_armed = False
-            raise KeyboardInterrupt
+            raise RAISED[signum]
 
-    def run(self, case: Case, delay: float) -> bool:
-        """Returns whether the case was interrupted; if not, it ended before, or a finalizer swallowed the interrupt."""
+    def run(self, case: Case, delay: float, number: int = signal.SIGINT) -> bool:
+        """Returns whether the case was interrupted; if not, it ended before, or a finalizer
+        swallowed the interrupt."""
         stdin, stdout = self._sender.stdin, self._sender.stdout
         assert stdin is not None and stdout is not None
-        stdin.write(f"{delay}\n")
+        stdin.write(f"{delay} {int(number)}\n")
         stdin.flush()
         try:
             self._is_armed = True
             case.run()
             interrupted = False
             self._is_armed = False
-        except KeyboardInterrupt:
+        except tuple(RAISED.values()):
             interrupted = True
         stdout.readline()  # the signal has been sent
         return interrupted
@@ -202,7 +269,7 @@ def interrupt_often(count: int, seed: int, only: str = "", report: Any = print) 
     Args:
         only (`str`): Run only kinds whose name contains this.
     """
-    cases = {name: case for name, case in make_cases().items() if only in name}
+    cases = {name: make() for name, make in CASES.items() if only in name}
     before = {name: model_state(case.model) for name, case in cases.items()}
     seconds: dict[str, float] = {}
     for name, case in cases.items():
@@ -218,10 +285,13 @@ def interrupt_often(count: int, seed: int, only: str = "", report: Any = print) 
             rng = random.Random(f"{seed}/{turn}")
             # half of them uniformly over the call, half near its beginning, from 20 microseconds on
             delay = (
-                rng.uniform(0, seconds[name]) if rng.random() < 0.5 else 2e-5 * (seconds[name] / 2e-5) ** rng.random()
+                rng.uniform(0, seconds[name])
+                if rng.random() < 0.5
+                else 2e-5 * (seconds[name] / 2e-5) ** rng.random()
             )
+            number = rng.choice(list(RAISED))
             start = time.perf_counter()
-            was_interrupted = interrupter.run(cases[name], delay)
+            was_interrupted = interrupter.run(cases[name], delay, number)
             (interrupted if was_interrupted else finished)[name] += 1
             if not was_interrupted:
                 seconds[name] = 0.8 * seconds[name] + 0.2 * (time.perf_counter() - start)
@@ -232,18 +302,24 @@ def interrupt_often(count: int, seed: int, only: str = "", report: Any = print) 
             except Exception:
                 failed[name] += 1
                 report(
-                    f"--seed {seed}, interrupt {turn}, {name}, after {delay * 1e6:.0f} us:\n{traceback.format_exc()}"
+                    f"--seed {seed}, interrupt {turn}, {name}, {signal.Signals(number).name} after "
+                    f"{delay * 1e6:.0f} us:\n{traceback.format_exc()}"
                 )
-                cases[name] = make_cases()[name]
+                cases[name] = CASES[name]()
                 before[name] = model_state(cases[name].model)
     for name in names:
-        report(f"{name}: {interrupted[name]} interrupted, {finished[name]} came to their end, {failed[name]} wrong")
+        report(
+            f"{name}: {interrupted[name]} interrupted, {finished[name]} came to their end,"
+            f" {failed[name]} wrong"
+        )
     report(f"{count} interrupts, {sum(interrupted.values())} in time, {sum(failed.values())} wrong")
     return sum(failed.values())
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=1000, help="interrupts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="kinds whose name contains this")

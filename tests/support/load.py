@@ -1,11 +1,14 @@
 """
 Load test: engines with few blocks serve a random mixture of requests for a long time, in float32.
 
-    python -m tests.support.load --steps 100000 [--seed 0] [--run-steps 2500] [--jobs 1] [--first RUN] [--only RUN]
+    python -m tests.support.load --steps 100000 [--seed 0] [--run-steps 2500] [--jobs 1]
+                                 [--first RUN] [--only RUN]
 
-Requests arrive at random, with adapters, beams, samples, stop strings and priorities; some are cancelled, and sometimes
-all are. Each gets the tokens of plain `generate` on that request alone. After each step the streamed tokens are checked
-and the pools' integrity holds; at the end no block is in use. A failure line says how to repeat its run.
+Requests arrive at random, with adapters, beams, samples, stop strings, drafts and priorities; some
+are cancelled, and sometimes all are. Models have windows, states or encoders; blocks are quantized,
+mapped or evicted to files. Each request gets the tokens of plain `generate` on that request alone.
+After each step the streamed tokens are checked and the pools' integrity holds; at the end no block
+is in use, and no thread, file handle or memory is lost. A failure line says how to repeat its run.
 """
 
 from __future__ import annotations
@@ -14,12 +17,15 @@ import argparse
 import collections
 import concurrent.futures
 import contextlib
+import dataclasses
 import gc
 import logging
 import multiprocessing
 import os
 import random
 import sys
+import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -29,21 +35,26 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import psutil
 import pytest
 import torch
 
 import hf_paged
-from hf_paged import OutOfBlocksError, PagedEngine, RequestOutput
+from hf_paged import OutOfBlocksError, PagedEngine, PrefixTiers, RequestOutput
+from hf_paged.cache.storage import trim
 from tests.batching.test_invariance import count_chunks
 from tests.support import load_cases, models
 from tests.support.engine_helpers import assert_drained, assert_same_as_lone
-from tests.support.graph_helpers import addresses_of, use_fake_graphs
-from tests.support.load_cases import Run, Wanted
+from tests.support.graph_helpers import use_fake_graphs
+from tests.support.load_cases import KINDS, Run, Wanted
 
 RUN_STEPS = 2500
 CHECKED_STEPS = 500  # of an engine, with integrity checks after each; later after every 5th
 MAX_STEPS_OF_A_REQUEST = 4000  # from arrival on; many times what any request takes
 PREEMPTIONS = 0.05  # least share of steps with preemption for a meaningful run
+GROWTH = 200 << 20  # most bytes of a process's memory that runs may add once each kind has run
+SERVICES = ("hf_paged idle pools", "hf_paged mappings")  # threads that a process keeps, one of each
+LOOKUP = {"prompt_lookup_num_tokens": 4}
 
 
 class Difference(AssertionError):
@@ -53,8 +64,16 @@ class Difference(AssertionError):
 class Client:
     """The user of one engine: sends requests, reads outputs and compares them."""
 
-    def __init__(self, run: Run, model: Any, known: list[Wanted], draw: random.Random) -> None:
-        self.run, self.model, self.known, self.draw = run, model, known, draw
+    def __init__(
+        self, run: Run, model: Any, assistant: Any, known: list[Wanted], draw: random.Random
+    ) -> None:
+        self.run, self.model, self.assistant, self.known, self.draw = (
+            run,
+            model,
+            assistant,
+            known,
+            draw,
+        )
         self.engine = PagedEngine(model, run.config, tokenizer=models.tokenizer())
         self.seen: collections.Counter[str] = collections.Counter()
         self.open: dict[str, tuple[Wanted, int]] = {}  # with the step of arrival
@@ -75,7 +94,9 @@ class Client:
             self.engine.check_integrity()
         if self.step_number % 256 == 0:
             for request_id, (_, came) in self.open.items():
-                assert self.step_number - came < MAX_STEPS_OF_A_REQUEST, f"request {request_id} starves"
+                assert self.step_number - came < MAX_STEPS_OF_A_REQUEST, (
+                    f"request {request_id} starves"
+                )
 
     def drain(self) -> None:
         """Steps until all requests have ended; asserts that nothing of them is left."""
@@ -89,14 +110,20 @@ class Client:
         states = [state for pool in self.engine.block_map().values() for state in pool]
         assert not any(states), f"blocks are left: {states}"
         stats = self.engine.stats()
-        assert stats.num_finished == self.num_requests, f"{stats.num_finished} of {self.num_requests} requests ended"
+        assert stats.num_finished == self.num_requests, (
+            f"{stats.num_finished} of {self.num_requests} requests ended"
+        )
         self.seen["swaps"] += stats.num_swaps
         self.seen["recomputes"] += stats.num_preemptions - stats.num_swaps
         self.seen["prefix-hit tokens"] += stats.num_prefix_hit_tokens
         self.seen["tokens"] += stats.num_generated_tokens
         self.seen["captured steps"] += stats.num_captured_steps
+        self.seen["drafts accepted"] += stats.num_accepted_tokens
+        memory = self.engine.memory.stats()
+        self.seen["blocks to files"] += memory.tier_kept_blocks
+        self.seen["blocks from files"] += memory.tier_restored_blocks
 
-    # -- what a client does -------------------------------------------------------------------------------------------
+    # -- what a client does -----------------------------------------------------------------------
 
     def _act(self) -> None:
         draw = self.draw
@@ -124,16 +151,20 @@ class Client:
             return
         wanted = self.known[number]
         request_id = f"{number}-{self.num_requests}" if request_id is None else request_id
+        assistant, lookup = None, {}
+        if self.run.assisted and wanted.is_greedy:
+            assistant, lookup = self.draw.choice([(None, {}), (self.assistant, {}), (None, LOOKUP)])
         try:
             self.engine.add_request(
                 wanted.prompt,
-                wanted.options,
+                wanted.options | lookup,
                 request_id=request_id,
                 priority=self.draw.choice([0, 0, 0, 0, -1, 1]),
                 logits_processor=wanted.processors,
                 adapter=wanted.adapter,
                 seed=wanted.seed,
                 return_logprobs=self.draw.random() < 0.1,
+                assistant_model=assistant,
             )
         except OutOfBlocksError:  # raised at once, final
             self.too_large.add(number)
@@ -157,12 +188,12 @@ class Client:
     def call_generate(self) -> None:
         """A separate `generate` call on the same model, with separate blocks."""
         wanted = self.draw.choice(self.known)
-        rows = load_cases.plain(self.model, wanted, **models.PAGED)
+        rows = load_cases.plain(self.model, wanted, **load_cases.paged(self.run.name))
         self.seen["generate calls"] += 1
         if rows != wanted.rows:
             raise Difference(f"`generate` of {wanted}: {rows}")
 
-    # -- what comes back ----------------------------------------------------------------------------------------------
+    # -- what comes back --------------------------------------------------------------------------
 
     def read(self, output: RequestOutput) -> None:
         """Records new tokens, and compares the result once it is complete."""
@@ -179,9 +210,14 @@ class Client:
             self.seen["cancelled"] += 1
             self.seen["cancelled after a preemption"] += bool(result.num_preemptions)
             assert result.error is None, f"{what}: {result.error!r}"
-            pairs = [(row[: len(sequence.token_ids)], sequence) for row, sequence in zip(wanted.rows, result.sequences)]
+            pairs = [
+                (row[: len(sequence.token_ids)], sequence)
+                for row, sequence in zip(wanted.rows, result.sequences)
+            ]
             if any(row != sequence.token_ids for row, sequence in pairs):
-                raise Difference(f"cancelled {what}: {[sequence.token_ids for _, sequence in pairs]}")
+                raise Difference(
+                    f"cancelled {what}: {[sequence.token_ids for _, sequence in pairs]}"
+                )
         else:
             try:
                 assert_same_as_lone(wanted.rows, result, wanted.options, what)
@@ -191,30 +227,77 @@ class Client:
             self.seen["beams"] += wanted.is_beams
             self.seen["samples"] += len(wanted.rows) > 1 and not wanted.is_beams
             self.seen["preempted beams"] += wanted.is_beams and bool(result.num_preemptions)
-            self.seen["stop strings"] += any(s.finish_reason == "stop_string" for s in result.sequences)
-        tokens = {row: sequence.token_ids for row, sequence in enumerate(result.sequences) if sequence.token_ids}
+            self.seen["stop strings"] += any(
+                s.finish_reason == "stop_string" for s in result.sequences
+            )
+        tokens = {
+            row: sequence.token_ids
+            for row, sequence in enumerate(result.sequences)
+            if sequence.token_ids
+        }
         if not wanted.is_beams and streamed != tokens:
             raise Difference(f"{what}: streamed {streamed}, result {tokens}")
 
 
-# ----------------------------------------------------------------------------------------------------- the command
+# ------------------------------------------------------------------------------------ the command
 
 
-def play(run: Run, num_steps: int, num_requests: int = load_cases.CATALOGUE) -> tuple[collections.Counter[str], str]:
+def resources() -> collections.Counter[str]:
+    """The threads of this process by name, without those that write files and end, and its open
+    files."""
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == "hf_paged prefix blocks":
+            thread.join()
+    found = collections.Counter(f"thread {thread.name}" for thread in threading.enumerate())
+    for name in SERVICES:
+        del found[f"thread {name}"]
+    found["open files"] = psutil.Process().num_fds()
+    return found
+
+
+def play(
+    run: Run, num_steps: int, num_requests: int = load_cases.CATALOGUE
+) -> tuple[collections.Counter[str], str]:
     """Plays the run. Returns counts of events, and an error with the command that repeats it."""
     known = load_cases.catalogue(run.seed, run.name, run.lora, num_requests)
+    before = resources()
+    seen, failure = _play(run, num_steps, known)
+    lost = resources() - before
+    if lost and not failure:
+        failure = _failed(run, num_steps, f"at the end, lost {dict(lost)}")
+    seen["failures"] += bool(failure)
+    return seen, failure
+
+
+def _failed(run: Run, num_steps: int, what: str) -> str:
+    """Says what happened in a run, and how to repeat it."""
+    repeat = (
+        f"python -m tests.support.load --seed {run.seed} --only {run.number} --run-steps"
+        f" {num_steps}"
+    )
+    return f"run {run.number}, {what}: {repeat}\n  {run}"
+
+
+def _play(run: Run, num_steps: int, known: list[Wanted]) -> tuple[collections.Counter[str], str]:
     model = load_cases.build(run.name, run.lora)
+    assistant = load_cases.build_assistant(run.name) if run.assisted else None
     draw = random.Random(f"load {run.seed} {run.number}")
     seen: collections.Counter[str] = collections.Counter()
     clients: list[Client] = []
     failure = ""
     start = time.perf_counter()
     with contextlib.ExitStack() as stack:
+        if run.tier:
+            tiers = PrefixTiers(
+                stack.enter_context(tempfile.TemporaryDirectory()), disk_bytes=load_cases.TIER_BYTES
+            )
+            run = dataclasses.replace(
+                run, config=dataclasses.replace(run.config, prefix_tiers=tiers)
+            )
         if run.captured:
-            backend = use_fake_graphs(stack.enter_context(pytest.MonkeyPatch.context()))
-            if run.num_engines == 1:  # otherwise each has separate addresses
-                backend.addresses = addresses_of(model, lambda: clients[0].engine.memory)
-        clients += [Client(run, model, known, draw) for _ in range(run.num_engines)]
+            use_fake_graphs(stack.enter_context(pytest.MonkeyPatch.context()))
+        clients += [Client(run, model, assistant, known, draw) for _ in range(run.num_engines)]
         try:
             while sum(client.step_number for client in clients) < num_steps:
                 draw.choice(clients).step()
@@ -223,18 +306,18 @@ def play(run: Run, num_steps: int, num_requests: int = load_cases.CATALOGUE) -> 
             hf_paged.check_integrity(model)
         except Exception as error:
             steps = sum(client.step_number for client in clients)
-            repeat = f"python -m tests.support.load --seed {run.seed} --only {run.number} --run-steps {num_steps}"
             kind = "difference" if isinstance(error, Difference) else type(error).__name__
             trace = "" if isinstance(error, AssertionError) else traceback.format_exc(limit=-6)
-            failure = f"run {run.number}, step {steps}, {kind}: {repeat}\n  {run}\n  {error}\n{trace}"
-    for client in clients:
-        seen += client.seen
-        seen["steps"] += client.step_number
-        seen["requests"] += client.num_requests
+            failure = f"{_failed(run, num_steps, f'step {steps}, {kind}')}\n  {error}\n{trace}"
+        for client in clients:
+            seen += client.seen
+            seen["steps"] += client.step_number
+            seen["requests"] += client.num_requests
+            client.engine.free()
+        hf_paged.free(model)
+        resources()  # files are written before their folder goes
     seen["milliseconds"] += round(1000 * (time.perf_counter() - start))
-    seen["failures"] += bool(failure)
-    hf_paged.free(model)
-    gc.collect()
+    clients.clear()  # also in closures
     return seen, failure
 
 
@@ -243,7 +326,9 @@ def summary(seen: collections.Counter[str]) -> str:
     seconds = seen["milliseconds"] / 1000
     lines = [f"{name:30}{seen[name]:>12,}" for name in seen if name != "milliseconds"]
     rate = seen["steps"] / seconds if seconds else 0.0
-    return "\n".join([*lines, f"{'seconds':30}{seconds:>12.1f}", f"{'steps a second':30}{rate:>12.1f}"])
+    return "\n".join(
+        [*lines, f"{'seconds':30}{seconds:>12.1f}", f"{'steps a second':30}{rate:>12.1f}"]
+    )
 
 
 def quieten() -> None:
@@ -256,11 +341,28 @@ def quieten() -> None:
 def attempt(seed: int, number: int, num_steps: int) -> tuple[collections.Counter[str], str]:
     """Plays a run by its number."""
     quieten()
-    return play(load_cases.draw_run(seed, number), num_steps)
+    run = load_cases.draw_run(seed, number)
+    seen, failure = play(run, num_steps)
+    trim()
+    _bytes.append(psutil.Process().memory_info().rss)
+    growth = _bytes[-1] - max(_bytes[: len(KINDS)])
+    if growth > GROWTH and not failure:
+        failure = _failed(
+            run,
+            num_steps,
+            f"after {len(_bytes)} runs, {growth:,} bytes more than after the first ones",
+        )
+        seen["failures"] += 1
+    return seen, failure
+
+
+_bytes: list[int] = []  # of this process, after each run
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=100_000, help="of all runs together")
     parser.add_argument("--run-steps", type=int, default=RUN_STEPS, help="of one configuration")
     parser.add_argument("--seed", type=int, default=0)
@@ -276,7 +378,11 @@ def main() -> int:
             seen.update(found)
             seen["runs"] += 1
             preempted = seen["recomputes"] + seen["swaps"]
-            print(failure or f"{seen['runs']} runs, {seen['steps']:,} steps, {preempted:,} preemptions", flush=True)
+            print(
+                failure
+                or f"{seen['runs']} runs, {seen['steps']:,} steps, {preempted:,} preemptions",
+                flush=True,
+            )
 
     count = -(-args.steps // args.run_steps)
     numbers = range(args.first, args.first + count) if args.only is None else [args.only]
@@ -290,7 +396,10 @@ def main() -> int:
     print(summary(seen))
     preemptions = seen["swaps"] + seen["recomputes"]
     is_enough = preemptions >= PREEMPTIONS * seen["steps"] or args.only is not None
-    counts = f"{seen['runs']} runs, {seen['steps']:,} steps, {preemptions:,} preemptions, {seen['failures']} failed"
+    counts = (
+        f"{seen['runs']} runs, {seen['steps']:,} steps, {preemptions:,} preemptions,"
+        f" {seen['failures']} failed"
+    )
     print(f"{counts}, {time.perf_counter() - start:.0f} s with plain's tokens")
     if not is_enough:
         print(f"too few preemptions: {PREEMPTIONS:.0%} of the steps are asked for")

@@ -1,4 +1,5 @@
-"""Random inputs of the load test: engine configurations, and a bounded catalogue of requests with plain's tokens."""
+"""Random inputs of the load test: engine configurations, and a bounded catalogue of requests with
+plain's tokens."""
 
 from __future__ import annotations
 
@@ -15,16 +16,65 @@ from tests.support import models
 from tests.support.engine_helpers import MANY_ENDS, lone_run, prompts
 from tests.test_peft_engine import ADAPTERS, active, lora_model
 
-# full attention; full and sliding window; sliding window only. The fewest layers possible: most steps are overhead
-LAYERS: dict[str, dict[str, Any]] = {
-    "llama": {"num_hidden_layers": 1},
-    "gemma3": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
-    "mistral": {"num_hidden_layers": 1},
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """
+    A kind of model and memory.
+
+    Args:
+        model (`str`): Its name in `models.CONFIGS`.
+        layers (`dict`): As few layers as show what it is: most of a step is overhead.
+        budget (`tuple[int, int]`): Blocks for the largest requests of the catalogue, and for a few
+            at a time.
+        config (`dict`): Options of the engine's memory.
+        is_exact (`bool`): Whether tokens are plain's; else those of a request alone with the same
+            options.
+        has_adapters, has_drafts, is_packed (`bool`): What its requests can have, and how its rows
+            run.
+    """
+
+    model: str
+    layers: dict[str, Any]
+    budget: tuple[int, int]
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    is_exact: bool = True
+    has_adapters: bool = True
+    has_drafts: bool = True
+    is_packed: bool = True
+
+
+# else rounding to codes would depend on the batch
+_INVARIANT_INT8 = {"kv_dtype": "int8", "batch_invariant": True}
+_WIDE = {"num_hidden_layers": 1, "head_dim": 128}  # 16 tokens of a head fill a page
+_ONE_EACH = {"encoder_layers": 1, "decoder_layers": 1}
+KINDS: dict[str, Kind] = {
+    "llama": Kind("llama", {"num_hidden_layers": 1}, (10, 30)),
+    "gemma3": Kind(
+        "gemma3",
+        {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+        (16, 36),
+    ),
+    "mistral": Kind("mistral", {"num_hidden_layers": 1}, (7, 16)),
+    "int8": Kind(
+        "llama",
+        {"num_hidden_layers": 1},
+        (10, 30),
+        _INVARIANT_INT8,
+        is_exact=False,
+        has_adapters=False,
+    ),
+    "virtual": Kind("llama", _WIDE, (10, 30), {"storage": "virtual"}),
+    "hybrid": Kind("qwen3_next", {}, (14, 36), has_adapters=False, is_packed=False),
+    "t5": Kind(
+        "t5", {"num_layers": 1}, (16, 36), has_adapters=False, has_drafts=False, is_packed=False
+    ),
+    "bart": Kind(
+        "bart", _ONE_EACH, (16, 36), has_adapters=False, has_drafts=False, is_packed=False
+    ),
 }
-KINDS = tuple(LAYERS)
-# blocks for the largest requests of the catalogue, and for a few at a time
-BUDGETS = {"llama": (10, 30), "gemma3": (16, 36), "mistral": (7, 16)}
 MAX_PROMPT = 40  # tokens
+TIER_BYTES = 400_000  # of files: fewer than a run evicts
 CATALOGUE = 120  # requests per kind, each with the adapters drawn for it
 
 
@@ -34,11 +84,15 @@ class Run:
     One engine, or two on one model, under load.
 
     Args:
-        name (`str`): The kind of model.
+        name (`str`): The kind of model and memory.
         lora (`bool`): Whether there are two adapters, and requests for each of them and for none.
         in_flight (`int`): Most unfinished requests.
         num_engines (`int`): Engines that take turns.
-        captured (`bool`): Whether a stand-in for device graphs is used, so that steps are also launched ahead.
+        captured (`bool`): Whether a stand-in for device graphs is used, so that steps are also
+            launched ahead.
+        tier (`bool`): Whether evicted prefix blocks go to a folder.
+        assisted (`bool`): Whether some requests have an assistant, or look drafts up in their
+            prompts.
     """
 
     seed: int
@@ -49,19 +103,27 @@ class Run:
     in_flight: int
     num_engines: int = 1
     captured: bool = False
+    tier: bool = False
+    assisted: bool = False
 
 
 def draw_run(seed: int, number: int) -> Run:
-    """Draws a run from its number alone. Kinds, preemption methods and adapters rotate, so that few runs cover them
-    all."""
+    """Draws a run from its number alone. Kinds, preemption methods and adapters rotate, so that few
+    runs cover them all."""
     draw = random.Random(f"run {seed} {number}")
-    name = KINDS[number % len(KINDS)]
-    least, most = BUDGETS[name]
-    size = 16 if draw.random() < 0.15 else 8
+    name = list(KINDS)[number % len(KINDS)]
+    kind = KINDS[name]
+    least, most = kind.budget
+    size = 16 if draw.random() < 0.15 or "storage" in kind.config else 8
     max_num_seqs = draw.choice([1, 4, 8, *13 * [256]])
     # with few sequences, only a small pool causes contention
-    num_blocks = draw.choice([least, *2 * [draw.randint(least, most if max_num_seqs > 8 else least)]])
+    num_blocks = draw.choice(
+        [least, *2 * [draw.randint(least, most if max_num_seqs > 8 else least)]]
+    )
+    drafts = random.Random(f"drafts {seed} {number}")
     config = PagedConfig(
+        **kind.config,
+        speculation="ngram" if kind.has_drafts and drafts.random() < 0.25 else None,
         block_size=size,
         num_blocks=max(num_blocks * 8 // size, 4),
         prefix_caching=draw.random() < 0.8,
@@ -74,15 +136,17 @@ def draw_run(seed: int, number: int) -> Run:
         seed,
         number,
         name,
-        lora=number % 5 != 4,
+        lora=kind.has_adapters and number % 5 != 4,
         config=config,
         in_flight=draw.choice([12, 16, 24]),
         num_engines=2 if draw.random() < 0.15 else 1,
-        captured=draw.random() < 0.15,
+        captured=draw.random() < 0.15 and kind.is_packed,
+        tier=config.prefix_caching and drafts.random() < 0.4,
+        assisted=kind.has_drafts and drafts.random() < 0.3,
     )
 
 
-# --------------------------------------------------------------------------------------------------- the catalogue
+# ---------------------------------------------------------------------------------- the catalogue
 
 
 class NoRepeats(LogitsProcessor):
@@ -110,6 +174,11 @@ class Wanted:
         return self.options.get("num_beams", 1) > 1
 
     @property
+    def is_greedy(self) -> bool:
+        """Whether drafts change none of its tokens."""
+        return not self.is_beams and not self.options["do_sample"]
+
+    @property
     def processors(self) -> list[LogitsProcessor] | None:
         """New instances of its custom processors."""
         return [NoRepeats()] if self.has_processor else None
@@ -121,16 +190,33 @@ def draw_options(draw: random.Random) -> dict[str, Any]:
         "do_sample": False,
         "max_new_tokens": draw.choice([draw.randint(1, 8), *3 * [draw.randint(12, 32)]]),
     }
-    kind = draw.choice(["greedy", "greedy", "sample", "sample", "samples", "samples", "beams", "beams", "beam_sample"])
+    kind = draw.choice(
+        [
+            "greedy",
+            "greedy",
+            "sample",
+            "sample",
+            "samples",
+            "samples",
+            "beams",
+            "beams",
+            "beam_sample",
+        ]
+    )
     if kind in ("sample", "samples", "beam_sample"):
         options["do_sample"] = True
-        options |= draw.choice([{}, {"temperature": 1.3, "top_k": 30, "top_p": 0.9}, {"top_k": 0, "min_p": 0.02}])
+        options |= draw.choice(
+            [{}, {"temperature": 1.3, "top_k": 30, "top_p": 0.9}, {"top_k": 0, "min_p": 0.02}]
+        )
     if kind == "samples":
         options["num_return_sequences"] = draw.randint(2, 4)
     if kind in ("beams", "beam_sample"):
         beams = draw.randint(2, 4)
         options |= {"num_beams": beams, "num_return_sequences": draw.randint(1, beams)}
-        options |= {"early_stopping": draw.choice([True, False]), "length_penalty": draw.choice([0.7, 1.0])}
+        options |= {
+            "early_stopping": draw.choice([True, False]),
+            "length_penalty": draw.choice([0.7, 1.0]),
+        }
     if kind == "beam_sample":  # as many candidates as transformers draws
         options |= {"top_k": 0, "top_p": 1.0, "eos_token_id": MANY_ENDS[:3]}
     elif draw.random() < 0.5:
@@ -143,13 +229,15 @@ def draw_options(draw: random.Random) -> dict[str, Any]:
         options["bad_words_ids"] = [[7], [9, 11]]
     if draw.random() < 0.25:  # two letters often span two tokens
         options["stop_strings"] = draw.choice([["ba", "te", "n d"], ["la", "so", "ku", "ri"]])
-        if kind not in ("greedy", "sample"):  # rows that ended without a match continue until all have ended
+        if kind not in ("greedy", "sample"):
+            # rows that ended without a match continue until all have ended
             options.setdefault("eos_token_id", MANY_ENDS[:4])
     return options
 
 
 def draw_prompt(draw: random.Random, known: list[Wanted]) -> list[int]:
-    """A prompt: random, or with a shared prefix, or with an earlier request and its answer as prefix."""
+    """A prompt: random, or with a shared prefix, or with an earlier request and its answer as
+    prefix."""
     tail = prompts(draw.randint(1, 12), seed=draw.randrange(30))[0]
     kind = draw.random()
     if kind < 0.6:
@@ -157,12 +245,14 @@ def draw_prompt(draw: random.Random, known: list[Wanted]) -> list[int]:
     if kind < 0.9 or not known:
         return (prompts(16, 24, seed=7)[draw.randrange(2)] + tail)[:MAX_PROMPT]
     first = draw.choice(known)
-    return ([token for token in first.prompt + first.rows[0] if token != models.PAD] + tail)[:MAX_PROMPT]
+    return ([token for token in first.prompt + first.rows[0] if token != models.PAD] + tail)[
+        :MAX_PROMPT
+    ]
 
 
 @functools.cache
 def catalogue(seed: int, name: str, lora: bool, count: int = CATALOGUE) -> list[Wanted]:
-    """Requests with the tokens of plain `generate`, computed by a separate model."""
+    """Requests with their tokens alone, computed by a separate model."""
     draw = random.Random(f"catalogue {seed} {name} {lora}")
     model = build(name, lora)
     found: list[Wanted] = []
@@ -174,15 +264,29 @@ def catalogue(seed: int, name: str, lora: bool, count: int = CATALOGUE) -> list[
         adapters = draw.sample(names, draw.randint(1, 3)) if lora else [None]
         for adapter in adapters:
             wanted = Wanted(prompt, options, adapter, seed, has_processor, [])
-            wanted.rows.extend(plain(model, wanted))
+            wanted.rows.extend(
+                plain(model, wanted, **({} if KINDS[name].is_exact else paged(name)))
+            )
             found.append(wanted)
     return found
 
 
 def build(name: str, lora: bool) -> Any:
     """A new model; the same weights every time."""
-    model = models.build(name, **LAYERS[name])
+    model = models.build(KINDS[name].model, **KINDS[name].layers)
     return lora_model(model, target_modules=["q_proj", "v_proj"]) if lora else model
+
+
+def build_assistant(name: str) -> Any:
+    """A model that drafts: one of this kind with other weights, or, as states cannot go back there,
+    a Llama."""
+    return models.with_noise(build(name if KINDS[name].is_packed else "llama", False))
+
+
+def paged(name: str) -> dict[str, Any]:
+    """Arguments of a paged `generate` call in memory of this kind."""
+    config = {"block_size": models.BLOCK_SIZE, **KINDS[name].config}
+    return {"cache_implementation": "paged", "cache_config": config}
 
 
 def plain(model: Any, wanted: Wanted, **arguments: Any) -> list[list[int]]:

@@ -1,7 +1,8 @@
 """Tiny real models and a tiny real tokenizer, built from configs with fixed random weights.
 
-Weights are drawn so that logits are well spread (standard deviation about 3 over 128 tokens): rounding never decides a
-greedy choice or a beam, and a token changes if attention reads one wrong key.
+Weights are drawn so that logits are well spread (standard deviation about 3 over 128 tokens):
+rounding never decides a greedy choice or a beam, and a token changes if attention reads one wrong
+key.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ WINDOW = 8  # tokens; every test goes well past it
 BLOCK_SIZE = 8  # tokens; small, so that a short test uses several blocks
 BEFORE_5_24 = version.parse(transformers.__version__) < version.parse("5.24")
 BEFORE_5_18 = version.parse(transformers.__version__) < version.parse("5.18")
-PAGED: dict[str, Any] = {"cache_implementation": "paged", "cache_config": {"block_size": BLOCK_SIZE}}
+PAGED: dict[str, Any] = {
+    "cache_implementation": "paged",
+    "cache_config": {"block_size": BLOCK_SIZE},
+}
 # by the modules' own forwards, without replays
 UNRECORDED: dict[str, Any] = {
     "cache_implementation": "paged",
@@ -46,7 +50,8 @@ _DECODER = {
     "bos_token_id": BOS,
     "eos_token_id": None,
 }
-_EAGER = {"attn_implementation": "eager"}  # on transformers 5.17 the default, SDPA, drops the softcap
+# on transformers 5.17 the default, SDPA, drops the softcap
+_EAGER = {"attn_implementation": "eager"}
 _SEQ2SEQ = {
     "vocab_size": VOCAB_SIZE,
     "tie_word_embeddings": False,  # a tied random model repeats its last token forever
@@ -70,7 +75,11 @@ _BART_LAYERS = {
 CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {**_DECODER, **_HEADS}),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {**_DECODER, **_HEADS}),
-    "mistral": ("MistralConfig", "MistralForCausalLM", {**_DECODER, **_HEADS, "sliding_window": WINDOW}),
+    "mistral": (
+        "MistralConfig",
+        "MistralForCausalLM",
+        {**_DECODER, **_HEADS, "sliding_window": WINDOW},
+    ),
     "gemma2": (
         "Gemma2Config",
         "Gemma2ForCausalLM",
@@ -101,7 +110,11 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
     ),
-    "phi3": ("Phi3Config", "Phi3ForCausalLM", {**_DECODER, "num_attention_heads": 4, "num_key_value_heads": 2}),
+    "phi3": (
+        "Phi3Config",
+        "Phi3ForCausalLM",
+        {**_DECODER, "num_attention_heads": 4, "num_key_value_heads": 2},
+    ),
     "gpt2": (
         "GPT2Config",
         "GPT2LMHeadModel",
@@ -212,17 +225,21 @@ def build(name: str, seed: int | None = None, **overrides: Any) -> PreTrainedMod
 
 @torch.no_grad()
 def init_weights(model: torch.nn.Module, seed: int) -> None:
-    """Redraws every parameter so that activations keep unit scale, attention is peaked and logits are spread."""
+    """Redraws every parameter so that activations keep unit scale, attention is peaked and logits
+    are spread."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(parameter: torch.Tensor, std: float, mean: float = 0.0) -> None:
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * std + mean)
 
-    # T5 ties input and output embeddings whatever its config says; smaller embeddings keep the logits in range.
+    # T5 ties input and output embeddings whatever its config says; smaller embeddings keep the
+    # logits in range.
     tied = model.get_output_embeddings().weight if model.config.tie_word_embeddings else None
     for name, parameter in model.named_parameters():
         leaf = name.rsplit(".", 2)[-2] if "." in name else name
-        if "norm" in name or name.endswith(("ln_1.weight", "ln_2.weight", "ln_f.weight", "layer_norm.weight")):
+        if "norm" in name or name.endswith(
+            ("ln_1.weight", "ln_2.weight", "ln_f.weight", "layer_norm.weight")
+        ):
             # Gemma multiplies by (1 + weight), and so does Qwen3-Next outside of its linear layers.
             zero_centred = "gemma" in model.config.model_type or (
                 model.config.model_type == "qwen3_next" and "linear_attn" not in name
@@ -235,8 +252,13 @@ def init_weights(model: torch.nn.Module, seed: int) -> None:
         elif isinstance(model.get_submodule(name.rsplit(".", 1)[0]), torch.nn.Embedding):
             draw(parameter, 0.35 if parameter is tied else 1.0)
         else:
-            # Experts are stored [experts, in, out]; GPT-2's Conv1D is [in, out]; Linear is [out, in].
-            fan_in = parameter.shape[-2] if parameter.ndim == 3 or leaf.startswith("c_") else parameter[0].numel()
+            # Experts are stored [experts, in, out]; GPT-2's Conv1D is [in, out]; Linear is [out,
+            # in].
+            fan_in = (
+                parameter.shape[-2]
+                if parameter.ndim == 3 or leaf.startswith("c_")
+                else parameter[0].numel()
+            )
             gain = 1.5 if leaf in ("q", "k", "q_proj", "k_proj", "qkv_proj", "c_attn") else 1.2
             if model.config.model_type == "t5" and leaf in ("q", "k"):
                 gain = 1.0  # T5 does not divide scores by sqrt(head_dim)
@@ -251,12 +273,21 @@ def init_weights(model: torch.nn.Module, seed: int) -> None:
 
 @functools.cache
 def get(name: str) -> PreTrainedModel:
-    """The session's shared model of this name, loaded from safetensors. Tests must not change it."""
+    """The session's shared model of this name, loaded from safetensors. Tests must not change
+    it."""
     model = build(name)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         implementation = CONFIGS[name][2].get("attn_implementation")
         return type(model).from_pretrained(folder, attn_implementation=implementation).eval()
+
+
+def put(value: Any, device: torch.device) -> Any:
+    """Inputs on the device, or a model there: the model itself on the CPU, else a copy, since tests
+    share models."""
+    if isinstance(value, torch.nn.Module):
+        return value if device.type == "cpu" else copy.deepcopy(value).to(device)
+    return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in value.items()}
 
 
 @functools.cache
@@ -270,19 +301,25 @@ def get_eager(name: str) -> PreTrainedModel:
 @functools.cache
 def get_assistant(name: str) -> PreTrainedModel:
     """The same model with noise on its weights: its drafts are accepted often, not always."""
-    assistant = copy.deepcopy(get(name))
+    return with_noise(copy.deepcopy(get(name)))
+
+
+def with_noise(model: PreTrainedModel) -> PreTrainedModel:
+    """Changes each weight by about a tenth."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in assistant.parameters():
+        for parameter in model.parameters():
             parameter.mul_(1 + 0.1 * torch.randn(parameter.shape, generator=generator))
-    return assistant
+    return model
 
 
 def corpus() -> list[str]:
     """Sentences of made-up words, the same on every machine."""
     syllables = [first + last for first in "bcdfghklmnprstvwz" for last in "aeiou"]
     ends = ("", "x", "", "y", "", "j", "", "q")
-    words = [syllables[7 * k % 85] + syllables[(11 * k * k + 3) % 85] + ends[k % 8] for k in range(400)]
+    words = [
+        syllables[7 * k % 85] + syllables[(11 * k * k + 3) % 85] + ends[k % 8] for k in range(400)
+    ]
     return [" ".join(words[start : start + 8]) for start in range(0, len(words), 8)]
 
 
@@ -317,7 +354,9 @@ def token_ids(batch_size: int, length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(FIRST_WORD, VOCAB_SIZE, (batch_size, length), generator=generator)
 
 
-def prompt(name: str, batch_size: int = 3, length: int = 13, seed: int = 0) -> dict[str, torch.Tensor]:
+def prompt(
+    name: str, batch_size: int = 3, length: int = 13, seed: int = 0
+) -> dict[str, torch.Tensor]:
     """Inputs of `generate` without padding."""
     if name == "whisper":
         cfg = config(name)
@@ -328,14 +367,20 @@ def prompt(name: str, batch_size: int = 3, length: int = 13, seed: int = 0) -> d
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def padded_prompt(name: str, lengths: tuple[int, ...] = (13, 4, 9), seed: int = 0) -> dict[str, torch.Tensor]:
+def padded_prompt(
+    name: str, lengths: tuple[int, ...] = (13, 4, 9), seed: int = 0
+) -> dict[str, torch.Tensor]:
     """Inputs of `generate` with several lengths in tokens, left-padded."""
     inputs = prompt(name, len(lengths), max(lengths), seed)
     if name == "whisper":
         # Audio has one length; the decoder prompt is ragged.
         ids = token_ids(len(lengths), max(lengths), seed)
         mask = _left_mask(lengths)
-        return {**inputs, "decoder_input_ids": ids.masked_fill(mask == 0, PAD), "decoder_attention_mask": mask}
+        return {
+            **inputs,
+            "decoder_input_ids": ids.masked_fill(mask == 0, PAD),
+            "decoder_attention_mask": mask,
+        }
     mask = _left_mask(lengths)
     return {"input_ids": inputs["input_ids"].masked_fill(mask == 0, PAD), "attention_mask": mask}
 

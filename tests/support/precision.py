@@ -1,11 +1,16 @@
-"""Settings of torch that choose how products of float32 are computed, and their restoration."""
+"""Settings of torch that choose how products of float32 are computed, their restoration, and such
+products."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 Setter = Callable[[], None]
 
@@ -43,7 +48,8 @@ def default_precision() -> Iterator[None]:
 
 
 def _reset() -> None:
-    torch.set_float32_matmul_precision("highest")  # writes the settings by backend, so it comes first
+    # writes the settings by backend, so it comes first
+    torch.set_float32_matmul_precision("highest")
     backends = torch.backends
     for owner in (backends, backends.cudnn, backends.cuda.matmul, backends.mkldnn.matmul):
         _set(owner, "none")()
@@ -51,3 +57,30 @@ def _reset() -> None:
         _set(owner, "none")()
     for owner in (backends.cudnn.conv, backends.cudnn.rnn):
         _set(owner, "tf32")()
+
+
+class TensorFloats(TorchFunctionMode):
+    """Rounds float32 operands of PyTorch's products, and not of our kernels, to the 10 bits of
+    TF32."""
+
+    PRODUCTS = (
+        F.linear,
+        torch.matmul,
+        Tensor.matmul,
+        Tensor.__matmul__,
+        F.scaled_dot_product_attention,
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.PRODUCTS:
+            args = [self._rounded(x) if type(x) in (Tensor, nn.Parameter) else x for x in args]
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _rounded(x: Tensor) -> Tensor:
+        is_float32 = x.dtype == torch.float32
+        return (
+            ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+            if is_float32
+            else x
+        )

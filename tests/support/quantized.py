@@ -18,12 +18,15 @@ def round_states(states: Tensor, kv_dtype: str) -> Tensor:
 
 
 def round_caches(patch: pytest.MonkeyPatch, kv_dtype: str, shows_fresh: bool = False) -> None:
-    """Patches plain caches to round K/V from now on; a latent and its rotary key share a scale. With `shows_fresh` the
-    first forward of a layer sees its states unrounded, as when it attends to them directly."""
+    """Patches plain caches to round K/V from now on; a latent and its rotary key share a scale.
+    With `shows_fresh` the first forward of a layer sees its states unrounded, as when it attends to
+    them directly."""
     for cls in (DynamicLayer, DynamicSlidingWindowLayer):
         original = vars(cls)["update"]
 
-        def update(self: Any, keys: Tensor, values: Tensor, *args: Any, own: Any = original, **options: Any) -> Any:
+        def update(
+            self: Any, keys: Tensor, values: Tensor, *args: Any, own: Any = original, **options: Any
+        ) -> Any:
             fresh, begins = (keys, values), not self.is_initialized or not self.keys.numel()
             if keys.shape[1] == values.shape[1] == 1 and keys.shape[3] != values.shape[3]:
                 both = round_states(torch.cat((keys, values), -1), kv_dtype)

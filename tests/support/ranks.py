@@ -1,5 +1,5 @@
-"""Cases that two processes run together, each with a shard of one model. `run` starts them under torchrun and returns
-the results of each process. Run as a module, it is such a process."""
+"""Cases that two processes run together, each with a shard of one model. `run` starts them under
+torchrun and returns the results of each process. Run as a module, it is such a process."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,9 +28,11 @@ from hf_paged.batching.execution import adapter_files
 from hf_paged.batching.execution.adapters import AdapterError
 from tests.support import models
 from tests.support.engine_helpers import MANY_ENDS
+from tests.support.prices import fix_prices
 
 BLOCK_SIZE = models.BLOCK_SIZE
-SHORT = {"block_size": BLOCK_SIZE, "num_blocks": 14, "prefix_caching": False}  # fits two of four prompts at a time
+# fits two of four prompts at a time
+SHORT = {"block_size": BLOCK_SIZE, "num_blocks": 14, "prefix_caching": False}
 PROMPTS = [models.token_ids(1, length, seed=length)[0].tolist() for length in (5, 11, 19, 30)]
 SHARED = models.token_ids(1, 4 * BLOCK_SIZE, seed=7)[0].tolist()
 REPEATING = [(prompt * 4)[: 3 * len(prompt) + 2] for prompt in PROMPTS]  # whose n-grams give drafts
@@ -39,7 +42,12 @@ ONE_ROW: dict[str, dict[str, Any]] = {
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False, "max_new_tokens": 12},
-    "samples": {"do_sample": True, "max_new_tokens": 10, "num_return_sequences": 3, "eos_token_id": MANY_ENDS},
+    "samples": {
+        "do_sample": True,
+        "max_new_tokens": 10,
+        "num_return_sequences": 3,
+        "eos_token_id": MANY_ENDS,
+    },
     "beams": {"do_sample": False, "max_new_tokens": 10, "num_beams": 4, "num_return_sequences": 2},
 }
 
@@ -62,12 +70,17 @@ def led(model: Any, config: Any, work: Callable[[PagedEngine], Any]) -> Any:
     return found
 
 
-def plain(model: Any, prompt: list[int], options: dict[str, Any], seed: int = 0, **more: Any) -> list[list[int]]:
+def plain(
+    model: Any, prompt: list[int], options: dict[str, Any], seed: int = 0, **more: Any
+) -> list[list[int]]:
     ids = torch.tensor([prompt])
     torch.manual_seed(seed)
     out = model.generate(ids, attention_mask=torch.ones_like(ids), **options, **more)
     ends = options.get("eos_token_id", [])
-    counts = [next((n for n, token in enumerate(row, 1) if token in ends), len(row)) for row in out[:, len(prompt) :]]
+    counts = [
+        next((n for n, token in enumerate(row, 1) if token in ends), len(row))
+        for row in out[:, len(prompt) :]
+    ]
     return [row[:count] for row, count in zip(out[:, len(prompt) :].tolist(), counts)]
 
 
@@ -78,16 +91,20 @@ def tokens_of(results: list[hf_paged.RequestResult]) -> list[list[list[int]]]:
     return [[sequence.token_ids for sequence in result.sequences] for result in results]
 
 
-# -- cases: functions of a model's shard with a JSON result -----------------------------------------------------
+# -- cases: functions of a model's shard with a JSON result --------------------------------------
 
 
 def plain_calls(model: Any) -> Any:
-    return {name: [plain(model, prompt, options) for prompt in PROMPTS] for name, options in OPTIONS.items()}
+    return {
+        name: [plain(model, prompt, options) for prompt in PROMPTS]
+        for name, options in OPTIONS.items()
+    }
 
 
 def paged_calls(model: Any) -> Any:
     found: dict[str, Any] = {
-        name: [plain(model, prompt, options, **models.PAGED) for prompt in PROMPTS] for name, options in OPTIONS.items()
+        name: [plain(model, prompt, options, **models.PAGED) for prompt in PROMPTS]
+        for name, options in OPTIONS.items()
     }
     found["road"] = hf_paged.last_route(model).road
     found["reason"] = hf_paged.last_route(model).reason
@@ -97,7 +114,10 @@ def paged_calls(model: Any) -> Any:
 
 def engine_calls(model: Any) -> Any:
     def work(engine: PagedEngine) -> Any:
-        found = {name: tokens_of(engine.generate(PROMPTS, options, seed=0)) for name, options in OPTIONS.items()}
+        found = {
+            name: tokens_of(engine.generate(PROMPTS, options, seed=[0] * len(PROMPTS)))
+            for name, options in OPTIONS.items()
+        }
         return {**found, "route": engine.route.reason, "used": engine.stats().used_blocks}
 
     return led(model, {"block_size": BLOCK_SIZE}, work)
@@ -106,23 +126,34 @@ def engine_calls(model: Any) -> Any:
 def preempted(model: Any) -> Any:
     """Two of four prompts fit: each preemption method, on an engine and in `generate`."""
     found: dict[str, Any] = {}
-    # no two logits of a greedy step are nearer than 0.01: a shard's sums are rounded otherwise than a whole product's
-    prompts = [models.token_ids(1, len(prompt), seed=26 + len(prompt))[0].tolist() for prompt in PROMPTS]
+    # no two logits of a greedy step are nearer than 0.01: a shard's sums are rounded otherwise than
+    # a whole product's
+    prompts = [
+        models.token_ids(1, len(prompt), seed=26 + len(prompt))[0].tolist() for prompt in PROMPTS
+    ]
     ids = torch.tensor([prompt[:5] for prompt in prompts])
     options = {"do_sample": False, "max_new_tokens": 30}
     found["plain"] = [plain(model, prompt, options)[0] for prompt in prompts]
-    found["plain rows"] = model.generate(ids, attention_mask=torch.ones_like(ids), **options).tolist()
+    found["plain rows"] = model.generate(
+        ids, attention_mask=torch.ones_like(ids), **options
+    ).tolist()
     for how in ("recompute", "swap", "auto"):
 
         def work(engine: PagedEngine) -> Any:
             tokens = [rows[0] for rows in tokens_of(engine.generate(prompts, options))]
             stats = engine.stats()
-            return {"tokens": tokens, "preemptions": stats.num_preemptions, "swaps": stats.num_swaps}
+            return {
+                "tokens": tokens,
+                "preemptions": stats.num_preemptions,
+                "swaps": stats.num_swaps,
+            }
 
         found[how] = led(model, {**SHORT, "preemption": how}, work)
         config = {**SHORT, "preemption": how}
         paged = {"cache_implementation": "paged", "cache_config": config}
-        found[f"{how} rows"] = model.generate(ids, attention_mask=torch.ones_like(ids), **options, **paged).tolist()
+        found[f"{how} rows"] = model.generate(
+            ids, attention_mask=torch.ones_like(ids), **options, **paged
+        ).tolist()
     return found
 
 
@@ -140,7 +171,9 @@ def prefix_hits(model: Any) -> Any:
     found["generate"] = [plain(model, prompt, options, **models.PAGED)[0] for prompt in prompts]
     change_one_shard(model)
     found["plain after"] = [plain(model, prompt, options)[0] for prompt in prompts]
-    found["generate after"] = [plain(model, prompt, options, **models.PAGED)[0] for prompt in prompts]
+    found["generate after"] = [
+        plain(model, prompt, options, **models.PAGED)[0] for prompt in prompts
+    ]
     return found
 
 
@@ -197,10 +230,15 @@ def random_requests(model: Any, count: int = 500) -> Any:
     chance = random.Random(0)
     cases = []
     for number in range(count):
-        prompt = [chance.randrange(models.FIRST_WORD, models.VOCAB_SIZE) for _ in range(chance.randrange(1, 40))]
+        prompt = [
+            chance.randrange(models.FIRST_WORD, models.VOCAB_SIZE)
+            for _ in range(chance.randrange(1, 40))
+        ]
         if chance.random() < 0.3:
             prompt = SHARED[: chance.randrange(1, len(SHARED))] + prompt
-        options = dict(OPTIONS[chance.choice(list(OPTIONS))], max_new_tokens=chance.randrange(1, 20))
+        options = dict(
+            OPTIONS[chance.choice(list(OPTIONS))], max_new_tokens=chance.randrange(1, 20)
+        )
         cases.append((f"r{number}", prompt, options, number))
     cancelled = set(chance.sample(range(count), count // 20))
 
@@ -210,7 +248,9 @@ def random_requests(model: Any, count: int = 500) -> Any:
             for _ in range(chance.randrange(0, 6)):
                 if left:
                     number, (name, prompt, options, seed) = left.pop(0)
-                    engine.add_request(prompt, options, request_id=name, seed=seed, priority=number % 3)
+                    engine.add_request(
+                        prompt, options, request_id=name, seed=seed, priority=number % 3
+                    )
                     if number in cancelled:
                         engine.cancel(name)
             for output in engine.step():
@@ -219,7 +259,12 @@ def random_requests(model: Any, count: int = 500) -> Any:
         stats = engine.stats()
         return {"tokens": found, "preemptions": stats.num_preemptions, "swaps": stats.num_swaps}
 
-    config = {"block_size": BLOCK_SIZE, "num_blocks": 60, "max_num_batched_tokens": 64, "max_num_seqs": 24}
+    config = {
+        "block_size": BLOCK_SIZE,
+        "num_blocks": 60,
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 24,
+    }
     found = led(model, PagedConfig(**config), work)
     expected = {
         name: plain(model, prompt, options, seed)
@@ -233,7 +278,9 @@ def slow_rank(model: Any) -> Any:
     """The second process delays each forward by 50 ms."""
     if dist.get_rank():
         forward = model.model.forward
-        model.model.forward = lambda *args, **kwargs: (time.sleep(0.05), forward(*args, **kwargs))[1]
+        model.model.forward = lambda *args, **kwargs: (time.sleep(0.05), forward(*args, **kwargs))[
+            1
+        ]
     try:
         return engine_calls(model)
     finally:
@@ -241,28 +288,46 @@ def slow_rank(model: Any) -> Any:
             del model.model.forward
 
 
+def outlive() -> None:
+    """From here on this process reports what it finds: torchrun ends it as soon as it has seen the
+    other one end, which may be before this one has."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 def killed(model: Any) -> Any:
     """The second process exits in the middle of a forward."""
-    start = time.perf_counter()
+    outlive()
     if dist.get_rank():
         forward, count = model.model.forward, iter(range(1000))
-        model.model.forward = lambda *args, **kwargs: os._exit(9) if next(count) == 40 else forward(*args, **kwargs)
+        model.model.forward = lambda *args, **kwargs: (
+            os._exit(9) if next(count) == 40 else forward(*args, **kwargs)
+        )
     try:
-        led(model, {"block_size": BLOCK_SIZE}, lambda engine: engine.generate(PROMPTS, {"max_new_tokens": 200}))
+        led(
+            model,
+            {"block_size": BLOCK_SIZE},
+            lambda engine: engine.generate(PROMPTS, {"max_new_tokens": 200}),
+        )
     except hf_paged.RankLostError as error:
-        return {"error": str(error), "seconds": time.perf_counter() - start}
+        return {"error": str(error)}
     return None
 
 
 def killed_leader(model: Any) -> Any:
-    start = time.perf_counter()
+    outlive()
     if not dist.get_rank():
         forward, count = model.model.forward, iter(range(1000))
-        model.model.forward = lambda *args, **kwargs: os._exit(9) if next(count) == 40 else forward(*args, **kwargs)
+        model.model.forward = lambda *args, **kwargs: (
+            os._exit(9) if next(count) == 40 else forward(*args, **kwargs)
+        )
     try:
-        led(model, {"block_size": BLOCK_SIZE}, lambda engine: engine.generate(PROMPTS, {"max_new_tokens": 200}))
+        led(
+            model,
+            {"block_size": BLOCK_SIZE},
+            lambda engine: engine.generate(PROMPTS, {"max_new_tokens": 200}),
+        )
     except hf_paged.RankLostError as error:
-        return {"error": str(error), "seconds": time.perf_counter() - start}
+        return {"error": str(error)}
     return None
 
 
@@ -326,7 +391,9 @@ def other_seeds(model: Any) -> Any:
     ids = torch.tensor([PROMPTS[0]])
     torch.manual_seed(dist.get_rank())
     try:
-        model.generate(ids, attention_mask=torch.ones_like(ids), **{**OPTIONS["samples"], **models.PAGED})
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), **{**OPTIONS["samples"], **models.PAGED}
+        )
     except hf_paged.RankLostError as error:
         return str(error)
     return None
@@ -343,7 +410,11 @@ def failing_forward(model: Any) -> Any:
         fails[0] = True
         error = repr(engine.generate([PROMPTS[1]], OPTIONS["greedy"])[0].error)
         fails[0] = False
-        return {"first": first, "error": error, "then": tokens_of(engine.generate([PROMPTS[0]], OPTIONS["greedy"]))}
+        return {
+            "first": first,
+            "error": error,
+            "then": tokens_of(engine.generate([PROMPTS[0]], OPTIONS["greedy"])),
+        }
 
     own, fails = model.lm_head.forward, [False]
 
@@ -359,7 +430,7 @@ def failing_forward(model: Any) -> Any:
         model.lm_head.forward = own
 
 
-# -- adapters ---------------------------------------------------------------------------------------------------------
+# -- adapters ------------------------------------------------------------------------------------
 
 
 def folders() -> list[str]:
@@ -367,7 +438,8 @@ def folders() -> list[str]:
     return sorted(str(path) for path in Path(sys.argv[1], "adapters").iterdir() if path.is_dir())
 
 
-HEADED = 1  # index of the adapter that also covers the head: PEFT (0.21) cannot load it on a sharded head
+# index of the adapter that also covers the head: PEFT (0.21) cannot load it on a sharded head
+HEADED = 1
 
 
 @functools.cache
@@ -391,10 +463,19 @@ def rows_of_adapters(engine: PagedEngine, adapters: list[str]) -> dict[str, Any]
     runner, num_rows = engine._core.get_loop().executor.runner, list[int]()
     run = runner.run
     runner.run = lambda items, *rest: (num_rows.append(len(items)), run(items, *rest))[1]
-    calls = [(adapter, name, number) for adapter in adapters for name in OPTIONS for number in range(len(PROMPTS))]
+    calls = [
+        (adapter, name, number)
+        for adapter in adapters
+        for name in OPTIONS
+        for number in range(len(PROMPTS))
+    ]
     for adapter, name, number in calls:
         engine.add_request(
-            PROMPTS[number], OPTIONS[name], request_id=f"{adapter} {name} {number}", adapter=adapter, seed=0
+            PROMPTS[number],
+            OPTIONS[name],
+            request_id=f"{adapter} {name} {number}",
+            adapter=adapter,
+            seed=0,
         )
     results: dict[str, Any] = {}
     while engine.has_unfinished:
@@ -415,8 +496,8 @@ def rows_of_adapters(engine: PagedEngine, adapters: list[str]) -> dict[str, Any]
 
 
 def adapter_folders(model: Any) -> Any:
-    """Requests with adapters in folders and without, twice; with room for few adapters; with one that the second
-    process cannot read."""
+    """Requests with adapters in folders and without, twice; with room for few adapters; with one
+    that the second process cannot read."""
     names = [*folders(), "__base__"]
     found: dict[str, Any] = {}
 
@@ -432,7 +513,9 @@ def adapter_folders(model: Any) -> Any:
         return {"tokens": tokens, "evictions": engine.stats().num_adapter_evictions}
 
     found["together"] = led(model, {"block_size": BLOCK_SIZE}, twice)
-    found["short"] = led(model, {"block_size": BLOCK_SIZE, "num_blocks": 16, "prefix_caching": False}, one_by_one)
+    found["short"] = led(
+        model, {"block_size": BLOCK_SIZE, "num_blocks": 16, "prefix_caching": False}, one_by_one
+    )
     load = adapter_files.load_adapter
 
     def fail(model: Any, file: Any) -> Any:
@@ -461,7 +544,8 @@ def rows_by_names(model: Any, names: list[str], **more: Any) -> Any:
 
 
 def own_adapters(model: Any) -> Any:
-    """Requests with the model's loaded adapters, by name; `adapter_names` of `generate` in each process."""
+    """Requests with the model's loaded adapters, by name; `adapter_names` of `generate` in each
+    process."""
     made = with_adapters(model)
     names = [*made.peft_config, "__base__"]
     found: dict[str, Any] = {"plain": []}
@@ -471,18 +555,25 @@ def own_adapters(model: Any) -> Any:
                 made.set_adapter(name)
             found["plain"].append(plain_calls(made))
     made.set_adapter("a0")
-    found["engine"] = led(made, {"block_size": BLOCK_SIZE}, lambda engine: rows_of_adapters(engine, names))
+    found["engine"] = led(
+        made, {"block_size": BLOCK_SIZE}, lambda engine: rows_of_adapters(engine, names)
+    )
     found["rows"] = rows_by_names(made, names, **models.PAGED)
     found["road"] = hf_paged.last_route(model).road
     return found
 
 
 def drafts(model: Any) -> Any:
-    """Rows with n-gram drafts, or drafts of a smaller model in process 0; last, n-gram drafts with adapters."""
+    """Rows with n-gram drafts, or drafts of a smaller model in process 0; last, n-gram drafts with
+    adapters."""
     found: dict[str, Any] = {}
 
     def work(engine: PagedEngine, **more: Any) -> Any:
-        tokens = {name: tokens_of(engine.generate(REPEATING, each, seed=0, **more)) for name, each in ONE_ROW.items()}
+        more["seed"] = [0] * len(REPEATING)
+        tokens = {
+            name: tokens_of(engine.generate(REPEATING, each, **more))
+            for name, each in ONE_ROW.items()
+        }
         return {**tokens, "accepted": engine.stats().num_accepted_tokens}
 
     def assisted(engine: PagedEngine) -> Any:
@@ -501,7 +592,16 @@ def drafts(model: Any) -> Any:
 CASES: dict[str, Callable[[Any], Any]] = {
     each.__name__: each
     for each in (
-        *(plain_calls, paged_calls, engine_calls, preempted, prefix_hits, changed_weights, memory, random_requests),
+        *(
+            plain_calls,
+            paged_calls,
+            engine_calls,
+            preempted,
+            prefix_hits,
+            changed_weights,
+            memory,
+            random_requests,
+        ),
         *(slow_rank, killed, killed_leader, refusals, other_seeds, failing_forward),
         *(adapter_folders, own_adapters, drafts, uneven_heads),
     )
@@ -511,18 +611,26 @@ CASES: dict[str, Callable[[Any], Any]] = {
 def run(
     model: Any, *cases: str, world_size: int = 2, timeout: float = 300.0, adapters: Any = None
 ) -> list[dict[str, Any]]:
-    """Results of each process for these cases, by name; a case that a process did not finish is missing. The adapters
-    of the PEFT model `adapters` are saved for the cases (`folders`)."""
+    """Results of each process for these cases, by name; a case that a process did not finish is
+    missing. The adapters of the PEFT model `adapters` are saved for the cases (`folders`)."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         if adapters is not None:
             adapters.save_pretrained(Path(folder, "adapters"), save_embedding_layers=False)
         command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"),
+            *(
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                f"--nproc_per_node={world_size}",
+            ),
             *("-m", "tests.support.ranks", folder, *cases),
         ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=timeout
+        )
         found = []
         for rank in range(world_size):
             path = Path(folder, f"{rank}.json")
@@ -535,6 +643,7 @@ def run(
 def main() -> None:
     folder, *names = sys.argv[1:]
     torch.set_num_threads(1)
+    fix_prices()
     model = load(folder)
     model.generation_config = GenerationConfig(**model.generation_config.to_dict())
     found: dict[str, Any] = {}

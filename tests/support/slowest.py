@@ -1,7 +1,9 @@
-"""Selects the tests that a plain run leaves out beside those marked `slow`: `python -m tests.support.slowest`.
+"""Selects the tests that a plain run leaves out beside those marked `slow`: `python -m
+tests.support.slowest`.
 
-Runs the tests without that mark on a quiet machine; writes the slowest to `tests/slow.txt`, until the others fit into
-the seconds of a plain run.
+Runs the tests without that mark on a quiet machine; writes the slowest to `tests/slow.txt`, until
+the others fit into the seconds of a plain run. Of the tests that a plain run leaves out, `.ci/run`
+runs a fourth of each function's parameters, at least one; `.ci/full` runs all.
 """
 
 from __future__ import annotations
@@ -10,18 +12,35 @@ import argparse
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[2]
 LIST = ROOT / "tests" / "slow.txt"
 SECONDS, WORKERS = 240.0, 2  # for tests alone: workers first start and collect
+SHARE = 4
 
 
 def read() -> frozenset[str]:
     """Reads pytest's node ids."""
     return frozenset(LIST.read_text().splitlines())
+
+
+def left_to_full(names: Iterable[str]) -> set[str]:
+    """Of slow tests, those that only `.ci/full` runs: of each function's parameters all but every
+    fourth, in an order that does not follow the grid's, so that each value of each dimension has a
+    chance."""
+    functions: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        functions[name.partition("[")[0]].append(name)
+    left = set[str]()
+    for parameters in functions.values():
+        parameters.sort(key=lambda name: zlib.crc32(name.encode()))
+        left.update(name for number, name in enumerate(parameters) if number % SHARE)
+    return left
 
 
 def choose(times: dict[str, float], seconds: float) -> list[str]:
@@ -37,7 +56,10 @@ def choose(times: dict[str, float], seconds: float) -> list[str]:
 def times_of(report: Path) -> dict[str, float]:
     """Seconds of each test of pytest's XML, those of its fixtures included, by node id."""
     cases = ElementTree.parse(report).getroot().iter("testcase")
-    return {node_id(case.attrib["classname"], case.attrib["name"]): float(case.attrib["time"]) for case in cases}
+    return {
+        node_id(case.attrib["classname"], case.attrib["name"]): float(case.attrib["time"])
+        for case in cases
+    }
 
 
 def node_id(path: str, name: str) -> str:
@@ -49,19 +71,32 @@ def node_id(path: str, name: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; leaves the list unchanged if a test fails."""
     parser = argparse.ArgumentParser(prog="python -m tests.support.slowest", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"of a plain run, {SECONDS:g} by default")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help=f"of a plain run, {SECONDS:g} by default"
+    )
     options = parser.parse_args(argv)
     before = LIST.read_text()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = ["-m", "pytest", "-n", str(WORKERS), "--dist", "worksteal", "--junitxml", str(report)]
+        command = [
+            "-m",
+            "pytest",
+            "-n",
+            str(WORKERS),
+            "--dist",
+            "worksteal",
+            "--junitxml",
+            str(report),
+        ]
         LIST.write_text("")
         try:
             code = subprocess.run([sys.executable, *command], cwd=ROOT).returncode
         finally:
             LIST.write_text(before)
         if report.exists():
-            LIST.write_text("".join(f"{name}\n" for name in choose(times_of(report), options.seconds * WORKERS)))
+            LIST.write_text(
+                "".join(f"{name}\n" for name in choose(times_of(report), options.seconds * WORKERS))
+            )
     return code
 
 

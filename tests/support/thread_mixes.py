@@ -15,7 +15,13 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from tests.support import models
@@ -27,7 +33,8 @@ BLOCK_SIZE = 8
 ENDS = list(range(30, 42))
 POISON = models.BOS  # a token outside of all checks
 
-# how often a model is drawn, and the layer groups in which a row takes blocks, plus one for its state slot
+# how often a model is drawn, and the layer groups in which a row takes blocks, plus one for its
+# state slot
 MODELS = {
     "llama": (6, 1),
     "gemma3": (3, 2),
@@ -54,7 +61,9 @@ def get_model(name: str) -> PreTrainedModel:
     if name in models.CONFIGS:
         model: Any = models.build(name)
     else:
-        model = build_diff_llama() if name == "diff_llama" else tiny_model(getattr(transformers, name))
+        model = (
+            build_diff_llama() if name == "diff_llama" else tiny_model(getattr(transformers, name))
+        )
     for config in (model.config, model.config.get_text_config(), model.generation_config):
         config.eos_token_id = None
     plain = model.get_input_embeddings()
@@ -121,10 +130,13 @@ def draw(seed: int, number: int) -> Mix:
     for thread in range(NUM_THREADS):
         count = rng.randint(1, 3)
         samples = rng.randrange(count) if thread == sampler else None
-        own = [draw_call(rng, f"{thread}/{index}", common, is_plain, samples == index) for index in range(count)]
+        own = [
+            draw_call(rng, f"{thread}/{index}", common, is_plain, samples == index)
+            for index in range(count)
+        ]
         if sampler is not None:
-            # the check of how the model can run, repeated for another dtype, restores torch's random state, even if
-            # another thread has drawn meanwhile
+            # the check of how the model can run, repeated for another dtype, restores torch's
+            # random state, even if another thread has drawn meanwhile
             own = [dataclasses.replace(call, is_autocast=False) for call in own]
         if thread == poisoned:
             own[0] = dataclasses.replace(own[0], is_poisoned=True)
@@ -132,15 +144,30 @@ def draw(seed: int, number: int) -> Mix:
     if has_budget:
         needed = max(call.num_needed(MODELS[model][1]) for own in calls for call in own)
         budget = {"num_blocks": round(needed * rng.uniform(1.0, 1.5))}
-        calls = [[dataclasses.replace(call, cache_config=call.cache_config | budget) for call in own] for own in calls]
+        calls = [
+            [dataclasses.replace(call, cache_config=call.cache_config | budget) for call in own]
+            for own in calls
+        ]
     in_main = rng.random() < 0.5
     interrupted = rng.randrange(len(calls[0])) if in_main and rng.random() < 0.7 else None
     delay = rng.uniform(0, 5) if rng.random() < 0.7 else 10 ** rng.uniform(-3, 0)
-    return Mix(model, tuple(map(tuple, calls)), in_main, interrupted, delay, rng.choice([0.005, 5e-4, 2e-5]))
+    return Mix(
+        model,
+        tuple(map(tuple, calls)),
+        in_main,
+        interrupted,
+        delay,
+        rng.choice([0.005, 5e-4, 2e-5]),
+    )
 
 
-def draw_call(rng: random.Random, owner: str, common: dict[str, Any], is_plain: bool, samples: bool) -> Call:
-    texts = [(rng.randrange(3), rng.choice([1, 5, 9, 17, 30, 47])) for _ in range(rng.choice([1, 1, 2, 3, 4]))]
+def draw_call(
+    rng: random.Random, owner: str, common: dict[str, Any], is_plain: bool, samples: bool
+) -> Call:
+    texts = [
+        (rng.randrange(3), rng.choice([1, 5, 9, 17, 30, 47]))
+        for _ in range(rng.choice([1, 1, 2, 3, 4]))
+    ]
     new_tokens = rng.choice([1, 5, 10, 16, 24])
     mode = "sampled" if samples else rng.choices(["greedy", "returned", "beams"], [7, 0.3, 3])[0]
     options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": mode == "sampled"}
@@ -173,7 +200,7 @@ def draw_call(rng: random.Random, owner: str, common: dict[str, Any], is_plain: 
     return Call(owner, tuple(texts), options, config, processor, criterion, streamer, *rest)
 
 
-# ------------------------------------------------------------------------------------------------------ code of callers
+# -------------------------------------------------------------------------------- code of callers
 
 
 class OwnError(RuntimeError):
@@ -219,7 +246,9 @@ class Criterion(StoppingCriteria):
 
 
 class Streamer(BaseStreamer):
-    def __init__(self, owner: str, raises_at: int | None = None, slow_at: int | None = None) -> None:
+    def __init__(
+        self, owner: str, raises_at: int | None = None, slow_at: int | None = None
+    ) -> None:
         self.owner, self.raises_at, self.slow_at = owner, raises_at, slow_at
         self.told: list[Any] = []
 
@@ -239,7 +268,8 @@ class Outcome:
     tokens: Tensor | None = None
     error: BaseException | None = None
     told: Any = None  # tokens passed to streamers
-    shown: list[tuple[Tensor, Tensor, bool]] = dataclasses.field(default_factory=list)  # passed to a processor
+    # passed to a processor
+    shown: list[tuple[Tensor, Tensor, bool]] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
 
     def __str__(self) -> str:
@@ -248,13 +278,19 @@ class Outcome:
         return "".join(traceback.format_exception(self.error))
 
 
-def play(model: PreTrainedModel, call: Call, is_paged: bool, around: Callable[..., Any] | None = None) -> Outcome:
+def play(
+    model: PreTrainedModel, call: Call, is_paged: bool, around: Callable[..., Any] | None = None
+) -> Outcome:
     """Runs a call. `around` runs a function, and may interrupt it."""
     width = max(length for _, length in call.texts)
-    rows = [models.token_ids(1, 60, seed=text)[0, :length].clamp(20, 99) for text, length in call.texts]
+    rows = [
+        models.token_ids(1, 60, seed=text)[0, :length].clamp(20, 99) for text, length in call.texts
+    ]
     if call.is_poisoned:
         rows[0][-1] = POISON
-    ids = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0), value=models.PAD) for row in rows])
+    ids = torch.stack(
+        [torch.nn.functional.pad(row, (width - len(row), 0), value=models.PAD) for row in rows]
+    )
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
     arguments: dict[str, Any] = dict(call.options)
     outcome = Outcome()
@@ -266,7 +302,9 @@ def play(model: PreTrainedModel, call: Call, is_paged: bool, around: Callable[..
         arguments["stopping_criteria"] = StoppingCriteriaList([Criterion(call)])
     if call.streamer is not None:
         kind, at = call.streamer
-        make = functools.partial(Streamer, call.owner, slow_at=at if kind == "slow" and is_paged else None)
+        make = functools.partial(
+            Streamer, call.owner, slow_at=at if kind == "slow" and is_paged else None
+        )
         if kind != "by row":
             streamer = arguments["streamer"] = make(raises_at=at if kind == "raises" else None)
         elif is_paged:  # transformers has no per-row streamers
@@ -297,5 +335,7 @@ def play(model: PreTrainedModel, call: Call, is_paged: bool, around: Callable[..
     outcome.seconds = time.perf_counter() - start
     outcome.shown = [] if processor is None else processor.shown
     if streamer is not None:
-        outcome.told = [each.told for each in streamer] if isinstance(streamer, list) else streamer.told
+        outcome.told = (
+            [each.told for each in streamer] if isinstance(streamer, list) else streamer.told
+        )
     return outcome

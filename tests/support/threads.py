@@ -1,10 +1,11 @@
-"""
-Random calls of `generate` from four threads at once on one model: `python -m tests.support.threads --mixes 200`.
+"""Random calls of `generate` from four threads at once on one model: `python -m
+tests.support.threads --mixes 200`.
 
-Each call must end like plain `generate` alone: with the same tokens, with the exception of its user code, or, in the
-main thread, by a real SIGINT from another process. With a budget of blocks, `OutOfBlocksError` may end it where other
-calls keep blocks: ended rows of a returned cache. After each mix the pools are intact and empty, the model is unchanged
-and no loop is left. The exit code is 1 otherwise; every failure is printed with the numbers that repeat its choices.
+Each call must end like plain `generate` alone: with the same tokens, with the exception of its user
+code, or, in the main thread, by a real SIGINT from another process. With a budget of blocks,
+`OutOfBlocksError` may end it where other calls keep blocks: ended rows of a returned cache. After
+each mix the pools are intact and empty, the model is unchanged and no loop is left. The exit code
+is 1 otherwise; every failure is printed with the numbers that repeat its choices.
 """
 
 from __future__ import annotations
@@ -44,10 +45,13 @@ from tests.support.thread_mixes import ENDS, Call, Mix, Outcome, OwnError, draw,
 
 HANG_SECONDS = 60.0  # a mix takes a second or two
 TOLERANCE = 1e-3  # of scores, whose standard deviation is above one
-NEAR_TIE = 0.5  # in half precision, between the best two scores: another shape may choose the other token
+# in half precision, between the best two scores: another shape may choose the other token
+NEAR_TIE = 0.5
 
 
-def compare(call: Call, plain: Outcome, paged: Outcome, may_run_out: bool, is_interrupted: bool) -> tuple[str, str]:
+def compare(
+    call: Call, plain: Outcome, paged: Outcome, may_run_out: bool, is_interrupted: bool
+) -> tuple[str, str]:
     """Outcome of the paged call, and an error if it is wrong."""
     error = paged.error
     if isinstance(error, KeyboardInterrupt):
@@ -80,7 +84,9 @@ def compare_shown(call: Call, plain: Outcome, paged: Outcome) -> str:
     if "eos_token_id" in call.options or call.options.get("num_beams", 1) > 1:
         return ""
     if len(plain.shown) != len(paged.shown):
-        return f"the processor was called {len(paged.shown)} times, by plain {len(plain.shown)} times"
+        return (
+            f"the processor was called {len(paged.shown)} times, by plain {len(plain.shown)} times"
+        )
     for step, ((ids, scores, is_inference), (others, found, found_inference)) in enumerate(
         zip(plain.shown, paged.shown)
     ):
@@ -89,12 +95,15 @@ def compare_shown(call: Call, plain: Outcome, paged: Outcome) -> str:
         if (difference := float((scores - found).abs().max())) > TOLERANCE:
             return f"the processor was shown scores {difference:.1e} from plain's in step {step}"
         if is_inference != found_inference:
-            return f"the processor's scores in step {step} are an inference tensor: {found_inference}"
+            return (
+                f"the processor's scores in step {step} are an inference tensor: {found_inference}"
+            )
     return ""
 
 
 def compare_half(plain: Outcome, paged: Outcome) -> str:
-    """Compares tokens up to the first near tie among the watched scores, which must be in half precision."""
+    """Compares tokens up to the first near tie among the watched scores, which must be in half
+    precision."""
     for step, ((ids, scores, _), (others, found, _)) in enumerate(zip(plain.shown, paged.shown)):
         if not torch.equal(ids, others):
             return f"the processor was shown other ids in step {step}"
@@ -118,7 +127,11 @@ def compare_rows(call: Call, paged: Outcome) -> str:
         prompt = paged.tokens[row, width - length : width].tolist()
         # a criterion may end a row earlier
         is_same = found[:length] == prompt and found[length:] == new[: len(found) - length]
-        if not is_same or (call.criterion is None and len(found) != length + len(new)) or told.count("end") != 1:
+        if (
+            not is_same
+            or (call.criterion is None and len(found) != length + len(new))
+            or told.count("end") != 1
+        ):
             return f"the streamer of row {row} was told {told}, the tokens are {prompt} {new}"
     return ""
 
@@ -127,7 +140,7 @@ def flat(value: Any) -> list[int]:
     return value if isinstance(value, list) else [value]
 
 
-# ------------------------------------------------------------------------------------------------------ one mix
+# ---------------------------------------------------------------------------------------- one mix
 
 
 class Observer:
@@ -145,7 +158,9 @@ class Observer:
             owners = {generation.whole or generation for generation, _ in ready}
             self.counts["steps"] += 1
             self.counts["shared steps"] += len(owners) > 1
-            self.counts["late callers"] += any(each.is_late for each in list(loop._callers.values()))
+            self.counts["late callers"] += any(
+                each.is_late for each in list(loop._callers.values())
+            )
             end_step(loop, ready, failed)
 
         def counted_run(loop: SharedLoop, *args: Any) -> Any:
@@ -192,7 +207,9 @@ def run_mix(mix: Mix, observer: Observer, interrupter: Interrupter | None = None
     return wrong + after_mix(model, observer)
 
 
-def play_mix(mix: Mix, model: PreTrainedModel, observer: Observer, interrupter: Interrupter | None) -> list[str]:
+def play_mix(
+    mix: Mix, model: PreTrainedModel, observer: Observer, interrupter: Interrupter | None
+) -> list[str]:
     expected = [[play(model, call, is_paged=False) for call in own] for own in mix.calls]
     found: list[list[Outcome]] = [[] for _ in mix.calls]
     barrier = threading.Barrier(len(mix.calls))
@@ -208,7 +225,10 @@ def play_mix(mix: Mix, model: PreTrainedModel, observer: Observer, interrupter: 
             found[thread].append(play(model, call, is_paged=True, around=around))
 
     first = int(mix.in_main)
-    threads = [threading.Thread(target=work, args=(each,), daemon=True) for each in range(first, len(mix.calls))]
+    threads = [
+        threading.Thread(target=work, args=(each,), daemon=True)
+        for each in range(first, len(mix.calls))
+    ]
     clock = threading.Timer(HANG_SECONDS + 10, exit_hung, (mix,))
     clock.daemon = True
     clock.start()
@@ -265,7 +285,9 @@ def after_mix(model: PreTrainedModel, observer: Observer) -> list[str]:
 def warm_up(model: PreTrainedModel) -> None:
     """Makes a first call, which checks how the model can run, with a few forwards."""
     ids = models.token_ids(1, 3)
-    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False, **models.PAGED)
+    model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False, **models.PAGED
+    )
 
 
 def interrupt(interrupter: Interrupter, delay: float, function: Callable[[], None]) -> None:
@@ -318,16 +340,22 @@ def run_mixes(numbers: Sequence[int], seed: int, report: Callable[[str], None] =
                 shared_loop._loops.clear()
     counts = observer.counts
     report(", ".join(f"{name}: {counts[name]}" for name in sorted(counts)))
-    report(f"{len(numbers)} mixes, {counts['calls']} calls, {interrupts} interrupts, {failed} wrong")
+    report(
+        f"{len(numbers)} mixes, {counts['calls']} calls, {interrupts} interrupts, {failed} wrong"
+    )
     return failed
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mixes", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, metavar="MIX", help="this mix alone")
-    parser.add_argument("--repeat", type=int, default=1, help="play each that often: threads differ in their timing")
+    parser.add_argument(
+        "--repeat", type=int, default=1, help="play each that often: threads differ in their timing"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     logging.set_verbosity_error()

@@ -21,11 +21,14 @@ LEARNING_RATE = 6e-3
 
 
 def train(name: str) -> PreTrainedModel:
-    """Trains on shuffled sentences of `models.corpus`, `[BATCH_SIZE, LENGTH]` tokens per step; eval mode at the end."""
+    """Trains on shuffled sentences of `models.corpus`, `[BATCH_SIZE, LENGTH]` tokens per step; eval
+    mode at the end."""
     torch.manual_seed(0)
     draw = random.Random(0)
     sentences = [models.tokenizer()(sentence).input_ids for sentence in models.corpus()]
-    model = transformers.AutoModelForCausalLM.from_config(models.config(name), dtype=torch.float32).train()
+    model = transformers.AutoModelForCausalLM.from_config(
+        models.config(name), dtype=torch.float32
+    ).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=NUM_STEPS)
     for _ in range(NUM_STEPS):
@@ -43,7 +46,8 @@ def train(name: str) -> PreTrainedModel:
 
 @functools.cache
 def load(name: str, folder: Path) -> PreTrainedModel:
-    """The session's shared model from `folder`; the first of several processes trains and saves it."""
+    """The session's shared model from `folder`; the first of several processes trains and saves
+    it."""
     with FileLock(folder / f"{name}.lock"):
         if not (folder / name / "model.safetensors").exists():
             train(name).save_pretrained(folder / name)

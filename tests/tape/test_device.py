@@ -22,15 +22,17 @@ from tests.batching.test_runner import SIZE
 from tests.support import models
 from tests.support.engine_helpers import assert_same_as_lone, lone_run, prompts
 from tests.support.graph_helpers import FakeGraphs, results, use_fake_graphs
-from tests.support.kernels.device import available
+from tests.support.kernels.device import interpreted
 from tests.support.quantized import round_caches
 from tests.tape.test_tape import CLOSE, DTYPES, UNARY, tensor
 
-pytestmark = available
+pytestmark = interpreted
 CPU = torch.device("cpu")
 
 
-def check(function: Callable[..., Any], *inputs: Tensor, exact: bool = False, launches: int | None = None) -> None:
+def check(
+    function: Callable[..., Any], *inputs: Tensor, exact: bool = False, launches: int | None = None
+) -> None:
     """Records the function on these inputs and compares it on others in the same memory."""
     from hf_paged.tape.device import DeviceTape
 
@@ -71,7 +73,9 @@ def test_operations_on_one_tensor(name: str, dtype: torch.dtype) -> None:
 
 
 def test_numbers_that_are_not_numbers() -> None:
-    x = torch.tensor([[float("nan"), 1.0, -1.0], [2.0, float("inf"), 0.0], [30.0, -30.0, -float("inf")]])
+    x = torch.tensor(
+        [[float("nan"), 1.0, -1.0], [2.0, float("inf"), 0.0], [30.0, -30.0, -float("inf")]]
+    )
     check(lambda x: (x.clone(), x.relu(), x.tanh(), x.sigmoid()), x)
     check(lambda x: x.amax(-1, keepdim=True) + x, x)
 
@@ -92,16 +96,27 @@ def test_norms(dtype: torch.dtype, rows: int) -> None:
         norm.weight.data = tensor(96, seed=3).to(dtype)
         own = make is GemmaRMSNorm and rows > 1  # its weight plus one, which is one row
         check(norm, tensor(1, rows, 96, dtype=dtype), launches=1 + own)
-        check(lambda x, y, norm=norm: (x + y, norm(x + y)), *(tensor(1, rows, 96, dtype=dtype, seed=i) for i in (0, 1)))
-    check(LlamaRMSNorm(16).to(dtype), tensor(1, rows, 4, 16, dtype=dtype), launches=1)  # of each head
+        check(
+            lambda x, y, norm=norm: (x + y, norm(x + y)),
+            *(tensor(1, rows, 96, dtype=dtype, seed=i) for i in (0, 1)),
+        )
+    # of each head
+    check(LlamaRMSNorm(16).to(dtype), tensor(1, rows, 4, 16, dtype=dtype), launches=1)
 
 
 def test_numbers_of_python() -> None:
     x = torch.tensor([[1.0, -2.0, 0.0, -0.0]])
     for number in (-0.0, 1e39, -1e39, 1e-40, 1e-300, float("inf"), 0.1):
-        check(lambda x, number=number: (x * number, x / number, x + number, x - number, -x), x, exact=True)
+        check(
+            lambda x, number=number: (x * number, x / number, x + number, x - number, -x),
+            x,
+            exact=True,
+        )
     x = tensor(3, 8)
-    check(lambda x: torch.ops.aten.add.Scalar(x, 2, 3) + torch.ops.aten.sub.Tensor(x, x * 2, alpha=3), x)
+    check(
+        lambda x: torch.ops.aten.add.Scalar(x, 2, 3) + torch.ops.aten.sub.Tensor(x, x * 2, alpha=3),
+        x,
+    )
 
 
 @pytest.mark.parametrize("width", [64, 2048])
@@ -119,7 +134,8 @@ def test_one_number_a_row_in_place(width: int) -> None:
 
 
 def test_wide_rows() -> None:
-    """Rows as wide as a vocabulary are split into parts, except for sums over them, which PyTorch then computes."""
+    """Rows as wide as a vocabulary are split into parts, except for sums over them, which PyTorch
+    then computes."""
     check(lambda x: torch.tanh(x / 30.0) * 30.0, tensor(3, 20000), launches=1)
     check(lambda x: x * x.mean(-1, keepdim=True), tensor(2, 20000), launches=2)
 
@@ -180,15 +196,21 @@ def layer_launches(name: str, tapes: DeviceTapes, **options: Any) -> int:
     return counts[1] - counts[0]
 
 
+@pytest.mark.slow
+@pytest.mark.full
 def test_launches_of_a_layer(tapes: DeviceTapes) -> None:
-    """A Llama layer: norms with the sums before them, the rotations of queries and keys, the store, attention, the
-    activation, and seven products."""
+    """A Llama layer: norms with the sums before them, the rotations of queries and keys, the store,
+    attention, the activation, and seven products."""
     assert layer_launches("llama", tapes) <= 16
 
 
 @pytest.mark.parametrize(
     ("name", "kv_dtype"),
-    [("llama", None), ("gemma3", None), pytest.param("llama", "fp8_e5m2", marks=pytest.mark.slow)],
+    [
+        ("llama", None),
+        ("gemma3", None),
+        pytest.param("llama", "fp8_e5m2", marks=[pytest.mark.slow, pytest.mark.full]),
+    ],
 )
 def test_engine_gives_plain_tokens(
     name: str, kv_dtype: str | None, tapes: DeviceTapes, monkeypatch: pytest.MonkeyPatch
@@ -223,7 +245,9 @@ class _Unseen(nn.Module):
         return out
 
 
-def test_what_is_not_seen_is_recorded_as_it_is(tapes: DeviceTapes, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_not_seen_is_recorded_as_it_is(
+    tapes: DeviceTapes, caplog: pytest.LogCaptureFixture
+) -> None:
     model: Any = models.build("llama", num_hidden_layers=1)
     model.model.layers[0].mlp.down_proj = _Unseen(model.model.layers[0].mlp.down_proj)
     caplog.set_level(logging.INFO, logger="hf_paged")

@@ -43,12 +43,16 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
 @torch.no_grad()
-def test_it_computes_what_pytorch_does(dtype: torch.dtype, has_bias: bool, calls: list[torch.Size]) -> None:
+def test_it_computes_what_pytorch_does(
+    dtype: torch.dtype, has_bias: bool, calls: list[torch.Size]
+) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(96, 40, bias=has_bias).to(dtype)
     for shape in ((1, 7, 96), (3, 96), (96,), (2, 3, 1, 96)):
         for x in (torch.randn(shape).to(dtype), torch.randn(*shape[:-1], 192).to(dtype)[..., ::2]):
-            expected = F.linear(x.float(), layer.weight.float(), layer.bias.float() if has_bias else None)
+            expected = F.linear(
+                x.float(), layer.weight.float(), layer.bias.float() if has_bias else None
+            )
             with OwnProducts():
                 found = layer(x)
             assert found.shape == expected.shape and found.dtype is dtype
@@ -84,13 +88,16 @@ def test_many_rows_are_computed_in_float32_where_pytorch_converts_each_number(
 
 
 def test_few_dimensions_and_many_rows() -> None:
-    """Inputs that `F.linear` refuses are still refused; with many rows, memory is bounded as for the weights read."""
+    """Inputs that `F.linear` refuses are still refused; with many rows, memory is bounded as for
+    the weights read."""
     weight = torch.randn(512, 16).to(torch.bfloat16)
     with torch.no_grad(), OwnProducts():
         with pytest.raises(RuntimeError):
             F.linear(torch.tensor(1.0).to(torch.bfloat16), weight)
     x = torch.randn(20000, 16).to(torch.bfloat16)
-    torch.testing.assert_close(kernel.widened(x, weight), F.linear(x.float(), weight.float()).to(torch.bfloat16))
+    torch.testing.assert_close(
+        kernel.widened(x, weight), F.linear(x.float(), weight.float()).to(torch.bfloat16)
+    )
 
 
 def test_which_products_pytorch_has() -> None:
@@ -98,17 +105,26 @@ def test_which_products_pytorch_has() -> None:
         assert kernel.is_native(torch.bfloat16) is ("avx512bw" in cpu_flags())
     assert kernel.is_native(torch.float32)
     with torch.backends.mkldnn.flags(enabled=False):
-        assert not kernel.is_native(torch.bfloat16) and kernel.max_rows(torch.bfloat16) == kernel.MAX_ROWS_ALONE
+        assert (
+            not kernel.is_native(torch.bfloat16)
+            and kernel.max_rows(torch.bfloat16) == kernel.MAX_ROWS_ALONE
+        )
 
 
 @torch.no_grad()
-def test_what_it_leaves_to_pytorch(calls: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_it_leaves_to_pytorch(
+    calls: list[torch.Size], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in (products, kernel):
         monkeypatch.setattr(module, "is_native", lambda dtype: True)
     layer, x = nn.Linear(32, 16).bfloat16(), torch.randn(4, 32).bfloat16()
     left: list[tuple[nn.Module, torch.Tensor, contextlib.AbstractContextManager[Any]]] = [
         (nn.Linear(32, 16), torch.randn(4, 32), contextlib.nullcontext()),
-        (layer, torch.randn(kernel.max_rows(torch.bfloat16) + 1, 32).bfloat16(), contextlib.nullcontext()),
+        (
+            layer,
+            torch.randn(kernel.max_rows(torch.bfloat16) + 1, 32).bfloat16(),
+            contextlib.nullcontext(),
+        ),
         (layer, torch.randn(0, 32).bfloat16(), contextlib.nullcontext()),
         (layer, x, torch.enable_grad()),
         (layer, x, torch.autocast("cpu", torch.bfloat16)),
@@ -186,7 +202,10 @@ def _compiled(function: Any) -> Any:
 )
 @torch.no_grad()
 def test_what_transforms_and_traces_see(transform: Any, calls: list[torch.Size]) -> None:
-    layer, x = nn.Linear(32, 16, bias=False).bfloat16().requires_grad_(False), torch.randn(4, 32).bfloat16()
+    layer, x = (
+        nn.Linear(32, 16, bias=False).bfloat16().requires_grad_(False),
+        torch.randn(4, 32).bfloat16(),
+    )
     with OwnProducts():
         found = transform(lambda x: F.linear(x, layer.weight))
         found = found(x)
@@ -203,7 +222,9 @@ def test_a_traced_module_in_a_model() -> None:
     with torch.no_grad():
         mlp.up_proj = torch.jit.trace(mlp.up_proj, torch.randn(1, 3, mlp.up_proj.in_features))
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
-    assert torch.equal(model.generate(**inputs, **options, **models.PAGED), model.generate(**inputs, **options))
+    assert torch.equal(
+        model.generate(**inputs, **options, **models.PAGED), model.generate(**inputs, **options)
+    )
 
 
 def test_models_that_get_it() -> None:
@@ -219,4 +240,8 @@ def test_prompts_of_an_engine(calls: list[torch.Size]) -> None:
     model = models.build("llama").bfloat16()
     with PagedEngine(model, {"capture": False}) as engine:
         result = engine.generate([[5, 6, 7, 8]], {"max_new_tokens": 3, "do_sample": False})[0]
-    assert result.error is None and {len(shape) for shape in calls} == {2} and {4, 1} <= {rows for rows, _ in calls}
+    assert (
+        result.error is None
+        and {len(shape) for shape in calls} == {2}
+        and {4, 1} <= {rows for rows, _ in calls}
+    )

@@ -1,4 +1,5 @@
-"""Operations allowed in a recorded step: values computed from Python numbers alone may be read and copied."""
+"""Operations allowed in a recorded step: values computed from Python numbers alone may be read and
+copied."""
 
 from __future__ import annotations
 
@@ -74,7 +75,13 @@ def _chosen_by_a_weight() -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "run",
-    [_a_weight, _with_a_weight, _that_a_weight_is_written_to, _that_a_kernel_may_have_written_to, _chosen_by_a_weight],
+    [
+        _a_weight,
+        _with_a_weight,
+        _that_a_weight_is_written_to,
+        _that_a_kernel_may_have_written_to,
+        _chosen_by_a_weight,
+    ],
 )
 def test_all_else_is_not(run: Callable[[], Any]) -> None:
     with pytest.raises(NotCapturable, match="waits for the device"):
@@ -87,13 +94,19 @@ def test_constants_are_copied_once() -> None:
 
     def run() -> list[torch.Tensor]:
         x[0].copy_(torch.tensor(2.0))  # as `x[0] = 2.0` does on CUDA
-        return [torch.tensor(0.5, device="meta"), x.new_tensor([1, 2]), (torch.arange(3) * 2).to("meta", torch.half)]
+        return [
+            torch.tensor(0.5, device="meta"),
+            x.new_tensor([1, 2]),
+            (torch.arange(3) * 2).to("meta", torch.half),
+        ]
 
     found, again, first = run_twice(run)
     assert len(first.known) == 4
     assert all(y.device.type == "meta" for y in again)
     assert [(y.dtype, y.shape) for y in found] == [(y.dtype, y.shape) for y in again]
-    assert all(y is not kept for y, (_, _, kept) in zip(again, first.known[1:])), "the forward may write to them"
+    assert all(y is not kept for y, (_, _, kept) in zip(again, first.known[1:])), (
+        "the forward may write to them"
+    )
 
 
 def test_weights_are_not_copied() -> None:
@@ -154,7 +167,9 @@ def _its_text(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("function", [_a_view_of_numpy, _memory_of_another, _its_text])
-def test_memory_of_constants_is_not_shared(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_memory_of_constants_is_not_shared(
+    function: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
     """No mode notices Python reading values that are written to shared memory later."""
     x = torch.tensor([2.0, 3.0, 4.0])
     with pytest.raises(NotCapturable, match="reads the content"), recording():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from transformers.pytorch_utils import Conv1D
 
 from hf_paged.kernels import cpp
+from hf_paged.kernels.cpp.build import kernel
 from hf_paged.step import NotCapturable
+from hf_paged.tape.rows import CALL as ROWS_CALL
+from hf_paged.tape.rows import INSTRUCTION, MEMORY, OPS
 from hf_paged.tape.tape import Tape
 
 pytestmark = pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler")
@@ -25,7 +29,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CLOSE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
 
-def check(function: Callable[..., Any], *inputs: Tensor, exact: bool = False, calls: int | None = None) -> Tape:
+def check(
+    function: Callable[..., Any], *inputs: Tensor, exact: bool = False, calls: int | None = None
+) -> Tape:
     """Records the function on these inputs and compares it on others in the same memory."""
     found: list[Tensor] = []
 
@@ -45,7 +51,11 @@ def check(function: Callable[..., Any], *inputs: Tensor, exact: bool = False, ca
         for turn in range(3):
             for x, first in zip(inputs, before):
                 if x.is_floating_point():
-                    x.copy_(first if turn == 2 else torch.randn(x.shape, generator=generator) * (1 + turn))
+                    x.copy_(
+                        first
+                        if turn == 2
+                        else torch.randn(x.shape, generator=generator) * (1 + turn)
+                    )
             copies = [x.clone() for x in inputs]
             expected = function(*copies)
             for x in found:
@@ -114,7 +124,11 @@ def test_norms(dtype: torch.dtype, rows: int) -> None:
         norm.weight.data = tensor(96, seed=3).to(dtype)
         check(norm, tensor(1, rows, 96, dtype=dtype), calls=0)
     check(LlamaRMSNorm(16).to(dtype), tensor(1, rows, 4, 16, dtype=dtype), calls=0)  # of each head
-    check(nn.LayerNorm(96, elementwise_affine=False), tensor(1, rows, 96, dtype=torch.float32), calls=0)
+    check(
+        nn.LayerNorm(96, elementwise_affine=False),
+        tensor(1, rows, 96, dtype=torch.float32),
+        calls=0,
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -132,7 +146,11 @@ def test_rotary_embeddings(dtype: torch.dtype, rows: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 17, 300])
 def test_products(dtype: torch.dtype, rows: int) -> None:
-    gate, up, down = nn.Linear(48, 96).to(dtype), nn.Linear(48, 96, bias=False).to(dtype), Conv1D(48, 96).to(dtype)
+    gate, up, down = (
+        nn.Linear(48, 96).to(dtype),
+        nn.Linear(48, 96, bias=False).to(dtype),
+        Conv1D(48, 96).to(dtype),
+    )
     down.weight.data = tensor(96, 48, seed=2).to(dtype) * 0.1
     tape = check(lambda x: down(F.silu(gate(x)) * up(x)), tensor(1, rows, 48, dtype=dtype))
     if dtype is not torch.float32:
@@ -146,6 +164,21 @@ def test_lookups() -> None:
     ids.fill_(11)
     with pytest.raises(RuntimeError, match="'pick'"):
         tape.replay()
+
+
+def test_a_list_that_loads_from_no_memory_is_refused() -> None:
+    numbers, registers = torch.ones(4), ctypes.c_int32(0)
+    memories = ctypes.create_string_buffer(2 * MEMORY.pack(numbers.data_ptr(), 0, 0, 0, 0, 1))
+    for number, error in ((0, 0), (1, 4), (-1, 4)):
+        instruction = ctypes.create_string_buffer(
+            INSTRUCTION.pack(OPS["load"], 0, 0, number, 0, 0, 0.0)
+        )
+        starts = (
+            ctypes.addressof(memories) + MEMORY.size,
+            ctypes.addressof(instruction),
+            ctypes.addressof(registers),
+        )
+        assert kernel("rows")(ROWS_CALL.pack(1, 1, 1, 4, 1, 1, 1, 1, *starts)) == error
 
 
 def test_what_is_written_in_place() -> None:
@@ -202,7 +235,12 @@ def test_values_share_memory() -> None:
 @pytest.mark.parametrize(
     "function",
     [
-        *(lambda x: x[x > 0], lambda x: x * x.sum().item(), lambda x: F.dropout(x), lambda x: x.nonzero() * 1.0),
+        *(
+            lambda x: x[x > 0],
+            lambda x: x * x.sum().item(),
+            lambda x: F.dropout(x),
+            lambda x: x.nonzero() * 1.0,
+        ),
         *(lambda x: x + x.tolist()[0][0], lambda x: x + torch.from_numpy(x.numpy() * 2)),
         lambda x: torch.view_as_real(torch.view_as_complex(x.view(4, 4, 2)).conj()),
     ],
@@ -219,7 +257,9 @@ def test_under_inference_mode() -> None:
         check(lambda x: F.silu(gate(x)) + x, tensor(3, 8))
 
 
-@pytest.mark.parametrize("between", [lambda z: z, lambda z: z.softmax(-1)], ids=["nothing", "a call"])
+@pytest.mark.parametrize(
+    "between", [lambda z: z, lambda z: z.softmax(-1)], ids=["nothing", "a call"]
+)
 def test_what_is_written_outside_is_read_in_its_order(between: Callable[[Tensor], Tensor]) -> None:
     x, kept, found = tensor(4, 8), torch.ones(4, 8), torch.zeros(4, 8)
 

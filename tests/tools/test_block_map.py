@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 
 import pytest
+
+pytest.importorskip("matplotlib")
+
 from matplotlib import pyplot
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
@@ -59,7 +62,13 @@ def test_a_cell_of_several_blocks_is_what_most_of_them_are() -> None:
 def test_group_labels() -> None:
     keys = (None, 4096, ("self", None), ("self", 8), ("cross", None))
     assert [group_label(key) for key in keys] == [
-        *("full attention", "window of 4,096 tokens", "full attention", "window of 8 tokens", "cross attention")
+        *(
+            "full attention",
+            "window of 4,096 tokens",
+            "full attention",
+            "window of 8 tokens",
+            "cross attention",
+        )
     ]
 
 
@@ -81,14 +90,19 @@ def test_groups_lie_under_one_another() -> None:
     figure.savefig(io.BytesIO())
 
 
-@pytest.mark.parametrize("num_blocks", [0, 1, 511, 513, 2049, MAX_CELLS, MAX_CELLS + 1, 5 * MAX_CELLS])
+@pytest.mark.parametrize(
+    "num_blocks", [0, 1, 511, 513, 2049, MAX_CELLS, MAX_CELLS + 1, 5 * MAX_CELLS]
+)
 def test_any_size_fits_800_pixels(num_blocks: int) -> None:
     figure = plot_block_map({None: [0, 1] * (num_blocks // 2) + [1] * (num_blocks % 2)})
     width, height = figure.get_size_inches() * figure.dpi
     assert width == 800 and 80 < height < 900
     drawn = sum(map(len, colours(figure)))
     assert drawn <= MAX_CELLS and (drawn == num_blocks or num_blocks > MAX_CELLS)
-    assert legend(figure)[1:3] == [f"free: {num_blocks // 2:,}", f"used by one: {num_blocks - num_blocks // 2:,}"]
+    assert legend(figure)[1:3] == [
+        f"free: {num_blocks // 2:,}",
+        f"used by one: {num_blocks - num_blocks // 2:,}",
+    ]
 
 
 def test_notebooks_show_it_once() -> None:
@@ -132,7 +146,9 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     take_away(monkeypatch, "matplotlib")
     with PagedEngine(models.get("llama")) as engine:
         for draw in (engine.plot_memory, engine.plot_timeline):
-            with pytest.raises(ImportError, match=r'needs matplotlib: pip install "hf_paged\[viz\]"'):
+            with pytest.raises(
+                ImportError, match=r'needs matplotlib: pip install "hf_paged\[viz\]"'
+            ):
                 draw()
 
 

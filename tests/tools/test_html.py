@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from hf_paged import PagedCache, PagedEngine
+from hf_paged import PagedCache, PagedEngine, memory_stats
 from hf_paged.tools.pictures import COLUMNS, KINDS, MAX_ROWS, format_bytes, memory_html
 from tests.support import models
 
@@ -28,7 +28,9 @@ def num_squares(html: str) -> dict[str, int]:
     for svg in parsed(html).iter("svg"):
         if svg.get("role") == "img":
             for path in svg.iter("path"):
-                found[path.attrib["fill"]] = found.get(path.attrib["fill"], 0) + path.attrib["d"].count("M")
+                found[path.attrib["fill"]] = found.get(path.attrib["fill"], 0) + path.attrib[
+                    "d"
+                ].count("M")
     return found
 
 
@@ -75,7 +77,10 @@ def test_of_an_engine() -> None:
     engine.step()
     html, stats = engine._repr_html_(), engine.stats()
     assert figures(html)["requests running, waiting, ended"] == "1, 0, 0"
-    assert figures(html)["blocks used, at the peak"] == f"{stats.used_blocks}, {stats.peak_blocks} (of 64)"
+    assert (
+        figures(html)["blocks used, at the peak"]
+        == f"{stats.used_blocks}, {stats.peak_blocks} (of 64)"
+    )
     assert num_squares(html)[KINDS[2].colour] == stats.used_blocks
     engine.free()
     assert figures(engine._repr_html_())["requests running, waiting, ended"] == "0, 0, 1"
@@ -93,6 +98,30 @@ def test_of_a_cache() -> None:
     cache.free()
     assert figures(cache._repr_html_())["blocks used, at the peak"] == "0, 6"
     parsed(PagedCache()._repr_html_())
+
+
+def test_of_memory_stats() -> None:
+    model = models.build("llama")
+    assert "last call" not in memory_stats(model)._repr_html_()
+    model.generate(
+        **models.prompt("llama", 4, 16),
+        max_new_tokens=4,
+        do_sample=False,
+        num_beams=2,
+        **models.PAGED,
+    )
+    stats = memory_stats(model)
+    shown = figures(stats._repr_html_())
+    share = stats.call_bytes / stats.plain_bytes
+    assert share < 0.9 and shown["last call: keys and values at the peak"].endswith(
+        f"({share:.0%} of plain's)"
+    )
+    assert shown["last call: plain's cache at its end"] == format_bytes(stats.plain_bytes)
+    text = str(stats)
+    assert (
+        all(label in text and value in text for label, value in shown.items())
+        and max(map(len, text.split("\n"))) < 80
+    )
 
 
 def test_bytes() -> None:

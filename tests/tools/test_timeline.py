@@ -6,6 +6,9 @@ import io
 from typing import Any
 
 import pytest
+
+pytest.importorskip("matplotlib")
+
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
@@ -19,8 +22,12 @@ A = Activity
 DECODE, SWAPPED = "#0072B2", "#CC79A7"
 
 
-def interval(number: int, activity: Activity, first: int, end: int, is_last: bool = False) -> Interval:
-    return Interval(number, f"request {number}", activity, first, end, 10 + 0.5 * first, 10 + 0.5 * end, is_last)
+def interval(
+    number: int, activity: Activity, first: int, end: int, is_last: bool = False
+) -> Interval:
+    return Interval(
+        number, f"request {number}", activity, first, end, 10 + 0.5 * first, 10 + 0.5 * end, is_last
+    )
 
 
 INTERVALS = [
@@ -64,7 +71,15 @@ def test_steps() -> None:
     assert marks(figure) == [(15, 0)]
     assert labels(figure) == ["request 0", "request 1"]
     legend = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-    assert legend == ["prefill", "recompute", "decode", "waiting", "preempted", "swapped out", "ended"]
+    assert legend == [
+        "prefill",
+        "recompute",
+        "decode",
+        "waiting",
+        "preempted",
+        "swapped out",
+        "ended",
+    ]
     assert figure.get_size_inches()[0] * figure.dpi == 800
 
 
@@ -75,7 +90,9 @@ def columns(figure: Figure, colour: str) -> list[tuple[float, float, float, floa
         if to_hex(collection.get_facecolor()[0]).upper() == colour:
             for path in collection.get_paths():
                 (left, low), (right, high) = path.vertices.min(0), path.vertices.max(0)
-                found.append((float(left), float(right), round(float(high), 6), round(float(high - low), 6)))
+                found.append(
+                    (float(left), float(right), round(float(high), 6), round(float(high - low), 6))
+                )
     return found
 
 
@@ -86,8 +103,16 @@ def test_drafts_are_columns_in_the_bar_of_their_request() -> None:
         Verification(1, 9, 14, 14.5, 1, 0),
     ]
     figure = plot_intervals(INTERVALS, verifications=drafts)
-    assert columns(figure, "#F0E442") == [(5, 6, 0.38, 0.76), (12, 13, 0.38, 0.38), (9, 10, 1.38, 0.095)]
-    assert columns(figure, "#009E73") == [(5, 6, 0.38, 0.19), (12, 13, 0.38, 0.38), (9, 10, 1.38, 0)]
+    assert columns(figure, "#F0E442") == [
+        (5, 6, 0.38, 0.76),
+        (12, 13, 0.38, 0.38),
+        (9, 10, 1.38, 0.095),
+    ]
+    assert columns(figure, "#009E73") == [
+        (5, 6, 0.38, 0.19),
+        (12, 13, 0.38, 0.38),
+        (9, 10, 1.38, 0),
+    ]
     legend = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
     assert legend[-3:] == ["drafted: 13", "accepted: 6", "ended"]
     seconds = plot_intervals(INTERVALS, "seconds", verifications=drafts[:2])
@@ -111,12 +136,18 @@ def test_what_computes_is_wider_than_what_waits_and_a_recompute_is_hatched() -> 
             vertices[:, 1].max() - vertices[:, 1].min(), 6
         )
     assert len(heights) == 6
-    assert heights[DECODE, None] == heights["#E69F00", None] == heights["#E69F00", "//////"] > heights[SWAPPED, None]
+    assert (
+        heights[DECODE, None]
+        == heights["#E69F00", None]
+        == heights["#E69F00", "//////"]
+        > heights[SWAPPED, None]
+    )
 
 
 def test_the_last_requests_and_names_as_they_are() -> None:
     many = [
-        interval(number, A.DECODE, number, number + 3)._replace(request_id=rf"$\bad{{{number}$") for number in range(50)
+        interval(number, A.DECODE, number, number + 3)._replace(request_id=rf"$\bad{{{number}$")
+        for number in range(50)
     ]
     figure = plot_intervals(many, max_requests=10)
     assert labels(figure) == [rf"$\bad{{{number}$" for number in range(40, 50)]
@@ -128,7 +159,9 @@ def test_the_last_requests_and_names_as_they_are() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 40, 400])
 def test_any_number_of_requests_fits(count: int) -> None:
-    figure = plot_intervals([interval(i, A.DECODE, i, i + 9) for i in range(count)], max_requests=1000)
+    figure = plot_intervals(
+        [interval(i, A.DECODE, i, i + 9) for i in range(count)], max_requests=1000
+    )
     figure.savefig(io.BytesIO())
     assert figure.get_size_inches()[1] * figure.dpi < 1200
 

@@ -1,9 +1,11 @@
-"""Selects the implementation of paged attention: on a GPU the Triton kernels where they apply, on the CPU the C++
-kernel, else the portable path, which gathers. The environment variable `kernels.VARIABLE` forces one.
+"""Selects the implementation of paged attention: on a GPU the Triton kernels where they apply, on
+the CPU the C++ kernel, else the portable path, which gathers. The environment variable
+`kernels.VARIABLE` forces one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from contextvars import ContextVar
@@ -14,12 +16,19 @@ from torch import Tensor
 
 from ...cache.memory import autocast_dtype
 from ...kernels import forced, uses_triton
+from ...kernels.triton.launch import LaunchFailedError
 from ...step import NotCapturable, StepMetadata
+from ...topics import Topic
 from . import cpp, gather, reference, triton
 from .reference import AttentionCall
 
 # Each has an `attend` with the arguments and result of `reference.attend`.
-BACKENDS: dict[str, ModuleType] = {"reference": reference, "gather": gather, "cpp": cpp, "triton": triton}
+BACKENDS: dict[str, ModuleType] = {
+    "reference": reference,
+    "gather": gather,
+    "cpp": cpp,
+    "triton": triton,
+}
 
 obstacles: ContextVar[set[str] | None] = ContextVar("hf_paged_obstacles", default=None)
 """Collects why kernels did not serve calls in this context; a call's report reads it."""
@@ -28,20 +37,40 @@ log_once = functools.cache(logging.getLogger(__name__).warning)
 
 
 def select(call: AttentionCall) -> ModuleType:
-    """Returns the backend for a call: `triton` on a GPU, `cpp` on the CPU, or the forced one; `gather` if that kernel
-    does not support the call. For Triton this is logged, once per reason. Raises if the forced backend is unavailable.
+    """Returns the backend for a call: `triton` on a GPU, `cpp` on the CPU, or the forced one;
+    `gather` if that kernel does not support the call. For Triton this is logged, once per reason.
+    Raises if the forced backend is unavailable.
     """
     name = call.step.plan(_preferred)
     backend = BACKENDS[name]
-    reason = backend.unsupported_reason(call) if backend in (cpp, triton) else None
+    reason = None
+    if backend in (cpp, triton):
+        reason = backend.unsupported_reason(call)
+    device = "the CPU"
+    if not call.query.is_cpu:
+        device = str(call.query.device)
     if backend is gather and call.query.is_cpu:
-        reason = "there is no C++ kernel: HF_PAGED_CPP=0, or it could not be used, of which the log says why"
+        reason = (
+            "there is no C++ kernel: HF_PAGED_CPP=0, or it could not be built or loaded, and the"
+            " log says why"
+        )
+    elif backend is gather:
+        reason = "the Triton kernels do not run there, and the log says why"
     if reason is None:
         return backend
     if backend is triton:
-        log_once("Keys and values are gathered before attention, which is slower than reading blocks: %s", reason)
-    elif (found := obstacles.get()) is not None and call.step.query_start[:2] == (0, 1) and not forced():
-        found.add(f"decode steps gather keys and values on the CPU, as {reason}")
+        log_once(
+            Topic.GATHERED(
+                "keys and values are gathered, which is slower than reading blocks in place: %s"
+            ),
+            reason,
+        )
+        return gather
+    found = obstacles.get()
+    if found is not None:
+        is_decode = call.step.query_start[:2] == (0, 1)
+        if is_decode and not forced():
+            found.add(Topic.GATHERED(f"decode steps gather keys and values on {device}: {reason}"))
     return gather
 
 
@@ -49,24 +78,38 @@ def _preferred(step: StepMetadata) -> str:
     """The name of the backend to try first, the same for all layers; reads the environment."""
     if uses_triton(step.block_tables):
         return "triton"
-    return forced() or ("cpp" if step.block_tables.is_cpu and cpp.is_available() else "gather")
+    name = forced()
+    if name:
+        return name
+    if step.block_tables.is_cpu and cpp.is_available():
+        return "cpp"
+    return "gather"
 
 
 def attend(call: AttentionCall) -> Tensor:
-    """
-    Computes `reference.attend` by the selected backend; under autocast in its dtype, as in a model's own attention.
+    """Computes `reference.attend` by the selected backend; under autocast in its dtype, as in a
+    model's own attention. Keys and values are gathered if a Triton kernel cannot be launched.
 
     Raises:
-        NotCapturable: if the step's lengths are on the device only, and the backend cannot use those.
+        NotCapturable: if the step's lengths are on the device only, and the backend cannot use
+            those.
     """
     dtype = autocast_dtype(call.query.device)
     if dtype is not None:  # a backend sums in float32 for every input dtype
-        query = call.query if call.query.dtype is torch.float64 else call.query.to(dtype)
+        query = call.query
+        if query.dtype is not torch.float64:
+            query = query.to(dtype)
         with torch.autocast(query.device.type, enabled=False):
             return attend(call._replace(query=query))
-    if call.step.plan(_preferred) == "cpp" and (output := cpp.attend_again(call)) is not None:
-        return output
+    if call.step.plan(_preferred) == "cpp":
+        output = cpp.attend_again(call)
+        if output is not None:
+            return output
     backend = select(call)
+    if backend is triton:
+        with contextlib.suppress(LaunchFailedError):
+            return triton.attend(call)
+        backend = gather
     if call.step.lengths is not None and backend in (gather, reference):
         raise NotCapturable("no attention kernel that takes its lengths from the device serves it")
     return backend.attend(call)

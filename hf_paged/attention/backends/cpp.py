@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -16,14 +15,16 @@ from ...kernels import quantized
 from ...kernels.cpp.attention import DTYPES, Attention
 from ...kernels.cpp.build import PATHS, batch_invariant, best_path
 from ...step import StepMetadata
+from ...threads import start
+from ...topics import Topic
 from . import gather, reference
 from .reference import AttentionCall
 
 logger = logging.getLogger(__name__)
 
 MAX_TILE_QUERIES = 16
-"""On a CPU with AMX the kernel serves bfloat16 rows of up to this many queries. PyTorch is faster for more: the kernel
-uses AMX tiles for scores, not for sums of values."""
+"""On a CPU with AMX the kernel serves bfloat16 rows of up to this many queries. PyTorch is faster
+for more: the kernel uses AMX tiles for scores, not for sums of values."""
 
 
 def is_available() -> bool:
@@ -35,30 +36,53 @@ def is_available() -> bool:
 @torch.no_grad()
 @torch.autocast("cpu", enabled=False)  # the first call of a process may be under autocast
 def _agrees(codes: torch.dtype | None = None) -> bool:
-    """Whether the kernel, as built by the user's compiler for this CPU (which our tests do not cover), computes what
-    PyTorch does, for each number of rows that has separate code; on quantized blocks of dtype `codes`, if given.
-    Checked once per process."""
+    """Whether the kernel, as built by the user's compiler for this CPU (which our tests do not
+    cover), computes what PyTorch does, for each number of rows that has separate code; on quantized
+    blocks of dtype `codes`, if given. Checked once per process."""
     generator = torch.Generator().manual_seed(0)
+    blocks_shape = (10, 1, 16, 64)
+    shapes = ((18, 9, 64), blocks_shape, blocks_shape)
     query, keys, values = (
         torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-        for shape in ((18, 9, 64), (10, 1, 16, 64), (10, 1, 16, 64))
+        for shape in shapes
     )
-    tables = torch.arange(10, dtype=torch.int32, device="cpu").view(2, 5)
-    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)):
-        blocks = KVBlocks((), keys.to(dtype), values.to(dtype))
+    tables = torch.arange(10, dtype=torch.int32, device="cpu")
+    tables = tables.view(2, 5)
+    tolerances = {
+        torch.float32: 1e-4,
+        torch.bfloat16: 2e-2,
+        torch.float16: 2e-3,
+    }
+    one_query = [(heads, 1) for heads in range(1, 10)]
+    sizes = [*one_query, (1, 9)]
+    for dtype, tolerance in tolerances.items():
+        block_keys = keys.to(dtype)
+        block_values = values.to(dtype)
+        blocks = KVBlocks((), block_keys, block_values)
         if codes is not None:
-            tiles = torch.empty(10, 2, quantized.tile_bytes(16, 64), dtype=torch.uint8, device="cpu")
-            blocks = KVBlocks.view((tiles,), 1, 64, (dtype, dtype), (16, codes))
+            num_bytes = quantized.tile_bytes(16, 64)
+            tiles = torch.empty(10, 2, num_bytes, dtype=torch.uint8, device="cpu")
+            dtypes = (dtype, dtype)
+            blocks = KVBlocks.view((tiles,), 1, 64, dtypes, (16, codes))
             quantized.write(blocks.keys, slice(None), keys)
             quantized.write(blocks.values, slice(None), values)
-        for heads, query_len in (*((heads, 1) for heads in range(1, 10)), (1, 9)):
+        for heads, query_len in sizes:
             step = StepMetadata.rectangle(tables, (71, 33), 16, query_len=query_len)
-            queries = query[: 2 * query_len, :heads].to(dtype).contiguous()
+            queries = query[: 2 * query_len, :heads]
+            queries = queries.to(dtype).contiguous()
             call = AttentionCall(queries, blocks, step, scale=0.125)
-            if not torch.allclose(_kernel(call)(queries, step), reference.attend(call), rtol=tolerance, atol=tolerance):
+            # in float64, whose products no option of torch makes less precise
+            precise_call = call._replace(query=queries.double())
+            expected = reference.attend(precise_call)
+            kernel = _kernel(call)
+            output = kernel(queries, step).double()
+            if not torch.allclose(output, expected, rtol=tolerance, atol=tolerance):
                 logger.warning(
-                    "hf_paged runs without its C++ attention kernel, on the portable path, which is slower: built by "
-                    "this compiler for this CPU, it computes other numbers than PyTorch. Set CXX to another compiler"
+                    Topic.CPP_KERNELS(
+                        "hf_paged runs without its C++ attention kernel, on the slower portable"
+                        " path: as built by this compiler for this CPU, it computes other numbers"
+                        " than PyTorch. Set CXX to another compiler"
+                    )
                 )
                 return False
     return True
@@ -67,8 +91,11 @@ def _agrees(codes: torch.dtype | None = None) -> bool:
 @functools.cache
 def _agrees_apart(codes: torch.dtype) -> bool:
     """`_agrees` in another thread, hidden from the modes and recordings of the running forward."""
-    with ThreadPoolExecutor(1) as other:
-        return other.submit(_agrees, codes).result()
+    results: list[bool] = []
+    thread = start(lambda: results.append(_agrees(codes)), "hf_paged kernel check")
+    if thread is not None:
+        thread.join()
+    return any(results)
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
@@ -92,13 +119,23 @@ def unsupported_reason(call: AttentionCall) -> str | None:
 def attend(call: AttentionCall) -> Tensor:
     """`reference.attend`, summed in float32."""
     if not _is_long(call):
-        return _kernel(call)(call.query, call.step, call.sinks, call.bias)
-    return torch.cat([gather.attend(part) if _is_long(part) else attend(part) for part in call.by_groups()])
+        kernel = _kernel(call)
+        return kernel(call.query, call.step, call.sinks, call.bias)
+    outputs = []
+    for part in call.by_groups():
+        if _is_long(part):
+            outputs.append(gather.attend(part))
+        else:
+            outputs.append(attend(part))
+    return torch.cat(outputs)
 
 
 def _is_long(call: AttentionCall) -> bool:
-    """Whether a row has more queries than the kernel is faster for than PyTorch (`MAX_TILE_QUERIES`)."""
-    if best_path() != PATHS["amx"] or call.query.dtype is not torch.bfloat16 or not call.is_plain:
+    """Whether a row has more queries than the kernel is faster for than PyTorch
+    (`MAX_TILE_QUERIES`)."""
+    if best_path() != PATHS["amx"]:
+        return False
+    if call.query.dtype is not torch.bfloat16 or not call.is_plain:
         return False
     if batch_invariant.get() or call.step.lengths is not None:
         return False
@@ -107,36 +144,68 @@ def _is_long(call: AttentionCall) -> bool:
 
 def _longest(step: StepMetadata) -> int:
     """The most queries of a row, the same for all layers."""
-    return max((end - start for start, end in itertools.pairwise(step.query_start)), default=0)
+    bounds = itertools.pairwise(step.query_start)
+    lengths = (end - start for start, end in bounds)
+    return max(lengths, default=0)
 
 
 def attend_again(call: AttentionCall) -> Tensor | None:
-    """`attend` with the kernel of the last call on these blocks, without checks; `None` if that call was different."""
+    """`attend` with the kernel of the last call on these blocks, without checks; `None` if that
+    call was different."""
     kernel = call.blocks.attention
-    if kernel is None or torch.is_grad_enabled() or _is_long(call) or not _takes_bias(call.bias):
+    if kernel is None or torch.is_grad_enabled():
         return None
-    return kernel(call.query, call.step, call.sinks, call.bias) if kernel.signature == _sign(call) else None
+    if _is_long(call) or not _takes_bias(call.bias):
+        return None
+    if kernel.signature != _sign(call):
+        return None
+    return kernel(call.query, call.step, call.sinks, call.bias)
 
 
 def _takes_bias(bias: Tensor | None) -> bool:
-    return bias is None or (bias.dtype in DTYPES and bias.is_cpu)
+    if bias is None:
+        return True
+    return bias.dtype in DTYPES and bias.is_cpu
 
 
 def _sign(call: AttentionCall) -> tuple[object, ...]:
     """A key: calls on the same blocks with equal keys share an `Attention`."""
-    query, sinks = call.query, call.sinks
-    kind = None if sinks is None else (sinks.dtype, sinks.shape, sinks.stride(), sinks.device)
-    return query.shape, query.stride(), query.dtype, kind, call.scale, call.softcap
+    query = call.query
+    sinks = call.sinks
+    kind = None
+    if sinks is not None:
+        kind = (
+            sinks.dtype,
+            sinks.shape,
+            sinks.stride(),
+            sinks.device,
+        )
+    return (
+        query.shape,
+        query.stride(),
+        query.dtype,
+        kind,
+        call.scale,
+        call.softcap,
+    )
 
 
 def _kernel(call: AttentionCall) -> Attention:
-    """The call's `Attention`, kept for the next call. Raises `TypeError` if the kernel does not take such tensors."""
-    query, blocks = call.query, call.blocks
+    """The call's `Attention`, kept for the next call. Raises `TypeError` if the kernel does not
+    take such tensors."""
+    query = call.query
+    blocks = call.blocks
     kernel = blocks.attention
     signature = _sign(call)
     if kernel is None or kernel.signature != signature:
-        kernel = blocks.attention = Attention(
-            query, blocks.keys, blocks.values, scale=call.scale, softcap=call.softcap, sinks=call.sinks
+        kernel = Attention(
+            query,
+            blocks.keys,
+            blocks.values,
+            scale=call.scale,
+            softcap=call.softcap,
+            sinks=call.sinks,
         )
         kernel.signature = signature
+        blocks.attention = kernel
     return kernel

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,23 +17,26 @@ from transformers.generation import stopping_criteria as known
 from ...interrupts import let_in
 from ...step import to_device
 from .speculation import Draft
+from .stop_strings import StopStrings
 
 Fetch = Callable[[Tensor], list[int]]  # brings tokens (n,) to the host
 
 
 Alternatives = list[tuple[int, float, float]]
-"""The most probable tokens at one position, each with its log-probability before and after logits processors."""
+"""The most probable tokens at one position, each with its log-probability before and after logits
+processors."""
 
 Record = tuple[tuple[float, float], Alternatives]
 """A token's log-probabilities (before and after processors), and its alternatives."""
 
 
-@dataclass(frozen=True)
-class SampledTokens:
-    """Tokens that one step chose. All lists hold Python numbers; rows are indices into the decoding's rows."""
+class SampledTokens(NamedTuple):
+    """Tokens that one step chose. All lists hold Python numbers; rows are indices into the
+    decoding's rows."""
 
     tokens: list[int]  # next token of every row (pad for finished rows)
-    parents: list[int] | None  # beams: row i continues row parents[i]; None: every row continues itself
+    # beams: row i continues row parents[i]; None: every row continues itself
+    parents: list[int] | None
     finished: list[int]  # rows that need no more forwards
     rows: list[int]  # rows that were open before; the other rows' tokens are padding
     earlier: tuple[int, ...] = ()  # with a draft (one row): the step's new tokens before the last
@@ -40,7 +44,8 @@ class SampledTokens:
 
 @dataclass(frozen=True)
 class LoopInputs:
-    """Arguments of transformers' decoding loops, and options for drawing tokens and recording log-probabilities."""
+    """Arguments of transformers' decoding loops, and options for drawing tokens and recording
+    log-probabilities."""
 
     input_ids: Tensor  # (rows, length) int64 or int32, padded on the left
     logits_processor: LogitsProcessorList
@@ -52,104 +57,180 @@ class LoopInputs:
 
 
 class StopChecker:
-    """A call's stopping criteria. Evaluates transformers' own criteria on tokens and lengths without tensors."""
+    """A call's stopping criteria. Evaluates transformers' own criteria on tokens and lengths
+    without tensors."""
 
     def __init__(self, criteria: StoppingCriteriaList):
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        own = known.EosTokenCriteria, known.MaxLengthCriteria, known.MaxTimeCriteria, known.StopStringCriteria
-        found: dict[type, list[Any]] = {kind: [] for kind in own}
+        kinds = (
+            known.EosTokenCriteria,
+            known.MaxLengthCriteria,
+            known.MaxTimeCriteria,
+            known.StopStringCriteria,
+        )
+        by_kind: dict[type, list[Any]] = {kind: [] for kind in kinds}
+        by_kind[StopStrings] = by_kind[known.StopStringCriteria]
         self.others: list[Any] = []  # a caller's criteria, which get the ids of the whole batch
-        for criterion in criteria if type(criteria) is StoppingCriteriaList else [criteria]:
-            found.get(type(criterion), self.others).append(criterion)
-        eos, limits, self._times, self.stop_strings = found.values()
-        self._eos_ids = {token for criterion in eos for token in criterion.eos_token_id.tolist()}
-        self.max_length: int | None = min((limit.max_length for limit in limits), default=None)  # prompt included
+        listed: Any = criteria
+        if type(criteria) is not StoppingCriteriaList:
+            listed = [criteria]
+        for criterion in listed:
+            members = by_kind.get(type(criterion), self.others)
+            members.append(criterion)
+        eos, limits, self._times, self.stop_strings, _ = by_kind.values()
+        self.eos_ids: set[int] = set()
+        for criterion in eos:
+            self.eos_ids.update(criterion.eos_token_id.tolist())
+        # prompt included
+        max_lengths = [limit.max_length for limit in limits]
+        self.max_length: int | None = min(max_lengths, default=None)
         # criterion that logs once if a row gets longer than the model's positions
-        self._positions = next((each for each in reversed(limits) if each.max_position_embeddings is not None), None)
+        self._positions: Any = None
+        for limit in limits:
+            if limit.max_position_embeddings is not None:
+                self._positions = limit
+        # up to this length only the token's id can end a row
+        self.free_length = self.max_length - 1 if self.max_length is not None else sys.maxsize
+        if self._times:
+            self.free_length = 0
+        if self._positions is not None:
+            self.free_length = min(self.free_length, self._positions.max_position_embeddings)
 
     def reason(self, token: int, length: int, hits_stop_string: bool) -> str | None:
-        """Returns why a row of `length` tokens that ends in `token` has ended, without asking `others`; else `None`."""
-        if token in self._eos_ids:
+        """Returns why a row of `length` tokens that ends in `token` has ended, without asking
+        `others`; else `None`."""
+        if token in self.eos_ids:
             return "eos"
-        if self._times and any(time.time() - limit.initial_timestamp > limit.max_time for limit in self._times):
-            return "criteria"
+        for limit in self._times:
+            if time.time() - limit.initial_timestamp > limit.max_time:
+                return "criteria"
         if hits_stop_string:
             return "stop_string"
         if self.max_length is not None and length >= self.max_length:
             return "length"
-        if self._positions is not None and length > self._positions.max_position_embeddings:
-            self._positions(torch.zeros((1, length), dtype=torch.long, device="cpu"), None)
+        positions = self._positions
+        if positions is not None and length > positions.max_position_embeddings:
+            ids = torch.zeros((1, length), dtype=torch.long, device="cpu")
+            positions(ids, None)
             self._positions = None
         return None
 
 
-def hits(criterion: Any, ids: Tensor, scores: tuple[Tensor, ...] | None) -> list[bool]:
-    """Evaluates a criterion for each row; a single bool holds for all rows, as in transformers' list."""
-    none = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
-    return (none | criterion(ids, scores)).tolist()
+def hits(
+    criterion: Any,
+    ids: Tensor,
+    scores: tuple[Tensor, ...] | None,
+) -> list[bool]:
+    """Evaluates a criterion for each row; a single bool holds for all rows, as in transformers'
+    list."""
+    num_rows = ids.shape[0]
+    none = torch.zeros(num_rows, dtype=torch.bool, device=ids.device)
+    are_hits = none | criterion(ids, scores)
+    return are_hits.tolist()
 
 
-def stop_string_hits(criterion: known.StopStringCriteria, rows: list[list[int]]) -> list[bool]:
-    """Whether each row has just completed one of the strings. `rows` holds at least the last `maximum_token_len` tokens
-    of each, or all."""
+def stop_string_hits(
+    criterion: known.StopStringCriteria | StopStrings,
+    rows: list[list[int]],
+) -> list[bool]:
+    """Whether each row has just completed one of the strings. `rows` holds at least the last
+    `maximum_token_len` tokens of each, or all."""
+    if isinstance(criterion, StopStrings):
+        return criterion.hits(rows)
     width = criterion.maximum_token_len
     nothing = len(criterion.embedding_vec) - 1  # stands for a token that matches nothing
-    padded = [[nothing] * (width - len(tokens)) + tokens[-width:] for tokens in rows]
-    return hits(criterion, torch.tensor(padded, device="cpu"), None)  # on the CPU, without a device sync
+    tails = [tokens[-width:] for tokens in rows]
+    padded = [[nothing] * (width - len(tail)) + tail for tail in tails]
+    # on the CPU, without a device sync
+    ids = torch.tensor(padded, device="cpu")
+    return hits(criterion, ids, None)
 
 
 class Decoding:
-    """transformers' decoding loop, suspended between two forwards. Unusable after an exception in a step."""
+    """transformers' decoding loop, suspended between two forwards. Unusable after an exception in a
+    step."""
 
     max_length: int  # tokens, prompt included
     can_split = False  # whether the rows can advance independently
+    has_ended_streamer = False
+    is_streamed = False
     draft: Draft | None = None  # the draft computed together with the last token of its only row
+    # whether its only row needs nobody's look at a new token but `stop_checker`'s at its id and at
+    # the length
+    is_simple = False
+    # `batch_key`, if that is the same in every step without a draft
+    constant_key: Hashable | None = None
 
     def __init__(self, inputs: LoopInputs, num_returned: int):
         config: Any = inputs.generation_config
-        self.inputs, self.config = inputs, config
-        self.generator, self.record_logprobs, self.num_top = inputs.generator, inputs.record_logprobs, inputs.num_top
-        self.logits_processor, self.stopping_criteria = inputs.logits_processor, inputs.stopping_criteria
+        self.inputs = inputs
+        self.config = config
+        self.generator = inputs.generator
+        self.record_logprobs = inputs.record_logprobs
+        self.num_top = inputs.num_top
+        self.logits_processor = inputs.logits_processor
+        self.stopping_criteria = inputs.stopping_criteria
         self.stop_checker = StopChecker(self.stopping_criteria)
         self.num_rows, self.length = inputs.input_ids.shape
         # rows whose logits the next step takes, in this order; rows that left no longer need K/V
         self.open_rows = list(range(self.num_rows))
-        # of each returned sequence: "eos", "stop_string", "criteria" or "length"; `None` while it runs
+        # of each returned sequence: "eos", "stop_string", "criteria" or "length"; `None` while it
+        # runs
         self.finish_reasons: list[str | None] = [None] * num_returned
-        # if recorded, by returned sequence and new token: log-probabilities before and after processors
+        # if recorded, by returned sequence and new token: log-probabilities before and after
+        # processors
         self.logprobs: list[list[tuple[float, float]]] = [[] for _ in range(num_returned)]
         self.top_logprobs: list[list[Alternatives]] = [[] for _ in range(num_returned)]
         keeps = config.return_dict_in_generate
         # `(rows, vocab)` of each step, if requested
-        self.scores: tuple[Tensor, ...] | None = () if keeps and config.output_scores else None
-        self.raw_logits: tuple[Tensor, ...] | None = () if keeps and config.output_logits else None
+        self.scores: tuple[Tensor, ...] | None = None
+        self.raw_logits: tuple[Tensor, ...] | None = None
+        if keeps and config.output_scores:
+            self.scores = ()
+        if keeps and config.output_logits:
+            self.raw_logits = ()
         self._ids = inputs.input_ids
         self._new: list[list[int]] = []  # by step, tokens of every row that are not in `_ids` yet
         self._runs_known_code = True  # no caller's code sees the batch
+        # whether a step may run a caller's code, which may change the model
+        self.runs_callers_code = False
 
     @property
     def is_done(self) -> bool:
         return not self.open_rows
 
     @property
+    def batch_key(self) -> Hashable | None:
+        """Key under which single rows are sampled as one batch in the next step; `None`: not
+        batched with others."""
+        return None
+
+    @property
     def input_ids(self) -> Tensor:
-        """`(rows, cur_len)`, contiguous, int64 (the prompts' dtype before the first token). Later steps make a new
-        tensor."""
+        """`(rows, cur_len)`, contiguous, int64 (the prompts' dtype before the first token). Later
+        steps make a new tensor."""
         if self._new:
-            columns = to_device(torch.tensor(self._new, dtype=torch.long, device="cpu"), self._ids.device).t()
-            self._ids = torch.cat([self._ids, columns], dim=-1)  # int64 from the first token on, as transformers' are
-            self._new = []
+            new = torch.tensor(self._new, dtype=torch.long, device="cpu")
+            columns = to_device(new, self._ids.device).t()
+            # int64 from the first token on, as transformers' are
+            ids = torch.cat([self._ids, columns], dim=-1)
+            self._ids, self._new = ids, []  # at once: a fault between them would repeat the tokens
         return self._ids
 
     def _callers_code(self) -> AbstractContextManager[None]:
         """Context for processors and criteria, which lets interrupts reach a caller's code."""
-        return nullcontext() if self._runs_known_code else let_in(waiting=False)
+        if self._runs_known_code:
+            return nullcontext()
+        return let_in(waiting=False)
 
     def _of_all_rows(self, values: Tensor) -> Tensor:
-        """Expands values of open rows to `(num_rows, vocab)` float32. Rows that left get ones: finite logits, equal
-        probabilities."""
+        """Expands values of open rows to `(num_rows, vocab)` float32. Rows that left get ones:
+        finite logits, equal probabilities."""
         if len(values) == self.num_rows:
             return values
-        every = torch.ones((self.num_rows, values.shape[-1]), device=values.device)
-        every[to_device(torch.tensor(self.open_rows, dtype=torch.long, device="cpu"), values.device)] = values
+        vocab = values.shape[-1]
+        every = torch.ones((self.num_rows, vocab), device=values.device)
+        rows = torch.tensor(self.open_rows, dtype=torch.long, device="cpu")
+        indices = to_device(rows, values.device)
+        every[indices] = values
         return every

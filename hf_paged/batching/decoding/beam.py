@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
 
 from ... import compat
+from ...model.capability import is_stock
 from .base import Alternatives, Decoding, LoopInputs, SampledTokens, stop_string_hits
 from .scores import are_row_wise, values_at
 
@@ -21,137 +22,224 @@ _NEVER = -1.0e9  # transformers adds this to the score of a beam that must not b
 
 
 class _DrawsFrom(TorchDispatchMode):
-    """Makes operations draw from a generator, on the generator's device, where they would draw from the global one."""
+    """Makes operations draw from a generator, on the generator's device, where they would draw from
+    the global one."""
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()
         self._generator = generator
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         given = kwargs or {}
-        draw = _takes_generator(func) if given.get("generator") is None else None
+        draw = None
+        if given.get("generator") is None:
+            draw = _takes_generator(func)
         if draw is None:
             return func(*args, **given)
         device = self._generator.device
         inputs, options = tree_map_only(Tensor, lambda x: x.to(device), (args, given))
         if given.get("device") is not None:
             options["device"] = device
-        drawn = draw(*inputs, **{**options, "generator": self._generator})
-        shown = args[0] if args and isinstance(args[0], Tensor) else None
-        if shown is not None and func._schema.is_mutable:
-            return shown if shown is inputs[0] else shown.copy_(drawn)
-        return drawn.to(given.get("device") if shown is None else shown.device)
+        options["generator"] = self._generator
+        shown = None
+        if args and isinstance(args[0], Tensor):
+            shown = args[0]
+        drawn = draw(*inputs, **options)
+        if shown is None:
+            return drawn.to(given.get("device"))
+        if not func._schema.is_mutable:
+            return drawn.to(shown.device)
+        if shown is inputs[0]:
+            return shown
+        return shown.copy_(drawn)
 
 
 @functools.cache
 def _takes_generator(func: Any) -> Any:
-    """Returns the overload of a random operation that takes a generator; `None` for other operations."""
+    """Returns the overload of a random operation that takes a generator; `None` for other
+    operations."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return None
-    names = {argument.name for argument in func._schema.arguments} | {"generator"}
-    overloads = (getattr(func.overloadpacket, name) for name in func.overloadpacket.overloads())
-    return next((x for x in overloads if {argument.name for argument in x._schema.arguments} == names), None)
+    names = {argument.name for argument in func._schema.arguments}
+    names.add("generator")
+    packet = func.overloadpacket
+    for overload_name in packet.overloads():
+        overload = getattr(packet, overload_name)
+        overload_names = {argument.name for argument in overload._schema.arguments}
+        if overload_names == names:
+            return overload
+    return None
 
 
 class BeamDecoding(Decoding):
-    """Beam search over a batch of prompts, with the model's own helper methods. Row `prompt * num_beams + beam` is a
-    running beam. Rows of a prompt whose result is final leave `open_rows`, unless a caller's code sees the batch."""
+    """Beam search over a batch of prompts, with the model's own helper methods. Row `prompt *
+    num_beams + beam` is a running beam. Rows of a prompt whose result is final leave `open_rows`,
+    unless a caller's code sees the batch."""
 
     def __init__(self, model: PreTrainedModel, inputs: LoopInputs):
         config: Any = inputs.generation_config
         if config.low_memory:
             raise ValueError("`low_memory=True` is not supported by beam search: leave it out")
         self.model: Any = model
-        self.num_beams, self.max_length = config.num_beams, config.max_length
-        prompts = self.num_prompts = len(inputs.input_ids) // self.num_beams
+        self.num_beams = config.num_beams
+        self.max_length = config.max_length
+        beams = self.num_beams
+        prompts = self.num_prompts = len(inputs.input_ids) // beams
         super().__init__(inputs, num_returned=prompts * config.num_return_sequences)
-        beams, device, self.prompt_length = self.num_beams, inputs.input_ids.device, self.length
-        eos, pad = (compat.special_token(config, name) for name in ("eos", "pad"))
-        self.beams_to_keep = max(2, 1 + (0 if eos is None else len(eos))) * beams
-        self._runs_known_code = are_row_wise(self.logits_processor, self.num_rows) and not self.stop_checker.others
-        self._may_close = self._runs_known_code and not config.return_dict_in_generate
+        device = inputs.input_ids.device
+        self.prompt_length = self.length
+        eos = compat.special_token(config, "eos")
+        pad = compat.special_token(config, "pad")
+        num_eos = 0
+        if eos is not None:
+            num_eos = len(eos)
+        self.beams_to_keep = max(2, 1 + num_eos) * beams
+        is_row_wise = are_row_wise(self.logits_processor, self.num_rows)
+        self._runs_known_code = is_row_wise and not self.stop_checker.others
+        # else prompts may be compared, and any token chosen
+        is_stock_search = all(is_stock(model, name) for name in compat.BEAM_METHODS)
+        self.runs_callers_code = not (self._runs_known_code and is_stock_search)
+        returns_dict = config.return_dict_in_generate
+        self._may_close = is_stock_search and self._runs_known_code and not returns_dict
         # for each step, by (row, next token): the token's two log-probabilities
         self._history: list[dict[tuple[int, int], tuple[float, float]]] = []
         self._top_history: list[list[Alternatives]] = []  # for each step, by row
         # running beams and finished ones, [prompts, beams, max_length]
-        fill = int(pad or eos[0]) if eos is not None else -1
-        self.running = torch.full((prompts, beams, self.max_length), fill, dtype=torch.int64, device=device)
-        self.running[:, :, : self.length] = inputs.input_ids.unflatten(0, (prompts, beams))
+        fill = -1
+        if eos is not None:
+            fill = int(pad or eos[0])
+        shape = (prompts, beams)
+        self.running = torch.full(
+            (*shape, self.max_length),
+            fill,
+            dtype=torch.int64,
+            device=device,
+        )
+        prompt_ids = inputs.input_ids.unflatten(0, shape)
+        self.running[:, :, : self.length] = prompt_ids
         self.sequences = self.running.clone()
         # at first all beams of a prompt are equal: only the first one is a candidate
-        self.running_scores = torch.zeros((prompts, beams), device=device)
+        self.running_scores = torch.zeros(shape, device=device)
         self.running_scores[:, 1:] = _NEVER
-        self.beam_scores = torch.full((prompts, beams), _NEVER, device=device)
-        self.is_finished = torch.zeros((prompts, beams), dtype=torch.bool, device=device)
+        self.beam_scores = torch.full(shape, _NEVER, device=device)
+        self.is_finished = torch.zeros(shape, dtype=torch.bool, device=device)
         self.may_improve = torch.ones((prompts, 1), dtype=torch.bool, device=device)
         # the row that each generated token continued, [prompts, beams, new tokens]
-        self.running_indices = torch.full_like(self.running[:, :, self.length :], -1, dtype=torch.int32)
+        new_tokens = self.running[:, :, self.length :]
+        self.running_indices = torch.full_like(new_tokens, -1, dtype=torch.int32)
         self.beam_indices = self.running_indices.clone()
-        self._top_beams = torch.arange(self.beams_to_keep, device=device) < beams
+        kept = torch.arange(self.beams_to_keep, device=device)
+        self._top_beams = kept < beams
 
     @property
     def lengths(self) -> list[int]:
-        return (self.prompt_length + (self.returned(self.beam_indices) >= 0).sum(dim=1)).tolist()
+        is_new = self.returned(self.beam_indices) >= 0
+        num_new = is_new.sum(dim=1)
+        return (self.prompt_length + num_new).tolist()
 
     def returned(self, of_beams: Tensor) -> Tensor:
-        """Selects the returned beams of `(prompts, beams, ...)`, as `(prompts * num_return_sequences, ...)`."""
-        return of_beams[:, : self.config.num_return_sequences].flatten(0, 1)
+        """Selects the returned beams of `(prompts, beams, ...)`, as `(prompts *
+        num_return_sequences, ...)`."""
+        count = self.config.num_return_sequences
+        return of_beams[:, :count].flatten(0, 1)
 
     def result(self, cache: Any = None) -> Tensor | GenerateBeamDecoderOnlyOutput:
         longest = max(self.lengths)
         sequences = self.returned(self.sequences)[:, :longest]
         if not self.config.return_dict_in_generate:
             return sequences
+        sequences_scores = None
+        if self.config.output_scores:
+            sequences_scores = self.returned(self.beam_scores)
+        num_new = longest - self.prompt_length
+        beam_indices = self.returned(self.beam_indices)[:, :num_new]
         return GenerateBeamDecoderOnlyOutput(
             sequences=sequences,
-            sequences_scores=self.returned(self.beam_scores) if self.config.output_scores else None,
+            sequences_scores=sequences_scores,
             scores=self.scores,
             logits=self.raw_logits,
-            beam_indices=self.returned(self.beam_indices)[:, : longest - self.prompt_length],
+            beam_indices=beam_indices,
             **{compat.OUTPUT_CACHE: cache},
         )
 
     def step(self, logits: Tensor) -> SampledTokens:
-        """Chooses the next running beams from `(len(open_rows), vocab)` logits of any float dtype."""
+        """Chooses the next running beams from `(len(open_rows), vocab)` logits of any float
+        dtype."""
         rows = self.open_rows
         with self._callers_code():
             best = self._continue(logits)
-            ids = best["topk_running_sequences"][:, :, : self.length + 1].flatten(0, 1)
-            ends = self.stopping_criteria(ids, self.scores).unflatten(0, (self.num_prompts, self.beams_to_keep))
-        continued: Any = dict(best, next_token_hits_stopping_criteria=ends, num_beams=self.num_beams)
-        self.running, self.running_scores, self.running_indices = compat.running_beams(self.model, **continued)
-        self.sequences, self.beam_scores, self.beam_indices, self.is_finished = compat.update_finished_beams(
+            sequences = best["topk_running_sequences"]
+            continuations = sequences[:, :, : self.length + 1]
+            ids = continuations.flatten(0, 1)
+            are_ends = self.stopping_criteria(ids, self.scores)
+            ends = are_ends.unflatten(0, (self.num_prompts, self.beams_to_keep))
+        step = self.length - self.prompt_length
+        continued: Any = dict(
+            best,
+            next_token_hits_stopping_criteria=ends,
+            num_beams=self.num_beams,
+        )
+        self.running, self.running_scores, self.running_indices = compat.running_beams(
             self.model,
             **continued,
-            **self._finished_beams(),
-            sequences=self.sequences,
-            beam_indices=self.beam_indices,
-            top_num_beam_mask=self._top_beams,
+        )
+        self.sequences, self.beam_scores, self.beam_indices, self.is_finished = (
+            compat.update_finished_beams(
+                self.model,
+                **continued,
+                **self._finished_beams(),
+                sequences=self.sequences,
+                beam_indices=self.beam_indices,
+                top_num_beam_mask=self._top_beams,
+            )
         )
         self.length += 1
         self._ids = self.running[:, :, : self.length].flatten(0, 1).contiguous()
-        # whether a running beam may still beat a finished one, by transformers' estimate, [prompts, 1]
+        # whether a running beam may still beat a finished one, by transformers' estimate, [prompts,
+        # 1]
         self.may_improve = compat.check_early_stop(
-            self.model, running_beam_scores=self.running_scores, max_length=self.max_length, **self._finished_beams()
+            self.model,
+            running_beam_scores=self.running_scores,
+            max_length=self.max_length,
+            **self._finished_beams(),
         )
         state = self.may_improve, self.is_finished, ends
         goes_on = compat.beams_are_unfinished(self.model, *state, self.config.early_stopping)
-        parents = self.running_indices[..., self.length - 1 - self.prompt_length].flatten().tolist()
+        parents = self.running_indices[..., step].flatten().tolist()
         tokens = self._ids[:, -1].tolist()
-        finished = self._close_settled() if goes_on else self._finish()
+        if goes_on:
+            finished = self._close_settled()
+        else:
+            finished = self._finish()
         return SampledTokens(tokens, parents, finished, rows)
 
     def _continue(self, logits: Tensor) -> dict[str, Tensor]:
-        """Chooses `beams_to_keep` continuations of each prompt's beams, as transformers' `_beam_search` does."""
-        logits = self._of_all_rows(logits.to(dtype=torch.float32, device=self._ids.device, copy=True))
+        """Chooses `beams_to_keep` continuations of each prompt's beams, as transformers'
+        `_beam_search` does."""
+        device = self._ids.device
+        logits = logits.to(dtype=torch.float32, device=device, copy=True)
+        logits = self._of_all_rows(logits)
         raw = torch.nn.functional.log_softmax(logits, dim=-1)
-        log_probs = self.logits_processor(self._ids, raw.clone() if self.record_logprobs else raw)
+        given = raw
+        if self.record_logprobs:
+            given = raw.clone()
+        log_probs = self.logits_processor(self._ids, given)
         if self.raw_logits is not None:
             self.raw_logits += (logits,)
         if self.scores is not None:
             self.scores += (log_probs.clone(),)
-        totals = log_probs.unflatten(0, (self.num_prompts, self.num_beams)) + self.running_scores[:, :, None]
-        with contextlib.nullcontext() if self.generator is None else _DrawsFrom(self.generator):
+        by_beam = log_probs.unflatten(0, (self.num_prompts, self.num_beams))
+        totals = by_beam + self.running_scores[:, :, None]
+        drawing: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self.generator is not None:
+            drawing = _DrawsFrom(self.generator)
+        with drawing:
             scores, sequences, indices = compat.top_k_continuations(
                 self.model,
                 totals.flatten(1),  # [prompts, beams * vocab]
@@ -165,17 +253,28 @@ class BeamDecoding(Decoding):
                 batch_size=self.num_prompts,
             )
         if self.record_logprobs:
-            rows = indices[:, :, self.length - self.prompt_length].flatten().long()
+            step = self.length - self.prompt_length
+            rows = indices[:, :, step].flatten().long()
             tokens = sequences[:, :, self.length].flatten()
-            pairs = zip(values_at(raw, rows, tokens).tolist(), log_probs[rows, tokens].tolist())
-            self._history.append(dict(zip(zip(rows.tolist(), tokens.tolist()), pairs)))
+            before = values_at(raw, rows, tokens).tolist()
+            after = log_probs[rows, tokens].tolist()
+            keys = zip(rows.tolist(), tokens.tolist())
+            pairs = dict(zip(keys, zip(before, after)))
+            self._history.append(pairs)
             self._top_history.append(self._alternatives(raw, log_probs))
-        return dict(topk_log_probs=scores, topk_running_sequences=sequences, topk_running_beam_indices=indices)
+        return dict(
+            topk_log_probs=scores,
+            topk_running_sequences=sequences,
+            topk_running_beam_indices=indices,
+        )
 
     def _alternatives(self, raw: Tensor, log_probs: Tensor) -> list[Alternatives]:
-        best, ids = raw.topk(min(self.num_top, raw.shape[1]), dim=-1)
-        processed = values_at(log_probs, torch.arange(len(ids), device=ids.device)[:, None], ids)
-        return [list(zip(*row)) for row in zip(ids.tolist(), best.tolist(), processed.tolist())]
+        count = min(self.num_top, raw.shape[1])
+        best, ids = raw.topk(count, dim=-1)
+        rows = torch.arange(len(ids), device=ids.device)
+        processed = values_at(log_probs, rows[:, None], ids)
+        columns = zip(ids.tolist(), best.tolist(), processed.tolist())
+        return [list(zip(*row)) for row in columns]
 
     def _finished_beams(self) -> dict[str, Any]:
         return dict(
@@ -189,21 +288,25 @@ class BeamDecoding(Decoding):
         )
 
     def _close_settled(self) -> list[int]:
-        """Closes prompts whose result is final, and returns their rows: `num_beams` sequences are finished and, unless
-        `early_stopping=True`, none can improve. Both conditions persist: `_update_finished_beams` adds -1e9 to new
-        candidates, and `_check_early_stop_heuristic` never takes its answer back. Closed prompts do not keep the others
-        running."""
+        """Closes prompts whose result is final, and returns their rows: `num_beams` sequences are
+        finished and, unless `early_stopping=True`, none can improve. Both conditions persist:
+        `_update_finished_beams` adds -1e9 to new candidates, and `_check_early_stop_heuristic`
+        never takes its answer back. Closed prompts do not keep the others running."""
         if not self._may_close:
             return []
-        settled = self.is_finished.all(dim=1) & (self.beam_scores.amin(dim=1) > _NEVER / 10)
+        are_finished = self.is_finished.all(dim=1)
+        least = self.beam_scores.amin(dim=1)
+        settled = are_finished & (least > _NEVER / 10)
         if self.config.early_stopping is not True:
             settled &= ~self.may_improve[:, 0]
         is_settled = settled.tolist()
-        closing = [row for row in self.open_rows if is_settled[row // self.num_beams]]
+        num_beams = self.num_beams
+        closing = [row for row in self.open_rows if is_settled[row // num_beams]]
         if closing:
+            remaining = [row for row in self.open_rows if not is_settled[row // num_beams]]
             self.may_improve[settled] = False
             self.running_scores[settled] = 0.0  # keeps them finite in later steps
-            self.open_rows = [row for row in self.open_rows if not is_settled[row // self.num_beams]]
+            self.open_rows = remaining
         return closing
 
     def _finish(self) -> list[int]:
@@ -211,13 +314,19 @@ class BeamDecoding(Decoding):
         sequences: list[list[int]] = self.returned(self.sequences).tolist()
         is_finished = self.returned(self.is_finished).tolist()
         for i, length in enumerate(self.lengths):
-            if is_finished[i]:
-                tail = sequences[i][:length]
-                hit = any(stop_string_hits(criterion, [tail])[0] for criterion in self.stop_checker.stop_strings)
-                self.finish_reasons[i] = self.stop_checker.reason(tail[-1], length, hit) or "criteria"
+            if not is_finished[i]:
+                continue
+            tail = sequences[i][:length]
+            strings = self.stop_checker.stop_strings
+            hit = any(stop_string_hits(criterion, [tail])[0] for criterion in strings)
+            reason = self.stop_checker.reason(tail[-1], length, hit)
+            self.finish_reasons[i] = reason or "criteria"
         if self.record_logprobs:
-            for i, rows in enumerate(self.returned(self.beam_indices).tolist()):
-                new = zip(self._history, rows, sequences[i][self.prompt_length :])
+            beam_indices = self.returned(self.beam_indices).tolist()
+            for i, rows in enumerate(beam_indices):
+                tokens = sequences[i][self.prompt_length :]
+                new = zip(self._history, rows, tokens)
                 self.logprobs[i] = [step[row, token] for step, row, token in new if row >= 0]
-                self.top_logprobs[i] = [step[row] for step, row in zip(self._top_history, rows) if row >= 0]
+                tops = zip(self._top_history, rows)
+                self.top_logprobs[i] = [step[row] for step, row in tops if row >= 0]
         return finished

@@ -1,8 +1,10 @@
-"""Constrained decoding by JSON schema, regular expression or grammar, with xgrammar's masks (arXiv 2411.15100)."""
+"""Constrained decoding by JSON schema, regular expression or grammar, with xgrammar's masks (arXiv
+2411.15100)."""
 
 from __future__ import annotations
 
 import importlib
+import os
 from collections import Counter
 from typing import Any
 
@@ -10,34 +12,52 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
+from ...config import shown
 from ...step import to_device
-from ..arguments import RequestOptions, shown
+from ..arguments import RequestOptions
 
 NAMES = ("schema", "regex", "grammar")
 CACHE_BYTES = 1 << 28  # size of an engine's LRU cache of compiled grammars
+
+
+class NoTokenError(RuntimeError):
+    """No token may follow under a request's `schema`, `regex` or `grammar`."""
 
 
 class Grammars:
     """Compiles and caches the grammars of an engine's requests. For use by several threads."""
 
     def __init__(self) -> None:
-        self._compiler: tuple[Any, int, Any] | None = None  # (tokenizer, vocabulary size, compiler for these)
+        # (tokenizer, vocabulary size, compiler for these)
+        self._compiler: tuple[Any, int, Any] | None = None
 
-    def processor(self, options: RequestOptions, tokenizer: Any, model: PreTrainedModel) -> GrammarProcessor | None:
-        """Returns the logits processor for a request's `schema`, `regex` or `grammar`; `None` without any. Raises
-        `ValueError` for more than one, for one that cannot be compiled, and without a tokenizer; `ImportError` without
-        xgrammar."""
-        given = {name: value for name in NAMES if (value := getattr(options, name)) is not None}
+    def processor(
+        self,
+        options: RequestOptions,
+        tokenizer: Any,
+        model: PreTrainedModel,
+    ) -> GrammarProcessor | None:
+        """Returns the logits processor for a request's `schema`, `regex` or `grammar`; `None`
+        without any. Raises `ValueError` for more than one, for one that cannot be compiled, and
+        without a tokenizer; `ImportError` without xgrammar."""
+        given: dict[str, Any] = {}
+        for option in NAMES:
+            value = getattr(options, option)
+            if value is not None:
+                given[option] = value
         if not given:
             return None
         if len(given) > 1:
-            raise ValueError(f"{', '.join(f'`{name}`' for name in given)} exclude one another: pass one of them")
+            raise ValueError(
+                f"{', '.join(f'`{name}`' for name in given)} exclude one another: pass one of them"
+            )
         ((name, value),) = given.items()
         if name != "schema" and not isinstance(value, str):
             raise ValueError(f"`{name}` is {shown(value)}: it must be text")
         if tokenizer is None:
             raise ValueError(f"`{name}` is about text: make the engine with `tokenizer=`")
-        compiler = self._compiler_for(tokenizer, model.config.get_text_config(decoder=True).vocab_size)
+        config = model.config.get_text_config(decoder=True)
+        compiler = self._compiler_for(tokenizer, config.vocab_size)
         compile_value = {
             "schema": compiler.compile_json_schema,
             "regex": compiler.compile_regex,
@@ -55,68 +75,103 @@ class Grammars:
             try:
                 info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)
             except Exception as error:
-                raise ValueError(f"xgrammar cannot read the tokenizer {type(tokenizer).__name__}: {error}") from error
-            compiler = xgrammar.GrammarCompiler(info, cache_limit_bytes=CACHE_BYTES)
+                raise ValueError(
+                    f"xgrammar cannot read the tokenizer {type(tokenizer).__name__}: {error}"
+                ) from error
+            num_threads = max(1, (os.cpu_count() or 1) // 2)  # the rest is for steps
+            compiler = xgrammar.GrammarCompiler(
+                info,
+                max_threads=num_threads,
+                cache_limit_bytes=CACHE_BYTES,
+            )
             known = self._compiler = tokenizer, vocab_size, compiler
         return known[2]
 
 
 class GrammarProcessor(LogitsProcessor):
-    """Masks the tokens that may not follow, for each row of one request. Looks up a row's matcher by the row's tokens,
-    since rows may be beams that change places, and forks it if several rows continue it."""
+    """Masks the tokens that may not follow, for each row of one request. Looks up a row's matcher
+    by the row's tokens, since rows may be beams that change places, and forks it if several rows
+    continue it."""
 
     def __init__(self, compiled: Any) -> None:
-        self._compiled, self._matcher_type = compiled, _xgrammar().GrammarMatcher
+        self._compiled = compiled
+        self._matcher_type = _xgrammar().GrammarMatcher
         self._vocab_size = compiled.tokenizer_info.vocab_size
         self._stops: list[int] = []
         self._start: int | None = None  # number of prompt tokens
-        self._matchers: dict[tuple[int, ...], Any] = {}  # of the last step, by new tokens; `None` after the end
+        # of the last step, by new tokens; `None` after the end
+        self._matchers: dict[tuple[int, ...], Any] = {}
 
     def set_stop_tokens(self, tokens: Tensor | None) -> None:
-        """Sets the EOS tokens, allowed once the text is complete. Raises `ValueError` if there are none."""
+        """Sets the EOS tokens, allowed once the text is complete. Raises `ValueError` if there are
+        none."""
         if tokens is None:
-            raise ValueError("an answer that follows a grammar ends with an EOS token: set `eos_token_id`")
+            raise ValueError(
+                "an answer that follows a grammar ends with an EOS token: set `eos_token_id`"
+            )
         self._stops = tokens.flatten().tolist()
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self._start = input_ids.shape[1] if self._start is None else self._start
-        rows = [tuple(tokens) for tokens in input_ids[:, self._start :].tolist()]
+        vocab_size = self._vocab_size
+        num_words = -(-vocab_size // 32)
+        if self._start is None:
+            self._start = input_ids.shape[1]
+        new = input_ids[:, self._start :]
+        rows = [tuple(tokens) for tokens in new.tolist()]
         self._matchers = self._advanced(rows)
-        mask = torch.zeros((len(rows), -(-self._vocab_size // 32)), dtype=torch.int32, device="cpu")
+        shape = (len(rows), num_words)
+        mask = torch.zeros(shape, dtype=torch.int32, device="cpu")
+        ended: list[int] = []
         for row, tokens in enumerate(rows):
-            if (matcher := self._matchers[tokens]) is not None:
-                matcher.fill_next_token_bitmask(mask, row)
-                if not mask[row].any():
-                    raise RuntimeError(
-                        "no token of the tokenizer continues the text as its `schema`, `regex` or `grammar` asks: its "
-                        "vocabulary lacks a character that must come next, or what is asked for allows no text"
-                    )
-        bits = to_device(mask, scores.device)[:, :, None] >> torch.arange(32, device=scores.device) & 1
-        allowed = bits.flatten(1)[:, : self._vocab_size].bool()  # [rows, vocab]
-        missing = scores.shape[1] - self._vocab_size  # columns without a token; negative: tokens without a column
+            matcher = self._matchers[tokens]
+            if matcher is None:
+                ended.append(row)
+                continue
+            matcher.fill_next_token_bitmask(mask, row)
+            if not mask[row].any():
+                raise NoTokenError(
+                    "no token continues the text under its `schema`, `regex` or `grammar`: the"
+                    " vocabulary lacks a character that must come next, or no text is allowed"
+                )
+        words = to_device(mask, scores.device)
+        shifts = torch.arange(32, device=scores.device)
+        bits = words[:, :, None] >> shifts & 1
+        allowed = bits.flatten(1)[:, :vocab_size].bool()  # [rows, vocab]
+        # columns without a token; negative: tokens without a column
+        missing = scores.shape[1] - vocab_size
         allowed = torch.nn.functional.pad(allowed, (0, missing))
-        ended = [row for row, tokens in enumerate(rows) if self._matchers[tokens] is None]
-        for token in self._stops if ended else ():
-            allowed[ended, token] = True
+        if ended:
+            for token in self._stops:
+                allowed[ended, token] = True
         return scores.masked_fill(~allowed, float("-inf"))
 
     def _advanced(self, rows: list[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
         """Returns the matchers for the rows' tokens, advanced from those of the last step."""
-        found: dict[tuple[int, ...], Any] = {}
+        matchers: dict[tuple[int, ...], Any] = {}
         parents = Counter(tokens[:-1] for tokens in set(rows) if tokens)
         for tokens in rows:
-            if tokens in found:
+            if tokens in matchers:
                 continue
             if not tokens:
-                found[tokens] = self._matcher_type(self._compiled, override_stop_tokens=self._stops)
-            elif (parent := self._matchers.get(tokens[:-1])) is not None:
-                parents[tokens[:-1]] -= 1
-                matcher = parent.fork() if parents[tokens[:-1]] else parent  # the last child reuses the parent
-                goes_on = matcher.accept_token(tokens[-1]) and not matcher.is_terminated()
-                found[tokens] = matcher if goes_on else None
-            else:
-                found[tokens] = None
-        return found
+                matcher = self._matcher_type(
+                    self._compiled,
+                    override_stop_tokens=self._stops,
+                )
+                matchers[tokens] = matcher
+                continue
+            earlier = tokens[:-1]
+            parent = self._matchers.get(earlier)
+            if parent is None:
+                matchers[tokens] = None
+                continue
+            parents[earlier] -= 1
+            # the last child reuses the parent
+            matcher = parent
+            if parents[earlier]:
+                matcher = parent.fork()
+            goes_on = matcher.accept_token(tokens[-1]) and not matcher.is_terminated()
+            matchers[tokens] = matcher if goes_on else None
+        return matchers
 
 
 def _xgrammar() -> Any:

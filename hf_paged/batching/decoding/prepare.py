@@ -4,38 +4,63 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 
 from ... import compat
+from ...config import shown
 from ...interrupts import let_in, step_lock
 from ...model.capability import is_stock
 from ...model.forwards import compute_device
-from ..arguments import RequestOptions, as_config, as_list, as_whole, check_logprobs, check_streamer, is_saved
+from ..arguments import (
+    RequestOptions,
+    ServedByGenerateError,
+    as_list,
+    as_whole,
+    check_generation_config,
+    check_logprobs,
+    check_stop_strings,
+    check_streamer,
+    generation_options,
+    is_saved,
+)
 from ..execution.adapters import use_adapter
 from .base import LoopInputs
 from .beam import BeamDecoding
 from .sample import SampleDecoding
 from .speculation import Assistance
+from .stop_strings import StopStrings
 
 _ASSISTED = "assisted_generation"
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample", _ASSISTED)
 _REPORTS = ("output_attentions", "output_hidden_states")
 _OUTPUTS = ("return_dict_in_generate", "output_scores", "output_logits")
-_NO_OUTPUTS = "is for `generate`: leave it out, and ask for log-probabilities with `return_logprobs=True`"
-_SHARED = "is the engine's, whose requests share memory and forwards as its `PagedConfig` decides: leave it out"
+_NO_OUTPUTS = (
+    "an engine has no such outputs. Leave it out; `return_logprobs=True` asks for log-probabilities"
+)
+_SHARED = "an engine's requests share memory and forwards as its `PagedConfig` says. Leave it out"
 # options that an engine cannot serve: their harmless values, and why other values are rejected
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    **dict.fromkeys(_REPORTS, ((None, False), "is served by `generate` only: leave it out of the request's config")),
+    **dict.fromkeys(_REPORTS, ((None, False), "only `generate` has these outputs. Leave it out")),
     **dict.fromkeys(_OUTPUTS, ((None, False), _NO_OUTPUTS)),
     "use_cache": ((None, True), _SHARED),
     "cache_implementation": ((None, "paged", "dynamic", "hf_paged"), _SHARED),
     **dict.fromkeys(("cache_config", "prefill_chunk_size", "compile_config"), ((None,), _SHARED)),
+    "is_assistant": (
+        (None, False),
+        "transformers sets it for the drafts of an assistant. Leave it out",
+    ),
 }
 
 
@@ -44,11 +69,13 @@ class LoopCall(NamedTuple):
 
     method: str  # method name in `GenerationMixin`
     arguments: dict[str, Any]
-    unexpanded: tuple[Tensor, dict[str, Any]] | None  # token ids and other model inputs, before rows are repeated
+    # token ids and other model inputs, before rows are repeated
+    unexpanded: tuple[Tensor, dict[str, Any]] | None
 
 
 class Capture:
-    """Records calls of a model's decoding loops without running them; each returns the ids plus one end token."""
+    """Records calls of a model's decoding loops without running them; each returns the ids plus one
+    end token."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -56,34 +83,47 @@ class Capture:
 
     def add(self, call: LoopCall) -> Tensor:
         self.calls.append(call)
-        config, ids = call.arguments["generation_config"], call.arguments["input_ids"]
+        config = call.arguments["generation_config"]
+        ids = call.arguments["input_ids"]
         eos = compat.special_token(config, "eos")
-        last = 0 if eos is None else int(eos.flatten()[0])
-        return torch.cat([ids, torch.full_like(ids[:, :1], last)], dim=1)
+        last = 0
+        if eos is not None:
+            last = int(eos.flatten()[0])
+        column = torch.full_like(ids[:, :1], last)
+        return torch.cat([ids, column], dim=1)
 
 
 capturing: ContextVar[Capture | None] = ContextVar("hf_paged_capturing", default=None)
 
 
 def captured_call(model: PreTrainedModel, **arguments: Any) -> LoopCall:
-    """Returns the loop call that `model.generate(**arguments)` prepares, with encoder outputs, but with raw images,
-    which the first forward encodes. Runs no decoding loop and allocates no paged memory. Raises `generate`'s errors,
-    and `ValueError` if `generate` runs more than one loop. For use under the model's `step_lock`."""
+    """Returns the loop call that `model.generate(**arguments)` prepares, with encoder outputs, but
+    with raw images, which the first forward encodes. Runs no decoding loop and allocates no paged
+    memory. Raises `generate`'s errors, and `ValueError` if `generate` runs more than one loop. For
+    use under the model's `step_lock`."""
     options: dict[str, Any] = {"cache_implementation": "dynamic"}
-    if arguments.get("generation_config") is not None:  # transformers then accepts no options beside it
-        config = arguments["generation_config"] = copy.deepcopy(arguments["generation_config"])
-        config.cache_implementation, options = "dynamic", {}
+    config = arguments.get("generation_config")
+    if config is not None:
+        # transformers then accepts no options beside it
+        config = copy.deepcopy(config)
+        config.cache_implementation = "dynamic"
+        arguments["generation_config"] = config
+        options = {}
     capture = Capture(model)
     token = capturing.set(capture)
     try:
         model.generate(**{**arguments, **options})
-    except Exception:  # the model's own `generate` may fail on the fake result after the captured call
+    except Exception:
+        # the model's own `generate` may fail on the fake result after the captured call
         if not capture.calls:
             raise
     finally:
         capturing.reset(token)
     if len(capture.calls) != 1:
-        raise ValueError(f"`generate` of {type(model).__name__} does more than one decoding loop: call it instead")
+        raise ServedByGenerateError(
+            f"`generate` of {type(model).__name__} runs more than one decoding loop, and an"
+            ' engine\'s request has one: call `model.generate(..., cache_implementation="paged")`'
+        )
     return capture.calls[0]
 
 
@@ -94,54 +134,122 @@ def request_decoding(
     options: RequestOptions,
     tokenizer: Any = None,
 ) -> tuple[SampleDecoding | BeamDecoding, LoopCall | None]:
-    """Prepares the decoding of one prompt with the model's own methods; the streamer gets only new tokens. For a model
-    with an encoder, or a prompt with inputs beside token ids, also returns the captured loop call. Raises `ValueError`
-    for an empty prompt, ids outside the vocabulary, and options that only `generate` serves or that it rejects."""
-    generator, streamer = None, options.streamer
+    """Prepares the decoding of one prompt with the model's own methods; the streamer gets only new
+    tokens. For a model with an encoder, or a prompt with inputs beside token ids, also returns the
+    captured loop call. Raises `ValueError` for an empty prompt, ids outside the vocabulary, and
+    options that only `generate` serves or that it rejects."""
+    generator = None
+    streamer = options.streamer
     if options.seed is not None:
-        seed = as_whole("seed", options.seed, -(2**63), 2**64 - 1, before="None or ")  # as torch does
-        generator = torch.Generator(device=compute_device(model)).manual_seed(seed)
-    check_streamer(streamer)
-    logprobs = options.return_logprobs, check_logprobs(options)
-    own = LogitsProcessorList(as_list("logits_processor", options.logits_processor))
-    criteria = StoppingCriteriaList(as_list("stopping_criteria", options.stopping_criteria))
-    if not is_stock(model, compat.LOOP_CONDITION):
-        raise ValueError(
-            f"the model has a `{compat.LOOP_CONDITION}` of its own, which says when a whole call ends: call "
-            '`model.generate(..., cache_implementation="paged")` instead of an engine'
+        # as torch does
+        seed = as_whole(
+            "seed",
+            options.seed,
+            -(2**63),
+            2**64 - 1,
+            before="None or ",
         )
+        generator = torch.Generator(device=compute_device(model))
+        generator.manual_seed(seed)
+    check_streamer(streamer)
+    record_logprobs = options.return_logprobs
+    num_top = check_logprobs(options)
+    given_processors = as_list("logits_processor", options.logits_processor)
+    given_criteria = as_list("stopping_criteria", options.stopping_criteria)
+    callers_processors = LogitsProcessorList(given_processors)
+    criteria = StoppingCriteriaList(given_criteria)
     if not len(input_ids) and not options.inputs:
-        raise ValueError("the prompt is empty: pass at least one token id, the model's BOS token for instance")
+        raise ValueError(
+            "the prompt is empty: pass at least one token id, the model's BOS token for instance"
+        )
     keywords = _keywords(model, generation_config)
+    stop_strings = _given(keywords, "stop_strings")
+    if stop_strings is not None:
+        check_stop_strings(stop_strings)
+        if tokenizer is None:
+            raise ValueError(
+                f"`stop_strings` is {shown(stop_strings)}, which needs a tokenizer: make the engine"
+                " with `tokenizer=`"
+            )
     if options.inputs is not None or model.config.is_encoder_decoder:
-        call = _captured_request(model, input_ids, keywords, options, own, criteria, tokenizer)
-        names = ("input_ids", "logits_processor", "stopping_criteria", "generation_config")
-        given = {name: call.arguments[name] for name in names}
-        inputs = LoopInputs(**given, generator=generator, record_logprobs=logprobs[0], num_top=logprobs[1])
+        call = _captured_request(
+            model,
+            input_ids,
+            keywords,
+            options,
+            callers_processors,
+            criteria,
+            tokenizer,
+        )
+        _check_stock(model, compat.REPLACED_METHODS[call.method])
+        inputs = LoopInputs(
+            call.arguments["input_ids"],
+            call.arguments["logits_processor"],
+            call.arguments["stopping_criteria"],
+            call.arguments["generation_config"],
+            generator,
+            record_logprobs,
+            num_top,
+        )
         if call.method == compat.SAMPLE:
             return SampleDecoding(inputs, streamer), call
         _check_no_streamer(streamer)
         return BeamDecoding(model, inputs), call
-    last, low, high = num_embeddings(model) - 1, min(input_ids), max(input_ids)
+    last = num_embeddings(model) - 1
+    low = min(input_ids)
+    high = max(input_ids)
     if low < 0 or high > last:
-        wrong = low if low < 0 else high
-        raise ValueError(f"token id {wrong} is outside the vocabulary: ids from 0 to {last} have an embedding")
-    ids = torch.tensor([list(input_ids)], dtype=torch.long, device=compute_device(model))
-    assisting = {"assistant_model": options.assistant_model, "assistant_tokenizer": options.assistant_tokenizer}
-    assisting = {name: value for name, value in assisting.items() if value is not None}
-    if "assistant_tokenizer" in assisting and tokenizer is not None:
-        assisting["tokenizer"] = tokenizer
+        wrong = high
+        if low < 0:
+            wrong = low
+        raise ValueError(
+            f"token id {wrong} is outside the vocabulary: ids from 0 to {last} have an embedding"
+        )
+    ids = torch.tensor(
+        [list(input_ids)],
+        dtype=torch.long,
+        device=compute_device(model),
+    )
+    assisting: dict[str, Any] = {}
+    if options.assistant_model is not None:
+        assisting["assistant_model"] = options.assistant_model
+    if options.assistant_tokenizer is not None:
+        assisting["assistant_tokenizer"] = options.assistant_tokenizer
+        if tokenizer is not None:
+            assisting["tokenizer"] = tokenizer
     config = _prepared_config(model, ids, keywords, assisting)
     uses_beams = config.num_beams > 1
+    loop = compat.BEAM_SEARCH if uses_beams else compat.SAMPLE
+    _check_stock(model, (loop, *compat.REPLACED_METHODS[loop]))
     if uses_beams:
         _check_no_streamer(streamer)
-    rows = ids.repeat_interleave(max(config.num_beams, config.num_return_sequences), dim=0)
+    num_rows = max(config.num_beams, config.num_return_sequences)
+    rows = ids.repeat_interleave(num_rows, dim=0)
     processors = compat.get_logits_processor(
-        model, config, ids.shape[1], ids, logits_processor=own, device=ids.device, model_kwargs={}
+        model,
+        config,
+        ids.shape[1],
+        ids,
+        logits_processor=callers_processors,
+        device=ids.device,
+        model_kwargs={},
     )
+    if config.stop_strings is not None and tokenizer is not None:
+        criteria.append(StopStrings(tokenizer, config.stop_strings))
+        config.stop_strings = None
     criteria = compat.get_stopping_criteria(model, config, criteria, tokenizer)
-    inputs = LoopInputs(rows, processors, criteria, config, generator, *logprobs)
-    return BeamDecoding(model, inputs) if uses_beams else SampleDecoding(inputs, streamer), None
+    inputs = LoopInputs(
+        rows,
+        processors,
+        criteria,
+        config,
+        generator,
+        record_logprobs,
+        num_top,
+    )
+    if uses_beams:
+        return BeamDecoding(model, inputs), None
+    return SampleDecoding(inputs, streamer), None
 
 
 def _captured_request(
@@ -153,85 +261,255 @@ def _captured_request(
     criteria: StoppingCriteriaList,
     tokenizer: Any,
 ) -> LoopCall:
-    """Captures the loop call of a prompt with inputs beside token ids; there may be no token ids."""
-    given = {name: _on(compute_device(model), value) for name, value in (options.inputs or {}).items()}
+    """Captures the loop call of a prompt with inputs beside token ids; there may be no token
+    ids."""
+    given: dict[str, Any] = {}
+    for name, value in (options.inputs or {}).items():
+        given[name] = _on(compute_device(model), value)
     if len(input_ids):
-        given["input_ids"] = torch.tensor([list(input_ids)], dtype=torch.long, device=compute_device(model))
-    if tokenizer is not None and _given(keywords, "stop_strings") is not None:
-        given["tokenizer"] = tokenizer
+        given["input_ids"] = torch.tensor(
+            [list(input_ids)],
+            dtype=torch.long,
+            device=compute_device(model),
+        )
+    stop_strings = _given(keywords, "stop_strings")
+    config = keywords["generation_config"]
+    if stop_strings is not None:
+        if config is not None and model.generation_config.stop_strings is not None:
+            given["tokenizer"] = tokenizer  # `generate` would fill in the model's own strings
+        else:
+            criteria.append(StopStrings(tokenizer, stop_strings))
+            if config is None:
+                keywords = {**keywords, "stop_strings": None}
+            else:
+                config = copy.copy(config)
+                config.stop_strings = None
+                keywords = {"generation_config": config}
     with step_lock(model), let_in(), use_adapter(model, options.adapter):
-        call = captured_call(model, **given, **keywords, logits_processor=own, stopping_criteria=criteria)
+        call = captured_call(
+            model,
+            **given,
+            **keywords,
+            logits_processor=own,
+            stopping_criteria=criteria,
+        )
     config = call.arguments["generation_config"]
     _check_mode(config)
     if getattr(config, "return_timestamps", False):
         raise ValueError(
-            "`return_timestamps` is served by `generate` only: the tokens decide how many decoding loops a sound takes"
+            "`return_timestamps` runs several decoding loops, and an engine's request has one:"
+            ' call `model.generate(..., cache_implementation="paged")`'
         )
     for name in (*_REPORTS, *_OUTPUTS):
         setattr(config, name, False)
     return call
 
 
+def _check_stock(model: PreTrainedModel, methods: Iterable[str]) -> None:
+    for method in methods:
+        if not is_stock(model, method):
+            raise ServedByGenerateError(
+                f"{type(model).__name__} overrides `{method}`, which an engine does not call: call "
+                '`model.generate(..., cache_implementation="paged")` instead'
+            )
+
+
 def _on(device: torch.device, value: Any) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return value.to(device)
+    return value
 
 
 def _check_no_streamer(streamer: Any) -> None:
     if streamer is not None:
-        raise ValueError("a streamer cannot be used with beam search, whose tokens are settled only at the end")
+        raise ValueError(
+            "a streamer does not work with beam search, whose tokens are final only at the end:"
+            " leave it out"
+        )
 
 
-def _keywords(host: Any, generation_config: GenerationConfig | Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns the generation config as keyword arguments of `generate`, where None in a dict differs from a missing
-    option. Raises `ValueError` for options that cannot be served."""
-    keywords: dict[str, Any] = {"generation_config": as_config(generation_config)}
-    own = host.generation_config
-    for name, (harmless, why) in _REFUSED.items() if generation_config is not None else ():
-        value = _given(keywords, name)
-        if value != getattr(own, name, None) and value not in harmless:
-            raise ValueError(f"`{name}` {why} (it is {value!r})")
+def _keywords(
+    host: Any,
+    generation_config: GenerationConfig | Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Returns the generation config as keyword arguments of `generate`, where None in a dict
+    differs from a missing option. Raises `ValueError` for options that cannot be served."""
+    check_generation_config(generation_config)
+    keywords: dict[str, Any] = {"generation_config": generation_config}
+    if isinstance(generation_config, Mapping):
+        keywords = {"generation_config": None, **generation_config}
+        if is_saved(generation_config):
+            saved = keywords
+            keywords = {"generation_config": saved["generation_config"]}
+            for name in generation_options():
+                if generation_config.get(name) is not None:
+                    keywords[name] = saved[name]
+    defaults = host.generation_config
+    if generation_config is not None:
+        for name, (harmless, why) in _REFUSED.items():
+            value = _given(keywords, name)
+            default = getattr(defaults, name, None)
+            if value != default and value not in harmless:
+                raise ValueError(f"`{name}` is {shown(value)}: {why}")
     if not isinstance(generation_config, Mapping) or is_saved(generation_config):
         return keywords
     if generation_config.get("max_length", 0) is None:
-        if generation_config.get("max_new_tokens", own.max_new_tokens) is None:
-            raise ValueError("`max_length` is None: leave it out, or pass `max_new_tokens` as well")
-    options = {name: each for name, each in generation_config.items() if each is not None or name not in _REFUSED}
-    return {"generation_config": None, **options}
+        if generation_config.get("max_new_tokens", defaults.max_new_tokens) is None:
+            raise ValueError("`max_length` is None: leave it out, or set `max_new_tokens`")
+    kept: dict[str, Any] = {}
+    for name, value in keywords.items():
+        if value is not None or name not in _REFUSED:
+            kept[name] = value
+    return kept
+
+
+def check_options(model: PreTrainedModel, generation_config: Any) -> None:
+    """Raises `ValueError` for options that, with the model's own, no request can have."""
+    keywords = _keywords(model, generation_config)
+    compat.prepare_generation_config(model, **keywords)
 
 
 def _given(keywords: dict[str, Any], name: str) -> Any:
-    return keywords.get(name, getattr(keywords["generation_config"], name, None))
+    in_config = getattr(keywords["generation_config"], name, None)
+    return keywords.get(name, in_config)
 
 
 def _check_mode(config: Any, assistance: Assistance | None = None) -> Any:
     assistance = assistance or Assistance()
     mode = config.get_generation_mode(assistance.model)
     if mode.value not in _MODES:
-        raise ValueError(f"generation mode {mode.value!r} is not among those of the engine: {', '.join(_MODES)}")
+        raise ValueError(
+            f"the options ask for {mode.value!r}, an engine has {', '.join(_MODES)}: change them,"
+            " or call `generate`"
+        )
     if assistance.is_asked_for(config) and mode.value != _ASSISTED:
         raise ValueError(
-            "candidates of an assistant or of the prompt are for greedy search and sampling: leave out beams"
+            "an assistant or prompt lookup goes with greedy search or sampling, not with beams: set"
+            " `num_beams` to 1, or leave the assistant out"
         )
     if config.token_healing:
-        raise ValueError("`token_healing` is served by `generate` only: leave it out")
+        raise ValueError("an engine has no `token_healing`: leave it out, or call `generate`")
     return mode
 
 
-def _prepared_config(host: Any, ids: Tensor, keywords: dict[str, Any], assisting: dict[str, Any]) -> Any:
-    """Returns the config that transformers' loops would get for `(1, length)` ids. Raises `ValueError` for options that
-    cannot be served."""
-    own = host.generation_config
-    default_max, default_min = (
-        getattr(own, name) is None and _given(keywords, name) is None for name in ("max_length", "min_length")
-    )
-    config, _ = compat.prepare_generation_config(host, **keywords)
-    mode = _check_mode(config, Assistance(assisting.get("assistant_model")))
-    for name in (*_REPORTS, *_OUTPUTS):  # the model's defaults: they concern only the output of `generate`
+class _Prepared(NamedTuple):
+    """What transformers made of a model's configs and a request's options."""
+
+    # attributes of the configs, as they were: the model's, then those with options
+    sources: list[dict[str, Any]]
+    types: Any  # of the values of those with options (`_types`)
+    config: GenerationConfig
+    containers: list[str]  # its attributes that a copy must not share
+
+
+# by model and options, the last used last
+_prepared: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, _Prepared]] = (
+    weakref.WeakKeyDictionary()
+)
+_MAX_PREPARED = 64
+_PLAIN = frozenset((type(None), bool, int, float, str))
+
+
+def _generation_config(host: Any, keywords: dict[str, Any]) -> GenerationConfig:
+    """Returns transformers' config for these options, to be changed at will. It is remembered,
+    since making it copies and checks some seventy attributes twice: a request with the same
+    options, of a model with equal configs, gets a copy."""
+    given = keywords["generation_config"]
+    key = _key(keywords)
+    configs = [host.generation_config]
+    if given is not None:
+        configs.append(given)
+    # a subclass may make its options of more than its attributes
+    are_known = all(type(config) is GenerationConfig for config in configs)
+    if key is None or not are_known or not is_stock(host, compat.PREPARE_CONFIG):
+        config, _ = compat.prepare_generation_config(host, **keywords)
+        return config
+    sources = [object.__getattribute__(config, "__dict__") for config in [host.config, *configs]]
+    of_model = _prepared.setdefault(host, {})
+    prepared = of_model.pop(key, None)
+    if prepared is None or not _is_of(prepared, sources):
+        config, _ = compat.prepare_generation_config(host, **keywords)
+        attributes = vars(config).items()
+        containers = [name for name, value in attributes if type(value) not in _PLAIN]
+        try:
+            kept = copy.deepcopy((sources, config))
+        except Exception:  # the model's config holds what cannot be copied, such as a lock
+            return config
+        prepared = _Prepared(kept[0], _types(kept[0][1:]), kept[1], containers)
+    of_model[key] = prepared
+    while len(of_model) > _MAX_PREPARED:
+        of_model.pop(next(iter(of_model)), None)
+    config = GenerationConfig.__new__(GenerationConfig)
+    vars(config).update(vars(prepared.config))
+    for name in prepared.containers:
+        setattr(config, name, copy.deepcopy(getattr(config, name)))
+    return config
+
+
+def _key(keywords: dict[str, Any]) -> Hashable | None:
+    """Names the options; `None` if one of them is no plain value, nor a list of such."""
+    parts: list[Hashable] = []
+    for name, value in keywords.items():
+        if name == "generation_config":
+            parts.append((name, value is None))
+        elif type(value) in _PLAIN:
+            parts.append((name, type(value), value))
+        elif type(value) is list and _PLAIN.issuperset(map(type, value)):
+            parts.append((name, list, repr(value)))
+        else:
+            return None
+    return tuple(parts)
+
+
+def _is_of(prepared: _Prepared, sources: list[dict[str, Any]]) -> bool:
+    """Whether it was prepared from configs of equal attributes."""
+    try:
+        is_equal = prepared.sources == sources
+        return bool(is_equal and prepared.types == _types(sources[1:]))
+    except (RuntimeError, ValueError):  # an array or a tensor, which has no single truth value
+        return False
+
+
+def _types(value: Any) -> Any:
+    """The types of a value and of all that lists, tuples and dicts in it hold: `True == 1 == 1.0`,
+    and transformers' checks ask for types."""
+    if isinstance(value, dict):
+        return type(value), {key: _types(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value), [_types(part) for part in value]
+    return type(value)
+
+
+def _prepared_config(
+    host: Any,
+    ids: Tensor,
+    keywords: dict[str, Any],
+    assisting: dict[str, Any],
+) -> Any:
+    """Returns the config that transformers' loops would get for `(1, length)` ids. Raises
+    `ValueError` for options that cannot be served."""
+    defaults = host.generation_config
+    default_max = defaults.max_length is None and _given(keywords, "max_length") is None
+    default_min = defaults.min_length is None and _given(keywords, "min_length") is None
+    config = _generation_config(host, keywords)
+    assistance = Assistance(assisting.get("assistant_model"))
+    mode = _check_mode(config, assistance)
+    for name in (*_REPORTS, *_OUTPUTS):
+        # the model's defaults: they concern only the output of `generate`
         setattr(config, name, False)
     compat.validate_generation_mode(host, mode, config, assisting)
     compat.prepare_special_tokens(host, config, True, device=ids.device, batch_size=1)
-    config = compat.prepare_generated_length(host, config, default_max, default_min, "input_ids", ids.shape[1], ids)
-    compat.validate_generated_length(host, config, ids.shape[1], default_max)
+    length = ids.shape[1]
+    config = compat.prepare_generated_length(
+        host,
+        config,
+        default_max,
+        default_min,
+        "input_ids",
+        length,
+        ids,
+    )
+    compat.validate_generated_length(host, config, length, default_max)
     return config
 
 

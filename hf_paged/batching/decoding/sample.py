@@ -1,4 +1,5 @@
-"""transformers' `_sample` (greedy search and sampling), suspended between two forwards; streamers for single rows."""
+"""transformers' `_sample` (greedy search and sampling), suspended between two forwards; streamers
+for single rows."""
 
 from __future__ import annotations
 
@@ -17,32 +18,45 @@ from .scores import BatchableProcessors, are_row_wise, draw, for_rows, pick
 
 
 class RowStreamers(BaseStreamer):
-    """Sends each row that `generate` returns to a separate streamer: the prompt without padding (by the `(prompts,
-    length)` attention mask), the row's tokens until it ends, then `end`."""
+    """Sends each row that `generate` returns to a separate streamer: the prompt without padding (by
+    the `(prompts, length)` attention mask), the row's tokens until it ends, then `end`."""
 
-    def __init__(self, streamers: Sequence[BaseStreamer], attention_mask: Tensor | None = None) -> None:
-        self.streamers, self.attention_mask = list(streamers), attention_mask
+    def __init__(
+        self,
+        streamers: Sequence[BaseStreamer],
+        attention_mask: Tensor | None = None,
+    ) -> None:
+        self.streamers = list(streamers)
+        self.attention_mask = attention_mask
         self._ended: set[int] = set()
-        self.ending: set[int] = set()  # rows that the criteria have ended: the next `put` is their last
+        # rows that the criteria have ended: the next `put` is their last
+        self.ending: set[int] = set()
 
     def put(self, value: Tensor) -> None:
-        """Takes prompts `(rows, length)`, then one token of each row, `(rows,)`. Raises `ValueError` unless there is
-        one streamer a row."""
+        """Takes prompts `(rows, length)`, then one token of each row, `(rows,)`. Raises
+        `ValueError` unless there is one streamer a row."""
         if len(value) != len(self.streamers):
-            raise ValueError(f"{len(self.streamers)} streamers were passed for {len(value)} rows: pass one a row")
+            raise ValueError(
+                f"{len(self.streamers)} streamers were passed for {len(value)} rows: pass one a row"
+            )
         for row, streamer in enumerate(self.streamers):
             if row in self._ended:
                 continue
             part = value[row : row + 1]
             if value.dim() == 2 and self.attention_mask is not None:
-                mask = self.attention_mask[row * len(self.attention_mask) // len(value)]
-                part = part[:, mask.to(part.device) != 0] if len(mask) == part.shape[1] else part
+                num_prompts = len(self.attention_mask)
+                mask = self.attention_mask[row * num_prompts // len(value)]
+                if len(mask) == part.shape[1]:
+                    is_token = mask.to(part.device) != 0
+                    part = part[:, is_token]
             streamer.put(part)
         self.end(self.ending)
 
     def end(self, rows: Iterable[int] | None = None) -> None:
         """Ends the streamers of `rows` (default: all) that have not ended."""
-        for row in sorted({*(range(len(self.streamers)) if rows is None else rows)} - self._ended):
+        if rows is None:
+            rows = range(len(self.streamers))
+        for row in sorted({*rows} - self._ended):
             self._ended.add(row)
             self.streamers[row].end()
 
@@ -54,43 +68,71 @@ class ObservedCriteria(StoppingCriteriaList):
         super().__init__(criteria)
         self._streamers = streamers
 
-    def __call__(self, input_ids: Tensor, scores: tuple[Tensor, ...] | None, **kwargs: Any) -> Tensor:
+    def __call__(
+        self,
+        input_ids: Tensor,
+        scores: tuple[Tensor, ...] | None,
+        **kwargs: Any,
+    ) -> Tensor:
         is_done = super().__call__(input_ids, scores, **kwargs)
-        self._streamers.ending.update(is_done.nonzero().flatten().tolist())
+        rows = is_done.nonzero().flatten().tolist()
+        self._streamers.ending.update(rows)
         return is_done
 
 
 class SampleDecoding(Decoding):
-    """Greedy search or sampling of rows that advance together: processors and criteria see the whole batch, and tokens
-    are drawn over all rows, so that one seed gives `generate`'s tokens. If the criteria include EOS, ended rows leave
-    `open_rows`, or get padding if scores are kept. Raises `ValueError` if there is no padding token for them."""
+    """Greedy search or sampling of rows that advance together: processors and criteria see the
+    whole batch, and tokens are drawn over all rows, so that one seed gives `generate`'s tokens. If
+    the criteria include EOS, ended rows leave `open_rows`, or get padding if scores are kept.
+    Raises `ValueError` if there is no padding token for them."""
 
     def __init__(self, inputs: LoopInputs, streamer: BaseStreamer | None = None):
         super().__init__(inputs, num_returned=len(inputs.input_ids))
-        processors, checker = self.logits_processor, self.stop_checker
-        self.streamer, self.do_sample = streamer, bool(self.config.do_sample)
-        self.max_length = self.config.max_length if checker.max_length is None else checker.max_length
+        processors = self.logits_processor
+        checker = self.stop_checker
+        self.streamer = streamer
+        self.is_streamed = streamer is not None
+        self.do_sample = bool(self.config.do_sample)
+        if checker.max_length is None:
+            self.max_length = self.config.max_length
+        else:
+            self.max_length = checker.max_length
         pad = compat.special_token(self.config, "pad")
         if pad is None and checker.has_eos:
-            raise ValueError("rows may end at an EOS token: set `pad_token_id`, which fills them up")
-        self._pad_token_id = 0 if pad is None else int(pad)
+            raise ValueError("rows may end at an EOS token: set `pad_token_id` to fill them up")
+        self._pad_token_id = 0
+        if pad is not None:
+            self._pad_token_id = int(pad)
         self._ends = [0] * self.num_rows  # length at which the row ended; 0: it has not
         self._keeps_scores = self.scores is not None or self.raw_logits is not None
         self._runs_known_code = are_row_wise(processors, self.num_rows)
+        package = type(streamer).__module__.partition(".")[0]
+        is_streamed = streamer is not None and package != "transformers"
+        runs_others = bool(checker.others) or is_streamed
+        self.runs_callers_code = not self._runs_known_code or runs_others
         # the processors then run only on open rows: no caller's code sees the others
         self._narrows = self._runs_known_code and not self._keeps_scores
         self._narrowed = (self.open_rows, processors)  # rows, and the processors for them
         # whether the next token is simply the argmax of the logits
-        self.takes_maximum = self._narrows and not (self.do_sample or self.record_logprobs or processors)
+        reads_scores = self.do_sample or self.record_logprobs or processors
+        self.takes_maximum = self._narrows and not reads_scores
         # whether only `stop_checker` reads the tokens, so that several can be accepted at once
-        looks = bool(checker.others or checker.stop_strings) or streamer is not None
-        self.takes_runs = self.takes_maximum and self.num_rows == 1 and not looks
-        by_itself = self.num_rows == 1 and not self._keeps_scores and not checker.others
-        self.batchable = BatchableProcessors.of(processors, inputs.input_ids) if by_itself else None
-        # no caller's code sees the batch, and no row depends on when others end; sampled rows share one stream of
-        # random numbers, which they consume in another order once they are split
-        sees_batch = checker.others or not (streamer is None or isinstance(streamer, RowStreamers))
-        self.can_split = self._narrows and not sees_batch and (checker.has_eos or not checker.stop_strings)
+        has_readers = bool(checker.others or checker.stop_strings)
+        looks = has_readers or streamer is not None
+        is_alone = self.num_rows == 1
+        self.is_simple = is_alone and not looks and not self.record_logprobs
+        self.takes_runs = self.takes_maximum and self.is_simple
+        self.batchable: BatchableProcessors | None = None
+        if is_alone and not self._keeps_scores and not checker.others:
+            self.batchable = BatchableProcessors.of(processors, inputs.input_ids)
+        if self.batchable is not None and not self.batchable.bound:
+            self.constant_key = (self.batchable.key, self.do_sample)
+        # no caller's code sees the batch, and no row depends on when others end; sampled rows share
+        # one stream of random numbers, which they consume in another order once they are split
+        streams_rows = streamer is None or isinstance(streamer, RowStreamers)
+        sees_batch = checker.others or not streams_rows
+        ends_alone = checker.has_eos or not checker.stop_strings
+        self.can_split = self._narrows and not sees_batch and ends_alone
 
     @property
     def lengths(self) -> list[int]:
@@ -109,30 +151,45 @@ class SampleDecoding(Decoding):
 
     @property
     def batch_key(self) -> Hashable | None:
-        """Key under which single rows are sampled as one batch in the next step; `None`: not batched with others."""
-        own = self.batchable
+        batchable = self.batchable
         if self.draft is not None and self.draft.scores is not None:
             return None
-        if own is None or (own.bound and any(acts(processor, self.length) for acts, processor in own.bound)):
+        if batchable is None:
             return None
-        return own.key, self.do_sample
+        length = self.length
+        for acts, processor in batchable.bound:
+            if acts(processor, length):
+                return None
+        return batchable.key, self.do_sample
 
     def process(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the `(open rows, vocab)` logits as float32, and the scores after the processors."""
+        """Returns the `(open rows, vocab)` logits as float32, and the scores after the
+        processors."""
         rows = self.open_rows
         narrows = self._narrows and len(rows) < self.num_rows
-        logits = logits.to(dtype=torch.float32, device=self._ids.device, copy=True)
-        logits = logits if narrows else self._of_all_rows(logits)
-        raw = logits.clone() if self.record_logprobs else logits
+        device = self._ids.device
+        logits = logits.to(dtype=torch.float32, device=device, copy=True)
+        if not narrows:
+            logits = self._of_all_rows(logits)
+        raw = logits
+        if self.record_logprobs:
+            raw = logits.clone()
         scores = logits
         if self.logits_processor or not self._runs_known_code:
-            ids = pick(self.input_ids, rows) if narrows else self.input_ids
+            ids = self.input_ids
+            if narrows:
+                ids = pick(ids, rows)
             if self._narrows and self._narrowed[0] != rows:
-                self._narrowed = (rows, for_rows(self.logits_processor, rows, self.num_rows))
+                narrowed = for_rows(self.logits_processor, rows, self.num_rows)
+                self._narrowed = (rows, narrowed)
             with self._callers_code():
-                scores = self._narrowed[1](ids, logits)
+                _, processors = self._narrowed
+                scores = processors(ids, logits)
             if len(scores) != len(ids):
-                raise RuntimeError(f"the logits processors made scores of {len(scores)} rows from {len(ids)} rows")
+                raise RuntimeError(
+                    f"the logits processors returned scores of {len(scores)} rows for {len(ids)}"
+                    " rows"
+                )
         if self.scores is not None:
             self.scores += (scores,)
         if self.raw_logits is not None:
@@ -140,26 +197,44 @@ class SampleDecoding(Decoding):
         return pick(raw, rows), pick(scores, rows)
 
     def draw(self, probs: Tensor) -> Tensor:
-        """Draws a token for each row of `(open rows, vocab)` probabilities, over all rows as transformers does."""
+        """Draws a token for each row of `(open rows, vocab)` probabilities, over all rows as
+        transformers does."""
         if self.draft is not None and self.draft.scores is not None:
             return self.draft.sample(probs, self.generator)
-        device, probs = probs.device, self._of_all_rows(probs)
+        device = probs.device
+        probs = self._of_all_rows(probs)
         if self.generator is not None:
             probs = probs.to(self.generator.device)
-        return pick(draw(probs, self.generator), self.open_rows).to(device)
+        drawn = draw(probs, self.generator)
+        return pick(drawn, self.open_rows).to(device)
 
     def tail(self, row: int, count: int) -> list[int]:
-        new = [tokens[row] for tokens in self._new[max(0, len(self._new) - count) :]]
-        return new if len(new) == count else self._ids[row, len(new) - count :].tolist() + new
+        first = max(0, len(self._new) - count)
+        recent = self._new[first:]
+        new = [tokens[row] for tokens in recent]
+        if len(new) == count:
+            return new
+        missing = count - len(new)
+        earlier = self._ids[row, -missing:].tolist()
+        return earlier + new
 
-    def accept(self, chosen: list[int], records: Sequence[Record] = (), stopped: Sequence[bool] = ()) -> SampledTokens:
-        """Appends a token to every open row. `stopped`: whether each completes a stop string; empty if none does."""
-        rows, tokens, checker = self.open_rows, chosen, self.stop_checker
+    def accept(
+        self,
+        chosen: list[int],
+        records: Sequence[Record] = (),
+        stopped: Sequence[bool] = (),
+    ) -> SampledTokens:
+        """Appends a token to every open row. `stopped`: whether each completes a stop string; empty
+        if none does."""
+        rows = self.open_rows
+        tokens = chosen
+        checker = self.stop_checker
         going = [(at, row) for at, row in enumerate(rows) if not self._ends[row]]
-        for at, row in going if records else ():
-            pair, top = records[at]
-            self.logprobs[row].append(pair)
-            self.top_logprobs[row].append(top)
+        if records:
+            for at, row in going:
+                pair, top = records[at]
+                self.logprobs[row].append(pair)
+                self.top_logprobs[row].append(top)
         if checker.has_eos and len(going) < self.num_rows:
             tokens = [self._pad_token_id] * self.num_rows
             for at, row in going:
@@ -172,13 +247,17 @@ class SampleDecoding(Decoding):
         given = tokens
         if checker.others:
             with let_in(waiting=False):
-                ended = [hits(criterion, self.input_ids, self.scores) for criterion in checker.others]
-            tokens = self.input_ids[:, -1].tolist()  # some criteria force a token by writing to the ids
+                ended = [
+                    hits(criterion, self.input_ids, self.scores) for criterion in checker.others
+                ]
+            # some criteria force a token by writing to the ids
+            tokens = self.input_ids[:, -1].tolist()
         newly: list[int] = []
         for at, row in going:
             reason = checker.reason(given[row], self.length, bool(stopped) and stopped[at])
-            if ended and reason in (None, "length") and any(of_rows[row] for of_rows in ended):
-                reason = "criteria"
+            if ended and reason in (None, "length"):
+                if any(of_rows[row] for of_rows in ended):
+                    reason = "criteria"
             if reason is not None:
                 self.finish_reasons[row], self._ends[row] = reason, self.length
                 newly.append(row)
@@ -191,47 +270,97 @@ class SampleDecoding(Decoding):
             with let_in(waiting=False):
                 if isinstance(self.streamer, RowStreamers):
                     self.streamer.ending.update(newly)
-                self.streamer.put(torch.tensor(given, device="cpu"))  # as chosen, before criteria overwrote them
+                # as chosen, before criteria overwrote them
+                self.streamer.put(torch.tensor(given, device="cpu"))
                 if self.is_done:
+                    self.has_ended_streamer = True  # also if its `end` raises
                     self.streamer.end()
         return SampledTokens(tokens, None, finished, rows)
 
+    @staticmethod
+    def accept_each(
+        batch: Sequence[SampleDecoding], tokens: Sequence[int]
+    ) -> list[SampledTokens | BaseException]:
+        """`accept` of each of these simple decodings, with its token, in one pass. An error becomes
+        the result of its decoding."""
+        results: list[SampledTokens | BaseException] = []
+        for decoding, token in zip(batch, tokens):
+            checker = decoding.stop_checker
+            rows = decoding.open_rows
+            finished: list[int] = []
+            try:
+                decoding._new.append([token])
+                decoding.length += 1
+                if decoding.batchable is not None and decoding.batchable.reads_tokens:
+                    decoding.batchable.unseen.append(token)
+                if token in checker.eos_ids or decoding.length > checker.free_length:
+                    reason = checker.reason(token, decoding.length, False)
+                    if reason is not None:
+                        decoding.finish_reasons[0] = reason
+                        decoding._ends[0] = decoding.length
+                        decoding.open_rows, finished = [], rows
+                results.append(SampledTokens([token], None, finished, rows))
+            except BaseException as error:
+                results.append(error)
+        return results
+
     def accept_run(self, tokens: list[int]) -> SampledTokens:
-        """Accepts `tokens` one after another, like `accept`, up to the first that ends the only row (`takes_runs`)."""
-        checker, reason, count = self.stop_checker, None, 0
+        """Accepts `tokens` one after another, like `accept`, up to the first that ends the only row
+        (`takes_runs`)."""
+        checker = self.stop_checker
+        reason = None
+        count = 0
         while reason is None and count < len(tokens):
-            reason = checker.reason(tokens[count], self.length + count + 1, False)
+            length = self.length + count + 1
+            reason = checker.reason(tokens[count], length, False)
             count += 1
         tokens = tokens[:count]
+        earlier = tuple(tokens[:-1])
         self._new += [[token] for token in tokens]
         self.length += count
         if self.batchable is not None:
             self.batchable.unseen += tokens
         finished = []
         if reason is not None:
-            self.finish_reasons, self._ends, self.open_rows, finished = [reason], [self.length], [], [0]
-        return SampledTokens(tokens[-1:], None, finished, [0], tuple(tokens[:-1]))
+            self.finish_reasons = [reason]
+            self._ends = [self.length]
+            self.open_rows = []
+            finished = [0]
+        return SampledTokens(tokens[-1:], None, finished, [0], earlier)
 
     def split(self) -> list[SampleDecoding]:
         """Returns one decoding per row that continues from here; each keeps its padding."""
         if not self.can_split:
-            raise ValueError("these rows depend on one another: only `can_split` decodings can be split")
+            raise ValueError(
+                "these rows depend on one another: only `can_split` decodings can be split"
+            )
         parts = []
         for row in range(self.num_rows):
             processors = for_rows(self.logits_processor, [row], self.num_rows)
-            inputs = replace(self.inputs, input_ids=self.input_ids[[row]], logits_processor=processors)
-            streamer = RowStreamers([self.streamer.streamers[row]]) if isinstance(self.streamer, RowStreamers) else None
+            inputs = replace(
+                self.inputs,
+                input_ids=self.input_ids[[row]],
+                logits_processor=processors,
+            )
+            streamer = None
+            if isinstance(self.streamer, RowStreamers):
+                streamer = RowStreamers([self.streamer.streamers[row]])
             part = SampleDecoding(inputs, streamer)
-            part.finish_reasons, part._ends = [self.finish_reasons[row]], [self._ends[row]]
-            part.open_rows = [0] if row in self.open_rows else []
-            part.logprobs, part.top_logprobs = [self.logprobs[row]], [self.top_logprobs[row]]  # the same lists
+            part.finish_reasons = [self.finish_reasons[row]]
+            part._ends = [self._ends[row]]
+            is_open = row in self.open_rows
+            part.open_rows = [0] if is_open else []
+            # the same lists
+            part.logprobs = [self.logprobs[row]]
+            part.top_logprobs = [self.top_logprobs[row]]
             parts.append(part)
         return parts
 
     def join(self, parts: Sequence[SampleDecoding]) -> SampleDecoding:
         """Takes the rows back from the decodings that `split` returned; returns `self`."""
         pad = torch.nn.utils.rnn.pad_sequence
-        self._ids = pad([part.input_ids[0] for part in parts], batch_first=True, padding_value=self._pad_token_id)
+        rows = [part.input_ids[0] for part in parts]
+        self._ids = pad(rows, batch_first=True, padding_value=self._pad_token_id)
         self._new, self.length = [], self._ids.shape[1]
         self.finish_reasons = [part.finish_reasons[0] for part in parts]
         self._ends = [part._ends[0] for part in parts]

@@ -1,7 +1,8 @@
-"""Drafts of a row's next tokens, which one forward verifies (speculative decoding, arXiv 2211.17192; prompt lookup;
-transformers' candidate generators): their sources, and how many tokens pay off at the row's acceptance rate. A row gets
-the tokens that it would get without drafts: the step's logits are sampled as usual, position after position, as long as
-the chosen token is the draft's."""
+"""Drafts of a row's next tokens, which one forward verifies (speculative decoding, arXiv
+2211.17192; prompt lookup; transformers' candidate generators): their sources, and how many tokens
+pay off at the row's acceptance rate. A row gets the tokens that it would get without drafts: the
+step's logits are sampled as usual, position after position, as long as the chosen token is the
+draft's."""
 
 from __future__ import annotations
 
@@ -36,30 +37,43 @@ class Assistance:
     ngrams: bool = False  # draft by n-grams if nothing else drafts
 
     def by_heads(self, config: Any) -> bool:
-        """Whether the model's multi-token prediction heads draft (`use_mtp`), by transformers' precedence."""
-        return bool(config.use_mtp) and config.assistant_early_exit is None and config.prompt_lookup_num_tokens is None
+        """Whether the model's multi-token prediction heads draft (`use_mtp`), by transformers'
+        precedence."""
+        if not config.use_mtp:
+            return False
+        exits_early = config.assistant_early_exit is not None
+        return not exits_early and config.prompt_lookup_num_tokens is None
 
     @property
     def is_joint(self) -> bool:
-        """Whether the assistant is a model with the target's tokens, so that its rows can be batched."""
-        return self.model is not None and (self.tokenizer is None or self.assistant_tokenizer is None)
+        """Whether the assistant is a model with the target's tokens, so that its rows can be
+        batched."""
+        if self.model is None:
+            return False
+        return self.tokenizer is None or self.assistant_tokenizer is None
 
     def is_asked_for(self, config: Any) -> bool:
         """Whether transformers would run assisted generation with this generation config."""
-        given = self.model, config.prompt_lookup_num_tokens, config.assistant_early_exit, config.use_mtp or None
-        return any(each is not None for each in given)
+        given = (
+            self.model,
+            config.prompt_lookup_num_tokens,
+            config.assistant_early_exit,
+            config.use_mtp or None,
+        )
+        return any(value is not None for value in given)
 
 
 @dataclass
 class Draft:
-    """A row's draft in this step. The forward verifies `tokens`, which may be shortened. With `scores` `(n, vocab)`,
-    the logits that the `n` tokens were drawn from, tokens are accepted as in algorithm 1 of the paper; `levels` are
-    its uniform random numbers, drawn in advance."""
+    """A row's draft in this step. The forward verifies `tokens`, which may be shortened. With
+    `scores` `(n, vocab)`, the logits that the `n` tokens were drawn from, tokens are accepted as in
+    algorithm 1 of the paper; `levels` are its uniform random numbers, drawn in advance."""
 
     tokens: list[int]
     scores: Tensor | None = None
     levels: Tensor | None = None
-    drawn: list[int] = field(init=False)  # the unshortened draft: `sample` may accept its first unverified token, too
+    # the unshortened draft: `sample` may accept its first unverified token, too
+    drawn: list[int] = field(init=False)
     position: int = field(default=0, init=False)  # position of the token that is chosen next
 
     def __post_init__(self) -> None:
@@ -70,29 +84,35 @@ class Draft:
         del self.tokens[first:], self.drawn[first:]
 
     def sample(self, probs: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Returns the next token `(1,)` for `(1, vocab)` probabilities: the draft's, or one drawn from the residual
-        distribution."""
+        """Returns the next token `(1,)` for `(1, vocab)` probabilities: the draft's, or one drawn
+        from the residual distribution."""
         assert self.scores is not None and self.levels is not None
-        if self.position < len(self.drawn):
-            token = self.drawn[self.position]
-            proposed = self.scores[self.position : self.position + 1].softmax(dim=-1)
-            if bool(self.levels[self.position] <= probs[0, token] / proposed[0, token]):
+        position = self.position
+        if position < len(self.drawn):
+            token = self.drawn[position]
+            scores = self.scores[position : position + 1]
+            proposed = scores.softmax(dim=-1)
+            ratio = probs[0, token] / proposed[0, token]
+            if bool(self.levels[position] <= ratio):
                 return torch.tensor([token], device=probs.device)
             residual = (probs - proposed).clamp(min=0)
             mass = residual.sum()
-            probs = residual / mass if float(mass) > 0 else probs  # zero if both are equal up to rounding
+            # zero if both are equal up to rounding
+            if float(mass) > 0:
+                probs = residual / mass
         return draw(probs, generator)
 
 
 class Source(Protocol):
-    """The source of one row's drafts (`Ngrams`, `Generated`). An `AssistantRow`'s drafts come from its `Assistant`, for
-    all of that one's rows together."""
+    """The source of one row's drafts (`Ngrams`, `Generated`). An `AssistantRow`'s drafts come from
+    its `Assistant`, for all of that one's rows together."""
 
     def propose(self, token_ids: list[int], count: int) -> Draft | None:
         """Drafts up to `count` tokens to follow `token_ids`; `None` without any."""
 
     def observe(self, token_ids: list[int], num_accepted: int) -> None:
-        """Records that `num_accepted` tokens of the last draft were accepted; `token_ids`: the row's tokens now."""
+        """Records that `num_accepted` tokens of the last draft were accepted; `token_ids`: the
+        row's tokens now."""
 
     def close(self) -> None:
         """Ends the row."""
@@ -101,88 +121,135 @@ class Source(Protocol):
 class StepCosts:
     """Fits the seconds of a decode step as a line in its number of tokens, over the last steps."""
 
-    FADING, MIN_STEPS, UNKNOWN = 0.97, 8, 1 / 16  # `UNKNOWN`: a token's price before there are enough observations
+    # `UNKNOWN`: a token's price before there are enough observations
+    FADING = 0.97
+    MIN_STEPS = 8
+    UNKNOWN = 1 / 16
 
     def __init__(self) -> None:
         self._sums = [0.0] * 5  # weights, tokens, tokens^2, seconds, tokens * seconds
         self._count = 0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        mean = self._sums[3] / self._sums[0] if self._count else seconds
+        mean = seconds
+        if self._count:
+            mean = self._sums[3] / self._sums[0]
         if seconds > 4 * mean:  # an outlier: a graph was captured, or the machine was busy
             return
+        new = (
+            1.0,
+            num_tokens,
+            num_tokens**2,
+            seconds,
+            num_tokens * seconds,
+        )
         if seconds < mean / 4:  # the earlier steps were outliers
             self._sums, self._count = [0.0] * 5, 0
-        new = 1.0, num_tokens, num_tokens**2, seconds, num_tokens * seconds
-        self._sums = [self.FADING * old + value for old, value in zip(self._sums, new)]
+        pairs = zip(self._sums, new)
+        self._sums = [self.FADING * old + value for old, value in pairs]
         self._count += 1
 
     def price(self, num_rows: int, more: float = 0.0) -> float:
-        """Returns the cost of a draft token in a step of `num_rows` rows, as a share of the time that an accepted token
-        saves. Drafting one token for each row takes `more` seconds."""
+        """Returns the cost of a draft token in a step of `num_rows` rows, as a share of the time
+        that an accepted token saves. Drafting one token for each row takes `more` seconds."""
         num_rows = max(num_rows, 1)
         count, x, xx, y, xy = self._sums
         spread = count * xx - x * x
         if self._count < self.MIN_STEPS or spread < 1e-2 * count * count:
-            return self.UNKNOWN + (more / num_rows * count / y if y else 0.0)
-        slope = min(max((count * xy - x * y) / spread, 0.0), y / x)
+            if not y:
+                return self.UNKNOWN
+            return self.UNKNOWN + more / num_rows * count / y
+        fitted = (count * xy - x * y) / spread
+        slope = min(max(fitted, 0.0), y / x)
         fixed = max(y / count - slope * x / count, 1e-9)
-        return (slope + more / num_rows) / (fixed / num_rows + slope)
+        cost = slope + more / num_rows
+        saved = fixed / num_rows + slope
+        return cost / saved
 
 
 class DraftLength:
-    """Chooses draft lengths: the `k`-th token pays off while the probability that the first `k` are all accepted is
-    above its price. A row whose drafts are rejected, or whose source finds none, pauses for twice as long each time."""
+    """Chooses draft lengths: the `k`-th token pays off while the probability that the first `k` are
+    all accepted is above its price. A row whose drafts are rejected, or whose source finds none,
+    pauses for twice as long each time."""
 
-    FADING, FIRST_PAUSE, MAX_PAUSE, MAX_SEARCH = 0.8, 8, 1 << 10, 16
+    FADING = 0.8
+    FIRST_PAUSE = 8
+    MAX_PAUSE = 1 << 10
+    MAX_SEARCH = 16
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.pause = 0  # number of following steps without a draft
-        self._accepted, self._tried = 1.6, 2.0
+        self._accepted = 1.6
+        self._tried = 2.0
         self._refusal, self._search = self.FIRST_PAUSE, 0  # the next pauses
 
     def choose(self, price: float) -> int:
         """Returns the length of the next draft; 0 begins a pause."""
         rate = min(self._accepted / self._tried, 0.999)
-        length = int(math.log(min(max(price, 1e-6), 0.999)) / math.log(rate)) if rate > 0 else 0
+        length = 0
+        if rate > 0:
+            least = min(max(price, 1e-6), 0.999)
+            length = int(math.log(least) / math.log(rate))
         if not length:
-            self.pause, self._refusal = self._refusal, min(2 * self._refusal, self.MAX_PAUSE)
-            self._accepted, self._tried = max(self._accepted, 0.5), 1.0  # tries one token after the pause
+            doubled = min(2 * self._refusal, self.MAX_PAUSE)
+            self.pause, self._refusal = self._refusal, doubled
+            # tries one token after the pause
+            self._accepted, self._tried = max(self._accepted, 0.5), 1.0
         return min(length, self.most)
 
     def find_nothing(self) -> None:
         """Begins a pause because the source had no draft."""
-        self.pause, self._search = self._search, min(2 * self._search + 1, self.MAX_SEARCH)
+        longer = min(2 * self._search + 1, self.MAX_SEARCH)
+        self.pause, self._search = self._search, longer
 
     def observe(self, num_proposed: int, num_accepted: int) -> None:
+        num_tried = min(num_accepted + 1, num_proposed)
         self._accepted = self.FADING * self._accepted + num_accepted
-        self._tried = self.FADING * self._tried + min(num_accepted + 1, num_proposed)
+        self._tried = self.FADING * self._tried + num_tried
         if num_accepted:
             self._refusal, self._search = self.FIRST_PAUSE, 0
 
 
 class NgramIndex:
-    """Maps n-grams of `NGRAM` tokens to the tokens that followed them in other rows and earlier requests of the same
-    namespace, given by its digest. Keeps the latest `INDEX_SIZE` n-grams, as bytes, which the garbage collector does
-    not traverse."""
+    """Maps n-grams of `NGRAM` tokens to the tokens that followed them in other rows and earlier
+    requests of the same namespace, given by its digest. Keeps the latest `INDEX_SIZE` n-grams, as
+    bytes, which the garbage collector does not traverse."""
 
     def __init__(self) -> None:
         self._behind: OrderedDict[bytes, bytes] = OrderedDict()
 
-    def add(self, token_ids: list[int], start: int, end: int, namespace: bytes = b"") -> None:
-        """Adds the tokens that follow the first `n` of `token_ids`, for each `n` in `range(start, end)`."""
-        packed, size = _packed(token_ids), _SIZE
-        for at in range(max(start, NGRAM) * size, end * size, size):
-            key = namespace + packed[at - NGRAM * size : at]
-            self._behind[key] = packed[at : at + MAX_DRAFT * size]
+    def add(
+        self,
+        token_ids: list[int],
+        start: int,
+        end: int,
+        namespace: bytes = b"",
+    ) -> None:
+        """Adds the tokens that follow the first `n` of `token_ids`, for each `n` in `range(start,
+        end)`."""
+        packed = _packed(token_ids)
+        size = _SIZE
+        ngram_size = NGRAM * size
+        draft_size = MAX_DRAFT * size
+        first = max(start, NGRAM) * size
+        for at in range(first, end * size, size):
+            ngram = packed[at - ngram_size : at]
+            key = namespace + ngram
+            self._behind[key] = packed[at : at + draft_size]
             self._behind.move_to_end(key)
         while len(self._behind) > INDEX_SIZE:
             self._behind.popitem(last=False)
 
-    def find(self, ngram: list[int], namespace: bytes = b"") -> list[int]:
-        found = self._behind.get(namespace + _packed(ngram))
-        return [] if found is None else array("q", found).tolist()
+    def find(
+        self,
+        ngram: list[int],
+        namespace: bytes = b"",
+    ) -> list[int]:
+        continuation = self._behind.get(namespace + _packed(ngram))
+        if continuation is None:
+            return []
+        return array("q", continuation).tolist()
 
     def __len__(self) -> int:
         return len(self._behind)
@@ -193,39 +260,52 @@ def _packed(token_ids: list[int]) -> bytes:
 
 
 class Ngrams:
-    """Drafts the tokens that followed the row's last n-gram before, in the row's text or else in others' (`index`).
-    If neither has it after a rejected token, continues behind that place in the copied text: one word may differ."""
+    """Drafts the tokens that followed the row's last n-gram before, in the row's text or else in
+    others' (`index`). If neither has it after a rejected token, continues behind that place in the
+    copied text: one word may differ."""
 
     def __init__(self, index: NgramIndex, num_prompt_tokens: int, namespace: bytes = b"") -> None:
-        self.index, self.namespace = index, namespace
+        self.index = index
+        self.namespace = namespace
         self._text = bytearray()  # the row's tokens; searching bytes is cheaper than a table
-        self._num_told = num_prompt_tokens  # number of tokens that are in `index`, with their continuations
+        # number of tokens that are in `index`, with their continuations
+        self._num_told = num_prompt_tokens
         self._token_ids: list[int] = []
         self._source: int | None = None  # position of the last draft in the row's text
         self._next: int | None = None  # position of the next draft if the row goes on copying
         self._is_guess = False  # whether the last draft was taken from `_next`
 
     def propose(self, token_ids: list[int], count: int) -> Draft | None:
-        end, found = len(token_ids), list[int]()
-        start = self._find(token_ids) if end > NGRAM else None
+        end = len(token_ids)
+        tokens = list[int]()
+        start = None
+        if end > NGRAM:
+            start = self._find(token_ids)
         if start is None:
-            found = self.index.find(token_ids[end - NGRAM :], self.namespace)[:count]
-        self._is_guess = start is None and not found and self._next is not None
+            ngram = token_ids[end - NGRAM :]
+            tokens = self.index.find(ngram, self.namespace)[:count]
+        self._is_guess = start is None and not tokens and self._next is not None
         if self._is_guess:
             start = self._next
         self._source, self._next = start, None
         if start is not None and start < end:
-            found = token_ids[start : start + count]
-            if len(found) < count:  # the text repeats itself: continue the repetition
-                found = list(itertools.islice(itertools.cycle(found), count))
-        return Draft(found) if found else None
+            tokens = token_ids[start : start + count]
+            if len(tokens) < count:  # the text repeats itself: continue the repetition
+                repeated = itertools.cycle(tokens)
+                tokens = list(itertools.islice(repeated, count))
+        if not tokens:
+            return None
+        return Draft(tokens)
 
     def _find(self, token_ids: list[int]) -> int | None:
         """Returns where the latest earlier occurrence of the row's last n-gram ends, or `None`."""
-        text, size = self._text, _SIZE
-        text += _packed(token_ids[len(text) // size :])
+        text = self._text
+        size = _SIZE
+        num_known = len(text) // size
+        text += _packed(token_ids[num_known:])
         self._token_ids = token_ids
-        ngram, at = text[-NGRAM * size :], len(text) - size
+        ngram = text[-NGRAM * size :]
+        at = len(text) - size
         while (at := text.rfind(ngram, 0, at)) >= 0:
             if at % size == 0:
                 return at // size + NGRAM
@@ -233,49 +313,63 @@ class Ngrams:
         return None
 
     def observe(self, token_ids: list[int], num_accepted: int) -> None:
-        if self._source is not None and (num_accepted or not self._is_guess):
+        end = len(token_ids) - MAX_DRAFT
+        goes_on = num_accepted or not self._is_guess
+        if self._source is not None and goes_on:
             self._next = self._source + num_accepted + 1
         self._token_ids, self._source = token_ids, None
-        if len(token_ids) - MAX_DRAFT - self._num_told >= MAX_DRAFT:
-            self._tell(len(token_ids) - MAX_DRAFT)
+        if end - self._num_told >= MAX_DRAFT:
+            self._tell(end)
 
     def _tell(self, end: int) -> None:
         """Adds the continuations of the row's new tokens, up to `end`, to the index."""
-        first = max(0, self._num_told - NGRAM)
-        self.index.add(self._token_ids[first:], self._num_told - first, end - first, self.namespace)
-        self._num_told = max(self._num_told, end)
+        num_told = self._num_told
+        first = max(0, num_told - NGRAM)
+        tokens = self._token_ids[first:]
+        self.index.add(tokens, num_told - first, end - first, self.namespace)
+        self._num_told = max(num_told, end)
 
     def close(self) -> None:
         self._tell(len(self._token_ids) - 1)
 
 
 class Generated:
-    """Drafts from one of transformers' candidate generators, for one row. With `draws`, the generator of a row with a
-    seed, drafts are drawn from it."""
+    """Drafts from one of transformers' candidate generators, for one row. With `draws`, the
+    generator of a row with a seed, drafts are drawn from it."""
 
     def __init__(
-        self, generator: Any, device: torch.device, keeps_scores: bool, draws: torch.Generator | None = None
+        self,
+        generator: Any,
+        device: torch.device,
+        keeps_scores: bool,
+        draws: torch.Generator | None = None,
     ) -> None:
-        self.generator, self._device, self._keeps_scores, self._draws = generator, device, keeps_scores, draws
+        self.generator = generator
+        self._device = device
+        self._keeps_scores = keeps_scores
+        self._draws = draws
         self._last: tuple[Tensor, int] | None = None
 
     def propose(self, token_ids: list[int], count: int) -> Draft | None:
         ids = torch.tensor([token_ids], dtype=torch.long, device=self._device)
         with self._running():
-            found, scores = self.generator.get_candidates(ids)
-        tokens = found[0, len(token_ids) :].tolist()[:count]
+            candidates, scores = self.generator.get_candidates(ids)
+        new = candidates[0, len(token_ids) :]
+        tokens = new.tolist()[:count]
         self._last = ids, len(tokens)
         if not tokens:
             return None
         if scores is None or not self._keeps_scores:
             return Draft(tokens)
-        return Draft(tokens, scores[0, : len(tokens)].float())
+        drafted = scores[0, : len(tokens)]
+        return Draft(tokens, drafted.float())
 
     def observe(self, token_ids: list[int], num_accepted: int) -> None:
         if self._last is not None:
             ids, num_proposed = self._last
             # it reads only the number of scores
-            scores = torch.empty((1, num_proposed + 1, 1), device=ids.device)
+            shape = (1, num_proposed + 1, 1)
+            scores = torch.empty(shape, device=ids.device)
             self.generator.update_candidate_strategy(ids, scores, num_accepted)
             self._last = None
 
@@ -284,15 +378,18 @@ class Generated:
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
-        """Wraps forwards of the generator's model. Early exit lowers `num_hidden_layers` in the model's config, which
-        is restored even after an error or an interrupt."""
+        """Wraps forwards of the generator's model. Early exit lowers `num_hidden_layers` in the
+        model's config, which is restored even after an error or an interrupt."""
         model = getattr(self.generator, "assistant_model", None)
         if model is None:
             yield
             return
         config = getattr(model.base_model, "config", None)
         num_layers = getattr(config, "num_hidden_layers", None)
-        with step_lock(model), contextlib.nullcontext() if self._draws is None else _drawing_by(self._draws):
+        drawing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._draws is not None:
+            drawing = _drawing_by(self._draws)
+        with step_lock(model), drawing:
             try:
                 with let_in():
                     yield
@@ -305,21 +402,24 @@ class Generated:
 def _drawing_by(generator: torch.Generator) -> Iterator[None]:
     """Makes torch's global generator of the device draw, and advance, as `generator` would."""
     device: Any = generator.device
-    own = torch.random if device.type == "cpu" else torch.get_device_module(device)
-    where = () if device.type == "cpu" else (device,)
-    before = own.get_rng_state(*where)
-    own.set_rng_state(generator.get_state(), *where)
+    module: Any = torch.random
+    where: tuple[Any, ...] = ()
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        where = (device,)
+    before = module.get_rng_state(*where)
+    module.set_rng_state(generator.get_state(), *where)
     try:
         yield
     finally:
-        generator.set_state(own.get_rng_state(*where))
-        own.set_rng_state(before, *where)
+        generator.set_state(module.get_rng_state(*where))
+        module.set_rng_state(before, *where)
 
 
 @dataclass(eq=False)
 class Speculation:
-    """A row's source of drafts, with counts of drafted and accepted tokens. Without `length`, drafts are always `most`
-    tokens long."""
+    """A row's source of drafts, with counts of drafted and accepted tokens. Without `length`,
+    drafts are always `most` tokens long."""
 
     source: Source
     most: int
@@ -350,12 +450,15 @@ class Speculation:
                 self.wake_at = step + self.length.pause + 1
             return []
         if draft.scores is not None:
-            device = draft.scores.device if self.generator is None else self.generator.device
+            device = draft.scores.device
+            if self.generator is not None:
+                device = self.generator.device
             draft.levels = torch.rand(len(draft.drawn), generator=self.generator, device=device)
         return draft.tokens
 
     def observe(self, token_ids: list[int], num_proposed: int, num_accepted: int) -> None:
-        """Records a step's result: `num_proposed` verified draft tokens, `num_accepted` accepted ones."""
+        """Records a step's result: `num_proposed` verified draft tokens, `num_accepted` accepted
+        ones."""
         self.num_proposed += num_proposed
         self.num_accepted += num_accepted
         self.num_drafts += num_proposed > 0

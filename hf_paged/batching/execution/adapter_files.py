@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import threading
+import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Hashable
 from pathlib import Path
@@ -19,7 +20,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from ...cache.storage import free_bytes
+from ...interrupts import held
 from ...kernels.lora import LoraWeights
+from ...threads import start
 from .adapter_shards import own_part
 from .adapters import (
     BASE,
@@ -39,12 +42,13 @@ _PARTS = (".lora_A.weight", ".lora_B.weight", ".lora_B.bias")
 NUM_AHEAD = 2  # adapters that are prefetched
 CHUNK_BYTES = 1 << 20  # of a file, read at once
 MAX_DIGESTS = 4096  # files whose hashes are kept
+SETTLED_NS = 10**9  # since the last change of a file: longer than the ticks of file systems' clocks
 HOST_SHARE = 8  # copies in host memory take at most this fraction (1/8) of its free memory
 
 
 class AdapterFile(NamedTuple):
-    """A folder as it was when a request named it; identifies the adapter in requests, prefixes and recorded steps.
-    Another version is another adapter."""
+    """A folder as it was when a request named it; identifies the adapter in requests, prefixes and
+    recorded steps. Another version is another adapter."""
 
     path: str
     version: str  # hash of its files' content
@@ -52,12 +56,13 @@ class AdapterFile(NamedTuple):
 
 
 def is_adapter_folder(name: str) -> bool:
-    return os.path.isfile(os.path.join(name, CONFIG))
+    config = os.path.join(name, CONFIG)
+    return os.path.isfile(config)
 
 
 def resolve_adapter(model: nn.Module, name: str | None) -> str | AdapterFile | None:
-    """Resolves the name in a request: an adapter of the model, else one in a folder saved by PEFT. Raises
-    [`AdapterError`]."""
+    """Resolves the name in a request: an adapter of the model, else one in a folder saved by PEFT.
+    Raises [`AdapterError`]."""
     check_served(model, name)
     if name is None or has_adapter(model, name) or not is_adapter_folder(name):
         if name is not None:
@@ -69,32 +74,42 @@ def resolve_adapter(model: nn.Module, name: str | None) -> str | AdapterFile | N
 
 def adapter_namespace(adapter: Hashable) -> Hashable:
     """The adapter's namespace in the prefix cache, the same in every process."""
-    return (adapter.path, adapter.version) if isinstance(adapter, AdapterFile) else adapter
+    if not isinstance(adapter, AdapterFile):
+        return adapter
+    return (adapter.path, adapter.version)
 
 
 def read_adapter_file(name: str) -> AdapterFile:
-    """Reads a folder's config and its weights' shapes. Raises [`AdapterError`], a `ValueError`, with the reason if the
-    adapter cannot be served or read, or if PEFT is missing."""
+    """Reads a folder's config and its weights' shapes. Raises [`AdapterError`], a `ValueError`,
+    with the reason if the adapter cannot be served or read, or if PEFT is missing."""
     path = os.path.realpath(name)
     try:
         _find_config(path)
-        if not os.path.isfile(os.path.join(path, WEIGHTS)):
+        weights = os.path.join(path, WEIGHTS)
+        if not os.path.isfile(weights):
             raise ValueError(f"it has no {WEIGHTS}, which PEFT's `save_pretrained` writes")
         version = _version(path)
-        num_numbers, layers = 0, defaultdict[str, set[str]](set)  # layer names by the kind of weight
-        with safe_open(os.path.join(path, WEIGHTS), "pt") as file:
+        # layer names by the kind of weight
+        num_numbers = 0
+        layers = defaultdict[str, set[str]](set)
+        with safe_open(weights, "pt") as file:
             for key in file.keys():
-                numbers = math.prod(file.get_slice(key).get_shape())
+                shape = file.get_slice(key).get_shape()
+                numbers = math.prod(shape)
                 if not numbers:
                     raise ValueError(f"{key} is empty: an adapter's rank is at least 1")
                 num_numbers += numbers
-                part = next((part for part in _PARTS if key.endswith(part)), key)
+                part = next((end for end in _PARTS if key.endswith(end)), key)
                 layers[part].add(key.removesuffix(part))
-        if other := sorted(layers.keys() - set(_PARTS)):
-            raise _not_served(name, f"it has {other[0]!r}, which is not of a linear layer")
+        others = sorted(layers.keys() - set(_PARTS))
+        if others:
+            raise _not_served(name, f"it has {others[0]!r}, which belongs to no linear layer")
         a, b, bias = (layers[part] for part in _PARTS)
-        if odd := sorted((a ^ b) | (bias - a)):
-            raise ValueError(f"of {odd[0]} it has but a part of the weights: save it again")
+        incomplete = sorted((a ^ b) | (bias - a))
+        if incomplete:
+            raise ValueError(
+                f"{incomplete[0]} is missing some LoRA weights: save the adapter again"
+            )
         if not a:
             raise ValueError("it has no weights")
     except AdapterError:
@@ -111,12 +126,23 @@ def _find_config(path: str) -> Any:
         message = '`adapter` names a folder, which PEFT reads: pip install "hf_paged[integrations]"'
         raise ImportError(message) from error
     config = peft.PeftConfig.from_pretrained(path)
-    if (reason := wrapper_reason(config)) is not None:
+    reason = wrapper_reason(config)
+    if reason is not None:
         raise AdapterError(path, f"the adapter in {path!r} {reason}")
     if not isinstance(config, peft.LoraConfig):
-        raise _not_served(path, f"it is no LoRA adapter ({type(config).__name__})")
-    variants = [field.name for field in dataclasses.fields(config) if field.metadata.get("is_lora_variant")]
-    for option in (*variants, "modules_to_save", "target_parameters", "trainable_token_indices", "layer_replication"):
+        raise _not_served(path, f"it is not a LoRA adapter ({type(config).__name__})")
+    variants = []
+    for field in dataclasses.fields(config):
+        if field.metadata.get("is_lora_variant"):
+            variants.append(field.name)
+    refused = (
+        *variants,
+        "modules_to_save",
+        "target_parameters",
+        "trainable_token_indices",
+        "layer_replication",
+    )
+    for option in refused:
         if getattr(config, option, None):
             raise _not_served(path, f"it has `{option}`")
     return config
@@ -125,24 +151,38 @@ def _find_config(path: str) -> Any:
 def _not_served(name: str, reason: str) -> AdapterError:
     return AdapterError(
         name,
-        f"the adapter in {name!r} is not loaded on demand: {reason}. Load it with PEFT's `model.load_adapter(folder, "
-        "name)`, and pass the name: it then runs in forwards of its own",
+        f"the adapter in {name!r} is not loaded on demand: {reason}. Load it with PEFT's"
+        " `model.load_adapter(folder, name)`, and pass the name: it then runs in forwards of"
+        " its own",
     )
 
 
 def _version(path: str) -> str:
-    """Hashes the content: copies, archives and images of containers may give other files the same times and sizes."""
+    """Hashes the content: copies, archives and images of containers may give other files the same
+    times and sizes."""
     digests = []
     for name in (CONFIG, WEIGHTS):
         file = os.path.join(path, name)
         stat = os.stat(file)
-        digests.append(_digest(file, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
+        # a file that was written just now may be written again without a change of its times
+        is_settled = time.time_ns() - stat.st_ctime_ns > SETTLED_NS
+        digest = _digest if is_settled else _digest.__wrapped__
+        content_hash = digest(
+            file,
+            stat.st_dev,
+            stat.st_ino,
+            stat.st_size,
+            stat.st_mtime_ns,
+            stat.st_ctime_ns,
+        )
+        digests.append(content_hash)
     return "-".join(digests)
 
 
 @functools.lru_cache(maxsize=MAX_DIGESTS)
 def _digest(file: str, *stat: int) -> str:
-    """The content's hash while the file is as `stat` says; no process can set `st_ctime_ns`, the last change's time."""
+    """The content's hash while the file is as `stat` says; no process can set `st_ctime_ns`, the
+    last change's time."""
     digest = hashlib.blake2b(digest_size=16)
     with open(file, "rb") as content:
         while chunk := content.read(CHUNK_BYTES):
@@ -151,59 +191,93 @@ def _digest(file: str, *stat: int) -> str:
 
 
 def load_adapter(model: nn.Module, file: AdapterFile) -> dict[nn.Module, LoraWeights]:
-    """Loads the weights by module of `model`, on the CPU; half precision becomes float32, as in PEFT. Raises
-    [`AdapterError`] if they do not fit this model, or if the files have changed since the request named them."""
+    """Loads the weights by module of `model`, on the CPU; half precision becomes float32, as in
+    PEFT. Raises [`AdapterError`] if they do not fit this model, or if the files have changed since
+    the request named them."""
     from peft.utils import load_peft_weights
     from peft.utils.other import get_pattern_key
 
     try:
-        config, tensors = _find_config(file.path), load_peft_weights(file.path, device="cpu")
+        config = _find_config(file.path)
+        tensors = load_peft_weights(file.path, device="cpu")
         parts: dict[nn.Module, LoraWeights] = {}
-        names = [key.removesuffix(_PARTS[0]) for key in tensors if key.endswith(_PARTS[0])]
+        names = []
+        for key in tensors:
+            if key.endswith(_PARTS[0]):
+                names.append(key.removesuffix(_PARTS[0]))
         for name in names:
             a, b, bias = (tensors.get(name + part) for part in _PARTS)
-            own = name.removeprefix("base_model.model.")
-            module = model.get_submodule(own)
+            layer_name = name.removeprefix("base_model.model.")
+            module = model.get_submodule(layer_name)
             module = getattr(module, "base_layer", module)
-            if (reason := unmixable_layer(module)) is not None:
-                raise ValueError(f"{own} {reason}")
-            rank, width, depth = len(a), *linear_shape(module)
-            if a.shape != (rank, depth) or b.shape != (width, rank) or (bias is not None and bias.shape != (width,)):
-                raise ValueError(f"{own} takes {depth} numbers and gives {width}, its weights are of another model")
-            alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), own), config.lora_alpha)
-            scaling = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
+            reason = unmixable_layer(module)
+            if reason is not None:
+                raise ValueError(f"{layer_name} {reason}")
+            rank = len(a)
+            width, depth = linear_shape(module)
+            fits = a.shape == (rank, depth) and b.shape == (width, rank)
+            if fits and bias is not None:
+                fits = bias.shape == (width,)
+            if not fits:
+                raise ValueError(
+                    f"{layer_name} maps {depth} to {width} features, its LoRA weights do not: they"
+                    " are for another model"
+                )
+            pattern = get_pattern_key(config.alpha_pattern.keys(), layer_name)
+            alpha = config.alpha_pattern.get(pattern, config.lora_alpha)
+            if config.use_rslora:
+                scaling = alpha / math.sqrt(rank)
+            else:
+                scaling = alpha / rank
             # copies: safetensors maps the file, which may be overwritten later
-            a, b, bias = (None if x is None else x.to(_dtype(x), copy=True) for x in (a, b, bias))
-            parts[module] = own_part(model, own, module, LoraWeights(a, b, bias, scaling))
+            a, b, bias = (
+                None if weight is None else weight.to(_dtype(weight), copy=True)
+                for weight in (a, b, bias)
+            )
+            whole = LoraWeights(
+                a,
+                b,
+                bias,
+                scaling,
+            )
+            parts[module] = own_part(model, layer_name, module, whole)
         if _version(file.path) != file.version:
             raise ValueError("its files were changed since the request was added: add it again")
         return parts
     except Exception as error:
-        raise AdapterError(file, f"the adapter in {file.path!r} cannot be loaded: {error}") from error
+        raise AdapterError(
+            file,
+            f"the adapter in {file.path!r} cannot be loaded: {error}",
+        ) from error
 
 
 def _dtype(weight: Tensor) -> torch.dtype:
-    return torch.float32 if weight.dtype.itemsize < 4 else weight.dtype
+    if weight.dtype.itemsize < 4:
+        return torch.float32
+    return weight.dtype
 
 
 def linear_shape(module: nn.Module) -> tuple[int, int]:
     """Output and input size of a linear layer."""
     shape = tuple(module.weight.shape)
-    return shape if isinstance(module, nn.Linear) else (shape[1], shape[0])
+    if isinstance(module, nn.Linear):
+        return shape
+    return (shape[1], shape[0])
 
 
 @dataclasses.dataclass
 class _Loading:
     """An adapter being loaded by a thread, which ends when it is loaded."""
 
-    thread: threading.Thread
+    thread: threading.Thread | None = None
     parts: dict[nn.Module, LoraWeights] | None = None
     error: AdapterError | None = None
 
 
 class AdapterStore:
-    """The loaded weights of adapters in folders. Placed ones are where the model computes, and `forget` is called when
-    one is evicted from the pool. For a model on a device, copies of the last used ones also stay in host memory."""
+    """The loaded weights of adapters in folders. Placed ones are where the model computes, and
+    `forget` is called when one is evicted from the pool. For a model on a device, copies of the
+    last used ones also stay in host memory."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -219,39 +293,52 @@ class AdapterStore:
 
     def get(self, file: AdapterFile) -> Adapter:
         """Returns its weights, and loads them if needed. Raises [`AdapterError`]."""
-        if (found := self._placed.get(file)) is not None:
-            return found
+        known = self._placed.get(file)
+        if known is not None:
+            return known
         parts = self._take(file)
-        placed = {module: _on(lora, module.weight.device) for module, lora in parts.items()}
+        placed = {}
+        for module, lora in parts.items():
+            placed[module] = _on(lora, module.weight.device)
         self._numbers += 1
         adapter = self._placed[file] = Adapter((file, self._numbers), placed)
-        if any(module.weight.device.type != "cpu" for module in parts):
+        devices = (module.weight.device for module in parts)
+        if any(device.type != "cpu" for device in devices):
             self._keep(file, parts)
         return adapter
 
     def _take(self, file: AdapterFile) -> dict[nn.Module, LoraWeights]:
-        if (known := self._host.pop(file, None)) is not None:
+        known = self._host.pop(file, None)
+        if known is not None:
             return known
         loading = self._loading.pop(file, None)
-        if loading is not None:
+        if loading is not None and loading.thread is not None:
             loading.thread.join()
             if loading.error is not None:
                 raise loading.error
         self.num_loads += 1
         # after a fork, the thread does not exist in the child and has left nothing
-        return load_adapter(self._model, file) if loading is None or loading.parts is None else loading.parts
+        if loading is None or loading.parts is None:
+            return load_adapter(self._model, file)
+        return loading.parts
 
     def prefetch(self, files: list[AdapterFile]) -> None:
         """Starts to load the adapters of waiting requests; drops other prefetched ones."""
-        for file in [known for known in self._loading if known not in files]:
+        outdated = [known for known in self._loading if known not in files]
+        for file in outdated:
             del self._loading[file]
         for file in files[:NUM_AHEAD]:
-            if file in self._placed or file in self._loading or file in self._host:
+            is_loaded = file in self._placed or file in self._host
+            if is_loaded or file in self._loading:
                 continue
-            loading = _Loading(threading.Thread(name=f"adapter {Path(file.path).name}", daemon=True))
-            loading.thread = threading.Thread(target=self._load, args=(file, loading), daemon=True)
-            self._loading[file] = loading
-            loading.thread.start()
+            loading = _Loading()
+            name = f"hf_paged adapter {Path(file.path).name}"
+            with held():
+                load = functools.partial(self._load, file, loading)
+                loading.thread = start(load, name)
+                if loading.thread is None:  # `get` loads it
+                    return
+                self._loading[file] = loading
 
     def _load(self, file: AdapterFile, loading: _Loading) -> None:
         try:
@@ -265,17 +352,40 @@ class AdapterStore:
 
     def forget_others(self, modules: set[nn.Module]) -> None:
         """Drops weights of modules other than these, which the model has now."""
-        self._placed = {file: x for file, x in self._placed.items() if modules.issuperset(x.parts)}
-        self._host = OrderedDict((file, parts) for file, parts in self._host.items() if modules.issuperset(parts))
+        placed = {}
+        for file, adapter in self._placed.items():
+            if modules.issuperset(adapter.parts):
+                placed[file] = adapter
+        host = OrderedDict[AdapterFile, dict[nn.Module, LoraWeights]]()
+        for file, parts in self._host.items():
+            if modules.issuperset(parts):
+                host[file] = parts
+        self._placed = placed
+        self._host = host
         self._loading.clear()
 
-    def _keep(self, file: AdapterFile, parts: dict[nn.Module, LoraWeights]) -> None:
+    def _keep(
+        self,
+        file: AdapterFile,
+        parts: dict[nn.Module, LoraWeights],
+    ) -> None:
         self._host[file] = parts
         limit = free_bytes(torch.device("cpu")) // HOST_SHARE
-        while len(self._host) > 1 and sum(known.num_bytes for known in self._host) > limit:
+        while len(self._host) > 1:
+            num_bytes = sum(known.num_bytes for known in self._host)
+            if num_bytes <= limit:
+                break
             self._host.popitem(last=False)
 
 
 def _on(lora: LoraWeights, device: torch.device) -> LoraWeights:
-    bias = None if lora.bias is None else lora.bias.to(device)
-    return LoraWeights(lora.a.to(device), lora.b.to(device), bias, lora.scaling, lora.group)
+    bias = None
+    if lora.bias is not None:
+        bias = lora.bias.to(device)
+    return LoraWeights(
+        lora.a.to(device),
+        lora.b.to(device),
+        bias,
+        lora.scaling,
+        lora.group,
+    )

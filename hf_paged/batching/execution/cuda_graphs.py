@@ -25,22 +25,28 @@ _LATER: list[Any] = []  # graphs deleted during a capture, when waiting is forbi
 
 
 class CudaGraphs:
-    """CUDA graphs (ROCm's have the same interface) that share one private memory pool: they are replayed one after
-    another, and only the graph itself reads what it left there."""
+    """CUDA graphs (ROCm's have the same interface) that share one private memory pool: they are
+    replayed one after another, and only the graph itself reads what it left there."""
 
-    runs_ahead, decodes_alone, notice = True, False, logging.WARNING
+    runs_ahead = True
+    decodes_alone = False
+    notice = logging.WARNING
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, capture_stream(device)
+        self._device = device
+        self._stream = capture_stream(device)
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._done = torch.cuda.Event()
 
     def capture(
-        self, run: Callable[[], None], model: PreTrainedModel, check: Callable[[Callable[[], None]], None]
+        self,
+        run: Callable[[], None],
+        model: PreTrainedModel,
+        check: Callable[[Callable[[], None]], None],
     ) -> RecordedGraph:
-        """Runs `run` once as it is, then records it, fused to fewer launches if that passes `check`. Waits for the
-        device. Raises what `run` raises, and [`NotCapturable`] if it cannot be recorded; streams, random state and
-        memory are then as before."""
+        """Runs `run` once as it is, then records it, fused to fewer launches if that passes
+        `check`. Waits for the device. Raises what `run` raises, and [`NotCapturable`] if it cannot
+        be recorded; streams, random state and memory are then as before."""
         with torch.cuda.device(self._device):
             before = torch.cuda.current_stream()
             self._stream.wait_stream(before)
@@ -52,29 +58,55 @@ class CudaGraphs:
                 tape = fuse(run, self._device, check)
             before.wait_stream(self._stream)
             torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # the graphs' pool cannot use cached memory, which a capture cannot free
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.stream(self._stream), contextlib.ExitStack() as stack:
-                # makes cuBLAS allocate workspaces in the graphs' pool: the graph does not own existing ones, and other
-                # code, such as torch.compile's graphs, frees them
-                torch._C._cuda_clearCublasWorkspaces()
-                stack.callback(torch._C._cuda_clearCublasWorkspaces)
+            graph = None
+            with torch.cuda.stream(self._stream):
                 if tape is not None:
                     try:
-                        self._record(graph, tape.replay)
+                        graph = self._recorded(tape.replay)
                     except Exception as error:
                         if is_out_of_memory(error):
                             raise
                         logger.info("fused operations could not be recorded: %s", first_line(error))
-                        tape, graph = None, torch.cuda.CUDAGraph()
-                if tape is None:
-                    with HostFirst(), KnownAgain(first.known):
-                        self._record(graph, run)
+                if graph is None:
+                    tape = None
+
+                    def run_again() -> None:
+                        with HostFirst(), KnownAgain(first.known):
+                            run()
+
+                    graph = self._recorded(run_again)
         while _LATER:
             RecordedGraph(*_LATER.pop())  # deleted at once, which now waits and frees
-        return RecordedGraph(graph, self._done, first.known if tape is None else tape.constants)
+        constants = first.known if tape is None else tape.constants
+        return RecordedGraph(graph, self._done, constants)
 
-    def _record(self, graph: torch.cuda.CUDAGraph, run: Callable[[], None]) -> None:
+    def _recorded(
+        self,
+        run: Callable[[], None],
+        is_again: bool = False,
+    ) -> torch.cuda.CUDAGraph:
+        """A graph of `run`. Neither the graphs' pool nor a capture can use what torch's allocator
+        holds in reserve: if memory runs out, that is freed, and `run` recorded again."""
+        graph = torch.cuda.CUDAGraph()
+        # makes cuBLAS allocate workspaces in the graphs' pool: the graph does not own existing
+        # ones, and other code, such as torch.compile's graphs, frees them
+        torch._C._cuda_clearCublasWorkspaces()
+        try:
+            self._record(graph, run)
+            return graph
+        except Exception as error:
+            if is_again or not is_out_of_memory(error):
+                raise
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        return self._recorded(run, is_again=True)
+
+    def _record(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        run: Callable[[], None],
+    ) -> None:
         generator = torch.cuda.default_generators[self._device.index]
         state = generator.clone_state()
         try:
@@ -91,12 +123,14 @@ class CudaGraphs:
                 generator.graphsafe_set_state(state)
                 for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
                     with contextlib.suppress(AttributeError, RuntimeError):
-                        getattr(torch._C, name)(self._device.index, self._pool)
+                        clean_up = getattr(torch._C, name)
+                        clean_up(self._device.index, self._pool)
             raise
 
     @contextlib.contextmanager
     def in_order(self) -> Iterator[None]:
-        """Orders the device work within it after that of the last such context, also across streams."""
+        """Orders the device work within it after that of the last such context, also across
+        streams."""
         with torch.cuda.device(self._device):
             stream = torch.cuda.current_stream()
             stream.wait_event(self._done)
@@ -107,7 +141,9 @@ class CudaGraphs:
 
 
 def fuse(
-    run: Callable[[], None], device: torch.device, check: Callable[[Callable[[], None]], None]
+    run: Callable[[], None],
+    device: torch.device,
+    check: Callable[[Callable[[], None]], None],
 ) -> DeviceTape | None:
     """Records `run` fused to fewer launches; `None` if that fails or does not pass `check`."""
     from ...tape.device import DeviceTape  # needs Triton
@@ -115,17 +151,29 @@ def fuse(
     try:
         tape = DeviceTape.record(run, device)
         check(functools.partial(tape.replay, spoils=True))
-    except Exception as error:  # another library's kernels write unobserved; a fused kernel may not compile
-        logger.info("steps are recorded as they are, without fused operations: %s", first_line(error))
+    except Exception as error:
+        # another library's kernels write unobserved; a fused kernel may not compile
+        logger.info(
+            "steps are recorded as they are, without fused operations: %s",
+            first_line(error),
+        )
         return None
     return tape
 
 
 class RecordedGraph:
-    """A CUDA graph that is not freed while it runs: `done` is recorded after its last replay. It reads `held`."""
+    """A CUDA graph that is not freed while it runs: `done` is recorded after its last replay. It
+    reads `held`."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, done: torch.cuda.Event, held: list[Any]) -> None:
-        self._graph, self._done, self._held = graph, done, held
+    def __init__(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        done: torch.cuda.Event,
+        held: list[Any],
+    ) -> None:
+        self._graph = graph
+        self._done = done
+        self._held = held
 
     def replay(self) -> None:
         self._graph.replay()

@@ -1,4 +1,5 @@
-"""Runs one model's forwards for the batching loop, one at a time, each with its adapter, and notices model changes."""
+"""Runs one model's forwards for the batching loop, one at a time, each with its adapter, and
+notices model changes."""
 
 from __future__ import annotations
 
@@ -21,10 +22,13 @@ from ...compiled import running_eagerly
 from ...interrupts import let_in, step_lock
 from ...model.forwards import compute_device
 from ...model.ranks import ranks_of
-from ...model.state import read_state
+from ...model.state import ModelState, read_state
 from ...model.weights import WeightsGuard
+from ...plan import StepPlan
 from ...step import NotPackable, to_device
+from ...switches import NOTHING
 from ...tape.products import own_products
+from ...topics import Topic
 from ..decoding.base import Fetch
 from ..decoding.prepare import num_embeddings
 from ..decoding.sample import SampleDecoding
@@ -34,17 +38,19 @@ from ..scheduling.scheduler import Scheduler
 from .adapter_files import AdapterFile
 from .adapters import use_adapter
 from .mixing import Adapters, NotMixableError, mixed, mixing, run_mixed
-from .runner import Runner, in_order, rows_of_logits
+from .runner import Runner, in_order
 
 logger = logging.getLogger(__name__)
 
 Launch = Callable[[list[Sequence], Tensor], Tensor | None]
-"""From sequences and their next tokens `(n,)` on the device, logits `(n, vocab)`; `None` if the step needs the host."""
+"""From sequences and their next tokens `(n,)` on the device, logits `(n, vocab)`; `None` if the
+step needs the host."""
 
 
 @dataclass
 class Window:
-    """A period in which no other code changes the model (`model.weights.WeightsGuard`): a step or a `generate` call."""
+    """A period in which no other code changes the model (`model.weights.WeightsGuard`): a step or a
+    `generate` call."""
 
     is_call: bool = False
     is_open: bool = False
@@ -55,125 +61,198 @@ class Launched(NamedTuple):
     """A step launched on the device, for `n` sequences."""
 
     logits: Tensor  # (n, vocab)
-    # row in `logits`, and the state the launch assumed: number of tokens, last token, last block of each table
+    # row in `logits`, and the state the launch assumed: number of tokens, last token, last block of
+    # each table
     rows: dict[Sequence, tuple[int, tuple[int, int, list[int]]]]
 
 
 class RunAhead:
-    """Launches the next decode step while its input tokens are still being copied to the host. This assumes that every
-    row continues and none joins. Otherwise the step is computed as usual; the launched one only wrote K/V past the
-    sequences' ends."""
+    """Launches the next decode step while its input tokens are still being copied to the host. This
+    assumes that every row continues and none joins. Otherwise the step is computed as usual; the
+    launched one only wrote K/V past the sequences' ends."""
 
     def __init__(self, memory: PagedMemory, scheduler: Scheduler) -> None:
-        self._memory, self._scheduler = memory, scheduler
+        self._memory = memory
+        self._scheduler = scheduler
         self._launched: Launched | None = None
 
     def clear(self) -> None:
         self._launched = None
 
-    def fetch(self, ready: list[tuple[Generation, Tensor]], launch: Launch) -> Fetch | None:
-        """Returns a function that copies the tokens of all open rows, `(n,)` in order, to the host, and meanwhile
-        launches the next step; `None` with other decoding than sampling (beams) or with speculation."""
+    def fetch(
+        self,
+        ready: list[tuple[Generation, Tensor]],
+        launch: Launch,
+    ) -> Fetch | None:
+        """Returns a function that copies the tokens of all open rows, `(n,)` in order, to the host,
+        and meanwhile launches the next step; `None` with other decoding than sampling (beams) or
+        with speculation."""
         sequences: list[Sequence] = []
         for generation, _ in ready:
-            if not isinstance(generation.decoding, SampleDecoding) or generation.speculation is not None:
+            is_sampled = isinstance(generation.decoding, SampleDecoding)
+            if not is_sampled or generation.speculation is not None:
                 return None
             for row in generation.decoding.open_rows:
                 request, index = generation.rows[row]
                 sequences.append(request.sequences[index])
         return lambda tokens: self._fetch(sequences, tokens, launch)
 
-    def _fetch(self, sequences: list[Sequence], tokens: Tensor, launch: Launch) -> list[int]:
+    def _fetch(
+        self,
+        sequences: list[Sequence],
+        tokens: Tensor,
+        launch: Launch,
+    ) -> list[int]:
         arrived = _send(tokens)
         # rows that reach their maximum length with these tokens do not continue
-        going = [row for row, each in enumerate(sequences) if each.num_tokens + 1 < each.request.max_num_tokens]
-        chosen, logits = [sequences[row] for row in going], None
-        with self._memory.lock:
+        going = []
+        for row, sequence in enumerate(sequences):
+            if sequence.num_tokens + 1 < sequence.request.max_num_tokens:
+                going.append(row)
+        chosen = [sequences[row] for row in going]
+        logits = None
+        with self._memory.changing():  # the sampler goes on without a launch, whatever this raises
             num_leaving = len(sequences) - len(going)
-            is_next = len(tokens) == len(sequences) and self._scheduler.reserve_next(chosen, num_leaving)
+            is_next = False
+            if len(tokens) == len(sequences):
+                is_next = self._scheduler.reserve_next(chosen, num_leaving)
         if going and is_next:
             if len(going) < len(sequences):
-                tokens = tokens[to_device(torch.tensor(going, device="cpu"), tokens.device)]
+                going_on_host = torch.tensor(going, device="cpu")
+                tokens = tokens[to_device(going_on_host, tokens.device)]
             try:
                 logits = launch(chosen, tokens)
             except Exception:  # the step is then computed as usual, and raises the error
                 logger.debug("a step could not be launched ahead", exc_info=True)
         found = arrived()
         if logits is not None:
-            states = ((each.num_tokens + 1, found[row], _tails(each)) for row, each in zip(going, chosen))
-            self._launched = Launched(logits, dict(zip(chosen, enumerate(states))))
+            states = []
+            for row, sequence in zip(going, chosen):
+                num_tokens = sequence.num_tokens + 1
+                states.append((num_tokens, found[row], _tails(sequence)))
+            rows = dict(zip(chosen, enumerate(states)))
+            self._launched = Launched(logits, rows)
         return found
 
-    def take(self, items: list[tuple[Sequence, int]]) -> tuple[Tensor | None, int]:
-        """Returns logits `(n, vocab)` of the first `n` scheduled items, which were launched ahead, and `n`."""
+    def take(self, plan: StepPlan) -> tuple[Tensor | None, int]:
+        """Returns logits `(n, vocab)` of the first `n` rows of a step, which were launched ahead,
+        and `n`."""
         launched, self._launched = self._launched, None
         if launched is None:
             return None, 0
-        found: list[int] = []
-        for sequence, query_len in items:
+        rows: list[int] = []
+        for sequence, count, num_logits in zip(plan.sequences, plan.counts, plan.num_logits):
             row, guessed = launched.rows.get(sequence, (0, None))
-            # the caller's code may have chosen another token; a preempted sequence may have other blocks
-            now = len(sequence.token_ids), sequence.token_ids[-1], _tails(sequence)
-            if query_len != 1 or sequence.num_to_compute or now != guessed:
+            # the caller's code may have chosen another token; a preempted sequence may have other
+            # blocks
+            token_ids = sequence.token_ids
+            now = (len(token_ids), token_ids[-1], _tails(sequence))
+            is_decode = count == 1 == num_logits
+            if not is_decode or now != guessed:
                 break
-            found.append(row)
-        if not found:
+            rows.append(row)
+        if not rows:
             return None, 0
         logits = launched.logits
-        if found != list(range(len(logits))):
-            logits = logits[to_device(torch.tensor(found, device="cpu"), logits.device)]
-        return logits, len(found)
+        if rows != list(range(len(logits))):
+            rows_on_host = torch.tensor(rows, device="cpu")
+            logits = logits[to_device(rows_on_host, logits.device)]
+        return logits, len(rows)
 
 
 class Executor:
     """Runs the model under its `step_lock`."""
 
     def __init__(
-        self, model: PreTrainedModel, memory: PagedMemory, runner: Runner, scheduler: Scheduler, guard: WeightsGuard
+        self,
+        model: PreTrainedModel,
+        memory: PagedMemory,
+        runner: Runner,
+        scheduler: Scheduler,
+        guard: WeightsGuard,
     ) -> None:
-        self.model, self.runner, self.guard = model, runner, guard
+        self.model = model
+        self.runner = runner
+        self.guard = guard
         self.lock = step_lock(model)
-        # processes that compute each forward together: an interrupt in one would leave the others stuck in the forward
+        # processes that compute each forward together: an interrupt in one would leave the others
+        # stuck in the forward
         self.ranks = ranks_of(model)
-        self.together: Callable[[], contextlib.AbstractContextManager[None]] | None = None  # wraps such a forward
+        # wraps such a forward
+        self.together: Callable[[], contextlib.AbstractContextManager[None]] | None = None
         self.slowed_by: set[str] = set()  # why kernels did not serve some steps
         self.checks_weights = False  # whether the prefix cache is used (`begin`)
         self.replays = False  # whether graphs are used
         self.adapters: Adapters | None = None  # runs rows with different adapters in one forward
+        self._next_adapters: list[Hashable] = []  # those that `prefetch` got last
         self.ahead = RunAhead(memory, scheduler)
-        # during a step: compiled layers that run without compiled code, configs whose attention is switched
+        # during a step: compiled layers that run without compiled code, configs whose attention is
+        # switched
         self._switched: tuple[list[nn.Module], list[PreTrainedConfig]] | None = None
         self._num_changes = -1  # `guard.num_changes` at the last `notice_model`
         self._is_state_due = False  # whether the runner must still get the model's state
+        self._state: ModelState | None = None
+        self.runs_code = False  # whether other code runs between steps (`begin`)
+        # whether other code may have changed the model since the last step
+        self.is_unchecked = False
 
-    def begin(self, check_weights: bool = True, switch_attention: bool = True, replays: bool = True) -> None:
-        """Starts work on the model; called first, and only while nothing is in flight. Without `check_weights` the
-        prefix cache is not used. Without `replays` no graphs are used, so the model's state is not read. Without
-        `switch_attention` the caller has set the model's attention to `"hf_paged"`."""
+    def begin(
+        self,
+        check_weights: bool = True,
+        switch_attention: bool = True,
+        replays: bool = True,
+        runs_code: bool = True,
+    ) -> None:
+        """Starts work on the model; called first, and only while nothing is in flight. Without
+        `check_weights` the prefix cache is not used. Without `replays` no graphs are used, so the
+        model's state is not read. Without `switch_attention` the caller has set the model's
+        attention to `"hf_paged"`. Without `runs_code` only code of transformers and the model runs
+        between steps."""
         self._device = compute_device(self.model)
-        self.autocast = autocast_dtype(self._device)  # of all forwards, whichever thread runs the steps
-        self.checks_weights, self.replays, self._switches_attention = check_weights, replays, switch_attention
+        # of all forwards, whichever thread runs the steps
+        self.autocast = autocast_dtype(self._device)
+        self.checks_weights = check_weights
+        self.replays = replays
+        self.runs_code = runs_code
+        self._switches_attention = switch_attention
         self.guard.begin(check_weights, self.autocast)
         self.runner.pack()
-        self._forget_model()
+        self.forget_model()
 
     def open(self, window: Window) -> None:
-        """Before a window's first step: drops cached prefixes and graphs if a quick check finds the model changed."""
-        if not window.is_open:
+        """Before a window's first step, which checks the model, and before an engine's others."""
+        if window.is_open:
+            self.doubt_model()  # another thread may not have paused the engine
+        else:
             with self.lock:
                 self.guard.open()
                 self.notice_model()
-            window.is_open = True
+            window.is_open = self.is_unchecked = True
 
-    def settle(self, window: Window) -> None:
-        """Before other code runs (in a call, after its first token): fingerprints the weights of computed blocks."""
-        if self.guard.is_on and not window.is_settled:
+    def settle(self, window: Window, runs_code: bool = False) -> None:
+        """Before other code runs (in a call, after its first token): fingerprints the weights of
+        computed blocks. If that code may change the model before the next step, as between an
+        engine's steps and, with `runs_code`, within a call, reads the state with which
+        `check_model` compares it."""
+        is_read = runs_code or not window.is_call
+        is_done = window.is_settled and (not is_read or self.guard.is_watched)
+        if self.guard.is_on and not is_done:
             with self.lock:
-                self.guard.settle(window.is_call)
+                state = None
+                if self._is_state_due:
+                    with self.attention():
+                        self._read_model()
+                    state = self._state
+                if not window.is_settled:
+                    self.guard.settle(window.is_call, state)
+                if is_read and self._state is not None and not self.guard.is_watched:
+                    self._state.watch()
+                    self.guard.is_watched = True
         window.is_settled = True
 
     def leave(self, window: Window) -> None:
-        """Ends the window, perhaps after a failure: blocks computed without a `settle` are not reused."""
+        """Ends the window, perhaps after a failure: blocks computed without a `settle` are not
+        reused."""
         if window.is_open and not window.is_settled:
             self.guard.abandon()
 
@@ -182,15 +261,20 @@ class Executor:
         self.runner.rest()
         with self.lock:
             self.guard.rest()
+        self._state = None  # it holds the weights
 
     def change_weights(self) -> None:
-        """Between steps: notes that the weights have changed, so that nothing cached before is reused."""
+        """Between steps: notes that the weights have changed, so that nothing cached before is
+        reused."""
         self.guard.change()
-        self._forget_model()
+        self.forget_model()
 
-    def _forget_model(self) -> None:
-        """Drops what is known of the model: no graph is used before its state is read again; configs may differ."""
+    def forget_model(self) -> None:
+        """Drops what is known of the model: no graph is used before its state is read again;
+        configs may differ."""
         self._num_changes, self._switched, self._is_state_due = -1, None, False
+        if not self.guard.is_watched:
+            self._state = None
         self.num_embeddings = num_embeddings(self.model)  # valid token ids are below this
         self.ahead.clear()
         if self.adapters is not None:
@@ -198,16 +282,56 @@ class Executor:
         self.runner.begin(None)
 
     def notice_model(self) -> None:
-        """After the guard's check: if the model has changed, drops graphs and the step launched ahead."""
+        """If the guard has found the model changed, drops graphs and the step launched ahead."""
         if self.guard.num_changes != self._num_changes:
-            self._forget_model()
+            self.forget_model()
             self._num_changes = self.guard.num_changes
-            self._is_state_due = self.replays and self.runner.can_capture
+            self._is_state_due = self.replays and (self.runner.can_capture or self.guard.is_on)
+
+    def check_model(self) -> None:
+        """Before a step, within `attention`: if other code may have run since the last one
+        (`is_unchecked`) and has changed the model, drops cached prefixes, graphs and the step
+        launched ahead. Rows are packed no more if its structure rules that out now."""
+        is_due, self.is_unchecked = self.is_unchecked, False
+        if not is_due or self._state is None:
+            return
+        if not self._state.is_same() and self._read_model():
+            reason = self.runner.reason_against_packing()
+            if reason is not None:
+                self._unpack(reason)
+
+    def doubt_model(self) -> None:
+        """Before the next replay, looks whether other code has replaced modules or tensors."""
+        if self._state is not None:
+            self._state.doubt()
+
+    def _read_model(self) -> bool:
+        """Reads the model's state, within `attention`. If it is not what it was, drops cached
+        prefixes, graphs and the step launched ahead; returns whether it is not."""
+        before = self._state
+        now = read_state(self.model)
+        has_changed = False
+        if before is not None:
+            if now is not None and self.guard.is_watched:
+                now.watch()
+            has_changed = now is None or not now.is_like(before)
+        if has_changed:
+            self.change_weights()
+            self._num_changes = self.guard.num_changes
+        self._state, self._is_state_due = now, False
+        if now is not None:
+            if self.runs_code:
+                now.accept()
+            if not self._switches_attention:  # a call: it is not asked before each replay
+                now.keep_memory()
+        recordable = now if self.runner.can_capture else None
+        self.runner.begin(recordable)
+        return has_changed
 
     @contextlib.contextmanager
     def attention(self) -> Iterator[None]:
-        """Around each step: switches the model's attention to `"hf_paged"`, runs layers with a cache without compiled
-        code, and turns off mask observers."""
+        """Around each step: switches the model's attention to `"hf_paged"`, runs layers with a
+        cache without compiled code, and turns off mask observers."""
         switched = self._switched  # `begin` resets it, perhaps in another call's thread
         if switched is None:
             every = list(self.model.modules())
@@ -218,7 +342,7 @@ class Executor:
                 self.runner.products = own_products(every)
             switched = self._switched = layers, switchable_configs(modules)
         layers, configs = switched
-        tokens = mask_observer.set(None), obstacles.set(self.slowed_by)
+        tokens = (mask_observer.set(None), obstacles.set(self.slowed_by))
         try:
             with torch.no_grad(), running_eagerly(layers), use_paged_attention(configs):
                 yield
@@ -226,109 +350,179 @@ class Executor:
             mask_observer.reset(tokens[0])
             obstacles.reset(tokens[1])
 
-    def run(self, items: list[tuple[Sequence, int]]) -> Tensor:
-        """As [`Runner`]'s `run`; takes the step launched ahead, if any, and computes the rest. Interruptible."""
-        if self._is_state_due and any(
-            query_len == 1 + len(each.draft) for each, query_len in items
-        ):  # not for steps of nothing but prefill
-            self._is_state_due = False
-            self.runner.begin(read_state(self.model))
-        ahead, count = self.ahead.take(items)
+    def run(self, plan: StepPlan) -> Tensor:
+        """As [`Runner`]'s `run`; takes the step launched ahead, if any, and computes the rest.
+        Interruptible."""
+        if self._is_state_due and plan.num_decodes:
+            self._read_model()
+        ahead, num_ahead = self.ahead.take(plan)
+        rest = plan
+        if ahead is not None:
+            if num_ahead == len(plan):
+                return ahead
+            rest = plan.select(range(num_ahead, len(plan)))
+        logits = self.run_by_adapter(rest)
+        if self._state is not None and self.runner.has_run_code:
+            if self.runs_code:
+                self._state.accept()
+            self.runner.has_run_code = False
         if ahead is None:
-            return self.run_by_adapter(items)
-        return torch.cat([ahead, self.run_by_adapter(items[count:])]) if count < len(items) else ahead
+            return logits
+        return torch.cat([ahead, logits])
 
-    def run_by_adapter(self, items: list[tuple[Sequence, int]]) -> Tensor:
-        """As `run`: one forward for all rows whose adapters can be mixed, then one for each other adapter. If a packed
-        forward turns out to be impossible, for instance since the caller's code changed the model, the same step, and
-        all later ones, run without packing."""
+    def run_by_adapter(self, plan: StepPlan) -> Tensor:
+        """As `run`: one forward for all rows whose adapters can be mixed, then one for each other
+        adapter. If a packed forward turns out to be impossible, for instance since the caller's
+        code changed the model, the same step, and all later ones, run without packing."""
         try:
-            return self._run_by_adapter(items)
+            return self._run_by_adapter(plan)
         except NotPackable as error:
-            if not self.runner.unpack(str(error)):
+            if not self._unpack(str(error), "a packed forward failed: "):
                 raise
-            self.slowed_by.add(
-                f"rows are computed side by side from now on, since a packed forward failed: {error}. Add hooks, "
-                "replace code and call `train()` only while no request is running"
-            )
-        return self._run_by_adapter(items)
+        return self._run_by_adapter(plan)
 
-    def _run_by_adapter(self, items: list[tuple[Sequence, int]]) -> Tensor:
-        names = dict.fromkeys(sequence.request.adapter for sequence, _ in items)
+    def _unpack(self, reason: str, finding: str = "") -> bool:
+        """Packs no rows any more, for `reason`, which `finding` introduces; returns whether steps
+        can run so."""
+        if not self.runner.unpack(reason):
+            return False
+        self.slowed_by.add(
+            Topic.HOOKS(
+                f"rows are computed side by side from now on, since {finding}{reason}. Add hooks,"
+                " replace code and call `train()` only while no request is running"
+            )
+        )
+        return True
+
+    def _run_by_adapter(self, plan: StepPlan) -> Tensor:
+        adapters = [sequence.request.adapter for sequence in plan.sequences]
+        names = dict.fromkeys(adapters)
         if len(names) == 1:
-            return self.run_with(next(iter(names)), items)
-        rows = rows_of_logits(items)
+            return self.run_with(adapters[0], plan)
+        rows = plan.rows_of_logits()
         parts: list[tuple[list[int], Tensor]] = []
 
         def note(places: list[int], logits: Tensor) -> None:
-            parts.append(([row for place in places for row in rows[place]], logits))
+            answers: list[int] = []
+            for place in places:
+                answers += rows[place]
+            parts.append((answers, logits))
 
-        alone = list(range(len(items)))
+        alone = list(range(len(plan)))
         if self.runner.mixes_adapters and self.adapters is not None:
             with self._loading():
                 found = self.adapters.together(names)
             self.slowed_by |= self.adapters.refusals
-            places = [x for x in alone if items[x][0].request.adapter in found and items[x][0].request.inputs is None]
-            chosen = [found[items[place][0].request.adapter] for place in places]
-            if len(set(map(id, chosen))) > 1:
+            places = []
+            chosen = []
+            for place in alone:
+                request = plan.sequences[place].request
+                if request.adapter in found and request.inputs is None:
+                    places.append(place)
+                    chosen.append(found[request.adapter])
+            distinct = set(map(id, chosen))
+            if len(distinct) > 1:
                 try:
                     with self._cast(), self._window():
-                        own = [items[place] for place in places]
-                        note(places, run_mixed(self.model, self.runner, own, chosen, self.adapters.mix))
-                    alone = [place for place in alone if place not in set(places)]
+                        logits = run_mixed(
+                            self.model,
+                            self.runner,
+                            plan.select(places),
+                            chosen,
+                            self.adapters.mix,
+                        )
+                        note(places, logits)
+                    done = set(places)
+                    alone = [place for place in alone if place not in done]
                 except NotMixableError as error:
                     self.adapters.refuse(chosen, str(error))
-        for name in sorted({items[place][0].request.adapter for place in alone}, key=str):
-            places = [place for place in alone if items[place][0].request.adapter == name]
-            note(places, self.run_with(name, [items[place] for place in places]))
+        names_alone = {adapters[place] for place in alone}
+        for name in sorted(names_alone, key=str):
+            places = [place for place in alone if adapters[place] == name]
+            logits = self.run_with(name, plan.select(places))
+            note(places, logits)
         return in_order(parts)
 
-    def run_with(self, adapter: Hashable, items: list[tuple[Sequence, int]]) -> Tensor:
-        """As `run`, with all items on one adapter, and nothing launched ahead."""
+    def run_with(
+        self,
+        adapter: Hashable,
+        plan: StepPlan,
+    ) -> Tensor:
+        """As `run`, with all rows on one adapter, and nothing launched ahead."""
         using = self.using(adapter)
-        return self.compute(
-            using, lambda: self.runner.run(items, adapter if (mix := mixed.get()) is None else mix.variant)
-        )
+        with self._cast(), self._window(), using:
+            mix = mixed.get()
+            variant = adapter if mix is None else mix.variant
+            return self.runner.run(plan, variant)
 
-    def compute(self, using: contextlib.AbstractContextManager[None], work: Callable[[], Tensor]) -> Tensor:
+    def compute(
+        self,
+        using: contextlib.AbstractContextManager[None],
+        work: Callable[[], Tensor],
+    ) -> Tensor:
         """Runs a forward, `work`, within `using`, which sets its adapters."""
         with self._cast(), self._window(), using:
             return work()
 
     def _window(self) -> contextlib.AbstractContextManager[None]:
         """Around a forward: lets interrupts in, unless other processes compute it as well."""
-        return let_in() if self.ranks is None else (self.together or contextlib.nullcontext)()
+        if self.ranks is None:
+            return let_in()
+        if self.together is None:
+            return NOTHING
+        return self.together()
 
     def using(self, adapter: Hashable) -> contextlib.AbstractContextManager[None]:
         if isinstance(adapter, AdapterFile) and self.adapters is not None:
             with self._loading():
                 return mixing(self.model, self.adapters.alone(adapter))
+        if adapter is None:  # as the model is
+            return NOTHING
         return use_adapter(self.model, adapter)
 
     def _loading(self) -> contextlib.AbstractContextManager[None]:
-        """Around code that may read adapter files: lets interrupts in, unless other processes read them as well."""
-        return let_in() if self.ranks is None else contextlib.nullcontext()
+        """Around code that may read adapter files: lets interrupts in, unless other processes read
+        them as well."""
+        if self.ranks is None:
+            return let_in()
+        return NOTHING
 
     def prefetch(self, adapters: list[Hashable]) -> None:
         """Starts to load adapters of the requests that are admitted next."""
-        if self.adapters is not None:
-            self.adapters.prefetch([x for x in adapters if isinstance(x, AdapterFile)])
+        if self.adapters is not None and adapters != self._next_adapters:
+            self._next_adapters = adapters
+            files = [adapter for adapter in adapters if isinstance(adapter, AdapterFile)]
+            self.adapters.prefetch(files)
 
     def fetch_while_running_ahead(self, ready: list[tuple[Generation, Tensor]]) -> Fetch | None:
-        return self.ahead.fetch(ready, self._run_ahead) if self.runner.can_run_ahead else None
+        if not self.runner.can_run_ahead:
+            return None
+        return self.ahead.fetch(ready, self._run_ahead)
 
-    def _run_ahead(self, sequences: list[Sequence], token_ids: Tensor) -> Tensor | None:
+    def _run_ahead(
+        self,
+        sequences: list[Sequence],
+        token_ids: Tensor,
+    ) -> Tensor | None:
         adapter, *others = {sequence.request.adapter for sequence in sequences}
         if others:
             return None
-        known = token_ids.clamp(0, self.num_embeddings - 1)  # the host reports ids out of range once it has them
+        # the host reports ids out of range once it has them
+        known = token_ids.clamp(0, self.num_embeddings - 1)
         with self.lock, self._cast(), self.using(adapter):
-            return self.runner.run_ahead(sequences, known, adapter if (mix := mixed.get()) is None else mix.variant)
+            mix = mixed.get()
+            variant = adapter if mix is None else mix.variant
+            return self.runner.run_ahead(sequences, known, variant)
 
     def _cast(self) -> contextlib.AbstractContextManager[Any]:
         if self.autocast is None and autocast_dtype(self._device) is None:
-            return contextlib.nullcontext()  # `torch.autocast` would clear its weight cache in every step
-        return torch.autocast(self._device.type, dtype=self.autocast, enabled=self.autocast is not None)
+            # `torch.autocast` would clear its weight cache in every step
+            return NOTHING
+        return torch.autocast(
+            self._device.type,
+            dtype=self.autocast,
+            enabled=self.autocast is not None,
+        )
 
 
 def _tails(sequence: Sequence) -> list[int]:
@@ -336,12 +530,18 @@ def _tails(sequence: Sequence) -> list[int]:
 
 
 def _send(tokens: Tensor) -> Callable[[], list[int]]:
-    """Starts the copy to the host; the returned function waits for the copy only, not for later launches."""
+    """Starts the copy to the host; the returned function waits for the copy only, not for later
+    launches."""
     if tokens.device.type != "cuda":
         found: list[int] = tokens.tolist()
         return lambda: found
     with torch.cuda.device(tokens.device):
-        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True, device="cpu")
+        host = torch.empty(
+            tokens.shape,
+            dtype=tokens.dtype,
+            pin_memory=True,
+            device="cpu",
+        )
         host.copy_(tokens, non_blocking=True)
         done = torch.cuda.Event()
         done.record()

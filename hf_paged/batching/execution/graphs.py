@@ -1,5 +1,6 @@
-"""Steps as graphs: captured once per size of rows and tokens, replayed with other inputs. A graph reads and writes the
-addresses it was recorded with, so a step's inputs are copied to buffers at fixed addresses."""
+"""Steps as graphs: captured once per size of rows and tokens, replayed with other inputs. A graph
+reads and writes the addresses it was recorded with, so a step's inputs are copied to buffers at
+fixed addresses."""
 
 from __future__ import annotations
 
@@ -18,9 +19,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._device import DeviceContext
 from transformers import PreTrainedModel
 
-from ...attention.backends import cpp
+from ... import compat
+from ...attention.backends import cpp, obstacles
 from ...attention.switch import model_attention
 from ...cache.memory import GroupMemory, autocast_dtype
 from ...cache.paged_cache import PagedCache
@@ -29,11 +32,15 @@ from ...interrupts import held
 from ...kernels import VARIABLE, forced, uses_triton
 from ...kernels.cpp.build import batch_invariant
 from ...kernels.triton.cascade import CascadeCosts, SharedPrefix, default_costs, plan_cascade
-from ...model.capability import HALF_TOLERANCE, TOLERANCE, first_line
+from ...model.capability import TOLERANCE, first_line, half_tolerance
 from ...model.ranks import is_sharded
 from ...model.state import ModelState, plain_tensors
+from ...model.writes import taken_back
 from ...step import NotCapturable, StepMetadata
+from ...switches import NOTHING
 from ...tape.tape import Tape
+from ...timing import timed
+from ...topics import Topic
 from .cuda_graphs import CudaGraphs
 from .inputs import Bounds, PackedTokens, Sizes, StaticInputs
 from .mixing import mixed, recorded
@@ -41,8 +48,8 @@ from .mixing import mixed, recorded
 logger = logging.getLogger(__name__)
 
 Forward = Callable[[Tensor, Tensor, list[StepMetadata], Tensor | None], Tensor]
-"""From token ids and positions `(1, n)`, each group's step and the tokens whose logits are wanted (`None`: all), logits
-`(kept, vocab_size)`."""
+"""From token ids and positions `(1, n)`, each group's step and the tokens whose logits are wanted
+(`None`: all), logits `(kept, vocab_size)`."""
 
 Prefixes = tuple[tuple[SharedPrefix, ...], ...]
 """The prefixes that a step's decodes share, by layer group; empty if the step shares nothing."""
@@ -50,40 +57,62 @@ Prefixes = tuple[tuple[SharedPrefix, ...], ...]
 Check = Callable[[Callable[[], None]], None]
 """Runs a replay; raises `NotCapturable` unless it gives what the recorded forward just gave."""
 
-# steps of a size before it is recorded; a recording takes about as long as three steps (an estimate, not measured)
+# steps of a size before it is recorded; a recording takes about as long as three steps (an
+# estimate, not measured)
 MIN_USES = 3
-# same, for a step with several adapters in a fixed order, which may soon change: about as many replays as pay for it
+# same, for a step with several adapters in a fixed order, which may soon change: about as many
+# replays as pay for it
 MIN_MIXED_USES = 64
-MAX_GRAPHS = 64  # kept graphs: up to 256 decodes there are 27 sizes; the rest is for chunks, wider tables, adapters
-MIN_TABLE_TOKENS = 1024  # least capacity of block tables: short sequences need no new graph when they grow
-# Most tokens of chunks in a recorded step. With more, the GPU computes for longer than the host takes to launch (vLLM
-# records up to 512 tokens): an estimate, not a measurement
+# kept graphs: up to 256 decodes there are 27 sizes; the rest is for chunks, wider tables, adapters
+MAX_GRAPHS = 64
+# least capacity of block tables: short sequences need no new graph when they grow
+MIN_TABLE_TOKENS = 1024
+# Most tokens of chunks in a recorded step. With more, the GPU computes for longer than the host
+# takes to launch (vLLM records up to 512 tokens): an estimate, not a measurement
 MAX_CHUNK_TOKENS = 512
 MIN_CHUNK_TOKENS, MIN_CHUNKS, MIN_PREFIXES = 16, 4, 4
 
-# Global options of torch that decide which kernels a forward launches: attributes and functions below `torch`. The
-# settings by backend and operation follow the options that they inherit from and the legacy ones
-# (`set_float32_matmul_precision`, `allow_tf32`), whose reading raises once a setting by backend was used.
+# Global options of torch that decide which kernels a forward launches: attributes and functions
+# below `torch`. The settings by backend and operation follow the options that they inherit from and
+# the legacy ones (`set_float32_matmul_precision`, `allow_tf32`), whose reading raises once a
+# setting by backend was used.
 _OPTIONS = (
-    *("backends.cuda.matmul.fp32_precision", "backends.cudnn.conv.fp32_precision", "backends.cudnn.rnn.fp32_precision"),
+    *(
+        "backends.cuda.matmul.fp32_precision",
+        "backends.cudnn.conv.fp32_precision",
+        "backends.cudnn.rnn.fp32_precision",
+    ),
     *(f"backends.mkldnn.{operation}.fp32_precision" for operation in ("matmul", "conv", "rnn")),
     *(
         f"backends.cuda.matmul.allow_{name}"
         for dtype in ("fp16", "bf16")
-        for name in (f"{dtype}_reduced_precision_reduction", f"{dtype}_reduced_precision_reduction_split_k")
+        for name in (
+            f"{dtype}_reduced_precision_reduction",
+            f"{dtype}_reduced_precision_reduction_split_k",
+        )
     ),
     *("backends.cuda.matmul.allow_fp16_accumulation", "backends.cuda.preferred_blas_library"),
     *(f"backends.cuda.{name}_sdp_enabled" for name in ("flash", "mem_efficient", "math", "cudnn")),
     "backends.cuda.fp16_bf16_reduction_math_sdp_allowed",
     *(f"backends.cudnn.{name}" for name in ("enabled", "benchmark", "deterministic")),
-    *("backends.mkldnn.enabled", "backends.mkldnn.deterministic", "backends.mha.get_fastpath_enabled"),
+    *(
+        "backends.mkldnn.enabled",
+        "backends.mkldnn.deterministic",
+        "backends.mha.get_fastpath_enabled",
+    ),
     *("backends.opt_einsum.enabled", "backends.opt_einsum.strategy"),
-    *("are_deterministic_algorithms_enabled", "get_default_dtype", "get_num_threads"),
+    *(
+        "are_deterministic_algorithms_enabled",
+        "get_default_device",
+        "get_default_dtype",
+        "get_num_threads",
+    ),
 )
 
 
 def torch_options() -> tuple[Any, ...]:
-    """The values of torch's global options that a recorded step depends on; `None` for those that this torch lacks."""
+    """The values of torch's global options that a recorded step depends on; `None` for those that
+    this torch lacks."""
     return tuple(map(_option, _OPTIONS))
 
 
@@ -91,47 +120,91 @@ def _option(name: str) -> Any:
     value: Any = torch
     for part in name.split("."):
         value = getattr(value, part, None)
-    return value() if callable(value) else value
+    if callable(value):
+        return value()
+    return value
+
+
+def active_mode() -> str | None:
+    """The class of a mode that sees this thread's operations, and would see none of a recorded
+    step; `None` if there is none. The mode behind `torch.set_default_device` sees only what a
+    forward makes."""
+    function_places = range(torch._C._len_torch_function_stack())
+    functions = [torch._C._get_function_stack_at(place) for place in function_places]
+    dispatch_places = range(torch._C._len_torch_dispatch_stack())
+    dispatches = [torch._C._get_dispatch_stack_at(place) for place in dispatch_places]
+    for mode in (*functions, *dispatches):
+        if type(mode) is not DeviceContext:
+            return type(mode).__name__
+    return None
 
 
 class Key(NamedTuple):
     """Identifies a recorded graph."""
 
     sizes: Sizes
-    variant: Hashable  # adapters, autocast dtype, training mode, batch invariance, whether hidden states are kept
+    # adapters, autocast dtype, training mode, batch invariance, whether hidden states are kept,
+    # options of torch
+    variant: Hashable
 
     def serves(self, other: Key) -> bool:
-        """Whether steps of key `other` may run with this graph: padded, with at most twice their chunk tokens, or
-        without a cascade over shared prefixes."""
-        mine, needed = self.sizes, other.sizes
-        return bool(
-            _covers(self.variant, other.variant)
-            and mine.decodes >= needed.decodes
-            and all(width >= least for width, least in zip(mine.widths, needed.widths))
-            and bool(mine.chunks) == bool(needed.chunks)
-            and mine.chunks >= needed.chunks
-            and needed.chunk_tokens <= mine.chunk_tokens <= 2 * needed.chunk_tokens
-            and (not mine.prefixes or (needed.prefixes and all(map(_has_room, mine.prefixes, needed.prefixes))))
-        )
+        """Whether steps of key `other` may run with this graph: padded, with at most twice their
+        chunk tokens, or without a cascade over shared prefixes."""
+        mine = self.sizes
+        needed = other.sizes
+        if not _covers(self.variant, other.variant):
+            return False
+        if mine.decodes < needed.decodes:
+            return False
+        if any(width < least for width, least in zip(mine.widths, needed.widths)):
+            return False
+        if bool(mine.chunks) != bool(needed.chunks):
+            return False
+        if mine.chunks < needed.chunks:
+            return False
+        most = 2 * needed.chunk_tokens
+        if not needed.chunk_tokens <= mine.chunk_tokens <= most:
+            return False
+        if not mine.prefixes:
+            return True
+        if not needed.prefixes:
+            return False
+        return all(map(_has_room, mine.prefixes, needed.prefixes))
 
     @property
     def use(self) -> Hashable:
-        """The key without table widths, whose uses are counted as well: when tables outgrow a graph, the next is
-        recorded at once."""
+        """The key without table widths, whose uses are counted as well: when tables outgrow a
+        graph, the next is recorded at once."""
         sizes = self.sizes
-        return sizes.decodes, sizes.chunks, sizes.chunk_tokens, bool(sizes.prefixes), self.variant
+        return (
+            sizes.decodes,
+            sizes.chunks,
+            sizes.chunk_tokens,
+            bool(sizes.prefixes),
+            self.variant,
+        )
 
 
 def _covers(mine: Any, needed: Any) -> bool:
-    """Whether the variants are equal, or differ only in adapters that the needed step does not use."""
-    if isinstance(mine, tuple) and isinstance(needed, tuple) and mine[1:] == needed[1:]:
-        mine, needed = mine[0], needed[0]
-    return bool(mine >= needed if isinstance(mine, frozenset) and isinstance(needed, frozenset) else mine == needed)
+    """Whether the variants are equal, or differ only in adapters that the needed step does not
+    use."""
+    if isinstance(mine, tuple) and isinstance(needed, tuple):
+        if mine[1:] == needed[1:]:
+            mine = mine[0]
+            needed = needed[0]
+    if isinstance(mine, frozenset) and isinstance(needed, frozenset):
+        return mine >= needed
+    return bool(mine == needed)
 
 
 def _has_room(mine: tuple[int, int], needed: tuple[int, int]) -> bool:
-    """Whether a graph has room for a group's prefixes; not if the group has none, since launches would do nothing."""
-    return bool(mine[0]) == bool(needed[0]) and mine[0] >= needed[0] and mine[1] >= needed[1]
+    """Whether a graph has room for a group's prefixes; not if the group has none, since launches
+    would do nothing."""
+    num_mine, width = mine
+    num_needed, least = needed
+    if bool(num_mine) != bool(num_needed):
+        return False
+    return num_mine >= num_needed and width >= least
 
 
 @dataclass
@@ -146,10 +219,12 @@ class RecordedStep:
 
 
 def bucket(num_rows: int) -> int:
-    """Rows of the graph for `num_rows`: 1, 2, 4, 8, then in steps of 8, from 128 on in steps of 1/8 to 1/16 of them."""
+    """Rows of the graph for `num_rows`: 1, 2, 4, 8, then in steps of 8, from 128 on in steps of 1/8
+    to 1/16 of them."""
     if num_rows <= 8:
         return 1 << (num_rows - 1).bit_length()
-    step = max(8, 1 << ((num_rows - 1).bit_length() - 4))
+    power = 1 << ((num_rows - 1).bit_length() - 4)
+    step = max(8, power)
     return -(-num_rows // step) * step
 
 
@@ -161,26 +236,35 @@ def _power(least: int, number: int) -> int:
 def chunk_bucket(num_tokens: int) -> int:
     """Tokens of chunks in the graph for `num_tokens`: 16, 24, 32, 48, 64, 96, ..."""
     size = _power(MIN_CHUNK_TOKENS, num_tokens)
-    return size * 3 // 4 if size > MIN_CHUNK_TOKENS and num_tokens <= size * 3 // 4 else size
+    smaller = size * 3 // 4
+    if size > MIN_CHUNK_TOKENS and num_tokens <= smaller:
+        return smaller
+    return size
 
 
 def draft_bucket(num_rows: int) -> int:
-    """Rows of the graph for `num_rows` with drafts, when the number changes in every step: 1, 2, 4, 8, 16, 24, 32, 48,
-    64, 96, ..."""
-    return bucket(num_rows) if num_rows <= MIN_CHUNK_TOKENS else chunk_bucket(num_rows)
+    """Rows of the graph for `num_rows` with drafts, when the number changes in every step: 1, 2, 4,
+    8, 16, 24, 32, 48, 64, 96, ..."""
+    if num_rows <= MIN_CHUNK_TOKENS:
+        return bucket(num_rows)
+    return chunk_bucket(num_rows)
 
 
 def step_graphs(model: PreTrainedModel, cache: PagedCache) -> StepGraphs | None:
-    """The graphs of `model`, kept in the memory of `cache`; `None` if the config turns them off or none can be made."""
+    """The graphs of `model`, kept in the memory of `cache`; `None` if the config turns them off or
+    none can be made."""
     memory = cache.memory
-    if not memory.config.capture or is_sharded(model):  # communication between processes cannot be recorded
+    if not memory.config.capture or is_sharded(model):
+        # communication between processes cannot be recorded
         return None
-    if len({parameter.device for parameter in model.parameters()} - {torch.device("meta")}) > 1:
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices - {torch.device("meta")}) > 1:
         return None  # a recording covers one device
     groups = [group.blocks for group in cache.groups.values()]
     specs = tuple(cache.groups)
     found: StepGraphs | None = memory.graphs.get(specs)
-    if found is None or found.made_for != (weakref.ref(model), model.device, groups):
+    made_for = (weakref.ref(model), model.device, groups)
+    if found is None or found.made_for != made_for:
         backend = graph_backend(model.device)
         if backend is None:
             return None
@@ -191,9 +275,20 @@ def step_graphs(model: PreTrainedModel, cache: PagedCache) -> StepGraphs | None:
 class StepGraphs:
     """The graphs of one model over one memory. It keeps neither of them alive."""
 
-    def __init__(self, model: PreTrainedModel, groups: list[GroupMemory], backend: GraphBackend) -> None:
-        self.obstacle: str | None = None  # why nothing is recorded any more, until the model changes
-        self._model, self._device, self._groups = self.made_for = weakref.ref(model), model.device, groups
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        groups: list[GroupMemory],
+        backend: GraphBackend,
+    ) -> None:
+        # why nothing is recorded any more, until the model changes
+        self.obstacle: str | None = None
+        self._unseen: str | None = None  # why no graph is used, as the model may change unseen
+        self._model, self._device, self._groups = self.made_for = (
+            weakref.ref(model),
+            model.device,
+            groups,
+        )
         self._backend = backend
         self.runs_ahead = backend.runs_ahead
         self._windows = [group.spec.window for group in groups]
@@ -202,25 +297,32 @@ class StepGraphs:
         self._graphs: dict[Key, RecordedStep] = {}  # in LRU order, the last used at the end
         self._blocks: list[weakref.ref[KVBlocks]] = []  # the blocks whose addresses the graphs use
         self._costs: list[CascadeCosts] | None = None  # by group, of all its layers together
-        self._uses: Counter[Hashable] = Counter()  # by key and `Key.use`; below 0 while memory is short
-        self._limits: dict[str, int] = {}  # the most that is recorded of "decodes", "chunks" (tokens) and "prefixes"
+        # by key and `Key.use`; below 0 while memory is short
+        self._uses: Counter[Hashable] = Counter()
+        # the most that is recorded of "decodes", "chunks" (tokens) and "prefixes"
+        self._limits: dict[str, int] = {}
         self._num_short = 0  # recordings that ran out of memory since the last success
-        self._outputs: dict[tuple[int, torch.dtype], Tensor] = {}  # shared by graphs, by vocabulary size and dtype
+        # shared by graphs, by vocabulary size and dtype
+        self._outputs: dict[tuple[int, torch.dtype], Tensor] = {}
         self._forward: Forward | None = None  # of the runner whose step is running
 
     def begin(self, state: ModelState) -> None:
-        """Drops all graphs if they were recorded with the model in another state; in-place weight changes are fine."""
+        """Drops all graphs if they were recorded with the model in another state; in-place weight
+        changes are fine."""
         model = self._model()
         assert model is not None
-        found = (
+        text_config = model.config.get_text_config(decoder=True)
+        signature = (
             state.addresses(),
             torch_options(),
-            model_attention(model.config.get_text_config(decoder=True)),
+            model_attention(text_config),
             os.environ.get(VARIABLE),
         )
-        if found != self._signature:
+        self._unseen = state.unseen
+        if signature != self._signature:
             self.clear()
-            self._signature, self.obstacle, self._limits = found, None, {}
+            self._uses.clear()  # a model that changes again and again is not recorded each time
+            self._signature, self.obstacle, self._limits = signature, None, {}
 
     def clear(self) -> None:
         """Drops all graphs."""
@@ -235,10 +337,15 @@ class StepGraphs:
         token_ids: Tensor | None = None,
         keeps_hidden: bool = False,
     ) -> Tensor | None:
-        """Runs a step as a replay; returns logits `(len(tokens.last), vocab_size)`, which the caller owns, or `None` if
-        no graph serves it. `token_ids` `(n,)`, int64, on the device, replace those of a step of decodes only; nothing
-        is recorded then. `keeps_hidden`: whether the forward also stores hidden states."""
-        if self.obstacle is not None or not self._is_recorded(tokens):
+        """Runs a step as a replay; returns logits `(len(tokens.last), vocab_size)`, which the
+        caller owns, or `None` if no graph serves it. `token_ids` `(n,)`, int64, on the device,
+        replace those of a step of decodes only; nothing is recorded then. `keeps_hidden`: whether
+        the forward also stores hidden states."""
+        if self.obstacle is not None:
+            return None
+        if not self._is_recorded(tokens):
+            return None
+        if self._is_observed():
             return None
         # no thread may move the blocks between the check of their addresses and the launch
         with self._groups[0].memory.lock:
@@ -248,105 +355,234 @@ class StepGraphs:
             self._forward = forward
             try:
                 prefixes = self._shared_prefixes(tokens)
-                key = self._find(tokens, prefixes, variant, keeps_hidden, may_record=token_ids is None)
-                return None if key is None else self._replay(key, tokens, prefixes, token_ids)
+                key = self._find(
+                    tokens,
+                    prefixes,
+                    variant,
+                    keeps_hidden,
+                    may_record=token_ids is None,
+                )
+                if key is None:
+                    return None
+                return self._replay(key, tokens, prefixes, token_ids)
             finally:
                 self._forward = None
 
+    def _is_observed(self) -> bool:
+        """Whether a replay might bypass a mode, or changes that cannot be seen; notes why."""
+        has_modes = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
+        mode = None
+        if has_modes:
+            mode = active_mode()
+        reason = self._unseen
+        if mode is not None:
+            reason = f"a replay would bypass the active `{mode}`"
+        if reason is None:
+            return False
+        reasons = obstacles.get()
+        if reasons is not None:
+            reasons.add(Topic.RECORDING(f"decode steps are not recorded: {reason}"))
+        return True
+
     def _is_recorded(self, tokens: PackedTokens) -> bool:
-        """Whether such steps are recorded: decodes that all want logits, and on some backends steps with few chunk
-        tokens."""
-        num_chunk_tokens, limits = len(tokens.token_ids) - tokens.num_decodes, self._limits
+        """Whether such steps are recorded: decodes that all want logits, and on some backends steps
+        with few chunk tokens."""
+        num_chunk_tokens = len(tokens.token_ids) - tokens.num_decodes
+        limits = self._limits
         if not num_chunk_tokens:
             is_small = tokens.num_decodes <= limits.get("decodes", tokens.num_decodes)
             return is_small and len(tokens.last) == tokens.num_decodes
-        return not self._backend.decodes_alone and num_chunk_tokens <= limits.get("chunks", MAX_CHUNK_TOKENS)
+        if self._backend.decodes_alone:
+            return False
+        return num_chunk_tokens <= limits.get("chunks", MAX_CHUNK_TOKENS)
 
     def _find(
-        self, tokens: PackedTokens, prefixes: Prefixes, variant: Hashable, keeps_hidden: bool, may_record: bool
+        self,
+        tokens: PackedTokens,
+        prefixes: Prefixes,
+        variant: Hashable,
+        keeps_hidden: bool,
+        may_record: bool,
     ) -> Key | None:
-        """Returns the key of the graph for a step: the exact one, recorded once used often enough; else a larger one,
-        or `None`."""
+        """Returns the key of the graph for a step: the exact one, recorded once used often enough;
+        else a larger one, or `None`."""
         is_training = getattr(self._model(), "training", False)
-        own = variant, autocast_dtype(self._device), is_training, batch_invariant.get(), keeps_hidden
-        wanted = Key(self._sizes(tokens, prefixes), own)
-        if wanted in self._graphs or not may_record:
-            return wanted if wanted in self._graphs else None
+        options = (
+            torch.get_default_dtype(),
+            torch.get_num_threads(),
+            torch._C._get_deterministic_algorithms(),
+        )
+        full_variant = (
+            variant,
+            autocast_dtype(self._device),
+            is_training,
+            batch_invariant.get(),
+            keeps_hidden,
+            *options,
+        )
+        wanted = Key(self._sizes(tokens, prefixes), full_variant)
+        if wanted in self._graphs:
+            return wanted
+        if not may_record:
+            return None
 
         def padding(key: Key) -> tuple[Any, ...]:
-            return bool(wanted.sizes.prefixes) - bool(key.sizes.prefixes), key.sizes.tokens, key.sizes.widths
+            sizes = key.sizes
+            loses_cascade = bool(wanted.sizes.prefixes) - bool(sizes.prefixes)
+            return loses_cascade, sizes.tokens, sizes.widths
 
-        serving = min((key for key in self._graphs if key.serves(wanted)), key=padding, default=None)
+        candidates = (key for key in self._graphs if key.serves(wanted))
+        serving = min(candidates, key=padding, default=None)
         mix = mixed.get()
-        least = MIN_USES if mix is None or mix.can_record else MIN_MIXED_USES
-        if self._uses[wanted] >= least or (serving is None and self._uses[wanted.use] >= least):
+        least = MIN_MIXED_USES
+        if mix is None or mix.can_record:
+            least = MIN_USES
+        is_due = self._uses[wanted] >= least
+        if not is_due and serving is None:
+            is_due = self._uses[wanted.use] >= least
+        if is_due:
             return self._capture(wanted, tokens, prefixes)
         self._uses.update((wanted, wanted.use))
         return serving
 
     def _sizes(self, tokens: PackedTokens, prefixes: Prefixes) -> Sizes:
-        """The step's sizes rounded up to few values, such as powers of two, so that few graphs serve many steps."""
+        """The step's sizes rounded up to few values, such as powers of two, so that few graphs
+        serve many steps."""
         least = [-(-MIN_TABLE_TOKENS // size) for size in self._block_sizes]
-        widths = tuple(_power(each, max(map(len, group.tables))) for each, group in zip(least, tokens.groups))
-        shared = tuple(
-            (_power(MIN_PREFIXES, len(found)), _power(each, max(prefix.num_blocks for prefix in found)))
-            if found
-            else (0, 0)
-            for each, found in zip(least, prefixes)
-        )
-        decodes, num_tokens, mix = tokens.num_decodes, len(tokens.token_ids), mixed.get()
-        num_adapters = len(mix.adapters) if mix is not None and mix.can_record else 0
+        widths = []
+        for blocks, group in zip(least, tokens.groups):
+            longest = max(map(len, group.tables))
+            widths.append(_power(blocks, longest))
+        shared = []
+        for blocks, group_prefixes in zip(least, prefixes):
+            room = (0, 0)
+            if group_prefixes:
+                most_blocks = max(prefix.num_blocks for prefix in group_prefixes)
+                num_prefixes = _power(MIN_PREFIXES, len(group_prefixes))
+                room = (num_prefixes, _power(blocks, most_blocks))
+            shared.append(room)
+        decodes = tokens.num_decodes
+        num_tokens = len(tokens.token_ids)
+        mix = mixed.get()
+        num_adapters = 0
+        if mix is not None and mix.can_record:
+            num_adapters = len(mix.adapters)
         if num_tokens == decodes:
             rows = draft_bucket(decodes) if tokens.has_drafts else bucket(decodes)
-            return Sizes(rows, widths, prefixes=shared, ranges=num_adapters)
-        chunks = _power(MIN_CHUNKS, len(tokens.query_start) - 1 - decodes)
-        # always more tokens than rows: the number of logits then tells whether a forward ignores `logits_to_keep`
+            return Sizes(
+                rows,
+                tuple(widths),
+                prefixes=tuple(shared),
+                ranges=num_adapters,
+            )
+        num_chunks = len(tokens.query_start) - 1 - decodes
+        chunks = _power(MIN_CHUNKS, num_chunks)
+        # always more tokens than rows: the number of logits then tells whether a forward ignores
+        # `logits_to_keep`
         chunk_tokens = chunk_bucket(max(num_tokens - decodes, chunks + 1))
-        return Sizes(_power(1, decodes) if decodes else 0, widths, chunks, chunk_tokens, shared, 2 * num_adapters)
+        rows = 0
+        if decodes:
+            rows = _power(1, decodes)
+        return Sizes(
+            rows,
+            tuple(widths),
+            chunks,
+            chunk_tokens,
+            tuple(shared),
+            2 * num_adapters,
+        )
 
-    def _replay(self, key: Key, tokens: PackedTokens, prefixes: Prefixes, token_ids: Tensor | None) -> Tensor:
+    def _replay(
+        self,
+        key: Key,
+        tokens: PackedTokens,
+        prefixes: Prefixes,
+        token_ids: Tensor | None,
+    ) -> Tensor:
         step = self._graphs[key] = self._graphs.pop(key)
         with self._backend.in_order():
-            step.inputs.fill(tokens, prefixes, _ranges(step.adapters, tokens))
+            ranges = _ranges(step.adapters, tokens)
+            step.inputs.fill(tokens, prefixes, ranges)
             if token_ids is not None:
-                step.inputs.token_ids[0, : len(token_ids)].copy_(token_ids)
+                replaced = step.inputs.token_ids[0, : len(token_ids)]
+                replaced.copy_(token_ids)
             step.graph.replay()
-            return step.logits[: len(tokens.last)].clone()  # the next replay overwrites them
+            logits = step.logits[: len(tokens.last)]
+            return logits.clone()  # the next replay overwrites them
 
-    def _capture(self, key: Key, tokens: PackedTokens, prefixes: Prefixes) -> Key | None:
-        """Records a graph; `None` if that fails, or while another thread records. A failure is logged, and then no or
-        fewer such graphs are recorded. Interrupts wait for the end: torch pops and pushes the modes of a recording, and
-        an interrupt there would leave a mode behind."""
-        with held(), _alone(self._device) as is_alone:
-            return self._capture_alone(key, tokens, prefixes) if is_alone else None
+    def _capture(
+        self,
+        key: Key,
+        tokens: PackedTokens,
+        prefixes: Prefixes,
+    ) -> Key | None:
+        """Records a graph; `None` if that fails, or while another thread records. A failure is
+        logged, and then no or fewer such graphs are recorded. Interrupts wait for the end: torch
+        pops and pushes the modes of a recording, and an interrupt there would leave a mode
+        behind."""
+        with held(), timed("record"), _alone(self._device) as is_alone:
+            if not is_alone:
+                return None
+            return self._capture_alone(key, tokens, prefixes)
 
-    def _capture_alone(self, key: Key, tokens: PackedTokens, prefixes: Prefixes) -> Key | None:
+    def _capture_alone(
+        self,
+        key: Key,
+        tokens: PackedTokens,
+        prefixes: Prefixes,
+    ) -> Key | None:
         start = time.perf_counter()
         outputs: list[Tensor] = []
         try:
-            inputs = StaticInputs(key.sizes, self._windows, self._block_sizes, self._device)
-            mix, deltas, adapters = mixed.get(), None, None
+            inputs = StaticInputs(
+                key.sizes,
+                self._windows,
+                self._block_sizes,
+                self._device,
+            )
+            mix = mixed.get()
+            deltas = None
+            adapters = None
             if mix is not None and key.sizes.ranges:
-                deltas = mix.record(inputs.ranges, key.sizes.tokens, key.sizes.chunks > 0)
-                adapters = [each.key for each in mix.adapters]
-            # without autocast's cache each replay converts the weights: cached copies are freed when autocast ends
+                has_chunks = key.sizes.chunks > 0
+                deltas = mix.record(inputs.ranges, key.sizes.tokens, has_chunks)
+                adapters = [adapter.key for adapter in mix.adapters]
+            # without autocast's cache each replay converts the weights: cached copies are freed
+            # when autocast ends
             dtype = autocast_dtype(self._device)
-            uncached = torch.autocast(self._device.type, dtype, enabled=dtype is not None, cache_enabled=False)
+            uncached = torch.autocast(
+                self._device.type,
+                dtype,
+                enabled=dtype is not None,
+                cache_enabled=False,
+            )
             with self._backend.in_order():
                 inputs.fill(tokens, prefixes, _ranges(adapters, tokens))
-                dtypes = {dtype, getattr(self._model(), "dtype", None)}
-                with uncached:
-                    graph = self._backend.capture(
-                        functools.partial(_record, weakref.ref(self), inputs, outputs, deltas),
-                        self._model(),
-                        lambda replay: _check_replay(replay, outputs[0][: max(1, len(tokens.last))], dtypes),
-                    )
+                model = self._model()
+                dtypes = {dtype, getattr(model, "dtype", None)}
+                record = functools.partial(
+                    _record,
+                    weakref.ref(self),
+                    inputs,
+                    outputs,
+                    deltas,
+                )
+                num_logits = max(1, len(tokens.last))
+
+                def check(replay: Callable[[], None]) -> None:
+                    _check_replay(replay, outputs[0][:num_logits], dtypes)
+
+                with uncached, taken_back(model):
+                    graph = self._backend.capture(record, model, check)
         except Exception as error:
             logger.debug("capturing %s failed", key, exc_info=True)
             if is_out_of_memory(error):
                 self._num_short += 1
                 self._uses[key] = self._uses[key.use] = -(MIN_USES << self._num_short)
-                _log_once(f"for now no more of them, for want of memory ({_reason(error)})", self._backend.notice)
+                _log_once(
+                    f"there is no memory for more of them at present ({_reason(error)})",
+                    self._backend.notice,
+                )
                 return None
             self._refuse(key, _reason(error))
             return None
@@ -354,103 +590,185 @@ class StepGraphs:
         while len(self._graphs) >= MAX_GRAPHS:
             oldest = next(iter(self._graphs))
             del self._graphs[oldest]
-            self._uses[oldest] = self._uses[oldest.use] = 0  # avoids recording evicted graphs again and again
-        held_too = deltas if deltas or mix is None else mix.tables
-        self._graphs[key] = RecordedStep(inputs, outputs[0], graph, held_too, adapters)
-        logger.debug("captured %s in %.0f ms", key, 1000 * (time.perf_counter() - start))
+            # avoids recording evicted graphs again and again
+            self._uses[oldest] = self._uses[oldest.use] = 0
+        held_too: Any = deltas
+        if not deltas and mix is not None:
+            held_too = mix.tables
+        self._graphs[key] = RecordedStep(
+            inputs,
+            outputs[0],
+            graph,
+            held_too,
+            adapters,
+        )
+        milliseconds = 1000 * (time.perf_counter() - start)
+        logger.debug("captured %s in %.0f ms", key, milliseconds)
         return key
 
     def _refuse(self, key: Key, reason: str) -> None:
-        """Stops recording such steps of this size or larger; all steps of this model if no decodes are recorded."""
+        """Stops recording such steps of this size or larger; all steps of this model if no decodes
+        are recorded."""
         sizes = key.sizes
         kind, size = "decodes", sizes.decodes
         if sizes.prefixes:  # the step is tried again without them
             kind, size = "prefixes", 1
-            self._graphs = {key: step for key, step in self._graphs.items() if not key.sizes.prefixes}
+            plain = {}
+            for known, step in self._graphs.items():
+                if not known.sizes.prefixes:
+                    plain[known] = step
+            self._graphs = plain
         elif sizes.chunks:
             kind, size = "chunks", sizes.chunk_tokens
-        if kind == "decodes" and not any(not known.sizes.chunks for known in self._graphs):
+        has_decodes = any(not known.sizes.chunks for known in self._graphs)
+        if kind == "decodes" and not has_decodes:
             self.obstacle = reason
             self.clear()
             _log_once(reason, self._backend.notice)
             return
         size_for = chunk_bucket if kind == "chunks" else bucket
-        self._limits[kind] = max((n for n in range(1, size) if size_for(n) < size), default=0)
-        logger.info("Steps with %s are not recorded above %d: %s", kind, self._limits[kind], reason)
+        smaller = (number for number in range(1, size) if size_for(number) < size)
+        limit = max(smaller, default=0)
+        self._limits[kind] = limit
+        logger.info("steps with %s are not recorded above %d: %s", kind, limit, reason)
 
     def in_order(self) -> contextlib.AbstractContextManager[None]:
-        """Orders the device work within it after that of the last such context, also across streams."""
+        """Orders the device work within it after that of the last such context, also across
+        streams."""
         return self._backend.in_order()
 
     def _output(self, logits: Tensor) -> Tensor:
         num_rows, vocab_size = logits.shape
-        kind = vocab_size, logits.dtype
-        found = self._outputs.get(kind)
-        if found is None or found.shape[0] < num_rows:
-            rows = 1 << (num_rows - 1).bit_length()  # smaller graphs keep the outputs they were recorded with
+        kind = (vocab_size, logits.dtype)
+        output = self._outputs.get(kind)
+        if output is None or output.shape[0] < num_rows:
+            # smaller graphs keep the outputs they were recorded with
+            rows = 1 << (num_rows - 1).bit_length()
             with torch.inference_mode(False):
-                found = self._outputs[kind] = torch.empty(rows, vocab_size, dtype=logits.dtype, device=self._device)
-        return found[:num_rows]
+                output = self._outputs[kind] = torch.empty(
+                    rows,
+                    vocab_size,
+                    dtype=logits.dtype,
+                    device=self._device,
+                )
+        return output[:num_rows]
 
     def _follow_blocks(self) -> None:
         """Drops all graphs if a layer's blocks were replaced: the pool grew or was rebuilt."""
-        blocks = [blocks for group in self._groups for blocks in group.storage.layers.values()]
-        if len(blocks) != len(self._blocks) or any(ref() is not now for ref, now in zip(self._blocks, blocks)):
+        blocks: list[KVBlocks] = []
+        for group in self._groups:
+            blocks += group.storage.layers.values()
+        is_changed = len(blocks) != len(self._blocks)
+        if not is_changed:
+            is_changed = any(ref() is not now for ref, now in zip(self._blocks, blocks))
+        if is_changed:
             self._graphs.clear()
             self._blocks = [weakref.ref(now) for now in blocks]
             self._costs = None
 
     def _shared_prefixes(self, tokens: PackedTokens) -> Prefixes:
-        """The prefixes of each layer group that are worth reading once for several decodes; empty if there are none."""
+        """The prefixes of each layer group that are worth reading once for several decodes; empty
+        if there are none."""
         if self._backend.decodes_alone or "prefixes" in self._limits:
             return ()
-        num_decodes, found = tokens.num_decodes, []
+        num_decodes = tokens.num_decodes
+        shared = []
         tables = [group.tables[:num_decodes] for group in tokens.groups]
-        if all(len({table[0] for table in group}) == num_decodes for group in tables):
+        num_firsts = (len({table[0] for table in group_tables}) for group_tables in tables)
+        if all(number == num_decodes for number in num_firsts):
             return ()  # no two begin with the same block, as in most steps
         self._costs = self._costs or self._cascade_costs()
-        groups = zip(tokens.groups, tables, self._windows, self._block_sizes, self._costs)
-        for group, own, window, size, costs in groups:
+        groups = zip(
+            tokens.groups,
+            tables,
+            self._windows,
+            self._block_sizes,
+            self._costs,
+        )
+        for group, group_tables, window, size, costs in groups:
             # as in `find_cascade`: rows longer than their window share nothing
-            lengths = [length if window is None or length <= window else 0 for length in group.seq_lens[:num_decodes]]
-            found.append(plan_cascade(own, lengths, size, costs))
-        return tuple(found) if any(found) else ()
+            lengths = group.seq_lens[:num_decodes]
+            if window is not None:
+                lengths = [length if length <= window else 0 for length in lengths]
+            shared.append(plan_cascade(group_tables, lengths, size, costs))
+        return tuple(shared) if any(shared) else ()
 
     def _cascade_costs(self) -> list[CascadeCosts]:
-        """Each layer group's costs, of all its layers together; where kernels have no cascades, they save nothing."""
+        """Each layer group's costs, of all its layers together; where kernels have no cascades,
+        they save nothing."""
         model: Any = self._model()
-        heads = getattr(model.config.get_text_config(decoder=True), "num_attention_heads", None)
+        text_config = model.config.get_text_config(decoder=True)
+        configs = compat.layer_configs(text_config)
         found = []
         for group in self._groups:
-            layers = list(group.storage.layers.values())
-            if not layers or not isinstance(heads, int) or any(x.shape[3] > 512 for each in layers for x in each.tiles):
-                found.append(CascadeCosts(token_bytes=0, state_bytes=1, rows_per_read=1))
+            layers = group.storage.layers
+            heads = []
+            for index in layers:
+                config = configs[index % len(configs)]
+                heads.append(getattr(config, "num_attention_heads", None))
+            tiles: list[Tensor] = []
+            for blocks in layers.values():
+                tiles += blocks.tiles
+            is_counted = bool(layers) and all(isinstance(count, int) for count in heads)
+            if not is_counted or any(tile.shape[3] > 512 for tile in tiles):
+                no_savings = CascadeCosts(
+                    token_bytes=0,
+                    state_bytes=1,
+                    rows_per_read=1,
+                )
+                found.append(no_savings)
                 continue
-            query = torch.empty(1, heads, 1, 1, device="meta")
-            sums = zip(*(default_costs(query, blocks.keys, blocks.values) for blocks in layers))
-            token_bytes, state_bytes, rows_per_read, splits, overhead_bytes = sums
-            total = sum(token_bytes), sum(state_bytes), min(rows_per_read), max(splits), sum(overhead_bytes)
+            queries = [torch.empty(1, count, 1, 1, device="meta") for count in heads]
+            pairs = zip(queries, layers.values())
+            layer_costs = []
+            for query, blocks in pairs:
+                costs = default_costs(query, blocks.keys, blocks.values)
+                layer_costs.append(costs)
+            token_bytes, state_bytes, rows_per_read, splits, overhead_bytes = zip(*layer_costs)
+            total = (
+                sum(token_bytes),
+                sum(state_bytes),
+                min(rows_per_read),
+                max(splits),
+                sum(overhead_bytes),
+            )
             found.append(CascadeCosts(*total))
         return found
 
 
-def _ranges(adapters: Sequence[Hashable] | None, tokens: PackedTokens) -> list[tuple[Bounds, Bounds]]:
+def _ranges(
+    adapters: Sequence[Hashable] | None,
+    tokens: PackedTokens,
+) -> list[tuple[Bounds, Bounds]]:
     """The token ranges of these adapters in this thread's step."""
     mix = mixed.get()
     if adapters is None or mix is None:
         return []
-    return mix.ranges(adapters, tokens.num_decodes, len(tokens.token_ids))
+    num_tokens = len(tokens.token_ids)
+    return mix.ranges(adapters, tokens.num_decodes, num_tokens)
 
 
-def _record(owner: weakref.ref[StepGraphs], inputs: StaticInputs, outputs: list[Tensor], deltas: Any = None) -> None:
-    """Runs the forward that is recorded, from `inputs` to `outputs`, which its first run makes. `deltas`: what adapters
-    add, if the step reads their token ranges on the device. `owner` is weak: a recording keeps nothing else alive."""
+def _record(
+    owner: weakref.ref[StepGraphs],
+    inputs: StaticInputs,
+    outputs: list[Tensor],
+    deltas: Any = None,
+) -> None:
+    """Runs the forward that is recorded, from `inputs` to `outputs`, which its first run makes.
+    `deltas`: what adapters add, if the step reads their token ranges on the device. `owner` is
+    weak: a recording keeps nothing else alive."""
     graphs = owner()
     assert graphs is not None and graphs._forward is not None
-    torch.clear_autocast_cache()  # the model's autocast may hold weights that were converted before the recording
+    # the model's autocast may hold weights that were converted before the recording
+    torch.clear_autocast_cache()
     outer = recorded.set(deltas)
     try:
-        logits = graphs._forward(inputs.token_ids, inputs.positions, inputs.steps(), inputs.kept)
+        logits = graphs._forward(
+            inputs.token_ids,
+            inputs.positions,
+            inputs.steps(),
+            inputs.kept,
+        )
     finally:
         recorded.reset(outer)
     torch.clear_autocast_cache()
@@ -459,18 +777,29 @@ def _record(owner: weakref.ref[StepGraphs], inputs: StaticInputs, outputs: list[
     outputs[0].copy_(logits)
 
 
-def _check_replay(replay: Callable[[], None], logits: Tensor, dtypes: set[torch.dtype | None]) -> None:
-    """Raises [`NotCapturable`] unless a replay gives the logits `(n, vocab_size)` of the recorded run, computed in
-    `dtypes`."""
-    expected = logits.float().clone()  # `float` copies no float32, which the next line would overwrite
+def _check_replay(
+    replay: Callable[[], None],
+    logits: Tensor,
+    dtypes: set[torch.dtype | None],
+) -> None:
+    """Raises [`NotCapturable`] unless a replay gives the logits `(n, vocab_size)` of the recorded
+    run, computed in `dtypes`."""
+    # `float` copies no float32, which the next line would overwrite
+    expected = logits.float().clone()
     logits.zero_()
     replay()
-    gap = (logits.float() - expected).square().mean(1).sqrt() / expected.std(1).clamp_min(1e-6)
-    half = max((HALF_TOLERANCE[x] for x in (logits.dtype, *dtypes) if x in HALF_TOLERANCE), default=None)
-    # the median in half precision, where a router may choose another expert for a row
-    worst = float(gap.max() if half is None else gap.sort().values[len(gap) // 2])
+    errors = (logits.float() - expected).square().mean(1).sqrt()
+    gap = errors / expected.std(1).clamp_min(1e-6)
+    half = half_tolerance((logits.dtype, *dtypes), logits.device)
+    if half is None:
+        worst = float(gap.max())
+    else:
+        # the median in half precision, where a router may choose another expert for a row
+        worst = float(gap.sort().values[len(gap) // 2])
     if not worst <= (half or TOLERANCE):
-        raise NotCapturable(f"what was recorded gives logits that are {worst:.1e} standard deviations from its own")
+        raise NotCapturable(
+            f"what was recorded gives logits that are {worst:.1e} standard deviations from its own"
+        )
 
 
 def _reason(error: BaseException) -> str:
@@ -482,9 +811,11 @@ def _reason(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _alone(device: torch.device) -> Iterator[bool]:
-    """Yields whether no other thread records on `device`, which has one capture stream. Turns off garbage collection
-    meanwhile: it may free objects that wait for the device (pytorch#161037), or run a caller's code."""
-    is_alone, collects = False, gc.isenabled()
+    """Yields whether no other thread records on `device`, which has one capture stream. Turns off
+    garbage collection meanwhile: it may free objects that wait for the device (pytorch#161037), or
+    run a caller's code."""
+    is_alone = False
+    collects = gc.isenabled()
     try:
         is_alone = _capture_lock(device).acquire(blocking=False)
         gc.disable()
@@ -503,27 +834,43 @@ def _capture_lock(device: torch.device) -> threading.Lock:
 
 @functools.cache
 def _log_once(obstacle: str, level: int) -> None:
-    logger.log(level, "Steps run operation by operation, which is slower than replaying them: %s", obstacle)
+    message = Topic.RECORDING(
+        "steps are not recorded, and run operation by operation, which is slower: %s"
+    )
+    logger.log(level, message, obstacle)
 
 
 def graph_backend(device: torch.device) -> GraphBackend | None:
-    """The backend that records steps on `device`; `None` if there is none, or our kernels are not used."""
+    """The backend that records steps on `device`; `None` if there is none, or our kernels are not
+    used."""
     if device.type == "cpu":
-        return Tapes() if cpp.is_available() and forced() in (None, "cpp") else None
-    has_graphs = device.type == "cuda" and uses_triton(torch.empty(0, device=device))
-    return CudaGraphs(device) if has_graphs else None
+        if not cpp.is_available() or forced() not in (None, "cpp"):
+            return None
+        return Tapes()
+    if device.type != "cuda":
+        return None
+    if not uses_triton(torch.empty(0, device=device)):
+        return None
+    return CudaGraphs(device)
 
 
 class GraphBackend(Protocol):
     """Records work to run it again."""
 
     runs_ahead: bool  # whether a replay runs while the host does something else
-    decodes_alone: bool  # whether it records decodes only: no chunks, whose steps compute for long, and no prefixes
+    # whether it records decodes only: no chunks, whose steps compute for long, and no prefixes
+    decodes_alone: bool
     notice: int  # log level of the reason why nothing is recorded
 
-    def capture(self, run: Callable[[], None], model: PreTrainedModel, check: Check) -> Graph:
-        """Runs `run` once or twice, and records it. A replay that does not just repeat the same kernels must pass
-        `check`. Raises what `run` raises, and `NotCapturable` if it cannot be recorded."""
+    def capture(
+        self,
+        run: Callable[[], None],
+        model: PreTrainedModel,
+        check: Check,
+    ) -> Graph:
+        """Runs `run` once or twice, and records it. A replay that does not just repeat the same
+        kernels must pass `check`. Raises what `run` raises, and `NotCapturable` if it cannot be
+        recorded."""
 
     def in_order(self) -> contextlib.AbstractContextManager[None]:
         """Orders the work within it after that of the last such context."""
@@ -537,25 +884,41 @@ class Graph(Protocol):
 class Tapes:
     """[`Tape`]s, on the CPU. Each has memory for its intermediate values."""
 
-    runs_ahead, decodes_alone, notice = False, True, logging.INFO
+    runs_ahead = False
+    decodes_alone = True
+    notice = logging.INFO
 
-    def capture(self, run: Callable[[], None], model: PreTrainedModel, check: Check) -> Tape:
+    def capture(
+        self,
+        run: Callable[[], None],
+        model: PreTrainedModel,
+        check: Check,
+    ) -> Tape:
         run()  # initializes lazily built objects, and allocates the result
-        own = (x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor))
+        values = (value for module in model.modules() for value in vars(module).values())
+        attributes = (value for value in values if isinstance(value, Tensor))
         mix = mixed.get()
-        added = [] if mix is None else mix.tensors
-        all_of = (part for x in (*model.parameters(), *model.buffers(), *own, *added) for part in plain_tensors(x))
-        kept = {part.untyped_storage().data_ptr() for part in all_of}
+        added = []
+        if mix is not None:
+            added = mix.tensors
+        parts = (
+            part
+            for tensor in (*model.parameters(), *model.buffers(), *attributes, *added)
+            for part in plain_tensors(tensor)
+        )
+        kept = {part.untyped_storage().data_ptr() for part in parts}
 
         def is_kept(tensor: Tensor) -> bool:
-            found = tensor.untyped_storage().data_ptr() in kept
-            if not found and tensor.is_floating_point() and tensor.numel():
-                raise NotCapturable("its forward takes numbers that no recorded operation made, perhaps in a thread")
-            return found
+            is_known = tensor.untyped_storage().data_ptr() in kept
+            if not is_known and tensor.is_floating_point() and tensor.numel():
+                raise NotCapturable(
+                    "its forward takes numbers that no recorded operation made, perhaps in a thread"
+                )
+            return is_known
 
         tape = Tape.record(run, is_kept)
         check(tape.replay)
         return tape
 
     def in_order(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+        return NOTHING

@@ -32,26 +32,36 @@ class PackedTokens(NamedTuple):
     num_decodes: int  # leading rows with one token each
     groups: list[GroupTokens]
     rope_factors: list[int]  # by token; empty if all tokens use the factors of short sequences
-    axes: list[list[int]] | None = None  # positions on each axis, if a sequence does not just count tokens
+    # positions on each axis, if a sequence does not just count tokens
+    axes: list[list[int]] | None = None
     has_drafts: bool = False  # whether some rows are draft tokens of a row before them
 
 
-def _write_changed(ints: Any, width: int, known: list[list[int]], tables: Iterable[list[int]], first: int = 0) -> None:
-    """Writes changed rows of `width`, from row `first` on: only the new block ids if a table has only grown since
-    `known`, as most do from step to step, else the whole row."""
+def _write_changed(
+    ints: Any,
+    width: int,
+    known: list[list[int]],
+    tables: Iterable[list[int]],
+    first: int = 0,
+) -> None:
+    """Writes changed rows of `width`, from row `first` on: only the new block ids if a table has
+    only grown since `known`, as most do from step to step, else the whole row."""
     for row, block_ids in enumerate(tables, first):
         held = known[row]
-        if held != block_ids:
-            if held != block_ids[: len(held)]:
-                known[row] = held = []
-            start, added = row * width, block_ids[len(held) :]
-            ints[start + len(held) : start + len(block_ids)] = array("i", added)
-            held += added  # after the write, which an interrupt may prevent
+        if held == block_ids:
+            continue
+        if held != block_ids[: len(held)]:
+            known[row] = held = []
+        start = row * width
+        added = block_ids[len(held) :]
+        begin = start + len(held)
+        ints[begin : begin + len(added)] = array("i", added)
+        held += added  # after the write, which an interrupt may prevent
 
 
 class TableRows:
-    """Block tables of a step's rows as one tensor. Each step writes only changed rows, in place, so no code may still
-    use the previous step's tensor."""
+    """Block tables of a step's rows as one tensor. Each step writes only changed rows, in place, so
+    no code may still use the previous step's tensor."""
 
     def __init__(self) -> None:
         self._known: list[list[int]] = []
@@ -61,13 +71,16 @@ class TableRows:
 
     def tensor(self, tables: list[list[int]]) -> Tensor:
         """`(len(tables), max_blocks)` int32 on the CPU, valid until the next call."""
-        rows, width = len(tables), max(map(len, tables), default=0)
+        rows = len(tables)
+        width = max(map(len, tables), default=0)
         if rows > len(self._known) or width > self._width:
             rows_held = max(rows, len(self._known))
             width = max(width + width // 2, self._width)  # block tables grow by one block at a time
-            buffer = array("i", bytes(4 * rows_held * width))
+            num_bytes = 4 * rows_held * width
+            buffer = array("i", bytes(num_bytes))
             # shares the buffer, which must never be resized
-            tensor = torch.frombuffer(buffer, dtype=torch.int32).view(rows_held, width)
+            flat = torch.frombuffer(buffer, dtype=torch.int32)
+            tensor = flat.view(rows_held, width)
             known: list[list[int]] = [[] for _ in range(rows_held)]
             self._known, self._width, self._buffer, self._tensor = known, width, buffer, tensor
         _write_changed(self._buffer, self._width, self._known, tables)
@@ -85,13 +98,16 @@ class Sizes(NamedTuple):
     widths: tuple[int, ...]  # columns of each layer group's block tables
     chunks: int = 0  # rows after the decodes, of any number of tokens
     chunk_tokens: int = 0  # in all chunks together
-    prefixes: tuple[tuple[int, int], ...] = ()  # by group: prefixes shared by decodes, columns of their tables
+    # by group: prefixes shared by decodes, columns of their tables
+    prefixes: tuple[tuple[int, int], ...] = ()
     ranges: int = 0  # token ranges with an adapter
 
     @property
     def rows(self) -> int:
         """All rows; with chunks one more, for padding tokens."""
-        return self.decodes + (self.chunks + 1 if self.chunks else 0)
+        if not self.chunks:
+            return self.decodes
+        return self.decodes + self.chunks + 1
 
     @property
     def tokens(self) -> int:
@@ -105,7 +121,8 @@ class _Part(NamedTuple):
     device: Tensor
 
     def write(self, numbers: list[int]) -> None:
-        self.host[: len(numbers)] = array(self.host.format, numbers)
+        typed = array(self.host.format, numbers)
+        self.host[: len(numbers)] = typed
 
 
 Take = Callable[[str, int], _Part]
@@ -115,88 +132,182 @@ class _GroupInputs:
     """The parts of a layer group's [`StepMetadata`]."""
 
     def __init__(self, sizes: Sizes, number: int, take: Take) -> None:
-        rows, self.width = sizes.rows, sizes.widths[number]
+        rows = sizes.rows
+        self.width = sizes.widths[number]
         self.slots = take("q", sizes.tokens)
-        self.seq_lens, self.starts, self.origins = (take("i", rows) for _ in range(3))
+        self.seq_lens = take("i", rows)
+        self.starts = take("i", rows)
+        self.origins = take("i", rows)
         self.tables = take("i", rows * self.width)
         self.known: list[list[int]] = [[] for _ in range(rows)]  # block ids that each row holds
-        num_prefixes, width = sizes.prefixes[number] if sizes.prefixes else (0, 0)
-        self.prefixes = _Prefixes(sizes.decodes, num_prefixes, width, take) if num_prefixes else None
+        self.prefixes: _Prefixes | None = None
+        if sizes.prefixes and sizes.prefixes[number][0]:
+            num_prefixes, width = sizes.prefixes[number]
+            self.prefixes = _Prefixes(
+                sizes.decodes,
+                num_prefixes,
+                width,
+                take,
+            )
 
 
 class _Prefixes:
-    """The parts of a [`Cascade`] of decodes. Decodes that share nothing form a last group with an empty prefix."""
+    """The parts of a [`Cascade`] of decodes. Decodes that share nothing form a last group with an
+    empty prefix."""
 
-    def __init__(self, num_rows: int, num_groups: int, width: int, take: Take) -> None:
-        self.num_rows, self.num_groups, self.width = num_rows, num_groups, width
-        self.tail_starts, self.members = take("i", num_rows), take("i", num_rows)
-        self.seq_lens, self.starts = take("i", num_groups + 1), take("i", num_groups + 1)
+    def __init__(
+        self,
+        num_rows: int,
+        num_groups: int,
+        width: int,
+        take: Take,
+    ) -> None:
+        self.num_rows = num_rows
+        self.num_groups = num_groups
+        self.width = width
+        self.tail_starts = take("i", num_rows)
+        self.members = take("i", num_rows)
+        self.seq_lens = take("i", num_groups + 1)
+        self.starts = take("i", num_groups + 1)
         self.bounds = take("i", num_groups + 2)
         self.tables = take("i", (num_groups + 1) * width)
         self.known: list[list[int]] = [[] for _ in range(num_groups)]
 
-    def fill(self, groups: Sequence[SharedPrefix], tables: list[list[int]], block_size: int) -> None:
-        starts, bounds, members = [0] * self.num_rows, [0], list[int]()
+    def fill(
+        self,
+        groups: Sequence[SharedPrefix],
+        tables: list[list[int]],
+        block_size: int,
+    ) -> None:
+        starts = [0] * self.num_rows
+        bounds = [0]
+        members = list[int]()
         for rows, num_blocks in groups:
             members += rows
             bounds.append(len(members))
             for row in rows:
                 starts[row] = num_blocks * block_size
         empty = self.num_groups - len(groups)
+        alone = set(range(self.num_rows)).difference(members)
+        seq_lens = [num_blocks * block_size for _, num_blocks in groups]
+        seq_lens += [0] * (empty + 1)
+        tail_bounds = [*[bounds[-1]] * empty, self.num_rows]
         self.tail_starts.write(starts)
-        self.members.write([*members, *set(range(self.num_rows)).difference(members)])
-        self.bounds.write([*bounds, *[bounds[-1]] * empty, self.num_rows])
-        self.seq_lens.write([*(num_blocks * block_size for _, num_blocks in groups), *[0] * (empty + 1)])
-        shared = [tables[rows[0]][:num_blocks] for rows, num_blocks in groups]
-        _write_changed(self.tables.host, self.width, self.known, shared)
+        self.members.write([*members, *alone])
+        self.bounds.write([*bounds, *tail_bounds])
+        self.seq_lens.write(seq_lens)
+        shared = []
+        for rows, num_blocks in groups:
+            first_table = tables[rows[0]]
+            shared.append(first_table[:num_blocks])
+        _write_changed(
+            self.tables.host,
+            self.width,
+            self.known,
+            shared,
+        )
 
     def cascade(self, decodes: StepMetadata) -> Cascade:
         assert decodes.lengths is not None
-        lengths = Lengths(self.seq_lens.device, self.starts.device, self.bounds.device)
-        query_start = (0, *[self.num_rows] * (self.num_groups + 1))  # all rows may share one prefix
+        lengths = Lengths(
+            self.seq_lens.device,
+            self.starts.device,
+            self.bounds.device,
+        )
+        ends = [self.num_rows] * (self.num_groups + 1)
+        query_start = (0, *ends)  # all rows may share one prefix
         tables = self.tables.device.view(-1, self.width)
-        prefixes = StepMetadata(tables, query_start, (), (), decodes.block_size, causal=False, lengths=lengths)
-        tails = dataclasses.replace(decodes, lengths=decodes.lengths._replace(starts=self.tail_starts.device))
+        prefixes = StepMetadata(
+            tables,
+            query_start,
+            (),
+            (),
+            decodes.block_size,
+            causal=False,
+            lengths=lengths,
+        )
+        tail_lengths = decodes.lengths._replace(starts=self.tail_starts.device)
+        tails = dataclasses.replace(decodes, lengths=tail_lengths)
         return Cascade(tails, prefixes, self.members.device)
 
 
 class StaticInputs:
-    """Buffers at fixed addresses for steps that fit in `sizes`, filled with one copy per step. Unused rows hold token 0
-    at position 0, not stored (slot -1) and attending to nothing (length 0). `token_ids` and `positions` are
-    `(1, tokens)` int64. `kept`, only with chunks, is `(decodes + chunks,)` int64: the tokens whose logits are wanted.
-    `ranges` is `(sizes.ranges, 2)` int64: for each adapter its range of decode tokens, then, with chunks, that of chunk
-    tokens."""
+    """Buffers at fixed addresses for steps that fit in `sizes`, filled with one copy per step.
+    Unused rows hold token 0 at position 0, not stored (slot -1) and attending to nothing (length
+    0). `token_ids` and `positions` are `(1, tokens)` int64. `kept`, only with chunks, is `(decodes
+    + chunks,)` int64: the tokens whose logits are wanted. `ranges` is `(sizes.ranges, 2)` int64:
+    for each adapter its range of decode tokens, then, with chunks, that of chunk tokens."""
 
-    def __init__(self, sizes: Sizes, windows: list[int | None], block_sizes: list[int], device: torch.device) -> None:
-        self.sizes, self.windows, self.block_sizes = sizes, windows, block_sizes
-        has_chunks, num_kept = sizes.chunks > 0, sizes.decodes + sizes.chunks
-        num_longs = (2 + len(sizes.widths)) * sizes.tokens + has_chunks * num_kept + 2 * sizes.ranges
-        num_ints = sum((3 + width) * sizes.rows for width in sizes.widths) + has_chunks * (sizes.rows + 1)
-        num_ints += sum(2 * sizes.decodes + 1 + (3 + width) * (count + 1) for count, width in sizes.prefixes if count)
+    def __init__(
+        self,
+        sizes: Sizes,
+        windows: list[int | None],
+        block_sizes: list[int],
+        device: torch.device,
+    ) -> None:
+        self.sizes = sizes
+        self.windows = windows
+        self.block_sizes = block_sizes
+        has_chunks = sizes.chunks > 0
+        num_kept = sizes.decodes + sizes.chunks
+        num_longs = (2 + len(sizes.widths)) * sizes.tokens
+        num_longs += 2 * sizes.ranges
+        num_ints = 0
+        for width in sizes.widths:
+            num_ints += (3 + width) * sizes.rows
+        if has_chunks:
+            num_longs += num_kept
+            num_ints += sizes.rows + 1
+        for count, width in sizes.prefixes:
+            if count:
+                num_ints += 2 * sizes.decodes + 1
+                num_ints += (3 + width) * (count + 1)
         with torch.inference_mode(False):  # they outlive the call
-            size, is_pinned = num_longs + -(-num_ints // 2), device.type != "cpu"
-            self._host = torch.zeros(size, dtype=torch.long, pin_memory=is_pinned, device="cpu")
+            size = num_longs + -(-num_ints // 2)
+            is_pinned = device.type != "cpu"
+            self._host = torch.zeros(
+                size,
+                dtype=torch.long,
+                pin_memory=is_pinned,
+                device="cpu",
+            )
             self._buffer = torch.zeros_like(self._host, device=device)
-            memory = memoryview((ctypes.c_char * self._host.nbytes).from_address(self._host.data_ptr())).cast("B")
+            kind = ctypes.c_char * self._host.nbytes
+            characters = kind.from_address(self._host.data_ptr())
+            memory = memoryview(characters).cast("B")
+            longs = memory[: 8 * num_longs].cast("q")
+            ints = memory[8 * num_longs :].cast("i")
+            int_buffer = self._buffer[num_longs:].view(torch.int32)
             free = {
-                "q": _Part(memory[: 8 * num_longs].cast("q"), self._buffer[:num_longs]),
-                "i": _Part(memory[8 * num_longs :].cast("i"), self._buffer[num_longs:].view(torch.int32)),
+                "q": _Part(longs, self._buffer[:num_longs]),
+                "i": _Part(ints, int_buffer),
             }
 
             def take(kind: str, count: int) -> _Part:
                 host, on_device = free[kind]
+                taken = _Part(host[:count], on_device[:count])
                 free[kind] = _Part(host[count:], on_device[count:])
-                return _Part(host[:count], on_device[:count])
+                return taken
 
-            self._token_ids, self._positions = take("q", sizes.tokens), take("q", sizes.tokens)
-            self._groups = [_GroupInputs(sizes, number, take) for number in range(len(sizes.widths))]
+            self._token_ids = take("q", sizes.tokens)
+            self._positions = take("q", sizes.tokens)
+            self._groups = []
+            for number in range(len(sizes.widths)):
+                self._groups.append(_GroupInputs(sizes, number, take))
             self._kept = take("q", num_kept) if has_chunks else None
-            self._query_start = take("i", sizes.rows + 1) if has_chunks else None
+            self._query_start = None
+            if has_chunks:
+                self._query_start = take("i", sizes.rows + 1)
             self._ranges = take("q", 2 * sizes.ranges)
             self.ranges = self._ranges.device.view(-1, 2)
-            self.token_ids, self.positions = self._token_ids.device[None], self._positions.device[None]
-            self.kept = None if self._kept is None else self._kept.device
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+            self.token_ids = self._token_ids.device[None]
+            self.positions = self._positions.device[None]
+            self.kept: Tensor | None = None
+            if self._kept is not None:
+                self.kept = self._kept.device
+        self._copied: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._copied = torch.cuda.Event()
 
     def fill(
         self,
@@ -204,56 +315,121 @@ class StaticInputs:
         prefixes: Sequence[Sequence[SharedPrefix]] = (),
         ranges: Sequence[tuple[Bounds, Bounds]] = (),
     ) -> None:
-        """Copies a step to the buffers, with the prefixes that its decodes share in each layer group and each adapter's
-        token ranges. First waits until the previous copy from pinned host memory is done."""
+        """Copies a step to the buffers, with the prefixes that its decodes share in each layer
+        group and each adapter's token ranges. First waits until the previous copy from pinned host
+        memory is done."""
         if self._copied is not None:
             self._copied.synchronize()
-        sizes, decodes = self.sizes, tokens.num_decodes
+        sizes = self.sizes
+        decodes = tokens.num_decodes
+        shift = sizes.decodes - decodes
 
-        def spread(numbers: list[int], size: int, unused: int = 0) -> list[int]:
-            """Puts decodes' numbers first, and chunks' numbers after room for `sizes.decodes` decodes."""
-            gap, rest = [unused] * (sizes.decodes - decodes), size - sizes.decodes - len(numbers) + decodes
-            return [*numbers[:decodes], *gap, *numbers[decodes:], *[unused] * rest]
+        def spread(
+            numbers: list[int],
+            size: int,
+            unused: int = 0,
+        ) -> list[int]:
+            """Puts decodes' numbers first, and chunks' numbers after room for `sizes.decodes`
+            decodes."""
+            gap = [unused] * shift
+            rest = size - len(numbers) - shift
+            return [
+                *numbers[:decodes],
+                *gap,
+                *numbers[decodes:],
+                *[unused] * rest,
+            ]
 
-        self._token_ids.write(spread(tokens.token_ids, sizes.tokens))
-        self._positions.write(spread(tokens.positions, sizes.tokens))
-        for number, (group, own) in enumerate(zip(tokens.groups, self._groups)):
-            own.slots.write(spread(group.slots, sizes.tokens, -1))
-            own.seq_lens.write(spread(group.seq_lens, sizes.rows))
-            own.origins.write(spread(group.origins, sizes.rows))
-            _write_changed(own.tables.host, own.width, own.known, group.tables[:decodes])
-            _write_changed(own.tables.host, own.width, own.known, group.tables[decodes:], sizes.decodes)
-            if own.prefixes is not None:
-                own.prefixes.fill(prefixes[number], group.tables, self.block_sizes[number])
+        token_ids = spread(tokens.token_ids, sizes.tokens)
+        positions = spread(tokens.positions, sizes.tokens)
+        self._token_ids.write(token_ids)
+        self._positions.write(positions)
+        pairs = zip(tokens.groups, self._groups)
+        for number, (group, inputs) in enumerate(pairs):
+            slots = spread(group.slots, sizes.tokens, -1)
+            seq_lens = spread(group.seq_lens, sizes.rows)
+            origins = spread(group.origins, sizes.rows)
+            inputs.slots.write(slots)
+            inputs.seq_lens.write(seq_lens)
+            inputs.origins.write(origins)
+            _write_changed(
+                inputs.tables.host,
+                inputs.width,
+                inputs.known,
+                group.tables[:decodes],
+            )
+            _write_changed(
+                inputs.tables.host,
+                inputs.width,
+                inputs.known,
+                group.tables[decodes:],
+                sizes.decodes,
+            )
+            if inputs.prefixes is not None:
+                inputs.prefixes.fill(
+                    prefixes[number],
+                    group.tables,
+                    self.block_sizes[number],
+                )
         if self._query_start is not None and self._kept is not None:
-            shift = sizes.decodes - decodes
             starts = [shift + start for start in tokens.query_start[decodes:]]
-            unused = sizes.rows - sizes.decodes - len(starts)
-            self._query_start.write([*range(sizes.decodes), *starts, *starts[-1:] * unused, sizes.tokens])
-            kept = [at if at < decodes else at + shift for at in tokens.last]
-            self._kept.write([*kept, *[0] * (sizes.decodes + sizes.chunks - len(kept))])
-        shift, bounds = sizes.decodes - decodes, list[int]()
+            num_unused = sizes.rows - sizes.decodes - len(starts)
+            query_start = [
+                *range(sizes.decodes),
+                *starts,
+                *starts[-1:] * num_unused,
+                sizes.tokens,
+            ]
+            self._query_start.write(query_start)
+            kept = []
+            for place in tokens.last:
+                kept.append(place if place < decodes else place + shift)
+            num_unkept = sizes.decodes + sizes.chunks - len(kept)
+            kept += [0] * num_unkept
+            self._kept.write(kept)
+        bounds = list[int]()
         for (start, end), (first, last) in ranges:
-            bounds += (start, end, first + shift, last + shift) if sizes.chunks else (start, end)
+            bounds += (start, end)
+            if sizes.chunks:
+                bounds += (first + shift, last + shift)
         self._ranges.write(bounds)
         self._buffer.copy_(self._host, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
 
     def steps(self) -> list[StepMetadata]:
-        """Returns one step per layer group. Any chunk may fill all the room for tokens; the host's bounds say the first
-        does."""
-        decodes, rows = self.sizes.decodes, self.sizes.rows
-        query_start = (*range(decodes + 1), *[self.sizes.tokens] * (rows - decodes))
-        begins, found = None if self._query_start is None else self._query_start.device, []
-        for window, size, own in zip(self.windows, self.block_sizes, self._groups):
-            lengths = Lengths(own.seq_lens.device, own.starts.device, begins, own.origins.device)
+        """Returns one step per layer group. Any chunk may fill all the room for tokens; the host's
+        bounds say the first does."""
+        sizes = self.sizes
+        decodes = sizes.decodes
+        rows = sizes.rows
+        ends = [sizes.tokens] * (rows - decodes)
+        query_start = (*range(decodes + 1), *ends)
+        begins = None
+        if self._query_start is not None:
+            begins = self._query_start.device
+        steps = []
+        groups = zip(self.windows, self.block_sizes, self._groups)
+        for window, size, inputs in groups:
+            lengths = Lengths(
+                inputs.seq_lens.device,
+                inputs.starts.device,
+                begins,
+                inputs.origins.device,
+            )
             step = StepMetadata(
-                own.tables.device.view(rows, own.width), query_start, (), (), size,
-                window=window, slots=own.slots.device[None], lengths=lengths,
-            )  # fmt: skip
-            if own.prefixes is not None:
+                inputs.tables.device.view(rows, inputs.width),
+                query_start,
+                (),
+                (),
+                size,
+                window=window,
+                slots=inputs.slots.device[None],
+                lengths=lengths,
+            )
+            if inputs.prefixes is not None:
                 in_front = step.rows(0, decodes)
-                step = dataclasses.replace(step, cascade=own.prefixes.cascade(in_front))
-            found.append(step)
-        return found
+                cascade = inputs.prefixes.cascade(in_front)
+                step = dataclasses.replace(step, cascade=cascade)
+            steps.append(step)
+        return steps

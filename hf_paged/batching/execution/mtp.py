@@ -1,5 +1,6 @@
-"""Drafts from a model's heads for multi-token prediction (MTP, arXiv 2412.19437, section 2.2; transformers'
-`MtpModel`): rows run together, on the hidden states that the target's steps store in its blocks."""
+"""Drafts from a model's heads for multi-token prediction (MTP, arXiv 2412.19437, section 2.2;
+transformers' `MtpModel`): rows run together, on the hidden states that the target's steps store in
+its blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from ...cache.paged_cache import PagedCache
 from ...config import PagedConfig
 from ...interrupts import step_lock
 from ...model.ranks import is_sharded
+from ...plan import StepPlan
 from ...step import to_device
+from ...topics import Topic
 from ..decoding.sample import SampleDecoding
 from ..decoding.scores import leaves_rows_alone
 from ..decoding.speculation import Draft
@@ -42,49 +45,74 @@ def reason_against_mtp(model: PreTrainedModel) -> str | None:
     """Why this model's heads cannot draft for rows of a packed step; `None` if they can."""
     config = model.config.get_text_config(decoder=True)
     if not compat.HAS_MTP:
-        return "this version of transformers has no `MtpModel` that runs head by head"
+        return Topic.ASSISTED(
+            "this version of transformers has no `MtpModel` that runs head by head"
+        )
     if not getattr(config, "num_mtp_layers", None):
-        return "its config has no `num_mtp_layers`: the model has no heads for several tokens"
+        return Topic.ASSISTED("the model has no multi-token prediction heads (`num_mtp_layers`)")
     try:
         cache = DynamicCache(config=model.config.get_mtp_config())
     except ValueError as error:
-        return str(error)
-    if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
-        return "its heads keep more than keys and values"
+        return Topic.ASSISTED(str(error))
+    layer_types = (DynamicLayer, DynamicSlidingWindowLayer)
+    if any(type(layer) not in layer_types for layer in cache.layers):
+        return Topic.ASSISTED("its heads keep more than keys and values")
     if is_sharded(model):
-        return "its weights are in several processes"
-    if any(hasattr(module, "base_layer") for module in (model.get_input_embeddings(), model.get_output_embeddings())):
-        return "its heads share embeddings or `lm_head`, which have adapters: transformers loads them without"
+        return Topic.ASSISTED("its weights are in several processes")
+    shared = (model.get_input_embeddings(), model.get_output_embeddings())
+    if any(hasattr(module, "base_layer") for module in shared):
+        return Topic.ASSISTED(
+            "its heads share embeddings or `lm_head`, which have adapters that transformers does"
+            " not load"
+        )
     if not calls_interface(model.modules()):
-        return "its layers attend by code of their own"
-    own = PagedCache.from_empty(DynamicCache(config=config), PagedMemory(PagedConfig()))
-    return reason_against_hidden_states(own, config.hidden_size)
+        return Topic.ASSISTED("its layers have their own attention code")
+    empty = DynamicCache(config=config)
+    target_cache = PagedCache.from_empty(empty, PagedMemory(PagedConfig()))
+    return reason_against_hidden_states(target_cache, config.hidden_size)
 
 
 class MtpRunner(PackedRunner):
-    """Runs the heads, one after another, on positions of many sequences at once. At position `i` head `k` reads token
-    `i + k + 1` of the text and the hidden state of the target, or of the previous head, at `i`; it predicts token
-    `i + k + 2`. The sequences given here start at the second token of the text."""
+    """Runs the heads, one after another, on positions of many sequences at once. At position `i`
+    head `k` reads token `i + k + 1` of the text and the hidden state of the target, or of the
+    previous head, at `i`; it predicts token `i + k + 2`. The sequences given here start at the
+    second token of the text."""
 
-    def draft(self, items: list[tuple[Sequence, int]], hidden: Tensor, choose: Callable[[Tensor], None]) -> None:
-        """Computes `query_len` positions of each sequence, up to its `num_computed_tokens`, from the target's `hidden`
-        `(1, sum(query_len), hidden_size)`. `choose` gets each head's logits `(n, vocab)` of the sequences that are then
-        fully computed, and appends a token to each. The other sequences already have the tokens that later heads read.
+    def draft(
+        self,
+        plan: StepPlan,
+        hidden: Tensor,
+        choose: Callable[[Tensor], None],
+    ) -> None:
+        """Computes positions of each sequence from the target's `hidden` `(1, positions,
+        hidden_size)`. `choose` gets each head's logits `(n, vocab)` of the sequences that are then
+        fully computed, and appends a token to each. The other sequences already have the tokens
+        that later heads read.
         """
-        tokens = self._lay_out(items)
+        tokens = self._lay_out(plan)
         inputs, steps = self._to_device(tokens)
-        token_ids, places = inputs[0:1], inputs[1:2]
-        last = to_device(torch.tensor(tokens.last, dtype=torch.long, device="cpu"), self.device)
-        spans = [(sequence.token_ids, sequence.num_computed_tokens - count, count) for sequence, count in items]
+        token_ids = inputs[0:1]
+        places = inputs[1:2]
+        last_on_host = torch.tensor(tokens.last, dtype=torch.long, device="cpu")
+        last = to_device(last_on_host, self.device)
+        token_lists = [sequence.token_ids for sequence in plan.sequences]
+        spans = list(zip(token_lists, plan.starts, plan.counts))
         self.cache.begin(steps, places)
         try:
             with self.products:
                 for head in range(self.model.num_mtp_layers):
                     if head:
-                        read = [x for ids, start, count in spans for x in ids[start + head : start + head + count]]
-                        token_ids = to_device(torch.tensor([read], dtype=torch.long, device="cpu"), self.device)
+                        read: list[int] = []
+                        for ids, first, count in spans:
+                            read += ids[first + head : first + head + count]
+                        on_host = torch.tensor([read], dtype=torch.long, device="cpu")
+                        token_ids = to_device(on_host, self.device)
                     hidden = self.model.forward_layer(
-                        head, hidden, places + (head + 1), self.cache, input_ids=token_ids
+                        head,
+                        hidden,
+                        places + (head + 1),
+                        self.cache,
+                        input_ids=token_ids,
                     )
                     if tokens.last:
                         choose(compat.mtp_logits(self.model, hidden[:, last])[0])
@@ -93,17 +121,29 @@ class MtpRunner(PackedRunner):
 
 
 class MtpHeads(Assistant):
-    """The MTP heads of one model. Once a row is added, the target's steps store hidden states. Each draft runs all
-    heads, which share block tables; positions that depend on rejected tokens are computed again."""
+    """The MTP heads of one model. Once a row is added, the target's steps store hidden states. Each
+    draft runs all heads, which share block tables; positions that depend on rejected tokens are
+    computed again."""
 
     def __init__(
-        self, target: PackedRunner, cache: PagedCache, made: tuple[BlockManager, MtpRunner], scheduler: Scheduler,
+        self,
+        target: PackedRunner,
+        cache: PagedCache,
+        made: tuple[BlockManager, MtpRunner],
+        scheduler: Scheduler,
         max_tokens: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.runner = made[1]
-        super().__init__(self.runner.model, cache, made, scheduler, max_tokens)
+        super().__init__(
+            self.runner.model,
+            cache,
+            made,
+            scheduler,
+            max_tokens,
+        )
         self.executor.lock = step_lock(target.model)  # the heads share its embedding and `lm_head`
-        self.target, self.hidden = target, HiddenStates(target.cache)
+        self.target = target
+        self.hidden = HiddenStates(target.cache)
         self.depth: int = self.model.num_mtp_layers
 
     def add(self, row: AssistantRow) -> None:
@@ -118,58 +158,88 @@ class MtpHeads(Assistant):
             row.prefix = target.token_ids[:1]
             self._follow(row, target.token_ids[1:])
         drafts: dict[AssistantRow, Growing] = {}
-        while items := self._next([(row, target) for row, target, _ in wanted if row not in drafts]):
-            ready = [row for row, _, _ in items if not row.sequence.num_to_compute]
-            drafts |= {row: Growing(self.depth) for row in ready}
+        targets = []
+        for row, target, _ in wanted:
+            targets.append((row, target))
+        while items := self._next([pair for pair in targets if pair[0] not in drafts]):
+            ready = []
+            for row, _, count in items:
+                if count == row.sequence.num_to_compute:
+                    ready.append(row)
+            for row in ready:
+                drafts[row] = Growing(self.depth)
             self._run(items, ready, drafts)
-        found: list[Draft | None] = []
+            for row, _, count in items:
+                row.sequence.num_computed_tokens += count
+        proposed: list[Draft | None] = []
         for row, _, count in wanted:
-            draft = drafts[row].draft(row.keeps_scores) if row in drafts else None
+            draft = None
+            if row in drafts:
+                draft = drafts[row].draft(row.keeps_scores)
             if draft is not None:
                 del draft.tokens[count:]
-            found.append(draft)
-        return found
+            proposed.append(draft)
+        return proposed
 
-    def _next(self, rows: Items[tuple[AssistantRow, Sequence]]) -> list[tuple[AssistantRow, Sequence, int]]:
+    def _next(
+        self,
+        rows: Items[tuple[AssistantRow, Sequence]],
+    ) -> list[tuple[AssistantRow, Sequence, int]]:
         """Returns the rows to compute next, each with its target and the number of positions."""
-        left, found = self._max_catch_up, []
+        left = self._max_catch_up
+        items = []
         for row, target in rows:
             due = row.sequence.num_to_compute
-            # later heads read tokens after the last position: short of the text's end these must be known tokens
-            count = due if due <= left else min(left, due - self.depth + 1)
+            # later heads read tokens after the last position: short of the text's end these must be
+            # known tokens
+            count = due
+            if due > left:
+                count = min(left, due - self.depth + 1)
             if count > 0 and self._append(row, count):
-                found.append((row, target, count))
+                items.append((row, target, count))
                 left -= count
-        return found
+        return items
 
     def _run(
-        self, items: list[tuple[AssistantRow, Sequence, int]], ready: list[AssistantRow],
+        self,
+        items: list[tuple[AssistantRow, Sequence, int]],
+        ready: list[AssistantRow],
         drafts: dict[AssistantRow, Growing],
-    ) -> None:  # fmt: skip
-        spans = [
-            (row.sequence.num_computed_tokens - count, row.sequence.num_computed_tokens) for row, _, count in items
-        ]
-        hidden = self.hidden.read([(target.blocks, *span) for (_, target, _), span in zip(items, spans)])
-        places = [(row.sequence, count) for row, _, count in items]
+    ) -> None:
+        spans = []
+        places = []
+        for row, target, count in items:
+            start = row.sequence.num_computed_tokens
+            spans.append((target.blocks, start, start + count))
+            places.append((row.sequence, count))
+        plan = StepPlan.of(places)
+        hidden = self.hidden.read(spans)
 
         def choose(logits: Tensor) -> None:
             self.add_tokens(ready, drafts, logits)
 
         def draft() -> Tensor:
-            self.runner.draft(places, hidden, choose)
+            self.runner.draft(plan, hidden, choose)
             return hidden
 
-        start = time.perf_counter()
+        begin = time.perf_counter()
         self.executor.compute(self.executor.using(None), draft)
-        if len(items) == sum(count for _, _, count in items):
-            self.seconds_a_token += ((time.perf_counter() - start) / self.depth - self.seconds_a_token) / 4
+        num_positions = sum(count for _, _, count in items)
+        if len(items) == num_positions:
+            seconds = (time.perf_counter() - begin) / self.depth
+            self.seconds_a_token += (seconds - self.seconds_a_token) / 4
 
 
 class MtpRow(AssistantRow):
-    """One row's drafts. As in transformers' generator, each head proposes a token, whatever was accepted before."""
+    """One row's drafts. As in transformers' generator, each head proposes a token, whatever was
+    accepted before."""
 
     def _make(self, decoding: SampleDecoding) -> tuple[Any, LogitsProcessorList]:
-        return None, LogitsProcessorList(each for each in decoding.logits_processor if leaves_rows_alone(each))
+        processors = []
+        for processor in decoding.logits_processor:
+            if leaves_rows_alone(processor):
+                processors.append(processor)
+        return None, LogitsProcessorList(processors)
 
     @property
     def threshold(self) -> float | None:

@@ -1,4 +1,5 @@
-"""Runs a scheduled batch as rectangles `[rows, query_len]`, batches padded on the left as in `generate`."""
+"""Runs a scheduled batch as rectangles `[rows, query_len]`, batches padded on the left as in
+`generate`."""
 
 from __future__ import annotations
 
@@ -33,6 +34,8 @@ from ...model.own_loop import (
     with_cross,
 )
 from ...model.registry import warn_once
+from ...plan import StepPlan
+from ...topics import Topic
 from ..request import Sequence
 from .prompts import Prompts, PromptsError, no_blocks
 from .runner import Runner, in_order
@@ -44,51 +47,69 @@ _MASK, _ENCODER_MASK = "decoder_attention_mask", "attention_mask"
 
 @dataclasses.dataclass(eq=False)
 class Rectangle:
-    """A batch of rows that ran together, with the inputs of their next step. A row's index gives the place of its
-    states, and of all else that `generate`'s loop carries from step to step."""
+    """A batch of rows that ran together, with the inputs of their next step. A row's index gives
+    the place of its states, and of all else that `generate`'s loop carries from step to step."""
 
     blocks: list[SequenceBlocks]
-    encoded: list[SequenceBlocks]  # blocks of each row's encoder keys and values, if there is an encoder
+    # blocks of each row's encoder keys and values, if there is an encoder
+    encoded: list[SequenceBlocks]
     lengths: list[int]  # tokens of each row, without padding
     paddings: list[int]  # columns in front of them
     token_ids: Tensor  # (rows, length) int64, padded on the left
     cache: Any  # borrows the rows' tables; `None` for a model that makes its cache itself
-    inputs: dict[str, Any]  # carried to the next forward, as by `generate`: attention mask, position ids, the cache
+    # carried to the next forward, as by `generate`: attention mask, position ids, the cache
+    inputs: dict[str, Any]
     origins: list[int] = dataclasses.field(init=False)  # each row's index in the first step
-    constants: set[str] = dataclasses.field(init=False)  # names of inputs that are the same in every step
+    # names of inputs that are the same in every step
+    constants: set[str] = dataclasses.field(init=False)
     row_bytes: int = dataclasses.field(default=0, init=False)  # of a row's states
-    encoder_width: int = dataclasses.field(init=False)  # columns of the encoder output, padding included
+    # columns of the encoder output, padding included
+    encoder_width: int = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        self.origins, self.constants = list(range(len(self.blocks))), set()
-        self.encoder_width = max((table.num_tokens for each in self.encoded for table in each.tables[:1]), default=0)
+        self.origins = list(range(len(self.blocks)))
+        self.constants = set()
+        tables = (table for blocks in self.encoded for table in blocks.tables[:1])
+        num_tokens = (table.num_tokens for table in tables)
+        self.encoder_width = max(num_tokens, default=0)
 
     @property
     def state_layers(self) -> list[Any]:
-        return [] if self.cache is None else state_layers(cache_parts(self.cache)[0])
+        if self.cache is None:
+            return []
+        return state_layers(cache_parts(self.cache)[0])
 
     @property
     def width(self) -> int:
         return self.paddings[0] + self.lengths[0]
 
     def borrow(self, num_cached: int) -> None:
-        """Makes the cache use the rows' tables, of whose columns the first `num_cached` are computed."""
+        """Makes the cache use the rows' tables, of whose columns the first `num_cached` are
+        computed."""
         if self.cache is None:
             return
         own, *others = cache_parts(self.cache)
-        own.take(self.blocks, tuple(self.paddings), num_cached)
+        paddings = tuple(self.paddings)
+        own.take(self.blocks, paddings, num_cached)
         for cross in others:
-            if isinstance(cross, PagedCache):
-                width, lengths = self.encoder_width, [blocks.tables[0].num_tokens for blocks in self.encoded]
-                cross.take(self.encoded, tuple(width - length for length in lengths), width if num_cached else 0)
+            if not isinstance(cross, PagedCache):
+                continue
+            width = self.encoder_width
+            lengths = [blocks.tables[0].num_tokens for blocks in self.encoded]
+            cross_paddings = tuple(width - length for length in lengths)
+            num_encoded = width if num_cached else 0
+            cross.take(self.encoded, cross_paddings, num_encoded)
 
     def select(self, rows: list[int]) -> None:
         """Replaces row `i` by row `rows[i]`; the cache must borrow the tables again."""
-        device, count = self.token_ids.device, len(self.blocks)
+        device = self.token_ids.device
+        count = len(self.blocks)
         index = torch.tensor(rows, device=device)
-        is_same = [self.origins[row] for row in rows] == self.origins
+        origins = [self.origins[row] for row in rows]
+        is_same = origins == self.origins
         for name, value in self.inputs.items():
-            if value is not self.cache and not (is_same and name in self.constants):
+            is_constant = is_same and name in self.constants
+            if value is not self.cache and not is_constant:
                 self.inputs[name] = select_rows(name, value, index, count)
         if self.cache is not None:
             self.cache.reorder_cache(index)
@@ -98,20 +119,26 @@ class Rectangle:
             setattr(self, name, [values[row] for row in rows])
 
     def twin(self, cache: Any) -> Rectangle:
-        """Copies the rows onto an empty `cache`, which continues from this one's; nothing may be written before a
-        `select`."""
+        """Copies the rows onto an empty `cache`, which continues from this one's; nothing may be
+        written before a `select`."""
         if self.cache is None:
-            return dataclasses.replace(self, inputs=copy.deepcopy(self.inputs))._like(self)
+            inputs = copy.deepcopy(self.inputs)
+            twin = dataclasses.replace(self, inputs=inputs)
+            return twin._like(self)
         own, *others = cache_parts(self.cache)
         cache_parts(cache)[0].continue_from(own)
         for cross in others:
-            if not isinstance(cache, EncoderDecoderCache):  # the model made the cross-attention cache
+            if not isinstance(cache, EncoderDecoderCache):
+                # the model made the cross-attention cache
                 cache = EncoderDecoderCache(cache, copy.deepcopy(cross))
             elif isinstance(cross, PagedCache):
                 cache.cross_attention_cache.continue_from(cross)
             cache.is_updated = dict(self.cache.is_updated)
-        inputs = {name: cache if value is self.cache else value for name, value in self.inputs.items()}
-        return dataclasses.replace(self, cache=cache, inputs=inputs)._like(self)
+        inputs = {}
+        for name, value in self.inputs.items():
+            inputs[name] = cache if value is self.cache else value
+        twin = dataclasses.replace(self, cache=cache, inputs=inputs)
+        return twin._like(self)
 
     def _like(self, other: Rectangle) -> Rectangle:
         for name in ("origins", "constants", "row_bytes", "encoder_width"):
@@ -119,67 +146,118 @@ class Rectangle:
         return self
 
     @classmethod
-    def join(cls, parts: Items[tuple[Rectangle, list[int]]], cache: Any) -> Rectangle:
+    def join(
+        cls,
+        parts: Items[tuple[Rectangle, list[int]]],
+        cache: Any,
+    ) -> Rectangle:
         """Joins rows of several rectangles, aligned on the right, on an empty `cache`."""
         first = parts[0][0]
-        lengths = [holder.lengths[row] for holder, rows in parts for row in rows]
-        width, device = max(lengths), first.token_ids.device
+        lengths = []
+        blocks = []
+        encoded = []
+        for holder, rows in parts:
+            for row in rows:
+                lengths.append(holder.lengths[row])
+                blocks.append(holder.blocks[row])
+                encoded.append(holder.encoded[row])
+        width = max(lengths)
+        device = first.token_ids.device
         paddings = [width - length for length in lengths]
-        blocks, encoded = (
-            [values(holder)[row] for holder, rows in parts for row in rows]
-            for values in (operator.attrgetter("blocks"), operator.attrgetter("encoded"))
-        )
-        selections = [(holder, torch.tensor(rows, device=device), len(holder.blocks)) for holder, rows in parts]
+        selections = []
+        for holder, rows in parts:
+            index = torch.tensor(rows, device=device)
+            selections.append((holder, index, len(holder.blocks)))
         ids = [holder.token_ids[index] for holder, index, _ in selections]
-        ids = join_rows(ids, [x.shape[1] for x in ids], width)
-        rectangle = cls(blocks, encoded, lengths, paddings, ids, cache, {})
+        lengths_before = [part.shape[1] for part in ids]
+        ids = join_rows(ids, lengths_before, width)
+        rectangle = cls(
+            blocks,
+            encoded,
+            lengths,
+            paddings,
+            ids,
+            cache,
+            {},
+        )
         widths = [holder.encoder_width for holder, _ in parts]
         masks = [holder.inputs.get(_ENCODER_MASK) for holder, _ in parts]
-        if len(set(widths)) > 1 or any(mask is not None for mask in masks):
+        has_masks = any(mask is not None for mask in masks)
+        if len(set(widths)) > 1 or has_masks:
             for (holder, _, count), mask in zip(selections, masks):
                 if mask is None:
-                    mask = torch.ones((count, holder.encoder_width), dtype=torch.long, device=device)
+                    mask = torch.ones(
+                        (count, holder.encoder_width),
+                        dtype=torch.long,
+                        device=device,
+                    )
                     holder.inputs[_ENCODER_MASK] = mask
         for name, value in first.inputs.items():
             if value is first.cache:
                 rectangle.inputs[name] = cache
             elif name != _MASK:
-                values = [
-                    select_rows(name, holder.inputs.get(name), index, count) for holder, index, count in selections
-                ]
-                rectangle.inputs[name] = join_rows(values, widths, rectangle.encoder_width)
+                values = []
+                for holder, index, count in selections:
+                    carried = holder.inputs.get(name)
+                    values.append(select_rows(name, carried, index, count))
+                rectangle.inputs[name] = join_rows(
+                    values,
+                    widths,
+                    rectangle.encoder_width,
+                )
         if any(paddings):  # with a column for the next token
             columns = torch.arange(width + 1, device=device)
-            rectangle.inputs[_MASK] = (columns >= torch.tensor(paddings, device=device)[:, None]).long()
-        rectangle.constants = set.intersection(*(holder.constants for holder, _ in parts)) - {_MASK}
+            first_columns = torch.tensor(paddings, device=device)[:, None]
+            rectangle.inputs[_MASK] = (columns >= first_columns).long()
+        constants = (holder.constants for holder, _ in parts)
+        rectangle.constants = set.intersection(*constants) - {_MASK}
         if isinstance(cache, EncoderDecoderCache):
             cache.is_updated = dict(first.cache.is_updated)
         return rectangle
 
-    def append(self, sequences: Items[Sequence]) -> None:
-        """Appends the last computed token of each sequence to its row, and takes over the sequences' blocks."""
-        self.blocks = [sequence.blocks for sequence in sequences]
-        self.lengths = [sequence.num_computed_tokens for sequence in sequences]
-        tokens = [[sequence.token_ids[end - 1]] for sequence, end in zip(sequences, self.lengths)]
-        self.token_ids = torch.cat([self.token_ids, self.token_ids.new_tensor(tokens)], dim=1)
+    def append(self, plan: StepPlan) -> None:
+        """Appends the token that the step computes of each sequence to its row, and takes over the
+        sequences' blocks."""
+        blocks = [sequence.blocks for sequence in plan.sequences]
+        lengths = [start + count for start, count in zip(plan.starts, plan.counts)]
+        pairs = zip(plan.sequences, lengths)
+        tokens = [[sequence.token_ids[end - 1]] for sequence, end in pairs]
+        column = self.token_ids.new_tensor(tokens)
+        token_ids = torch.cat([self.token_ids, column], dim=1)
+        # after what may raise: the rows then still fit together
+        self.blocks, self.lengths, self.token_ids = blocks, lengths, token_ids
 
 
 class RectangleRunner(Runner):
-    """Runs rows through the model's own preparation of inputs: prompts as a padded batch, then the next tokens of all
-    rows together. The caller has switched the model's attention. Padding is not stored. Prompts after cached tokens,
-    and drafts, only run with rows of equally many new tokens, since padding between would change their states.
+    """Runs rows through the model's own preparation of inputs: prompts as a padded batch, then the
+    next tokens of all rows together. The caller has switched the model's attention. Padding is not
+    stored. Prompts after cached tokens, and drafts, only run with rows of equally many new tokens,
+    since padding between would change their states.
 
-    Rows whose layout demands it, and all whose request has `inputs`, stay in the batch they began with, and keep what
-    `generate`'s loop carries; when rows leave or fork, the others are selected. Rows whose `Prompts` have `joins`
-    continue with others of equal `joins`."""
+    Rows whose layout demands it, and all whose request has `inputs`, stay in the batch they began
+    with, and keep what `generate`'s loop carries; when rows leave or fork, the others are selected.
+    Rows whose `Prompts` have `joins` continue with others of equal `joins`."""
 
     has_states = True
 
-    def __init__(self, model: PreTrainedModel, cache: PagedCache, states: StateStorage, layout: Layout) -> None:
-        self.model, self.memory, self.counters = model, cache.memory, cache.counters
-        self.states, self.layout = states, layout  # states are stored by the last table of each sequence
-        self.encoder_blocks: BlockManager | None = None if cache.cross is None else cache.cross.rows.manager
-        self._stock, self._has_cache = cache, compat.supports_dynamic_cache(model)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: PagedCache,
+        states: StateStorage,
+        layout: Layout,
+    ) -> None:
+        self.model = model
+        self.memory = cache.memory
+        self.counters = cache.counters
+        # states are stored by the last table of each sequence
+        self.states = states
+        self.layout = layout
+        self.encoder_blocks: BlockManager | None = None
+        if cache.cross is not None:
+            self.encoder_blocks = cache.cross.rows.manager
+        self._stock = cache
+        self._has_cache = compat.supports_dynamic_cache(model)
         self._knows_states = bool(state_layers(cache))
         self.takes_drafts = layout.reason_against_drafts is None
         self._holders: set[Any] = set()  # rectangles whose states are in use
@@ -188,75 +266,125 @@ class RectangleRunner(Runner):
         self._copy_kept_states()
         self._holders = set()
 
-    @torch.no_grad()
-    def run(self, items: Items[tuple[Sequence, int]], variant: Hashable = None) -> Tensor:
+    def run(
+        self,
+        plan: StepPlan,
+        variant: Hashable = None,
+    ) -> Tensor:
         self._copy_kept_states()
         parts: list[tuple[list[Any], Tensor]] = []
-        for places, begins in self._divide(items):
-            sequences, num_new = [items[place][0] for place in places], items[places[0]][1]
-            own = [(place, number) for place in places for number in range(1 + len(items[place][0].draft))]
-            parts.append((own, self._begin(sequences) if begins else self._continue(sequences, num_new)))
+        for places, begins in self._divide(plan):
+            answers = []
+            for place in places:
+                num_answers = 1 + len(plan.sequences[place].draft)
+                answers += [(place, number) for number in range(num_answers)]
+            together = plan.select(places)
+            if begins:
+                logits = self._begin(together)
+            else:
+                logits = self._continue(together)
+            parts.append((answers, logits))
         self._holders = set(self.states.holders())
         logits = in_order(parts)
-        of_rows = [sequence for sequence, _ in items for _ in range(1 + len(sequence.draft))]
-        answered = [row for row, each in enumerate(of_rows) if each.num_computed_tokens == len(each.token_ids)]
-        return logits if len(answered) == len(of_rows) else logits[answered]
+        answered: list[int] = []
+        num_rows = 0
+        for sequence, num_logits in zip(plan.sequences, plan.num_logits):
+            answered += range(num_rows, num_rows + num_logits)
+            num_rows += 1 + len(sequence.draft)
+        if len(answered) == num_rows:
+            return logits
+        return logits[answered]
 
-    def _divide(self, items: Items[tuple[Sequence, int]]) -> list[tuple[list[int], bool]]:
-        """Returns the places in `items` of each forward, and whether they begin a prompt."""
-        # items that may share a forward: whether it begins, new tokens, whether some are a draft, place
+    def _divide(self, plan: StepPlan) -> list[tuple[list[int], bool]]:
+        """Returns the places in `plan` of each forward, and whether they begin a prompt."""
+        # items that may share a forward: whether it begins, new tokens, whether some are a draft,
+        # place
         prompts: list[tuple[bool, int, bool, int]] = []
         together: dict[tuple[Any, bool], list[int]] = {}
-        for place, (sequence, count) in enumerate(items):
-            begins = not sequence.draft and count == sequence.num_computed_tokens
+        columns = zip(plan.sequences, plan.starts, plan.counts)
+        for place, (sequence, start, count) in enumerate(columns):
+            begins = not start and not sequence.draft
             inputs = sequence.request.inputs
             key: Any = place
             if inputs is not None and begins:
-                key = inputs[0] if inputs[0].merges is None else inputs[0].merges
+                call_prompts = inputs[0]
+                key = call_prompts
+                if call_prompts.merges is not None:
+                    key = call_prompts.merges
             elif inputs is None and self.layout.side_by_side:
                 if begins or count > 1:
-                    prompts.append((begins, count, bool(sequence.draft), place))
+                    has_draft = bool(sequence.draft)
+                    prompts.append((begins, count, has_draft, place))
                     continue
                 key = None
-            elif not begins and self._has_cache:  # without our cache, each row runs alone with a copy of the model's
-                joins = None if inputs is None else inputs[0].joins
+            elif not begins and self._has_cache:
+                # without our cache, each row runs alone with a copy of the model's
+                joins = None
+                if inputs is not None:
+                    joins = inputs[0].joins
                 if joins is None:
-                    key = self.states.find(_slot(sequence.blocks))[0]
+                    key, _ = self.states.find(_slot(sequence.blocks))
                 else:
-                    key = joins, joins.equal_lengths and sequence.num_computed_tokens
-            together.setdefault((key, begins), []).append(place)
+                    key = joins, joins.equal_lengths and start
+            group = together.setdefault((key, begins), [])
+            group.append(place)
         parts: list[tuple[list[int], bool]] = []
         width = 0  # new tokens of the longest prompt in the last part
         last: tuple[bool, int, bool] | None = None
-        for begins, count, has_draft, place in sorted(prompts, key=operator.itemgetter(0, 1, 2), reverse=True):
-            own = begins, count, has_draft
-            fits = parts and (len(parts[-1][0]) + 1) * width <= self.memory.config.max_num_batched_tokens
-            if fits and (own == last or (begins and self.layout.mixed_lengths)):
+        by_length = operator.itemgetter(0, 1, 2)
+        longest_first = sorted(prompts, key=by_length, reverse=True)
+        for begins, count, has_draft, place in longest_first:
+            kind = (begins, count, has_draft)
+            fits = False
+            if parts:
+                num_rows = len(parts[-1][0]) + 1
+                num_tokens = num_rows * width
+                fits = num_tokens <= self.memory.config.max_num_batched_tokens
+            is_alike = kind == last or (begins and self.layout.mixed_lengths)
+            if fits and is_alike:
                 parts[-1][0].append(place)
             else:
                 parts.append(([place], begins))
-                last, width = own, count
-        return parts + [(places, begins) for (_, begins), places in together.items()]
+                last = kind
+                width = count
+        for (_, begins), places in together.items():
+            parts.append((places, begins))
+        return parts
 
-    def _begin(self, sequences: list[Sequence]) -> Tensor:
+    def _begin(self, plan: StepPlan) -> Tensor:
         """Computes prompts; returns logits `(rows, vocab)` after each row's last token."""
+        sequences = plan.sequences
         calls: dict[Prompts, dict[int, Sequence]] = {}
         for sequence in sequences:
             if sequence.request.inputs is not None:
                 prompts, row = sequence.request.inputs
-                calls.setdefault(prompts, {})[row] = sequence
+                rows_of_call = calls.setdefault(prompts, {})
+                rows_of_call[row] = sequence
         if not calls:
-            return self._forward(self._lay_out(sequences), begins=True)
-        begun = [sequence for own in calls.values() for sequence in own.values()]
-        logits = self._begin_together(calls) if len(calls) > 1 else None
+            return self._forward(self._lay_out(plan), begins=True)
+        begun: list[Sequence] = []
+        for rows in calls.values():
+            begun += rows.values()
+        logits = None
+        if len(calls) > 1:
+            logits = self._begin_together(calls)
         if logits is None:
-            logits = torch.cat([self._begin_alone(prompts, own) for prompts, own in calls.items()])
-        return logits if begun == sequences else logits[[begun.index(sequence) for sequence in sequences]]
+            logits = torch.cat(
+                [self._begin_alone(prompts, rows) for prompts, rows in calls.items()]
+            )
+        if begun == sequences:
+            return logits
+        order = [begun.index(sequence) for sequence in sequences]
+        return logits[order]
 
     def _begin_together(self, calls: dict[Prompts, dict[int, Sequence]]) -> Tensor | None:
-        """As `_begin`, in one forward; `None` if it fails: then each call runs alone, so that errors stay with it."""
+        """As `_begin`, in one forward; `None` if it fails: then each call runs alone, so that
+        errors stay with it."""
         try:
-            parts = [(self._lay_out_prompts(prompts, own), list(own)) for prompts, own in calls.items()]
+            parts = []
+            for prompts, rows in calls.items():
+                rectangle = self._lay_out_prompts(prompts, rows)
+                parts.append((rectangle, list(rows)))
             rectangle = Rectangle.join(parts, self._new_cache())
             rectangle.borrow(0)
             return self._forward(rectangle, begins=True)
@@ -264,14 +392,21 @@ class RectangleRunner(Runner):
             logger.debug("prompts of several requests fail in one forward: %s", error)
             return None
 
-    def _begin_alone(self, prompts: Prompts, own: dict[int, Sequence]) -> Tensor:
+    def _begin_alone(
+        self,
+        prompts: Prompts,
+        own: dict[int, Sequence],
+    ) -> Tensor:
         """As `_begin`, for rows of one call. Raises [`PromptsError`]."""
         rows = list(own)
         try:
-            logits = self._forward(self._lay_out_prompts(prompts, own), begins=True, rows=rows)
+            rectangle = self._lay_out_prompts(prompts, own)
+            logits = self._forward(rectangle, begins=True, rows=rows)
         except Exception as error:
             raise PromptsError(prompts, error) from error
-        return logits if rows == list(range(len(logits))) else logits[rows]
+        if rows == list(range(len(logits))):
+            return logits
+        return logits[rows]
 
     def _forward(
         self,
@@ -281,81 +416,118 @@ class RectangleRunner(Runner):
         rows: list[int] | None = None,
         num_logits: int = 1,
     ) -> Tensor:
-        """Runs a rectangle, of which `rows` continue; returns logits `(rows * num_logits, vocab)` of each row's last
-        tokens."""
+        """Runs a rectangle, of which `rows` continue; returns logits `(rows * num_logits, vocab)`
+        of each row's last tokens."""
         before = dict(rectangle.inputs)
+        self.has_run_code = True
         with self.products:
             logits, rectangle.inputs = next_logits(
-                self.model, rectangle.token_ids, rectangle.inputs, begins, num_new, num_logits
+                self.model,
+                rectangle.token_ids,
+                rectangle.inputs,
+                begins,
+                num_new,
+                num_logits,
             )
         if begins:
             if rectangle.cache is not None:
                 cache = rectangle.inputs[compat.cache_name(self.model)]
                 # the model may add a cross-attention cache to it, or ignore it and return another
-                if cache_parts(cache)[0] is cache_parts(rectangle.cache)[0]:
+                returned, *_ = cache_parts(cache)
+                prepared, *_ = cache_parts(rectangle.cache)
+                if returned is prepared:
                     rectangle.cache = cache
                 else:
                     warn_once(
                         self.model,
-                        "ignores the cache that `generate` prepares, so nothing is paged: let its "
-                        f"`prepare_inputs_for_generation` pass `{compat.OUTPUT_CACHE}` on to its forward",
+                        Topic.CACHE(
+                            "ignores the cache that `generate` prepares, so nothing is paged: let"
+                            f" its `prepare_inputs_for_generation` pass `{compat.OUTPUT_CACHE}` on"
+                            " to its forward"
+                        ),
                     )
             for name in compat.PREFILL_INPUTS:
                 rectangle.inputs.pop(name, None)
-            rectangle.constants = {name for name, value in rectangle.inputs.items() if value is before.get(name)}
+            constants = set()
+            for name, value in rectangle.inputs.items():
+                if value is before.get(name):
+                    constants.add(name)
+            rectangle.constants = constants
         if not rectangle.row_bytes:
-            rectangle.row_bytes = num_state_bytes(rectangle.state_layers) // len(rectangle.blocks)
+            num_bytes = num_state_bytes(rectangle.state_layers)
+            rectangle.row_bytes = num_bytes // len(rectangle.blocks)
         if rows is not None and rows != list(range(len(rectangle.blocks))):
             rectangle.select(rows)
             rectangle.borrow(rectangle.width)
-        self.states.put([_slot(blocks) for blocks in rectangle.blocks], rectangle, rectangle.row_bytes)
+        slots = [_slot(blocks) for blocks in rectangle.blocks]
+        self.states.put(slots, rectangle, rectangle.row_bytes)
         self._holders.add(rectangle)
         return logits.contiguous()  # the logits of a prompt's other tokens are not kept
 
-    def _continue(self, sequences: list[Sequence], num_new: int) -> Tensor:
-        """Computes `num_new` more tokens of each row; returns logits `(rows, vocab)`, of drafts
-        `(rows * num_new, vocab)`."""
+    def _continue(self, plan: StepPlan) -> Tensor:
+        """Computes equally many more tokens of each row; returns logits `(rows, vocab)`, of drafts
+        of `n` tokens `(rows * (n + 1), vocab)`."""
+        sequences = plan.sequences
+        num_new = plan.counts[0]
         found = [self._find(sequence) for sequence in sequences]
-        rectangle, rows = found[0][0], [row for _, row in found]
-        is_one = isinstance(rectangle, Rectangle) and all(holder is rectangle for holder, _ in found)
+        rectangle = found[0][0]
+        rows = [row for _, row in found]
+        is_one = False
+        if isinstance(rectangle, Rectangle):
+            is_one = all(holder is rectangle for holder, _ in found)
         if num_new > 1 or not is_one or self._is_too_wide(rectangle, rows):
             groups = itertools.groupby(found, operator.itemgetter(0))
-            sources = [(holder, [row for _, row in group]) for holder, group in groups]
+            sources = []
+            for holder, group in groups:
+                group_rows = [row for _, row in group]
+                sources.append((holder, group_rows))
             if sequences[0].request.inputs is not None:
                 rectangle = Rectangle.join(sources, self._new_cache())
                 num_cached = rectangle.width
-                rectangle.append(sequences)
+                rectangle.append(plan)
                 rectangle.borrow(num_cached)
                 return self._forward(rectangle, begins=False)
-            rectangle = self._lay_out(sequences, num_new)
+            rectangle = self._lay_out(plan, num_new)
             if self._knows_states:
-                gather_states(rectangle.state_layers, [(holder.state_layers, rows) for holder, rows in sources])
+                states = [(holder.state_layers, rows) for holder, rows in sources]
+                gather_states(rectangle.state_layers, states)
             num_logits = num_new if sequences[0].draft else 1
-            return self._forward(rectangle, begins=False, num_new=num_new, num_logits=num_logits)
-        others = self.states.holders()[rectangle] - {_slot(sequence.blocks) for sequence in sequences}
+            return self._forward(
+                rectangle,
+                begins=False,
+                num_new=num_new,
+                num_logits=num_logits,
+            )
+        own_slots = {_slot(sequence.blocks) for sequence in sequences}
+        others = self.states.holders()[rectangle] - own_slots
         is_moved = bool(others) or rows != list(range(len(rectangle.blocks)))
         if others:  # other sequences still continue from this rectangle
             rectangle = rectangle.twin(self._new_cache())
         if is_moved and self._has_cache:
             rectangle.select(rows)
-        is_moved = is_moved or rectangle.blocks != [sequence.blocks for sequence in sequences]
+        if not is_moved:
+            is_moved = rectangle.blocks != [sequence.blocks for sequence in sequences]
         num_cached = rectangle.width
-        rectangle.append(sequences)
+        rectangle.append(plan)
         if is_moved:
             rectangle.borrow(num_cached)
         return self._forward(rectangle, begins=False)
 
     def _is_too_wide(self, rectangle: Rectangle, rows: list[int]) -> bool:
-        """Whether the next column is past the model's positions, which its code may count with the padding, and no row
-        needs it: a longer one has left."""
+        """Whether the next column is past the model's positions, which its code may count with the
+        padding, and no row needs it: a longer one has left."""
         most = self.layout.max_positions
-        if most is None or not self.layout.side_by_side or rectangle.width < most:
+        if most is None:
+            return False
+        if not self.layout.side_by_side:
+            return False
+        if rectangle.width < most:
             return False
         return all(rectangle.paddings[row] for row in rows)
 
     def _find(self, sequence: Sequence) -> tuple[Any, int]:
-        """Returns the rectangle with a sequence's state, and the row in it; `(None, 0)` if the model has no states and
-        the sequence starts after cached tokens."""
+        """Returns the rectangle with a sequence's state, and the row in it; `(None, 0)` if the
+        model has no states and the sequence starts after cached tokens."""
         try:
             return self.states.find(_slot(sequence.blocks))
         except KeyError:
@@ -367,50 +539,97 @@ class RectangleRunner(Runner):
         with held(), self.memory.lock:
             self.states.copy_kept()
 
-    def _lay_out(self, sequences: list[Sequence], num_new: int | None = None) -> Rectangle:
-        """Prepares a batch as `generate` does, padded on the left; the last `num_new` columns, or all, are new."""
-        model, device = self.model, compute_device(self.model)
-        lengths = [sequence.num_computed_tokens + len(sequence.draft) for sequence in sequences]
+    def _lay_out(
+        self,
+        plan: StepPlan,
+        num_new: int | None = None,
+    ) -> Rectangle:
+        """Prepares a batch as `generate` does, padded on the left; the last `num_new` columns, or
+        all, are new."""
+        model = self.model
+        device = compute_device(self.model)
+        sequences = plan.sequences
+        lengths = [start + count for start, count in zip(plan.starts, plan.counts)]
         pad = pad_token_id(model)
-        width, paddings = max(lengths), [max(lengths) - count for count in lengths]
-        ids = torch.tensor(
-            [
-                [pad] * padding + [*each.token_ids[: each.num_computed_tokens], *each.draft]
-                for each, padding in zip(sequences, paddings)
-            ],
-            device=device,
-        )
-        mask = torch.arange(width, device=device) >= torch.tensor(paddings, device=device)[:, None]
+        width = max(lengths)
+        paddings = [width - length for length in lengths]
+        padded = []
+        for sequence, length, padding in zip(sequences, lengths, paddings):
+            computed = sequence.token_ids[: length - len(sequence.draft)]
+            token_ids = [*computed, *sequence.draft]
+            padded.append([pad] * padding + token_ids)
+        ids = torch.tensor(padded, device=device)
+        columns = torch.arange(width, device=device)
+        first_columns = torch.tensor(paddings, device=device)[:, None]
+        mask = columns >= first_columns
         cache = self._new_cache()
         inputs = first_inputs(model, ids, mask.long(), cache)
         if compat.supports_logits_to_keep(model):
             inputs["logits_to_keep"] = 1
         blocks = [sequence.blocks for sequence in sequences]
         rectangle = Rectangle(
-            blocks, [each.request.encoded for each in sequences], lengths, paddings, ids, cache, inputs
+            blocks,
+            [sequence.request.encoded for sequence in sequences],
+            lengths,
+            paddings,
+            ids,
+            cache,
+            inputs,
         )
-        rectangle.borrow(0 if num_new is None else width - num_new)
+        num_cached = 0
+        if num_new is not None:
+            num_cached = width - num_new
+        rectangle.borrow(num_cached)
         return rectangle
 
-    def _lay_out_prompts(self, prompts: Prompts, own: dict[int, Sequence]) -> Rectangle:
+    def _lay_out_prompts(
+        self,
+        prompts: Prompts,
+        own: dict[int, Sequence],
+    ) -> Rectangle:
         """Prepares all rows of a call; only those in `own` are stored."""
-        cache, width = self._new_cache(), prompts.length
-        rows = range(len(prompts.paddings))
-        parts = (cache_parts(cache) * 2)[:2] if cache is not None else []
-        nothing, no_encoder = map(no_blocks, parts) if parts else (NO_BLOCKS, NO_BLOCKS)
-        blocks = [own[row].blocks if row in own else nothing for row in rows]
-        encoded = [own[row].request.encoded if row in own else no_encoder for row in rows]
-        paddings = [prompts.paddings[row] if row in own else width for row in rows]
+        cache = self._new_cache()
+        width = prompts.length
+        nothing = NO_BLOCKS
+        no_encoder = NO_BLOCKS
+        if cache is not None:
+            own_part, *others = cache_parts(cache)
+            nothing = no_blocks(own_part)
+            no_encoder = no_blocks(others[0] if others else own_part)
+        blocks = []
+        encoded = []
+        paddings = []
+        for row, padding in enumerate(prompts.paddings):
+            if row in own:
+                sequence = own[row]
+                blocks.append(sequence.blocks)
+                encoded.append(sequence.request.encoded)
+                paddings.append(padding)
+            else:
+                blocks.append(nothing)
+                encoded.append(no_encoder)
+                paddings.append(width)
         lengths = [width - padding for padding in paddings]
         inputs = dict(prompts.model_kwargs)
         if cache is not None:
             inputs[compat.cache_name(self.model)] = cache
-        rectangle = Rectangle(blocks, encoded, lengths, paddings, prompts.input_ids, cache, inputs)
+        rectangle = Rectangle(
+            blocks,
+            encoded,
+            lengths,
+            paddings,
+            prompts.input_ids,
+            cache,
+            inputs,
+        )
         rectangle.borrow(0)
         return rectangle
 
     def _new_cache(self) -> Any:
-        return with_cross(self._stock.empty_twin(self.memory, self.counters)) if self._has_cache else None
+        if not self._has_cache:
+            return None
+        twin = self._stock.empty_twin(self.memory, self.counters)
+        return with_cross(twin)
 
 
 def _slot(blocks: SequenceBlocks) -> int:

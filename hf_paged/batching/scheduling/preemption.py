@@ -1,4 +1,5 @@
-"""Allocates, swaps and frees the blocks of whole requests, with a cost model. Plain Python: no tensors."""
+"""Allocates, swaps and frees the blocks of whole requests, with a cost model. Plain Python: no
+tensors."""
 
 from __future__ import annotations
 
@@ -8,10 +9,12 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ...cache.block_manager import NO_BLOCKS, UNCACHED, BlockManager
+from ...cache.block_manager import NO_BLOCKS, UNCACHED, BlockManager, TierError
 from ...cache.block_pool import OutOfBlocksError
 from ...config import PREEMPTION
+from ...topics import Topic
 from ..request import Request, Sequence
+from .waiting_prompts import WaitingPrompts
 
 if TYPE_CHECKING:  # not imported at run time: it uses tensors
     from ...cache.swap import BlockSwapper
@@ -21,14 +24,15 @@ logger = logging.getLogger(__name__)
 
 
 class CostModel:
-    """Chooses between recompute and swap (PagedAttention, arXiv 2309.06180, section 7.3). Seconds per token and bytes
-    per second are means in which the weight of an observation halves every `HALF_LIFE` observations; seconds per token
-    include a step's fixed cost."""
+    """Chooses between recompute and swap (PagedAttention, arXiv 2309.06180, section 7.3). Seconds
+    per token and bytes per second are means in which the weight of an observation halves every
+    `HALF_LIFE` observations; seconds per token include a step's fixed cost."""
 
     HALF_LIFE = 32
 
     def __init__(self, bytes_per_second: float = 10e9) -> None:
-        self._given_speed = bytes_per_second  # between pool and host memory; an estimate until a swap is observed
+        # between pool and host memory; an estimate until a swap is observed
+        self._given_speed = bytes_per_second
         self._prefills = self._swaps = 0.0, 0.0  # (tokens, seconds) and (bytes, seconds)
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
@@ -37,82 +41,158 @@ class CostModel:
     def observe_swap(self, num_bytes: int, seconds: float) -> None:
         self._swaps = self._with(self._swaps, num_bytes, seconds)
 
-    def _with(self, sums: tuple[float, float], amount: int, seconds: float) -> tuple[float, float]:
+    def _with(
+        self,
+        sums: tuple[float, float],
+        amount: int,
+        seconds: float,
+    ) -> tuple[float, float]:
         keep = 0.5 ** (1 / self.HALF_LIFE)
-        return keep * sums[0] + amount, keep * sums[1] + seconds
+        total, total_seconds = sums
+        return keep * total + amount, keep * total_seconds + seconds
 
     @property
     def seconds_per_token(self) -> float | None:
         """Seconds per prefill token; `None` before any was observed."""
         tokens, seconds = self._prefills
-        return seconds / tokens if tokens else None
+        if not tokens:
+            return None
+        return seconds / tokens
 
     @property
     def bytes_per_second(self) -> float:
         num_bytes, seconds = self._swaps
-        return num_bytes / seconds if seconds > 0 else self._given_speed
+        if seconds > 0:
+            return num_bytes / seconds
+        return self._given_speed
 
     def choose(self, num_tokens: int, num_bytes: int) -> str:
-        """`"swap"` if copying `num_bytes` out and back takes less time than `num_tokens` tokens, else `"recompute"`."""
+        """`"swap"` if copying `num_bytes` out and back takes less time than `num_tokens` tokens,
+        else `"recompute"`."""
         per_token = self.seconds_per_token or 0.0
-        return "swap" if 2 * num_bytes / self.bytes_per_second < num_tokens * per_token else "recompute"
+        seconds = 2 * num_bytes / self.bytes_per_second
+        if seconds < num_tokens * per_token:
+            return "swap"
+        return "recompute"
 
 
-# In rectangles, the tokens behind a cache hit or a snapshot need a separate forward, which takes about as long as
-# `FORWARD_TOKENS` tokens: a hit must save at least that many, and so must a snapshot where other prompts diverged. The
-# snapshot at the end of a prompt may never be reused: it must be `SNAPSHOT_TOKENS` past the previous one.
+# In rectangles, the tokens behind a cache hit or a snapshot need a separate forward, which takes
+# about as long as `FORWARD_TOKENS` tokens: a hit must save at least that many, and so must a
+# snapshot where other prompts diverged. The snapshot at the end of a prompt may never be reused: it
+# must be `SNAPSHOT_TOKENS` past the previous one. Where waiting prompts part, both the first one,
+# which stops there, and those that begin there need such a forward.
 FORWARD_TOKENS, SNAPSHOT_TOKENS = 32, 256
 
 
 @dataclass(eq=False)
 class Preemption:
-    """Allocates and frees the blocks of all sequences of a request together, so that shared blocks stay shared."""
+    """Allocates and frees the blocks of all sequences of a request together, so that shared blocks
+    stay shared."""
 
     blocks: BlockManager
     preempt: str = "recompute"  # or "swap", or "auto": as `cost` chooses
     swapper: BlockSwapper | None = None  # without one, everything is recomputed
-    # returns whether cached blocks from before this window are still valid (`BlockManager.needs_vouching`); if not, it
-    # has dropped them
+    # returns whether cached blocks from before this window are still valid
+    # (`BlockManager.needs_vouching`); if not, it has dropped them
     vouch: Callable[[], bool] | None = None
-    chunks: bool = True  # whether a sequence may be computed in chunks; else as a whole, then token by token
+    # whether a sequence may be computed in chunks; else as a whole, then token by token
+    chunks: bool = True
     replays: bool = False  # without chunks: whether `replays_prompt` holds for all requests
-    encoder_blocks: BlockManager | None = None  # for a model with an encoder: the blocks of its output
+    # for a model with an encoder: the blocks of its output
+    encoder_blocks: BlockManager | None = None
     cost: CostModel | None = None  # learns from times of prefills and swaps
-    # for processes that must schedule alike but measure different times: returns the first process's value
+    # for processes that must schedule alike but measure different times: returns the first
+    # process's value
     agree: Callable[[int], int] = int
     num_swaps: int = 0  # requests swapped out
-    _told: set[type] = field(default_factory=set, init=False)  # errors of tiers that a warning has named
+    # the requests of the scheduler's queue that may share a prefill
+    waiting: WaitingPrompts = field(init=False)
+    # errors of tiers that a warning has named
+    _told: set[type] = field(default_factory=set, init=False)
+
+    def __post_init__(self) -> None:
+        self.waiting = WaitingPrompts(self.blocks.block_size)
 
     def replays_prompt(self, request: Request) -> bool:
         """Whether recomputation runs the prompt as a whole again, and then token by token."""
-        return not self.chunks and (self.replays or request.inputs is not None)
+        if self.chunks:
+            return False
+        return self.replays or request.inputs is not None
 
-    def check_fits(self, request: Request, num_lent: int = 0) -> None:
-        """Raises `OutOfBlocksError` if the request could not finish even with all blocks, `num_lent` included."""
-        size, rows = self.blocks.block_size, request.num_rows
-        # recomputed rows share all full blocks before the prompt's last token
-        shares = rows > 1 and (self.chunks or self.replays_prompt(request))
-        shared = (request.num_prompt_tokens - 1) // size * size if shares else 0
-        longest = max(1, request.max_num_tokens - 1, *(len(sequence.token_ids) for sequence in request.sequences))
-        common = self.blocks.num_spanned(0, shared, 1)
-        own = self.blocks.num_spanned(shared, longest, 1)
-        needs = [together + rows * alone for together, alone in zip(common, own)]
-        needed, total = sum(needs) + self._num_encoder_blocks(request), self.blocks.num_total + num_lent
+    def may_stop(self, request: Request) -> bool:
+        """Whether its first prefill may stop where others can begin. If sequences are computed in
+        chunks, others can begin anywhere, since each layer stores all K and V of a step before
+        attention."""
+        if not self.blocks.prefix_caching or request.namespace is UNCACHED:
+            return False
+        if self.chunks or request.num_preemptions:
+            return False
+        return not self.replays_prompt(request)
+
+    def check_fits(self, request: Request) -> None:
+        """Raises `OutOfBlocksError` if the request could not finish even if it had the memory to
+        itself."""
+        needs = self._needs(request)
+        needed = sum(needs) + self._num_encoder_blocks(request)
+        total = self.blocks.num_total
         for group, group_needs in zip(self.blocks.groups, needs):
             if not group.can_grow and group_needs > group.pool.num_blocks:
-                needed, total = group_needs, group.pool.num_blocks
+                needed = group_needs
+                total = group.pool.num_blocks
         if needed > total:
             raise OutOfBlocksError(
-                f"request {request.request_id!r} needs {needed} blocks of {self.blocks.size_text} tokens, at most "
-                f"{total} can be had: "
-                "raise `num_blocks`, `memory_fraction` or `hf_paged.budget`, or lower `max_new_tokens`, the prompt "
-                "length or the number of sequences"
+                f"request {request.request_id!r} needs {needed} blocks of {self.blocks.size_text}"
+                f" tokens, at most {total} are available: raise `num_blocks`, `memory_fraction` or"
+                " `hf_paged.budget`, or lower `max_new_tokens`, the prompt length or the number of"
+                " sequences"
             )
 
-    def bring_in(self, request: Request, chunk: int, reserve: int, is_alone: bool) -> bool:
-        """Swaps a waiting request in, or gives its rows their cached blocks, if there is room for all that it has to
-        compute, at most `chunk` tokens at a time, with `reserve` blocks left; returns whether it did. While no other
-        request runs (`is_alone`), a request that cannot be swapped in is recomputed: there will never be more room."""
+    def num_needed(self, request: Request) -> int:
+        """Returns the most blocks that the request holds at once."""
+        needs = self._needs(request)
+        return sum(needs) + self._num_encoder_blocks(request)
+
+    def _needs(self, request: Request) -> list[int]:
+        """Returns the most blocks of each group that the request holds at once."""
+        size = self.blocks.block_size
+        rows = request.num_rows
+        # recomputed rows share all full blocks before the prompt's last token
+        shared = 0
+        if rows > 1 and (self.chunks or self.replays_prompt(request)):
+            shared = (request.num_prompt_tokens - 1) // size * size
+        longest = max(1, request.max_num_tokens - 1)
+        for sequence in request.sequences:
+            longest = max(longest, len(sequence.token_ids))
+        common = self.blocks.num_spanned(0, shared, 1)
+        unshared = self.blocks.num_spanned(shared, longest, 1)
+        pairs = zip(common, unshared)
+        return [together + rows * alone for together, alone in pairs]
+
+    def bring_in(
+        self,
+        request: Request,
+        chunk: int,
+        reserve: int,
+        is_alone: bool,
+    ) -> bool:
+        """Swaps a waiting request in, or gives its rows their cached blocks, if there is room for
+        all that it has to compute, at most `chunk` tokens at a time, with `reserve` blocks left;
+        returns whether it did. While no other request runs (`is_alone`), a request that cannot be
+        swapped in is recomputed: there will never be more room. If this raises, the request holds
+        no blocks and is recomputed."""
+        try:
+            return self._take_blocks(request, chunk, reserve, is_alone)
+        except BaseException:
+            self.forget(request)
+            raise
+
+    def _take_blocks(
+        self,
+        request: Request,
+        chunk: int,
+        reserve: int,
+        is_alone: bool,
+    ) -> bool:
         manager = self.blocks
         if request.is_swapped:
             if self._swap_in(request, reserve, is_alone):
@@ -120,27 +200,33 @@ class Preemption:
             if not is_alone:
                 return False
             self.forget(request)
-        reserve += self._num_encoder_blocks(request)
-        if reserve >= manager.num_free:
+        # a retry starts from the arguments again
+        reserved = reserve + self._num_encoder_blocks(request)
+        longest = chunk
+        if reserved >= manager.num_free:
             return False
         needs = [0] * len(manager.groups)
+        num_prompt_tokens = request.num_prompt_tokens
         for sequence, first in self._attach(request):
-            skips = not first and request.inputs is not None and sequence.num_tokens == request.num_prompt_tokens
-            more = manager.num_spanned(first, sequence.num_tokens, 1 if skips else chunk, sequence.blocks)
+            num_tokens = sequence.num_tokens
+            is_prompt = num_tokens == num_prompt_tokens
+            skips = not first and request.inputs is not None and is_prompt
+            if first and sequence.is_whole:
+                longest = num_prompt_tokens
+            step = 1 if skips else longest
+            more = manager.num_spanned(first, num_tokens, step, sequence.blocks)
             needs = [sum(pair) for pair in zip(needs, more)]
-        has_room = manager.has_room(needs, reserve)
-        try:
-            is_restorable = has_room and self._is_restorable(request)
-            may_be_old = has_room and any(manager.needs_vouching(sequence.blocks) for sequence in request.sequences)
-            may_be_old |= is_restorable
-            is_served = has_room and (not may_be_old or self.vouch is None or self.vouch())
-        except BaseException:
+        if not manager.has_room(needs, reserved):
             self.forget(request)
-            raise
-        if not is_served:
+            return False
+        is_restorable = self._is_restorable(request)
+        may_be_old = is_restorable or any(
+            manager.needs_vouching(sequence.blocks) for sequence in request.sequences
+        )
+        if may_be_old and self.vouch is not None and not self.vouch():
             self.forget(request)
             # `vouch` has dropped the old blocks: try again without them
-            return has_room and self.bring_in(request, chunk, reserve, is_alone)
+            return self._take_blocks(request, chunk, reserve, is_alone)
         if is_restorable:
             self._restore(request)
         if request.num_encoder_tokens:
@@ -149,19 +235,25 @@ class Preemption:
             if not self.encoder_blocks.append(request.encoded, request.num_encoder_tokens):
                 self.forget(request)
                 return False
-        if not request.num_preemptions and request.sequences[0].num_tokens == request.num_prompt_tokens:
-            request.num_hit_tokens = sum(sequence.num_computed_tokens for sequence in request.sequences)
+        num_tokens = request.sequences[0].num_tokens
+        if not request.num_preemptions and num_tokens == num_prompt_tokens:
+            computed = (sequence.num_computed_tokens for sequence in request.sequences)
+            request.num_hit_tokens = sum(computed)
         return True
 
     def _num_encoder_blocks(self, request: Request) -> int:
-        return 0 if self.encoder_blocks is None else -(-request.num_encoder_tokens // self.encoder_blocks.block_size)
+        if self.encoder_blocks is None:
+            return 0
+        return -(-request.num_encoder_tokens // self.encoder_blocks.block_size)
 
     def _swap_in(self, request: Request, reserve: int, is_alone: bool) -> bool:
         assert self.swapper is not None
         manager = self.blocks
         # beside other requests, every row must have room for one more block
-        growth = [0 if is_alone else request.num_open_rows] * len(manager.groups)
-        if self.swapper.num_blocks(request) + sum(growth) + reserve > manager.num_free:
+        num_growing = 0 if is_alone else request.num_open_rows
+        growth = [num_growing] * len(manager.groups)
+        num_needed = self.swapper.num_blocks(request) + sum(growth)
+        if num_needed + reserve > manager.num_free:
             return False
         manager.flush_copies()  # the targets of queued copies may be handed out again
         try:
@@ -174,54 +266,82 @@ class Preemption:
         return False
 
     def _attach(self, request: Request) -> list[tuple[Sequence, int]]:
-        """Gives open rows their cached blocks; returns each row with its number of cached or shared tokens. The common
-        beginning of all rows (with `replays`, the prompt) is shared again: if it is not cached, the first row computes
-        it (`num_until_shared`)."""
-        manager, rows, size = self.blocks, request.open_sequences, self.blocks.block_size
+        """Gives open rows their cached blocks; returns each row with its number of cached or shared
+        tokens. The common beginning of all rows (with `replays`, the prompt) is shared again: if it
+        is not cached, the first row computes it (`num_until_shared`)."""
+        manager = self.blocks
+        size = manager.block_size
+        rows = request.open_sequences
+        num_prompt_tokens = request.num_prompt_tokens
         for sequence in rows:
             sequence.blocks = manager.new()
             sequence.num_computed_tokens = self._match(sequence, sequence.keys)
-            if not request.num_preemptions:
-                sequence.blocks.stops = self._stops(sequence)
-        shared = 0  # tokens in full blocks common to all rows, excluding the last token of the shortest
-        if len(rows) > 1 and self.replays_prompt(request):
-            shared = request.num_prompt_tokens
-        elif len(rows) > 1 and request.inputs is not None:
-            shared = request.num_prompt_tokens if min(row.num_tokens for row in rows) > request.num_prompt_tokens else 0
-        elif len(rows) > 1 and self.chunks:
-            tokens = [sequence.token_ids for sequence in rows]
-            last = min(map(len, tokens)) - 1
-            parting = next((place for place, column in enumerate(zip(*tokens)) if len(set(column)) > 1), last)
-            shared = min(parting, last) // size * size
-        if all(sequence.num_computed_tokens >= shared for sequence in rows):
-            return [(sequence, sequence.num_computed_tokens) for sequence in rows]
+            sequence.blocks.stops = self._stops(sequence)
+        # tokens in full blocks common to all rows, excluding the last token of the shortest
+        shared = 0
+        if len(rows) > 1:
+            if self.replays_prompt(request):
+                shared = num_prompt_tokens
+            elif request.inputs is not None:
+                shortest = min(row.num_tokens for row in rows)
+                if shortest > num_prompt_tokens:
+                    shared = num_prompt_tokens
+            elif self.chunks:
+                tokens = [sequence.token_ids for sequence in rows]
+                parting = min(map(len, tokens)) - 1
+                for position, column in enumerate(zip(*tokens)):
+                    if len(set(column)) > 1:
+                        parting = min(position, parting)
+                        break
+                shared = parting // size * size
+        attached = [(sequence, sequence.num_computed_tokens) for sequence in rows]
+        if all(num_computed >= shared for _, num_computed in attached):
+            return attached
         self.forget(request)
-        first, request.num_shared_tokens = rows[0], shared
+        first, *others = rows
+        request.num_shared_tokens = shared
         first.blocks = manager.new()
         first.num_computed_tokens = self._match(first, first.keys[: shared + 1])
-        return [(first, first.num_computed_tokens), *((sequence, shared) for sequence in rows[1:])]
+        attached = [(first, first.num_computed_tokens)]
+        attached += [(sequence, shared) for sequence in others]
+        return attached
 
     def _is_restorable(self, request: Request) -> bool:
-        """Whether the request has one row, and the tier below the pool holds a longer prefix of it than the pool."""
-        if self.blocks.tier is None or len(request.open_sequences) > 1 or self.replays_prompt(request):
+        """Whether the request has one row, and the tier below the pool holds a longer prefix of it
+        than the pool."""
+        rows = request.open_sequences
+        if self.blocks.tier is None or len(rows) > 1:
             return False
-        (sequence,) = request.open_sequences
+        if self.replays_prompt(request):
+            return False
+        (sequence,) = rows
         links = self.blocks.restorable(sequence.keys, request.namespace)
         return self.blocks.num_tokens(links) > sequence.num_computed_tokens
 
     def _restore(self, request: Request) -> None:
-        """Copies that prefix from the tier into newly allocated blocks of the row, as after a swap."""
+        """Copies that prefix from the tier into newly allocated blocks of the row, as after a
+        swap."""
         (sequence,) = request.open_sequences
         try:
-            found = self.blocks.restore(sequence.keys, request.namespace, sequence.num_computed_tokens)
-        except OutOfBlocksError:  # under `hf_paged.budget`: it is computed instead, when there is room
+            is_restored = self.blocks.restore(
+                sequence.keys,
+                request.namespace,
+                sequence.num_computed_tokens,
+            )
+        except OutOfBlocksError:
+            # under `hf_paged.budget`: it is computed instead, when there is room
             return
-        except (MemoryError, RuntimeError, ValueError) as error:  # no memory, or other layers: it is computed instead
-            if type(error) not in self._told:
-                self._told.add(type(error))
-                logger.warning("prefix blocks are not brought back, and their tokens are computed: %r", error)
+        except TierError as error:
+            # it is computed instead; any other error may have split a change of the blocks
+            if type(error.cause) not in self._told:
+                self._told.add(type(error.cause))
+                message = (
+                    "cached blocks could not be restored from a tier, so their tokens are computed"
+                    " again: %r"
+                )
+                logger.warning(Topic.PREFIX_TIERS(message), error.cause)
             return
-        if found:
+        if is_restored:
             stops = sequence.blocks.stops
             self.blocks.free(sequence.blocks)
             sequence.blocks = self.blocks.new()
@@ -234,27 +354,45 @@ class Preemption:
             return 0
         if request.drafts_first:  # leaves a token for the step before the last token's
             keys = keys[:-1]
-        least = max(request.num_content, 0 if self.chunks else FORWARD_TOKENS)
-        return self.blocks.match(sequence.blocks, keys, request.namespace, least)
+        saved = 0 if self.chunks else FORWARD_TOKENS
+        least = max(request.num_content, saved)
+        namespace = request.namespace
+        num_matched = self.blocks.match(sequence.blocks, keys, namespace, least)
+        if not num_matched and request.num_text:
+            text_keys = keys[: request.num_text + 1]
+            num_matched = self.blocks.match(sequence.blocks, text_keys, namespace)
+        return num_matched
 
     def _stops(self, sequence: Sequence) -> tuple[int, ...]:
-        """Returns the positions for snapshots of its states: where other prompts diverged from this one, so that later
-        prompts can reuse the common part (as SGLang does for hybrid models), and after its last full block."""
-        request, size, stops = sequence.request, self.blocks.block_size, []
-        if not self.blocks.keeps_states or request.namespace is UNCACHED or self.replays_prompt(request):
+        """Returns the positions where its prefill stops, so that others can begin there: where
+        waiting prompts part from this one, and with states, for snapshots, where earlier prompts
+        diverged (as SGLang does for hybrid models) and after its last full block."""
+        request = sequence.request
+        size = self.blocks.block_size
+        done = sequence.num_computed_tokens
+        if not self.may_stop(request):
             return ()
-        known = self.blocks.num_known(sequence.keys, request.namespace)
-        if known - sequence.num_computed_tokens >= FORWARD_TOKENS:
-            stops.append(known)
-        last = (sequence.num_tokens - 1) // size * size
-        if last - max(sequence.num_computed_tokens, *stops, 0) >= SNAPSHOT_TOKENS:
-            stops.append(last)
+        least: dict[int, int] = {}
+        if self.blocks.keeps_states:
+            last = (sequence.num_tokens - 1) // size * size
+            least[last] = SNAPSHOT_TOKENS
+        partings = self.waiting.partings(request)
+        least |= dict.fromkeys(partings, 2 * FORWARD_TOKENS)
+        if self.blocks.keeps_states:
+            num_known = self.blocks.num_known(sequence.keys, request.namespace)
+            least[num_known] = FORWARD_TOKENS
+        stops: list[int] = []
+        for stop, num_tokens in sorted(least.items()):  # each must save that many tokens
+            before = max(done, *stops, 0)
+            if stop - before >= num_tokens:
+                stops.append(stop)
         return tuple(stops)
 
     def num_until_shared(self, request: Request, sequence: Sequence) -> int:
-        """Returns how many tokens `sequence` may compute before the rows of its request diverge; once the first row
-        has computed the shared ones, forks its blocks for the others."""
-        rows, shared = request.open_sequences, request.num_shared_tokens
+        """Returns how many tokens `sequence` may compute before the rows of its request diverge;
+        once the first row has computed the shared ones, forks its blocks for the others."""
+        rows = request.open_sequences
+        shared = request.num_shared_tokens
         if sequence is not rows[0]:
             return 0
         if sequence.num_computed_tokens < shared:
@@ -265,42 +403,58 @@ class Preemption:
         return sequence.num_to_compute
 
     def send_out(self, request: Request) -> None:
-        """Swaps out the blocks of a preempted request, or frees them; the prefix cache may keep full blocks."""
+        """Swaps out the blocks of a preempted request, or frees them; the prefix cache may keep
+        full blocks. Blocks from before a change of the model are swapped out if possible."""
         for sequence in request.sequences:
             self._register(sequence)
         rows = request.open_sequences
         # a request that replays its prompt needs more than the content of its blocks
-        can_swap = not self.replays_prompt(request) and all(sequence.blocks is not NO_BLOCKS for sequence in rows)
+        can_swap = not self.replays_prompt(request) and all(
+            sequence.blocks is not NO_BLOCKS for sequence in rows
+        )
         if self.swapper is not None and can_swap:
-            how, num_bytes = self.preempt, 0
-            if self.cost is not None:
+            how = self.preempt
+            num_bytes = 0
+            if any(self.blocks.is_outdated(sequence.blocks) for sequence in rows):
+                # computed again, the tokens would get keys and values of the changed model
+                how = "swap"
+            elif self.cost is not None:
                 num_bytes = self.swapper.num_held_bytes(request)
                 num_tokens = sum(sequence.num_computed_tokens for sequence in rows)
-                # blocks shared with others stay in the pool and are found again; swapped copies would need new blocks
-                is_shared = any(self.blocks.num_shared(sequence.blocks, len(rows)) for sequence in rows)
-                choice = "recompute" if is_shared else self.cost.choose(num_tokens, num_bytes)
-                how = PREEMPTION[self.agree(PREEMPTION.index(choice))]
+                # blocks shared with others stay in the pool and are found again; swapped copies
+                # would need new blocks
+                num_rows = len(rows)
+                is_shared = any(self.blocks.num_shared(row.blocks, num_rows) for row in rows)
+                choice = "recompute"
+                if not is_shared:
+                    choice = self.cost.choose(num_tokens, num_bytes)
+                index = self.agree(PREEMPTION.index(choice))
+                how = PREEMPTION[index]
             if how == "swap":
                 self.blocks.flush_copies()
                 start = time.perf_counter()
                 if self.swapper.swap_out(request):
                     self.num_swaps += 1
                     if self.cost is not None and num_bytes:
-                        self.cost.observe_swap(num_bytes, time.perf_counter() - start)
+                        seconds = time.perf_counter() - start
+                        self.cost.observe_swap(num_bytes, seconds)
                     for sequence in rows:
-                        sequence.blocks.capacity = 0  # after swap-in the first write must take the slow path
+                        # after swap-in the first write must take the slow path
+                        sequence.blocks.capacity = 0
                     return
         self.forget(request)
 
     def forget(self, request: Request) -> None:
-        """Frees all blocks of a request, in the pool and on the host, and resets its computed tokens."""
+        """Frees all blocks of a request, in the pool and on the host, and resets its computed
+        tokens."""
         for sequence in request.sequences:
             self._free(sequence)
         self._free_encoder_blocks(request)
         request.num_shared_tokens = 0
 
     def end_sequence(self, sequence: Sequence) -> None:
-        """Ends a sequence and frees its blocks, in the pool and on the host; the prefix cache keeps full blocks."""
+        """Ends a sequence and frees its blocks, in the pool and on the host; the prefix cache keeps
+        full blocks."""
         if sequence.swapped is None:
             self._register(sequence)
         sequence.is_finished = True
@@ -311,7 +465,12 @@ class Preemption:
 
     def _register(self, sequence: Sequence) -> None:
         sequence.blocks.stops = ()  # no further step would copy the state
-        self.blocks.register(sequence.blocks, sequence.keys, sequence.num_computed_tokens, sequence.request.namespace)
+        self.blocks.register(
+            sequence.blocks,
+            sequence.keys,
+            sequence.num_computed_tokens,
+            sequence.request.namespace,
+        )
 
     def _free_encoder_blocks(self, request: Request) -> None:
         if self.encoder_blocks is not None:

@@ -8,7 +8,8 @@ from collections.abc import Hashable
 from enum import Enum
 from typing import NamedTuple
 
-from ..request import Request, Sequence, Status
+from ...plan import StepPlan
+from ..request import Request, Status
 
 MAX_INTERVALS = 4096  # a request without preemption has three
 MAX_VERIFICATIONS = 4096
@@ -50,8 +51,8 @@ class Verification(NamedTuple):
 
 
 class Timeline:
-    """Keeps the latest `max_intervals` closed intervals, about 250 bytes each, one open interval for each unfinished
-    request, and the latest `MAX_VERIFICATIONS` verifications of drafts."""
+    """Keeps the latest `max_intervals` closed intervals, about 250 bytes each, one open interval
+    for each unfinished request, and the latest `MAX_VERIFICATIONS` verifications of drafts."""
 
     def __init__(self, max_intervals: int = MAX_INTERVALS) -> None:
         self.num_steps = 0  # scheduled so far
@@ -71,15 +72,21 @@ class Timeline:
         activity = Activity.PREEMPTED if was_in_batch else Activity.WAITING
         self._change(request, Activity.SWAPPED if request.is_swapped else activity)
 
-    def stepped(self, admitted: list[Request], chunks: list[tuple[Sequence, int]]) -> None:
-        """Records the next step: the requests admitted in it, and its chunks beside decodes."""
-        if admitted or self._prefilling or chunks:
-            chunked = {sequence.request for sequence, _ in chunks}
-            for request in self._prefilling | chunked | set(admitted):
+    def stepped(self, plan: StepPlan) -> None:
+        """Records the next step."""
+        if plan.admitted or self._prefilling or plan.has_chunks:
+            chunks = plan.sequences[plan.num_decodes :]
+            chunked = {sequence.request for sequence in chunks}
+            counts = dict(zip(plan.sequences, plan.counts))
+            for request in self._prefilling | chunked | set(plan.admitted):
                 if request.status is not Status.RUNNING:  # it lost its blocks again
                     continue
                 before = self._open[request].activity
-                if request not in chunked and request.is_computed:
+                # once the step is done
+                is_computed = all(
+                    row.num_to_compute <= counts.get(row, 0) for row in request.open_sequences
+                )
+                if request not in chunked and is_computed:
                     self._change(request, Activity.DECODE)
                     self._prefilling.discard(request)
                 else:  # without a chunk in this step, its next chunk is still to come
@@ -92,9 +99,12 @@ class Timeline:
     def verified(self, request: Request, num_draft_tokens: int, num_accepted_tokens: int) -> None:
         """Records that the last step verified a draft of this request."""
         if request in self._open:
-            number, step = self._open[request].number, self.num_steps - 1
+            number = self._open[request].number
+            step = self.num_steps - 1
             counts = num_draft_tokens, num_accepted_tokens
-            self._verifications.append(Verification(number, step, self._step_start, self._now(), *counts))
+            self._verifications.append(
+                Verification(number, step, self._step_start, self._now(), *counts)
+            )
 
     def finished(self, request: Request) -> None:
         self._prefilling.discard(request)
@@ -103,8 +113,13 @@ class Timeline:
 
     def intervals(self) -> list[Interval]:
         """Returns all intervals, by request in order of arrival; open ones end now."""
-        going_on = [interval._replace(end_step=self.num_steps, end=self._now()) for interval in self._open.values()]
-        return sorted([*self._closed, *going_on], key=lambda interval: (interval.number, interval.start))
+        going_on = [
+            interval._replace(end_step=self.num_steps, end=self._now())
+            for interval in self._open.values()
+        ]
+        return sorted(
+            [*self._closed, *going_on], key=lambda interval: (interval.number, interval.start)
+        )
 
     def verifications(self) -> list[Verification]:
         """Returns the kept verifications, oldest first."""
@@ -114,17 +129,24 @@ class Timeline:
         return time.perf_counter() - self._origin
 
     def _change(self, request: Request, activity: Activity) -> None:
-        before, step = self._open.get(request), self.num_steps
+        before = self._open.get(request)
+        step = self.num_steps
         if before is None:
-            number, now = self._num_requests, self._now()
+            number = self._num_requests
+            now = self._now()
             self._num_requests += 1
         elif before.activity is activity:
             return
         else:
-            number, now = before.number, self._close(request).end
-        self._open[request] = Interval(number, request.request_id, activity, step, step, now, now, is_last=False)
+            number = before.number
+            now = self._close(request).end
+        self._open[request] = Interval(
+            number, request.request_id, activity, step, step, now, now, is_last=False
+        )
 
     def _close(self, request: Request, is_last: bool = False) -> Interval:
-        interval = self._open.pop(request)._replace(end_step=self.num_steps, end=self._now(), is_last=is_last)
+        interval = self._open.pop(request)._replace(
+            end_step=self.num_steps, end=self._now(), is_last=is_last
+        )
         self._closed.append(interval)
         return interval

@@ -1,4 +1,5 @@
-"""Attention, stores and gathers of K/V by `kernels.cpp`, with arguments packed once for many steps."""
+"""Attention, stores and gathers of K/V by `kernels.cpp`, with arguments packed once for many
+steps."""
 
 from __future__ import annotations
 
@@ -33,6 +34,13 @@ def _kind(x: Tensor) -> str:
     return f"{x.dtype} on {x.device}, of shape {tuple(x.shape)} and strides {x.stride()}"
 
 
+def _layout(x: Tensor | None) -> object:
+    """What a packed call fixes of a tensor that every call gives anew."""
+    if x is None:
+        return None
+    return x.dtype, x.shape, x.stride(), x.device
+
+
 class _Step(NamedTuple):
     """The kernel's arguments for a step, equal for all layers."""
 
@@ -43,38 +51,72 @@ class _Step(NamedTuple):
 
 
 def _step_fields(step: StepMetadata) -> _Step:
-    tables, lengths = step.block_tables, step.on_device
+    tables = step.block_tables
+    lengths = step.on_device
     uniform = step.query_len is not None  # then the kernel needs no `query_start`
-    tensors = {"block_tables": tables, "seq_lens": lengths.seq_lens, "starts": lengths.starts}
-    tensors |= {"query_start": None if uniform else lengths.query_start, "origins": lengths.origins}
+    tensors = {
+        "block_tables": tables,
+        "seq_lens": lengths.seq_lens,
+        "starts": lengths.starts,
+        "query_start": None if uniform else lengths.query_start,
+        "origins": lengths.origins,
+    }
     for name, tensor in tensors.items():
         if tensor is None:
             continue
-        dims, size = 1 + (name == "block_tables"), step.num_rows + (name == "query_start")
-        # the stride of a dimension with at most one element is arbitrary
-        fits = tensor.dim() == dims and (tensor.stride(-1) == 1 or tensor.size(-1) <= 1)
-        if not fits or tensor.size(0) != size or not tensor.is_cpu or tensor.dtype is not torch.int32:
+        dims = 1
+        if name == "block_tables":
+            dims = 2
+        size = step.num_rows
+        if name == "query_start":
+            size += 1
+        fits = tensor.dim() == dims
+        if fits:
+            # the stride of a dimension with at most one element is arbitrary
+            fits = tensor.stride(-1) == 1 or tensor.size(-1) <= 1
+        if (
+            not fits
+            or tensor.size(0) != size
+            or not tensor.is_cpu
+            or tensor.dtype is not torch.int32
+        ):
             raise ValueError(
-                f"{name} is {_kind(tensor)}, there are {step.num_rows} rows: the kernel takes torch.int32 on the CPU, "
-                f"{dims} dimensions, the last one contiguous"
+                f"{name} is {_kind(tensor)}, there are {step.num_rows} rows: the kernel takes"
+                f" torch.int32 on the CPU, {dims} dimensions, the last one contiguous"
             )
+    addresses = []
+    by_offset = {}
+    for number, tensor in enumerate(tensors.values()):
+        if tensor is None:
+            addresses.append(0)
+            continue
+        addresses.append(tensor.data_ptr())
+        by_offset[8 * number] = tensor
     packed = _STEP.pack(
-        *(0 if x is None else x.data_ptr() for x in tensors.values()),
-        *(step.num_rows, step.query_len or 0, tables.stride(0), tables.size(1)),
-        *(step.causal, -1 if step.window is None else step.window, torch.get_num_threads()),
+        *addresses,
+        step.num_rows,
+        step.query_len or 0,
+        tables.stride(0),
+        tables.size(1),
+        step.causal,
+        -1 if step.window is None else step.window,
+        torch.get_num_threads(),
     )
-    places = {8 * place: x for place, x in enumerate(tensors.values()) if x is not None}
-    return _Step(packed, places, step.num_tokens, step.block_size)
+    return _Step(packed, by_offset, step.num_tokens, step.block_size)
 
 
 def _scales_behind(blocks: Tensor) -> int:
     """Byte offset from a head's block to its scales; 0 if unquantized."""
-    return quantized.scales(blocks).data_ptr() - blocks.data_ptr() if quantized.is_quantized(blocks) else 0
+    if not quantized.is_quantized(blocks):
+        return 0
+    scales = quantized.scales(blocks)
+    return scales.data_ptr() - blocks.data_ptr()
 
 
 class Attention:
-    """Attention over the blocks of a layer, for queries of one shape and strides in every step, with arguments checked
-    and packed once. Holds addresses of the blocks, not tensors: the blocks must outlive it."""
+    """Attention over the blocks of a layer, for queries of one shape and strides in every step,
+    with arguments checked and packed once. Holds addresses of the blocks, not tensors: the blocks
+    must outlive it."""
 
     signature: tuple[object, ...]  # set by the caller: identifies the calls that this object serves
 
@@ -88,85 +130,151 @@ class Attention:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        """Raises `TypeError` for unsupported dtypes, devices and strides, `ValueError` for shapes."""
+        """Raises `TypeError` for unsupported dtypes, devices and strides, `ValueError` for
+        shapes."""
         tensors = (query, key_blocks, value_blocks)
         stored = quantized.NUMBERS.get(key_blocks.dtype, 0)
-        dtypes = (key_blocks.dtype,) * 2 if stored else (query.dtype,) * 2
-        is_taken = query.dtype in DTYPES and (key_blocks.dtype, value_blocks.dtype) == dtypes
+        dtype = key_blocks.dtype if stored else query.dtype
+        is_taken = (
+            query.dtype in DTYPES and key_blocks.dtype == dtype and value_blocks.dtype == dtype
+        )
         if not is_taken or not all(x.is_cpu for x in tensors):
+            queries, keys, values = (str(x.dtype).removeprefix("torch.") for x in tensors)
             raise TypeError(  # without sizes: each distinct reason is logged once
-                "the C++ kernel takes float32, bfloat16 or float16, the same for all, on the CPU: queries are {}, keys "
-                "{}, values {}".format(*(str(x.dtype).removeprefix("torch.") for x in tensors))
+                "the C++ kernel takes float32, bfloat16 or float16, the same for all, on the CPU:"
+                f" queries are {queries}, keys {keys}, values {values}"
             )
-        if [x.dim() for x in tensors] != [3, 4, 4] or any(x.stride(-1) != 1 for x in tensors):
+        dims = [x.dim() for x in tensors]
+        if dims != [3, 4, 4] or any(x.stride(-1) != 1 for x in tensors):
             raise TypeError(
-                "the C++ kernel takes queries, keys and values of 3, 4 and 4 dimensions, the last one contiguous; they "
-                "are " + "; ".join(map(_kind, tensors))
+                "the C++ kernel takes queries, keys and values of 3, 4 and 4 dimensions, the last"
+                " one contiguous; they are " + "; ".join(map(_kind, tensors))
             )
-        keys, values = key_blocks.shape, value_blocks.shape
-        if keys[:3] != values[:3] or not keys[1] or not keys[2] or query.size(1) % keys[1] or query.size(2) != keys[3]:
+        keys = key_blocks.shape
+        values = value_blocks.shape
+        if (
+            keys[:3] != values[:3]
+            or not keys[1]
+            or not keys[2]
+            or query.size(1) % keys[1]
+            or query.size(2) != keys[3]
+        ):
             raise ValueError(
-                f"queries of shape {tuple(query.shape)} do not fit key blocks of shape {tuple(keys)} and value blocks "
-                f"of shape {tuple(values)}: (tokens, heads, dim) goes with (blocks, kv_heads, block_size, dim)"
+                f"queries of shape {tuple(query.shape)} do not fit key blocks of shape"
+                f" {tuple(keys)} and value blocks of shape {tuple(values)}: (tokens, heads, dim)"
+                " goes with (blocks, kv_heads, block_size, dim)"
             )
         if sinks is not None:
             is_taken = sinks.is_cpu and sinks.dtype in DTYPES and sinks.stride() == (1,)
             if not is_taken or sinks.shape != query.shape[1:2]:
-                raise (ValueError if is_taken else TypeError)(
-                    f"sinks are {_kind(sinks)}: the C++ kernel takes floats side by side, one for each of "
-                    f"{query.size(1)} heads"
+                error_type = ValueError if is_taken else TypeError
+                raise error_type(
+                    f"sinks are {_kind(sinks)}: the C++ kernel takes floats side by side, one for"
+                    f" each of {query.size(1)} heads"
                 )
+        self._layouts = _layout(query), _layout(sinks)
         num_tokens, heads, key_dim = query.shape
         self._num_blocks, kv_heads, block_size, value_dim = values
         self._out_shape = num_tokens, heads, value_dim
         self._step_shape = num_tokens, block_size
         self._kernel = kernel("attention")
         token_stride, head_stride, _ = query.stride()
+        sinks_dtype = 0
+        if sinks is not None:
+            sinks_dtype = DTYPES[sinks.dtype]
         self._packed = _LAYER.pack(
-            *(key_blocks.data_ptr(), value_blocks.data_ptr(), DTYPES[query.dtype]),
-            *(0 if sinks is None else DTYPES[sinks.dtype], heads, kv_heads, key_dim, value_dim),
-            *(block_size, self._num_blocks, num_tokens, head_stride, token_stride),
-            *(*key_blocks.stride()[:3], *value_blocks.stride()[:3], stored),
-            *(_scales_behind(key_blocks), _scales_behind(value_blocks), scale, softcap or 0.0),
+            key_blocks.data_ptr(),
+            value_blocks.data_ptr(),
+            DTYPES[query.dtype],
+            sinks_dtype,
+            heads,
+            kv_heads,
+            key_dim,
+            value_dim,
+            block_size,
+            self._num_blocks,
+            num_tokens,
+            head_stride,
+            token_stride,
+            *key_blocks.stride()[:3],
+            *value_blocks.stride()[:3],
+            stored,
+            _scales_behind(key_blocks),
+            _scales_behind(value_blocks),
+            scale,
+            softcap or 0.0,
         )
 
     def __call__(
-        self, query: Tensor, step: StepMetadata, sinks: Tensor | None = None, bias: Tensor | None = None
+        self,
+        query: Tensor,
+        step: StepMetadata,
+        sinks: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
-        """Returns `(T, heads, value_dim)` in the query's dtype, contiguous, for tensors like those of the constructor.
-        Raises `TypeError`, `ValueError` or `IndexError` for what does not fit; never reads outside of a tensor."""
-        own = step.plan(_step_fields)
-        if (own.num_tokens, own.block_size) != self._step_shape:
+        """Returns `(T, heads, value_dim)` in the query's dtype, contiguous, for tensors like those
+        of the constructor. Raises `TypeError`, `ValueError` or `IndexError` for what does not fit;
+        never reads outside of a tensor."""
+        if (_layout(query), _layout(sinks)) != self._layouts:
             raise ValueError(
-                f"a step of {own.num_tokens} queries and blocks of {own.block_size} tokens, where {self._step_shape} "
-                "are needed"
+                f"queries are {_kind(query)}, sinks {None if sinks is None else _kind(sinks)}: the"
+                f" call was packed for others, {self._layouts}"
             )
-        keys, bias_at, bias_packed = 0, 0, _NO_BIAS
+        fields = step.plan(_step_fields)
+        if (fields.num_tokens, fields.block_size) != self._step_shape:
+            raise ValueError(
+                f"a step of {fields.num_tokens} queries and blocks of {fields.block_size} tokens,"
+                f" where {self._step_shape} are needed"
+            )
+        keys = 0
+        bias_at = 0
+        bias_packed = _NO_BIAS
         if bias is not None:
             if bias.dtype not in DTYPES or not bias.is_cpu:
-                raise TypeError(f"the bias is {bias.dtype} on {bias.device}: the kernel takes floats on the CPU")
-            keys = bias.shape[-1] if bias.shape[-1] > 1 else max(step.seq_lens, default=0)
-            bias = bias.expand(step.num_rows, query.shape[1], step.query_len or 1, keys)
+                raise TypeError(
+                    f"the bias is {bias.dtype} on {bias.device}: the kernel takes floats on the CPU"
+                )
+            keys = bias.shape[-1]
+            if keys <= 1:
+                keys = max(step.seq_lens, default=0)
+            heads = query.shape[1]
+            bias = bias.expand(step.num_rows, heads, step.query_len or 1, keys)
             # if rows differ in their number of queries, each row has one bias for all its queries
-            strides = (0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride()))
-            bias_at, bias_packed = bias.data_ptr(), _BIAS.pack(DTYPES[bias.dtype], *strides, keys)
+            strides = (
+                0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride())
+            )
+            bias_at = bias.data_ptr()
+            bias_packed = _BIAS.pack(DTYPES[bias.dtype], *strides, keys)
         out = query.new_empty(self._out_shape)
         sinks_at = 0 if sinks is None else sinks.data_ptr()
-        head = _CALL.pack(query.data_ptr(), out.data_ptr(), sinks_at, bias_at) + bias_packed
-        call = head + own.packed + _PATH.pack(best_path(), batch_invariant.get()) + self._packed
-        if error := self._kernel(call):
+        addresses = _CALL.pack(query.data_ptr(), out.data_ptr(), sinks_at, bias_at)
+        head = addresses + bias_packed
+        path = _PATH.pack(best_path(), batch_invariant.get())
+        call = head + fields.packed + path + self._packed
+        error = self._kernel(call)
+        if error:
             raise self._error(error, step, keys)
-        if (note := observer.get()) is not None:
-            places = {0: query, 16: sinks, 24: bias} | {len(head) + at: x for at, x in own.tensors.items()}
-            note("attention", call, {place: x for place, x in places.items() if x is not None}, {8: out})
+        note = observer.get()
+        if note is not None:
+            inputs = {0: query, 16: sinks, 24: bias}
+            for offset, x in fields.tensors.items():
+                inputs[len(head) + offset] = x
+            reads = {offset: x for offset, x in inputs.items() if x is not None}
+            note("attention", call, reads, {8: out})
         return out
 
     def _error(self, error: int, step: StepMetadata, bias_len: int) -> Exception:
-        seq_lens, starts = step.on_device.seq_lens.tolist(), step.on_device.starts.tolist()
-        tables = f"block tables of shape {tuple(step.block_tables.shape)} and {step.block_size} tokens a block"
+        seq_lens = step.on_device.seq_lens.tolist()
+        starts = step.on_device.starts.tolist()
+        tables = (
+            f"block tables of shape {tuple(step.block_tables.shape)} and {step.block_size} tokens a"
+            " block"
+        )
         return {
             1: IndexError(f"{tables} do not fit seq_lens {seq_lens}"),
-            2: IndexError(f"a block id in block_tables is outside the pool of {self._num_blocks} blocks"),
+            2: IndexError(
+                f"a block id in block_tables is outside the pool of {self._num_blocks} blocks"
+            ),
             3: IndexError(f"the bias covers {bias_len} positions, seq_lens are {seq_lens}"),
             4: ValueError("a tensor without memory, or sizes that do not fit one another"),
             5: IndexError(f"a row starts before its first token: starts are {starts}"),
@@ -175,90 +283,178 @@ class Attention:
 
 
 class Store:
-    """Stores states of the same shapes and strides in every step. Holds addresses of the blocks, not tensors."""
+    """Stores states of the same shapes and strides in every step. Holds addresses of the blocks,
+    not tensors."""
 
-    def __init__(self, keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor) -> None:
-        """Raises `TypeError` for unsupported dtypes, devices and strides, `ValueError` for shapes."""
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        key_blocks: Tensor,
+        value_blocks: Tensor,
+        slots: Tensor,
+    ) -> None:
+        """Raises `TypeError` for unsupported dtypes, devices and strides, `ValueError` for
+        shapes."""
         for states, blocks in ((keys, key_blocks), (values, value_blocks)):
-            fits = states.dim() == blocks.dim() == 4 and states.shape[1::2] == blocks.shape[1::2] and blocks.size(2)
-            if not fits or states.shape[:3] != keys.shape[:3] or blocks.shape[:3] != key_blocks.shape[:3]:
+            fits = (
+                states.dim() == blocks.dim() == 4
+                and states.shape[1::2] == blocks.shape[1::2]
+                and blocks.size(2)
+            )
+            if (
+                not fits
+                or states.shape[:3] != keys.shape[:3]
+                or blocks.shape[:3] != key_blocks.shape[:3]
+            ):
                 raise ValueError(
-                    f"keys of shape {tuple(keys.shape)} do not fit blocks of shape {tuple(key_blocks.shape)}, values "
-                    f"{tuple(values.shape)} their blocks {tuple(value_blocks.shape)}, or keys values: (batch, heads, "
-                    "n, dim) goes with (blocks, heads, block_size, dim)"
+                    f"keys of shape {tuple(keys.shape)} do not fit blocks of shape"
+                    f" {tuple(key_blocks.shape)}, values {tuple(values.shape)} their blocks"
+                    f" {tuple(value_blocks.shape)}, or keys values: (batch, heads, n, dim) goes"
+                    " with (blocks, heads, block_size, dim)"
                 )
             stored = quantized.NUMBERS.get(blocks.dtype, 0)
-            is_taken = states.dtype in DTYPES if stored else states.dtype is blocks.dtype
+            if stored:
+                is_taken = states.dtype in DTYPES
+            else:
+                is_taken = states.dtype is blocks.dtype
             if not is_taken or any(not x.is_cpu or x.stride(3) != 1 for x in (states, blocks)):
                 raise TypeError(
-                    f"new states are {_kind(states)}, their blocks {_kind(blocks)}: the kernel takes one dtype, or "
-                    "floats and codes, on the CPU, the last dimension contiguous"
+                    f"new states are {_kind(states)}, their blocks {_kind(blocks)}: the kernel"
+                    " takes one dtype, or floats and codes, on the CPU, the last dimension"
+                    " contiguous"
                 )
         batch, kv_heads, tokens, key_dim = keys.shape
         self._num_blocks, _, self._block_size, value_dim = value_blocks.shape
+        self._layouts = _layout(keys), _layout(values)
         self._slots_shape = torch.Size((batch, tokens))
         self._check_slots(slots)
         self._kernel = kernel("store")
         tensors = (keys, values, key_blocks, value_blocks)
-        strides = [stride * tensor.element_size() for tensor in tensors for stride in tensor.stride()[:3]]
+        strides = []
+        for tensor in tensors:
+            width = tensor.element_size()
+            strides += [stride * width for stride in tensor.stride()[:3]]
         self._packed = _STORE_LAYER.pack(
-            *(key_blocks.data_ptr(), value_blocks.data_ptr(), batch, kv_heads, tokens, self._block_size),
-            *(self._num_blocks * self._block_size, *strides),
-            *(key_dim * key_blocks.element_size(), value_dim * value_blocks.element_size()),
-            *(quantized.NUMBERS.get(key_blocks.dtype, 0), DTYPES.get(keys.dtype, 0), DTYPES.get(values.dtype, 0)),
-            *(_scales_behind(key_blocks), _scales_behind(value_blocks)),
+            key_blocks.data_ptr(),
+            value_blocks.data_ptr(),
+            batch,
+            kv_heads,
+            tokens,
+            self._block_size,
+            self._num_blocks * self._block_size,
+            *strides,
+            key_dim * key_blocks.element_size(),
+            value_dim * value_blocks.element_size(),
+            quantized.NUMBERS.get(key_blocks.dtype, 0),
+            DTYPES.get(keys.dtype, 0),
+            DTYPES.get(values.dtype, 0),
+            _scales_behind(key_blocks),
+            _scales_behind(value_blocks),
         )
 
     def __call__(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Stores states `(batch, kv_heads, n, dim)` at `slots` `(batch, n)`, int64. Raises `IndexError` for a slot
-        outside the pool, `TypeError` or `ValueError` for slots of another kind or shape, before anything is written."""
+        """Stores states `(batch, kv_heads, n, dim)`, like those of the constructor, at `slots`
+        `(batch, n)`, int64. Raises `IndexError` for a slot outside the pool, `TypeError` or
+        `ValueError` for states or slots of another kind or shape, before anything is written."""
+        if (_layout(keys), _layout(values)) != self._layouts:
+            raise ValueError(
+                f"keys are {_kind(keys)}, values {_kind(values)}: the call was packed for others,"
+                f" {self._layouts}"
+            )
         self._check_slots(slots)
-        call = _STORE_CALL.pack(keys.data_ptr(), values.data_ptr(), slots.data_ptr()) + self._packed
+        head = _STORE_CALL.pack(keys.data_ptr(), values.data_ptr(), slots.data_ptr())
+        call = head + self._packed
         error = self._kernel(call)
         if error == 2:
-            raise IndexError(f"a slot is outside the pool of {self._num_blocks} blocks of {self._block_size} tokens")
+            raise IndexError(
+                f"a slot is outside the pool of {self._num_blocks} blocks of {self._block_size}"
+                " tokens"
+            )
         if error:
             raise ValueError("a tensor without memory, or sizes that do not fit one another")
-        if (note := observer.get()) is not None:
-            note("store", call, {0: keys, 8: values, 16: slots}, {})
+        note = observer.get()
+        if note is not None:
+            reads = {0: keys, 8: values, 16: slots}
+            note("store", call, reads, {})
 
     def _check_slots(self, slots: Tensor) -> None:
         is_taken = slots.dtype is torch.int64 and slots.is_cpu and slots.is_contiguous()
         if not is_taken or slots.shape != self._slots_shape:
-            raise (ValueError if is_taken else TypeError)(
-                f"slots are {_kind(slots)}: the kernel takes torch.int64 on the CPU, contiguous, one for each of the "
-                f"{tuple(self._slots_shape)} new states"
+            error_type = ValueError if is_taken else TypeError
+            raise error_type(
+                f"slots are {_kind(slots)}: the kernel takes torch.int64 on the CPU, contiguous,"
+                f" one for each of the {tuple(self._slots_shape)} new states"
             )
 
 
 def gather(step: StepMetadata, blocks: Tensor) -> Tensor:
-    """Gathers a layer's keys or values at `step.columns` of every row: `(rows, heads, len(columns), dim)`, contiguous,
-    padding as zeros, from `blocks` `(num_blocks, heads, block_size, dim)` on the CPU, of any dtype. Raises `IndexError`
-    for a table that does not fit, `ValueError` for sizes that do not."""
+    """Gathers a layer's keys or values at `step.columns` of every row: `(rows, heads, len(columns),
+    dim)`, contiguous, padding as zeros, from `blocks` `(num_blocks, heads, block_size, dim)` on the
+    CPU, of any dtype. Raises `IndexError` for a table that does not fit, `ValueError` for sizes and
+    tensors that do not."""
+    if (
+        not blocks.is_cpu
+        or blocks.dim() != 4
+        or blocks.stride(3) != 1
+        or not blocks.size(2) == step.block_size > 0
+    ):
+        raise ValueError(
+            f"blocks are {_kind(blocks)}: the kernel takes 4 dimensions on the CPU,"
+            f" {step.block_size} tokens a block, the last dimension contiguous"
+        )
     packed, _ = step.plan(_gather_fields)
-    num_blocks, heads, size, dim = blocks.shape
-    assert step.columns is not None and size == step.block_size and blocks.stride(3) == 1
+    assert step.columns is not None  # else no fields
+    num_blocks, heads, _, dim = blocks.shape
     out = blocks.new_empty(step.num_rows, heads, len(step.columns), dim)
     width = blocks.element_size()
     strides = (stride * width for stride in blocks.stride()[:3])
-    call = _GATHER_CALL.pack(blocks.data_ptr(), out.data_ptr(), heads, num_blocks, *strides, dim * width)
-    if error := kernel("gather")(call + packed):
-        if error == 4:
-            raise ValueError("a tensor without memory, or sizes that do not fit one another")
+    call = _GATHER_CALL.pack(
+        blocks.data_ptr(),
+        out.data_ptr(),
+        heads,
+        num_blocks,
+        *strides,
+        dim * width,
+    )
+    error = kernel("gather")(call + packed)
+    if error == 4:
+        raise ValueError("a tensor without memory, or sizes that do not fit one another")
+    if error:
         raise IndexError(
-            f"block tables of shape {tuple(step.block_tables.shape)} do not fit columns {step.columns} of a pool of "
-            f"{num_blocks} blocks"
+            f"block tables of shape {tuple(step.block_tables.shape)} do not fit columns"
+            f" {step.columns} of a pool of {num_blocks} blocks"
         )
     return out
 
 
 def _gather_fields(step: StepMetadata) -> tuple[bytes, tuple[Tensor, Tensor]]:
-    """The kernel's arguments for a step, equal for all layers, and the tensors whose addresses they hold."""
-    tables, columns = step.block_tables.to("cpu", torch.int32).contiguous(), step.columns
+    """The kernel's arguments for a step, equal for all layers, and the tensors whose addresses they
+    hold."""
+    tables = step.block_tables.to("cpu", torch.int32)
+    tables = tables.contiguous()
+    columns = step.columns
     origins = torch.tensor(step.origins, dtype=torch.int32, device="cpu")
-    assert columns is not None and len(origins) == len(tables) == step.num_rows
+    if (
+        columns is None
+        or tables.dim() != 2
+        or len(origins) != len(tables)
+        or len(tables) != step.num_rows
+    ):
+        raise ValueError(
+            f"{len(origins)} origins, block tables of shape {tuple(tables.shape)} and columns"
+            f" {columns}: the kernel takes columns, and one origin and table for each of"
+            f" {step.num_rows} rows"
+        )
     packed = _GATHER_STEP.pack(
-        *(tables.data_ptr(), origins.data_ptr(), step.num_rows, columns.start, len(columns)),
-        *(tables.stride(0), tables.size(1), step.block_size, torch.get_num_threads()),
+        tables.data_ptr(),
+        origins.data_ptr(),
+        step.num_rows,
+        columns.start,
+        len(columns),
+        tables.stride(0),
+        tables.size(1),
+        step.block_size,
+        torch.get_num_threads(),
     )
     return packed, (tables, origins)

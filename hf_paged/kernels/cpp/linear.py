@@ -1,4 +1,5 @@
-"""Matrix products of few rows with weights as `nn.Linear` and `Conv1D` store them, by `linear.cpp`."""
+"""Matrix products of few rows with weights as `nn.Linear` and `Conv1D` store them, by
+`linear.cpp`."""
 
 from __future__ import annotations
 
@@ -14,9 +15,11 @@ from .build import PATHS, best_path, kernel
 LINEAR = struct.Struct("Q8q")  # struct LinearCall, followed by `MAX_PIECES` pieces
 PIECE = struct.Struct("3Q3q")  # struct LinearPiece
 MAX_PIECES = 4
-# most rows for which reading the weights dominates, by path of `build.PATHS`; PyTorch serves more rows
+# most rows for which reading the weights dominates, by path of `build.PATHS`; PyTorch serves more
+# rows
 MAX_ROWS = {"wide": 64, "avx512_bf16": 64, "amx": 256}
-# most rows that these products serve where PyTorch converts number by number; fewest rows for which `widened` is faster
+# most rows that these products serve where PyTorch converts number by number; fewest rows for which
+# `widened` is faster
 MAX_ROWS_ALONE, MIN_WIDENED_ROWS = 256, 129
 WIDENED_NUMBERS = 1 << 21  # elements of a weight converted at a time: 8 MiB
 MIN_TILE_WIDTH = 16  # least width of a weight for AMX (`linear_path`)
@@ -24,58 +27,129 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def is_native(dtype: torch.dtype) -> bool:
-    """Whether PyTorch computes products of this dtype by oneDNN on this CPU, which needs instructions for the dtype or
-    AVX-512. Otherwise PyTorch converts number by number, at a sixth of float32's speed."""
-    name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
+    """Whether PyTorch computes products of this dtype by oneDNN on this CPU, which needs
+    instructions for the dtype or AVX-512. Otherwise PyTorch converts number by number, at a sixth
+    of float32's speed."""
+    names = {
+        torch.bfloat16: "_is_mkldnn_bf16_supported",
+        torch.float16: "_is_mkldnn_fp16_supported",
+    }
+    name = names.get(dtype)
     if name is None:
         return True
-    return torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled and getattr(torch.ops.mkldnn, name)()
+    return (
+        torch.backends.mkldnn.is_available()
+        and torch.backends.mkldnn.enabled
+        and getattr(torch.ops.mkldnn, name)()
+    )
 
 
 def max_rows(dtype: torch.dtype) -> int:
     """The most rows for which these products are used on this CPU."""
-    return MAX_ROWS[list(PATHS)[best_path()]] if is_native(dtype) else MAX_ROWS_ALONE
+    if not is_native(dtype):
+        return MAX_ROWS_ALONE
+    path = list(PATHS)[best_path()]
+    return MAX_ROWS[path]
 
 
 def pack(
-    head: tuple[int, torch.dtype, int, int, int], is_transposed: bool, pieces: list[tuple[int, ...]], path: int
+    head: tuple[int, torch.dtype, int, int, int],
+    is_transposed: bool,
+    pieces: list[tuple[int, ...]],
+    path: int,
 ) -> bytes:
-    """Packs the kernel's struct. `head`: address, dtype, rows, depth and row stride of `x`. `pieces`: the addresses of
-    weight, bias (or 0) and output, the width, and the strides of weight and output."""
+    """Packs the kernel's struct. `head`: address, dtype, rows, depth and row stride of `x`.
+    `pieces`: the addresses of weight, bias (or 0) and output, the width, and the strides of weight
+    and output."""
     address, dtype, rows, depth, stride = head
     packed = LINEAR.pack(
-        address, DTYPES[dtype], rows, depth, stride, is_transposed, path, torch.get_num_threads(), len(pieces)
+        address,
+        DTYPES[dtype],
+        rows,
+        depth,
+        stride,
+        is_transposed,
+        path,
+        torch.get_num_threads(),
+        len(pieces),
     )
-    return packed + b"".join(PIECE.pack(*piece) for piece in pieces) + bytes(PIECE.size * (MAX_PIECES - len(pieces)))
+    packed_pieces = b"".join(PIECE.pack(*piece) for piece in pieces)
+    num_unused = MAX_PIECES - len(pieces)
+    padding = bytes(PIECE.size * num_unused)
+    return packed + packed_pieces + padding
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, path: int | None = None) -> Tensor:
-    """`F.linear` of `x` `(rows, depth)` and `weight` `(width, depth)`, all of one float dtype on the CPU: `(rows,
-    width)`. Last dimensions are contiguous; of the weight it may be either dimension. A row's result does not depend
-    on other rows. Raises `TypeError` for other tensors, `ValueError` for shapes that do not fit."""
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    path: int | None = None,
+) -> Tensor:
+    """`F.linear` of `x` `(rows, depth)` and `weight` `(width, depth)`, all of one float dtype on
+    the CPU: `(rows, width)`. Last dimensions are contiguous; of the weight it may be either
+    dimension. A row's result does not depend on other rows. Raises `TypeError` for other tensors,
+    `ValueError` for shapes that do not fit."""
     is_transposed = weight.dim() == 2 and weight.stride(1) != 1  # as `Conv1D` keeps it
-    tensors = (x, weight.t() if is_transposed else weight, *(() if bias is None else (bias,)))
-    if any(not y.is_cpu or y.dtype not in DTYPES or y.dtype is not x.dtype or y.stride(-1) != 1 for y in tensors):
-        message = "the C++ kernel takes contiguous rows of float32, bfloat16 or float16, the same for all, on the CPU"
-        raise TypeError(message)
-    fits = x.dim() == weight.dim() == 2 and x.shape[1] == weight.shape[1]
-    if not fits or (bias is not None and bias.shape != weight.shape[:1]):
-        raise ValueError(f"{tuple(x.shape)} and {tuple(weight.shape)}: (rows, depth) goes with (width, depth)")
-    out = x.new_empty(x.shape[0], weight.shape[0])
-    bias_at = 0 if bias is None else bias.data_ptr()
-    stride = weight.stride(1 if is_transposed else 0)
-    piece = weight.data_ptr(), bias_at, out.data_ptr(), weight.shape[0], stride, out.stride(0)
-    head = x.data_ptr(), x.dtype, *x.shape, x.stride(0)
-    if error := kernel("linear")(pack(head, is_transposed, [piece], best_path() if path is None else path)):
-        raise MemoryError("not enough memory for the rows of a product") if error == 6 else ValueError(f"error {error}")
+    stored = weight
+    if is_transposed:
+        stored = weight.t()
+    tensors = (x, stored) if bias is None else (x, stored, bias)
+    for y in tensors:
+        is_taken = y.is_cpu and y.dtype in DTYPES and y.dtype is x.dtype
+        if not is_taken or y.stride(-1) != 1:
+            message = (
+                "the C++ kernel takes contiguous rows of float32, bfloat16 or float16, the same for"
+                " all, on the CPU"
+            )
+            raise TypeError(message)
+    are_matrices = x.dim() == weight.dim() == 2
+    fits = are_matrices and x.shape[1] == weight.shape[1]
+    if fits and bias is not None:
+        fits = bias.shape == weight.shape[:1]
+    if not fits:
+        raise ValueError(
+            f"{tuple(x.shape)} and {tuple(weight.shape)}: (rows, depth) goes with (width, depth)"
+        )
+    num_rows, depth = x.shape
+    width = weight.shape[0]
+    out = x.new_empty(num_rows, width)
+    bias_at = 0
+    if bias is not None:
+        bias_at = bias.data_ptr()
+    strided_dim = 1 if is_transposed else 0
+    piece = (
+        weight.data_ptr(),
+        bias_at,
+        out.data_ptr(),
+        width,
+        weight.stride(strided_dim),
+        out.stride(0),
+    )
+    head = x.data_ptr(), x.dtype, num_rows, depth, x.stride(0)
+    multiply = kernel("linear")
+    if path is None:
+        path = best_path()
+    packed = pack(head, is_transposed, [piece], path)
+    error = multiply(packed)
+    if error == 6:
+        raise MemoryError("not enough memory for the rows of a product")
+    if error:
+        raise ValueError(f"error {error}")
     return out
 
 
 def widened(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` of `(rows, depth)` and `(width, depth)` by PyTorch in float32, each sum rounded once."""
-    numbers, out = x.float(), x.new_empty(x.shape[0], weight.shape[0])
-    count = max(64, WIDENED_NUMBERS // max(1, *weight.shape[1:], len(x)))  # bounds the outputs, too
-    for first in range(0, weight.shape[0], count):
+    """`F.linear` of `(rows, depth)` and `(width, depth)` by PyTorch in float32, each sum rounded
+    once."""
+    numbers = x.float()
+    width = weight.shape[0]
+    out = x.new_empty(x.shape[0], width)
+    longest = max(1, *weight.shape[1:], len(x))  # bounds the outputs, too
+    count = max(64, WIDENED_NUMBERS // longest)
+    for first in range(0, width, count):
         part = slice(first, first + count)
-        out[:, part] = F.linear(numbers, weight[part].float(), None if bias is None else bias[part].float())
+        part_bias = None
+        if bias is not None:
+            part_bias = bias[part].float()
+        out[:, part] = F.linear(numbers, weight[part].float(), part_bias)
     return out

@@ -1,5 +1,6 @@
 """The prebuilt libraries of a wheel, one per instruction level, and the choice for this processor.
-`python -m hf_paged.kernels.cpp.prebuilt` builds them into `lib`, as `.ci/release` does. A checkout has none."""
+`python -m hf_paged.kernels.cpp.prebuilt` builds them into `lib`, as `.ci/release` does. A checkout
+has none."""
 
 from __future__ import annotations
 
@@ -12,14 +13,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .compiler import COMMON_FLAGS, SOURCE, SOURCES, cpu_flags, find_compiler
+from .compiler import COMMON_FLAGS, SOURCE, SOURCES, cpu_flags, find_compiler, link_flags
 
 FOLDER = Path(__file__).with_name("lib")
 _V2 = "cx16 popcnt sse4_1 sse4_2 ssse3"
 _V3 = f"{_V2} avx avx2 bmi1 bmi2 f16c fma movbe"
 _V4 = f"{_V3} avx512f avx512bw avx512cd avx512dq avx512vl"
 LEVELS = {  # best first: compiler options, and the Linux CPU flags that they require
-    "x86-64-v4-amx": ("-march=x86-64-v4 -mavx512bf16 -mamx-tile -mamx-bf16", f"{_V4} avx512_bf16 amx_tile amx_bf16"),
+    "x86-64-v4-amx": (
+        "-march=x86-64-v4 -mavx512bf16 -mamx-tile -mamx-bf16",
+        f"{_V4} avx512_bf16 amx_tile amx_bf16",
+    ),
     "x86-64-v4-bf16": ("-march=x86-64-v4 -mavx512bf16", f"{_V4} avx512_bf16"),
     "x86-64-v4": ("-march=x86-64-v4", _V4),
     "x86-64-v3": ("-march=x86-64-v3", _V3),
@@ -28,14 +32,18 @@ LEVELS = {  # best first: compiler options, and the Linux CPU flags that they re
 
 
 def find(flags: set[str] | None = None) -> Path | None:
-    """The best library for a processor with these `flags` (default: this one), built from the current sources and
-    intact: its name ends with the hash of its content. `None` without one."""
+    """The best library for a processor with these `flags` (default: this one), built from the
+    current sources and intact: its name ends with the hash of its content. `None` without one."""
     if platform.machine() != "x86_64":
         return None
     own = cpu_flags() if flags is None else flags
     levels = [level for level, (_, needed) in LEVELS.items() if own.issuperset(needed.split())]
-    paths = (path for level in levels for path in FOLDER.glob(f"kernels-{level}-{_of_sources()}-*.so"))
-    return next((path for path in paths if path.is_file() and path.stem.endswith(_hash(path))), None)
+    paths = (
+        path for level in levels for path in FOLDER.glob(f"kernels-{level}-{_of_sources()}-*.so")
+    )
+    return next(
+        (path for path in paths if path.is_file() and path.stem.endswith(_hash(path))), None
+    )
 
 
 def _hash(path: Path) -> str:
@@ -57,7 +65,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     for level, (flags, _) in LEVELS.items():
         static = ("-fopenmp", "-static-libstdc++", "-static-libgcc", "-s")
         path = FOLDER / f"{level}.so"
-        command = [*find_compiler(), *COMMON_FLAGS, *flags.split(), *static, str(SOURCE), "-o", str(path)]
+        compiler = find_compiler()
+        command = [
+            *compiler,
+            *COMMON_FLAGS,
+            *flags.split(),
+            *static,
+            str(SOURCE),
+            "-o",
+            str(path),
+            *link_flags(compiler),
+        ]
         subprocess.run(command, check=True, timeout=300)
         print(path.rename(path.with_name(f"kernels-{level}-{_of_sources()}-{_hash(path)}.so")).name)
     return 0

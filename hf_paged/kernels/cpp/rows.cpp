@@ -254,10 +254,11 @@ extern "C" int hf_paged_rows(const RowsCall* call) {
     if (c.num_registers < 1 || !c.instructions || !c.memories || !c.narrow) return 4;
     for (int64_t i = 0; i < c.num_instructions; ++i) {
         const RowInstruction& n = c.instructions[i];
-        const int64_t others = n.op == (int)RowOp::Load || n.op == (int)RowOp::Store ? c.num_memories : c.num_registers;
+        const bool moves = n.op == (int)RowOp::Load || n.op == (int)RowOp::Store;
+        const int64_t others = moves ? c.num_memories : c.num_registers;
         const auto is_register = [&](int64_t number) { return number >= 0 && number < c.num_registers; };
-        if (n.op < 0 || n.op >= (int)RowOp::Count || !is_register(n.out) || !is_register(n.a) || n.b >= others)
-            return 4;
+        if (n.op < 0 || n.op >= (int)RowOp::Count || !is_register(n.out) || !is_register(n.a)) return 4;
+        if (n.b >= others || (moves && n.b < 0)) return 4;
     }
     Rows rows{c};
     const bool alone = c.threads < 2 || rows.num_rows * c.width * c.num_instructions < kFewNumbers;

@@ -1,4 +1,6 @@
-"""Triton kernels over paged K/V. Importing this package needs no Triton; importing one of its modules does."""
+"""Triton kernels over paged K/V. Importing this package needs no Triton; importing one of its
+modules does. If a kernel does not run, launchers raise `launch.LaunchFailedError`, with no result
+written, or compute the same with PyTorch."""
 
 from __future__ import annotations
 
@@ -9,11 +11,17 @@ import os
 
 import torch
 
+from ...config import MAX_VIRTUAL_BLOCK_SIZE, MIN_BLOCK_SIZE
+from ...topics import Topic
+
 logger = logging.getLogger(__name__)
 
 # Limits of the kernels:
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of queries, keys and values; float32 products are exact
-BLOCK_SIZES = (4, 8, 16, 32, 64, 128, 256)
+# of queries, keys and values; float32 products are exact
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+BLOCK_SIZES = tuple(
+    1 << n for n in range(MIN_BLOCK_SIZE.bit_length() - 1, MAX_VIRTUAL_BLOCK_SIZE.bit_length())
+)
 MAX_DIM = 576  # head dim of keys, and of values in decodes
 MAX_QUERIES = 16  # queries per row of a decode: they are packed with the heads of a group
 MAX_BATCH = 8192  # rows of a decode: each program reads the lengths of all
@@ -21,9 +29,15 @@ MIN_CAPABILITY = (8, 0)  # oldest NVIDIA chips that the kernels are compiled and
 
 
 def is_available(device: torch.device) -> bool:
-    """Whether the kernels run on tensors of `device`. The first call for a GPU compiles and runs a small kernel."""
+    """Whether the kernels run on tensors of `device`. The first call for a GPU compiles and runs a
+    small kernel."""
     if device.type == "cpu":  # by Triton's interpreter
-        is_interpreted = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+        is_interpreted = os.environ.get("TRITON_INTERPRET", "0").lower() in (
+            "1",
+            "true",
+            "on",
+            "yes",
+        )
         return is_interpreted and importlib.util.find_spec("triton") is not None
     return device.type in ("cuda", "xpu") and _runs_on(device)
 
@@ -38,11 +52,14 @@ def _runs_on(device: torch.device) -> bool:
         from .store import store
 
         blocks = torch.zeros(1, 1, 8, 16, dtype=torch.float16, device=device)
-        states, slots = torch.ones_like(blocks[:, :, :1]), torch.zeros(1, 1, dtype=torch.int64, device=device)
+        states = torch.ones_like(blocks[:, :, :1])
+        slots = torch.zeros(1, 1, dtype=torch.int64, device=device)
         store(states, states, blocks, blocks, slots)
         if blocks.sum().item() != 16:
             raise RuntimeError("a kernel ran and wrote nothing")
         return True
-    except Exception as error:  # Triton fails in many ways: no C compiler for its launcher, no driver, a version
-        logger.warning("hf_paged runs without its Triton kernels on %s: %s: %s", device, type(error).__name__, error)
+    except Exception as error:
+        # Triton fails in many ways: no C compiler for its launcher, no driver, a version
+        message = Topic.TRITON("hf_paged runs without its Triton kernels on %s: %s: %s")
+        logger.warning(message, device, type(error).__name__, error)
         return False

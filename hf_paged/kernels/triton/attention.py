@@ -1,7 +1,8 @@
-"""Triton attention over paged K/V: one kernel with two grids that do not depend on lengths, so that a captured graph
-stays valid as rows grow. Decodes: tiles of query rows by splits of rows, balanced on the device (Flash-Decoding, Dao et
-al. 2023; FlashInfer, arXiv 2501.01005, sec. 3.3). Prompts, chunks and shared prefixes: tiles of the packed queries
-of all rows, the query heads of a K/V head side by side (FlashAttention-2, arXiv 2307.08691, sec. 3.1)."""
+"""Triton attention over paged K/V: one kernel with two grids that do not depend on lengths, so that
+a captured graph stays valid as rows grow. Decodes: tiles of query rows by splits of rows, balanced
+on the device (Flash-Decoding, Dao et al. 2023; FlashInfer, arXiv 2501.01005, sec. 3.3). Prompts,
+chunks and shared prefixes: tiles of the packed queries of all rows, the query heads of a K/V head
+side by side (FlashAttention-2, arXiv 2307.08691, sec. 3.1)."""
 
 from __future__ import annotations
 
@@ -17,12 +18,23 @@ from ...step import Cascade, StepMetadata
 from .. import quantized
 from . import MAX_BATCH
 from .attention_kernel import attention_kernel
-from .configs import LaunchConfig, as_numbers, chip, dot_dtype, find_config, num_multiprocessors, split_dim, strides
+from .configs import (
+    LaunchConfig,
+    as_numbers,
+    chip,
+    dot_dtype,
+    find_config,
+    num_multiprocessors,
+    reads_shared,
+    split_dim,
+    strides,
+)
 from .launch import launch
 from .merge import merge
 
 MIN_DECODE_SPLIT, MIN_PREFILL_SPLIT = 256, 512
-"""Least tokens per split of a row, except its last: smaller splits cost more to merge than they gain."""
+"""Least tokens per split of a row, except its last: smaller splits cost more to merge than they
+gain."""
 
 
 def decode_attention(
@@ -36,10 +48,10 @@ def decode_attention(
     config: LaunchConfig | None = None,
     **features: Any,
 ) -> Any:
-    """Attention of `query_len` queries per row, at most `MAX_QUERIES`. Arguments and result are as in
-    `prefill_attention`; `bias`, added to the scores, broadcasts to `(rows, heads, query_len, max seq_len)`. Raises
-    `IndexError` if it is shorter than the longest row. With `return_lse` also returns the log-sum-exp of the scores,
-    `(T, heads)` float32, including the sink."""
+    """Attention of `query_len` queries per row, at most `MAX_QUERIES`. Arguments and result are as
+    in `prefill_attention`; `bias`, added to the scores, broadcasts to `(rows, heads, query_len, max
+    seq_len)`. Raises `IndexError` if it is shorter than the longest row. With `return_lse` also
+    returns the log-sum-exp of the scores, `(T, heads)` float32, including the sink."""
     num_tokens, heads, key_dim = query.shape
     _, kv_heads, block_size, value_dim = value_blocks.shape
     num_rows, query_len = step.num_rows, step.query_len
@@ -50,7 +62,22 @@ def decode_attention(
         return (out, lse) if return_lse else out
     rows = heads // kv_heads * query_len
     stored = query.dtype if quantized.is_quantized(key_blocks) else key_blocks.dtype
-    config = config or find_config("decode", key_dim, value_dim, stored, rows, query.device)
+    # 16 columns feed 2 of 4 warps
+    value_tiles = split_dim(value_dim, smallest=32)
+    key_tiles = split_dim(key_dim)
+    # If values are the first elements of the keys, as latents are, one load serves both.
+    keys, values = (
+        (x.data_ptr(), x.storage_offset(), x.stride(), x.dtype) for x in (key_blocks, value_blocks)
+    )
+    fits = (
+        key_dim >= value_dim
+        and value_tiles[0] == key_tiles[0]
+        and value_tiles[1] in (0, key_tiles[1])
+    )
+    value_is_key = keys == values and fits
+    config = config or find_config(
+        "decode", key_dim, value_dim, stored, rows, query.device, value_is_key
+    )
     block_m = min(config.block_m, max(16, triton.next_power_of_2(rows)))
     programs = kv_heads * triton.cdiv(rows, block_m)
     target = num_multiprocessors(query.device) * config.programs_per_sm
@@ -61,27 +88,50 @@ def decode_attention(
     items = num_rows
     parts: dict[str, Any] = {}
     if is_split:
-        # One item more per row than its share of programs. BLOCK_ROWS is coarse, since each size is compiled once.
-        items = min(num_rows + target // programs, num_rows * triton.cdiv(longest, MIN_DECODE_SPLIT))
+        # One item more per row than its share of programs. BLOCK_ROWS is coarse, since each size is
+        # compiled once.
+        items = min(
+            num_rows + target // programs, num_rows * triton.cdiv(longest, MIN_DECODE_SPLIT)
+        )
         parts = dict(
             part_out=query.new_empty(items, query_len, heads, value_dim, dtype=torch.float32),
             part_lse=query.new_empty(items, query_len, heads, dtype=torch.float32),
             row_items=query.new_empty(num_rows, 2, dtype=torch.int32),
             BLOCK_ROWS=next(size for size in (32, 256, 2048, MAX_BATCH) if size >= num_rows),
         )
-    value_tiles, key_tiles = split_dim(value_dim, smallest=32), split_dim(key_dim)  # 16 columns feed 2 of 4 warps
-    # If values are the first elements of the keys, as latents are, one load serves both.
-    keys, values = ((x.data_ptr(), x.storage_offset(), x.stride(), x.dtype) for x in (key_blocks, value_blocks))
-    fits = key_dim >= value_dim and value_tiles[0] == key_tiles[0] and value_tiles[1] in (0, key_tiles[1])
     _launch(
-        (programs, items), query, key_blocks, value_blocks, step, out, lse, config, value_tiles,
-        **features, **_bias_arguments(bias, heads, query_len, step), **parts, starts=step.on_device.starts,
-        target=target, query_len=query_len, BY_LENGTH=True, ONE_QUERY=query_len == 1, SPLIT=is_split,
-        MIN_SPLIT=MIN_DECODE_SPLIT, BLOCK_M=block_m, VALUE_IS_KEY=keys == values and fits,
-    )  # fmt: skip
+        (programs, items),
+        query,
+        key_blocks,
+        value_blocks,
+        step,
+        out,
+        lse,
+        config,
+        value_tiles,
+        **features,
+        **_bias_arguments(bias, heads, query_len, step),
+        **parts,
+        starts=step.on_device.starts,
+        target=target,
+        query_len=query_len,
+        BY_LENGTH=True,
+        ONE_QUERY=query_len == 1,
+        SPLIT=is_split,
+        MIN_SPLIT=MIN_DECODE_SPLIT,
+        BLOCK_M=block_m,
+        VALUE_IS_KEY=value_is_key,
+    )
     if is_split:
         most = triton.cdiv(target, programs)
-        merge(parts["part_out"], parts["part_lse"], out, out_lse=lse, row_items=parts["row_items"], most_parts=most)
+        merge(
+            parts["part_out"],
+            parts["part_lse"],
+            out,
+            out_lse=lse,
+            row_items=parts["row_items"],
+            most_parts=most,
+        )
     return (out, lse) if return_lse else out
 
 
@@ -98,35 +148,47 @@ def prefill_attention(
     is_merged: bool = True,
     **features: Any,
 ) -> Any:
-    """
-    Attention of each row's last `query_len` tokens over the K/V in its block table, including those of this step.
-    Slots outside of a row's start and `seq_len` are never read. A query that sees no keys gets zeros.
+    """Attention of each row's last `query_len` tokens over the K/V in its block table, including
+    those of this step. Slots outside of a row's start and `seq_len` are never read. A query that
+    sees no keys gets zeros.
 
     Args:
-        query: `(T, heads, head_dim)`, one row after the other; the blocks: `(num_blocks, kv_heads, block_size, dim)`.
+        query: `(T, heads, head_dim)`, one row after the other; the blocks: `(num_blocks, kv_heads,
+            block_size, dim)`.
         features: `scale`, `softcap`, `sinks` as in `AttentionCall`.
-        bias: Added to the scores; broadcasts to `(rows, heads, 1, max seq_len)`, shared by all queries of a row.
+        bias: Added to the scores; broadcasts to `(rows, heads, 1, max seq_len)`, shared by all
+            queries of a row.
         query_index: `(T,)` int32, query `i` is `query[query_index[i]]`.
-        num_splits: Parts that each row's keys are cut into; by default chosen by the size of the chip.
-        is_merged: If False, returns the parts, `(splits, T, heads, value_dim)`, and the log-sum-exp of their scores,
-            the first including the sink, `(splits, T, heads)`, both float32.
+        num_splits: Parts that each row's keys are cut into; by default chosen by the size of the
+            chip.
+        is_merged: If False, returns the parts, `(splits, T, heads, value_dim)`, and the log-sum-exp
+            of their scores, the first including the sink, `(splits, T, heads)`, both float32.
 
     Returns `(T, heads, value_dim)`, contiguous, in the query's dtype.
     """
     kv_heads, block_size, key_dim = key_blocks.shape[1:]
-    heads, value_dim, group = query.shape[1], value_blocks.shape[3], query.shape[1] // kv_heads
-    rows = group * max((end - start for start, end in itertools.pairwise(step.query_start)), default=0)
+    heads = query.shape[1]
+    value_dim = value_blocks.shape[3]
+    group = query.shape[1] // kv_heads
+    rows = group * max(
+        (end - start for start, end in itertools.pairwise(step.query_start)), default=0
+    )
     if config is None:
         config = find_config("prefill", key_dim, value_dim, query.dtype, rows, query.device)
-        # A bias is loaded element by element, since its rows may have any alignment; codes are converted in registers,
-        # from which these chips' tensor cores read. In both cases large tiles would spill.
-        converts = quantized.is_quantized(key_blocks) and not chip(query.device).startswith(("sm90", "sm10"))
+        # A bias is loaded element by element, since its rows may have any alignment; codes are
+        # converted in registers, from which these chips' tensor cores read. In both cases large
+        # tiles would spill.
+        converts = quantized.is_quantized(key_blocks) and not reads_shared(chip(query.device))
         if bias is not None or converts:
-            config = dataclasses.replace(config, tile=max(16, config.tile // 2))
+            most = 2048 // triton.next_power_of_2(key_dim)
+            config = dataclasses.replace(config, tile=max(16, min(config.tile // 2, most)))
     tiles = triton.cdiv(step.num_tokens * group, config.block_m) + step.num_rows
     if num_splits is None:  # chosen so that programs fill the chip about once
-        programs, longest = max(1, tiles * kv_heads), step.block_tables.shape[1] * block_size
-        num_splits = max(1, min(num_multiprocessors(query.device) // programs, longest // MIN_PREFILL_SPLIT))
+        programs = max(1, tiles * kv_heads)
+        longest = step.block_tables.shape[1] * block_size
+        num_splits = max(
+            1, min(num_multiprocessors(query.device) // programs, longest // MIN_PREFILL_SPLIT)
+        )
     is_whole = is_merged and num_splits == 1
     shape = (num_splits, step.num_tokens, heads, value_dim)
     parts = query.new_empty(shape, dtype=query.dtype if is_whole else torch.float32)
@@ -134,11 +196,23 @@ def prefill_attention(
     if parts.numel():
         _, starts, query_start, _ = step.on_device
         _launch(
-            (tiles, kv_heads, num_splits), query, key_blocks, value_blocks, step, parts, lse, config,
-            (max(16, triton.next_power_of_2(value_dim)), 0), **features, **_bias_arguments(bias, heads, None, step),
-            starts=starts if any(step.starts) else None, query_start=query_start, query_index=query_index,
-            SPLIT=num_splits > 1, BLOCK_M=config.block_m,
-        )  # fmt: skip
+            (tiles, kv_heads, num_splits),
+            query,
+            key_blocks,
+            value_blocks,
+            step,
+            parts,
+            lse,
+            config,
+            (max(16, triton.next_power_of_2(value_dim)), 0),
+            **features,
+            **_bias_arguments(bias, heads, None, step),
+            starts=starts if any(step.starts) else None,
+            query_start=query_start,
+            query_index=query_index,
+            SPLIT=num_splits > 1,
+            BLOCK_M=config.block_m,
+        )
     if not is_merged:
         return parts, lse
     if lse is None:
@@ -158,12 +232,18 @@ def cascade_attention(
     num_splits: int | None = None,
     **features: Any,
 ) -> Any:
-    """`decode_attention` of a step with one query per row, up to rounding: the tails' results, which include the sinks,
-    are rounded to the query's dtype before the merge."""
-    tensors, index = (query, key_blocks, value_blocks), cascade.query_index
+    """`decode_attention` of a step with one query per row, up to rounding: the tails' results,
+    which include the sinks, are rounded to the query's dtype before the merge."""
+    tensors = (query, key_blocks, value_blocks)
+    index = cascade.query_index
     out, lse = decode_attention(*tensors, cascade.tails, sinks=sinks, return_lse=True, **features)
     parts, parts_lse = prefill_attention(
-        *tensors, cascade.prefixes, query_index=index, num_splits=num_splits, is_merged=False, **features
+        *tensors,
+        cascade.prefixes,
+        query_index=index,
+        num_splits=num_splits,
+        is_merged=False,
+        **features,
     )
     merge(parts, parts_lse, out, tail_lse=lse, index=index)
     return out
@@ -189,27 +269,56 @@ def _launch(
     dtypes = [query.dtype]
     if quantized.is_quantized(key_blocks):
         scales = [quantized.scales(x) for x in (key_blocks, value_blocks)]
-        given |= dict(zip(("key_scales", "value_scales"), scales), STORED=quantized.NUMBERS[key_blocks.dtype])
+        given |= dict(
+            zip(("key_scales", "value_scales"), scales), STORED=quantized.NUMBERS[key_blocks.dtype]
+        )
         key_blocks, value_blocks = (as_numbers(x) for x in (key_blocks, value_blocks))
     else:
         dtypes += [key_blocks.dtype, value_blocks.dtype]
     written = out, lse, *(given.get(name) for name in ("part_out", "part_lse", "row_items"))
     launch(
-        attention_kernel, grid,
-        query, key_blocks, value_blocks, out, lse, step.on_device.seq_lens, step.block_tables,
-        step.num_rows, step.num_tokens, step.window if step.causal else None, step.block_tables.stride(0),
-        *strides(query)[:2], *key_blocks.stride()[:3], *value_blocks.stride()[:3],
-        HEADS=heads, GROUP=heads // kv_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, BLOCK_SIZE=block_size,
-        CAUSAL=step.causal, FOLDED=given["scale"] > 0 and is_plain,
+        attention_kernel,
+        grid,
+        query,
+        key_blocks,
+        value_blocks,
+        out,
+        lse,
+        step.on_device.seq_lens,
+        step.block_tables,
+        step.num_rows,
+        step.num_tokens,
+        step.window if step.causal else None,
+        step.block_tables.stride(0),
+        *strides(query)[:2],
+        *key_blocks.stride()[:3],
+        *value_blocks.stride()[:3],
+        HEADS=heads,
+        GROUP=heads // kv_heads,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        BLOCK_SIZE=block_size,
+        CAUSAL=step.causal,
+        FOLDED=given["scale"] > 0 and is_plain,
         SAME_STRIDES=key_blocks.stride() == value_blocks.stride(),
-        DOT_DTYPE=dot_dtype(*dtypes), TILE=config.tile,
-        KEY_MAIN=key_tiles[0], KEY_REST=key_tiles[1], VALUE_MAIN=value_tiles[0], VALUE_REST=value_tiles[1],
-        num_warps=config.num_warps, num_stages=config.num_stages, writes=written, **given,
-    )  # fmt: skip
+        DOT_DTYPE=dot_dtype(*dtypes),
+        TILE=config.tile,
+        KEY_MAIN=key_tiles[0],
+        KEY_REST=key_tiles[1],
+        VALUE_MAIN=value_tiles[0],
+        VALUE_REST=value_tiles[1],
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        writes=written,
+        **given,
+    )
 
 
-def _bias_arguments(bias: Tensor | None, heads: int, query_len: int | None, step: StepMetadata) -> dict[str, Any]:
-    """The kernel's arguments for a bias: its strides by row, packed token, head and key, and its number of keys."""
+def _bias_arguments(
+    bias: Tensor | None, heads: int, query_len: int | None, step: StepMetadata
+) -> dict[str, Any]:
+    """The kernel's arguments for a bias: its strides by row, packed token, head and key, and its
+    number of keys."""
     if bias is None:
         return {}
     keys = bias.shape[-1] if bias.shape[-1] > 1 else step.block_tables.shape[1] * step.block_size
@@ -218,4 +327,6 @@ def _bias_arguments(bias: Tensor | None, heads: int, query_len: int | None, step
     row, head, token, key = bias.expand(step.num_rows, heads, query_len or 1, keys).stride()
     token = 0 if query_len is None else token
     row -= (query_len or 0) * token
-    return dict(bias=bias, bias_row=row, bias_token=token, bias_head=head, bias_key=key, bias_len=keys)
+    return dict(
+        bias=bias, bias_row=row, bias_token=token, bias_head=head, bias_key=key, bias_len=keys
+    )

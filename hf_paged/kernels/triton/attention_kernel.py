@@ -12,8 +12,8 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # read at import, as
 
 @triton.jit
 def dot(a, b, acc):
-    """`a @ b + acc` in float32; float32 products are exact. Operands are converted for Triton's interpreter, which
-    would multiply the bits of bfloat16."""
+    """`a @ b + acc` in float32; float32 products are exact. Operands are converted for Triton's
+    interpreter, which would multiply the bits of bfloat16."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     elif a.dtype == tl.float32:
@@ -24,11 +24,21 @@ def dot(a, b, acc):
 
 @triton.jit
 def _find_item(
-    seq_lens, starts, item, rows, programs, target, window, query_len,
-    TILE: tl.constexpr, MIN_SPLIT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-):  # fmt: skip
-    """Returns an item's row and split, the row's number of splits and first item, and the tokens per split. The row is
-    at least `rows` for an unused item. Every row has a split, so that rows without tokens get zeros."""
+    seq_lens,
+    starts,
+    item,
+    rows,
+    programs,
+    target,
+    window,
+    query_len,
+    TILE: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
+    """Returns an item's row and split, the row's number of splits and first item, and the tokens
+    per split. The row is at least `rows` for an unused item. Every row has a split, so that rows
+    without tokens get zeros."""
     i = tl.arange(0, BLOCK_ROWS)
     ends = tl.load(seq_lens + i, mask=i < rows, other=0)
     firsts = tl.load(starts + i, mask=i < rows, other=0)
@@ -46,9 +56,10 @@ def _find_item(
 
 @triton.jit
 def _find_row(query_start, tile, rows, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Returns a tile's row and its number within the row, which may be past the row's last tile. Row `i` begins at tile
-    `query_start[i] * GROUP // BLOCK_M + i`, which leaves each row at least the tiles it needs; a tile's row is the last
-    that begins at or before it. Counting takes one load where a binary search takes eight."""
+    """Returns a tile's row and its number within the row, which may be past the row's last tile.
+    Row `i` begins at tile `query_start[i] * GROUP // BLOCK_M + i`, which leaves each row at least
+    the tiles it needs; a tile's row is the last that begins at or before it. Counting takes one
+    load where a binary search takes eight."""
     row = -1
     for first in range(0, rows, 256):
         i = first + tl.arange(0, 256)
@@ -59,8 +70,8 @@ def _find_row(query_start, tile, rows, GROUP: tl.constexpr, BLOCK_M: tl.constexp
 
 @triton.jit
 def _load(pointers, is_seen, is_real, MASK_TOKENS: tl.constexpr, MASK_DIMS: tl.constexpr):
-    """Loads a tile of keys or values, zeros where masked. Masks that hide nothing are left out: they cost registers and
-    branches."""
+    """Loads a tile of keys or values, zeros where masked. Masks that hide nothing are left out:
+    they cost registers and branches."""
     if MASK_TOKENS and MASK_DIMS:
         return tl.load(pointers, mask=is_seen & is_real, other=0.0)
     elif MASK_TOKENS:
@@ -73,8 +84,9 @@ def _load(pointers, is_seen, is_real, MASK_TOKENS: tl.constexpr, MASK_DIMS: tl.c
 
 @triton.jit
 def _convert(tile, like, STORED: tl.constexpr):
-    """Converts a tile of keys or values to the dtype of `like`; codes (`quantized.NUMBERS`) convert exactly, unscaled.
-    8-bit floats are converted by float16 bits, which differ only in the exponent bias: this works on every chip."""
+    """Converts a tile of keys or values to the dtype of `like`; codes (`quantized.NUMBERS`) convert
+    exactly, unscaled. 8-bit floats are converted by float16 bits, which differ only in the exponent
+    bias: this works on every chip."""
     if STORED == 0:
         return tile.to(like.dtype)
     elif STORED == 1:
@@ -104,24 +116,64 @@ def _load_scales(scales, is_seen, MASKED: tl.constexpr):
 
 @triton.jit
 def _attend_tile(
-    acc, acc_rest, total, top, q, q_rest, keys, values, block_table, first_key, low, high,
-    query_position, window, scale, softcap, bias, factor,
-    key_block, key_token, value_block, value_token, bias_key, bias_len,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_MAIN: tl.constexpr, KEY_REST: tl.constexpr,
-    VALUE_MAIN: tl.constexpr, VALUE_REST: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    CAUSAL: tl.constexpr, FOLDED: tl.constexpr, SAME_STRIDES: tl.constexpr, VALUE_IS_KEY: tl.constexpr,
-    STORED: tl.constexpr, key_scales, value_scales, MASKED: tl.constexpr,
-):  # fmt: skip
-    """One step of FlashAttention's running softmax (arXiv 2205.14135, sec. 3.1): the tile of keys from `first_key`."""
+    acc,
+    acc_rest,
+    total,
+    top,
+    q,
+    q_rest,
+    keys,
+    values,
+    block_table,
+    first_key,
+    low,
+    high,
+    query_position,
+    window,
+    scale,
+    softcap,
+    bias,
+    factor,
+    key_block,
+    key_token,
+    value_block,
+    value_token,
+    bias_key,
+    bias_len,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_MAIN: tl.constexpr,
+    KEY_REST: tl.constexpr,
+    VALUE_MAIN: tl.constexpr,
+    VALUE_REST: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    FOLDED: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,
+    VALUE_IS_KEY: tl.constexpr,
+    STORED: tl.constexpr,
+    key_scales,
+    value_scales,
+    MASKED: tl.constexpr,
+):
+    """One step of FlashAttention's running softmax (arXiv 2205.14135, sec. 3.1): the tile of keys
+    from `first_key`."""
     position = first_key + tl.arange(0, TILE)
     # Unseen slots are not read: NaN times a weight of zero would be NaN.
     is_seen = (position >= low) & (position < high)
     if BLOCK_SIZE >= TILE:  # tiles start at multiples of TILE, so a tile lies within one block
-        block = tl.zeros([TILE], dtype=tl.int64) + tl.load(block_table + first_key // BLOCK_SIZE).to(tl.int64)
+        block = tl.zeros([TILE], dtype=tl.int64) + tl.load(
+            block_table + first_key // BLOCK_SIZE
+        ).to(tl.int64)
     else:  # one load per block
         firsts = first_key + tl.arange(0, TILE // BLOCK_SIZE) * BLOCK_SIZE
-        blocks = tl.load(block_table + firsts // BLOCK_SIZE, mask=firsts < high, other=0).to(tl.int64)
-        block = tl.reshape(tl.broadcast_to(blocks[:, None], [TILE // BLOCK_SIZE, BLOCK_SIZE]), [TILE])
+        blocks = tl.load(block_table + firsts // BLOCK_SIZE, mask=firsts < high, other=0).to(
+            tl.int64
+        )
+        block = tl.reshape(
+            tl.broadcast_to(blocks[:, None], [TILE // BLOCK_SIZE, BLOCK_SIZE]), [TILE]
+        )
     offset = (position % BLOCK_SIZE).to(tl.int64)
     key_rows = (block * key_block + offset * key_token)[:, None]
     d = tl.arange(0, KEY_MAIN)[None, :]
@@ -136,10 +188,13 @@ def _attend_tile(
         scores = dot(q_rest, tl.trans(k_rest), scores)
 
     if STORED:  # block strides count bytes, of codes and scales; scales are float32
-        scores *= _load_scales(key_scales + block * (key_block // 4) + offset, is_seen, MASKED)[None, :]
+        scores *= _load_scales(key_scales + block * (key_block // 4) + offset, is_seen, MASKED)[
+            None, :
+        ]
     if not FOLDED:
         scores = scores * scale
-    if softcap is not None:  # exact at both ends, where exp2 gives inf or 0; `libdevice.tanh` is slower
+    if softcap is not None:
+        # exact at both ends, where exp2 gives inf or 0; `libdevice.tanh` is slower
         scores = (1.0 - 2.0 / (tl.exp2(scores / softcap * (2.0 * LOG2_E)) + 1.0)) * softcap
     if bias is not None:
         bias_rows = bias[:, None] + (position.to(tl.int64) * bias_key)[None, :]
@@ -174,72 +229,177 @@ def _attend_tile(
         if VALUE_REST > 0:
             acc_rest = dot(weights, _scale(k_rest, factors, STORED), acc_rest * shrink[:, None])
     else:
-        value_rows = key_rows if SAME_STRIDES else (block * value_block + offset * value_token)[:, None]
+        value_rows = (
+            key_rows if SAME_STRIDES else (block * value_block + offset * value_token)[:, None]
+        )
         d = tl.arange(0, VALUE_MAIN)[None, :]
-        v = _load(values + value_rows + d, is_seen[:, None], d < VALUE_DIM, MASKED, VALUE_MAIN > VALUE_DIM)
+        v = _load(
+            values + value_rows + d, is_seen[:, None], d < VALUE_DIM, MASKED, VALUE_MAIN > VALUE_DIM
+        )
         acc = dot(weights, _scale(_convert(v, q, STORED), factors, STORED), acc * shrink[:, None])
         if VALUE_REST > 0:
             d = VALUE_MAIN + tl.arange(0, VALUE_REST)[None, :]
             v = _load(values + value_rows + d, is_seen[:, None], d < VALUE_DIM, MASKED, True)
-            acc_rest = dot(weights, _scale(_convert(v, q, STORED), factors, STORED), acc_rest * shrink[:, None])
+            acc_rest = dot(
+                weights, _scale(_convert(v, q, STORED), factors, STORED), acc_rest * shrink[:, None]
+            )
     return acc, acc_rest, total, new_top
 
 
 @triton.jit
 def _store_rows(
-    out, lse, at, acc, acc_rest, total, top, factor, is_row,
-    VALUE_DIM: tl.constexpr, VALUE_MAIN: tl.constexpr, VALUE_REST: tl.constexpr,
-):  # fmt: skip
-    """Writes results to the rows `at` of `(n, VALUE_DIM)`: zeros, and log-sum-exp `-inf`, for rows that saw no keys."""
+    out,
+    lse,
+    at,
+    acc,
+    acc_rest,
+    total,
+    top,
+    factor,
+    is_row,
+    VALUE_DIM: tl.constexpr,
+    VALUE_MAIN: tl.constexpr,
+    VALUE_REST: tl.constexpr,
+):
+    """Writes results to the rows `at` of `(n, VALUE_DIM)`: zeros, and log-sum-exp `-inf`, for rows
+    that saw no keys."""
     has_seen = total > 0.0
     total = tl.where(has_seen, total, 1.0)
     inverse = tl.where(has_seen, 1.0 / total, 0.0)[:, None]
     d = tl.arange(0, VALUE_MAIN)[None, :]
     pointers = out + at[:, None] * VALUE_DIM + d
-    tl.store(pointers, (acc * inverse).to(out.dtype.element_ty), mask=is_row[:, None] & (d < VALUE_DIM))
+    tl.store(
+        pointers, (acc * inverse).to(out.dtype.element_ty), mask=is_row[:, None] & (d < VALUE_DIM)
+    )
     if VALUE_REST > 0:
         d = VALUE_MAIN + tl.arange(0, VALUE_REST)[None, :]
         pointers = out + at[:, None] * VALUE_DIM + d
-        tl.store(pointers, (acc_rest * inverse).to(out.dtype.element_ty), mask=is_row[:, None] & (d < VALUE_DIM))
+        tl.store(
+            pointers,
+            (acc_rest * inverse).to(out.dtype.element_ty),
+            mask=is_row[:, None] & (d < VALUE_DIM),
+        )
     if lse is not None:
-        tl.store(lse + at, tl.where(has_seen, (top * factor + tl.log2(total)) * LN_2, float("-inf")), mask=is_row)
+        tl.store(
+            lse + at,
+            tl.where(has_seen, (top * factor + tl.log2(total)) * LN_2, float("-inf")),
+            mask=is_row,
+        )
 
 
-# Arguments that differ from step to step are not specialized: numbers, and the addresses of metadata, which are slices
-# of one buffer. Queries, keys and values are specialized for alignment, so that their loads are wide.
+# Arguments that differ from step to step are not specialized: numbers, and the addresses of
+# metadata, which are slices of one buffer. Queries, keys and values are specialized for alignment,
+# so that their loads are wide.
 @triton.jit(
     do_not_specialize=[
-        "rows", "num_tokens", "window", "table_row", "bias_row", "bias_token", "bias_head", "bias_len", "target",
+        "rows",
+        "num_tokens",
+        "window",
+        "table_row",
+        "bias_row",
+        "bias_token",
+        "bias_head",
+        "bias_len",
+        "target",
         "query_len",
     ],
-    do_not_specialize_on_alignment=["seq_lens", "block_tables", "starts", "query_start", "query_index", "bias"],
-)  # fmt: skip
+    do_not_specialize_on_alignment=[
+        "seq_lens",
+        "block_tables",
+        "starts",
+        "query_start",
+        "query_index",
+        "bias",
+    ],
+)
 def attention_kernel(
-    query, key_blocks, value_blocks, out, lse, seq_lens, block_tables, rows, num_tokens, window, table_row,
-    query_token, query_head, key_block, key_head, key_token, value_block, value_head, value_token, scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    CAUSAL: tl.constexpr, SPLIT: tl.constexpr, FOLDED: tl.constexpr, SAME_STRIDES: tl.constexpr,
-    DOT_DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, KEY_MAIN: tl.constexpr, KEY_REST: tl.constexpr,
-    VALUE_MAIN: tl.constexpr, VALUE_REST: tl.constexpr,
-    softcap=None, sinks=None, bias=None, bias_row=0, bias_token=0, bias_head=0, bias_key=0, bias_len=0,
-    starts=None, query_start=None, query_index=None, part_out=None, part_lse=None, row_items=None, target=0,
-    query_len=0, BY_LENGTH: tl.constexpr = False, ONE_QUERY: tl.constexpr = False, MIN_SPLIT: tl.constexpr = 0,
-    BLOCK_ROWS: tl.constexpr = 1, VALUE_IS_KEY: tl.constexpr = False,
-    STORED: tl.constexpr = 0, key_scales=None, value_scales=None,
-):  # fmt: skip
-    """Attention of one tile of query rows over the keys of their row, or a part of them. With `BY_LENGTH` all rows have
-    `query_len` queries, and their keys are split by length into items; else `query_start` determines the tiles, and the
-    keys of every row have the same number of parts."""
+    query,
+    key_blocks,
+    value_blocks,
+    out,
+    lse,
+    seq_lens,
+    block_tables,
+    rows,
+    num_tokens,
+    window,
+    table_row,
+    query_token,
+    query_head,
+    key_block,
+    key_head,
+    key_token,
+    value_block,
+    value_head,
+    value_token,
+    scale,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    SPLIT: tl.constexpr,
+    FOLDED: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TILE: tl.constexpr,
+    KEY_MAIN: tl.constexpr,
+    KEY_REST: tl.constexpr,
+    VALUE_MAIN: tl.constexpr,
+    VALUE_REST: tl.constexpr,
+    softcap=None,
+    sinks=None,
+    bias=None,
+    bias_row=0,
+    bias_token=0,
+    bias_head=0,
+    bias_key=0,
+    bias_len=0,
+    starts=None,
+    query_start=None,
+    query_index=None,
+    part_out=None,
+    part_lse=None,
+    row_items=None,
+    target=0,
+    query_len=0,
+    BY_LENGTH: tl.constexpr = False,
+    ONE_QUERY: tl.constexpr = False,
+    MIN_SPLIT: tl.constexpr = 0,
+    BLOCK_ROWS: tl.constexpr = 1,
+    VALUE_IS_KEY: tl.constexpr = False,
+    STORED: tl.constexpr = 0,
+    key_scales=None,
+    value_scales=None,
+):
+    """Attention of one tile of query rows over the keys of their row, or a part of them. With
+    `BY_LENGTH` all rows have `query_len` queries, and their keys are split by length into items;
+    else `query_start` determines the tiles, and the keys of every row have the same number of
+    parts."""
     part, num_parts = 0, 1
     if BY_LENGTH:
         if ONE_QUERY:
             query_len = 1
         m_tiles = (query_len * GROUP + BLOCK_M - 1) // BLOCK_M
-        kv_head, tile, item = tl.program_id(0) // m_tiles, tl.program_id(0) % m_tiles, tl.program_id(1)
+        kv_head = tl.program_id(0) // m_tiles
+        tile = tl.program_id(0) % m_tiles
+        item = tl.program_id(1)
         row = item
         if SPLIT:
             row, part, num_parts, first_item, size = _find_item(
-                seq_lens, starts, item, rows, tl.num_programs(0), target, window, query_len, TILE, MIN_SPLIT, BLOCK_ROWS
+                seq_lens,
+                starts,
+                item,
+                rows,
+                tl.num_programs(0),
+                target,
+                window,
+                query_len,
+                TILE,
+                MIN_SPLIT,
+                BLOCK_ROWS,
             )
             if row >= rows:
                 return
@@ -249,7 +409,9 @@ def attention_kernel(
         first_query = row * query_len
     else:
         # The last tiles see the most keys, so they start first.
-        row, tile = _find_row(query_start, tl.num_programs(0) - 1 - tl.program_id(0), rows, GROUP, BLOCK_M)
+        row, tile = _find_row(
+            query_start, tl.num_programs(0) - 1 - tl.program_id(0), rows, GROUP, BLOCK_M
+        )
         kv_head = tl.program_id(1)
         first_query = tl.load(query_start + row)
         query_len = tl.load(query_start + row + 1) - first_query
@@ -258,41 +420,55 @@ def attention_kernel(
 
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # query, then head within the group
     is_row = m < query_len * GROUP
-    head = (kv_head * GROUP + m % GROUP).to(tl.int64)  # int64: the stride of heads may span all tokens
+    # int64: the stride of heads may span all tokens
+    head = (kv_head * GROUP + m % GROUP).to(tl.int64)
     packed = (first_query + m // GROUP).to(tl.int64)
-    token = packed if query_index is None else tl.load(query_index + packed, mask=is_row, other=0).to(tl.int64)
+    token = (
+        packed
+        if query_index is None
+        else tl.load(query_index + packed, mask=is_row, other=0).to(tl.int64)
+    )
     q_rows = query + (token * query_token + head * query_head)[:, None]
     d = tl.arange(0, KEY_MAIN)[None, :]
-    q = _load(q_rows + d, is_row[:, None], d < KEY_DIM, True, True).to(DOT_DTYPE)  # [BLOCK_M, KEY_MAIN]
+    # [BLOCK_M, KEY_MAIN]
+    q = _load(q_rows + d, is_row[:, None], d < KEY_DIM, True, True).to(DOT_DTYPE)
     q_rest = None
     if KEY_REST > 0:
         d_rest = KEY_MAIN + tl.arange(0, KEY_REST)[None, :]
         q_rest = _load(q_rows + d_rest, is_row[:, None], d_rest < KEY_DIM, True, True).to(DOT_DTYPE)
 
-    # Some query of the tile sees each key in [low, high); all queries see those in [full_low, full_high).
+    # Some query of the tile sees each key in [low, high); all queries see those in [full_low,
+    # full_high).
     seq_len = tl.load(seq_lens + row)
     low = 0 if starts is None else tl.load(starts + row)
     high, full_low, full_high = seq_len, low, seq_len
     context_len = seq_len - query_len
     position = context_len + m // GROUP
     if CAUSAL:
-        oldest, newest = context_len, seq_len - 1
+        oldest = context_len
+        newest = seq_len - 1
         if not BY_LENGTH:
             oldest = context_len + tile * BLOCK_M // GROUP
-            newest = context_len + (tl.minimum(tile * BLOCK_M + BLOCK_M, query_len * GROUP) - 1) // GROUP
-            high, full_high = newest + 1, oldest + 1
+            newest = (
+                context_len + (tl.minimum(tile * BLOCK_M + BLOCK_M, query_len * GROUP) - 1) // GROUP
+            )
+            high = newest + 1
+            full_high = oldest + 1
         if window is not None:
             low = tl.maximum(low, oldest - window + 1)
             full_low = tl.maximum(full_low, newest - window + 1)
     if SPLIT:
-        aligned = low // TILE * TILE  # tiles start at multiples of TILE, so that they align with blocks
+        # tiles start at multiples of TILE, so that they align with blocks
+        aligned = low // TILE * TILE
         if not BY_LENGTH:
             part = tl.program_id(2)
             size = tl.cdiv(tl.cdiv(tl.maximum(high - aligned, 0), TILE), tl.num_programs(2)) * TILE
-        low, high = tl.maximum(low, aligned + part * size), tl.minimum(high, aligned + (part + 1) * size)
+        low = tl.maximum(low, aligned + part * size)
+        high = tl.minimum(high, aligned + (part + 1) * size)
         full_high = tl.minimum(full_high, high)
 
-    # Scores times `factor` are exponents of two; if nothing is added to the scores, `factor` includes the scale.
+    # Scores times `factor` are exponents of two; if nothing is added to the scores, `factor`
+    # includes the scale.
     factor = scale * LOG2_E if FOLDED else LOG2_E
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -313,8 +489,9 @@ def attention_kernel(
         value_scales += kv_head.to(tl.int64) * (value_head // 4)
     block_table = block_tables + row.to(tl.int64) * table_row
 
-    # Tiles at both ends need masks; all queries see [full_begin, full_end) whole. Decodes use one masked loop for all
-    # tiles: the loads of an unmasked loop would start only after those of the ends have arrived.
+    # Tiles at both ends need masks; all queries see [full_begin, full_end) whole. Decodes use one
+    # masked loop for all tiles: the loads of an unmasked loop would start only after those of the
+    # ends have arrived.
     begin = low // TILE * TILE
     end = tl.maximum(tl.cdiv(high, TILE) * TILE, begin)
     full_begin, full_end = end, end
@@ -327,29 +504,127 @@ def attention_kernel(
         if not BY_LENGTH:
             first_key = tl.where(i < leading, first_key, full_end + (i - leading) * TILE)
         acc, acc_rest, total, top = _attend_tile(
-            acc, acc_rest, total, top, q, q_rest, keys, values, block_table, first_key, low, high,
-            position, window, scale, softcap, bias_rows, factor,
-            key_block, key_token, value_block, value_token, bias_key, bias_len,
-            KEY_DIM, VALUE_DIM, KEY_MAIN, KEY_REST, VALUE_MAIN, VALUE_REST, BLOCK_SIZE, TILE,
-            CAUSAL and not ONE_QUERY, FOLDED, SAME_STRIDES, VALUE_IS_KEY, STORED, key_scales, value_scales, True,
-        )  # fmt: skip
+            acc,
+            acc_rest,
+            total,
+            top,
+            q,
+            q_rest,
+            keys,
+            values,
+            block_table,
+            first_key,
+            low,
+            high,
+            position,
+            window,
+            scale,
+            softcap,
+            bias_rows,
+            factor,
+            key_block,
+            key_token,
+            value_block,
+            value_token,
+            bias_key,
+            bias_len,
+            KEY_DIM,
+            VALUE_DIM,
+            KEY_MAIN,
+            KEY_REST,
+            VALUE_MAIN,
+            VALUE_REST,
+            BLOCK_SIZE,
+            TILE,
+            CAUSAL and not ONE_QUERY,
+            FOLDED,
+            SAME_STRIDES,
+            VALUE_IS_KEY,
+            STORED,
+            key_scales,
+            value_scales,
+            True,
+        )
     if not BY_LENGTH:
         for first_key in range(full_begin, full_end, TILE):
             acc, acc_rest, total, top = _attend_tile(
-                acc, acc_rest, total, top, q, q_rest, keys, values, block_table, first_key, low, high,
-                position, window, scale, softcap, bias_rows, factor,
-                key_block, key_token, value_block, value_token, bias_key, bias_len,
-                KEY_DIM, VALUE_DIM, KEY_MAIN, KEY_REST, VALUE_MAIN, VALUE_REST, BLOCK_SIZE, TILE,
-                CAUSAL, FOLDED, SAME_STRIDES, VALUE_IS_KEY, STORED, key_scales, value_scales, False,
-            )  # fmt: skip
+                acc,
+                acc_rest,
+                total,
+                top,
+                q,
+                q_rest,
+                keys,
+                values,
+                block_table,
+                first_key,
+                low,
+                high,
+                position,
+                window,
+                scale,
+                softcap,
+                bias_rows,
+                factor,
+                key_block,
+                key_token,
+                value_block,
+                value_token,
+                bias_key,
+                bias_len,
+                KEY_DIM,
+                VALUE_DIM,
+                KEY_MAIN,
+                KEY_REST,
+                VALUE_MAIN,
+                VALUE_REST,
+                BLOCK_SIZE,
+                TILE,
+                CAUSAL,
+                FOLDED,
+                SAME_STRIDES,
+                VALUE_IS_KEY,
+                STORED,
+                key_scales,
+                value_scales,
+                False,
+            )
 
-    at = packed * HEADS + head
+    # Rows of the output are numbered from `m` again: kept in the loop, their int64 numbers would
+    # cost registers.
+    at = (m // GROUP * HEADS + m % GROUP).to(tl.int64) + kv_head * GROUP
+    first = first_query.to(tl.int64)
     if SPLIT and not BY_LENGTH:
-        at += tl.cast(part, tl.int64) * num_tokens * HEADS
+        first += tl.cast(part, tl.int64) * num_tokens
     if not BY_LENGTH or num_parts == 1:
-        _store_rows(out, lse, at, acc, acc_rest, total, top, factor, is_row, VALUE_DIM, VALUE_MAIN, VALUE_REST)
-    elif SPLIT:
-        at = (item.to(tl.int64) * query_len + m // GROUP) * HEADS + head
+        rows_at = at + first * HEADS
         _store_rows(
-            part_out, part_lse, at, acc, acc_rest, total, top, factor, is_row, VALUE_DIM, VALUE_MAIN, VALUE_REST
+            out,
+            lse,
+            rows_at,
+            acc,
+            acc_rest,
+            total,
+            top,
+            factor,
+            is_row,
+            VALUE_DIM,
+            VALUE_MAIN,
+            VALUE_REST,
+        )
+    elif SPLIT:
+        rows_at = at + item.to(tl.int64) * query_len * HEADS
+        _store_rows(
+            part_out,
+            part_lse,
+            rows_at,
+            acc,
+            acc_rest,
+            total,
+            top,
+            factor,
+            is_row,
+            VALUE_DIM,
+            VALUE_MAIN,
+            VALUE_REST,
         )

@@ -1,5 +1,5 @@
-"""Finds rows of a decode step that share enough leading blocks to attend to them once for all these rows (cascade
-inference, FlashInfer, arXiv 2501.01005, sec. 3.1.2). Needs no Triton."""
+"""Finds rows of a decode step that share enough leading blocks to attend to them once for all these
+rows (cascade inference, FlashInfer, arXiv 2501.01005, sec. 3.1.2). Needs no Triton."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ class CascadeCosts(NamedTuple):
 def make_cascade(groups: Sequence[SharedPrefix], step: StepMetadata) -> Cascade:
     size, device = step.block_size, step.block_tables.device
     width = max(group.num_blocks for group in groups)
-    starts, tables, bounds, members = [0] * step.num_rows, array("i"), [0], array("i")
+    starts = [0] * step.num_rows
+    tables = array("i")
+    bounds = [0]
+    members = array("i")
     for rows, num_blocks in groups:
         bounds.append(bounds[-1] + len(rows))
         members.extend(rows)
@@ -53,7 +56,8 @@ def make_cascade(groups: Sequence[SharedPrefix], step: StepMetadata) -> Cascade:
 
 def default_costs(query: Tensor, key_blocks: Tensor, value_blocks: Tensor) -> CascadeCosts:
     kv_heads, _, key_dim = key_blocks.shape[1:]
-    heads, value_dim = query.shape[1], value_blocks.shape[3]
+    heads = query.shape[1]
+    value_dim = value_blocks.shape[3]
     return CascadeCosts(
         token_bytes=kv_heads * (key_dim + value_dim) * key_blocks.element_size(),
         state_bytes=heads * (value_dim + 1) * 4,
@@ -64,7 +68,8 @@ def default_costs(query: Tensor, key_blocks: Tensor, value_blocks: Tensor) -> Ca
 
 
 def find_cascade(step: StepMetadata, costs: CascadeCosts) -> Cascade | None:
-    """The cascade that pays off for a step of decodes, or `None`. Rows longer than their window share nothing."""
+    """The cascade that pays off for a step of decodes, or `None`. Rows longer than their window
+    share nothing."""
     if not step.block_ids or any(step.starts):
         return None
     window = step.window
@@ -76,25 +81,39 @@ def find_cascade(step: StepMetadata, costs: CascadeCosts) -> Cascade | None:
 def plan_cascade(
     tables: Sequence[list[int]], seq_lens: Sequence[int], block_size: int, costs: CascadeCosts
 ) -> tuple[SharedPrefix, ...]:
-    """Groups of rows (each row in at most one) that move fewer bytes if their shared leading blocks are read once per
-    `rows_per_read` rows, at the cost of writing and reading one more state per row and split; none if they save at
-    most `overhead_bytes` together. The last token of a row is never in a shared part."""
-    usable = {row: (seq_len - 1) // block_size for row, seq_len in enumerate(seq_lens) if seq_len > block_size}
+    """Groups of rows (each row in at most one) that move fewer bytes if their shared leading blocks
+    are read once per `rows_per_read` rows, at the cost of writing and reading one more state per
+    row and split; none if they save at most `overhead_bytes` together. The last token of a row is
+    never in a shared part."""
+    usable = {
+        row: (seq_len - 1) // block_size
+        for row, seq_len in enumerate(seq_lens)
+        if seq_len > block_size
+    }
     groups, saved = _best(list(usable), tables, usable, block_size, costs)
     return tuple(groups) if saved > costs.overhead_bytes else ()
 
 
 def _best(
-    rows: list[int], tables: Sequence[list[int]], usable: dict[int, int], block_size: int, costs: CascadeCosts
+    rows: list[int],
+    tables: Sequence[list[int]],
+    usable: dict[int, int],
+    block_size: int,
+    costs: CascadeCosts,
 ) -> tuple[list[SharedPrefix], int]:
-    """One group of all rows, or the best groups of subsets that share more blocks; and the bytes saved."""
+    """One group of all rows, or the best groups of subsets that share more blocks; and the bytes
+    saved."""
     if len(rows) < 2:
         return [], 0
-    # A prefix of both the least and the greatest table is one of all tables; list comparisons run in C.
+    # A prefix of both the least and the greatest table is one of all tables; list comparisons run
+    # in C.
     chosen = [tables[row] for row in rows]
-    least, greatest = min(chosen), max(chosen)
+    least = min(chosen)
+    greatest = max(chosen)
     most = min(usable[row] for row in rows)
-    shared = bisect.bisect_left(range(1, most + 1), True, key=lambda count: least[:count] != greatest[:count])
+    shared = bisect.bisect_left(
+        range(1, most + 1), True, key=lambda count: least[:count] != greatest[:count]
+    )
     reads = -(-len(rows) // costs.rows_per_read)
     whole = (len(rows) - reads) * shared * block_size * costs.token_bytes
     whole -= 2 * len(rows) * (costs.splits + 1) * costs.state_bytes

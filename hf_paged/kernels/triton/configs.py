@@ -1,4 +1,5 @@
-"""Launch parameters by chip, head dims and dtype: from measured tables if there are any, else by a rule."""
+"""Launch parameters by chip, head dims and dtype: from measured tables if there are any, else by a
+rule."""
 
 from __future__ import annotations
 
@@ -6,13 +7,15 @@ import dataclasses
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-FOLDER = Path(__file__).with_name("configs")  # tables that `benchmarks.tune` writes, one per chip (sm90.json)
+# tables that `benchmarks.tune` writes, one per chip (sm90.json)
+FOLDER = Path(__file__).with_name("configs")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,12 +24,14 @@ class LaunchConfig:
     block_m: int = 16  # most query rows (queries x heads of a group) per program
     num_warps: int = 4
     num_stages: int = 3  # depth of the loop's software pipeline, as Triton counts
-    programs_per_sm: int = 2  # decode only: target programs per multiprocessor; higher values split rows more finely
+    # decode only: target programs per multiprocessor; higher values split rows more finely
+    programs_per_sm: int = 2
 
 
 def split_dim(dim: int, smallest: int = 16) -> tuple[int, int]:
-    """Sizes of one or two power-of-two tiles, each at least `smallest`, that cover `dim` elements; the second is 0 if
-    two would not be smaller than one: 80 is 64 + 16, 576 is 512 + 64, 112 is 128 and not 64 + 64."""
+    """Sizes of one or two power-of-two tiles, each at least `smallest`, that cover `dim` elements;
+    the second is 0 if two would not be smaller than one: 80 is 64 + 16, 576 is 512 + 64, 112 is 128
+    and not 64 + 64."""
     whole = max(smallest, triton.next_power_of_2(dim))
     if dim == whole or whole == smallest:
         return whole, 0
@@ -35,14 +40,15 @@ def split_dim(dim: int, smallest: int = 16) -> tuple[int, int]:
 
 
 def strides(tensor: Tensor) -> list[int]:
-    """Strides of a tensor, 0 for dimensions with one element, whose stride is arbitrary and unused: kernels are
-    compiled separately for stride 1, multiples of 16 and others."""
+    """Strides of a tensor, 0 for dimensions with one element, whose stride is arbitrary and unused:
+    kernels are compiled separately for stride 1, multiples of 16 and others."""
     return [0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride())]
 
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """The number of streaming multiprocessors (compute units) of a GPU; for other devices that of an H200."""
+    """The number of streaming multiprocessors (compute units) of a GPU; for other devices that of
+    an H200."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).multi_processor_count)
     if device.type == "xpu":
@@ -51,14 +57,20 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 def dot_dtype(*dtypes: torch.dtype) -> tl.dtype:
-    """The dtype to which operands of these dtypes are converted for `tl.dot`; it holds all their values."""
+    """The dtype to which operands of these dtypes are converted for `tl.dot`; it holds all their
+    values."""
     dtype = functools.reduce(torch.promote_types, dtypes)
     return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}.get(dtype, tl.float32)
 
 
 def as_numbers(blocks: Tensor) -> Tensor:
-    """Blocks as passed to kernels: 8-bit floats viewed as bytes, which every chip and Triton's interpreter support."""
-    return blocks.view(torch.uint8) if blocks.is_floating_point() and blocks.element_size() == 1 else blocks
+    """Blocks as passed to kernels: 8-bit floats viewed as bytes, which every chip and Triton's
+    interpreter support."""
+    return (
+        blocks.view(torch.uint8)
+        if blocks.is_floating_point() and blocks.element_size() == 1
+        else blocks
+    )
 
 
 def chip(device: torch.device) -> str:
@@ -73,6 +85,28 @@ def chip(device: torch.device) -> str:
     return "xpu" if device.type == "xpu" else "none"
 
 
+@functools.cache
+def _block_shared(driver: Any, index: Any) -> int:
+    return int(driver.utils.get_device_properties(index)["max_shared_mem"])
+
+
+def block_shared(device: torch.device) -> int:
+    """The most bytes of shared memory that a block may have; on the CPU, which has no limit, that
+    of chips 8.6."""
+    if device.type == "cpu":
+        return 99 << 10
+    driver = triton.runtime.driver.active
+    return _block_shared(
+        driver, driver.get_current_device() if device.index is None else device.index
+    )
+
+
+def reads_shared(chip: str) -> bool:
+    """Whether tensor cores read both operands from shared memory (Hopper's, and Blackwell's in data
+    centres); those of other chips read registers."""
+    return chip.startswith(("sm90", "sm10"))
+
+
 def key(kernel: str, key_dim: int, value_dim: int, dtype: torch.dtype, rows: int) -> str:
     """Names an entry of a table; `rows`: query rows that share a K/V head."""
     block_m = max(16, triton.next_power_of_2(rows))
@@ -80,49 +114,135 @@ def key(kernel: str, key_dim: int, value_dim: int, dtype: torch.dtype, rows: int
 
 
 def find_config(
-    kernel: str, key_dim: int, value_dim: int, dtype: torch.dtype, rows: int, device: torch.device
+    kernel: str,
+    key_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    rows: int,
+    device: torch.device,
+    value_is_key: bool = False,
 ) -> LaunchConfig:
-    """The measured config of the kernel `"decode"` or `"prefill"` for this chip, else the default one."""
-    name, arguments = chip(device), (key_dim, value_dim, dtype)
-    found = _tables(name).get(key(kernel, *arguments, rows if kernel == "decode" else min(rows, 128)))
-    if found is None and kernel == "decode":
-        found, widest = default_decode_config(*arguments, rows), max(key_dim, value_dim)
-        is_amd = name.startswith("gfx")
-        if (is_amd and widest > 256 and found.block_m > 16) or (name.startswith("sm8") and found.block_m > 32):
-            found = dataclasses.replace(found, tile=found.tile // 2)  # avoids register spills
-        if is_amd:  # 64 KiB of shared memory
-            found = dataclasses.replace(found, num_stages=2)
-    return found or default_prefill_config(*arguments, rows, name)
+    """The measured config of the kernel `"decode"` or `"prefill"` for this chip, else the default
+    one. `value_is_key`: values are the first elements of the keys, so that the kernel loads one
+    tile for both."""
+    name = chip(device)
+    arguments = (key_dim, value_dim, dtype)
+    measured = _tables(name).get(
+        key(kernel, *arguments, rows if kernel == "decode" else min(rows, 128))
+    )
+    if measured is not None:
+        return measured
+    default = default_decode_config if kernel == "decode" else default_prefill_config
+    return fit(
+        default(*arguments, rows, name),
+        kernel,
+        *arguments,
+        name,
+        block_shared(device),
+        value_is_key,
+    )
 
 
-def default_decode_config(key_dim: int, value_dim: int, dtype: torch.dtype, rows: int) -> LaunchConfig:
-    """Tiles of about 32 KiB of K and V together, the next one in flight while one is used: a multiprocessor of an H200
-    needs about 26 KiB in flight (4.8 TB/s, 700 ns). Block ids are prefetched too, so two tiles take five stages. The
-    accumulators of wide heads fill the registers. All fit the 99 KiB of shared memory of chips 8.6, 8.9 and 12.0."""
-    widest, block_m = max(key_dim, value_dim), max(16, triton.next_power_of_2(rows))
+def fit(
+    config: LaunchConfig,
+    kernel: str,
+    key_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    chip: str,
+    limit: int,
+    value_is_key: bool = False,
+) -> LaunchConfig:
+    """The config with fewer stages or smaller tiles, so that a block takes at most `limit` bytes of
+    shared memory. A decode waits for memory, so it keeps its stages; other steps compute, so they
+    keep their tile as long as they can.
+    """
+    while shared_bytes(config, kernel, key_dim, value_dim, dtype, chip, value_is_key) > limit:
+        if config.tile > 16 and (kernel == "decode" or config.num_stages <= 2):
+            config = dataclasses.replace(config, tile=config.tile // 2)
+        elif config.num_stages > 1:
+            config = dataclasses.replace(config, num_stages=config.num_stages - 1)
+        else:
+            break
+    return config
+
+
+def shared_bytes(
+    config: LaunchConfig,
+    kernel: str,
+    key_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    chip: str,
+    value_is_key: bool = False,
+) -> int:
+    """Most bytes of shared memory that a block of the kernel takes: queries, weights, and the tiles
+    of keys and values that the loop's pipeline holds."""
+    is_decode = kernel == "decode"
+    keys = sum(split_dim(key_dim))
+    values = (
+        sum(split_dim(value_dim, 32)) if is_decode else max(16, triton.next_power_of_2(value_dim))
+    )
+    tile = max(keys, values) if value_is_key or config.num_stages == 1 else keys + values
+    # Block ids take half of a decode's stages. Without a pipeline the tile of values replaces that
+    # of keys.
+    depth = max(1, (config.num_stages - 1) // 2 if is_decode else config.num_stages - 1)
+    queries = 0 if chip.startswith("gfx") else keys  # AMD's tensor cores read them from registers
+    numbers = config.block_m * (queries + config.tile) + depth * config.tile * tile
+    return numbers * dtype.itemsize + 1024  # block ids, barriers, and scratch of reductions
+
+
+def default_decode_config(
+    key_dim: int, value_dim: int, dtype: torch.dtype, rows: int, chip: str = "none"
+) -> LaunchConfig:
+    """Tiles of about 32 KiB of K and V together, the next one in flight while one is used: a
+    multiprocessor of an H200 needs about 26 KiB in flight (4.8 TB/s, 700 ns). Block ids are
+    prefetched too, so two tiles take five stages. The accumulators of wide heads fill the
+    registers."""
+    widest = max(key_dim, value_dim)
+    block_m = max(16, triton.next_power_of_2(rows))
+    is_amd = chip.startswith("gfx")
+    # AMD: eight warps have 256 registers a lane, which would spill
+    num_warps = 4 if is_amd or widest <= 256 else 8
     if dtype == torch.float32:  # products without tensor cores keep whole tiles in registers
-        return LaunchConfig(32 if widest <= 64 else 16, 16, num_warps=4 if widest <= 256 else 8, num_stages=2)
-    if widest > 256:
-        return LaunchConfig(32, min(block_m, 32), 8, num_stages=5 if block_m == 16 else 3, programs_per_sm=1)
-    if widest > 128:
-        return LaunchConfig(32, min(block_m, 32), 4, num_stages=5)
-    tile = 128 if widest <= 64 and block_m <= 32 else 64
-    return LaunchConfig(tile, min(block_m, 64), 4, num_stages=5 if block_m <= 32 else 3)
+        config = LaunchConfig(32 if widest <= 64 else 16, 16, num_warps, num_stages=2)
+    elif widest > 256:
+        stages = 5 if block_m == 16 else 3
+        config = LaunchConfig(32, min(block_m, 32), num_warps, num_stages=stages, programs_per_sm=1)
+    elif widest > 128:
+        config = LaunchConfig(32, min(block_m, 32), 4, num_stages=5)
+    else:
+        tile = 128 if widest <= 64 and block_m <= 32 else 64
+        config = LaunchConfig(tile, min(block_m, 64), 4, num_stages=5 if block_m <= 32 else 3)
+    is_large = (
+        (widest > 256 and config.block_m > 16)
+        if is_amd
+        else (not reads_shared(chip) and config.block_m > 32)
+    )
+    if is_large:
+        config = dataclasses.replace(config, tile=config.tile // 2)  # avoids register spills
+    return dataclasses.replace(config, num_stages=2) if is_amd else config
 
 
-def default_prefill_config(key_dim: int, value_dim: int, dtype: torch.dtype, rows: int, chip: str) -> LaunchConfig:
-    """Large tiles that compile without register spills and fit the shared memory: 99 KiB for heads up to 128, 163 KiB
-    for wider ones; 64 KiB on AMD chips. `rows`: most query rows of one row and K/V head."""
-    widest, is_short = max(key_dim, value_dim), rows <= 64
+def default_prefill_config(
+    key_dim: int, value_dim: int, dtype: torch.dtype, rows: int, chip: str
+) -> LaunchConfig:
+    """Large tiles that compile without register spills. `rows`: most query rows of one row and K/V
+    head."""
+    widest = max(key_dim, value_dim)
+    is_short = rows <= 64
     if dtype == torch.float32:  # products without tensor cores keep whole tiles in registers
-        return LaunchConfig(32 if widest <= 256 else 16, 32 if widest <= 128 else 16, 8, 1)
+        # masks take registers, too
+        is_padded = any(dim & (dim - 1) for dim in (key_dim, value_dim))
+        if widest > 256:
+            # two stages: with one, registers are spilled so that two blocks fit on a multiprocessor
+            return LaunchConfig(16, 16, 4 if chip.startswith("gfx") else 8, 2)
+        return LaunchConfig(32, 16 if is_padded or widest > 128 else 32, 8, 1)
     if widest > 256:
-        return LaunchConfig(16 if chip.startswith("gfx") else 32, 32, 8, 2)
-    # Tensor cores of Hopper and Blackwell read both operands from shared memory, earlier ones from registers.
-    from_shared = chip.startswith(("sm90", "sm10"))
+        return LaunchConfig(32, 32, 8, 2)
     if widest > 128:
-        return LaunchConfig(32, 64 if is_short or not from_shared else 128, 8, 3)
-    tile = 64 if from_shared or widest <= 64 else 32
+        return LaunchConfig(32, 128 if reads_shared(chip) and not is_short else 64, 8, 3)
+    tile = 64 if reads_shared(chip) or widest <= 64 else 32
     return LaunchConfig(tile, 64, 4, 3) if is_short else LaunchConfig(tile, 128, 8, 3)
 
 

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .launch import launch
 
 TILE_BYTES = 8192  # bytes that a program copies: 8 words of 8 bytes per thread of four warps
 
 
 @triton.jit(do_not_specialize=["num_tensors"])
-def _copy_kernel(table, pairs, num_tensors, WORD: tl.constexpr, WORD_BYTES: tl.constexpr, TILE: tl.constexpr):
-    # Each program copies one tile of one block of one tensor; neighbours copy the same block of different tensors.
-    tensor, pair = tl.program_id(0) % num_tensors, tl.program_id(0) // num_tensors
-    address, block_bytes = tl.load(table + 2 * tensor), tl.load(table + 2 * tensor + 1)
+def _copy_kernel(
+    table, pairs, num_tensors, WORD: tl.constexpr, WORD_BYTES: tl.constexpr, TILE: tl.constexpr
+):
+    # Each program copies one tile of one block of one tensor; neighbours copy the same block of
+    # different tensors.
+    tensor = tl.program_id(0) % num_tensors
+    pair = tl.program_id(0) // num_tensors
+    address = tl.load(table + 2 * tensor)
+    block_bytes = tl.load(table + 2 * tensor + 1)
     # Addresses are int64: a layer's blocks exceed 2^31 bytes.
     source = (address + tl.load(pairs + 2 * pair) * block_bytes).to(tl.pointer_type(WORD))
     target = (address + tl.load(pairs + 2 * pair + 1) * block_bytes).to(tl.pointer_type(WORD))
@@ -31,20 +37,30 @@ def describe(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
 
 
 def copy_blocks(places: Sequence[tuple[int, int]], table: Tensor, pairs: Tensor) -> None:
-    """Copies block `source` to block `target` of each tensor, for each pair, in one launch, without waiting for it.
+    """Copies block `source` to block `target` of each tensor, for each pair, in one launch, without
+    waiting for it.
 
     Args:
         places: The result of `describe` for the tensors, on the host.
         table: `(len(places), 2)` int64, the same on the device of the tensors.
-        pairs: `(n, 2)` int64, on that device, sources and targets. Ids must be valid, which is not checked; targets
-            must be distinct, and none may also be a source: programs run in any order.
+        pairs: `(n, 2)` int64, on that device, sources and targets. Ids must be valid, which is not
+            checked; targets must be distinct, and none may also be a source: programs run in any
+            order.
     """
     most = max(block_bytes for _, block_bytes in places)
     if most * len(pairs) == 0:
         return
     is_aligned = all((address | block_bytes) % 8 == 0 for address, block_bytes in places)
     word, word_bytes = (tl.int64, 8) if is_aligned else (tl.uint8, 1)
-    with torch.accelerator.device_index(table.device.index):
-        _copy_kernel[(len(pairs) * len(places), triton.cdiv(most, TILE_BYTES))](
-            table, pairs, len(places), WORD=word, WORD_BYTES=word_bytes, TILE=TILE_BYTES // word_bytes
-        )
+    # it writes to the blocks of the table, never in a forward that is recorded
+    launch(
+        _copy_kernel,
+        (len(pairs) * len(places), triton.cdiv(most, TILE_BYTES)),
+        table,
+        pairs,
+        len(places),
+        WORD=word,
+        WORD_BYTES=word_bytes,
+        TILE=TILE_BYTES // word_bytes,
+        writes=(table,),
+    )

@@ -1,4 +1,5 @@
-"""Triton hash of the bytes of many tensors in one launch, equal to `kernels.hashing.hash_portable` of each."""
+"""Triton hash of the bytes of many tensors in one launch, equal to `kernels.hashing.hash_portable`
+of each."""
 
 from __future__ import annotations
 
@@ -11,11 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from .configs import num_multiprocessors
+from .launch import launch
 
 TILE = 1024  # 8-byte words that a program reads at a time: 8 per thread of four warps
 PROGRAMS_PER_SM = 5  # resident programs per multiprocessor, with 90 registers per thread
 # The constants of `hash_portable`, as Triton's uint64 holds them.
-_STEP, _FIRST = tl.constexpr(0x9E3779B97F4A7C15), tl.constexpr(0xBF58476D1CE4E5B9)
+_STEP = tl.constexpr(0x9E3779B97F4A7C15)
+_FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
 _SECOND = tl.constexpr(0x94D049BB133111EB)
 
 
@@ -42,21 +45,27 @@ def _load_bytes(address, word, num_bytes):
 
 @triton.jit(do_not_specialize=["num_tensors", "num_tiles", "tiles_of_program"])
 def _hash_kernel(table, sums, num_tensors, num_tiles, tiles_of_program, TILE: tl.constexpr):
-    # A program hashes consecutive tiles, which may span several tensors. Tensor i has the tiles [firsts[i],
-    # firsts[i + 1]); starts[p] is the tensor with the first tile of program p.
-    addresses, sizes, firsts = table, table + num_tensors, table + 2 * num_tensors
+    # A program hashes consecutive tiles, which may span several tensors. Tensor i has the tiles
+    # [firsts[i], firsts[i + 1]); starts[p] is the tensor with the first tile of program p.
+    addresses = table
+    sizes = table + num_tensors
+    firsts = table + 2 * num_tensors
     starts = firsts + num_tensors + 1
     number = tl.load(starts + tl.program_id(0))
     tile = tl.program_id(0).to(tl.int64) * tiles_of_program
     end = tl.minimum(tile + tiles_of_program, num_tiles)
     lane = tl.arange(0, TILE).to(tl.int64)
     while tile < end:
-        address, size = tl.load(addresses + number), tl.load(sizes + number)
-        first, stop = tl.load(firsts + number), tl.minimum(end, tl.load(firsts + number + 1))
-        # Full tiles of an aligned tensor are read as words; its last tile, and unaligned tensors, as bytes.
+        address = tl.load(addresses + number)
+        size = tl.load(sizes + number)
+        first = tl.load(firsts + number)
+        stop = tl.minimum(end, tl.load(firsts + number + 1))
+        # Full tiles of an aligned tensor are read as words; its last tile, and unaligned tensors,
+        # as bytes.
         words_stop = tl.minimum(stop, first + tl.where(address % 8 == 0, size // (8 * TILE), 0))
         words = address.to(tl.pointer_type(tl.uint64))
-        total, total_again = tl.zeros([TILE], dtype=tl.uint64), tl.zeros([TILE], dtype=tl.uint64)
+        total = tl.zeros([TILE], dtype=tl.uint64)
+        total_again = tl.zeros([TILE], dtype=tl.uint64)
         for current in range(tile, words_stop):
             word = (current - first) * TILE + lane
             mixed, again = _mix(tl.load(words + word), (word + 1).to(tl.uint64))
@@ -69,14 +78,17 @@ def _hash_kernel(table, sums, num_tensors, num_tiles, tiles_of_program, TILE: tl
             total += tl.where(word * 8 < size, mixed, 0)
             total_again += tl.where(word * 8 < size, again, 0)
         tl.atomic_add(sums + 2 * number, tl.sum(total).to(tl.int64, bitcast=True), sem="relaxed")
-        tl.atomic_add(sums + 2 * number + 1, tl.sum(total_again).to(tl.int64, bitcast=True), sem="relaxed")
+        tl.atomic_add(
+            sums + 2 * number + 1, tl.sum(total_again).to(tl.int64, bitcast=True), sem="relaxed"
+        )
         tile = stop
         number += 1
 
 
 def hash_all(tensors: Sequence[Tensor]) -> Tensor:
-    """`hash_portable`, bit for bit, of each of several contiguous tensors of any dtype and size on one device:
-    `(len(tensors), 2)` int64 there, in one launch, without waiting for it."""
+    """`hash_portable`, bit for bit, of each of several contiguous tensors of any dtype and size on
+    one device: `(len(tensors), 2)` int64 there, in one launch, without waiting for it. Raises
+    `LaunchFailedError`."""
     device = tensors[0].device
     sums = torch.zeros(len(tensors), 2, dtype=torch.int64, device=device)
     sizes = np.array([tensor.nbytes for tensor in tensors], dtype=np.int64)
@@ -89,6 +101,15 @@ def hash_all(tensors: Sequence[Tensor]) -> Tensor:
     starts = np.searchsorted(firsts, np.arange(programs) * tiles_of_program, side="right") - 1
     addresses = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.uint64).view(np.int64)
     table = torch.from_numpy(np.concatenate([addresses, sizes, firsts, starts])).to(device)
-    with torch.accelerator.device_index(device.index):
-        _hash_kernel[(programs,)](table, sums, len(tensors), num_tiles, tiles_of_program, TILE=TILE)
+    launch(
+        _hash_kernel,
+        (programs,),
+        table,
+        sums,
+        len(tensors),
+        num_tiles,
+        tiles_of_program,
+        TILE=TILE,
+        writes=(sums,),
+    )
     return sums

@@ -1,9 +1,12 @@
-"""Launches Triton kernels and reports each launch to a recorder."""
+"""Launches Triton kernels and reports each launch to a recorder. A kernel that cannot run raises
+one error, after which its caller computes the same with PyTorch."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import logging
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -11,18 +14,127 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-# recorder of launches: gets the kernel, the grid, positional and keyword arguments, and the tensors written
-observer: ContextVar[Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any], list[Tensor]], None] | None]
+from ...topics import Topic
+
+logger = logging.getLogger(__name__)
+
+# recorder of launches: gets the kernel, the grid, positional and keyword arguments, and the tensors
+# written
+observer: ContextVar[
+    Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any], list[Tensor]], None] | None
+]
 observer = ContextVar("observer", default=None)
 
+# a kernel's first launch that takes as long has compiled it; others take milliseconds
+MIN_COMPILE_SECONDS = 0.05
+MIN_LOGGED_SECONDS = 2.0  # of compiling, before it is logged
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, writes: Sequence[Tensor | None], **kwargs: Any) -> None:
-    """Runs `kernel[grid](*args, **kwargs)` on the device of `writes`, which lists all tensors that it writes."""
+_failed: set[Hashable] = set()
+"""Kernels that failed, each with what it was compiled for: they would fail again, after compiling
+for a second or two.
+"""
+
+_told: set[str] = set()
+"""Names of kernels whose first error is logged."""
+
+
+class LaunchFailedError(RuntimeError):
+    """A kernel could not be compiled or launched. It has written nothing."""
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], *args: Any, writes: Sequence[Tensor | None], **kwargs: Any
+) -> None:
+    """Runs `kernel[grid](*args, **kwargs)` on the device of `writes`, which lists all tensors that
+    it writes.
+
+    Raises:
+        LaunchFailedError: if the kernel could not be compiled or launched, now or earlier; logged
+            once. Errors of the device, after which nothing runs on it any more, are raised as they
+            are.
+    """
     written = [tensor for tensor in writes if tensor is not None]
+    device = written[0].device
+    if _failed and _variant(kernel, args, kwargs, device) in _failed:
+        raise LaunchFailedError(f"{kernel.__name__} failed before")
     note = observer.get()
     # hides the tensor copies of Triton's interpreter, PyTorch operations, from the recorder
     unseen = contextlib.nullcontext() if note is None else _disable_current_modes()
-    with torch.accelerator.device_index(written[0].device.index), unseen:
-        kernel[grid](*args, **kwargs)
+    start = time.perf_counter()
+    try:
+        with torch.accelerator.device_index(device.index), unseen:
+            kernel[grid](*args, **kwargs)
+    except Exception as error:  # Triton fails in many ways
+        if not has_not_started(error, device):
+            raise
+        reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}"
+        if "out of memory" not in reason:  # which may pass
+            _failed.add(_variant(kernel, args, kwargs, device))
+        if kernel.__name__ not in _told:
+            _told.add(kernel.__name__)
+            text = "the Triton kernel %s does not run; PyTorch computes in its place: %s"
+            logger.warning(Topic.TRITON(text), kernel.__name__, reason)
+        raise LaunchFailedError(f"{kernel.__name__}: {reason}") from error
+    seconds = time.perf_counter() - start
+    if seconds >= MIN_COMPILE_SECONDS and device.type != "cpu":  # the interpreter compiles nothing
+        _compile_log.note(_variant(kernel, args, kwargs, device), seconds)
     if note is not None:
         note(kernel, grid, args, kwargs, written)
+
+
+def has_not_started(error: Exception, device: torch.device) -> bool:
+    """Whether a launch that raised `error` has written nothing, and `device` still works."""
+    if device.type == "cpu":  # Triton's interpreter: errors of the kernels' own code pass
+        from triton.errors import TritonError
+        from triton.runtime.errors import InterpreterError
+
+        return isinstance(error, (TritonError, RuntimeError)) and not isinstance(
+            error, InterpreterError
+        )
+    try:  # raises an earlier kernel's error, and in a capture, whose graph is then not recorded
+        torch.accelerator.synchronize(device)
+    except Exception:
+        return False
+    return True
+
+
+def _variant(
+    kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
+) -> Hashable:
+    """A key for what a kernel is compiled for, except alignments: constants, options, and the kinds
+    of other arguments. All constants are keyword arguments."""
+    # only constants are annotated
+    arguments = set(kernel.arg_names) - set(kernel.fn.__annotations__)
+    named = tuple((name, _kind(x) if name in arguments else x) for name, x in kwargs.items())
+    return kernel, device, tuple(map(_kind, args)), named
+
+
+def _kind(argument: Any) -> str:
+    return str(argument.dtype) if isinstance(argument, Tensor) else type(argument).__name__
+
+
+class CompileLog:
+    """Logs how long kernels were compiled, whenever that took `MIN_LOGGED_SECONDS` since it was
+    last logged."""
+
+    def __init__(self) -> None:
+        self._compiled: set[Hashable] = set()  # later slow launches of these wait for the device
+        self._num_kernels, self._seconds = 0, 0.0
+
+    def note(self, variant: Hashable, seconds: float) -> None:
+        """Notes a launch that took long enough to have compiled `variant`."""
+        if variant in self._compiled:
+            return
+        self._compiled.add(variant)
+        self._num_kernels += 1
+        self._seconds += seconds
+        if self._seconds >= MIN_LOGGED_SECONDS:
+            logger.info(
+                "compiling kernels: %d in %.1f s; later processes find them in Triton's cache",
+                self._num_kernels,
+                self._seconds,
+            )
+            self._num_kernels, self._seconds = 0, 0.0
+
+
+_compile_log = CompileLog()

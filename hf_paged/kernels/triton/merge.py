@@ -1,27 +1,44 @@
-"""Triton merge of attention results over disjoint sets of keys, by the log-sum-exp of their scores."""
+"""Triton merge of attention results over disjoint sets of keys, by the log-sum-exp of their
+scores."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .attention_kernel import LN_2, LOG2_E
-from .launch import launch
+from .launch import LaunchFailedError, launch
 
 
 @triton.jit(do_not_specialize=["parts", "queries"], do_not_specialize_on_alignment=["index"])
 def merge_kernel(
-    partials, partials_lse, row_items, tail_lse, index, out, out_lse, parts, queries,
-    partials_part, partials_token, partials_head,
-    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK_PARTS: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
+    partials,
+    partials_lse,
+    row_items,
+    tail_lse,
+    index,
+    out,
+    out_lse,
+    parts,
+    queries,
+    partials_part,
+    partials_token,
+    partials_head,
+    HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+    STEP: tl.constexpr,
+):
     # One query and BLOCK_HEADS heads per program.
     position = tl.program_id(0).to(tl.int64)
     token, source, first = position, position, 0
     if row_items is not None:
-        row, source = tl.program_id(0) // queries, (tl.program_id(0) % queries).to(tl.int64)
+        row = tl.program_id(0) // queries
+        source = (tl.program_id(0) % queries).to(tl.int64)
         first = tl.load(row_items + 2 * row).to(tl.int64)
         parts = tl.load(row_items + 2 * row + 1)
         if parts <= 1:
@@ -32,7 +49,8 @@ def merge_kernel(
     real = head < HEADS
     at = token * HEADS + head
     dim = tl.arange(0, VALUE_WIDTH)
-    target, inside = out + at[:, None] * VALUE_DIM + dim[None, :], real[:, None] & (dim < VALUE_DIM)[None, :]
+    target = out + at[:, None] * VALUE_DIM + dim[None, :]
+    inside = real[:, None] & (dim < VALUE_DIM)[None, :]
     nothing = float("-inf")
 
     # Load all log-sum-exps first, so that the loads of values do not wait for one another.
@@ -54,13 +72,20 @@ def merge_kernel(
         total += weight
         own_values = tl.load(target, mask=inside & (weight > 0.0)[:, None], other=0.0)
         acc += weight[:, None] * own_values.to(tl.float32)
-    rows = partials + (first * partials_part + source * partials_token + head * partials_head)[None, :, None]
+    rows = (
+        partials
+        + (first * partials_part + source * partials_token + head * partials_head)[None, :, None]
+    )
     for begin in range(0, parts, STEP):
         part = (begin + tl.arange(0, STEP)).to(tl.int64)[:, None]
-        lse = tl.load(lse_rows + part * lse_part, mask=(part < parts) & real[None, :], other=nothing)
+        lse = tl.load(
+            lse_rows + part * lse_part, mask=(part < parts) & real[None, :], other=nothing
+        )
         weights = tl.exp2((lse - anchor[None, :]) * LOG2_E)[:, :, None]
         mask = (weights > 0.0) & (dim < VALUE_DIM)[None, None, :]
-        values = tl.load(rows + part[:, :, None] * partials_part + dim[None, None, :], mask=mask, other=0.0)
+        values = tl.load(
+            rows + part[:, :, None] * partials_part + dim[None, None, :], mask=mask, other=0.0
+        )
         acc += tl.sum(weights * values.to(tl.float32), axis=0)
 
     tl.debug_barrier()  # all threads must read `out` before any writes it
@@ -82,33 +107,100 @@ def merge(
     row_items: Tensor | None = None,
     most_parts: int | None = None,
 ) -> None:
-    """
-    Computes softmax attention over all keys from partial results (FlashInfer, arXiv 2501.01005, sec. 2.2). A part whose
-    log-sum-exp is `-inf` is ignored, whatever it holds; if all are, the result is zeros.
+    """Computes softmax attention over all keys from partial results (FlashInfer, arXiv 2501.01005,
+    sec. 2.2). A part whose log-sum-exp is `-inf` is ignored, whatever it holds; if all are, the
+    result is zeros. In plain PyTorch if the kernel does not run, so that the parts, which took most
+    of the time, are used.
 
     Args:
-        partials, partials_lse: `(parts, n, heads, value_dim)` and `(parts, n, heads)` float32, of `n` queries.
-        out, out_lse: `(num_tokens, heads, value_dim)`, contiguous, and `(num_tokens, heads)` float32, written.
-        tail_lse: `(num_tokens, heads)` float32, the log-sum-exp of `out`, which then is one more part; may be
-            `out_lse`.
+        partials, partials_lse: `(parts, n, heads, value_dim)` and `(parts, n, heads)` float32, of
+            `n` queries.
+        out, out_lse: `(num_tokens, heads, value_dim)`, contiguous, and `(num_tokens, heads)`
+            float32, written.
+        tail_lse: `(num_tokens, heads)` float32, the log-sum-exp of `out`, which then is one more
+            part; may be `out_lse`.
         index: `(n,)`, the token of `out` of each query, each at most once; `0 .. n - 1` without it.
-        row_items: `(rows, 2)` int32, for rows of `n` queries with separate parts: the first part of each row and the
-            number of its parts, at most `most_parts`; rows with one part are not written.
+        row_items: `(rows, 2)` int32, for rows of `n` queries with separate parts: the first part of
+            each row and the number of its parts, at most `most_parts`; rows with one part are not
+            written.
     """
     parts, queries, heads, value_dim = partials.shape
     positions = queries if row_items is None else len(out)
     if positions * heads == 0:
         return
-    most, width = most_parts or parts, triton.next_power_of_2(value_dim)
-    block_parts = next((size for size in (16, 64, 256) if size >= most), triton.next_power_of_2(most))  # few variants
+    most = most_parts or parts
+    width = triton.next_power_of_2(value_dim)
+    # few variants
+    block_parts = next(
+        (size for size in (16, 64, 256) if size >= most), triton.next_power_of_2(most)
+    )
     step = min(8, max(2, 2048 // width))  # parts at a time; more would spill registers
     # At least two: Triton does not vectorise loads of a tile with a dimension of one.
     block_heads = min(triton.next_power_of_2(heads), max(2, 1024 // (width * step)))
-    launch(
-        merge_kernel, (positions, triton.cdiv(heads, block_heads)),
-        partials, partials_lse.contiguous(), row_items, tail_lse, index, out, out_lse, parts, queries,
-        *partials.stride()[:3],
-        HEADS=heads, VALUE_DIM=value_dim, VALUE_WIDTH=width,
-        BLOCK_HEADS=block_heads, BLOCK_PARTS=block_parts, STEP=step, num_warps=4 if width <= 256 else 8,
-        writes=(out, out_lse),
-    )  # fmt: skip
+    try:
+        launch(
+            merge_kernel,
+            (positions, triton.cdiv(heads, block_heads)),
+            partials,
+            partials_lse.contiguous(),
+            row_items,
+            tail_lse,
+            index,
+            out,
+            out_lse,
+            parts,
+            queries,
+            *partials.stride()[:3],
+            HEADS=heads,
+            VALUE_DIM=value_dim,
+            VALUE_WIDTH=width,
+            BLOCK_HEADS=block_heads,
+            BLOCK_PARTS=block_parts,
+            STEP=step,
+            num_warps=4 if width <= 256 else 8,
+            writes=(out, out_lse),
+        )
+    except LaunchFailedError:
+        rows = slice(None) if index is None else index.long()
+        _merge_portable(partials, partials_lse, out, tail_lse, rows, out_lse, row_items, most)
+
+
+def _merge_portable(
+    partials: Tensor,
+    partials_lse: Tensor,
+    out: Tensor,
+    tail_lse: Tensor | None,
+    tokens: slice | Tensor,
+    out_lse: Tensor | None,
+    row_items: Tensor | None,
+    most_parts: int,
+) -> None:
+    """`merge` in plain PyTorch, without waiting for the device."""
+    nothing = float("-inf")
+    before = out[tokens]
+    is_merged = torch.ones((), dtype=torch.bool, device=out.device)
+    if row_items is not None:
+        # the parts of each row: (most_parts, rows, queries, heads), then as without `row_items`
+        number = torch.arange(most_parts, device=out.device)[:, None]
+        first, count = row_items.long().unbind(1)
+        items = (first + number).clamp(max=len(partials) - 1)
+        partials = partials[items].flatten(1, 2)
+        partials_lse = (
+            partials_lse[items]
+            .masked_fill((number >= count)[..., None, None], nothing)
+            .flatten(1, 2)
+        )
+        is_merged = (count > 1).repeat_interleave(len(out) // len(row_items), output_size=len(out))[
+            :, None
+        ]
+    lse = partials_lse
+    values = partials.float()
+    if tail_lse is not None:
+        lse = torch.cat([lse, tail_lse[tokens][None]])
+        values = torch.cat([values, before[None].float()])
+    total = lse.logsumexp(0)
+    weights = (lse - total.masked_fill(total == nothing, 0.0)).exp()[..., None]
+    result = (weights * values.masked_fill(weights == 0, 0.0)).sum(0).to(out.dtype)
+    out[tokens] = torch.where(is_merged[..., None], result, before)
+    if out_lse is not None:
+        out_lse[tokens] = torch.where(is_merged, total, out_lse[tokens])

@@ -26,7 +26,8 @@ def to_float16(x):
 
 @triton.jit
 def tanh(x):
-    """Hyperbolic tangent by exponentials, and near 0, where these cancel, by a polynomial (Cephes, `tanhf`)."""
+    """Hyperbolic tangent by exponentials, and near 0, where these cancel, by a polynomial (Cephes,
+    `tanhf`)."""
     z = x * x
     p = z * -5.70498872745e-3 + 2.06390887954e-2
     p = p * z - 5.37397155531e-2

@@ -17,21 +17,28 @@ TINY = tl.constexpr(quantized.TINY)
 
 @triton.jit
 def _code8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """The bits of an 8-bit float for each number, rounded to nearest even; numbers must be in range."""
+    """The bits of an 8-bit float for each number, rounded to nearest even; numbers must be in
+    range."""
     SHIFT: tl.constexpr = 23 - MANTISSA
     UNIT: tl.constexpr = (128 - BIAS + SHIFT) << 23
     bits = x.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    normal = (magnitude + ((1 << (SHIFT - 1)) - 1) + ((magnitude >> SHIFT) & 1) - ((127 - BIAS) << 23)) >> SHIFT
-    unit = (tl.zeros_like(magnitude) + UNIT).to(tl.float32, bitcast=True)  # its last bit is the smallest subnormal
+    normal = (
+        magnitude + ((1 << (SHIFT - 1)) - 1) + ((magnitude >> SHIFT) & 1) - ((127 - BIAS) << 23)
+    ) >> SHIFT
+    # its last bit is the smallest subnormal
+    unit = (tl.zeros_like(magnitude) + UNIT).to(tl.float32, bitcast=True)
     subnormal = (magnitude.to(tl.float32, bitcast=True) + unit).to(tl.uint32, bitcast=True) - UNIT
     found = tl.where(magnitude >= ((128 - BIAS) << 23), normal, subnormal)
     return ((found & 0x7F) | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit
-def _store_states(states, target, scales, mask, is_head, STORED: tl.constexpr, LARGEST: tl.constexpr):
-    """Stores states of some heads of one token, `[heads, dim]`, unquantized or as codes (`kernels/quantized.py`)."""
+def _store_states(
+    states, target, scales, mask, is_head, STORED: tl.constexpr, LARGEST: tl.constexpr
+):
+    """Stores states of some heads of one token, `[heads, dim]`, unquantized or as codes
+    (`kernels/quantized.py`)."""
     if STORED == 0:
         tl.store(target, states.to(target.dtype.element_ty), mask=mask)
     else:
@@ -50,24 +57,58 @@ def _store_states(states, target, scales, mask, is_head, STORED: tl.constexpr, L
 
 
 @triton.jit(
-    do_not_specialize=["tokens", "num_slots", "slots_row", "slots_token"], do_not_specialize_on_alignment=["slots"]
+    do_not_specialize=["tokens", "num_slots", "slots_row", "slots_token"],
+    do_not_specialize_on_alignment=["slots"],
 )
 def _store_kernel(
-    keys, values, key_blocks, value_blocks, slots, tokens, num_slots, slots_row, slots_token,
-    key_row, key_head, key_token, key_d, value_row, value_head, value_token, value_d,
-    key_block, key_block_head, key_block_token, key_block_d,
-    value_block, value_block_head, value_block_token, value_block_d,
-    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr,
-    STORED: tl.constexpr = 0, LARGEST: tl.constexpr = 1.0, key_scales=None, value_scales=None,
-):  # fmt: skip
-    # One token and BLOCK_HEADS heads per program. Addresses are int64: states of a long prompt exceed 2^31 elements.
-    row, token = (tl.program_id(0) // tokens).to(tl.int64), (tl.program_id(0) % tokens).to(tl.int64)
+    keys,
+    values,
+    key_blocks,
+    value_blocks,
+    slots,
+    tokens,
+    num_slots,
+    slots_row,
+    slots_token,
+    key_row,
+    key_head,
+    key_token,
+    key_d,
+    value_row,
+    value_head,
+    value_token,
+    value_d,
+    key_block,
+    key_block_head,
+    key_block_token,
+    key_block_d,
+    value_block,
+    value_block_head,
+    value_block_token,
+    value_block_d,
+    HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+    STORED: tl.constexpr = 0,
+    LARGEST: tl.constexpr = 1.0,
+    key_scales=None,
+    value_scales=None,
+):
+    # One token and BLOCK_HEADS heads per program. Addresses are int64: states of a long prompt
+    # exceed 2^31 elements.
+    row = (tl.program_id(0) // tokens).to(tl.int64)
+    token = (tl.program_id(0) % tokens).to(tl.int64)
     slot = tl.load(slots + row * slots_row + token * slots_token).to(tl.int64)
-    # Slots outside the pool are skipped as -1 is: a captured graph cannot raise, and must not write elsewhere.
+    # Slots outside the pool are skipped as -1 is: a captured graph cannot raise, and must not write
+    # elsewhere.
     if (slot < 0) | (slot >= num_slots):
         return
-    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    block = slot // BLOCK_SIZE
+    offset = slot % BLOCK_SIZE
     head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)[:, None]
     one = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)
     if STORED:  # block strides count bytes; scales are float32
@@ -76,37 +117,71 @@ def _store_kernel(
     d = tl.arange(0, BLOCK_KEY).to(tl.int64)[None, :]
     mask = (head < HEADS) & (d < KEY_DIM)
     source = keys + row * key_row + token * key_token + head * key_head + d * key_d
-    target = key_blocks + block * key_block + offset * key_block_token + head * key_block_head + d * key_block_d
-    _store_states(tl.load(source, mask=mask), target, key_scales, mask, one < HEADS, STORED, LARGEST)
+    target = (
+        key_blocks
+        + block * key_block
+        + offset * key_block_token
+        + head * key_block_head
+        + d * key_block_d
+    )
+    _store_states(
+        tl.load(source, mask=mask), target, key_scales, mask, one < HEADS, STORED, LARGEST
+    )
     d = tl.arange(0, BLOCK_VALUE).to(tl.int64)[None, :]
     mask = (head < HEADS) & (d < VALUE_DIM)
     source = values + row * value_row + token * value_token + head * value_head + d * value_d
     target = value_blocks + block * value_block + offset * value_block_token
     target += head * value_block_head + d * value_block_d
-    _store_states(tl.load(source, mask=mask), target, value_scales, mask, one < HEADS, STORED, LARGEST)
+    _store_states(
+        tl.load(source, mask=mask), target, value_scales, mask, one < HEADS, STORED, LARGEST
+    )
 
 
-def store(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor) -> None:
-    """The store of `cache.storage.choose_store` in one launch, without waiting for the device. Slots, int32 or int64,
-    that are negative or past the pool are skipped; a slots tensor on another device is copied."""
+def store(
+    keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor
+) -> None:
+    """The store of `cache.storage.choose_store` in one launch, without waiting for the device.
+    Slots, int32 or int64, that are negative or past the pool are skipped; a slots tensor on another
+    device is copied."""
     slots = slots.to(key_blocks.device, non_blocking=True)
     batch, heads, tokens, key_dim = keys.shape
     if batch * tokens * heads == 0:
         return
     num_blocks, _, block_size, value_dim = value_blocks.shape
-    block_key, block_value = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
+    block_key = triton.next_power_of_2(key_dim)
+    block_value = triton.next_power_of_2(value_dim)
     # About 2048 elements per program: 16 per thread of four warps.
     block_heads = min(triton.next_power_of_2(heads), max(1, 2048 // max(block_key, block_value)))
     given: dict[str, Any] = {}
     if (stored := quantized.NUMBERS.get(key_blocks.dtype)) is not None:
         given = dict(STORED=stored, LARGEST=quantized.LARGEST[key_blocks.dtype])
-        given |= dict(key_scales=quantized.scales(key_blocks), value_scales=quantized.scales(value_blocks))
-        key_blocks, value_blocks = as_numbers(key_blocks), as_numbers(value_blocks)
+        given |= dict(
+            key_scales=quantized.scales(key_blocks), value_scales=quantized.scales(value_blocks)
+        )
+        key_blocks = as_numbers(key_blocks)
+        value_blocks = as_numbers(value_blocks)
     launch(
-        _store_kernel, (batch * tokens, triton.cdiv(heads, block_heads)),
-        keys, values, key_blocks, value_blocks, slots, tokens, num_blocks * block_size, *slots.stride(),
-        *strides(keys), *strides(values), *key_blocks.stride(), *value_blocks.stride(),
-        HEADS=heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, BLOCK_SIZE=block_size,
-        BLOCK_HEADS=block_heads, BLOCK_KEY=block_key, BLOCK_VALUE=block_value,
-        writes=(key_blocks, value_blocks, given.get("key_scales"), given.get("value_scales")), **given,
-    )  # fmt: skip
+        _store_kernel,
+        (batch * tokens, triton.cdiv(heads, block_heads)),
+        keys,
+        values,
+        key_blocks,
+        value_blocks,
+        slots,
+        tokens,
+        num_blocks * block_size,
+        *slots.stride(),
+        *strides(keys),
+        *strides(values),
+        *key_blocks.stride(),
+        *value_blocks.stride(),
+        HEADS=heads,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        BLOCK_SIZE=block_size,
+        BLOCK_HEADS=block_heads,
+        BLOCK_KEY=block_key,
+        BLOCK_VALUE=block_value,
+        writes=(key_blocks, value_blocks, given.get("key_scales"), given.get("value_scales")),
+        **given,
+    )

@@ -1,7 +1,7 @@
-"""
-Run by Python at startup (`site`) in processes that `python -m hf_paged run` started: it puts this folder on PYTHONPATH,
-as `opentelemetry-instrument` and `ddtrace-run` do with theirs. Imports `hf_paged` as soon as transformers' models are
-usable; processes that do not import them import nothing.
+"""Run by Python at startup (`site`) in processes that `python -m hf_paged run` started: it puts
+this folder on PYTHONPATH, as `opentelemetry-instrument` and `ddtrace-run` do with theirs. Imports
+`hf_paged` as soon as transformers' models are usable; processes that do not import them import
+nothing.
 """
 
 from __future__ import annotations
@@ -22,16 +22,21 @@ SERVER = "transformers.cli.serving.server"
 
 
 class AfterImport(MetaPathFinder):
-    """Finds the `hf_paged` that this file belongs to, and imports it after the modules of transformers in `MODELS`."""
+    """Finds the `hf_paged` that this file belongs to, and imports it after the modules of
+    transformers in `MODELS`."""
 
-    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Any = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name == "hf_paged":
             init = os.path.join(PACKAGE, "__init__.py")
             return spec_from_file_location(name, init, submodule_search_locations=[PACKAGE])
         if name not in (*MODELS, SERVER):
             return None
         others = (each for each in sys.meta_path if each is not self)
-        spec = next((found for each in others if (found := each.find_spec(name, path, target))), None)
+        spec = next(
+            (found for each in others if (found := each.find_spec(name, path, target))), None
+        )
         if spec is not None and spec.loader is not None:
             loader: Any = spec.loader
             run = loader.exec_module

@@ -39,7 +39,9 @@ def both(inputs: dict[str, Any], model_name: str = "llama", **options: Any) -> t
 @pytest.mark.parametrize("do_sample", [False, True], ids=["search", "sample"])
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 2.5])
-def test_results_are_those_of_generate(early_stopping: Any, length_penalty: float, do_sample: bool) -> None:
+def test_results_are_those_of_generate(
+    early_stopping: Any, length_penalty: float, do_sample: bool
+) -> None:
     left_early = 0
 
     def count(decoding: Any, advance: Any) -> None:
@@ -87,7 +89,9 @@ def test_a_settled_prompt_leaves_and_its_result_stays() -> None:
         needed[keep_all] = sum(rows)
     assert needed[False] < needed[True]
     for early_stopping in (False, True):
-        (theirs, their_scores), (ours, our_scores) = (kept[keep, early_stopping] for keep in (True, False))
+        (theirs, their_scores), (ours, our_scores) = (
+            kept[keep, early_stopping] for keep in (True, False)
+        )
         assert torch.equal(theirs, ours)
         torch.testing.assert_close(their_scores, our_scores)
 
@@ -104,9 +108,14 @@ def test_dicts(do_sample: bool) -> None:
         output_scores=True,
         output_logits=True,
     )
-    assert type(ours) is type(plain) and ours.keys() | {compat.OUTPUT_CACHE} == plain.keys() | {compat.OUTPUT_CACHE}
+    assert type(ours) is type(plain) and ours.keys() | {compat.OUTPUT_CACHE} == plain.keys() | {
+        compat.OUTPUT_CACHE
+    }
     assert torch.equal(plain.sequences, ours.sequences)
-    assert torch.equal(plain.beam_indices, ours.beam_indices) and plain.beam_indices.dtype == ours.beam_indices.dtype
+    assert (
+        torch.equal(plain.beam_indices, ours.beam_indices)
+        and plain.beam_indices.dtype == ours.beam_indices.dtype
+    )
     torch.testing.assert_close(plain.sequences_scores, ours.sequences_scores, atol=1e-4, rtol=1e-4)
     for theirs, mine in ((plain.scores, ours.scores), (plain.logits, ours.logits)):
         for a, b in zip(theirs, mine, strict=True):
@@ -117,7 +126,10 @@ def test_dicts(do_sample: bool) -> None:
 def test_a_dict_without_scores() -> None:
     plain, ours, _ = both(models.prompt("llama"), num_beams=2, return_dict_in_generate=True)
     assert torch.equal(plain.sequences, ours.sequences)
-    assert ours.sequences_scores is plain.sequences_scores is None and ours.scores is ours.logits is None
+    assert (
+        ours.sequences_scores is plain.sequences_scores is None
+        and ours.scores is ours.logits is None
+    )
 
 
 PROCESSED: dict[str, dict[str, Any]] = {
@@ -129,7 +141,9 @@ PROCESSED: dict[str, dict[str, Any]] = {
     "forced_eos": {"forced_eos_token_id": 21},
     "renormalize": {"renormalize_logits": True, "repetition_penalty": 1.2},
     "warpers": {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9},
-    "prefix_allowed": {"prefix_allowed_tokens_fn": lambda prompt, ids: list(range(4 + prompt, 128, 3))},
+    "prefix_allowed": {
+        "prefix_allowed_tokens_fn": lambda prompt, ids: list(range(4 + prompt, 128, 3))
+    },
     "guidance": {"guidance_scale": 1.4},
 }
 
@@ -172,8 +186,16 @@ def test_processors_and_criteria_of_the_callers_own(eos: list[int] | None) -> No
     model, outputs = models.get("llama"), []
     runs = [(BiasFromBatch(), StopAtTotal()) for _ in range(2)]
     for (processor, criterion), by_decoding in zip(runs, (False, True)):
-        options: dict[str, Any] = dict(logits_processor=LogitsProcessorList([processor]), stopping_criteria=[criterion])
-        options |= dict(num_beams=3, num_return_sequences=2, eos_token_id=eos, max_new_tokens=NEW, early_stopping=True)
+        options: dict[str, Any] = dict(
+            logits_processor=LogitsProcessorList([processor]), stopping_criteria=[criterion]
+        )
+        options |= dict(
+            num_beams=3,
+            num_return_sequences=2,
+            eos_token_id=eos,
+            max_new_tokens=NEW,
+            early_stopping=True,
+        )
         if by_decoding:
             with generate_by_decoding(model) as made:
                 outputs.append(model.generate(**models.padded_prompt("llama"), **options))
@@ -201,7 +223,9 @@ def test_stop_strings() -> None:
 @pytest.mark.parametrize("model_name", ["gpt2", "gemma2"])
 def test_other_models(model_name: str) -> None:
     inputs = models.padded_prompt(model_name)
-    plain, ours, _ = both(inputs, model_name, num_beams=4, eos_token_id=SOME_EOS, early_stopping=True)
+    plain, ours, _ = both(
+        inputs, model_name, num_beams=4, eos_token_id=SOME_EOS, early_stopping=True
+    )
     assert torch.equal(plain, ours)
 
 
@@ -227,7 +251,13 @@ def test_options_at_random(seed: int) -> None:
 
 @pytest.mark.parametrize("do_sample", [False, True], ids=["search", "sample"])
 def test_logprobs(do_sample: bool) -> None:
-    options = dict(num_beams=3, num_return_sequences=2, eos_token_id=SOME_EOS, do_sample=do_sample, temperature=0.7)
+    options = dict(
+        num_beams=3,
+        num_return_sequences=2,
+        eos_token_id=SOME_EOS,
+        do_sample=do_sample,
+        temperature=0.7,
+    )
     plain, _, decoding = both(
         models.padded_prompt("llama"),
         record_logprobs=True,
@@ -240,23 +270,36 @@ def test_logprobs(do_sample: bool) -> None:
         assert len(decoding.logprobs[i]) == length - 13
         for step, pair in enumerate(decoding.logprobs[i]):
             row, token = int(plain.beam_indices[i, step]), int(plain.sequences[i, 13 + step])
-            expected = plain.logits[step][row].log_softmax(-1)[token], plain.scores[step][row, token]
-            torch.testing.assert_close(torch.tensor(pair), torch.stack(expected), atol=1e-3, rtol=1e-3)
+            expected = (
+                plain.logits[step][row].log_softmax(-1)[token],
+                plain.scores[step][row, token],
+            )
+            torch.testing.assert_close(
+                torch.tensor(pair), torch.stack(expected), atol=1e-3, rtol=1e-3
+            )
 
 
-# -- one request ------------------------------------------------------------------------------------------------------
+# -- one request ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("do_sample", [False, True], ids=["search", "sample"])
 def test_a_request_is_generate_on_its_prompt(do_sample: bool) -> None:
     model, prompt = models.get("llama"), models.token_ids(1, 11)
     config = GenerationConfig(
-        num_beams=4, num_return_sequences=3, do_sample=do_sample, eos_token_id=SOME_EOS, max_new_tokens=NEW
+        num_beams=4,
+        num_return_sequences=3,
+        do_sample=do_sample,
+        eos_token_id=SOME_EOS,
+        max_new_tokens=NEW,
     )
     torch.manual_seed(5)
     plain = model.generate(prompt, generation_config=config)
     decoding, _ = request_decoding(model, prompt[0].tolist(), config, RequestOptions(seed=5))
-    assert isinstance(decoding, BeamDecoding) and decoding.num_rows == 4 and decoding.max_length == 11 + NEW
+    assert (
+        isinstance(decoding, BeamDecoding)
+        and decoding.num_rows == 4
+        and decoding.max_length == 11 + NEW
+    )
     assert torch.equal(drive(decoding, model).result(), plain)
 
 
@@ -272,22 +315,54 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", sorted(DRAWS))
-def test_a_seed_decides_draws_of_a_models_own_method(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_seed_decides_draws_of_a_models_own_method(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A model may choose the continuations of its beams by draws of any kind."""
     model, prompt = models.build("llama"), models.token_ids(1, 11)
     stock = model._get_top_k_continuations
 
     def own(accumulated_log_probs: torch.Tensor, **given: Any) -> Any:
-        return stock(accumulated_log_probs=accumulated_log_probs + DRAWS[name](accumulated_log_probs), **given)
+        return stock(
+            accumulated_log_probs=accumulated_log_probs + DRAWS[name](accumulated_log_probs),
+            **given,
+        )
 
     monkeypatch.setattr(model, "_get_top_k_continuations", own)
-    config = GenerationConfig(num_beams=4, do_sample=True, eos_token_id=SOME_EOS, max_new_tokens=NEW)
+    config = GenerationConfig(
+        num_beams=4, do_sample=True, eos_token_id=SOME_EOS, max_new_tokens=NEW
+    )
     torch.manual_seed(5)
     plain = model.generate(prompt, generation_config=config)
     before = torch.get_rng_state()
     decoding, _ = request_decoding(model, prompt[0].tolist(), config, RequestOptions(seed=5))
     assert torch.equal(drive(decoding, model).result(), plain)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_models_own_method_that_compares_prompts_sees_all_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also those whose result is final."""
+    model = models.build("llama")
+    stock = model._get_top_k_continuations
+
+    def own(accumulated_log_probs: torch.Tensor, **given: Any) -> Any:
+        shifted = accumulated_log_probs + 0.9 * accumulated_log_probs.roll(1, dims=0).clamp(min=-50)
+        return stock(accumulated_log_probs=shifted, **given)
+
+    monkeypatch.setattr(model, "_get_top_k_continuations", own)
+    inputs = models.padded_prompt("llama", (13, 4, 9, 6, 11, 3, 8, 12))
+    options: dict[str, Any] = {
+        "num_beams": 3,
+        "do_sample": False,
+        "eos_token_id": MANY_EOS,
+        "max_new_tokens": 24,
+    }
+    plain = model.generate(**inputs, **options)
+    with generate_by_decoding(model) as made:
+        assert torch.equal(model.generate(**inputs, **options), plain)
+    assert made
 
 
 def test_a_failing_beam_request_fails_alone() -> None:
@@ -301,7 +376,11 @@ def test_a_failing_beam_request_fails_alone() -> None:
     options = (RequestOptions(logits_processor=processors) for processors in ([], [Fail()]))
     decodings = [request_decoding(model, [5, 6], config, each)[0] for each in options]
     first, second = sample_step([(decoding, torch.randn(3, 128)) for decoding in decodings])
-    assert not isinstance(first, Exception) and first.parents is not None and isinstance(second, KeyError)
+    assert (
+        not isinstance(first, Exception)
+        and first.parents is not None
+        and isinstance(second, KeyError)
+    )
 
 
 def test_low_memory_is_refused() -> None:

@@ -1,4 +1,5 @@
-"""The step-wise sampling loop against `model.generate`, and many decodings that advance as one batch."""
+"""The step-wise sampling loop against `model.generate`, and many decodings that advance as one
+batch."""
 
 from __future__ import annotations
 
@@ -8,7 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, WatermarkingConfig
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    WatermarkingConfig,
+)
 from transformers.generation import logits_process as known
 
 from hf_paged import compat
@@ -18,7 +25,13 @@ from hf_paged.batching.decoding.base import SampledTokens
 from hf_paged.batching.decoding.prepare import request_decoding
 from hf_paged.batching.decoding.sample import RowStreamers, SampleDecoding
 from hf_paged.batching.decoding.sampler import sample_step
-from hf_paged.batching.decoding.scores import BatchableProcessors, are_row_wise, argmax, for_rows, together
+from hf_paged.batching.decoding.scores import (
+    BatchableProcessors,
+    are_row_wise,
+    argmax,
+    for_rows,
+    together,
+)
 from tests.support import models
 from tests.support.driver import drive, generate_by_decoding, logits_of, take_step
 
@@ -65,7 +78,9 @@ NOT_ROW_WISE: dict[str, dict[str, Any]] = {
 }
 
 
-def plain_and_decoding(inputs: dict[str, Any], model_name: str = "llama", **options: Any) -> tuple[Any, Any, Any]:
+def plain_and_decoding(
+    inputs: dict[str, Any], model_name: str = "llama", **options: Any
+) -> tuple[Any, Any, Any]:
     """Output of `generate`, the output of a decoding, and that decoding."""
     model = models.get(model_name)
     ours = {name: options.pop(name) for name in ("check", "record_logprobs") if name in options}
@@ -98,12 +113,16 @@ def test_tokens_are_those_of_generate(name: str, eos: list[int] | None) -> None:
     plain, ours, decoding = plain_and_decoding(
         models.padded_prompt("llama", (13, 4, 9, 6)),
         eos_token_id=eos,
-        check=lambda decoding, advance: left_early.extend(advance.finished if decoding.open_rows else []),
+        check=lambda decoding, advance: left_early.extend(
+            advance.finished if decoding.open_rows else []
+        ),
         **options,
     )
     assert torch.equal(plain, ours)
     assert bool(left_early) == (eos is not None)
-    ends = [[i for i, token in enumerate(row) if token in (eos or ())] for row in ours[:, 13:].tolist()]
+    ends = [
+        [i for i, token in enumerate(row) if token in (eos or ())] for row in ours[:, 13:].tolist()
+    ]
     assert decoding.lengths == [13 + (places[0] + 1 if places else NEW) for places in ends]
     assert decoding.finish_reasons == ["eos" if places else "length" for places in ends]
 
@@ -149,7 +168,9 @@ def test_processors_and_criteria_of_the_callers_own(eos: list[int] | None, do_sa
     runs = [(BiasFromBatch(), StopAtTotal(4)) for _ in range(2)]
     outputs = []
     for (processor, criterion), by_decoding in zip(runs, (False, True)):
-        options = dict(logits_processor=LogitsProcessorList([processor]), stopping_criteria=[criterion])
+        options = dict(
+            logits_processor=LogitsProcessorList([processor]), stopping_criteria=[criterion]
+        )
         torch.manual_seed(3)
         model, inputs = models.get("llama"), models.padded_prompt("llama", (13, 4, 9, 6))
         keywords = dict(options, do_sample=do_sample, eos_token_id=eos, max_new_tokens=NEW)
@@ -160,7 +181,9 @@ def test_processors_and_criteria_of_the_callers_own(eos: list[int] | None, do_sa
             outputs.append(model.generate(**inputs, **keywords))
     (plain_processor, plain_criterion), (processor, criterion) = runs
     assert torch.equal(*outputs)
-    assert plain_criterion.calls == criterion.calls and len(plain_processor.seen) == len(processor.seen)
+    assert plain_criterion.calls == criterion.calls and len(plain_processor.seen) == len(
+        processor.seen
+    )
     for theirs, shown, kept in zip(plain_processor.copies, processor.seen, processor.copies):
         assert torch.equal(theirs, shown) and torch.equal(shown, kept) and shown.is_contiguous()
     assert "criteria" in made[0].finish_reasons and not made[0].can_split
@@ -191,7 +214,9 @@ def test_dicts_with_scores_and_logits(do_sample: bool, processors: dict[str, Any
         do_sample=do_sample,
         **processors,
     )
-    assert type(ours) is type(plain) and ours.keys() | {compat.OUTPUT_CACHE} == plain.keys() | {compat.OUTPUT_CACHE}
+    assert type(ours) is type(plain) and ours.keys() | {compat.OUTPUT_CACHE} == plain.keys() | {
+        compat.OUTPUT_CACHE
+    }
     assert torch.equal(plain.sequences, ours.sequences) and len(set(decoding.lengths)) > 1
     for theirs, mine in ((plain.scores, ours.scores), (plain.logits, ours.logits)):
         assert isinstance(mine, tuple) and len(mine) == len(theirs)
@@ -208,7 +233,9 @@ def test_stop_strings() -> None:
     inputs = models.padded_prompt("llama", (13, 4, 9, 6))
     text = [tokenizer.decode(row[13:]) for row in model.generate(**inputs, max_new_tokens=NEW)]
     stops = [text[0][8:10], text[2][11:13]]
-    plain, ours, decoding = plain_and_decoding(inputs, stop_strings=stops, tokenizer=tokenizer, eos_token_id=2)
+    plain, ours, decoding = plain_and_decoding(
+        inputs, stop_strings=stops, tokenizer=tokenizer, eos_token_id=2
+    )
     assert torch.equal(plain, ours)
     assert decoding.finish_reasons[0] == "stop_string" and decoding.lengths[0] < 13 + NEW
     _, unpadded, without_eos = plain_and_decoding(inputs, stop_strings=stops, tokenizer=tokenizer)
@@ -243,15 +270,24 @@ def test_a_streamer_for_each_row() -> None:
     streamers = [Recorder() for _ in range(3)]
     model, inputs = models.get("llama"), models.padded_prompt("llama")
     with generate_by_decoding(model) as made:
-        ours = model.generate(**inputs, streamer=RowStreamers(streamers), eos_token_id=SOME_EOS, max_new_tokens=NEW)
+        ours = model.generate(
+            **inputs, streamer=RowStreamers(streamers), eos_token_id=SOME_EOS, max_new_tokens=NEW
+        )
     (decoding,) = made
     assert len({decoding.lengths[0], decoding.lengths[2]}) == 2
     for row, streamer in enumerate(streamers):
-        assert streamer.ends == 1 and streamer.values.pop(0) == inputs["input_ids"][row : row + 1].tolist()
-        assert streamer.values == [[token] for token in ours[row, 13 : decoding.lengths[row]].tolist()]
+        assert (
+            streamer.ends == 1
+            and streamer.values.pop(0) == inputs["input_ids"][row : row + 1].tolist()
+        )
+        assert streamer.values == [
+            [token] for token in ours[row, 13 : decoding.lengths[row]].tolist()
+        ]
 
 
-@pytest.mark.parametrize("processors", [{}, {"repetition_penalty": 1.3, "temperature": 0.7}], ids=["bare", "processed"])
+@pytest.mark.parametrize(
+    "processors", [{}, {"repetition_penalty": 1.3, "temperature": 0.7}], ids=["bare", "processed"]
+)
 def test_logprobs(processors: dict[str, Any]) -> None:
     plain, _, decoding = plain_and_decoding(
         models.padded_prompt("llama"),
@@ -267,11 +303,15 @@ def test_logprobs(processors: dict[str, Any]) -> None:
         assert len(decoding.logprobs[row]) == length - 13
         for step, pair in enumerate(decoding.logprobs[row]):
             token = plain.sequences[row, 13 + step]
-            expected = [kept[step][row].log_softmax(-1)[token] for kept in (plain.logits, plain.scores)]
-            torch.testing.assert_close(torch.tensor(pair), torch.stack(expected), atol=1e-4, rtol=1e-4)
+            expected = [
+                kept[step][row].log_softmax(-1)[token] for kept in (plain.logits, plain.scores)
+            ]
+            torch.testing.assert_close(
+                torch.tensor(pair), torch.stack(expected), atol=1e-4, rtol=1e-4
+            )
 
 
-# -- splitting --------------------------------------------------------------------------------------------------------
+# -- splitting -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("after", [0, 3])
@@ -301,7 +341,9 @@ def test_split_rows_end_as_they_would_together(name: str, after: int) -> None:
 
 @pytest.mark.parametrize("name", NOT_ROW_WISE)
 def test_what_depends_on_other_rows_is_not_split(name: str) -> None:
-    _, _, decoding = plain_and_decoding(models.prompt("llama"), eos_token_id=2, **NOT_ROW_WISE[name])
+    _, _, decoding = plain_and_decoding(
+        models.prompt("llama"), eos_token_id=2, **NOT_ROW_WISE[name]
+    )
     assert not decoding.can_split
     with pytest.raises(ValueError, match="depend on one another"):
         decoding.split()
@@ -320,14 +362,20 @@ def test_rows_that_may_end_need_padding() -> None:
         model.generate(**models.prompt("llama"), stopping_criteria=[OwnEos()], max_new_tokens=3)
 
 
-# -- one request ------------------------------------------------------------------------------------------------------
+# -- one request ---------------------------------------------------------------------------------
 
 
 def request(prompt: list[int], model_name: str = "llama", **options: Any) -> Any:
-    ours = {field.name: options.pop(field.name) for field in fields(RequestOptions) if field.name in options}
+    ours = {
+        field.name: options.pop(field.name)
+        for field in fields(RequestOptions)
+        if field.name in options
+    }
     tokenizer = options.pop("tokenizer", None)
     config = GenerationConfig(**{"max_new_tokens": NEW, **options})
-    return request_decoding(models.get(model_name), prompt, config, RequestOptions(**ours), tokenizer)[0]
+    return request_decoding(
+        models.get(model_name), prompt, config, RequestOptions(**ours), tokenizer
+    )[0]
 
 
 @pytest.mark.parametrize("name", ROW_WISE)
@@ -336,7 +384,9 @@ def test_a_request_is_generate_on_its_prompt(name: str) -> None:
     before = model.generation_config.to_dict()
     options = dict(ROW_WISE[name], eos_token_id=[7, 60])
     torch.manual_seed(5)
-    plain = model.generate(prompt, generation_config=GenerationConfig(**options, max_new_tokens=NEW))
+    plain = model.generate(
+        prompt, generation_config=GenerationConfig(**options, max_new_tokens=NEW)
+    )
     seed = 5 if options.get("do_sample") else None
     decoding = request(prompt[0].tolist(), seed=seed, **options)
     assert decoding.max_length == 11 + NEW
@@ -346,7 +396,9 @@ def test_a_request_is_generate_on_its_prompt(name: str) -> None:
 
 def test_a_request_takes_the_models_defaults() -> None:
     model = models.build("llama")
-    model.generation_config.update(do_sample=True, temperature=0.3, num_return_sequences=2, max_length=17)
+    model.generation_config.update(
+        do_sample=True, temperature=0.3, num_return_sequences=2, max_length=17
+    )
     prompt = models.token_ids(1, 11)
     torch.manual_seed(5)
     plain = model.generate(prompt)
@@ -359,7 +411,8 @@ def test_the_streamer_of_a_request_gets_the_new_tokens() -> None:
     model, prompt = models.get("llama"), models.token_ids(1, 5)
     model.generate(prompt, streamer=theirs, max_new_tokens=4)
     drive(request(prompt[0].tolist(), streamer=ours, max_new_tokens=4), model)
-    assert ours.values == theirs.values[1:] and ours.ends == 1  # the engine passes the prompt itself
+    # the engine passes the prompt itself
+    assert ours.values == theirs.values[1:] and ours.ends == 1
 
 
 @pytest.mark.parametrize(
@@ -372,18 +425,20 @@ def test_the_streamer_of_a_request_gets_the_new_tokens() -> None:
         ([5], {"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences"),
         ([5], {"num_beams": 2, "streamer": Recorder()}, "streamer"),
         ([5], {"penalty_alpha": 0.5, "top_k": 4}, "contrastive_search"),
-        ([5], {"prompt_lookup_num_tokens": 3, "num_beams": 2}, "leave out beams"),
+        ([5], {"prompt_lookup_num_tokens": 3, "num_beams": 2}, "leave the assistant out"),
         ([5] * 9, {"max_length": 9, "max_new_tokens": None}, "max_length"),
         ([5], {"stop_strings": ["a"]}, "tokenizer"),
         ([5], {"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
     ],
 )
-def test_requests_that_cannot_be_served(prompt: list[int], options: dict[str, Any], message: str) -> None:
+def test_requests_that_cannot_be_served(
+    prompt: list[int], options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         request(prompt, **options)
 
 
-# -- many decodings at once -------------------------------------------------------------------------------------------
+# -- many decodings at once ----------------------------------------------------------------------
 
 PROMPT_LENGTHS = (11, 3, 7, 5, 9, 4)
 
@@ -409,11 +464,24 @@ MIXED: dict[str, list[dict[str, Any]]] = {
     "top_k": [{"do_sample": True, "top_k": k} for k in (1, 5, 50, 500, 7, 7)],
     "top_p": [{**SAMPLE, "top_p": p} for p in (0.1, 0.5, 0.9, 0.95, 0.99, 0.3)],
     "min_p": [{**SAMPLE, "min_p": p} for p in (0.01, 0.05, 0.1, 0.2, 0.4, 0.05)],
-    "stack": [{"do_sample": True, "top_k": 30, "top_p": 0.9, "temperature": t, "min_p": 0.01} for t in (0.5, 1.5)] * 3,
-    "others": [{**SAMPLE, **extra} for extra in ({"typical_p": 0.5}, {"eta_cutoff": 0.02}, {"top_h": 0.4})] * 2,
+    "stack": [
+        {"do_sample": True, "top_k": 30, "top_p": 0.9, "temperature": t, "min_p": 0.01}
+        for t in (0.5, 1.5)
+    ]
+    * 3,
+    "others": [
+        {**SAMPLE, **extra} for extra in ({"typical_p": 0.5}, {"eta_cutoff": 0.02}, {"top_h": 0.4})
+    ]
+    * 2,
     "min_new": [{"min_new_tokens": n, "eos_token_id": SOME_EOS} for n in (1, 2, 4, 6, 8, 12)],
     "repetition": [
-        {"do_sample": True, "repetition_penalty": p, "top_p": 0.9, "min_new_tokens": 3, "eos_token_id": SOME_EOS}
+        {
+            "do_sample": True,
+            "repetition_penalty": p,
+            "top_p": 0.9,
+            "min_new_tokens": 3,
+            "eos_token_id": SOME_EOS,
+        }
         for p in (1.1, 1.1, 1.5, 0.8, 2.0, 1.3)
     ],
     "modes": [
@@ -428,11 +496,15 @@ MIXED: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_decodings_that_share_steps_stay_what_they_are_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decodings_that_share_steps_stay_what_they_are_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = models.get("llama")
     batches: list[int] = []
     monkeypatch.setattr(
-        sampler, "together", lambda scores, members: batches.append(len(members)) or together(scores, members)
+        sampler,
+        "together",
+        lambda scores, members: batches.append(len(members)) or together(scores, members),
     )
 
     def made() -> list[Any]:
@@ -454,10 +526,21 @@ def test_decodings_that_share_steps_stay_what_they_are_alone(name: str, monkeypa
 
 def test_stop_strings_of_many_requests() -> None:
     model, tokenizer = models.get("llama"), models.tokenizer()
-    texts = [tokenizer.decode(drive(request(prompt), model).input_ids[0, len(prompt) :]) for prompt in prompts()]
-    stops = [[texts[0][5:7]], [texts[0][5:7]], [texts[2][4:7]], [texts[3][9:12], 40 * "q"], ["zz"], [texts[5][2]]]
+    texts = [
+        tokenizer.decode(drive(request(prompt), model).input_ids[0, len(prompt) :])
+        for prompt in prompts()
+    ]
+    stops = [
+        [texts[0][5:7]],
+        [texts[0][5:7]],
+        [texts[2][4:7]],
+        [texts[3][9:12], 40 * "q"],
+        ["zz"],
+        [texts[5][2]],
+    ]
     alone, shared = (
-        [request(p, stop_strings=s, tokenizer=tokenizer) for p, s in zip(prompts(), stops)] for _ in range(2)
+        [request(p, stop_strings=s, tokenizer=tokenizer) for p, s in zip(prompts(), stops)]
+        for _ in range(2)
     )
     for decoding in alone:
         drive(decoding, model)
@@ -535,7 +618,8 @@ def test_logits_that_are_not_numbers_fail_alone() -> None:
 
 
 def test_draws_without_a_generator_follow_the_probabilities() -> None:
-    # 4,000 draws: counts stay within five standard deviations, and tokens without probability are never drawn
+    # 4,000 draws: counts stay within five standard deviations, and tokens without probability are
+    # never drawn
     probs = torch.zeros(1000)
     probs[[3, 200, 201, 700, 999]] = torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.0625])
     decodings = [request([5], **SAMPLE) for _ in range(4000)]
@@ -549,7 +633,9 @@ def test_a_generator_draws_as_multinomial_does() -> None:
     decodings = [request([5], seed=i, **SAMPLE) for i in range(40)]
     results = sample_step(list(zip(decodings, logits.split(1))))
     for i, result in enumerate(results):
-        expected = torch.multinomial(logits[i : i + 1].softmax(-1), 1, generator=torch.Generator().manual_seed(i))
+        expected = torch.multinomial(
+            logits[i : i + 1].softmax(-1), 1, generator=torch.Generator().manual_seed(i)
+        )
         assert isinstance(result, SampledTokens) and result.tokens == [int(expected)]
 
 
@@ -558,7 +644,11 @@ def test_scores_that_cannot_come_to_the_host_fail_alone() -> None:
         return scores.to("meta")
 
     logits = torch.randn(3, 128)
-    decodings = [request([5]), request([5], logits_processor=[nowhere]), request([6], do_sample=True, seed=1)]
+    decodings = [
+        request([5]),
+        request([5], logits_processor=[nowhere]),
+        request([6], do_sample=True, seed=1),
+    ]
     first, second, third = sample_step(list(zip(decodings, logits.split(1))))
     assert isinstance(second, NotImplementedError) and isinstance(third, SampledTokens)
     assert isinstance(first, SampledTokens) and first.tokens == [int(logits[0].argmax())]
@@ -582,7 +672,9 @@ def test_logits_that_do_not_lie_in_one_tensor() -> None:
     ],
 )
 @pytest.mark.parametrize("vocab", [37, 1031])
-def test_one_number_a_row_is_transformers_formula(kind: Any, values: tuple[Any, ...], vocab: int) -> None:
+def test_one_number_a_row_is_transformers_formula(
+    kind: Any, values: tuple[Any, ...], vocab: int
+) -> None:
     scores = torch.randn(4, vocab) * 3
     scores[2, ::3] = float("-inf")
     scores[3, 5:20] = scores[3, 4]
@@ -603,12 +695,16 @@ def test_processors_that_hold_a_value_for_each_row() -> None:
         ]
     )
     try:
-        processors.append(known.RepetitionPenaltyLogitsProcessor(1.5, torch.tensor([0, 2, 4, 6, 8, 9])))
+        processors.append(
+            known.RepetitionPenaltyLogitsProcessor(1.5, torch.tensor([0, 2, 4, 6, 8, 9]))
+        )
     except ValueError:
         pass  # older transformers accept only one number for all rows
     rows = [4, 1, 3]
     assert are_row_wise(processors, 6) and not are_row_wise(processors, 12)
-    assert torch.equal(for_rows(processors, rows, 6)(ids[rows], scores[rows]), processors(ids, scores)[rows])
+    assert torch.equal(
+        for_rows(processors, rows, 6)(ids[rows], scores[rows]), processors(ids, scores)[rows]
+    )
 
 
 @pytest.mark.parametrize("vocab", [5, 1024, 1025, 3000, 4096])

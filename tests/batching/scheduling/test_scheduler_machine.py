@@ -1,9 +1,10 @@
 """
 Scheduler, manager and pools under every order of events, against a simulated memory.
 
-`Memory` simulates the tensors: each slot's content, where a token's K/V depend on all tokens up to and including it.
-Slots hold garbage until they are "computed". Forwards write and read through block tables as the runner does, so a
-wrong copy-on-write, a stale prefix hit, a lost swap or a window block freed too early shows as wrong content.
+`Memory` simulates the tensors: each slot's content, where a token's K/V depend on all tokens up to
+and including it. Slots hold garbage until they are "computed". Forwards write and read through
+block tables as the runner does, so a wrong copy-on-write, a stale prefix hit, a lost swap or a
+window block freed too early shows as wrong content.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class Memory:
             self.fill(target, content)
 
     def slot(self, table: BlockTable, position: int) -> tuple[int, int]:
-        return table.block_ids[position // self.block_size - table.num_dropped], position % self.block_size
+        return table.block_ids[
+            position // self.block_size - table.num_dropped
+        ], position % self.block_size
 
 
 @dataclass(eq=False)
@@ -82,7 +85,9 @@ class AnyCost(CostModel):
 class FakeSwapper:
     """Keeps contents, each distinct block once; refuses at random."""
 
-    def __init__(self, groups: list[BlockGroup], memories: list[Memory], generator: random.Random) -> None:
+    def __init__(
+        self, groups: list[BlockGroup], memories: list[Memory], generator: random.Random
+    ) -> None:
         self.groups, self.memories, self.random = groups, memories, generator
         self.hosts: weakref.WeakSet[Host] = weakref.WeakSet()
         self.restored: list[Request] = []
@@ -96,11 +101,17 @@ class FakeSwapper:
         rows = [sequence for sequence in request.sequences if sequence.blocks.tables]
         contents: list[dict[int, list[Any]]] = []
         for group, memory in enumerate(self.memories):
-            ids = [block_id for sequence in rows for block_id in sequence.blocks.tables[group].block_ids]
+            ids = [
+                block_id
+                for sequence in rows
+                for block_id in sequence.blocks.tables[group].block_ids
+            ]
             contents.append({block_id: memory.block(block_id) for block_id in ids})
         host = Host(contents)
         for sequence in rows:
-            tables = [(list(t.block_ids), t.num_dropped, t.num_tokens) for t in sequence.blocks.tables]
+            tables = [
+                (list(t.block_ids), t.num_dropped, t.num_tokens) for t in sequence.blocks.tables
+            ]
             sequence.swapped = (host, tables)
             for table in sequence.blocks.tables:
                 table.free()
@@ -108,7 +119,9 @@ class FakeSwapper:
         return True
 
     def held(self, request: Request) -> list[list[int]]:
-        rows = [sequence.swapped[1] for sequence in request.sequences if sequence.swapped is not None]
+        rows = [
+            sequence.swapped[1] for sequence in request.sequences if sequence.swapped is not None
+        ]
         return [
             list(dict.fromkeys(block_id for tables in rows for block_id in tables[group][0]))
             for group in range(len(self.groups))
@@ -131,12 +144,16 @@ class FakeSwapper:
             if sequence.swapped is None:
                 continue
             host, tables = sequence.swapped
-            for group, (table, (ids, num_dropped, num_tokens)) in enumerate(zip(sequence.blocks.tables, tables)):
+            for group, (table, (ids, num_dropped, num_tokens)) in enumerate(
+                zip(sequence.blocks.tables, tables)
+            ):
                 table.block_ids = [taken[group][block_id] for block_id in ids]
                 table.num_dropped, table.num_tokens = num_dropped, num_tokens
                 table.pool.acquire(table.block_ids)
                 for block_id in ids:
-                    self.memories[group].fill(taken[group][block_id], host.contents[group][block_id])
+                    self.memories[group].fill(
+                        taken[group][block_id], host.contents[group][block_id]
+                    )
             sequence.swapped = None
         for group, blocks in zip(self.groups, taken):
             group.pool.release(blocks.values())
@@ -144,9 +161,8 @@ class FakeSwapper:
 
 
 class Engine(RuleBasedStateMachine):
-    """
-    Rules are the callers' actions. A decoding owns one request, or several that advance together; it gives tokens once
-    all of its open rows have their logits.
+    """Rules are the callers' actions. A decoding owns one request, or several that advance
+    together; it gives tokens once all of its open rows have their logits.
     """
 
     @initialize(
@@ -181,16 +197,24 @@ class Engine(RuleBasedStateMachine):
         self.memories = [Memory(size) for _, size in zip(windows, sizes)]
         pools = [BlockPool(0 if is_shared else num_blocks) for _ in windows]
         self.groups = [
-            Group(pool, GroupSpec(window=window), memory) for pool, window, memory in zip(pools, windows, self.memories)
+            Group(pool, GroupSpec(window=window), memory)
+            for pool, window, memory in zip(pools, windows, self.memories)
         ]
         if is_shared:
             for group, pool in zip(self.groups, pools):
                 group.make_room, group.can_grow = self.room(pool, pools), True
-        num_free = (lambda: num_blocks - sum(pool.num_used for pool in pools)) if is_shared else None
+        num_free = (
+            (lambda: num_blocks - sum(pool.num_used for pool in pools)) if is_shared else None
+        )
         self.manager = BlockManager(self.groups, 16, num_free, prefix_caching)
         self.swapper = FakeSwapper(self.groups, self.memories, self.random)
         self.scheduler = Scheduler(
-            Preemption(self.manager, preempt, self.swapper, cost=AnyCost(self.random) if preempt == "auto" else None),
+            Preemption(
+                self.manager,
+                preempt,
+                self.swapper,
+                cost=AnyCost(self.random) if preempt == "auto" else None,
+            ),
             max_num_batched_tokens=max_tokens,
             max_num_seqs=max_seqs,
             max_chunk_tokens=max_chunk,
@@ -201,7 +225,8 @@ class Engine(RuleBasedStateMachine):
         self.answered: dict[Request, set[int]] = {}
         self.is_beam: dict[Request, bool] = {}
         self.version = 0  # of the weights
-        self.least_version: dict[Request, int] = {}  # least weights version that a request may be served
+        # least weights version that a request may be served
+        self.least_version: dict[Request, int] = {}
         self.outside: list[list[int]] = [[] for _ in windows]
 
     def room(self, pool: BlockPool, pools: list[BlockPool]) -> Any:
@@ -212,7 +237,7 @@ class Engine(RuleBasedStateMachine):
 
         return make_room
 
-    # -- what callers do ------------------------------------------------------------------------------------------
+    # -- what callers do --------------------------------------------------------------------------
 
     @rule(
         prompts=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), min_size=1, max_size=3),
@@ -226,7 +251,9 @@ class Engine(RuleBasedStateMachine):
         decoding = []
         for shared, own in prompts:
             ids = [1] * shared + [self.random.randrange(3) for _ in range(own)]
-            request = Request("r", [Sequence(ids)], len(ids) + new_tokens, rows, priority, namespace)
+            request = Request(
+                "r", [Sequence(ids)], len(ids) + new_tokens, rows, priority, namespace
+            )
             try:
                 self.scheduler.add(request)
             except OutOfBlocksError as error:
@@ -253,12 +280,13 @@ class Engine(RuleBasedStateMachine):
         self.write(batch, broken=fails)
         if fails:
             self.scheduler.fail_step()
-            for request in dict.fromkeys(sequence.request for sequence, _ in batch.items):
+            for request in dict.fromkeys(sequence.request for sequence in batch.sequences):
                 if not retries:
                     self.scheduler.finish(request)
             return
         self.read(batch)
-        for sequence, _ in batch.items:
+        self.scheduler.commit(batch)
+        for sequence in batch.sequences:
             if sequence.num_computed_tokens == sequence.num_tokens:
                 self.answered[sequence.request].add(sequence.index)
         if self.random.random() < 0.7:
@@ -292,21 +320,26 @@ class Engine(RuleBasedStateMachine):
         for block_id in self.outside[group]:
             self.memories[group].fill(block_id, [GARBAGE] * self.memories[group].block_size)
 
-    # -- the simulated forward ------------------------------------------------------------------------------------
+    # -- the simulated forward --------------------------------------------------------------------
 
     def check_batch(self, batch) -> None:
-        counts = [query_len for _, query_len in batch.items]
+        counts = list(batch.counts)
         assert sum(counts) <= self.scheduler.max_num_batched_tokens and 0 not in counts
         assert counts == [1] * counts.count(1) + [count for count in counts if count > 1]
         chunk, new = self.scheduler.max_chunk_tokens, batch.admitted
-        decodes = any(not sequence.num_to_compute and sequence.request not in new for sequence, _ in batch.decodes)
+        decodes = any(
+            sequence.num_to_compute == 1 and sequence.request not in new
+            for sequence in batch.sequences[: batch.num_decodes]
+        )
         assert chunk is None or not decodes or sum(count for count in counts if count > 1) <= chunk
-        assert max(Counter(id(sequence) for sequence, _ in batch.items).values(), default=0) <= 1
-        for sequence, query_len in batch.items:
+        assert max(Counter(map(id, batch.sequences)).values(), default=0) <= 1
+        columns = zip(batch.sequences, batch.starts, batch.counts, batch.num_logits)
+        for sequence, start, count, num_logits in columns:
             assert sequence.request.status is Status.RUNNING and not sequence.is_finished
-            assert query_len <= sequence.num_computed_tokens <= sequence.num_tokens
+            assert start == sequence.num_computed_tokens and start + count <= sequence.num_tokens
+            assert num_logits == (start + count == sequence.num_tokens)
             for table in sequence.blocks.tables:
-                assert table.num_tokens == sequence.num_computed_tokens
+                assert table.num_tokens == start + count
 
     def content(self, sequence: Sequence, position: int) -> tuple[Any, ...]:
         namespace = sequence.request.namespace
@@ -314,24 +347,25 @@ class Engine(RuleBasedStateMachine):
 
     def write(self, batch, broken: bool) -> None:
         written = set()
-        for sequence, query_len in batch.items:
-            end = sequence.num_computed_tokens
+        for sequence, start, count in zip(batch.sequences, batch.starts, batch.counts):
             for group, (memory, table) in enumerate(zip(self.memories, sequence.blocks.tables)):
-                for position in range(end - query_len, end):
+                for position in range(start, start + count):
                     slot = memory.slot(table, position)
                     assert (group, slot) not in written
                     written.add((group, slot))
                     memory.slots[slot] = GARBAGE if broken else self.content(sequence, position)
 
     def read(self, batch) -> None:
-        query_lens = dict(batch.items)
+        counts = dict(zip(batch.sequences, batch.counts))
         for request in self.scheduler._running:
             for sequence in request.sequences:
                 if sequence.blocks is NO_BLOCKS:
                     continue
-                end = sequence.num_computed_tokens
-                context_len = end - query_lens.get(sequence, 0)
-                for window, memory, table in zip(self.windows, self.memories, sequence.blocks.tables):
+                context_len = sequence.num_computed_tokens
+                end = context_len + counts.get(sequence, 0)
+                for window, memory, table in zip(
+                    self.windows, self.memories, sequence.blocks.tables
+                ):
                     first = 0 if window is None else max(0, context_len - window + 1)
                     for position in range(first, end):
                         version, *content = memory.slots.get(memory.slot(table, position), GARBAGE)
@@ -340,8 +374,14 @@ class Engine(RuleBasedStateMachine):
 
     def look_ahead(self) -> None:
         """The next step is launched for all rows, with tokens that turn out to be wrong."""
-        rows = [sequence for request in self.scheduler._running for sequence in request.open_sequences]
-        ending = [sequence for sequence in rows if sequence.num_tokens + 1 >= sequence.request.max_num_tokens]
+        rows = [
+            sequence for request in self.scheduler._running for sequence in request.open_sequences
+        ]
+        ending = [
+            sequence
+            for sequence in rows
+            if sequence.num_tokens + 1 >= sequence.request.max_num_tokens
+        ]
         going = [sequence for sequence in rows if sequence not in ending]
         if not self.scheduler.reserve_next(going, len(ending)):
             return
@@ -352,7 +392,7 @@ class Engine(RuleBasedStateMachine):
                 assert group.pool.refcount(slot[0]) == 1 and not group.pool.is_kept(slot[0])
                 memory.slots[slot] = GARBAGE
 
-    # -- the simulated decodings ----------------------------------------------------------------------------------
+    # -- the simulated decodings ------------------------------------------------------------------
 
     def decode(self) -> None:
         for decoding in self.decodings:
@@ -361,7 +401,9 @@ class Engine(RuleBasedStateMachine):
                 if self.answered[request] and len(request.sequences) < request.num_rows:
                     request.fork(self.scheduler.blocks, request.num_rows)
                     self.answered[request] = set(range(request.num_rows))
-            if not all(s.index in self.answered[r] for r in open_requests for s in r.open_sequences):
+            if not all(
+                s.index in self.answered[r] for r in open_requests for s in r.open_sequences
+            ):
                 continue
             for request in open_requests:
                 self.advance(request)
@@ -374,7 +416,9 @@ class Engine(RuleBasedStateMachine):
         tokens = [self.random.randrange(3) for _ in range(count)]
         if self.is_beam[request]:
             parents = [self.random.randrange(count) for _ in range(count)]
-            expected = [[*request.sequences[p].token_ids, token] for p, token in zip(parents, tokens)]
+            expected = [
+                [*request.sequences[p].token_ids, token] for p, token in zip(parents, tokens)
+            ]
             request.permute(self.scheduler.blocks, parents, tokens)
             assert [sequence.token_ids for sequence in request.sequences] == expected
         else:
@@ -386,7 +430,7 @@ class Engine(RuleBasedStateMachine):
         if max(sequence.num_tokens for sequence in request.sequences) >= request.max_num_tokens:
             self.scheduler.finish(request)
 
-    # -- always true ----------------------------------------------------------------------------------------------
+    # -- always true ------------------------------------------------------------------------------
 
     @invariant()
     def everything_is_whole(self) -> None:
@@ -394,7 +438,9 @@ class Engine(RuleBasedStateMachine):
             return
         self.manager.check_integrity()
         for number, (group, outside) in enumerate(zip(self.groups, self.outside)):
-            group.pool.check_integrity([*(table.block_ids for table in self.manager.tables(number)), outside])
+            group.pool.check_integrity(
+                [*(table.block_ids for table in self.manager.tables(number)), outside]
+            )
         if self.is_shared:
             assert sum(group.pool.num_used for group in self.groups) <= self.num_blocks
         running = self.scheduler._running
@@ -414,7 +460,8 @@ class Engine(RuleBasedStateMachine):
         for group, outside in zip(self.groups, self.outside):
             group.pool.release(outside)
         self.outside = [[] for _ in self.groups]
-        self.scheduler.max_num_batched_tokens = 64  # one token per step, rows in turn, takes thousands of steps
+        # one token per step, rows in turn, takes thousands of steps
+        self.scheduler.max_num_batched_tokens = 64
         steps = 0
         while self.scheduler.has_unfinished:
             self.step(False, False)
@@ -428,5 +475,8 @@ class Engine(RuleBasedStateMachine):
 
 TestEngine = Engine.TestCase
 TestEngine.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=150,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )

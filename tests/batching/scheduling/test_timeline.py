@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 import tracemalloc
@@ -13,6 +14,7 @@ import torch
 from hf_paged import PagedEngine
 from hf_paged.batching.request import Request, Sequence, Status
 from hf_paged.batching.scheduling.timeline import Activity, Timeline
+from hf_paged.plan import StepPlan
 from tests.support import models
 from tests.support.engine_helpers import prompts
 
@@ -28,20 +30,33 @@ def live(timeline: Timeline, name: str) -> None:
     request = make_request(name)
     timeline.waits(request)
     request.status = Status.RUNNING
-    request.sequences[0].num_computed_tokens = 8
-    timeline.stepped([request], [(request.sequences[0], 8)])
-    timeline.stepped([], [])
+    step(timeline, [(request.sequences[0], 8)], admitted=[request])
+    step(timeline)
     timeline.finished(request)
+
+
+def step(timeline: Timeline, chunks: Any = (), admitted: Any = ()) -> None:
+    """A step of these chunks."""
+    plan = StepPlan.of(chunks)
+    timeline.stepped(
+        dataclasses.replace(plan, num_decodes=0, has_chunks=bool(chunks), admitted=admitted)
+    )
+    for sequence, count in chunks:
+        sequence.num_computed_tokens += count
 
 
 def activities(timeline: Timeline, name: str) -> list[tuple[Activity, int, int]]:
     found = [interval for interval in timeline.intervals() if interval.request_id == name]
-    return [(each.activity, each.first_step, each.end_step) for each in found if each.end_step > each.first_step]
+    return [
+        (each.activity, each.first_step, each.end_step)
+        for each in found
+        if each.end_step > each.first_step
+    ]
 
 
 def test_a_request_without_trouble() -> None:
     timeline = Timeline()
-    timeline.stepped([], [])
+    step(timeline)
     live(timeline, "a")
     assert activities(timeline, "a") == [(Activity.PREFILL, 1, 2), (Activity.DECODE, 2, 3)]
     assert [interval.is_last for interval in timeline.intervals()] == [False, False, True]
@@ -52,10 +67,10 @@ def test_chunks_of_one_prompt_are_one_interval_though_a_step_has_none() -> None:
     [sequence] = request.sequences
     timeline.waits(request)
     request.status = Status.RUNNING
-    for computed, items in ((3, [(sequence, 3)]), (3, []), (8, [(sequence, 5)])):
-        sequence.num_computed_tokens = computed
-        timeline.stepped([request] if computed == 3 and items else [], items)
-    timeline.stepped([], [])
+    step(timeline, [(sequence, 3)], admitted=[request])
+    step(timeline)
+    step(timeline, [(sequence, 5)])
+    step(timeline)
     assert activities(timeline, "r") == [(Activity.PREFILL, 0, 3), (Activity.DECODE, 3, 4)]
 
 
@@ -64,7 +79,7 @@ def test_one_that_comes_and_goes_within_a_step_was_not_in_the_batch() -> None:
     timeline.waits(request)
     for _ in range(5):
         timeline.waits(request)
-        timeline.stepped([request], [])
+        step(timeline, admitted=[request])
     assert activities(timeline, "r") == [(Activity.WAITING, 0, 5)]
     assert len(timeline.intervals()) == 1
 
@@ -76,13 +91,16 @@ def test_ids_that_are_used_again_are_other_requests() -> None:
     assert {interval.number for interval in timeline.intervals()} == {0, 1}
 
 
-def what_it_did(request: Request, before: dict[str, Any], chunks: dict[Request, int]) -> Activity:
+def what_it_did(request: Request, before: dict[str, Any], counts: dict[Sequence, int]) -> Activity:
     """The expected timeline entry of a request after a scheduled step, from the request itself."""
     if request.status is Status.WAITING:
         if request.is_swapped:
             return Activity.SWAPPED
         return Activity.PREEMPTED if request.num_preemptions else Activity.WAITING
-    if chunks.get(request, 1) > 1 or any(sequence.num_to_compute for sequence in request.open_sequences):
+    if any(
+        counts.get(sequence, 0) > 1 or sequence.num_to_compute > counts.get(sequence, 0)
+        for sequence in request.open_sequences
+    ):
         return (
             Activity.RECOMPUTE
             if before[request.request_id] in (Activity.PREEMPTED, Activity.RECOMPUTE)
@@ -93,7 +111,9 @@ def what_it_did(request: Request, before: dict[str, Any], chunks: dict[Request, 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_against_every_step_under_preemption(name: str, preemption: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_against_every_step_under_preemption(
+    name: str, preemption: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = {
         **{"block_size": 8, "num_blocks": 34 if name == "gemma3" else 20, "preemption": preemption},
         **{"max_num_batched_tokens": 24, "prefix_caching": False},
@@ -103,7 +123,9 @@ def test_against_every_step_under_preemption(name: str, preemption: str, monkeyp
     requests: list[Request] = []
     for i, prompt in enumerate(prompts(*LENGTHS)):
         options = {"num_beams": 3} if i == 1 else {}
-        request_id = engine.add_request(prompt, {"do_sample": False, "max_new_tokens": 25, **options})
+        request_id = engine.add_request(
+            prompt, {"do_sample": False, "max_new_tokens": 25, **options}
+        )
         requests.append(engine._core.requests[request_id].request)
         expected[request_id] = []
     scheduler = engine._core.loop.scheduler
@@ -112,12 +134,12 @@ def test_against_every_step_under_preemption(name: str, preemption: str, monkeyp
     def watched() -> Any:
         open_now = [request for request in requests if not request.is_finished]
         batch = schedule()
-        chunks: dict[Request, int] = {}
-        for sequence, query_len in batch.items:
-            chunks[sequence.request] = max(query_len, chunks.get(sequence.request, 1))
-        before = {name: steps[-1] if steps else Activity.WAITING for name, steps in expected.items()}
+        counts = dict(zip(batch.sequences, batch.counts))
+        before = {
+            name: steps[-1] if steps else Activity.WAITING for name, steps in expected.items()
+        }
         for request in open_now:
-            expected[request.request_id].append(what_it_did(request, before, chunks))
+            expected[request.request_id].append(what_it_did(request, before, counts))
         return batch
 
     monkeypatch.setattr(scheduler, "schedule", watched)
@@ -126,14 +148,20 @@ def test_against_every_step_under_preemption(name: str, preemption: str, monkeyp
     seen = {activity for steps in expected.values() for activity in steps}
     assert (Activity.SWAPPED if preemption == "swap" else Activity.RECOMPUTE) in seen
     for request_id, steps in expected.items():
-        told = [activity for activity, first, end in activities(engine.timeline, request_id) for _ in range(first, end)]
+        told = [
+            activity
+            for activity, first, end in activities(engine.timeline, request_id)
+            for _ in range(first, end)
+        ]
         assert told == steps, request_id
     assert engine.timeline.num_steps == engine.stats().num_steps
     engine.free()
 
 
 def test_intervals_of_a_request_follow_one_another_and_end_once() -> None:
-    with PagedEngine(models.get("llama"), {"block_size": 8, "num_blocks": 20, "preemption": "swap"}) as engine:
+    with PagedEngine(
+        models.get("llama"), {"block_size": 8, "num_blocks": 20, "preemption": "swap"}
+    ) as engine:
         engine.generate(prompts(*LENGTHS), {"do_sample": False, "max_new_tokens": 25})
         intervals = engine.timeline.intervals()
     for number in range(len(LENGTHS)):
@@ -149,7 +177,9 @@ def test_intervals_of_a_request_follow_one_another_and_end_once() -> None:
 def test_verified_drafts_are_told_by_request_and_step() -> None:
     options = {"do_sample": False, "max_new_tokens": 20}
     with PagedEngine(models.get("llama"), {"block_size": 8}) as engine:
-        results = engine.generate(prompts(9, 5, 12), options, assistant_model=models.get_assistant("llama"))
+        results = engine.generate(
+            prompts(9, 5, 12), options, assistant_model=models.get_assistant("llama")
+        )
         told, intervals = engine.timeline.verifications(), engine.timeline.intervals()
     assert any(each.num_accepted_tokens for each in told)
     for number, result in enumerate(results):
@@ -158,7 +188,9 @@ def test_verified_drafts_are_told_by_request_and_step() -> None:
         assert sum(each.num_draft_tokens for each in own) == result.num_draft_tokens
         assert sum(each.num_accepted_tokens for each in own) == result.num_accepted_tokens
         assert len({each.step for each in own}) == len(own)
-        [decode] = [each for each in intervals if each.number == number and each.activity is Activity.DECODE]
+        [decode] = [
+            each for each in intervals if each.number == number and each.activity is Activity.DECODE
+        ]
         for each in own:
             assert decode.first_step <= each.step < decode.end_step
             assert 0 <= each.num_accepted_tokens <= each.num_draft_tokens
@@ -170,7 +202,7 @@ def test_a_step_that_fails_leaves_the_timeline_whole(monkeypatch: pytest.MonkeyP
     engine.add_request([5, 6, 7], {"max_new_tokens": 4}, request_id="a")
     runner, run = engine._core.loop.executor.runner, engine._core.loop.executor.runner.run
 
-    def fail(items: Any, adapter: str | None) -> Any:
+    def fail(plan: StepPlan, adapter: str | None) -> Any:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(runner, "run", fail)
@@ -211,10 +243,9 @@ def test_steps_in_which_nothing_changes_leave_nothing() -> None:
     timeline, request = Timeline(), make_request()
     timeline.waits(request)
     request.status = Status.RUNNING
-    request.sequences[0].num_computed_tokens = 8
-    timeline.stepped([request], [(request.sequences[0], 8)])
+    step(timeline, [(request.sequences[0], 8)], admitted=[request])
     for _ in range(500):
-        timeline.stepped([], [])
+        step(timeline)
     assert [interval.activity for interval in timeline.intervals()] == [
         Activity.WAITING,
         Activity.PREFILL,

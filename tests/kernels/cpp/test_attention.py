@@ -32,7 +32,15 @@ def test_split_rows_merge(threads: int, sinks: bool) -> None:
     try:
         torch.set_num_threads(threads)
         for window, bias in ((None, None), (300, (0, 1, 2))):
-            case = Case(seq_lens=(3000, 40, 700), queries=2, heads=2, kv_heads=1, sinks=sinks, window=window, bias=bias)
+            case = Case(
+                seq_lens=(3000, 40, 700),
+                queries=2,
+                heads=2,
+                kv_heads=1,
+                sinks=sinks,
+                window=window,
+                bias=bias,
+            )
             check(case, "cpp")
     finally:
         torch.set_num_threads(before)
@@ -56,7 +64,12 @@ def test_cpp_refuses_what_would_read_outside_the_pool() -> None:
     [
         ("HF_PAGED_CPP", "0", "INFO", "HF_PAGED_CPP=0"),
         ("CXX", "/bin/false", "WARNING", "returned non-zero"),
-        ("CXX", "no-such-compiler", "WARNING", "no C\\+\\+ compiler was found, tried no-such-compiler"),
+        (
+            "CXX",
+            "no-such-compiler",
+            "WARNING",
+            "no C\\+\\+ compiler was found, tried no-such-compiler",
+        ),
     ],
     ids=["switched-off", "failing-compiler", "no-compiler"],
 )
@@ -81,9 +94,13 @@ def test_absent_with_a_reason_in_the_log(
     assert not list(tmp_path.iterdir())
 
 
-def test_portable_path_serves_where_the_build_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_portable_path_serves_where_the_build_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiler = tmp_path / "c++"
-    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && echo 1.0 && exit 0\necho no such flag >&2\nexit 1\n')
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo 1.0 && exit 0\necho no such flag >&2\nexit 1\n'
+    )
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("HF_PAGED_CACHE_DIR", str(tmp_path / "cache"))
@@ -103,6 +120,17 @@ def test_portable_path_serves_where_the_build_fails(tmp_path: Path, monkeypatch:
         backends.select(build(Case()).made())
 
 
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no compiler")
+@pytest.mark.slow
+def test_a_c_compiler_builds_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT's BOFT leaves `CXX=gcc` behind; the library lacked the C++ library then."""
+    monkeypatch.setenv("CXX", "gcc -O0")
+    monkeypatch.setenv("HF_PAGED_CACHE_DIR", str(tmp_path))
+    command = [sys.executable, "-c", "from hf_paged.kernels import cpp; print(cpp.is_available())"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True)
+    assert done.stdout.strip() == "True", done.stderr
+
+
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no compiler")
 @pytest.mark.slow
 def test_processes_build_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,9 +142,13 @@ def test_processes_build_at_the_same_time(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("HF_PAGED_CACHE_DIR", str(cache))
     command = [sys.executable, "-c", "from hf_paged.kernels import cpp; print(cpp.is_available())"]
     processes = [
-        subprocess.Popen(command, cwd=ROOT, env=os.environ, stdout=subprocess.PIPE, text=True) for _ in range(2)
+        subprocess.Popen(command, cwd=ROOT, env=os.environ, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
     ]
-    assert [process.communicate(timeout=300)[0].strip() for process in processes] == ["True", "True"]
+    assert [process.communicate(timeout=300)[0].strip() for process in processes] == [
+        "True",
+        "True",
+    ]
     (library,) = cache.iterdir()
     library.write_bytes(b"damaged")
     assert cpp.build.library.__wrapped__() is not None

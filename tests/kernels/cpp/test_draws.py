@@ -1,4 +1,5 @@
-"""`cpp.multinomial` against `torch.multinomial`: the same draws and the same final generator state."""
+"""`cpp.multinomial` against `torch.multinomial`: the same draws and the same final generator
+state."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def test_draws_are_those_of_torch(size: int) -> None:
     for case in range(30):
         generator = torch.Generator()
         generator.manual_seed(case)
-        if case % 3:  # anywhere within a block of words, an odd number already drawn, a normal variate pending
+        if case % 3:
+            # anywhere within a block of words, an odd number already drawn, a normal variate
+            # pending
             torch.rand(draw.randrange(1300), generator=generator)
             torch.randn(1, generator=generator)
         other = generator.clone_state()
@@ -61,12 +64,18 @@ def test_what_torch_refuses_raises_and_draws_nothing(value: float) -> None:
 
 
 @pytest.mark.parametrize("kind", ["double", "half", "strided", "disagrees"])
-def test_other_tensors_and_other_builds_go_to_torch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_tensors_and_other_builds_go_to_torch(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     probs = torch.rand(4, 300)
     if kind == "disagrees":
         monkeypatch.setattr(cpp, "_agrees", lambda: False)
     else:
-        probs = {"double": probs.double(), "half": probs.half(), "strided": probs.t().contiguous().t()}[kind]
+        probs = {
+            "double": probs.double(),
+            "half": probs.half(),
+            "strided": probs.t().contiguous().t(),
+        }[kind]
     monkeypatch.setattr(cpp, "_draw", lambda *args: pytest.fail("the kernel does not serve this"))
     torch.manual_seed(5)
     expected = torch.multinomial(probs, num_samples=1).squeeze(1)

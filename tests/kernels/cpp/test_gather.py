@@ -1,6 +1,9 @@
-"""Gathering by the C++ kernel: results of the portable path, and no reads outside of a step's blocks."""
+"""Gathering by the C++ kernel: results of the portable path, and no reads outside of a step's
+blocks."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +16,9 @@ from hf_paged.step import StepMetadata
 pytestmark = pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler")
 
 
-def step_of(tables: list[list[int]], columns: range, origins: tuple[int, ...], size: int) -> StepMetadata:
+def step_of(
+    tables: list[list[int]], columns: range, origins: tuple[int, ...], size: int
+) -> StepMetadata:
     ids = torch.tensor(tables, dtype=torch.int32).view(len(tables), -1)
     lengths = [max(0, columns.stop - origin) for origin in origins]
     return StepMetadata.rectangle(ids, lengths, size, columns=columns, origins=origins)
@@ -24,7 +29,9 @@ def step_of(tables: list[list[int]], columns: range, origins: tuple[int, ...], s
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_it_gathers_what_the_portable_path_gathers(dtype, columns, interleaved, monkeypatch):
     size, heads, dim = 8, 3, 5
-    data = torch.full((9, 2 * heads, size, 2 * dim if interleaved else dim), float("nan"), dtype=dtype)
+    data = torch.full(
+        (9, 2 * heads, size, 2 * dim if interleaved else dim), float("nan"), dtype=dtype
+    )
     origins = (0, 4, columns.stop, -3)  # whole, padded, only padding, freed blocks
     tables = [[3, 1, 7], [5, 8, 2], [0, 0, 0], [4, 6, 2]]
     blocks = data[:, heads:, :, :dim]
@@ -52,4 +59,19 @@ def test_tables_that_do_not_fit_are_refused():
     for tables in ([[0, 4]], [[0, -1]], [[0]]):
         with pytest.raises(IndexError, match="do not fit columns range"):
             gather(step_of(tables, range(0, 10), (0,), 8), blocks)
-    assert gather(step_of([[0, 9]], range(0, 8), (0,), 8), blocks).shape == (1, 1, 8, 2)  # the second is not read
+    # the second is not read
+    assert gather(step_of([[0, 9]], range(0, 8), (0,), 8), blocks).shape == (1, 1, 8, 2)
+
+
+def test_blocks_and_origins_that_do_not_fit_are_refused():
+    step = step_of([[0, 1]], range(0, 10), (0,), 8)
+    assert gather(step, torch.zeros(4, 1, 8, 2)).shape == (1, 1, 10, 2)
+    others = torch.zeros(4, 1, 4, 2), torch.zeros(4, 1, 8, 4)[..., ::2], torch.zeros(4, 8, 2)
+    for blocks in (*others, torch.zeros(4, 1, 8, 2, device="meta")):
+        with pytest.raises(ValueError, match=r"blocks are torch\.float32"):
+            gather(step, blocks)
+    with pytest.raises(ValueError, match=r"blocks are torch\.float32"):
+        gather(step_of([[0, 1]], range(0, 10), (0,), 0), torch.zeros(4, 1, 0, 2))
+    for wrong in (replace(step, origins=()), replace(step, columns=None)):
+        with pytest.raises(ValueError, match="one origin and table for each of 1 rows"):
+            gather(wrong, torch.zeros(4, 1, 8, 2))

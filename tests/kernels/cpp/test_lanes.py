@@ -29,7 +29,11 @@ def test_other_widths(lanes: int, tmp_path: Path) -> None:
     for name in ("PYTEST_XDIST_WORKER", "PYTEST_ADDOPTS"):
         environment.pop(name, None)
     done = subprocess.run(
-        [sys.executable, "-c", _RUN, str(lanes)], capture_output=True, text=True, env=environment, timeout=600
+        [sys.executable, "-c", _RUN, str(lanes)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert len(list((tmp_path / "kernels").glob("cpp-*.so"))) == 1

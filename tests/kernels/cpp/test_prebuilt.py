@@ -21,7 +21,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(prebuilt.platform, "machine", lambda: "x86_64")
     for level in prebuilt.LEVELS:
         content = level.encode()
-        name = f"kernels-{level}-{prebuilt._of_sources()}-{hashlib.sha256(content).hexdigest()[:16]}.so"
+        digest = hashlib.sha256(content).hexdigest()[:16]
+        name = f"kernels-{level}-{prebuilt._of_sources()}-{digest}.so"
         (tmp_path / name).write_bytes(content)
     return tmp_path
 
@@ -41,7 +42,9 @@ def level_of(path: Path | None) -> str | None:
         (("avx512f", "avx2"), "x86-64-v2"),
     ],
 )
-def test_the_best_that_the_processor_runs(folder: Path, without: tuple[str, ...], level: str) -> None:
+def test_the_best_that_the_processor_runs(
+    folder: Path, without: tuple[str, ...], level: str
+) -> None:
     assert level_of(prebuilt.find(EVERY - set(without))) == level
 
 
@@ -49,7 +52,8 @@ def test_what_there_is_none_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     assert prebuilt.find({"popcnt"}) is None
     best = prebuilt.find(EVERY)
     assert best is not None
-    best.rename(best.with_name(best.name.replace(prebuilt._of_sources(), "0123456789abcdef")))  # from other sources
+    # from other sources
+    best.rename(best.with_name(best.name.replace(prebuilt._of_sources(), "0123456789abcdef")))
     second = prebuilt.find(EVERY)
     assert second is not None and level_of(second) == "x86-64-v4-bf16"
     second.write_bytes(second.read_bytes()[:-1])  # truncated: loading it would crash the process
@@ -58,7 +62,9 @@ def test_what_there_is_none_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     assert prebuilt.find(EVERY) is None
 
 
-def test_one_that_cannot_be_loaded_is_compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_cannot_be_loaded_is_compiled(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prebuilt, "cpu_flags", lambda: EVERY)
     monkeypatch.setattr(build, "_recipe", lambda: (_ for _ in ()).throw(RuntimeError("compiles")))
     with pytest.raises(RuntimeError, match="compiles"):

@@ -1,4 +1,5 @@
-"""Cascade attention against the decode kernel and the reference, and partial results merged by hand."""
+"""Cascade attention against the decode kernel and the reference, and partial results merged by
+hand."""
 
 from __future__ import annotations
 
@@ -19,11 +20,18 @@ pytestmark = available
 SIZE, SCALE = 8, 0.3
 FREE = CascadeCosts(token_bytes=1, state_bytes=0, rows_per_read=1000)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
-# two prompts with samples, a lone row, and a sample that has just begun; as (prompt, shared blocks, own tokens)
+# two prompts with samples, a lone row, and a sample that has just begun; as (prompt, shared blocks,
+# own tokens)
 ROWS = [("a", 3, 5), ("b", 5, 1), ("a", 3, 17), ("", 0, 30), ("b", 5, 9), ("a", 3, 1)]
 
 
-def call(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: StepMetadata, **features: Any) -> Any:
+def call(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    step: StepMetadata,
+    **features: Any,
+) -> Any:
     return AttentionCall(query, KVBlocks((keys, values), keys, values), step, **features)
 
 
@@ -46,12 +54,18 @@ def build(
             both[prompts[prompt]] = torch.randn(shared, 4, SIZE, 16, generator=generator).to(dtype)
         mine = [ids.pop() for _ in range(-(-own // SIZE))]
         for token in range(own):
-            both[mine[token // SIZE], :, token % SIZE] = torch.randn(4, 16, generator=generator).to(dtype)
+            both[mine[token // SIZE], :, token % SIZE] = torch.randn(4, 16, generator=generator).to(
+                dtype
+            )
         tables.append([*prompts[prompt], *mine])
         seq_lens.append(shared * SIZE + own)
     width = max(map(len, tables)) + 1
-    padded = torch.tensor([[*table, *([2**30] * (width - len(table)))] for table in tables], dtype=torch.int32)
-    step = StepMetadata.rectangle(padded.to(DEVICE), seq_lens, SIZE, window=window, block_ids=tables)
+    padded = torch.tensor(
+        [[*table, *([2**30] * (width - len(table)))] for table in tables], dtype=torch.int32
+    )
+    step = StepMetadata.rectangle(
+        padded.to(DEVICE), seq_lens, SIZE, window=window, block_ids=tables
+    )
     query = torch.randn(len(rows), heads, 16, generator=generator).to(dtype)
     keys, values = both.to(DEVICE).chunk(2, dim=1)
     return query.to(DEVICE), keys, values, step
@@ -60,7 +74,9 @@ def build(
 @pytest.mark.parametrize("splits", [None, 1, 3])
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_shared_prefixes_give_what_plain_decode_gives(dtype: torch.dtype, sinks: bool, splits: int | None) -> None:
+def test_shared_prefixes_give_what_plain_decode_gives(
+    dtype: torch.dtype, sinks: bool, splits: int | None
+) -> None:
     from hf_paged.kernels.triton import attention, cascade
 
     query, keys, values, step = build(ROWS, dtype)
@@ -70,8 +86,12 @@ def test_shared_prefixes_give_what_plain_decode_gives(dtype: torch.dtype, sinks:
     assert plan is not None
     assert plan.query_index.tolist() == [0, 2, 5, 1, 4] and plan.prefixes.seq_lens == (24, 40)
     with torch.no_grad():
-        output = attention.cascade_attention(query, keys, values, plan, num_splits=splits, **features)
-    expected = reference.attend(call(query.double(), keys.double(), values.double(), step, **features))
+        output = attention.cascade_attention(
+            query, keys, values, plan, num_splits=splits, **features
+        )
+    expected = reference.attend(
+        call(query.double(), keys.double(), values.double(), step, **features)
+    )
     tolerance = TOLERANCE[dtype]
     assert output.dtype == dtype
     torch.testing.assert_close(output.double(), expected.double(), atol=tolerance, rtol=tolerance)
@@ -126,7 +146,9 @@ def test_merging_gives_the_weighted_mean_and_skips_what_saw_nothing(with_tail: b
     index = torch.tensor([3, 1, 5, 0], dtype=torch.int32) if with_tail else None
     out = tail.clone() if with_tail else torch.full((tokens, heads, dim), torch.nan)
     out_lse = torch.full((6 if with_tail else tokens, heads), 7.0)
-    device = [x if x is None else x.to(DEVICE) for x in (partials, lse, out, out_lse, index, tail_lse)]
+    device = [
+        x if x is None else x.to(DEVICE) for x in (partials, lse, out, out_lse, index, tail_lse)
+    ]
     merge(
         *device[:3],
         out_lse=device[3],
@@ -141,4 +163,6 @@ def test_merging_gives_the_weighted_mean_and_skips_what_saw_nothing(with_tail: b
     torch.testing.assert_close(device[2].cpu()[where], expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(device[3].cpu()[where], all_lse.logsumexp(0), atol=1e-5, rtol=1e-5)
     if with_tail:  # rows in no group are unchanged
-        assert torch.equal(device[2].cpu()[[2, 4]], tail[[2, 4]]) and (device[3][[2, 4]] == 7.0).all()
+        assert (
+            torch.equal(device[2].cpu()[[2, 4]], tail[[2, 4]]) and (device[3][[2, 4]] == 7.0).all()
+        )

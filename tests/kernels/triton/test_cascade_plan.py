@@ -1,4 +1,5 @@
-"""Grouping of rows with shared blocks: the savings of every grouping, counted by hand or by brute force."""
+"""Grouping of rows with shared blocks: the savings of every grouping, counted by hand or by brute
+force."""
 
 from __future__ import annotations
 
@@ -32,9 +33,17 @@ def test_rows_that_share_nothing_stay_apart() -> None:
 
 
 def test_the_larger_saving_decides_between_a_system_prompt_and_the_prompts_behind_it() -> None:
-    long_prompts = [[1, *prompt, 100 + row] for row, prompt in enumerate([[2, 3, 4], [2, 3, 4], [5, 6, 7], [5, 6, 7]])]
-    assert plan_cascade(long_prompts, [17] * 4, 4, FREE) == (SharedPrefix((0, 1), 4), SharedPrefix((2, 3), 4))
-    short_prompts = [[1, 8, 9, *prompt, 100 + row] for row, prompt in enumerate([[2], [2], [5], [5]])]
+    long_prompts = [
+        [1, *prompt, 100 + row]
+        for row, prompt in enumerate([[2, 3, 4], [2, 3, 4], [5, 6, 7], [5, 6, 7]])
+    ]
+    assert plan_cascade(long_prompts, [17] * 4, 4, FREE) == (
+        SharedPrefix((0, 1), 4),
+        SharedPrefix((2, 3), 4),
+    )
+    short_prompts = [
+        [1, 8, 9, *prompt, 100 + row] for row, prompt in enumerate([[2], [2], [5], [5]])
+    ]
     assert plan_cascade(short_prompts, [17] * 4, 4, FREE) == (SharedPrefix((0, 1, 2, 3), 3),)
 
 
@@ -83,7 +92,10 @@ def test_groups_are_valid_and_no_tree_of_prefixes_saves_more(
 ) -> None:
     size = 4
     # ids that identify their whole prefix, like blocks of a prefix tree
-    tables = [[int("1" + "".join(map(str, table[: i + 1]))) for i in range(len(table))] for table in tables]
+    tables = [
+        [int("1" + "".join(map(str, table[: i + 1]))) for i in range(len(table))]
+        for table in tables
+    ]
     seq_lens = [(len(table) - 1) * size + last for table in tables]
     groups = plan_cascade(tables, seq_lens, size, costs)
     grouped = [row for group in groups for row in group.rows]
@@ -95,13 +107,18 @@ def test_groups_are_valid_and_no_tree_of_prefixes_saves_more(
 
     def shared(rows: tuple[int, ...]) -> int:
         most = min((seq_lens[row] - 1) // size for row in rows)
-        return next((n for n in range(most, 0, -1) if len({tuple(tables[row][:n]) for row in rows}) == 1), 0)
+        return next(
+            (n for n in range(most, 0, -1) if len({tuple(tables[row][:n]) for row in rows}) == 1), 0
+        )
 
     best = 0
     for partition in partitions(list(range(len(tables)))):
-        prefixes = tuple(SharedPrefix(rows, n) for rows in partition if len(rows) > 1 and (n := shared(rows)))
+        prefixes = tuple(
+            SharedPrefix(rows, n) for rows in partition if len(rows) > 1 and (n := shared(rows))
+        )
         best = max(best, saving(prefixes, costs, size))
-    if costs.rows_per_read > 2:  # with few rows per read, parts of a branch may be cheaper than the whole
+    if costs.rows_per_read > 2:
+        # with few rows per read, parts of a branch may be cheaper than the whole
         assert saving(groups, costs, size) == best
     else:
         assert 0 <= saving(groups, costs, size) <= best

@@ -1,7 +1,9 @@
-"""The choice of launch parameters: the tables that `benchmarks/tune.py` writes, and the rule without a table."""
+"""The choice of launch parameters: the tables that `benchmarks/tune.py` writes, and the rule
+without a table."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -14,6 +16,7 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks import tune
+from benchmarks.chips import CHIPS
 from hf_paged.attention.backends import reference
 from hf_paged.kernels.triton import configs
 from hf_paged.kernels.triton.configs import LaunchConfig, find_config
@@ -21,7 +24,9 @@ from tests.support.kernels.aot import ROOT
 from tests.support.kernels.device import DEVICE, available
 
 
-def test_the_table_of_the_chip_comes_before_the_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_of_the_chip_comes_before_the_rule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(configs, "FOLDER", tmp_path)
     monkeypatch.setattr(configs, "chip", lambda device: "sm90")
     configs._tables.cache_clear()
@@ -30,21 +35,23 @@ def test_the_table_of_the_chip_comes_before_the_rule(tmp_path: Path, monkeypatch
     assert configs.find_config("decode", *arguments) == rule
     measured = LaunchConfig(tile=128, num_warps=8, num_stages=2, programs_per_sm=3)
     tune.write(
-        tmp_path / "sm90.json", {"gpu": "NVIDIA H200"}, "decode/128x128/bfloat16/m16", measured, {"best_us": 1.0}
+        tmp_path / "sm90.json",
+        {"gpu": "NVIDIA H200"},
+        "decode/128x128/bfloat16/m16",
+        measured,
+        {"best_us": 1.0},
     )
     configs._tables.cache_clear()
     try:
         assert configs.find_config("decode", *arguments) == measured != rule
-        assert configs.find_config("decode", 128, 128, torch.float16, 4, torch.device("cpu")) == rule
+        assert (
+            configs.find_config("decode", 128, 128, torch.float16, 4, torch.device("cpu")) == rule
+        )
     finally:
         configs._tables.cache_clear()
-    assert json.loads((tmp_path / "sm90.json").read_text())["measured"]["decode/128x128/bfloat16/m16"]["gpu"]
-
-
-def test_committed_tables_are_readable() -> None:
-    for path in configs.FOLDER.glob("*.json"):
-        for entry in json.loads(path.read_text())["configs"].values():
-            LaunchConfig(**entry)
+    assert json.loads((tmp_path / "sm90.json").read_text())["measured"][
+        "decode/128x128/bfloat16/m16"
+    ]["gpu"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -55,6 +62,43 @@ def test_the_rule_gives_powers_of_two(dim: int, rows: int, dtype: torch.dtype) -
     for value in (config.tile, config.block_m, config.num_warps):
         assert value & (value - 1) == 0
     assert config.tile >= 16 and config.block_m >= 16
+
+
+@pytest.mark.parametrize("name", sorted(CHIPS))
+def test_tiles_fit_the_shared_memory_of_the_chip(name: str) -> None:
+    chip, limit = name.replace("sm_", "sm"), CHIPS[name].block_shared
+    for kernel, dim, dtype, rows in itertools.product(
+        ("decode", "prefill"),
+        (64, 80, 128, 256, 512),
+        (torch.bfloat16, torch.float32),
+        (1, 32, 4096),
+    ):
+        default = (
+            configs.default_decode_config if kernel == "decode" else configs.default_prefill_config
+        )
+        config = default(dim, dim, dtype, rows, chip)
+        fitted = configs.fit(config, kernel, dim, dim, dtype, chip, limit)
+        assert configs.shared_bytes(fitted, kernel, dim, dim, dtype, chip) <= limit
+        if configs.shared_bytes(config, kernel, dim, dim, dtype, chip) <= limit:
+            assert fitted == config
+        assert fitted.tile >= 16 and fitted.num_stages >= 1
+
+
+def test_wide_heads_take_smaller_tiles_on_chips_with_less_shared_memory() -> None:
+    """148,496 bytes of a decode over heads of 512 fit chips of 8.0, but not 8.6, 8.9 and 12.0."""
+    heads = 512, 512, torch.bfloat16
+    config = configs.default_decode_config(*heads, 4, "sm80")
+    assert 148_496 <= configs.shared_bytes(config, "decode", *heads, "sm80") <= 150_000
+    assert configs.fit(config, "decode", *heads, "sm80", CHIPS["sm_80"].block_shared) == config
+    smaller = configs.fit(config, "decode", *heads, "sm86", CHIPS["sm_86"].block_shared)
+    assert (smaller.tile, smaller.num_stages) == (config.tile // 2, config.num_stages)
+    latents = 576, 512, torch.bfloat16
+    assert (
+        configs.fit(
+            config, "decode", *latents, "sm86", CHIPS["sm_86"].block_shared, value_is_key=True
+        )
+        == config
+    )
 
 
 def test_tune_leaves_out_what_is_wrong_or_does_not_fit() -> None:
@@ -76,8 +120,8 @@ def test_tune_leaves_out_what_is_wrong_or_does_not_fit() -> None:
 
 @available
 def test_tune_compares_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The timed function computes what the reference does: a configuration of each kernel, at sizes for this
-    machine."""
+    """The timed function computes what the reference does: a configuration of each kernel, at sizes
+    for this machine."""
     monkeypatch.setitem(tune.SHAPES, 16, (4, 2, 16, 16))
     torch.manual_seed(0)
     decode = tune.Problem.make(16, torch.float32, 2, 1, 40, DEVICE)
@@ -89,13 +133,17 @@ def test_tune_compares_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_tune_knows_the_entries_that_prefill_looks_up(monkeypatch: pytest.MonkeyPatch) -> None:
     device, asked = torch.device("cpu"), []
-    monkeypatch.setattr(configs, "_tables", lambda chip: {key: LaunchConfig(16, 32) for key in asked})
+    monkeypatch.setattr(
+        configs, "_tables", lambda chip: {key: LaunchConfig(16, 32) for key in asked}
+    )
     for dim, (heads, kv_heads, key_dim, value_dim) in tune.SHAPES.items():
         asked[:] = [task.key for task in tune.prefill_tasks(dim, torch.bfloat16, "none")]
         assert len(asked) == len(set(asked)) >= 1
         for rows in (4096, 8 * heads // kv_heads, 16 * heads // kv_heads):
             config = find_config("prefill", key_dim, value_dim, torch.bfloat16, rows, device)
-            is_known = configs.key("prefill", key_dim, value_dim, torch.bfloat16, min(rows, 128)) in asked
+            is_known = (
+                configs.key("prefill", key_dim, value_dim, torch.bfloat16, min(rows, 128)) in asked
+            )
             assert (config == LaunchConfig(16, 32)) == is_known
             assert is_known or rows < 4096
 
@@ -114,7 +162,9 @@ def test_tune_compiles_without_a_gpu(tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     found = []
     for _ in range(2):
-        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300)
+        done = subprocess.run(
+            command, env=env, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300
+        )
         assert done.stdout.startswith("2 of 2 candidates compiled for sm_90")
         found.append({path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.cubin")})
     assert {path.stem for path in found[0]} == {"attention_kernel", "merge_kernel"}

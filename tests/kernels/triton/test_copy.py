@@ -10,17 +10,25 @@ from tests.support.kernels.device import DEVICE, available
 
 pytestmark = available
 
-# Shapes of a block of each layer: of several heads and dims, of less than a word, of a tile and more, of odd bytes.
+# Shapes of a block of each layer: of several heads and dims, of less than a word, of a tile and
+# more, of odd bytes.
 ALIGNED = [(2, 8, 16), (4, 16, 9), (1, 8, 4), (3, 16, 80)]
 UNALIGNED = [(1, 3, 5), (2, 8, 16), (1, 1, 1), (3, 7, 201)]
 
 
-def blocks(num_blocks: int, shapes: list[tuple[int, ...]], dtype: torch.dtype, offset: int = 0) -> list[torch.Tensor]:
-    """NaN in every block with an even id, if the dtype has NaN, and distinct values in the others."""
+def blocks(
+    num_blocks: int, shapes: list[tuple[int, ...]], dtype: torch.dtype, offset: int = 0
+) -> list[torch.Tensor]:
+    """NaN in every block with an even id, if the dtype has NaN, and distinct values in the
+    others."""
     found = []
     for number, shape in enumerate(shapes):
         size = num_blocks * torch.Size(shape).numel()
-        tensor = torch.randn(offset + size, generator=torch.Generator().manual_seed(number)).mul(100).to(dtype)
+        tensor = (
+            torch.randn(offset + size, generator=torch.Generator().manual_seed(number))
+            .mul(100)
+            .to(dtype)
+        )
         tensor = tensor[offset:].view(num_blocks, *shape)
         if dtype.is_floating_point:
             tensor[::2] = float("nan")
@@ -28,16 +36,24 @@ def blocks(num_blocks: int, shapes: list[tuple[int, ...]], dtype: torch.dtype, o
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn], ids=str
+)
 @pytest.mark.parametrize("shapes", [ALIGNED, UNALIGNED], ids=["aligned", "unaligned"])
 @pytest.mark.parametrize("offset", [0, 1], ids="offset{}".format)
-def test_copies_what_the_plain_one_copies(shapes: list[tuple[int, ...]], dtype: torch.dtype, offset: int) -> None:
-    """Sources in another order than targets, a source with two targets, blocks of NaN as sources and as targets."""
+def test_copies_what_the_plain_one_copies(
+    shapes: list[tuple[int, ...]], dtype: torch.dtype, offset: int
+) -> None:
+    """Sources in another order than targets, a source with two targets, blocks of NaN as sources
+    and as targets."""
     from hf_paged.kernels.triton import copy
 
     pairs = torch.tensor([(5, 0), (1, 3), (2, 7), (5, 4), (8, 6)])
     expected = blocks(9, shapes, dtype, offset)
-    tensors = [tensor.to(DEVICE) if offset == 0 else _moved(tensor) for tensor in blocks(9, shapes, dtype, offset)]
+    tensors = [
+        tensor.to(DEVICE) if offset == 0 else _moved(tensor)
+        for tensor in blocks(9, shapes, dtype, offset)
+    ]
     copy_portable([tensor.view(torch.uint8) for tensor in expected], pairs)
     places = copy.describe(tensors)
     copy.copy_blocks(places, torch.tensor(places, device=DEVICE), pairs.to(DEVICE))
@@ -51,13 +67,17 @@ def _moved(tensor: torch.Tensor) -> torch.Tensor:
     return memory.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
-@pytest.mark.parametrize("block_bytes", [1, 8, 8184, 8192, 8200, 3 * 8192 + 8, 8191], ids="bytes{}".format)
+@pytest.mark.parametrize(
+    "block_bytes", [1, 8, 8184, 8192, 8200, 3 * 8192 + 8, 8191], ids="bytes{}".format
+)
 def test_blocks_around_the_targets_stay(block_bytes: int) -> None:
     from hf_paged.kernels.triton import copy
 
     tensor = torch.randint(0, 255, (6, block_bytes), dtype=torch.uint8).to(DEVICE)
     before, places = tensor.clone(), copy.describe([tensor])
-    copy.copy_blocks(places, torch.tensor(places, device=DEVICE), torch.tensor([[5, 2], [0, 4]], device=DEVICE))
+    copy.copy_blocks(
+        places, torch.tensor(places, device=DEVICE), torch.tensor([[5, 2], [0, 4]], device=DEVICE)
+    )
     assert torch.equal(tensor, before[[0, 1, 5, 3, 0, 5]])
 
 
@@ -66,7 +86,10 @@ def test_no_pairs_and_empty_blocks() -> None:
 
     none = torch.zeros(0, 2, dtype=torch.int64, device=DEVICE)
     tensor, empty = torch.ones(3, 2, device=DEVICE), torch.ones(3, 0, device=DEVICE)
-    for tensors, pairs in (([tensor], none), ([empty], none + torch.zeros(1, 2, dtype=torch.int64, device=DEVICE))):
+    for tensors, pairs in (
+        ([tensor], none),
+        ([empty], none + torch.zeros(1, 2, dtype=torch.int64, device=DEVICE)),
+    ):
         places = copy.describe(tensors)
         copy.copy_blocks(places, torch.tensor(places, device=DEVICE), pairs)
     assert tensor.sum() == 6
@@ -81,4 +104,8 @@ def test_blocks_past_2_to_the_31_bytes() -> None:
     places = copy.describe([tensor])
     pairs = torch.tensor([[len(tensor) - 1, 1], [len(tensor) - 1, len(tensor) - 2]], device=DEVICE)
     copy.copy_blocks(places, torch.tensor(places, device=DEVICE), pairs)
-    assert torch.equal(tensor[1], tensor[-1]) and torch.equal(tensor[-2], tensor[-1]) and not tensor[2:-2].any()
+    assert (
+        torch.equal(tensor[1], tensor[-1])
+        and torch.equal(tensor[-2], tensor[-1])
+        and not tensor[2:-2].any()
+    )

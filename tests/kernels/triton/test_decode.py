@@ -1,5 +1,5 @@
-"""The Triton decode kernel against a dense float64 computation; slots that must not be read hold NaN, block ids that
-must not be followed are far out of range."""
+"""The Triton decode kernel against a dense float64 computation; slots that must not be read hold
+NaN, block ids that must not be followed are far out of range."""
 
 from __future__ import annotations
 
@@ -18,23 +18,58 @@ from tests.attention import test_backends
 from tests.attention.test_backends import TOLERANCE, Call, Case, any_cases, build
 from tests.support.kernels.device import available, on_device
 
-# the interpreter's numpy warns that the dtype's minimum in a mask becomes -inf before an exponential
-pytestmark = [available, pytest.mark.filterwarnings("ignore:overflow encountered in multiply:RuntimeWarning")]
+# the interpreter's numpy warns that the dtype's minimum in a mask becomes -inf before an
+# exponential
+pytestmark = [
+    available,
+    pytest.mark.filterwarnings("ignore:overflow encountered in multiply:RuntimeWarning"),
+]
 
 ONE_SPLIT = 256
-PROMPT = vars(build(Case(seq_lens=(20, 20), queries=20, heads=4, key_dim=16, value_dim=16, block=8)))
+PROMPT = vars(
+    build(Case(seq_lens=(20, 20), queries=20, heads=4, key_dim=16, value_dim=16, block=8))
+)
 CASES = [case for case in test_backends.CASES if case.queries <= 16 and case.dtype != torch.float64]
 WIDE = [
     Case(seq_lens=(70, 3), heads=4, kv_heads=2, key_dim=80, value_dim=96),
     Case(seq_lens=(70, 3), heads=4, kv_heads=2, key_dim=96, value_dim=80, dtype=torch.bfloat16),
-    Case(seq_lens=(40, 3), heads=4, kv_heads=2, key_dim=192, value_dim=128, joined=True, dtype=torch.float16),
+    Case(
+        seq_lens=(40, 3),
+        heads=4,
+        kv_heads=2,
+        key_dim=192,
+        value_dim=128,
+        joined=True,
+        dtype=torch.float16,
+    ),
     Case(seq_lens=(40, 3), heads=4, kv_heads=2, key_dim=256, value_dim=256, block=8),
     Case(seq_lens=(40, 3), heads=20, kv_heads=1, key_dim=112, value_dim=100, queries=4, block=128),
+    # blocks that fill large pages
+    Case(
+        seq_lens=(515, 3, 512),
+        block=512,
+        heads=3,
+        kv_heads=1,
+        key_dim=24,
+        value_dim=9,
+        window=100,
+        queries=2,
+    ),
+    Case(
+        seq_lens=(1026, 9),
+        block=1024,
+        heads=2,
+        starts=(990, 0),
+        key_dim=16,
+        value_dim=16,
+        dtype=torch.bfloat16,
+    ),
 ]
 
 
 def run(call: Call, split_tokens: int, tile: int = 16, block_m: int = 16, **options: Any) -> Any:
-    """The kernel with splits of at least `split_tokens` tokens, on a chip that always has room for another program."""
+    """The kernel with splits of at least `split_tokens` tokens, on a chip that always has room for
+    another program."""
     from hf_paged.kernels.triton import attention, configs
 
     call = on_device(call)
@@ -46,7 +81,11 @@ def run(call: Call, split_tokens: int, tile: int = 16, block_m: int = 16, **opti
         with torch.no_grad():
             options = {"config": config, **call.options, **options}
             out = attention.decode_attention(query, *call.inputs[1:], **options)
-            return tuple(x.unflatten(0, shape) for x in out) if isinstance(out, tuple) else out.unflatten(0, shape)
+            return (
+                tuple(x.unflatten(0, shape) for x in out)
+                if isinstance(out, tuple)
+                else out.unflatten(0, shape)
+            )
     finally:
         attention.MIN_DECODE_SPLIT = before
 
@@ -64,7 +103,9 @@ def test_matches_dense_attention(case: Case) -> None:
     check(case, ONE_SPLIT, tile=16 if max(case.seq_lens) < 200 else 64)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if 60 < max(case.seq_lens) < 400][::2], ids=str)
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if 60 < max(case.seq_lens) < 400][::2] + WIDE[-2:-1], ids=str
+)
 def test_split_rows_match_dense_attention(case: Case) -> None:
     check(case, 48)
 
@@ -76,7 +117,9 @@ def test_split_rows_match_dense_attention(case: Case) -> None:
     split_tokens=st.sampled_from((16, 32, 48)),
     tile=st.sampled_from((16, 32)),
 )
-def test_matches_dense_attention_on_any_sizes(case: Case, seed: int, split_tokens: int, tile: int) -> None:
+def test_matches_dense_attention_on_any_sizes(
+    case: Case, seed: int, split_tokens: int, tile: int
+) -> None:
     check(case, split_tokens, seed, tile=tile)
 
 
@@ -86,11 +129,18 @@ def test_matches_dense_attention_on_any_sizes(case: Case, seed: int, split_token
     multiprocessors=st.integers(1, 40),
     window=st.sampled_from((None, None, 50)),
 )
-def test_every_split_has_an_item(seq_lens: list[int], multiprocessors: int, window: int | None) -> None:
+def test_every_split_has_an_item(
+    seq_lens: list[int], multiprocessors: int, window: int | None
+) -> None:
     from hf_paged.kernels.triton import attention
 
-    call = build(Case(tuple(seq_lens), heads=1, kv_heads=1, key_dim=16, value_dim=16, window=window))
-    before, attention.num_multiprocessors = attention.num_multiprocessors, lambda device: multiprocessors
+    call = build(
+        Case(tuple(seq_lens), heads=1, kv_heads=1, key_dim=16, value_dim=16, window=window)
+    )
+    before, attention.num_multiprocessors = (
+        attention.num_multiprocessors,
+        lambda device: multiprocessors,
+    )
     try:
         out = run(call, split_tokens=16)
     finally:
@@ -111,27 +161,45 @@ def test_long_rows_among_short_ones_get_more_splits(monkeypatch: pytest.MonkeyPa
     case = Case(seq_lens=(320, 16, 0, 64), heads=1, kv_heads=1, key_dim=16, value_dim=16)
     call = build(case)
     monkeypatch.setattr(torch.Tensor, "new_empty", remember)
-    monkeypatch.setattr(attention, "num_multiprocessors", lambda device: 4)  # 8 programs: 400 tokens, 50 each, so 64
+    # 8 programs: 400 tokens, 50 each, so 64
+    monkeypatch.setattr(attention, "num_multiprocessors", lambda device: 4)
     run(call, split_tokens=16)
-    items = next(tensor for tensor in found if tensor.dtype == torch.int32 and tensor.shape == (4, 2))
+    items = next(
+        tensor for tensor in found if tensor.dtype == torch.int32 and tensor.shape == (4, 2)
+    )
     assert items.tolist() == [[0, 5], [5, 1], [6, 1], [7, 1]]
 
 
 @pytest.mark.parametrize("split_tokens", [16, ONE_SPLIT], ids=["split", "whole"])
 def test_log_sum_exp(split_tokens: int) -> None:
-    case = Case(seq_lens=(70, 0, 21), heads=4, kv_heads=2, key_dim=16, value_dim=16, queries=2, starts=(0, 0, 21))
+    case = Case(
+        seq_lens=(70, 0, 21),
+        heads=4,
+        kv_heads=2,
+        key_dim=16,
+        value_dim=16,
+        queries=2,
+        starts=(0, 0, 21),
+    )
     call = build(case)
     out, lse = run(call, split_tokens, return_lse=True)
     assert lse.shape == (3, 2, 4) and lse.dtype == torch.float32 and lse.is_contiguous()
     assert (lse[1:] == -math.inf).all() and not out[1:].any()
     keys = _row_keys(call, 0, 70)
     for i in range(2):
-        scores = torch.einsum("hd,thd->ht", call.query[0, :, i].double(), keys[: 69 + i]) * call.options["scale"]
-        torch.testing.assert_close(lse[0, i].double().cpu(), scores.logsumexp(-1), atol=1e-5, rtol=1e-5)
+        scores = (
+            torch.einsum("hd,thd->ht", call.query[0, :, i].double(), keys[: 69 + i])
+            * call.options["scale"]
+        )
+        torch.testing.assert_close(
+            lse[0, i].double().cpu(), scores.logsumexp(-1), atol=1e-5, rtol=1e-5
+        )
     sinks = torch.randn(4)
     with_sinks = replace(call, options={**call.options, "sinks": sinks})
     _, found = run(with_sinks, split_tokens, return_lse=True)
-    torch.testing.assert_close(found[0].cpu(), torch.logaddexp(lse[0].cpu(), sinks), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        found[0].cpu(), torch.logaddexp(lse[0].cpu(), sinks), atol=1e-5, rtol=1e-5
+    )
 
 
 def test_parts_merge_by_their_log_sum_exp() -> None:
@@ -145,17 +213,28 @@ def test_parts_merge_by_their_log_sum_exp() -> None:
     torch.testing.assert_close(merged.double().cpu(), whole.expected, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize(("rank", "rotary", "all_of_it"), [(512, 64, False), (64, 32, True), (32, 16, True)])
+@pytest.mark.parametrize(
+    ("rank", "rotary", "all_of_it"), [(512, 64, False), (64, 32, True), (32, 16, True)]
+)
 def test_latents_are_keys_and_values_in_one(rank: int, rotary: int, all_of_it: bool) -> None:
     case = Case(
-        seq_lens=(50, 3), heads=20, kv_heads=1, key_dim=rank + rotary, value_dim=rank + rotary, dtype=torch.bfloat16
+        seq_lens=(50, 3),
+        heads=20,
+        kv_heads=1,
+        key_dim=rank + rotary,
+        value_dim=rank + rotary,
+        dtype=torch.bfloat16,
     )
     call = build(case)
     latents = call.key_blocks[:, :, :, : rank + rotary]
     call = replace(call, value_blocks=latents if all_of_it else latents[..., :rank])
     out = run(call, 16, block_m=32)
-    zeroed = replace(call, key_blocks=latents.nan_to_num(0.0), value_blocks=call.value_blocks.nan_to_num(0.0))
-    torch.testing.assert_close(out.float().cpu(), zeroed.run("reference").float(), atol=2e-2, rtol=2e-2)
+    zeroed = replace(
+        call, key_blocks=latents.nan_to_num(0.0), value_blocks=call.value_blocks.nan_to_num(0.0)
+    )
+    torch.testing.assert_close(
+        out.float().cpu(), zeroed.run("reference").float(), atol=2e-2, rtol=2e-2
+    )
 
 
 def test_rows_without_tokens_in_a_captured_batch() -> None:
@@ -176,8 +255,12 @@ def test_padding_rows_cost_no_other_row_its_numbers() -> None:
 
 def test_dtypes_of_queries_and_blocks_may_differ() -> None:
     call = build(Case(seq_lens=(40, 5), key_dim=32, value_dim=32))
-    half = replace(call, key_blocks=call.key_blocks.bfloat16(), value_blocks=call.value_blocks.bfloat16())
-    expected = replace(half, key_blocks=half.key_blocks.float(), value_blocks=half.value_blocks.float())
+    half = replace(
+        call, key_blocks=call.key_blocks.bfloat16(), value_blocks=call.value_blocks.bfloat16()
+    )
+    expected = replace(
+        half, key_blocks=half.key_blocks.float(), value_blocks=half.value_blocks.float()
+    )
     torch.testing.assert_close(run(half, 16).cpu(), expected.run("reference"), atol=2e-5, rtol=2e-5)
 
 
@@ -197,15 +280,42 @@ def test_a_bias_too_short_raises_where_the_host_knows() -> None:
         ({"key_blocks": torch.zeros(16, 2, 16, 128)[..., ::2]}, "not contiguous"),
         ({"key_blocks": torch.zeros(16, 1, 16, 64)}, "over 1 K and 2 V heads"),
         ({"query": torch.zeros(3, 14, 1, 64).requires_grad_()}, "a gradient is wanted"),
-        ({"step": replace(build(Case()).step, block_size=48)}, "block size 48: a power of two from 4 to 256"),
-        ({"step": replace(build(Case()).step, query_start=tuple(range(8194)))}, "8193 rows: at most 8192"),
+        (
+            {"step": replace(build(Case()).step, block_size=48)},
+            "block size 48: a power of two from 4 to 16384",
+        ),
+        (
+            {"step": replace(build(Case()).step, query_start=tuple(range(8194)))},
+            "8193 rows: at most 8192",
+        ),
         # of more queries per row, which the prefill kernel handles
-        ({**PROMPT, "query": torch.zeros(2, 4, 20, 16, dtype=torch.float16)}, "blocks of a wider dtype"),
-        ({**PROMPT, "value_blocks": torch.zeros(9, 2, 8, 520)}, "values of 520 dimensions: at most 512"),
+        (
+            {**PROMPT, "query": torch.zeros(2, 4, 20, 16, dtype=torch.float16)},
+            "blocks of a wider dtype",
+        ),
+        (
+            {**PROMPT, "value_blocks": torch.zeros(9, 2, 8, 520)},
+            "values of 520 dimensions: at most 512",
+        ),
         ({**PROMPT, "options": {"scale": 0.0}}, "a scale of 0.0: it must be positive"),
-        ({**PROMPT, "options": {"bias": torch.zeros(2, 4, 20, 1)}}, "a bias that differs among more queries"),
+        (
+            {**PROMPT, "options": {"bias": torch.zeros(2, 4, 20, 1)}},
+            "a bias that differs among more queries",
+        ),
     ],
-    ids=["dtype", "dim", "strides", "heads", "gradient", "block", "rows", "wider", "values", "scale", "bias"],
+    ids=[
+        "dtype",
+        "dim",
+        "strides",
+        "heads",
+        "gradient",
+        "block",
+        "rows",
+        "wider",
+        "values",
+        "scale",
+        "bias",
+    ],
 )
 def test_says_what_it_does_not_take(change: dict[str, Any], reason: str) -> None:
     found = unsupported_reason(replace(build(Case()), **change).made())

@@ -1,5 +1,5 @@
-"""On a CUDA device, at the sizes of real models: `python -m pytest -m gpu`. The small cases of `test_decode.py` and
-`test_store.py` run there too, without the interpreter."""
+"""On a CUDA device, at the sizes of real models: `python -m pytest -m gpu`. The small cases of
+`test_decode.py` and `test_store.py` run there too, without the interpreter."""
 
 from __future__ import annotations
 
@@ -39,18 +39,35 @@ FEATURES = {
 @pytest.mark.parametrize("feature", sorted(FEATURES))
 @pytest.mark.parametrize("heads", sorted(HEADS))
 def test_decode(heads: str, feature: str, block: int, dtype: torch.dtype) -> None:
-    case = Case(seq_lens=(1000, 777, 0, 1, 64), block=block, dtype=dtype, **HEADS[heads], **FEATURES[feature])
+    case = Case(
+        seq_lens=(1000, 777, 0, 1, 64),
+        block=block,
+        dtype=dtype,
+        **HEADS[heads],
+        **FEATURES[feature],
+    )
     call = build(case)
     moved = on_device(call)
     with torch.no_grad():
         assert triton.unsupported_reason(moved.made()) is None
         out = attend(triton, *moved.inputs, **moved.options)
-    torch.testing.assert_close(out.double().cpu(), call.expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(
+        out.double().cpu(), call.expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+    )
 
 
 @pytest.mark.parametrize("group", [16, 128])
 def test_latents(group: int) -> None:
-    call = build(Case(seq_lens=(900, 3), heads=group, kv_heads=1, key_dim=576, value_dim=576, dtype=torch.bfloat16))
+    call = build(
+        Case(
+            seq_lens=(900, 3),
+            heads=group,
+            kv_heads=1,
+            key_dim=576,
+            value_dim=576,
+            dtype=torch.bfloat16,
+        )
+    )
     call = replace(call, value_blocks=call.key_blocks[..., :512])
     moved = on_device(call)
     out = attend(triton, *moved.inputs, **moved.options)

@@ -1,4 +1,5 @@
-"""Kernels access no memory out of bounds: their small tests under NVIDIA's compute-sanitizer, on a GPU."""
+"""Kernels access no memory out of bounds: their small tests under NVIDIA's compute-sanitizer, on a
+GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from torch.utils.cpp_extension import CUDA_HOME
 
 pytestmark = pytest.mark.gpu
 
-FOLDER = Path(__file__).parent
+NAMES = ("store", "decode", "prefill", "cascade", "hash", "copy", "lora")
+FILES = [Path(__file__).with_name(f"test_{name}.py") for name in NAMES]
 
 
 def find_sanitizer() -> str | None:
@@ -23,20 +25,31 @@ def find_sanitizer() -> str | None:
     places = [shutil.which("compute-sanitizer") or "", f"{CUDA_HOME}/bin/compute-sanitizer"]
     for folder in site.getsitepackages():
         places += glob.glob(f"{folder}/nvidia/**/compute-sanitizer", recursive=True)
-    return next((place for place in places if os.access(place, os.X_OK) and os.path.isfile(place)), None)
+    return next(
+        (place for place in places if os.access(place, os.X_OK) and os.path.isfile(place)), None
+    )
 
 
-@pytest.mark.parametrize("name", ["store", "decode", "prefill", "cascade", "packed", "hash", "copy"])
-def test_memcheck(name: str) -> None:
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_memcheck(path: Path) -> None:
     sanitizer = find_sanitizer()
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not installed")
     # one allocation per tensor, so that the memory after it is unallocated
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     environment.pop("TRITON_INTERPRET", None)
-    tests = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(FOLDER / f"test_{name}.py")]
+    tests = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(path)]
     run = subprocess.run(
-        [sanitizer, "--tool", "memcheck", "--error-exitcode", "99", "--target-processes", "all", *tests],
+        [
+            sanitizer,
+            "--tool",
+            "memcheck",
+            "--error-exitcode",
+            "99",
+            "--target-processes",
+            "all",
+            *tests,
+        ],
         env=environment,
         capture_output=True,
         text=True,

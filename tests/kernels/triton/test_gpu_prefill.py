@@ -1,5 +1,5 @@
-"""On a CUDA device, at the sizes of real models: `python -m pytest -m gpu`. The small cases of `test_prefill.py` and
-`test_cascade.py` run there too, without the interpreter."""
+"""On a CUDA device, at the sizes of real models: `python -m pytest -m gpu`. The small cases of
+`test_prefill.py` and `test_cascade.py` run there too, without the interpreter."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def test_prefill(heads: str, feature: str, splits: int | None, dtype: torch.dtyp
 def test_block_sizes(block: int, dtype: torch.dtype) -> None:
     built = build(Case(ROWS, block=block, dtype=dtype, window=333, **HEADS["llama-8b"]))
     tolerance = small.TOLERANCE[dtype]
-    torch.testing.assert_close(run(built).double().cpu(), expected(built)[0], atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(
+        run(built).double().cpu(), expected(built)[0], atol=tolerance, rtol=tolerance
+    )
 
 
 def test_a_captured_launch_follows_lengths_that_change() -> None:
@@ -61,7 +63,9 @@ def test_a_captured_launch_follows_lengths_that_change() -> None:
     width = max(x.step.block_tables.shape[1] for x in (first, second))
 
     def inputs_of(x: Any) -> list[torch.Tensor]:
-        tables = torch.nn.functional.pad(x.step.block_tables, (0, width - x.step.block_tables.shape[1]))
+        tables = torch.nn.functional.pad(
+            x.step.block_tables, (0, width - x.step.block_tables.shape[1])
+        )
         return [tables, *x.step.on_device]
 
     tables, *lengths = static = [tensor.clone() for tensor in inputs_of(first)]
@@ -98,12 +102,23 @@ def test_cascade_of_long_prompts(splits: int | None, dtype: torch.dtype) -> None
     from hf_paged.attention.backends import reference
     from hf_paged.kernels.triton import attention, cascade
 
-    rows = [("a", 60, 5), ("b", 35, 1), ("a", 60, 170), ("", 0, 30), ("b", 35, 9), *[("a", 60, 3)] * 12]
+    rows = [
+        ("a", 60, 5),
+        ("b", 35, 1),
+        ("a", 60, 170),
+        ("", 0, 30),
+        ("b", 35, 9),
+        *[("a", 60, 3)] * 12,
+    ]
     query, keys, values, step = cascades.build(rows, dtype, heads=8, num_blocks=200)
     plan = cascade.find_cascade(step, cascades.FREE)
     assert plan is not None
     with torch.no_grad():
-        output = attention.cascade_attention(query, keys, values, plan, scale=0.3, num_splits=splits)
-    wanted = reference.attend(cascades.call(query.double(), keys.double(), values.double(), step, scale=0.3))
+        output = attention.cascade_attention(
+            query, keys, values, plan, scale=0.3, num_splits=splits
+        )
+    wanted = reference.attend(
+        cascades.call(query.double(), keys.double(), values.double(), step, scale=0.3)
+    )
     tolerance = cascades.TOLERANCE[dtype]
     torch.testing.assert_close(output.double(), wanted, atol=tolerance, rtol=tolerance)

@@ -8,17 +8,32 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_paged import kernels
 from hf_paged.kernels import cpp, hashing
 from hf_paged.kernels.hashing import hash_portable, hash_tensors
 from tests.support.kernels.device import DEVICE, available
+from tests.support.operations import Operations
 
 pytestmark = available
 
 TILE_BYTES = 8 * 1024
-SIZES = [0, 1, 7, 8, 9, 0, 0, TILE_BYTES - 1, TILE_BYTES, TILE_BYTES + 1, 3 * TILE_BYTES + 5, 3, 10 * TILE_BYTES, 0]
+SIZES = [
+    0,
+    1,
+    7,
+    8,
+    9,
+    0,
+    0,
+    TILE_BYTES - 1,
+    TILE_BYTES,
+    TILE_BYTES + 1,
+    3 * TILE_BYTES + 5,
+    3,
+    10 * TILE_BYTES,
+    0,
+]
 
 
 def placed(content: bytes, offset: int = 0) -> torch.Tensor:
@@ -33,7 +48,8 @@ def contents(seed: int = 0) -> list[bytes]:
 
 @pytest.mark.parametrize("programs", [1, 2, 5, 16, 1000], ids="programs{}".format)
 def test_hashes_what_the_plain_one_hashes(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs that hash many tensors, a part of one, or parts of two; tensors at every alignment."""
+    """Programs that hash many tensors, a part of one, or parts of two; tensors at every
+    alignment."""
     from hf_paged.kernels.triton import hash as module
 
     monkeypatch.setattr(module, "PROGRAMS_PER_SM", 1)
@@ -45,25 +61,45 @@ def test_hashes_what_the_plain_one_hashes(programs: int, monkeypatch: pytest.Mon
         assert module.hash_all(tensors[::-1]).tolist() == expected[::-1]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.complex64, torch.bool, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.int8, torch.complex64, torch.bool, torch.float64], ids=str
+)
 def test_tensors_of_any_dtype_and_shape(dtype: torch.dtype) -> None:
     from hf_paged.kernels.triton.hash import hash_all
 
-    tensors = [torch.randint(0, 2, shape, device=DEVICE).to(dtype) for shape in ((), (3,), (7, 11, 13), (0, 4))]
+    tensors = [
+        torch.randint(0, 2, shape, device=DEVICE).to(dtype)
+        for shape in ((), (3,), (7, 11, 13), (0, 4))
+    ]
     assert hash_all(tensors).tolist() == [hash_portable(tensor).tolist() for tensor in tensors]
 
 
 def test_every_change_of_the_content_shows_and_none_beside_it() -> None:
-    """Any flipped bit, swapped words of 1 to 8 bytes and swapped runs of them: all in one launch, all distinct."""
+    """Any flipped bit, swapped words of 1 to 8 bytes and swapped runs of them: all in one launch,
+    all distinct."""
     from hf_paged.kernels.triton.hash import hash_all
 
     size = TILE_BYTES + 13  # a tile of words, and a tail of a word and five bytes
     base = np.random.default_rng(0).bytes(size)
     changed = [bytearray(base) for _ in range(43)]
-    places = [0, 1, 7, 8, 4095, 4096, TILE_BYTES - 1, TILE_BYTES, TILE_BYTES + 7, TILE_BYTES + 8, size - 1]
+    places = [
+        0,
+        1,
+        7,
+        8,
+        4095,
+        4096,
+        TILE_BYTES - 1,
+        TILE_BYTES,
+        TILE_BYTES + 7,
+        TILE_BYTES + 8,
+        size - 1,
+    ]
     for number, (place, bit) in enumerate(itertools.product(places, (0, 7))):
         changed[number][place] ^= 1 << bit
-    swaps = itertools.product((1, 2, 4, 8, 64), ((0, 64), (64, 4096), (512, TILE_BYTES - 64), (8, 1024)))
+    swaps = itertools.product(
+        (1, 2, 4, 8, 64), ((0, 64), (64, 4096), (512, TILE_BYTES - 64), (8, 1024))
+    )
     for number, (width, (first, second)) in enumerate(swaps, 22):
         content = changed[number]
         content[first : first + width], content[second : second + width] = (
@@ -71,7 +107,10 @@ def test_every_change_of_the_content_shows_and_none_beside_it() -> None:
             content[first : first + width],
         )
     for offset in (0, 3):
-        tensors = [placed(base, offset), *(placed(bytes(content), offset) for content in changed[:-1])]
+        tensors = [
+            placed(base, offset),
+            *(placed(bytes(content), offset) for content in changed[:-1]),
+        ]
         found = hash_all(tensors)
         for column in found.t().tolist():
             assert len(set(column)) == len(tensors), "each sum sees each change"
@@ -89,19 +128,10 @@ def test_exchanged_tensors_and_moved_bytes_show() -> None:
     first, second = (placed(content) for content in contents()[-3:-1])
     assert hash_all([first, second]).tolist() == hash_all([second, first]).tolist()[::-1]
     assert hash_all([first, second]).tolist() != hash_all([second, first]).tolist()
-    assert hash_all([placed(b"ab"), placed(b"c")]).tolist() != hash_all([placed(b"a"), placed(b"bc")]).tolist()
-
-
-class Operations(TorchDispatchMode):
-    """Counts PyTorch's operations; on a device all except views are launches or copies."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += not func.is_view
-        return func(*args, **(kwargs or {}))
+    assert (
+        hash_all([placed(b"ab"), placed(b"c")]).tolist()
+        != hash_all([placed(b"a"), placed(b"bc")]).tolist()
+    )
 
 
 @pytest.fixture
@@ -129,16 +159,20 @@ def test_any_number_of_tensors_takes_one_launch(launches: list[Any]) -> None:
         tensors = [torch.full((5,), i, device=DEVICE) for i in range(number)]
         with Operations() as operations:
             found = hash_tensors(tensors)
-        counts.append(operations.count)
+        counts.append(operations.counts.total())
         assert found == [None, [hash_portable(tensor).tolist() for tensor in tensors]]
         with Operations() as operations:
             torch.stack([hash_portable(tensor) for tensor in tensors])
-        assert operations.count > 20 * number, "which is what it replaces"
+        assert operations.counts.total() > 20 * number, "which is what it replaces"
     assert len(launches) == 2
-    assert counts[0] == counts[1] < 20, "most of which are the interpreter's, whatever the number of tensors"
+    assert counts[0] == counts[1] < 20, (
+        "most of which are the interpreter's, whatever the number of tensors"
+    )
 
 
-def test_other_devices_keep_the_operations(launches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_devices_keep_the_operations(
+    launches: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensors = [torch.arange(5, device=DEVICE), torch.arange(6, device=DEVICE).view(2, 3).t()]
     expected = hash_tensors(tensors)
     assert len(launches) == 1
@@ -151,5 +185,8 @@ def test_the_weights_of_a_large_model() -> None:
     """More than 2^32 bytes, in tensors of unequal sizes."""
     from hf_paged.kernels.triton.hash import hash_all
 
-    tensors = [torch.randn(size, device=DEVICE).to(torch.bfloat16) for size in (5, 1 << 28, 4097, (1 << 31) + 9, 1)]
+    tensors = [
+        torch.randn(size, device=DEVICE).to(torch.bfloat16)
+        for size in (5, 1 << 28, 4097, (1 << 31) + 9, 1)
+    ]
     assert hash_all(tensors).tolist() == [hash_portable(tensor).tolist() for tensor in tensors]

@@ -1,4 +1,5 @@
-"""The Triton segmented products of LoRA adapters against those of `kernels.lora` in plain PyTorch."""
+"""The Triton segmented products of LoRA adapters against those of `kernels.lora` in plain
+PyTorch."""
 
 from __future__ import annotations
 
@@ -20,16 +21,22 @@ def parts(ranges: list[tuple[int, int, int]], dtype: torch.dtype) -> list[Part]:
     for number, (start, end, rank) in enumerate(ranges):
         draw = torch.Generator().manual_seed(number)
         sizes = (rank, DEPTH), (WIDTH, rank), (WIDTH,)
-        a, b, bias = ((torch.randn(size, generator=draw) / 4).to(dtype).to(DEVICE) for size in sizes)
+        a, b, bias = (
+            (torch.randn(size, generator=draw) / 4).to(dtype).to(DEVICE) for size in sizes
+        )
         found.append((start, end, LoraWeights(a, b, bias if number % 2 else None, 0.5 + number)))
     return found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "ranges", [[(0, 1, 1), (1, 2, 3)], [(2, 21, 4), (21, 22, 17), (25, 43, 8)]], ids=["decodes", "chunks"]
+    "ranges",
+    [[(0, 1, 1), (1, 2, 3)], [(2, 21, 4), (21, 22, 17), (25, 43, 8)]],
+    ids=["decodes", "chunks"],
 )
-def test_adds_what_plain_products_add(ranges: list[tuple[int, int, int]], dtype: torch.dtype) -> None:
+def test_adds_what_plain_products_add(
+    ranges: list[tuple[int, int, int]], dtype: torch.dtype
+) -> None:
     """Rows between and after the parts are NaN and stay unchanged; rows are strided in memory."""
     from hf_paged.kernels.triton import lora
 
@@ -48,7 +55,10 @@ def test_adds_what_plain_products_add(ranges: list[tuple[int, int, int]], dtype:
     lora.add_deltas(found, x, table)
     assert found[others].isnan().all()
     scale = float(expected[named].float().abs().max())
-    assert float((found[named].float() - expected[named].float()).abs().max()) <= TOLERANCES[dtype] * scale
+    assert (
+        float((found[named].float() - expected[named].float()).abs().max())
+        <= TOLERANCES[dtype] * scale
+    )
     assert float((before[named] - expected[named]).abs().max()) > 0.1 * scale, "nothing was added"
 
 
@@ -78,7 +88,15 @@ def test_ranges_that_change() -> None:
         ranges.copy_(torch.tensor(bounds))
         out, expected = torch.zeros(20, WIDTH, device=DEVICE), torch.zeros(20, WIDTH, device=DEVICE)
         lora.add_deltas(out, x, table)
-        add_each(expected, x, [(*each, lora_weights) for each, lora_weights in zip(bounds, weights) if each != (0, 0)])
+        add_each(
+            expected,
+            x,
+            [
+                (*each, lora_weights)
+                for each, lora_weights in zip(bounds, weights)
+                if each != (0, 0)
+            ],
+        )
         assert torch.allclose(out, expected, atol=1e-4), bounds
 
 
@@ -87,4 +105,7 @@ def test_what_the_kernels_do_not_take() -> None:
 
     (first,), (second,) = parts([(0, 1, 2)], torch.float32), parts([(1, 2, 2)], torch.bfloat16)
     assert lora.make_table([first, second], first[2].a.device) is None
-    assert lora.make_table(parts([(0, 1, lora.MAX_RANK + 1)], torch.float32), first[2].a.device) is None
+    assert (
+        lora.make_table(parts([(0, 1, lora.MAX_RANK + 1)], torch.float32), first[2].a.device)
+        is None
+    )

@@ -1,5 +1,5 @@
-"""The Triton prefill kernel against the reference, row by row; slots that must not be read hold NaN, block ids that
-must not be followed are far out of range."""
+"""The Triton prefill kernel against the reference, row by row; slots that must not be read hold
+NaN, block ids that must not be followed are far out of range."""
 
 from __future__ import annotations
 
@@ -45,13 +45,17 @@ class Case:
     joined: bool = True  # K and V in one tensor, as the storage has them
 
     def __str__(self) -> str:
-        name = "_".join(f"{context}+{query}" for context, query in self.rows) + f"-b{self.block}-h{self.heads}_"
-        name += (
-            f"{self.kv_heads}-d{self.key_dim}_{self.value_dim}-{str(self.dtype)[6:]}-m{self.config[0]}n{self.config[1]}"
+        name = (
+            "_".join(f"{context}+{query}" for context, query in self.rows)
+            + f"-b{self.block}-h{self.heads}_"
         )
+        name += f"{self.kv_heads}-d{self.key_dim}_{self.value_dim}-{str(self.dtype)[6:]}"
+        name += f"-m{self.config[0]}n{self.config[1]}"
         features = ("window", "softcap", "sinks", "bias", "starts")
         name += "".join(f"-{name}" for name in features if getattr(self, name))
-        return name + ("" if self.causal else "-all") + (f"-s{self.splits}" if self.splits > 1 else "")
+        return (
+            name + ("" if self.causal else "-all") + (f"-s{self.splits}" if self.splits > 1 else "")
+        )
 
 
 MIXED = ((19, 1), (0, 18), (17, 9), (0, 0), (20, 21), (0, 1))
@@ -66,6 +70,7 @@ CASES = [
     Case(MIXED, heads=14, kv_heads=2, block=64, config=(32, 16)),
     Case(MIXED, block=256, config=(16, 32)),
     Case(MIXED, block=4, config=(16, 32)),
+    Case(((509, 8), (0, 3)), block=512, heads=3, kv_heads=1, window=60, config=(16, 32), splits=2),
     Case(MIXED, dtype=torch.bfloat16),
     Case(MIXED, dtype=torch.float16, config=(64, 32)),
     Case(MIXED, key_dim=24, value_dim=8, joined=False),
@@ -111,20 +116,26 @@ def build(case: Case, seed: int = 0) -> Built:
     ids = torch.randperm(num_blocks, generator=generator).tolist()
     dims = (case.key_dim, case.value_dim)
     if case.joined and dims[0] == dims[1]:
-        both = torch.full((num_blocks, 2 * case.kv_heads, size, dims[0]), torch.nan, dtype=case.dtype)
+        both = torch.full(
+            (num_blocks, 2 * case.kv_heads, size, dims[0]), torch.nan, dtype=case.dtype
+        )
         blocks = list(both.chunk(2, dim=1))
     elif case.joined:
         both = torch.full((num_blocks, case.kv_heads, size, sum(dims)), torch.nan, dtype=case.dtype)
         blocks = list(both.split(dims, dim=3))
     else:
-        blocks = [torch.full((num_blocks, case.kv_heads, size, dim), torch.nan, dtype=case.dtype) for dim in dims]
+        blocks = [
+            torch.full((num_blocks, case.kv_heads, size, dim), torch.nan, dtype=case.dtype)
+            for dim in dims
+        ]
     tables = torch.full((len(lens), max(counts) + 1), 2**30, dtype=torch.int32)
     starts = case.starts or (0,) * len(lens)
     rows, first = [], 0
     for row, (context, query_len) in enumerate(case.rows):
         table = [ids.pop() for _ in range(counts[row])]
         tables[row, : counts[row]] = torch.tensor(table, dtype=torch.int32)
-        low = context + query_len if query_len == 0 else starts[row]  # rows without queries are not read at all
+        # rows without queries are not read at all
+        low = context + query_len if query_len == 0 else starts[row]
         if case.window is not None and case.causal:
             low = max(low, context - case.window + 1)
         for t in range(low, lens[row]):
@@ -158,7 +169,9 @@ def build(case: Case, seed: int = 0) -> Built:
         num_splits=case.splits,
     )
     # a model's memory layout: heads after tokens
-    return Built(random(num_tokens, case.heads, case.key_dim).to(case.dtype), *blocks, step, rows, options)
+    return Built(
+        random(num_tokens, case.heads, case.key_dim).to(case.dtype), *blocks, step, rows, options
+    )
 
 
 def expected(built: Built) -> tuple[torch.Tensor, torch.Tensor]:
@@ -175,7 +188,8 @@ def expected(built: Built) -> tuple[torch.Tensor, torch.Tensor]:
         query = built.query[rows].double().transpose(0, 1)[None]
         arguments = (query, key_blocks, value_blocks, step)
         outputs.append(attend(reference, *arguments, sinks=sinks, **options)[0])
-        # A sink, one more logit of 0, takes the share 1 / (1 + exp(lse)); taken from a sink and values of one.
+        # A sink, one more logit of 0, takes the share 1 / (1 + exp(lse)); taken from a sink and
+        # values of one.
         ones = torch.ones_like(value_blocks[..., :1])
         zero = torch.zeros(heads, dtype=torch.float64)
         share = attend(reference, query, key_blocks, ones, step, sinks=zero, **options)[0, ..., 0]
@@ -195,12 +209,16 @@ def run(built: Built, config: tuple[int, int] | None = None, **options: Any) -> 
              for x in (built.key_blocks, built.value_blocks)]  # fmt: skip
     options = {name: move(value) for name, value in {**built.options, **options}.items()}
     query = move(built.query)
-    chosen = None if config is None else configs.LaunchConfig(*config[::-1], num_warps=4, num_stages=2)
+    chosen = (
+        None if config is None else configs.LaunchConfig(*config[::-1], num_warps=4, num_stages=2)
+    )
     with torch.no_grad():
         return attention.prefill_attention(query, *pools, built.step, config=chosen, **options)
 
 
-def compare(built: Built, dtype: torch.dtype, config: tuple[int, int] | None = None, **options: Any) -> None:
+def compare(
+    built: Built, dtype: torch.dtype, config: tuple[int, int] | None = None, **options: Any
+) -> None:
     """The output, and the partial results that are merged into it."""
     output = run(built, config, **options)
     parts, lse = run(built, config, is_merged=False, **options)
@@ -208,7 +226,9 @@ def compare(built: Built, dtype: torch.dtype, config: tuple[int, int] | None = N
     tolerance = TOLERANCE[dtype]
     assert output.dtype == dtype and parts.dtype == lse.dtype == torch.float32
     torch.testing.assert_close(output.double().cpu(), want, atol=tolerance, rtol=tolerance)
-    torch.testing.assert_close(lse.double().cpu().logsumexp(0), want_lse, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(
+        lse.double().cpu().logsumexp(0), want_lse, atol=tolerance, rtol=tolerance
+    )
     weights = lse.double().softmax(0).nan_to_num(0.0)[..., None]
     merged = torch.where(weights > 0, weights * parts, 0.0).sum(0)
     torch.testing.assert_close(merged.cpu(), want, atol=tolerance, rtol=tolerance)

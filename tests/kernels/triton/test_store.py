@@ -11,7 +11,9 @@ from tests.support.kernels.device import DEVICE, available
 pytestmark = available
 
 
-def _states(batch: int, heads: int, tokens: int, dim: int, dtype: torch.dtype, transposed: bool) -> torch.Tensor:
+def _states(
+    batch: int, heads: int, tokens: int, dim: int, dtype: torch.dtype, transposed: bool
+) -> torch.Tensor:
     if transposed:
         return torch.randn(batch, tokens, heads, dim).to(dtype).transpose(1, 2)
     return torch.randn(batch, heads, tokens, 2 * dim).to(dtype)[..., ::2]  # no stride is 1
@@ -29,8 +31,8 @@ def _states(batch: int, heads: int, tokens: int, dim: int, dtype: torch.dtype, t
 )
 @pytest.mark.parametrize(
     ("heads", "key_dim", "value_dim", "block", "transposed"),
-    [(2, 16, 16, 8, True), (3, 40, 9, 16, False), (1, 64, 128, 32, True), (33, 80, 80, 8, False)],
-    ids=["h2-d16", "h3-d40_9-strided", "h1-d64_128", "h33-d80-strided"],
+    [(2, 16, 16, 8, True), (3, 40, 9, 16, False), (1, 64, 128, 2048, True), (33, 80, 80, 8, False)],
+    ids=["h2-d16", "h3-d40_9-strided", "h1-d64_128-large", "h33-d80-strided"],
 )
 def test_stores_what_the_plain_one_stores(
     heads: int,
@@ -51,7 +53,9 @@ def test_stores_what_the_plain_one_stores(
     slots[1, :2] = -1
     pool = torch.randn(num_blocks, heads, block, key_dim + value_dim).to(target)
     expected = pool.clone()
-    storage.store_portable(keys, values, expected[..., :key_dim], expected[..., key_dim:], slots.long())
+    storage.store_portable(
+        keys, values, expected[..., :key_dim], expected[..., key_dim:], slots.long()
+    )
     found, slots = pool.to(DEVICE), slots.to(DEVICE)
     blocks = found[..., :key_dim], found[..., key_dim:]
     keys, values = keys.to(DEVICE), values.to(DEVICE)
@@ -67,7 +71,9 @@ def test_slots_outside_the_pool_are_not_written() -> None:
     memory = torch.zeros(6, 4, 8, 16, device=DEVICE)
     pool = memory[1:5]  # guard blocks before and after, to detect out-of-bounds writes
     states = torch.ones(1, 2, 4, 16, device=DEVICE)
-    store(states, states, pool[:, :2], pool[:, 2:], torch.tensor([[-1, 4 * 8, 31, -7]], device=DEVICE))
+    store(
+        states, states, pool[:, :2], pool[:, 2:], torch.tensor([[-1, 4 * 8, 31, -7]], device=DEVICE)
+    )
     assert memory.count_nonzero() == 4 * 16 and (pool[3, :, 7] == 1).all()
 
 
@@ -78,7 +84,11 @@ def test_slots_may_be_a_column_of_something() -> None:
     states = torch.ones(2, 2, 1, 16, device=DEVICE)
     slots = torch.tensor([[3, 0, 0], [17, 0, 0]], device=DEVICE).t()[:1].t()
     store(states, states, pool[:, :2], pool[:, 2:], slots)
-    assert (pool[0, :, 3] == 1).all() and (pool[2, :, 1] == 1).all() and pool.count_nonzero() == 2 * 4 * 16
+    assert (
+        (pool[0, :, 3] == 1).all()
+        and (pool[2, :, 1] == 1).all()
+        and pool.count_nonzero() == 2 * 4 * 16
+    )
 
 
 def test_refuses_what_it_would_get_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +103,10 @@ def test_refuses_what_it_would_get_wrong(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(kernel, "store", lambda *inputs: taken.append(inputs))
     monkeypatch.setattr(storage, "uses_triton", lambda tensor: True)
     key_blocks, value_blocks = (torch.zeros(4, 2, 8, 16, device=DEVICE) for _ in range(2))
-    states, slots = torch.zeros(1, 2, 1, 16, device=DEVICE), torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
+    states, slots = (
+        torch.zeros(1, 2, 1, 16, device=DEVICE),
+        torch.zeros(1, 1, dtype=torch.int64, device=DEVICE),
+    )
     assert is_taken(states, states, value_blocks)
     assert not is_taken(states.double(), states.double(), value_blocks)
     assert not is_taken(states, states[:, :1], value_blocks[:, :1])

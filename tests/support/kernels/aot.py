@@ -1,5 +1,6 @@
-"""Compiles every kernel ahead of time for chips that this machine lacks, with `benchmarks/aot.py`: `python -m
-tests.support.kernels.aot`. `compile_cases` starts a process without `TRITON_INTERPRET`, as compiling needs."""
+"""Compiles every kernel ahead of time for chips that this machine lacks, with `benchmarks/aot.py`:
+`python -m tests.support.kernels.aot`. `compile_cases` starts a process without `TRITON_INTERPRET`,
+as compiling needs."""
 
 from __future__ import annotations
 
@@ -18,11 +19,23 @@ from benchmarks.aot import Compiled, in_processes, measure, require_compiler
 from benchmarks.chips import CHIPS
 
 ROOT = Path(__file__).resolve().parents[3]
-CASE_MODULES = ("decode_cases", "prefill_cases", "quantized_cases", "memory_cases", "fused_cases", "lora_cases")
+CASE_MODULES = (
+    "decode_cases",
+    "prefill_cases",
+    "quantized_cases",
+    "memory_cases",
+    "fused_cases",
+    "lora_cases",
+)
 """Modules beside this one with `CASES: list[AotCase]`."""
 
-NVIDIA = ("sm_80", "sm_90", "sm_100")
-ALL = (*NVIDIA, "gfx942")
+ALL = tuple(CHIPS)
+FAMILIES = ("sm_80", "sm_90", "sm_100", "sm_120")
+"""Chips with different code. That for 8.6 and 8.9 is compiled as for 8.0, with less shared
+memory."""
+LIMITS = ("sm_80", "sm_86", "sm_90", "gfx942")
+"""One chip for each amount of shared memory per block. `benchmarks/results/compiled.md` has the
+others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,13 +45,13 @@ class AotCase:
         name (`str`): Kernel first, then the distinctive part.
         call (`Callable[[], Any]`): Calls a launcher with tensors on the meta device.
         chips (`tuple[str, ...]`): Names in `CHIPS` of the chips to compile for.
-        instructions (`dict[str, tuple[str, ...]]`): Instructions that the code for a chip must contain, such as
-            `HGMMA`.
+        instructions (`dict[str, tuple[str, ...]]`): Instructions that the code for a chip must
+            contain, such as `HGMMA`.
     """
 
     name: str
     call: Callable[[], Any]
-    chips: tuple[str, ...] = NVIDIA
+    chips: tuple[str, ...] = FAMILIES
     instructions: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
 
@@ -49,10 +62,11 @@ def cases() -> list[AotCase]:
 
 
 def run_apart(module: str, *arguments: str) -> Any:
-    """The JSON in the last output line of one of our modules, run in a process whose kernels are not interpreted."""
+    """The JSON in the last output line of one of our modules, run in a process whose kernels are
+    not interpreted."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -74,7 +88,15 @@ def line(row: Compiled | None) -> str:
         names = ("chip", "warps", "stages", "regs", "stack", "spill", "shared", "loop")
         return _LINE.format("case", "kernel", *names, "instructions; problems")
     ops = " ".join(f"{op}:{count}" for op, count in row.instructions.items())
-    sizes = (row.num_warps, row.num_stages, row.registers, row.stack, row.spilled, row.shared, row.loop)
+    sizes = (
+        row.num_warps,
+        row.num_stages,
+        row.registers,
+        row.stack,
+        row.spilled,
+        row.shared,
+        row.loop,
+    )
     return _LINE.format(row.case, row.kernel, row.chip, *sizes, "; ".join([ops, *row.problems]))
 
 
@@ -83,7 +105,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--chip", action="append", choices=list(CHIPS), help="repeat for several")
-    parser.add_argument("--jobs", type=int, default=2, help="processes that compile at the same time")
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="processes that compile at the same time"
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     require_compiler()

@@ -14,11 +14,32 @@ from hf_paged.step import Lengths, StepMetadata
 from tests.attention.test_backends import Call
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-available = pytest.mark.skipif(not triton.is_available(DEVICE), reason="no Triton, or TRITON_INTERPRET unset")
+_OBSTACLE = None if triton.is_available(DEVICE) else "no Triton, or TRITON_INTERPRET unset"
+available = pytest.mark.gpu(unless=_OBSTACLE)
+"""Marks tests of kernels on `DEVICE`."""
+interpreted = pytest.mark.skipif(
+    DEVICE.type != "cpu" or _OBSTACLE is not None, reason="Triton's interpreter is off"
+)
+"""Marks tests of kernels on CPU tensors."""
+
+
+def to_device(call: Call, device: torch.device = DEVICE) -> Call:
+    """The call with its tensors on the device, and lengths that the host knows."""
+    return dataclasses.replace(
+        call,
+        query=call.query.to(device),
+        key_blocks=call.key_blocks.to(device),
+        value_blocks=call.value_blocks.to(device),
+        step=dataclasses.replace(call.step, block_tables=call.step.block_tables.to(device)),
+        options={
+            name: x.to(device) if isinstance(x, Tensor) else x for name, x in call.options.items()
+        },
+    )
 
 
 def on_device(call: Call) -> Call:
-    """The call with its tensors on `DEVICE`; K and V stay views of shared tensors; lengths are unknown to the host."""
+    """The call with its tensors on `DEVICE`; K and V stay views of shared tensors; lengths are
+    unknown to the host."""
     moved: dict[int, Tensor] = {}
 
     def move(tensor: Any) -> Any:
@@ -32,14 +53,21 @@ def on_device(call: Call) -> Call:
         return whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
     step = call.step
-    lengths = [torch.tensor(values, dtype=torch.int32, device=DEVICE) for values in (step.seq_lens, step.starts)]
+    lengths = [
+        torch.tensor(values, dtype=torch.int32, device=DEVICE)
+        for values in (step.seq_lens, step.starts)
+    ]
     return dataclasses.replace(
         call,
         query=move(call.query),
         key_blocks=move(call.key_blocks),
         value_blocks=move(call.value_blocks),
         step=dataclasses.replace(
-            step, block_tables=poisoned_tables(step).to(DEVICE), seq_lens=(), starts=(), lengths=Lengths(*lengths)
+            step,
+            block_tables=poisoned_tables(step).to(DEVICE),
+            seq_lens=(),
+            starts=(),
+            lengths=Lengths(*lengths),
         ),
         options={name: move(value) for name, value in call.options.items()},
     )

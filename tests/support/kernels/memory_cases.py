@@ -10,7 +10,9 @@ from tests.support.kernels.aot import AotCase
 
 
 def _hash() -> None:
-    hash_all([torch.empty(size, dtype=torch.bfloat16, device="meta") for size in (4096 * 4096, 4097)])
+    hash_all(
+        [torch.empty(size, dtype=torch.bfloat16, device="meta") for size in (4096 * 4096, 4097)]
+    )
 
 
 def _copy(dim: int) -> None:
@@ -19,4 +21,8 @@ def _copy(dim: int) -> None:
     copy_blocks(places, table, pairs)
 
 
-CASES = [AotCase("hash", _hash), AotCase("copy-words", lambda: _copy(128)), AotCase("copy-bytes", lambda: _copy(3))]
+CASES = [
+    AotCase("hash", _hash),
+    AotCase("copy-words", lambda: _copy(128)),
+    AotCase("copy-bytes", lambda: _copy(3)),
+]

@@ -10,10 +10,11 @@ import torch
 from hf_paged.kernels.triton.attention import prefill_attention
 from hf_paged.kernels.triton.merge import merge
 from hf_paged.step import StepMetadata
-from tests.support.kernels.aot import ALL, NVIDIA, AotCase
+from tests.support.kernels.aot import ALL, FAMILIES, LIMITS, AotCase
 
 HALF, FULL = torch.bfloat16, torch.float32
-TENSOR_CORES = {"sm_80": ("HMMA",), "sm_90": ("HGMMA",), "sm_100": ("UTCHMMA",), "gfx942": ("MFMA",)}
+TENSOR_CORES = {"sm_90": ("HGMMA",), "sm_100": ("UTCHMMA",), "gfx942": ("MFMA",)}
+TENSOR_CORES |= dict.fromkeys(("sm_80", "sm_86", "sm_89", "sm_120"), ("HMMA",))
 
 
 def _prefill(
@@ -39,7 +40,9 @@ def _prefill(
     if value_dim is None:
         keys, values = empty(1000, 2 * kv_heads, block_size, dim).chunk(2, dim=1)
     else:
-        keys, values = empty(1000, kv_heads, block_size, dim + value_dim).split([dim, value_dim], dim=3)
+        keys, values = empty(1000, kv_heads, block_size, dim + value_dim).split(
+            [dim, value_dim], dim=3
+        )
     if with_sinks:
         options["sinks"] = empty(heads)
     if with_bias:
@@ -86,24 +89,42 @@ def _merge(dim: int, dtype: torch.dtype) -> None:
     merge(empty(4, 16, 32, dim), empty(4, 16, 32), out, tail_lse=empty(64, 32), index=index)
 
 
-def _case(name: str, *args: Any, ops: bool = True, chips: tuple[str, ...] = NVIDIA, **options: Any) -> AotCase:
+def _case(
+    name: str, *args: Any, ops: bool = True, chips: tuple[str, ...] = FAMILIES, **options: Any
+) -> AotCase:
     call = functools.partial(_prefill, *args, **options)
     return AotCase(f"prefill-{name}", call, chips, TENSOR_CORES if ops else {})
 
 
 CASES = [
-    _case("d64-bf16", 64, chips=ALL),
+    _case("d64-bf16", 64, chips=LIMITS),
     _case("d128-bf16", 128, chips=ALL),
-    _case("d256-bf16-all", 256, window=1024, softcap=50.0, with_starts=True, with_sinks=True, chips=ALL),
+    _case(
+        "d256-bf16-all",
+        256,
+        window=1024,
+        softcap=50.0,
+        with_starts=True,
+        with_sinks=True,
+        chips=LIMITS,
+    ),
     _case("d128-bf16-chunk8", 128, chunk=8),
     _case("d96-bf16", 96, chips=("sm_80", "sm_90")),
+    _case("d512-bf16", 512, kv_heads=2, ops=False, chips=LIMITS),
+    _case("d512-bf16-split", 512, kv_heads=2, num_splits=4, ops=False, chips=("sm_86",)),
+    _case("d256-bf16-split", 256, num_splits=4, chips=("sm_86",)),
+    _case("d128-bf16-split", 128, num_splits=4),
     _case("d192_128-bf16", 192, value_dim=128, chips=("sm_80", "sm_90")),
     _case("d192-bf16", 192, chips=("sm_80",)),
-    _case("d576_512-bf16", 576, value_dim=512, kv_heads=1, group=16, ops=False, chips=("sm_80", "gfx942")),
+    _case("d576_512-bf16", 576, value_dim=512, kv_heads=1, group=16, ops=False, chips=LIMITS),
     _case("d128-fp16-g7-b256", 128, torch.float16, group=7, block_size=256, chips=("sm_90",)),
     _case("d128-bf16-b4", 128, block_size=4, chips=("sm_90",)),
-    _case("d64-bf16-split", 64, window=128, with_sinks=True, group=8, num_splits=4, chips=("sm_90",)),
-    _case("d128-bf16-bias", 128, with_bias=True, ops=False, chips=("sm_80", "sm_90")),
+    _case(
+        "d64-bf16-split", 64, window=128, with_sinks=True, group=8, num_splits=4, chips=("sm_90",)
+    ),
+    _case("d128-bf16-bias", 128, with_bias=True, ops=False),
+    _case("d112-fp32", 112, FULL, ops=False),
+    _case("d512-fp32", 512, FULL, kv_heads=2, ops=False, chips=("sm_80", "sm_86", "gfx942")),
     _case("d80-fp32", 80, FULL, ops=False, chips=("sm_80",)),
     _case("d256-fp32", 256, FULL, ops=False, chips=("sm_90",)),
     AotCase("prefix-d64-bf16-n16", lambda: _prefix(64, 16), instructions=TENSOR_CORES),

@@ -11,7 +11,7 @@ from hf_paged.cache.storage import KVBlocks
 from hf_paged.kernels.triton.attention import decode_attention, prefill_attention
 from hf_paged.kernels.triton.store import store
 from hf_paged.step import Lengths, StepMetadata
-from tests.support.kernels.aot import ALL, NVIDIA, AotCase
+from tests.support.kernels.aot import FAMILIES, LIMITS, AotCase
 from tests.support.kernels.prefill_cases import TENSOR_CORES
 
 
@@ -21,7 +21,10 @@ def _empty(*shape: int, dtype: torch.dtype) -> Any:
 
 def _blocks(kv_dtype: str, dim: int, rope_dim: int, dtype: torch.dtype) -> KVBlocks:
     heads = 1 if rope_dim else 8
-    keys, values = _empty(1, heads, 0, dim, dtype=dtype), _empty(1, heads, 0, rope_dim or dim, dtype=dtype)
+    keys, values = (
+        _empty(1, heads, 0, dim, dtype=dtype),
+        _empty(1, heads, 0, rope_dim or dim, dtype=dtype),
+    )
     blocks = KVBlocks.allocate(1000, 16, keys, values, kv_dtype=kv_dtype)
     return blocks.latents if rope_dim else blocks
 
@@ -31,9 +34,16 @@ def _store(kv_dtype: str, dim: int, dtype: torch.dtype = torch.bfloat16) -> None
     store(states, states, blocks.keys, blocks.values, _empty(2, 33, dtype=torch.int64))
 
 
-def _decode(kv_dtype: str, dim: int, dtype: torch.dtype = torch.bfloat16, rope_dim: int = 0) -> None:
-    blocks, lengths = _blocks(kv_dtype, dim, rope_dim, dtype), Lengths(*[_empty(64, dtype=torch.int32)] * 2)
-    step = StepMetadata.rectangle(_empty(64, 64, dtype=torch.int32), (), 16, query_len=1, lengths=lengths)
+def _decode(
+    kv_dtype: str, dim: int, dtype: torch.dtype = torch.bfloat16, rope_dim: int = 0
+) -> None:
+    blocks, lengths = (
+        _blocks(kv_dtype, dim, rope_dim, dtype),
+        Lengths(*[_empty(64, dtype=torch.int32)] * 2),
+    )
+    step = StepMetadata.rectangle(
+        _empty(64, 64, dtype=torch.int32), (), 16, query_len=1, lengths=lengths
+    )
     query = _empty(64, 32, dim + rope_dim, dtype=dtype)
     decode_attention(query, blocks.keys, blocks.values, step, scale=0.1)
 
@@ -47,20 +57,36 @@ def _prefill(kv_dtype: str, dim: int, dtype: torch.dtype = torch.bfloat16) -> No
         starts=(0, 0),
         block_size=16,
     )
-    prefill_attention(_empty(900, 32, dim, dtype=dtype), blocks.keys, blocks.values, step, scale=0.1)
+    prefill_attention(
+        _empty(900, 32, dim, dtype=dtype), blocks.keys, blocks.values, step, scale=0.1
+    )
 
 
-def _case(function: Any, kv_dtype: str, *args: Any, chips: tuple[str, ...] = NVIDIA, **options: Any) -> AotCase:
+def _case(
+    function: Any, kv_dtype: str, *args: Any, chips: tuple[str, ...] = FAMILIES, **options: Any
+) -> AotCase:
     name = "-".join([kv_dtype, function.__name__[1:], *map(str, args), *map(str, options.values())])
     ops = TENSOR_CORES if function is _prefill else {}
-    return AotCase(name.replace("torch.", ""), functools.partial(function, kv_dtype, *args, **options), chips, ops)
+    return AotCase(
+        name.replace("torch.", ""),
+        functools.partial(function, kv_dtype, *args, **options),
+        chips,
+        ops,
+    )
 
+
+FLOATS = ("sm_80", "gfx942")
+"""Chips for the cases of 8-bit floats, which those before 8.9 lack: the kernels read and write
+bytes."""
 
 CASES = [
-    *(_case(_store, kv_dtype, 128, chips=ALL) for kv_dtype in ("int8", "fp8_e4m3", "fp8_e5m2")),
-    *(_case(_decode, kv_dtype, 128, chips=ALL) for kv_dtype in ("int8", "fp8_e4m3", "fp8_e5m2")),
-    _case(_decode, "int8", 64, torch.float16),
-    _case(_decode, "fp8_e4m3", 512, rope_dim=64),
-    _case(_prefill, "int8", 128, chips=ALL),
-    _case(_prefill, "fp8_e4m3", 64),
+    *(_case(function, "int8", 128, chips=LIMITS) for function in (_store, _decode)),
+    *(_case(_store, kv_dtype, 128, chips=FLOATS) for kv_dtype in ("fp8_e4m3", "fp8_e5m2")),
+    *(_case(_decode, kv_dtype, 128, chips=FLOATS) for kv_dtype in ("fp8_e4m3", "fp8_e5m2")),
+    _case(_decode, "int8", 64, torch.float16, chips=("sm_90",)),
+    _case(_decode, "fp8_e4m3", 512, chips=(*FAMILIES, "gfx942"), rope_dim=64),
+    _case(_decode, "int8", 512, chips=("sm_86",)),
+    _case(_prefill, "int8", 512, chips=("sm_86",)),
+    _case(_prefill, "int8", 128, chips=LIMITS),
+    _case(_prefill, "fp8_e4m3", 64, chips=("sm_80", "sm_90")),
 ]

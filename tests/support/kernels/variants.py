@@ -1,13 +1,15 @@
-"""Counts the variants of each kernel that mixed steps of one model compile: `python -m tests.support.kernels.variants`.
+"""Counts the variants of each kernel that mixed steps of one model compile: `python -m
+tests.support.kernels.variants`.
 
-Triton compiles a kernel once per key: types, constants, and specialisations, namely whether an address or a number is a
-multiple of 16, and whether a number is 1. Here launchers are called with CPU tensors, whose addresses are real, and
-only the keys are computed: nothing is compiled or run.
+Triton compiles a kernel once per key: types, constants, and specialisations, namely whether an
+address or a number is a multiple of 16, and whether a number is 1. Here launchers are called with
+CPU tensors, whose addresses are real, and only the keys are computed: nothing is compiled or run.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import random
 from collections.abc import Iterator
@@ -20,66 +22,90 @@ from benchmarks.chips import CHIPS
 from hf_paged.attention.backends import triton as backend
 from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.cache.storage import KVBlocks
-from hf_paged.kernels.triton import attention_kernel, merge, store
+from hf_paged.kernels.triton import attention_kernel, lora, merge, store
 from hf_paged.step import Lengths, StepMetadata
 
 HEADS, KV_HEADS, DIM, BLOCK_SIZE, NUM_BLOCKS = 32, 8, 128, 16, 64
 STEPS = 200
-KERNELS = (attention_kernel.attention_kernel, merge.merge_kernel, store._store_kernel)
+KERNELS = (
+    attention_kernel.attention_kernel,
+    merge.merge_kernel,
+    store._store_kernel,
+    lora._shrink_kernel,
+    lora._expand_kernel,
+)
 
 
-def _ints(offset: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+def _ints(
+    offset: int, *shape: int, dtype: torch.dtype = torch.int32, device: str = "cpu"
+) -> Tensor:
     """Metadata that begins `offset` elements into a larger buffer."""
     size = offset + torch.Size(shape).numel()
-    return torch.empty(size, dtype=dtype, device="cpu")[offset:].view(shape)
+    return torch.empty(size, dtype=dtype, device=device)[offset:].view(shape)
 
 
-def mixed_steps(seed: int = 0) -> Iterator[StepMetadata]:
-    """Decodes of any row count, as in recorded steps, rows of 2 to 16 queries, and packed steps of decodes and chunks;
-    tables that grow; metadata at every offset of four bytes."""
+def mixed_steps(seed: int = 0, device: str = "cpu") -> Iterator[StepMetadata]:
+    """Decodes of any row count, as in recorded steps, rows of 2 to 16 queries, and packed steps of
+    decodes and chunks; tables that grow; metadata at every offset of four bytes."""
     draw = random.Random(seed)
+
+    ints = functools.partial(_ints, device=device)
     for index in range(STEPS):
         width, offset = 4 + index // 2, index % 4
         if index % 5 == 0:
             rows, query_len = draw.randrange(1, 5), draw.randrange(2, 17)
-            slots = _ints(offset % 2, 1, rows * query_len, dtype=torch.int64)
-            tables = _ints(offset, rows, width)
-            yield StepMetadata.rectangle(tables, (query_len,) * rows, BLOCK_SIZE, query_len=query_len, slots=slots)
+            slots = ints(offset % 2, 1, rows * query_len, dtype=torch.int64)
+            tables = ints(offset, rows, width)
+            yield StepMetadata.rectangle(
+                tables, (query_len,) * rows, BLOCK_SIZE, query_len=query_len, slots=slots
+            )
             continue
         if index % 2:
             rows = draw.choice((1, 2, 3, 8, 31, 32, 33, 100, 255, 256))
-            lengths = Lengths(*(_ints((offset + i) % 4, rows) for i in range(2)))
-            slots = _ints(offset % 2, 1, rows, dtype=torch.int64)
-            tables = _ints(offset, rows, width)
+            lengths = Lengths(*(ints((offset + i) % 4, rows) for i in range(2)))
+            slots = ints(offset % 2, 1, rows, dtype=torch.int64)
+            tables = ints(offset, rows, width)
             yield StepMetadata.rectangle(tables, (), BLOCK_SIZE, slots=slots, lengths=lengths)
             continue
         chunks = [draw.choice((1, 2, 17, 63, 64, 500)) for _ in range(draw.randrange(1, 5))]
         queries = [1] * draw.randrange(1, 40) + chunks
         yield StepMetadata(
-            block_tables=_ints(offset, len(queries), width),
+            block_tables=ints(offset, len(queries), width),
             query_start=tuple(sum(queries[:row]) for row in range(len(queries) + 1)),
             seq_lens=tuple(max(count, draw.randrange(width * BLOCK_SIZE)) for count in queries),
             starts=(0,) * len(queries),
             block_size=BLOCK_SIZE,
-            slots=_ints(offset % 2, 1, sum(queries), dtype=torch.int64),
+            slots=ints(offset % 2, 1, sum(queries), dtype=torch.int64),
         )
 
 
-def run(step: StepMetadata, blocks: Tensor) -> None:
-    """Runs the store and the attention of a layer."""
-    half = {"dtype": torch.bfloat16, "device": "cpu"}
+def run(step: StepMetadata, blocks: Tensor, heads: int = HEADS) -> None:
+    """Runs the store and the attention of a layer, and the products of an adapter."""
+    device = str(blocks.device)
+    half = {"dtype": torch.bfloat16, "device": device}
     tokens = step.num_tokens
-    states = torch.empty(1, tokens, 2 * KV_HEADS, DIM, **half).transpose(1, 2)  # layout of one fused projection
+    # layout of one fused projection
+    states = torch.empty(1, tokens, 2 * KV_HEADS, DIM, **half).transpose(1, 2)
     keys, values = blocks.chunk(2, dim=1)
     store.store(states[:, :KV_HEADS], states[:, KV_HEADS:], keys, values, step.slots)
-    query = torch.empty(tokens, HEADS, DIM, **half)
-    backend.attend(AttentionCall(query, KVBlocks((keys, values), keys, values), step, scale=DIM**-0.5))
+    query = torch.empty(tokens, heads, DIM, **half)
+    backend.attend(
+        AttentionCall(query, KVBlocks((keys, values), keys, values), step, scale=DIM**-0.5)
+    )
+    parts = _ints(0, 1, 5, dtype=torch.int64, device=device)
+    ranges = _ints(tokens % 2, 1, 2, dtype=torch.int64, device=device)
+    table = lora.Table(
+        parts, ranges, torch.empty(1, device=device), torch.bfloat16, rank=16, most=tokens
+    )
+    lora.add_deltas(query[:, 0], query[:, 1], table)
 
 
 def count(steps: Iterator[StepMetadata], chip: str) -> dict[str, int]:
-    """Variants by kernel. Attention counts as three: one query per row, equally many (few) queries per row, and
-    others."""
-    blocks = torch.empty(NUM_BLOCKS, 2 * KV_HEADS, BLOCK_SIZE, DIM, dtype=torch.bfloat16, device="cpu")
+    """Variants by kernel. Attention counts as three: one query per row, equally many (few) queries
+    per row, and others."""
+    blocks = torch.empty(
+        NUM_BLOCKS, 2 * KV_HEADS, BLOCK_SIZE, DIM, dtype=torch.bfloat16, device="cpu"
+    )
     with only_compile(CHIPS[chip], is_compiling=False) as launches:
         for step in steps:
             run(step, blocks)
@@ -104,7 +130,11 @@ def main() -> None:
     """Prints the counts as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--chip", choices=list(CHIPS), default="sm_90")
-    parser.add_argument("--specialize", action="store_true", help="on all arguments: what happens without exceptions")
+    parser.add_argument(
+        "--specialize",
+        action="store_true",
+        help="on all arguments: what happens without exceptions",
+    )
     options = parser.parse_args()
     if options.specialize:
         specialize_on_all()

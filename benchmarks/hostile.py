@@ -1,0 +1,357 @@
+"""
+The longest gap between two tokens of a stream while other clients of the server do their worst.
+
+    python -m benchmarks.hostile [--runs 20] [--seconds 6] [--model llama-24m] [--only NAME]
+                                 [--json PATH]
+
+Starts `transformers serve` on the engine (extra `serve` and `transformers[serving]`), with a folder
+of prefix tiers whose files cannot be read or written (EIO) from the first run on. In each run four
+clients stream, while one client for each entry of `ATTACKS` sends requests one after another. A
+run's figure is the longest time between two events of a stream.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import http.client
+import itertools
+import json
+import os
+import random
+import socket
+import statistics
+import string
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine
+
+STREAMS = 4
+MOST_SECONDS, MOST_SLOW = 0.5, 0.05  # a gap, and the share of runs that may have a longer one
+SWITCH = "HF_PAGED_EIO"  # a file: while it exists, the tiers' files cannot be read or written
+NUM_BLOCKS = 2048
+
+
+def _chat(content: str, **options: Any) -> dict[str, Any]:
+    return {
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 8,
+        "temperature": 0,
+        **options,
+    }
+
+
+def _attacks() -> dict[str, Callable[[], tuple[str, dict[str, Any]]]]:
+    draw = random.Random(0)
+
+    def word() -> str:
+        return "".join(draw.choices(string.ascii_lowercase, k=8))
+
+    def deep(levels: int) -> Any:
+        value: Any = {}
+        for _ in range(levels):
+            value = [value]
+        return value
+
+    config, words = json.dumps, [word() for _ in range(8)]
+    return {
+        "stop strings of 30,000 characters": lambda: ("chat", _chat(word(), stop="a" * 30_000)),
+        "stop strings of 4,096 characters": lambda: (
+            "chat",
+            _chat(word(), stop=["a" * 4033, *"abcdefghi" * 7]),
+        ),
+        "prompts of 1 MB": lambda: (
+            "completions",
+            {"prompt": f"{word()} " * 111_111, "max_tokens": 8},
+        ),
+        "messages of 10 MB": lambda: ("chat", _chat(f"{word()} " * 1_111_111)),
+        "prompts that fit": lambda: (
+            "completions",
+            {"prompt": f"{draw.choice(words)} " * 1500, "max_tokens": 8},
+        ),
+        "biases": lambda: ("chat", _chat(word(), logit_bias={str(i): i % 3 for i in range(2000)})),
+        "bad words": lambda: (
+            "chat",
+            _chat(word(), generation_config=config({"bad_words_ids": [[5, 6]] * 50_000})),
+        ),
+        "many beams": lambda: (
+            "chat",
+            _chat(word(), max_tokens=10**9, generation_config=config({"num_beams": 100})),
+        ),
+        "deep bodies": lambda: ("chat", _chat(word(), tools=deep(500))),
+        "many choices": lambda: ("chat", _chat(word(), n=32, temperature=1)),
+        "tiny requests": lambda: ("chat", _chat(word(), max_tokens=1)),
+    }
+
+
+ATTACKS = _attacks()
+
+
+# -- the server ----------------------------------------------------------------------------------
+
+
+def serve(arguments: list[str]) -> None:
+    """Runs `transformers ARGUMENTS` with files that fail while `SWITCH` exists."""
+    switch = os.environ[SWITCH]
+
+    def failing(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Path, *args: Any) -> Any:
+            if "hf_paged-tier" in str(path) and os.path.exists(switch):
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            return real(path, *args)
+
+        return call
+
+    Path.read_bytes = failing(Path.read_bytes)  # type: ignore[method-assign]
+    Path.write_bytes = failing(Path.write_bytes)  # type: ignore[method-assign]
+    from transformers.cli.transformers import main
+
+    sys.argv = ["transformers", *arguments]
+    main()
+
+
+def save_model(folder: Path, name: str) -> None:
+    """Saves a model with random weights, and a tokenizer of bytes whose other tokens only the model
+    writes."""
+    import torch
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    from benchmarks.models import SHAPES, build
+
+    shape, draw = SHAPES[name], random.Random(1)
+    names = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    while len(names) < shape.vocab:
+        names += dict.fromkeys(
+            "".join(draw.choices(string.ascii_lowercase, k=draw.randint(2, 8))) for _ in range(1000)
+        )
+        names = list(dict.fromkeys(names))
+    made = Tokenizer(BPE({name: i for i, name in enumerate(names[: shape.vocab])}, []))
+    made.pre_tokenizer, made.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    tokenizer.save_pretrained(folder)
+    build(shape, "cpu", torch.float32).save_pretrained(folder)
+
+
+class Server:
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            self.port = taken.getsockname()[1]
+        self.model, self.switch, tier = str(folder), folder / "eio", folder / "hf_paged-tier"
+        settings = f"num_blocks={NUM_BLOCKS}", f"prefix_tiers={str(tier)!r}"
+        run = [argument for setting in settings for argument in ("--set", setting)]
+        command = [
+            "-m",
+            "hf_paged",
+            "run",
+            "--engine",
+            *run,
+            __file__,
+            "--serve",
+            "serve",
+            self.model,
+        ]
+        self.log = (folder / "log.txt").open("w+")
+        root = Path(__file__).resolve().parents[1]
+        paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                *command,
+                "--device",
+                "cpu",
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(self.port),
+            ],
+            cwd=root,
+            env={
+                **os.environ,
+                SWITCH: str(self.switch),
+                "HF_HUB_OFFLINE": "1",
+                "PYTHONPATH": paths,
+            },
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+        )
+        end = time.monotonic() + 300
+        while not self._is_up():
+            if self.process.poll() is not None or time.monotonic() > end:
+                raise RuntimeError(self.told())
+            time.sleep(0.2)
+
+    def told(self) -> str:
+        self.log.seek(0)
+        return self.log.read()
+
+    def _is_up(self) -> bool:
+        with contextlib.suppress(OSError):
+            client = self.client()
+            client.request("GET", "/health")
+            return client.getresponse().status == 200
+        return False
+
+    def client(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+
+    def encode(self, endpoint: str, body: dict[str, Any]) -> tuple[str, bytes]:
+        """The path and the content of a request."""
+        path = {"chat": "chat/completions"}.get(endpoint, endpoint)
+        return f"/v1/{path}", json.dumps({"model": self.model, **body}).encode()
+
+    def ask(
+        self, path: str, content: bytes
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        client = self.client()
+        client.request("POST", path, content, {"Content-Type": "application/json"})
+        return client, client.getresponse()
+
+    def close(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(30)
+        finally:
+            self.process.kill()
+            self.log.close()
+
+
+# -- clients -------------------------------------------------------------------------------------
+
+
+def events(server: Server, seed: int) -> Iterator[float]:
+    """The times of the events of one stream with tokens."""
+    body = _chat(f"a story about {seed} ", max_tokens=4000, stream=True)
+    client, response = server.ask(*server.encode("chat", body))
+    with contextlib.closing(client):
+        for line in response:
+            if line.startswith(b"data:") and b'"content"' in line:
+                yield time.perf_counter()
+
+
+def longest_gap(
+    server: Server, seed: int, seconds: float, names: list[str]
+) -> tuple[float, int, Counter[Any]]:
+    """Returns the longest gap of the streams of one run, the number of their events, and the
+    answers by status."""
+    # made before: this process measures the streams, too
+    requests = {name: [server.encode(*ATTACKS[name]()) for _ in range(4)] for name in names}
+    is_over, ready = threading.Event(), threading.Semaphore(0)
+    gaps, counts, answers = [0.0] * STREAMS, [0] * STREAMS, Counter[Any]()
+
+    def stream(place: int) -> None:
+        last, is_ready = 0.0, False
+        for now in events(server, seed * STREAMS + place):
+            counts[place] += 1
+            if counts[place] == 5:  # decoding has begun
+                is_ready, last = True, now
+                ready.release()
+            if is_ready:
+                gaps[place], last = max(gaps[place], now - last), now
+            if is_over.is_set():  # after the gap in which the run ended
+                break
+        if not is_ready:
+            ready.release()
+
+    def attack(name: str) -> None:
+        for request in itertools.cycle(requests[name]):
+            if is_over.is_set():
+                break
+            client, response = server.ask(*request)
+            response.read()
+            client.close()
+            answers[name, response.status] += 1
+
+    threads = [
+        threading.Thread(target=stream, args=(place,), daemon=True) for place in range(STREAMS)
+    ]
+    for thread in threads:
+        thread.start()
+    for _ in threads:
+        ready.acquire()
+    others = [threading.Thread(target=attack, args=(name,), daemon=True) for name in names]
+    for thread in others:
+        thread.start()
+    time.sleep(seconds)
+    is_over.set()
+    for thread in [*threads, *others]:
+        thread.join(120)
+    return max(gaps), sum(counts), answers
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=6.0)
+    parser.add_argument("--model", default="llama-24m")
+    parser.add_argument(
+        "--only", nargs="*", default=list(ATTACKS), choices=list(ATTACKS), metavar="NAME"
+    )
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="one short run of a tiny model")
+    given = parser.parse_args(arguments)
+    if given.quick:
+        given.runs, given.seconds, given.model = 1, 2.0, "llama-tiny"
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(Path(folder), given.model)
+        server = Server(Path(folder))
+        try:
+            quiet, _, _ = longest_gap(server, -1, given.seconds, [])  # the first one records steps
+            quiet, num_quiet, _ = longest_gap(server, -2, given.seconds, [])
+            print(f"without others: longest gap {quiet:.3f} s, {num_quiet} events", flush=True)
+            longest_gap(server, -3, given.seconds, ["prompts that fit"])  # leaves files
+            server.switch.touch()
+            gaps, answers = [], Counter[Any]()
+            for run in range(given.runs):
+                gap, count, statuses = longest_gap(server, run, given.seconds, given.only)
+                gaps.append(gap)
+                answers += statuses
+                print(f"run {run}: longest gap {gap:.3f} s, {count} events", flush=True)
+        finally:
+            server.close()
+    for name in given.only:
+        statuses = {
+            status: count for (attack, status), count in sorted(answers.items()) if attack == name
+        }
+        print(f"{name}: answers by status {statuses}")
+    slow = sum(gap > MOST_SECONDS for gap in gaps)
+    print(
+        f"longest gaps: median {statistics.median(gaps):.3f} s, most {max(gaps):.3f} s; above"
+        f" {MOST_SECONDS}: {slow}"
+    )
+    if given.json is not None:
+        rows = [{"run": run, "longest_gap_s": round(gap, 4)} for run, gap in enumerate(gaps)]
+        result = {
+            "facts": machine.facts(),
+            "attacks": given.only,
+            "quiet_s": round(quiet, 4),
+            "rows": rows,
+        }
+        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    return int(slow > MOST_SLOW * given.runs)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        serve(sys.argv[2:])
+    else:
+        raise SystemExit(main())

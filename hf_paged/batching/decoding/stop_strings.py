@@ -1,0 +1,91 @@
+"""Stop strings of an engine's requests, found in the text of a row's last tokens."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria
+
+from ... import compat
+
+_Text = Any  # `str`, or `bytes` for tokenizers whose tokens may be parts of characters
+
+_vocabularies: weakref.WeakKeyDictionary[Any, tuple[int, dict[int, str], dict[int, _Text | None]]]
+_vocabularies = weakref.WeakKeyDictionary()
+
+
+class StopStrings(StoppingCriteria):
+    """Ends the rows that `StopStringCriteria` ends. transformers' class makes a table with an entry
+    for each token of the vocabulary, string and position: minutes and gigabytes for long strings.
+    This one keeps the text of the tokens that it has seen."""
+
+    def __init__(self, tokenizer: Any, stop_strings: str | list[str]) -> None:
+        if isinstance(stop_strings, str):
+            stop_strings = [stop_strings]
+        self.stop_strings = tuple(stop_strings)
+        self._strings = compat.stop_texts(tokenizer, self.stop_strings)
+        # tokens that are looked at, as in `StopStringCriteria`
+        self.maximum_token_len = max(map(len, self._strings))
+        self._tokenizer = tokenizer
+        self._names, self._texts = _vocabulary(tokenizer)
+        # raises transformers' error for tokenizers whose tokens have no texts
+        first = next(iter(self._names), -1)
+        self._text(first)
+
+    def __call__(self, input_ids: Tensor, scores: Any = None, **kwargs: Any) -> Tensor:
+        are_hits = self.hits(input_ids.tolist())
+        return torch.tensor(are_hits, device=input_ids.device)
+
+    def hits(self, rows: list[list[int]]) -> list[bool]:
+        """Whether each row has just completed one of the strings: it ends within the last token."""
+        return [self._is_hit(tokens) for tokens in rows]
+
+    def _is_hit(self, tokens: list[int]) -> bool:
+        last = self._text(tokens[-1])
+        if last is None:
+            return not all(self._strings)
+        strings = [string for string in self._strings if string[-1:] in last]
+        if not strings:
+            return False
+        parts = [last]
+        missing = max(map(len, strings)) - 1
+        earlier = tokens[-self.maximum_token_len : -1]
+        for token in reversed(earlier):
+            if missing <= 0:
+                break
+            text = self._text(token)
+            if text is None:
+                break
+            parts.append(text)
+            missing -= len(text)
+        tail = last[:0].join(reversed(parts))
+        before = len(tail) - len(last)
+        for string in strings:
+            start = max(0, before - len(string) + 1)
+            if tail.find(string, start) >= 0:
+                return True
+        return False
+
+    def _text(self, token: int) -> _Text | None:
+        """The text of a token; `None` for ids without one, which no string spans."""
+        if token not in self._texts:
+            name = self._names.get(token)
+            text = None
+            if name is not None:
+                text = compat.token_text(self._tokenizer, name, token)
+            self._texts[token] = text
+        return self._texts[token]
+
+
+def _vocabulary(tokenizer: Any) -> tuple[dict[int, str], dict[int, _Text | None]]:
+    """Returns the names of a tokenizer's tokens, and the texts of those seen so far, which its
+    requests share."""
+    size = len(tokenizer)
+    known = _vocabularies.get(tokenizer)
+    if known is None or known[0] != size:  # new, or tokens were added
+        names = {token: name for name, token in tokenizer.get_vocab().items()}
+        known = _vocabularies[tokenizer] = (size, names, {})
+    return known[1:]

@@ -1,0 +1,347 @@
+"""What forwards write into their model: attributes, buffers, generators. It is taken back after a
+check; which of it a forward reads decides whether the prefix cache serves the model."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .state import (
+    ABSENT,
+    NOTES,
+    SCALARS,
+    is_users_object,
+    note_write,
+    plain_tensors,
+)
+
+MAX_COPIED = 256 << 20
+"""Bytes of tensors, the smallest first, that a [`Snapshot`] copies."""
+
+# Attributes of every module that torch keeps itself; buffers are visited in their table.
+_PLUMBING = frozenset({*vars(nn.Module()), *NOTES})
+_CONTAINERS = (dict, list, deque, set)
+_MAX_CONTAINERS = 10_000  # in one attribute, whose objects may reach half the process
+
+
+class Write(NamedTuple):
+    """An attribute or buffer that a forward wrote."""
+
+    module: nn.Module
+    table: dict[str, Any]  # the module's attributes or buffers
+    name: str
+    before: Any
+    after: Any  # a copy
+    by_engine: bool  # whether a forward as the engine runs it wrote it, and not only plain ones
+
+
+Key = tuple[int, str]  # the id of a table, and a name in it
+Writes = dict[Key, Write]
+
+noted_writes: ContextVar[list[Write] | None] = ContextVar(
+    "noted_writes",
+    default=None,
+)
+"""Collects what [`Snapshot`]s take back."""
+
+
+class Snapshot:
+    """What modules hold beside parameters: attributes, the elements of containers and the
+    attributes of objects of user classes, the content of tensors and the state of generators.
+    Tensors beyond `MAX_COPIED` are not copied."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tables: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
+        for module in model.modules():
+            for table in (vars(module), module._buffers):
+                # attributes of a traced or scripted module are no dicts, and its code sets none
+                if isinstance(table, dict):
+                    known = dict(table)
+                    self._tables.append((module, table, known))
+        self._containers: dict[int, tuple[Any, list[Any]]] = {}
+        tensors: dict[int, Tensor] = {}
+        generators: dict[int, torch.Generator] = {}
+        for _, _, known in self._tables:
+            for name, value in known.items():
+                if name in _PLUMBING:
+                    continue
+                for part in self._reached(value):
+                    if isinstance(part, torch.Generator):
+                        generators[id(part)] = part
+                    elif isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
+                        for tensor in plain_tensors(part):
+                            if tensor.layout is torch.strided:
+                                tensors[id(tensor)] = tensor
+        self._generators: list[tuple[torch.Generator, Tensor]] = []
+        for generator in generators.values():
+            state = generator.get_state()
+            self._generators.append((generator, state))
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._uncopied: list[tuple[Tensor, int]] = []
+        left = MAX_COPIED
+        stored = (tensor for tensor in tensors.values() if not tensor.is_meta)
+        for tensor in sorted(stored, key=lambda tensor: tensor.nbytes):
+            left -= tensor.nbytes
+            try:
+                if left >= 0:
+                    copy = tensor.detach().clone()
+                    self._copies.append((tensor, copy))
+                    continue
+            except RuntimeError:  # out of memory
+                left = 0
+            if not tensor.is_inference():
+                self._uncopied.append((tensor, tensor._version))
+
+    def _reached(self, value: Any) -> Iterator[Any]:
+        """A value, or what containers and objects of user classes hold, whose elements are
+        noted."""
+        pending = [value]
+        limit = len(self._containers) + _MAX_CONTAINERS
+        while pending:
+            value = pending.pop()
+            if is_users_object(value):
+                value = vars(value)
+            if not isinstance(value, (*_CONTAINERS, tuple)):
+                yield value
+            elif id(value) not in self._containers and len(self._containers) < limit:
+                try:
+                    listed = _elements(value)
+                except Exception:  # user code
+                    continue
+                self._containers[id(value)] = value, listed
+                if not SCALARS.issuperset(map(type, listed)):  # a vocabulary may have millions
+                    pending += listed
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether a generator of a module has drawn numbers."""
+        for generator, state in self._generators:
+            if not torch.equal(generator.get_state(), state):
+                return True
+        return False
+
+    @property
+    def num_lost_bytes(self) -> int:
+        """Bytes of the tensors that were not copied, and were written to."""
+        num_bytes = 0
+        for tensor, version in self._uncopied:
+            if tensor._version != version:
+                num_bytes += tensor.nbytes
+        return num_bytes
+
+    def restore(self, by_engine: bool) -> None:
+        """Puts everything back but transformers' notes to itself; adds the differences to
+        `noted_writes`."""
+        changed = [(x, copy) for x, copy in self._copies if not _is_equal(x, copy)]
+        refilled = [
+            (value, listed)
+            for value, listed in self._containers.values()
+            if not _is_listed(value, listed)
+        ]
+        noted = noted_writes.get()
+        if noted is not None:
+            changed_ids = {id(x) for x, _ in changed}
+            refilled_ids = {id(value) for value, _ in refilled}
+            noted += self._writes(changed_ids, refilled_ids, by_engine)
+        for generator, state in self._generators:
+            generator.set_state(state)
+        for value, listed in refilled:
+            _refill(value, listed)
+        for x, copy in changed:
+            with torch.inference_mode(x.is_inference()), torch.no_grad():
+                if x.shape == copy.shape:
+                    x.copy_(copy)
+                else:  # resized
+                    x.set_(copy)
+        for _, now, known in self._tables:
+            kept = {name: x for name, x in now.items() if name in NOTES}
+            for name in now.keys() - known.keys():
+                del now[name]
+            now.update({**known, **kept})
+
+    def _writes(
+        self,
+        changed: set[int],
+        refilled: set[int],
+        by_engine: bool,
+    ) -> Iterator[Write]:
+        for module, now, known in self._tables:
+            for name, after in now.items():
+                before = known.get(name, ABSENT)
+                is_other = after is not before and (type(after) not in SCALARS or after != before)
+                is_written = is_other or id(after) in refilled
+                if not is_written and changed:
+                    is_written = any(_is_among(part, changed) for part in _parts(after))
+                if is_written and name not in _PLUMBING:
+                    yield Write(
+                        module=module,
+                        table=now,
+                        name=name,
+                        before=before,
+                        after=copied(after),
+                        by_engine=by_engine,
+                    )
+
+
+@contextlib.contextmanager
+def taken_back(model: nn.Module) -> Iterator[None]:
+    """Takes back what is written into the model meanwhile."""
+    snapshot = Snapshot(model)
+    try:
+        yield
+    finally:
+        snapshot.restore(by_engine=True)
+
+
+def judge(
+    model: nn.Module,
+    writes: Sequence[Write],
+    compute: Callable[[Writes], tuple[Tensor | None, set[Key]]],
+) -> None:
+    """Notes which attributes of `writes` every forward writes and none reads, and which a forward
+    reads although one of the engine wrote them. `compute` returns the logits of a forward that
+    begins with the values `after`, `None` if it fails, and which of these values it overwrote."""
+    last: Writes = {}
+    by_engine = set[Key]()
+    for write in writes:
+        key = id(write.table), write.name
+        last[key] = write
+        if write.by_engine:
+            by_engine.add(key)
+    expected, _ = compute(last)
+    if expected is None:
+        return
+    groups: dict[tuple[type, str], list[Key]] = {}
+    for key, write in last.items():
+        attribute = type(write.module), write.name
+        groups.setdefault(attribute, []).append(key)
+    for keys in groups.values():
+        others: Writes = {}
+        for key in keys:
+            other = _mapped(_other, last[key].after)
+            others[key] = last[key]._replace(after=other)
+        are_same = all(is_same(others[key].after, last[key].after) for key in keys)
+        if are_same:
+            continue  # there is no other value of this type
+        given = {**last, **others}
+        logits, overwritten = compute(given)
+        is_read = logits is None or not torch.equal(logits, expected)
+        for key in keys:
+            is_noted = key in overwritten and (not is_read or key in by_engine)
+            if is_noted:
+                write = last[key]
+                note_write(
+                    model,
+                    write.module,
+                    write.name,
+                    write.before,
+                    is_read,
+                )
+
+
+def _parts(value: Any) -> Sequence[Any]:
+    """The elements of a container, else the value itself."""
+    if isinstance(value, _CONTAINERS):
+        return _elements(value)
+    return (value,)
+
+
+def _elements(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    return [*value]
+
+
+def _is_listed(value: Any, listed: list[Any]) -> bool:
+    now = _elements(value)
+    if len(now) != len(listed):
+        return False
+    return all(map(operator.is_, now, listed))
+
+
+def _refill(value: Any, listed: list[Any]) -> None:
+    value.clear()
+    if isinstance(value, dict):
+        half = len(listed) // 2
+        value.update(zip(listed[:half], listed[half:]))
+    elif isinstance(value, set):
+        value.update(listed)
+    else:
+        value.extend(listed)
+
+
+def _is_among(part: Any, ids: set[int]) -> bool:
+    if not isinstance(part, Tensor):
+        return False
+    return any(id(tensor) in ids for tensor in plain_tensors(part))
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """Whether two values are equal; for containers, whether their elements are. NaN is equal to
+    itself."""
+    if isinstance(a, _CONTAINERS) and type(a) is type(b):
+        if len(a) != len(b):
+            return False
+        return all(map(_is_equal, _elements(a), _elements(b)))
+    return _is_equal(a, b)
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        form_of_a = a.dtype, a.shape, a.device
+        form_of_b = b.dtype, b.shape, b.device
+        if form_of_a != form_of_b:
+            return False
+        if torch.equal(a, b):
+            return True
+        are_equal = a == b
+        are_nan = (a != a) & (b != b)
+        return bool((are_equal | are_nan).all())
+    kind = type(a)
+    return kind is type(b) and kind in SCALARS and a == b
+
+
+def copied(value: Any) -> Any:
+    """A copy of a tensor, or of a container and the tensors in it; else the value itself."""
+
+    def copied_part(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return part.detach().clone()
+        return part
+
+    return _mapped(copied_part, value)
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """`function` of a value, or a container with that of its elements."""
+    if isinstance(value, dict):
+        values = map(function, value.values())
+        return dict(zip(value, values))
+    if isinstance(value, _CONTAINERS):
+        kind = type(value)
+        return kind(map(function, value))
+    return function(value)
+
+
+def _other(value: Any) -> Any:
+    """Another value of the same type and shape, or the value itself."""
+    if isinstance(value, Tensor):
+        if value.dtype is torch.bool:
+            return value.logical_not()
+        return value + 1
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float, complex)):
+        return value + 1
+    if isinstance(value, str):
+        return value + " "
+    return value

@@ -1,0 +1,112 @@
+"""What one step computes, as columns of plain data. Nothing here changes after it was planned, and
+nothing here reads tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class StepPlan:
+    """Of each row, the tokens that a step computes: `counts[i]` of them, behind the `starts[i]`
+    that are in the blocks of `sequences[i]`, whose tables have room for them. A row's draft counts,
+    behind its last token. Decodes are in front.
+
+    A plan advances no row: that is for whoever commits it, once the forward has run."""
+
+    sequences: Items[Any]
+    starts: Items[int]
+    counts: Items[int]
+    num_logits: Items[int]  # of each row: one after its last token, and one for each draft token
+    num_decodes: int  # rows that compute one token, or their last token and a draft
+    has_drafts: bool = False
+    has_inputs: bool = False  # whether a row may have inputs beside token ids
+    has_chunks: bool = False  # whether there are rows behind the decodes
+    admitted: Collection[Any] = ()  # requests that begin to run in this step
+    preempted: Collection[Any] = ()  # requests that lost their blocks to this step
+
+    @classmethod
+    def of(cls, rows: Iterable[tuple[Any, int]]) -> StepPlan:
+        """Plans so many more tokens of each of these sequences; decodes are in front already."""
+        sequences: list[Any] = []
+        starts: list[int] = []
+        counts: list[int] = []
+        num_logits: list[int] = []
+        for sequence, count in rows:
+            start = sequence.num_computed_tokens
+            num_drafted = len(sequence.draft)
+            is_last = start + count - num_drafted >= len(sequence.token_ids)
+            sequences.append(sequence)
+            starts.append(start)
+            counts.append(count)
+            num_logits.append(1 + num_drafted if is_last else 0)
+        num_decodes = _count_leading(counts, num_logits)
+        return cls(
+            sequences,
+            starts,
+            counts,
+            num_logits,
+            num_decodes=num_decodes,
+            has_chunks=num_decodes < len(sequences),
+            has_drafts=any(sequence.draft for sequence in sequences),
+            has_inputs=any(sequence.request.inputs is not None for sequence in sequences),
+        )
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.sequences)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.counts)
+
+    def select(self, rows: Items[int]) -> StepPlan:
+        """The plan of these rows alone, in this order, decodes in front."""
+        counts = [self.counts[row] for row in rows]
+        num_logits = [self.num_logits[row] for row in rows]
+        num_decodes = _count_leading(counts, num_logits)
+        sequences = [self.sequences[row] for row in rows]
+        return StepPlan(
+            sequences,
+            [self.starts[row] for row in rows],
+            counts,
+            num_logits,
+            num_decodes=num_decodes,
+            has_chunks=num_decodes < len(rows),
+            has_drafts=self.has_drafts and any(sequence.draft for sequence in sequences),
+            has_inputs=self.has_inputs,
+        )
+
+    def rows_of_logits(self) -> list[range]:
+        """Each row's rows in the step's logits."""
+        bounds = accumulate(self.num_logits, initial=0)
+        return [range(start, end) for start, end in pairwise(bounds)]
+
+    def __str__(self) -> str:
+        """A list of (request id, sequence index, tokens to compute, logits wanted, adapter)."""
+        rows: list[tuple[Any, ...]] = []
+        for sequence, count, num_logits in zip(self.sequences, self.counts, self.num_logits):
+            request = sequence.request
+            row = (
+                request.request_id,
+                sequence.index,
+                count,
+                num_logits,
+                request.adapter,
+            )
+            rows.append(row)
+        return str(rows)
+
+
+def _count_leading(counts: Items[int], num_logits: Items[int]) -> int:
+    """Counts the decodes in front: with a draft, each of a row's tokens gives logits."""
+    number = 0
+    for count, wanted in zip(counts, num_logits):
+        if count != 1 and count != wanted:
+            break
+        number += 1
+    return number

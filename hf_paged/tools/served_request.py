@@ -1,0 +1,161 @@
+"""A request to `transformers serve`, from its client and its fields to its result."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..batching.decoding.grammar import NoTokenError
+from ..batching.results import RequestResult
+from .openai_answers import chat_logprobs, completion_logprobs
+from .openai_fields import CHAT, Translation
+
+CACHE_SALT = b"x-cache-salt"  # header with the `cache_salt` of a request
+MAX_BODY_BYTES = 32 << 20  # of a JSON body, which nothing else runs beside while it is parsed
+
+
+class ClientGone(Exception):
+    """The client has left, so that nobody reads the answer."""
+
+
+@dataclass(eq=False)
+class Client:
+    """The client of a request, as its connection shows it."""
+
+    cache_salt: str | None
+    num_bytes: int = 0  # of the body, as far as it was received
+    is_gone: bool = False
+    requests: list[Callable[[], None]] = field(default_factory=list)  # each cancels one
+
+    def leave(self) -> None:
+        self.is_gone = True
+        for cancel in self.requests:
+            cancel()
+
+    def watch(self, cancel: Callable[[], None]) -> None:
+        """Calls `cancel` when the client leaves."""
+        self.requests.append(cancel)
+        if self.is_gone:
+            cancel()
+
+
+@dataclass(eq=False)
+class ServedRequest:
+    """A request of a client, from its fields to its result; one request of the engine, with all
+    choices."""
+
+    endpoint: str
+    fields: Translation
+    is_plain: bool = False  # served by plain `generate`
+    name: str = field(default_factory=lambda: str(uuid.uuid4()))  # two clients may send the same id
+    seed: int | None = None
+    tokenizer: Any = None
+    inputs: dict[str, Any] | None = None  # images and sound of the prompt
+    generation: dict[str, Any] = field(default_factory=dict)  # options of its generation config
+    is_read: bool = False  # the body was read: later errors are not the client's
+    is_added: bool = False
+    # the engine has output something
+    has_begun: asyncio.Event = field(default_factory=asyncio.Event)
+    has_run: bool = False  # a step has computed it
+    result: RequestResult | None = None
+
+    @property
+    def refusal(self) -> Exception | None:
+        """The engine's error, if it never ran the request or no token was allowed."""
+        error = None if self.result is None else self.result.error
+        return error if not self.has_run or isinstance(error, NoTokenError) else None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of `PagedEngine.add_request` that its fields and headers ask for."""
+        salt = current_client.get().cache_salt
+        return {**self.fields.options, **({} if salt is None else {"cache_salt": salt})}
+
+    def take_result(self, result: RequestResult) -> None:
+        self.result = result
+
+    def logprobs(self, choice: int) -> dict[str, Any] | None:
+        if (
+            "return_logprobs" not in self.fields.options
+            or self.result is None
+            or not self.result.sequences
+        ):
+            return None
+        sequences = self.result.sequences  # a single one if all choices are equal (greedy search)
+        made = chat_logprobs if self.endpoint == CHAT else completion_logprobs
+        return made(self.tokenizer, sequences[min(choice, len(sequences) - 1)])
+
+
+# Of the current asyncio task:
+current_client: ContextVar[Client] = ContextVar("client")
+request_or_none: ContextVar[ServedRequest | None] = ContextVar("request", default=None)
+current_choice: ContextVar[int] = ContextVar("choice")  # the app answers for each choice by itself
+
+
+def current_request() -> ServedRequest:
+    request = request_or_none.get()
+    assert request is not None
+    return request
+
+
+class ClientWatch:
+    """ASGI middleware that reads the headers of a request, cancels its generation when the client
+    leaves, and refuses (413) a body of more than `MAX_BODY_BYTES`, except uploaded sound."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        salts = [value for name, value in scope["headers"] if name == CACHE_SALT]
+        # several headers are one with commas: what a client adds to its proxy's makes no other
+        # tenant's salt
+        client = Client(b",".join(salts).decode("latin-1") if salts else None)
+        current_client.set(client)
+        most = float("inf") if scope["path"].startswith("/v1/audio/") else MAX_BODY_BYTES
+        lengths = [
+            value
+            for name, value in scope["headers"]
+            if name == b"content-length" and value.isdigit()
+        ]
+        if any(int(length) > most for length in lengths):
+            await _refuse_body(send)
+            return
+        # a body is read at the app's pace
+        messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue(maxsize=1)
+
+        async def read() -> None:
+            message: dict[str, Any] = {"type": ""}
+            while message["type"] != "http.disconnect":
+                message = await receive()
+                client.num_bytes += len(message.get("body", b""))
+                if client.num_bytes > most:  # sent in chunks, without a length
+                    message = {"type": "http.disconnect"}
+                if message["type"] == "http.disconnect":
+                    client.leave()
+                await messages.put(message)
+            while True:  # for all who ask
+                await messages.put(message)
+
+        reader = asyncio.ensure_future(read())
+        try:
+            await self.app(scope, messages.get, send)
+        finally:
+            reader.cancel()
+
+
+async def _refuse_body(send: Any) -> None:
+    error = {
+        "message": f"the body has more than {MAX_BODY_BYTES} bytes: shorten it",
+        "type": "invalid_request_error",
+    }
+    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": 413, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps({"error": error}).encode()})

@@ -1,0 +1,212 @@
+"""Stop strings found in the text of tokens, against transformers' `StopStringCriteria`."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.generation.stopping_criteria import StopStringCriteria
+
+import hf_paged
+from hf_paged.batching import arguments
+from hf_paged.batching.decoding.stop_strings import StopStrings
+from tests.support import models as small
+
+SPECIAL = ["<unk>", "<end>"]
+
+
+def wrapped(model: Any, decoder: Any, pre: Any) -> PreTrainedTokenizerFast:
+    made = Tokenizer(model)
+    made.pre_tokenizer, made.decoder = pre, decoder
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, unk_token=SPECIAL[0])
+    tokenizer.add_special_tokens({"eos_token": SPECIAL[1]})
+    return tokenizer
+
+
+def vocabulary(names: list[str]) -> dict[str, int]:
+    # every other id has no token
+    return {name: 2 * i for i, name in enumerate([*SPECIAL, *dict.fromkeys(names)])}
+
+
+LETTERS = [*"abcdefé", "ab", "ba", "aab", "abc", "cab", "def", "éa"]
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """Tokens of bytes: some are halves of a character."""
+    pieces = [
+        "a",
+        "b",
+        "c",
+        "d",
+        "e",
+        "f",
+        "ab",
+        "ba",
+        "aab",
+        "Ã",
+        "©",
+        "Ã©",
+        "©a",
+        "Ġ",
+        "Ġa",
+        "ĠÃ",
+        "bĠ",
+    ]
+    return wrapped(
+        models.BPE(vocabulary(pieces), [], unk_token=SPECIAL[0]),
+        decoders.ByteLevel(),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+    )
+
+
+def byte_fallback() -> PreTrainedTokenizerFast:
+    pieces = [*LETTERS, "▁", "▁a", "▁ab", "<0xC3>", "<0xA9>", "<0x61>"]
+    decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return wrapped(
+        models.BPE(vocabulary(pieces), [], unk_token=SPECIAL[0]),
+        decoder,
+        pre_tokenizers.Metaspace(),
+    )
+
+
+def metaspace() -> PreTrainedTokenizerFast:
+    pieces = [*LETTERS, "▁", "▁a", "▁ab"]
+    return wrapped(
+        models.BPE(vocabulary(pieces), [], unk_token=SPECIAL[0]),
+        decoders.Metaspace(),
+        pre_tokenizers.Metaspace(),
+    )
+
+
+def word_piece() -> PreTrainedTokenizerFast:
+    pieces = [*LETTERS, *("##" + piece for piece in LETTERS)]
+    return wrapped(
+        models.WordPiece(vocabulary(pieces), unk_token=SPECIAL[0]),
+        decoders.WordPiece(),
+        pre_tokenizers.Whitespace(),
+    )
+
+
+def joined() -> PreTrainedTokenizerFast:
+    """Tokens of plain text; one of them has none."""
+    decoder = decoders.Sequence([decoders.Replace("<nothing>", ""), decoders.Fuse()])
+    made = models.BPE(vocabulary([*LETTERS, "<nothing>"]), [], unk_token=SPECIAL[0])
+    return wrapped(made, decoder, pre_tokenizers.Whitespace())
+
+
+MAKERS = [byte_level, byte_fallback, metaspace, word_piece, joined]
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("seed", range(4))
+def test_hits_are_those_of_transformers(make: Any, seed: int) -> None:
+    tokenizer, draw = make(), random.Random(seed)
+    ids = sorted(tokenizer.get_vocab().values())
+    outside = [1, ids[-1] + 1, ids[-1] + 1000]  # ids without a token
+    for _ in range(40):
+        strings = [
+            "".join(draw.choices("aab cé", k=draw.randint(1, 6))) for _ in range(draw.randint(1, 3))
+        ]
+        strings += [SPECIAL[1]] * draw.randint(0, 1)
+        try:
+            theirs = StopStringCriteria(tokenizer, strings)
+        except ValueError as error:  # no token can end any of them
+            assert "unable to identify tokens" in str(error)
+            continue
+        ours = StopStrings(tokenizer, strings)
+        assert ours.maximum_token_len == theirs.maximum_token_len
+        pieces = [*ids, *ids, *draw.choices(ids, k=4) * 20, *outside]
+        for length in (1, 2, 5, 9):
+            rows = torch.tensor([[draw.choice(pieces) for _ in range(length)] for _ in range(60)])
+            assert ours(rows, None).tolist() == theirs(rows, None).tolist(), strings
+
+
+def test_both_answers_occur() -> None:
+    tokenizer = byte_level()
+    ids = [tokenizer.get_vocab()[name] for name in ("Ã", "©a", "b")]
+    rows = torch.tensor([ids, ids[::-1], [ids[1]] * 3])
+    for criterion in (StopStrings(tokenizer, "éab"), StopStringCriteria(tokenizer, "éab")):
+        assert criterion(rows, None).tolist() == [True, False, False]
+
+
+def test_tokens_without_text_are_passed_over_and_count() -> None:
+    """... as in transformers, where a string of n characters is looked for in the last n tokens."""
+    tokenizer, strings = joined(), ["ab", "aab"]
+    theirs, ours = StopStringCriteria(tokenizer, strings), StopStrings(tokenizer, strings)
+    ids = torch.tensor(
+        [tokenizer.get_vocab()[name] for name in ("a", "b", "aab", "<nothing>")] + [1]
+    )
+    rows = torch.cartesian_prod(*[ids] * 5)
+    assert ours(rows, None).tolist() == theirs(rows, None).tolist()
+    assert 0 < ours(rows, None).sum() < len(rows)
+
+
+def test_tokens_added_later_are_seen() -> None:
+    tokenizer = metaspace()
+    StopStrings(tokenizer, "ab")
+    tokenizer.add_tokens(["xyz"])
+    new = tokenizer.get_vocab()["xyz"]
+    assert StopStrings(tokenizer, "yz").hits([[new]]) == [True]
+
+
+def test_texts_go_with_their_tokenizer() -> None:
+    tokenizer = metaspace()
+    StopStrings(tokenizer, "ab").hits([[2, 4]])
+    gone = weakref.ref(tokenizer)
+    del tokenizer
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("form", ["ids", "inputs"])
+def test_the_longest_strings_make_no_table(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`StopStringCriteria` would take seconds and gigabytes for these, while other requests
+    wait."""
+    name = "llama" if form == "ids" else "t5"
+    model, tokenizer = small.get(name), small.tokenizer()
+    prompt = small.token_ids(1, 12)[0].tolist()
+    options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None}
+    with hf_paged.PagedEngine(model, tokenizer=tokenizer) as engine:
+        (plain,) = engine.generate([prompt], options)
+        stop = plain.text[6:10]
+        monkeypatch.setattr(StopStringCriteria, "__init__", None)
+        strings = [stop, "a" * (4096 - 62 - len(stop)), *"b" * 62]
+        for config in ({**options, "stop_strings": strings}, {**options, "stop_strings": stop}):
+            (result,) = engine.generate([prompt], config)
+            assert result.error is None and result.finish_reason == "stop_string"
+            assert stop in result.text and len(result.token_ids) < 16
+            assert result.token_ids == plain.token_ids[: len(result.token_ids)]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (["a"] * 65, "65 texts"),
+        ("a" * 4097, "4097 characters"),
+        (["a" * 2048, "b" * 2049], "4097 characters"),
+        ([], "must be text"),
+        (["a", 1], "must be text"),
+        (7, "must be text"),
+    ],
+    ids=str,
+)
+def test_more_than_a_request_may_have_is_refused(value: Any, message: str) -> None:
+    with hf_paged.PagedEngine(small.get("llama"), tokenizer=small.tokenizer()) as engine:
+        with pytest.raises(ValueError, match=f"`stop_strings` .*{message}"):
+            engine.add_request([5, 6], {"stop_strings": value})
+        assert not engine.has_unfinished
+
+
+def test_a_program_may_raise_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "MAX_STOP_CHARACTERS", 5000)
+    with hf_paged.PagedEngine(small.get("llama"), tokenizer=small.tokenizer()) as engine:
+        (result,) = engine.generate([[5, 6]], {"stop_strings": "a" * 5000, "max_new_tokens": 3})
+        assert result.error is None and len(result.token_ids) == 3

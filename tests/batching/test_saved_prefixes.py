@@ -1,0 +1,238 @@
+"""Saved prefixes that are not what a model saved: each is refused before anything is allocated, and
+nothing breaks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import random
+import stat
+import threading
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_paged import PagedEngine
+from tests.batching.test_prefix_tiers import (
+    GREEDY,
+    SIZE,
+    blocks_on_disk,
+    build,
+    config,
+    evict_all,
+    run,
+    save_all,
+)
+from tests.support import crafted, models
+from tests.support.engine_helpers import assert_drained, lone_run, prompts
+
+REFUSED = (
+    "is not a complete saved prefix|is a file of a tier's folder|was computed by another model"
+)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("saved") / "prefix"
+    with PagedEngine(models.get("llama"), {"block_size": SIZE}) as engine:
+        engine.save_prefix(prompts(50)[0], path)
+    return path.read_bytes()
+
+
+def engine_before(is_fresh: bool, **options: Any) -> PagedEngine:
+    """An engine without layers, or with those that a request has made."""
+    engine = PagedEngine(models.get("llama"), {"block_size": SIZE, **options})
+    if not is_fresh:
+        run(engine, prompts(20, seed=5)[0])
+    return engine
+
+
+def assert_refused(engine: PagedEngine, path: Path, what: str) -> None:
+    before = engine.memory.stats().held_bytes
+    try:
+        engine.load_prefix(path)
+    except ValueError as error:
+        assert any(text in str(error) for text in REFUSED.split("|")), f"{what}: {error!r}"
+    else:
+        raise AssertionError(f"{what} was loaded")
+    assert engine.memory.stats().held_bytes == before, what
+    engine.check_integrity()
+
+
+def assert_works(engine: PagedEngine, path: Path, content: bytes) -> None:
+    """The real file is loaded, and requests get plain's tokens."""
+    (prompt,) = prompts(50)
+    path.write_bytes(content)
+    engine.reset_prefix_cache()
+    assert engine.load_prefix(path) == 48
+    assert run(engine, prompt) == (lone_run(engine.model, prompt, GREEDY)[0], 48)
+    assert_drained(engine)
+
+
+@pytest.mark.parametrize("is_fresh", [True, False], ids=["fresh", "used"])
+@pytest.mark.parametrize("kinds", ["SEALED", "IDS", "RAW"])
+def test_a_file_with_other_content_is_refused(
+    kinds: str, is_fresh: bool, saved: bytes, tmp_path: Path
+) -> None:
+    path = tmp_path / "prefix"
+    with engine_before(is_fresh) as engine:
+        for name, change in getattr(crafted, kinds).items():
+            path.write_bytes(change(saved) if kinds == "RAW" else crafted.changed(saved, change))
+            assert_refused(engine, path, name)
+        assert_works(engine, path, saved)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no FIFOs")
+@pytest.mark.parametrize("kind", ["directory", "FIFO", "device", "sparse"])
+def test_what_is_no_file_of_its_size_is_not_read(kind: str, saved: bytes, tmp_path: Path) -> None:
+    """A FIFO is not waited for, and a large file is not read."""
+    path = tmp_path / kind
+    crafted.put(kind, path)
+    with engine_before(True) as engine:
+        failures: list[Any] = []
+
+        def refuse() -> None:
+            try:
+                assert_refused(engine, path, kind)
+            except BaseException as error:
+                failures.append(error)
+
+        tracemalloc.start()
+        thread = threading.Thread(target=refuse, daemon=True)
+        thread.start()
+        thread.join(30)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert not thread.is_alive() and not failures and peak < 50 << 20
+        if kind == "sparse":  # with the header of a real file
+            path.write_bytes(saved)
+            os.truncate(path, 10 << 30)
+            assert_refused(engine, path, kind)
+        assert_works(engine, tmp_path / "prefix", saved)
+
+
+@contextlib.contextmanager
+def umask(mask: int) -> Iterator[None]:
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def modes(path: Path) -> set[tuple[bool, int]]:
+    """Whether there are folders, and the modes, of all that is below a folder."""
+    found = [each.lstat().st_mode for each in path.rglob("*")]
+    return {(stat.S_ISDIR(mode), stat.S_IMODE(mode)) for mode in found}
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o022, 0o777])
+def test_only_the_owner_reads_files(mask: int, tmp_path: Path) -> None:
+    (prompt,) = prompts(50)
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    mine.chmod(0o755)
+    with umask(mask), PagedEngine(models.get("llama"), config(mine / "new" / "tier")) as engine:
+        engine.save_prefix(prompt, mine / "prefix")
+        evict_all(engine)
+        engine.save_prefix(prompt, mine / "prefix")  # replaced
+    assert len(blocks_on_disk(mine)) == 6 and stat.S_IMODE(mine.stat().st_mode) == 0o755
+    assert modes(mine) == {(True, 0o700), (False, 0o600)}
+
+
+@pytest.mark.parametrize(
+    "is_quick", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_a_tier_drops_files_with_other_content(is_quick: bool, tmp_path: Path, caplog: Any) -> None:
+    """In a new process, whose pool has no layers yet; one warning, and the blocks are computed."""
+    (prompt,), model = prompts(50), models.get("llama")
+    expected = lone_run(model, prompt, GREEDY)[0]
+    named = ["a layer less", "more heads", "half precision"] if is_quick else list(crafted.SEALED)
+    changes = [functools.partial(crafted.changed, change=crafted.SEALED[name]) for name in named]
+    changes += [crafted.RAW["a header of 2**63 bytes"], *([] if is_quick else crafted.RAW.values())]
+    with PagedEngine(model, config(tmp_path)) as engine:
+        run(engine, prompt)
+        evict_all(engine)
+    paths = blocks_on_disk(tmp_path)
+    contents = {path: path.read_bytes() for path in paths}
+    for number, change in enumerate(changes):
+        path = paths[number % len(paths)]
+        content = contents[path]
+        path.write_bytes(change(content))
+        caplog.clear()
+        with PagedEngine(model, config(tmp_path)) as engine:
+            tokens, num_hits = run(engine, prompt)
+            assert tokens == expected and num_hits < 48, f"change {number}"
+            assert_drained(engine)
+            said = [record.getMessage() for record in caplog.records]
+            assert (
+                sum("is dropped, and its tokens are computed" in text for text in said)
+                == 1
+                == len(said)
+            ), said
+            evict_all(engine)
+        assert crafted.opened(path.read_bytes())[1] == crafted.opened(content)[1], (
+            "it was not written again"
+        )
+
+
+def test_a_model_of_another_dtype_keeps_its_files(tmp_path: Path, caplog: Any) -> None:
+    """An engine restores blocks of the new dtype before any layer is allocated."""
+    model, (prompt,) = build("llama"), prompts(50)
+    with PagedEngine(model, config(tmp_path)) as engine:
+        run(engine, prompt)
+        model.double()
+        expected = run(engine, prompt)[0]
+        save_all(engine)
+        assert run(engine, prompt) == (expected, 48)
+        assert not [record for record in caplog.records if "is dropped" in record.getMessage()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_fresh", [True, False], ids=["fresh", "used"])
+def test_five_hundred_crafted_files(is_fresh: bool, saved: bytes, tmp_path: Path) -> None:
+    path, draw = tmp_path / "prefix", random.Random(11)
+    num_refused, engine = 0, engine_before(is_fresh)
+    for number in range(500):
+        content = crafted.mutated(saved, draw)
+        path.write_bytes(content)
+        try:
+            engine.load_prefix(path)
+        except ValueError:
+            num_refused += 1
+        engine.check_integrity()
+        if number % 25 == 24:
+            assert_works(engine, path, saved)
+            if is_fresh:
+                engine.free()
+    engine.free()
+    assert num_refused > 400
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_five_hundred_crafted_files_of_a_tier(tmp_path: Path) -> None:
+    """Whatever the files of a tier hold, requests get plain's tokens."""
+    model, draw = build("gemma2"), random.Random(12)
+    texts = prompts(50, 41)
+    expected = [lone_run(model, text, GREEDY)[0] for text in texts]
+    num_changed = num_hits = 0
+    contents: dict[Path, bytes] = {}
+    while num_changed < 500:
+        # as first written
+        contents = {path: path.read_bytes() for path in blocks_on_disk(tmp_path)} | contents
+        with PagedEngine(model, config(tmp_path)) as engine:
+            for path in draw.sample(list(contents), len(contents) // 3):
+                path.write_bytes(crafted.mutated(contents[path], draw))
+                num_changed += 1
+            for text, tokens in zip(texts, expected):
+                found, hits = run(engine, text)
+                num_hits += hits
+                assert found == tokens
+            assert_drained(engine)
+            evict_all(engine)
+    assert num_hits

@@ -1,0 +1,141 @@
+"""Which calls wait for one another's blocks, and when they no longer do: with a memory that only
+counts."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hf_paged.cache import waits
+from hf_paged.cache.waits import Claim, Shortage, claimed, claims_on
+from tests.support.checks import in_threads
+
+
+class Call:
+    """Calls of another thread, which go on or not."""
+
+    def __init__(self, goes_on: bool) -> None:
+        self.is_going_on = goes_on
+
+    def goes_on(self, thread: int) -> bool:
+        return self.is_going_on
+
+
+def memory_with(*holders: Any) -> Any:
+    return SimpleNamespace(holders=list(holders), num_steps=0)
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, in seconds."""
+    found = [1.0]
+    clock = SimpleNamespace(monotonic=lambda: found[0], sleep=lambda seconds: None)
+    monkeypatch.setattr(waits, "time", clock)
+    return found
+
+
+def test_a_call_tries_again_as_long_as_others_go_on_and_a_moment_longer(now: list[float]) -> None:
+    other = Call(goes_on=True)
+    memory = memory_with(Call(goes_on=False), other)
+    shortage = Shortage(memory)
+    for _ in range(3):
+        now[0] += 5 * waits.GRACE
+        assert shortage.may_end()
+    other.is_going_on = False
+    now[0] += 0.9 * waits.GRACE
+    assert shortage.may_end()
+    now[0] += 0.2 * waits.GRACE
+    assert not shortage.may_end()
+    other.is_going_on = True
+    assert shortage.may_end()
+    assert not Shortage(memory_with(), is_alone=True).may_end()
+
+
+def test_a_call_gives_up_where_nobody_computes(now: list[float]) -> None:
+    """The code of a caller that holds blocks may wait for the call that is short of them."""
+    memory = memory_with(Call(goes_on=True))
+    shortage = Shortage(memory)
+    for _ in range(5):
+        now[0] += 0.9 * waits.MAX_STILL
+        memory.num_steps += 1
+        assert shortage.may_end()
+    now[0] += 1.1 * waits.MAX_STILL
+    assert not shortage.may_end()
+
+
+def test_calls_that_fit_together_go_on_together_in_the_order_in_which_they_came() -> None:
+    memory = memory_with()
+
+    def claim(num_blocks: int) -> Claim:
+        made = Claim(memory, num_blocks)
+        made.thread += 1 + len(memory.holders)  # as of other threads
+        memory.holders.append(made)
+        return made
+
+    claims = [claim(num_blocks) for num_blocks in (5, 3, 9, 1)]
+    assert [each.fits(8) for each in claims] == [True, True, False, False]
+    claims[0].leave()
+    assert [each.fits(8) for each in claims[1:]] == [True, False, False], (
+        "the third is not overtaken"
+    )
+    claims[1].leave()
+    assert [each.fits(8) for each in claims[2:]] == [True, False], (
+        "the first may need more than there is"
+    )
+
+
+def test_a_call_inside_of_another_one_does_not_wait_for_it() -> None:
+    memory = memory_with()
+    with claimed(memory, 8, lambda: 8), claimed(memory, 8, lambda: 8):
+        assert len(memory.holders) == 2
+        assert not any(holder.goes_on(threading.get_ident()) for holder in memory.holders)
+    assert not memory.holders
+
+
+def test_calls_take_turns_where_they_do_not_fit_together() -> None:
+    memory, most = memory_with(), [0]
+    running: list[None] = []
+
+    def call() -> None:
+        for _ in range(3):
+            with claimed(memory, 3, lambda: 8):
+                running.append(None)
+                most[0] = max(most[0], len(running))
+                running.pop()
+
+    in_threads(*[call] * 5)
+    assert 1 <= most[0] <= 2 and not memory.holders
+
+
+@pytest.mark.parametrize("error", [None, ValueError])
+def test_a_claim_ends_with_its_call(error: type[Exception] | None) -> None:
+    memory = memory_with()
+    raises: Callable[[], Any] = (
+        contextlib.nullcontext if error is None else lambda: pytest.raises(error)
+    )
+    with raises(), claimed(memory, 3, lambda: 8):
+        assert [claim.is_waiting for claim in claims_on(memory)] == [False]
+        if error is not None:
+            raise error
+    assert not memory.holders
+
+
+def test_a_call_that_waits_for_blocks_does_not_count_as_one_that_goes_on() -> None:
+    memory, seen = memory_with(), []
+
+    class Watch(Call):
+        def goes_on(self, thread: int) -> bool:
+            seen.append([claim.goes_on(thread + 1) for claim in claims_on(memory)])
+            return False
+
+    memory.holders.append(Watch(goes_on=False))
+    with claimed(memory, 3, lambda: 8):
+        assert [claim.goes_on(0) for claim in claims_on(memory)] == [True]
+        Shortage(memory).wait()
+        assert [claim.goes_on(0) for claim in claims_on(memory)] == [True]
+    assert seen == [[False]]

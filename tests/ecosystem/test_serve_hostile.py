@@ -1,0 +1,225 @@
+"""Requests to `transformers serve` that would stop others: these go on, and what is too much is
+refused."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("openai")
+pytest.importorskip("fastapi")
+pytest.importorskip("httpx")
+
+from transformers.generation.stopping_criteria import StopStringCriteria
+
+from hf_paged.batching.decoding.grammar import Grammars
+from hf_paged.tools import served_request, serving
+
+from .served_app import App, save_text_model, served
+
+WAIT = 60.0  # seconds: a longer wait is a hang
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
+    folder = tmp_path_factory.mktemp("served")
+    save_text_model(folder)
+    with served(folder, num_blocks=64, block_size=16) as app:
+        app.chat()
+        yield app
+
+
+class Held:
+    """A function that waits, while others are answered."""
+
+    def __init__(self, real: Callable[..., Any], is_slow: Callable[..., bool]) -> None:
+        self.real, self.is_slow = real, is_slow
+        self.began, self.may_end = threading.Event(), threading.Event()
+        self.thread: threading.Thread | None = None
+
+    def method(self) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.is_slow(*args):
+                self.thread = self.thread or threading.current_thread()
+                self.began.set()
+                assert self.may_end.wait(WAIT)
+            return self.real(*args, **kwargs)
+
+        return call
+
+    def check_others_are_answered(self, app: App, slow: Callable[[], Any]) -> Any:
+        """Returns the slow answer, which ends after another one."""
+        with ThreadPoolExecutor(2) as pool:
+            answer = pool.submit(slow)
+            try:
+                assert self.began.wait(WAIT)
+                assert (
+                    pool.submit(app.chat, "other").result(WAIT)["usage"]["completion_tokens"] == 6
+                )
+                assert not answer.done()
+            finally:
+                self.may_end.set()
+            return answer.result(WAIT)
+
+
+def messages(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("endpoint", ["chat/completions", "completions", "responses"])
+def test_others_are_answered_while_a_prompt_is_tokenized(
+    app: App, endpoint: str, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = type(app.engine.tokenizer)
+    name = "__call__" if endpoint == "completions" else "apply_chat_template"
+    held = Held(getattr(tokenizer, name), lambda self, text, *others: "slow" in str(text))
+    monkeypatch.setattr(tokenizer, name, held.method())
+    field, length = {
+        "chat/completions": ("messages", "max_tokens"),
+        "completions": ("prompt", "max_tokens"),
+        "responses": ("input", "max_output_tokens"),
+    }[endpoint]
+    prompt = messages("slow") if field == "messages" else "slow"
+    body = {field: prompt, length: 4, "temperature": 0, "stream": stream}
+    answer = held.check_others_are_answered(app, lambda: app.post(endpoint, **body))
+    monkeypatch.undo()
+    assert answer.status_code == 200, answer.text
+    if not stream:
+        assert answer.json()["usage"] == app.post(endpoint, **body).json()["usage"]
+
+
+def test_others_are_answered_while_a_schema_is_compiled(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(lambda *args: None, lambda self, options, *others: options.schema is not None)
+    monkeypatch.setattr(Grammars, "processor", held.method())
+    form = {"type": "json_object"}
+    answer = held.check_others_are_answered(app, lambda: app.chat("x", response_format=form))
+    assert answer["usage"]["completion_tokens"] == 6
+    assert held.thread is not None and held.thread.name == "hf_paged-schema"
+
+
+def test_schemas_that_take_long_are_refused(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    """... those of others, too, once they take all threads; then they are compiled again."""
+    monkeypatch.setattr(serving, "COMPILE_SECONDS", 0.05)
+    held = Held(lambda *args: None, lambda self, options, *others: options.schema is not None)
+    monkeypatch.setattr(Grammars, "processor", held.method())
+    body = {"messages": messages("x"), "max_tokens": 4, "response_format": {"type": "json_object"}}
+    try:
+        refusals = [app.post(**body, stream=stream) for stream in (False, True, False)]
+        assert [answer.status_code for answer in refusals] == [400] * 3
+        told = [answer.json()["error"]["message"] for answer in refusals]
+        assert (
+            "takes over 0.05 seconds" in told[0]
+            and told[0] == told[1]
+            and "try again later" in told[2]
+        )
+        assert app.chat()["usage"]["completion_tokens"] == 6
+    finally:
+        held.may_end.set()
+    monkeypatch.setattr(serving, "COMPILE_SECONDS", WAIT)
+    assert app.post(**body).status_code == 200
+
+
+def test_a_loading_model_stops_no_other(
+    tmp_path: Path, app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = serving._loading  # wraps the app's own, which loads in the request's thread
+    held = Held(lambda *args, **kwargs: 1 / 0, lambda *args: True)
+    monkeypatch.setattr(app.manager, "load_model_and_processor", load(held.method()))
+    with ThreadPoolExecutor(2) as pool:
+        answer = pool.submit(app.post, messages=messages("x"), max_tokens=2)
+        try:
+            assert held.began.wait(WAIT)
+            assert pool.submit(app.client.get, "/health").result(WAIT).status_code == 200
+        finally:
+            held.may_end.set()
+        with pytest.raises(ZeroDivisionError):
+            answer.result(WAIT)
+
+
+def test_requests_that_begin_at_once_share_an_engine(tmp_path: Path) -> None:
+    save_text_model(tmp_path)
+    with served(tmp_path) as app, ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda i: app.chat(f"text {i}"), range(8)))
+        assert all(answer["usage"]["completion_tokens"] == 6 for answer in answers)
+        assert app.engine.stats().num_finished == 8
+
+
+LONG = "a" * 5000  # tokens, in a pool of 1024
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_prompt_that_never_fits_is_refused(app: App, is_busy: bool, stream: bool) -> None:
+    name = (
+        app.engine.add_request([5, 6, 7], {"max_new_tokens": 500, "eos_token_id": None})
+        if is_busy
+        else None
+    )
+    try:
+        for body in (
+            {"messages": messages(LONG)},
+            {"messages": messages(LONG), "n": 3, "temperature": 1},
+        ):
+            answer = app.post(**body, max_tokens=4, stream=stream)
+            assert (
+                answer.status_code == 400
+                and "blocks of 16 tokens" in answer.json()["error"]["message"]
+            )
+    finally:
+        if name is not None and name in app.engine._core.requests:
+            app.engine.cancel(name)
+    assert app.chat()["usage"]["completion_tokens"] == 6
+
+
+def test_bodies_that_are_too_long_are_refused(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served_request, "MAX_BODY_BYTES", 2000)
+    body = json.dumps({"model": app.model, "messages": messages("a" * 2000)}).encode()
+    path, form = "/v1/chat/completions", {"content-type": "application/json"}
+    answer = app.client.post(path, content=body, headers=form)
+    assert answer.status_code == 413 and "more than 2000 bytes" in answer.json()["error"]["message"]
+    chunks = (body[i : i + 100] for i in range(0, len(body), 100))  # sent without a length
+    assert app.client.post(path, content=chunks, headers=form).status_code in (400, 413)
+    assert app.chat()["usage"]["completion_tokens"] == 6
+
+
+def test_stop_strings_up_to_the_limit_make_no_table(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StopStringCriteria, "__init__", None)
+    expected = app.chat()["choices"][0]["message"]["content"]
+    stop = [expected[2:4], "a" * 4033, *"b" * 60]
+    answer = app.chat(stop=stop)["choices"][0]["message"]["content"]
+    assert stop[0] in answer and expected.startswith(answer) and answer != expected
+    for stop in (["a" * 4097], ["a"] * 65, "a" * 30_000):
+        answer = app.post(messages=messages("x"), stop=stop)
+        assert (
+            answer.status_code == 400 and "a request may have" in answer.json()["error"]["message"]
+        )
+
+
+REFUSED = {
+    "beams": {"generation_config": json.dumps({"num_beams": 100}), "max_tokens": 10**9},
+    "bad words": {"generation_config": json.dumps({"bad_words_ids": [[5, 6]] * 100_000})},
+    "a template": {
+        "chat_template_kwargs": {"chat_template": "{% for i in range(9) %}x{% endfor %}"}
+    },
+    "padding": {"chat_template_kwargs": {"padding": "max_length", "max_length": 10**9}},
+    "a deep config": {"generation_config": "[" * 100_000},
+    "deep tools": {"tools": json.loads("[" * 400 + "]" * 400)},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_extreme_requests_are_refused(app: App, name: str) -> None:
+    answer = app.post(messages=messages("x"), **{"max_tokens": 4, **REFUSED[name]})
+    assert 400 <= answer.status_code < 500 and answer.text
+    assert app.chat()["usage"]["completion_tokens"] == 6

@@ -1,0 +1,401 @@
+"""Kernels that cannot be compiled or launched: PyTorch computes the same in their place, and one
+warning says so."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import hf_paged
+from hf_paged import PagedConfig, PagedEngine, kernels
+from hf_paged.attention import backends
+from hf_paged.batching.execution import cuda_graphs
+from hf_paged.batching.factory import empty_cache, make_runner
+from hf_paged.cache import storage
+from hf_paged.cache.copies import BlockCopies
+from hf_paged.cache.memory import PagedMemory
+from hf_paged.kernels import hashing, lora
+from hf_paged.kernels.triton import cascade as cascade_plans
+from hf_paged.kernels.triton import launch
+from hf_paged.model import capability
+from hf_paged.step import NotCapturable
+from tests.attention.test_backends import Case, build
+from tests.kernels.triton import test_cascade, test_lora
+from tests.support import models
+from tests.support.engine_helpers import MODES, assert_same_as_lone, lone_run, prompts, run_all
+from tests.support.graph_helpers import results, use_fake_graphs
+from tests.support.kernels.device import DEVICE, available
+
+pytestmark = [
+    available,
+    pytest.mark.skipif(DEVICE.type != "cpu", reason="errors are injected in the interpreter"),
+]
+
+
+def errors() -> dict[str, Exception]:
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    return {
+        "resources": OutOfResources(148496, 101376, "shared memory"),
+        "compiler": CompilationError(
+            "x = tl.dot(a, b)", ast.parse("x").body[0], "first input must be of rank 2"
+        ),
+        "assembler": PTXASError("Internal Triton PTX codegen error"),
+        "driver": RuntimeError("Triton Error [CUDA]: invalid argument"),
+    }
+
+
+class Launches:
+    """
+    Attributes:
+        counts (`Counter[str]`): Launches by kernel, failed ones included.
+        fail (`Callable[[str, int], Exception | None]`): From a kernel and its number of launches
+            before, the error that the launch raises.
+        constants (`list[dict[str, Any]]`): Keyword arguments of all launches.
+        warnings (`list[str]`): Names of kernels about which a warning was logged.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.fail: Callable[[str, int], Exception | None] = lambda name, number: None
+        self.constants: list[dict[str, Any]] = []
+        self.warnings: list[str] = []
+
+
+@pytest.fixture
+def launches(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> Iterator[Launches]:
+    """Forces the kernels and observes their launches; no failure is known at the start, nor
+    later."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    found, run = Launches(), InterpretedFunction.run
+
+    def observed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        number = found.counts[self.__name__]
+        found.counts[self.__name__] += 1
+        found.constants.append(kwargs)
+        if (error := found.fail(self.__name__, number)) is not None:
+            raise error
+        return run(self, *args, **kwargs)
+
+    class Warnings(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.levelno == logging.WARNING and record.args:
+                found.warnings.append(str(record.args[0]))  # type: ignore[index]
+
+    handler = Warnings()
+    monkeypatch.setattr(InterpretedFunction, "run", observed)
+    monkeypatch.setenv(kernels.VARIABLE, "triton")
+    monkeypatch.setattr(launch, "_failed", set())
+    monkeypatch.setattr(launch, "_told", set())
+    launch.logger.addHandler(handler)
+    yield found
+    launch.logger.removeHandler(handler)
+
+
+# Each computes something by kernels, in its public way, and returns that with what is expected.
+
+
+def decode() -> tuple[Any, Any]:
+    call = build(Case(seq_lens=(33, 1, 40), heads=4, key_dim=16, value_dim=16, softcap=2.0))
+    return backends.attend(call.made()).double(), call.expected.flatten(0, 1)
+
+
+def prefill() -> tuple[Any, Any]:
+    call = build(Case(seq_lens=(20, 33), queries=20, heads=4, key_dim=16, value_dim=16, window=9))
+    return backends.attend(call.made()).double(), call.expected.flatten(0, 1)
+
+
+def split_decode() -> tuple[Any, Any]:
+    call = build(Case(seq_lens=(258,), heads=1, kv_heads=1, key_dim=16, value_dim=16, block=128))
+    return backends.attend(call.made()).double(), call.expected.flatten(0, 1)
+
+
+def merge() -> tuple[Any, Any]:
+    from hf_paged.kernels.triton.merge import merge
+
+    partials, lse, out = torch.randn(3, 1, 2, 4), torch.randn(3, 1, 2), torch.randn(2, 2, 4)
+    lse[1, 0, 1], partials[1, 0, 1] = -torch.inf, torch.nan
+    merged = (lse[:2, 0].softmax(0)[..., None] * partials[:2, 0].nan_to_num()).sum(0)
+    expected = torch.stack([merged, out[1]])  # a row with one part is not written
+    merge(
+        partials,
+        lse,
+        out,
+        row_items=torch.tensor([[0, 2], [2, 1]], dtype=torch.int32),
+        most_parts=2,
+    )
+    return out, expected
+
+
+def cascade() -> tuple[Any, Any]:
+    query, keys, values, step = test_cascade.build(test_cascade.ROWS[:3], torch.float32)
+    call = test_cascade.call(query, keys, values, step, scale=0.3)
+    plan = cascade_plans.find_cascade(step, test_cascade.FREE)
+    call = call._replace(step=dataclasses.replace(step, cascade=plan))
+    return backends.attend(call), backends.reference.attend(call)
+
+
+def store() -> tuple[Any, Any]:
+    states, slots = torch.randn(2, 3, 4, 8), torch.tensor([[0, 9, -1, 3], [4, 5, 6, 23]])
+    pools = [torch.zeros(3, 6, 8, 8) for _ in range(2)]
+    storage.choose_store(states, -states, pools[0][:, :3], pools[0][:, 3:], slots)(
+        states, -states, slots
+    )
+    storage.store_portable(states, -states, pools[1][:, :3], pools[1][:, 3:], slots)
+    return pools[0], pools[1]
+
+
+def copy() -> tuple[Any, Any]:
+    tensors = [torch.randn(5, 2, 3), torch.randn(5, 4)]
+    expected = [x[[0, 1, 0, 3, 1]] for x in tensors]
+    BlockCopies().make(tensors, [(0, 2), (1, 4)])
+    return torch.cat([x.flatten() for x in tensors]), torch.cat([x.flatten() for x in expected])
+
+
+def hashes() -> tuple[Any, Any]:
+    tensors = [torch.randn(7), torch.arange(3000)]
+    return hashing._hash_each(tensors), torch.stack([hashing.hash_portable(x) for x in tensors])
+
+
+def adapters() -> tuple[Any, Any]:
+    parts = test_lora.parts([(0, 3, 4), (3, 5, 17)], torch.float32)
+    x, out = torch.randn(5, test_lora.DEPTH), torch.randn(5, test_lora.WIDTH)
+    expected = out.clone()
+    lora.add_each(expected, x, parts)
+    lora.Deltas(parts).add(out, x)
+    return out, expected
+
+
+def fused() -> tuple[Any, Any]:
+    x, out = torch.randn(3, 8), torch.zeros(3, 8)
+
+    def run() -> None:
+        out.copy_(x.tanh() * x + 1.0)
+
+    tape = cuda_graphs.fuse(run, DEVICE, lambda replay: replay())
+    out.zero_()
+    (run if tape is None else tape.replay)()
+    return out, x.tanh() * x + 1.0
+
+
+# and the kernel whose launch fails
+OPERATIONS: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
+    "decode": (decode, "attention_kernel"),
+    "prefill": (prefill, "attention_kernel"),
+    "split decode": (split_decode, "attention_kernel"),
+    "merge": (merge, "merge_kernel"),
+    "cascade": (cascade, "attention_kernel"),
+    "store": (store, "_store_kernel"),
+    "copy": (copy, "_copy_kernel"),
+    "hash": (hashes, "_hash_kernel"),
+    "shrink": (adapters, "_shrink_kernel"),
+    "expand": (adapters, "_expand_kernel"),
+    "fused": (fused, "fused_rows"),
+    "merge of a split decode": (split_decode, "merge_kernel"),
+    "merge of a cascade": (cascade, "merge_kernel"),
+}
+
+
+slow = pytest.mark.slow
+ERRORS = ("resources", "compiler", "assembler", "driver")
+CASES = [
+    # in a short run each operation with one error, except those whose other kernels take long
+    pytest.param(
+        operation,
+        error,
+        marks=[] if (number + place) % 4 == 0 and "merge of" not in operation else slow,
+    )
+    for number, operation in enumerate(OPERATIONS)
+    for place, error in enumerate(ERRORS)
+]
+
+
+@pytest.mark.parametrize(("operation", "error"), CASES)
+def test_a_kernel_that_fails_is_replaced_and_not_tried_again(
+    operation: str, error: str, launches: Launches
+) -> None:
+    function, kernel = OPERATIONS[operation]
+    launches.fail = lambda name, number: errors()[error] if name == kernel else None
+    for _ in range(2):
+        torch.manual_seed(0)
+        with torch.no_grad():
+            found, expected = function()
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5, check_dtype=False)
+    assert launches.counts[kernel] == 1 and launches.warnings == [kernel]
+
+
+def test_other_kernels_and_shapes_are_still_launched(launches: Launches) -> None:
+    launches.fail = lambda name, number: (
+        errors()["resources"] if name == "_store_kernel" and not number else None
+    )
+    store()
+    copy()
+    assert launches.counts == {"_store_kernel": 1, "_copy_kernel": 1}
+    pool, states = torch.zeros(4, 4, 8, 16), torch.ones(1, 2, 1, 16)
+    slots = torch.tensor([[3]])
+    storage.choose_store(states, states, pool[:, :2], pool[:, 2:], slots)(states, states, slots)
+    assert launches.counts["_store_kernel"] == 2 and (pool[0, :, 3] == 1).all()
+
+
+def test_a_kernel_with_several_errors_is_logged_once(launches: Launches) -> None:
+    """Such as one error for each shape that it is compiled for."""
+    launches.fail = lambda name, number: RuntimeError(
+        f"Triton Error [CUDA]: out of memory, {number} bytes are free"
+    )
+    for _ in range(3):
+        store()
+    assert launches.counts["_store_kernel"] == 3 and launches.warnings == ["_store_kernel"]
+
+
+def test_a_kernel_without_memory_is_tried_again(launches: Launches) -> None:
+    error = RuntimeError("Triton Error [CUDA]: out of memory")
+    launches.fail = lambda name, number: error if number < 2 else None
+    for _ in range(3):
+        found, expected = store()
+        assert torch.equal(found, expected)
+    assert launches.counts["_store_kernel"] == 3 and launches.warnings == ["_store_kernel"]
+
+
+def test_recorded_adapters_have_nothing_in_place_of_their_kernels(launches: Launches) -> None:
+    launches.fail = lambda name, number: errors()["driver"] if name == "_expand_kernel" else None
+    weights = [each for *_, each in test_lora.parts([(0, 2, 4)], torch.float32)]
+    deltas = lora.RecordedDeltas(torch.tensor([[0, 2]]), 2, list(enumerate(weights)))
+    with pytest.raises(NotCapturable, match="LoRA's kernels do not run"):
+        deltas.add(torch.zeros(2, test_lora.WIDTH), torch.zeros(2, test_lora.DEPTH))
+
+
+def test_errors_of_the_kernels_own_code_are_raised(launches: Launches) -> None:
+    from triton.runtime.errors import InterpreterError
+
+    for error in (InterpreterError("IndexError"), TypeError("an argument is missing")):
+        launches.fail = lambda name, number, error=error: error  # type: ignore[misc]
+        with pytest.raises(type(error)):
+            store()
+    assert not launches.warnings
+
+
+def test_errors_of_a_device_that_no_longer_works_are_raised() -> None:
+    error = RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+    assert launch.has_not_started(error, DEVICE)
+    assert not launch.has_not_started(error, torch.device("meta"))  # which cannot be synchronized
+
+
+def test_compiling_is_logged_from_two_seconds_on(caplog: pytest.LogCaptureFixture) -> None:
+    log = launch.CompileLog()
+    with caplog.at_level(logging.INFO, logger=launch.__name__):
+        log.note("decode", 1.5)
+        log.note("decode", 9.0)  # waits for the device
+        assert not caplog.messages
+        log.note("prefill", 1.0)
+        log.note("store", 0.3)
+    assert caplog.messages == [
+        "compiling kernels: 2 in 2.5 s; later processes find them in Triton's cache"
+    ]
+
+
+# -- whole calls ---------------------------------------------------------------------------------
+
+FAILING = ("attention_kernel", "merge_kernel", "_store_kernel", "_copy_kernel", "_hash_kernel")
+
+
+@pytest.mark.parametrize("first", [0, *(pytest.param(number, marks=slow) for number in (4, 9))])
+def test_generate_gives_plain_tokens_when_kernels_fail_midway(
+    first: int, launches: Launches
+) -> None:
+    """Each kernel fails from its `first`-th launch on, with another error each time."""
+    model = models.build("llama")
+    inputs = models.padded_prompt("llama", (13, 4, 9))
+    options: dict[str, Any] = {
+        "max_new_tokens": 3 + first // 2,
+        "do_sample": False,
+        "num_beams": 1 + first // 4,
+    }
+    plain = model.generate(**inputs, **options)
+    kinds = list(errors().values())
+    launches.fail = lambda name, number: kinds[number % len(kinds)] if number >= first else None
+    for _ in range(1 + (first > 0)):
+        assert torch.equal(plain, model.generate(**inputs, **options, **models.PAGED))
+    hf_paged.check_integrity(model)
+    route = hf_paged.last_route(model)
+    assert route is not None and route.reason.startswith("packed forwards")
+    assert {"attention_kernel", "_store_kernel"} <= set(launches.warnings) <= set(FAILING)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [0, 5])
+def test_an_engine_gives_plain_tokens_when_kernels_of_adapters_fail_midway(
+    first: int, launches: Launches
+) -> None:
+    pytest.importorskip("peft")
+    from tests.test_peft_engine import ADAPTERS, lone_with, lora_model
+
+    model, (prompt,) = lora_model(), prompts(11)
+    options = {**MODES["greedy"], "max_new_tokens": 5}
+    launches.fail = lambda name, number: (
+        errors()["driver"] if number >= first + (name == "_expand_kernel") else None
+    )
+    with PagedEngine(model, PagedConfig(block_size=8)) as engine:
+        for adapter in ADAPTERS:
+            engine.add_request(
+                prompt, request_id=adapter, adapter=adapter, generation_config=options
+            )
+        found = run_all(engine)
+    for adapter in ADAPTERS:
+        assert_same_as_lone(
+            lone_with(model, adapter, prompt, options), found[adapter], options, adapter
+        )
+    assert "_shrink_kernel" in launches.warnings
+
+
+def test_kernels_that_do_not_run_at_a_models_sizes_are_known_before_requests(
+    launches: Launches,
+) -> None:
+    model = models.build("llama", num_hidden_layers=1)
+    launches.fail = lambda name, number: errors()["resources"]
+    for config, count in ((PagedConfig(), 0), (PagedConfig(block_size=32, kv_dtype="int8"), 3)):
+        capability.run_kernels(model, empty_cache(model, PagedMemory(config)), make_runner)
+        assert launches.counts.total() == count, (
+            "a store, a prompt and a decode step, if the check has other blocks"
+        )
+    assert sorted(launches.warnings) == ["_store_kernel", "attention_kernel"]
+    assert all(found["BLOCK_SIZE"] == 32 and found["STORED"] == 1 for found in launches.constants)
+
+
+@pytest.mark.parametrize("kernel", ["attention_kernel", pytest.param("_store_kernel", marks=slow)])
+def test_a_recording_that_fails_leaves_the_step_to_the_engine(
+    kernel: str, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = use_fake_graphs(monkeypatch)
+    model = models.build("llama", num_hidden_layers=1)
+    is_recording: list[bool] = []
+    capture = backend.capture
+
+    def observed(*args: Any) -> Any:
+        is_recording.append(True)
+        try:
+            return capture(*args)
+        finally:
+            is_recording.pop()
+
+    monkeypatch.setattr(backend, "capture", observed)
+    launches.fail = lambda name, number: (
+        errors()["resources"] if is_recording and name == kernel else None
+    )
+    options = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 6}
+    with PagedEngine(model, PagedConfig(block_size=8)) as engine:
+        (result,) = results(engine, [(prompts(5)[0], {"generation_config": options})])
+        assert not engine.stats().num_captured_steps and not backend.graphs
+    monkeypatch.undo()
+    assert_same_as_lone(lone_run(model, prompts(5)[0], options), result, options, kernel)
+    assert launches.warnings == [kernel]

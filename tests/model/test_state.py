@@ -1,0 +1,236 @@
+"""Looks at a model: what they see, and when a call and an engine's step take one."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import TextIteratorStreamer
+
+from hf_paged import PagedConfig, PagedEngine, last_route
+from hf_paged.batching.loop import StepLoop
+from hf_paged.kernels import cpp
+from hf_paged.model.state import ModelState, note_write, read_state
+from tests.batching.test_changing_models import AT, SIMPLE, WIDTH, Processor
+from tests.model.test_fingerprint import CHANGES, FACTORS, WRITES, Small, llama
+from tests.support import models
+from tests.support.engine_helpers import lone_run, prompts
+
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 30}
+
+
+def watched(model: nn.Module) -> ModelState:
+    state = read_state(model)
+    assert state is not None
+    state.accept()
+    state.watch()
+    assert state.is_same() and state.is_in_place()
+    return state
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_look_sees_any_change(name: str) -> None:
+    model = Small()
+    state = watched(model)
+    CHANGES[name](model)
+    assert not state.is_same()
+
+
+# a write to one element through numpy changes neither a version nor an address
+@pytest.mark.parametrize("name", [name for name in WRITES if name != "numpy"])
+def test_a_look_sees_any_write_of_torch(name: str) -> None:
+    model = llama()
+    state = watched(model)
+    WRITES[name](model)
+    assert not state.is_same()
+
+
+class Slotted:
+    __slots__ = ("factor",)
+
+
+def rename(model: Any) -> None:
+    model.later = vars(model).pop("view")  # the last attribute
+
+
+LOOKS: dict[str, Callable[[Any], Any]] = {
+    "renamed": rename,
+    "renamed key": lambda m: m.names.update(b=m.names.pop("a")),
+    "slot": lambda m: setattr(m.slotted, "factor", 2.0),
+    "class of a module": lambda m: setattr(m.activation, "__class__", nn.SiLU),
+    "attribute of a class": lambda m: setattr(Small, "factor", 2.0),
+    "global": lambda m: FACTORS.__setitem__("now", FACTORS["now"] + 1),
+    "mode": lambda m: m.linear.train(not m.linear.training),
+    "first hook of a module": lambda m: m.activation.register_forward_hook(print),
+    "first module of a module": lambda m: setattr(m.activation, "more", nn.ReLU()),
+    "list": lambda m: m.unlisted.reverse(),
+}
+
+
+@pytest.fixture
+def small() -> Iterator[Any]:
+    model: Any = Small()
+    model.unlisted.append(nn.ReLU())
+    model.slotted = Slotted()
+    model.slotted.factor = 1.0
+    model.view = vars(model).pop("view")
+    yield model
+    if "factor" in vars(Small):
+        del Small.factor
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_a_look_sees_what_a_fingerprint_may_not(name: str, small: Any) -> None:
+    state = watched(small)
+    LOOKS[name](small)
+    assert not state.is_same()
+
+
+def test_what_a_forward_wrote_is_accepted_unless_it_replaced_a_tensor(small: Any) -> None:
+    state = watched(small)
+    small.scale = 2.0
+    assert not state.is_same()
+    state.accept()
+    assert state.is_same()
+    small.kept = small.kept.clone()
+    state.accept()
+    assert not state.is_same() and not state.is_in_place()
+
+
+def test_what_no_forward_reads_may_be_replaced(small: Any) -> None:
+    note_write(small, small, "kept", small.kept, is_read=False)
+    state = watched(small)
+    small.kept = small.kept.clone()
+    state.accept()
+    assert state.is_same()
+    small.hidden = small.hidden.clone()
+    assert not state.is_same()
+
+
+def test_a_model_that_was_changed_and_changed_back_is_like_itself(small: Any) -> None:
+    state = watched(small)
+    small.scale = 2.0
+    assert not watched(small).is_like(state)
+    small.scale = float("1")
+    assert watched(small).is_like(state)
+    with torch.no_grad():
+        small.linear.weight.mul_(1)
+    assert not watched(small).is_like(state), "its tensors were written to"
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> collections.Counter[str]:
+    """How often a model was read, and each part of it looked at."""
+    counts = collections.Counter[str]()
+    for name in ("__init__", "_read_parts", "_read_values", "_read_content"):
+        method = getattr(ModelState, name)
+
+        def counted(self: Any, *args: Any, name: str = name, method: Any = method) -> Any:
+            counts[name] += 1
+            return method(self, *args)
+
+        monkeypatch.setattr(ModelState, name, counted)
+    return counts
+
+
+needs_tapes = pytest.mark.skipif(
+    not cpp.is_available(), reason="no C++ compiler: nothing is recorded"
+)
+
+
+@needs_tapes
+@pytest.mark.parametrize("num_new", [30, 130], ids=["short", "with the prefix cache"])
+def test_a_call_that_runs_no_callers_code_is_read_once(
+    num_new: int, looks: collections.Counter[str]
+) -> None:
+    """It looks for moved tensors after each forward of the model, and before no other replay."""
+    model, inputs = models.build("llama"), models.prompt("llama", 1, 9)
+    options = {**GREEDY, "max_new_tokens": num_new, "eos_token_id": None}
+    for _ in range(2):
+        looks.clear()
+        model.generate(**inputs, **options, **models.PAGED)
+    route = last_route(model)
+    assert route is not None
+    num_eager = max(0, num_new - 1 - route.num_captured_steps)
+    assert num_eager < 5
+    assert looks["__init__"] == 1 + (num_new > 100)  # what was cached needs a fingerprint
+    assert looks["_read_parts"] <= 1 + num_eager and not looks["_read_values"]
+
+
+@needs_tapes
+def test_a_step_after_other_code_looks_once(looks: collections.Counter[str]) -> None:
+    (text,) = prompts(9)
+    with PagedEngine(models.build("llama"), PagedConfig(block_size=8)) as engine:
+        engine.add_request(text, GREEDY, logits_processor=[lambda ids, scores: scores])
+        for _ in range(12):
+            engine.step()
+        looks.clear()
+        for _ in range(5):
+            engine.step()
+    assert looks == {"_read_parts": 5, "_read_values": 5, "_read_content": 5}
+
+
+@needs_tapes
+def test_an_engine_reads_its_model_once_for_its_guard_and_its_recorded_steps(
+    looks: collections.Counter[str],
+) -> None:
+    (text,) = prompts(9)
+    with PagedEngine(models.build("llama"), PagedConfig(block_size=8)) as engine:
+        engine.add_request(text, GREEDY)
+        for _ in range(9):
+            engine.step()
+        assert engine.stats().num_captured_steps
+    assert looks["__init__"] == 1
+
+
+@needs_tapes
+def test_weights_that_another_thread_replaces_between_steps_of_one_engine_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It should have paused the engine; a replay must not read memory that is not the model's."""
+    model, (text,) = models.build("llama"), prompts(WIDTH)
+    expected = lone_run(
+        model, text, GREEDY, logits_processor=[Processor(lambda: SIMPLE["weight"](model))]
+    )
+    changed: Any = models.build("llama")
+    propose, num_steps = StepLoop.propose, itertools.count()
+
+    def between(self: Any, *args: Any) -> None:
+        if next(num_steps) == AT + 1:  # a processor sees a token one forward later
+            SIMPLE["weight"](changed)
+        propose(self, *args)
+
+    with PagedEngine(changed, PagedConfig(block_size=8)) as engine:
+        monkeypatch.setattr(StepLoop, "propose", between)
+        (result,) = engine.generate([text], GREEDY)
+        assert engine.stats().num_captured_steps
+    assert [result.token_ids] == expected
+
+
+@needs_tapes
+def test_a_thread_that_takes_the_text_of_a_streamer_may_replace_weights() -> None:
+    found = []
+    for options in ({}, models.PAGED):
+        model = models.build("llama")
+        streamer: Any = TextIteratorStreamer(models.tokenizer(), timeout=60)
+        put, texts = streamer.text_queue.put, []
+
+        def take(text: Any, timeout: Any = None, model: Any = model) -> None:
+            texts.append(text)  # noqa: B023
+            if len(texts) == 6:  # noqa: B023
+                SIMPLE["weight"](model)
+            put(text)  # noqa: B023
+
+        streamer.text_queue.put = take
+        arguments = {**models.prompt("llama", 1, 9), **GREEDY, "streamer": streamer}
+        found.append(model.generate(**arguments, **options))
+        assert len(texts) > 6
+    assert torch.equal(*found)
+    assert not torch.equal(
+        models.build("llama").generate(**models.prompt("llama", 1, 9), **GREEDY), found[0]
+    )

@@ -1,0 +1,297 @@
+"""What forwards write into their model: checks take it back, and the prefix cache looks past what
+none reads."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hf_paged
+from hf_paged.model import writes
+from hf_paged.model.state import fingerprint
+from hf_paged.model.writes import Snapshot
+from tests.support import models
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+
+
+class Wrapped(nn.Module):
+    """A layer of the model that does something in each forward."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.inner(hidden)
+
+
+class Record:
+    def __init__(self) -> None:
+        self.count, self.seen = 0, list[int]()
+
+    def __repr__(self) -> str:
+        return f"{self.count} {self.seen}"
+
+
+class Counting(Wrapped):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__(inner)
+        self.register_buffer("count", torch.zeros(1))
+        self.register_buffer("last", torch.zeros(1))
+        self.plain, self.number, self.kind = torch.zeros(2), 0, "none"
+        self.log, self.recent, self.by_name = (
+            list[int](),
+            deque[int](maxlen=3),
+            {"count": 0, "tensor": torch.zeros(1)},
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.last = torch.full((1,), hidden.numel())
+        self.plain.add_(2)
+        self.number += 1
+        self.kind = f"forward {self.number}"
+        self.log.append(self.number)
+        self.recent.append(self.number)
+        self.by_name["count"] += 1
+        self.by_name["tensor"] += 1
+        return self.inner(hidden)
+
+
+class Nesting(Wrapped):
+    """Counts in containers within containers, and in an object, and reads what it counted."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__(inner)
+        self.nested: dict[str, Any] = {"counts": {"all": 0}, "pair": ([], torch.zeros(1))}
+        self.record = Record()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.nested["counts"]["all"] += 1
+        self.nested["pair"][0].append(hidden.numel())
+        self.nested["pair"][1].add_(1)
+        self.record.count += 1
+        self.record.seen.append(hidden.numel())
+        return self.inner(hidden) * (1 - 0.01 * self.record.count)
+
+
+class Normed(Wrapped):
+    """Batch normalization that keeps its statistics and does not use them."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__(inner)
+        self.norm = nn.BatchNorm1d(1)
+        self.train()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.inner(hidden) + 0 * self.norm(hidden.detach().view(-1, 1)).view_as(hidden)
+
+
+class Drawing(Wrapped):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__(inner)
+        self.generators = {"noise": torch.Generator().manual_seed(3)}
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.inner(
+            hidden + 0.01 * torch.randn(hidden.shape[-1], generator=self.generators["noise"])
+        )
+
+
+def with_layer(make: Callable[[nn.Module], Wrapped]) -> tuple[Any, Any]:
+    """A model, and the module that it has in place of a layer's MLP."""
+    model = models.build("llama")
+    layer = model.model.layers[0]
+    layer.mlp = make(layer.mlp)
+    return model, layer.mlp
+
+
+def state(module: nn.Module) -> dict[str, Any]:
+    """Everything that a forward of these modules changes, as it is now."""
+    found: dict[str, Any] = {
+        name: [round(y, 5) for y in x.tolist()] for name, x in module.named_buffers() if x.dim()
+    }
+    found |= {name: x.item() for name, x in module.named_buffers() if not x.dim()}
+    found |= {f"{name}.training": part.training for name, part in module.named_modules()}
+    for name in ("plain", "number", "kind", "log", "recent", "by_name", "nested", "record"):
+        if hasattr(module, name):
+            found[name] = repr(getattr(module, name))
+    found["random"] = [x.get_state().tolist() for x in getattr(module, "generators", {}).values()]
+    found["global"] = torch.get_rng_state().tolist()
+    return found
+
+
+@pytest.mark.parametrize("make", [Counting, Nesting, Normed, Drawing])
+def test_a_call_leaves_the_model_as_the_plain_call_does(
+    make: Callable[[nn.Module], Wrapped],
+) -> None:
+    model, module = with_layer(make)
+    plain, its = copy.deepcopy(model), None
+    its = plain.model.layers[0].mlp
+    if make is Drawing:
+        its.generators["noise"].set_state(module.generators["noise"].get_state())
+    ids = models.token_ids(1, 9)
+    for _ in range(2):
+        torch.manual_seed(0)
+        expected = plain.generate(ids, attention_mask=torch.ones_like(ids), **OPTIONS)
+        before = state(its)
+        torch.manual_seed(0)
+        found = model.generate(ids, attention_mask=torch.ones_like(ids), **OPTIONS, **models.PAGED)
+        assert torch.equal(found, expected) and state(module) == before
+    route = hf_paged.last_route(model)
+    assert route is not None and route.road == (
+        "hf_loop" if make in (Drawing, Nesting) else "engine"
+    )
+
+
+class Closed(list[int]):
+    def __iter__(self) -> Any:
+        raise RuntimeError("not to be iterated")
+
+
+def test_a_container_that_cannot_be_iterated_fails_no_call() -> None:
+    model, module = with_layer(Wrapped)
+    ids = models.token_ids(1, 9)
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **OPTIONS)
+    module.held = Closed([1])
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), **OPTIONS, **models.PAGED)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.slow
+def test_the_recording_of_a_step_leaves_the_model_as_it_was() -> None:
+    model, module = with_layer(Normed)
+    plain = copy.deepcopy(model)
+    ids = models.token_ids(1, 9)
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 120}
+    assert torch.equal(
+        model.generate(ids, **options, **models.PAGED), plain.generate(ids, **options)
+    )
+    route = hf_paged.last_route(model)
+    assert route is not None and route.num_captured_steps > 100
+    for name, buffer in plain.model.layers[0].mlp.named_buffers():
+        torch.testing.assert_close(module.get_buffer(name), buffer)
+
+
+class Stop(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, Stop])
+@pytest.mark.parametrize("turn", [1, 3, 6])
+def test_a_check_that_ends_early_leaves_no_trace(turn: int, error: type[BaseException]) -> None:
+    model, module = with_layer(Counting)
+    turns = iter(range(1, 100))
+
+    def fail(*_: Any) -> None:
+        if next(turns) == turn:
+            raise error("in a check")
+
+    before = state(module)
+    inner = module.inner.forward
+    module.inner.forward = lambda hidden: (fail(), inner(hidden))[1]
+    cache = hf_paged.PagedCache(model.config)
+    if error is RuntimeError:
+        hf_paged.batching.factory.choose_layout(model, cache)
+    else:
+        with pytest.raises(error):
+            hf_paged.batching.factory.choose_layout(model, cache)
+    assert next(turns) > turn and state(module) == before
+
+
+def test_a_write_that_could_not_be_taken_back_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writes, "MAX_COPIED", 1 << 10)
+    model, module = with_layer(Running)
+    module.count = torch.zeros(1 << 10)
+    module.forward = lambda hidden: (module.count.add_(1), module.inner(hidden))[1]
+    ids = models.token_ids(1, 9)
+    options = {"attention_mask": torch.ones_like(ids), **OPTIONS, **models.PAGED}
+    model.generate(ids, **options)
+    after_first = int(module.count[0])
+    model.generate(ids, **options)
+    route = hf_paged.last_route(model)
+    assert route is not None and route.road == "hf_loop" and "4096 bytes of buffers" in route.reason
+    assert module.count[0] - after_first == 8
+
+
+def test_a_snapshot_copies_no_parameter() -> None:
+    model = models.build("llama")
+    model.tied = [next(model.parameters())]  # type: ignore[assignment]
+    copied = {copy.shape for _, copy in Snapshot(model)._copies}
+    assert copied <= {x.shape for x in model.buffers()}
+
+
+def hits_of(model: Any, calls: int = 3) -> list[int]:
+    ids = models.token_ids(1, 40)[0].tolist()
+    with hf_paged.PagedEngine(model, {"block_size": 8}) as engine:
+        return [engine.generate([ids], OPTIONS)[0].num_prefix_hit_tokens for _ in range(calls)]
+
+
+def test_what_every_forward_writes_and_none_reads_does_not_count() -> None:
+    model, module = with_layer(Counting)
+    assert hits_of(model) == [0, 32, 32]
+    before = fingerprint(model)
+    model(torch.tensor([[5, 6, 7]]))
+    assert module.number and fingerprint(model) == before
+    module.inner.down_proj.weight.data[0, 0] += 1
+    assert fingerprint(model) != before
+    module.inner.down_proj.weight.data[0, 0] -= 1
+    model.train()  # what no forward reads in one mode, it may read in another
+    before = fingerprint(model)
+    module.count += 1
+    assert fingerprint(model) != before
+
+
+class Running(Wrapped):
+    """Adds a running number that is far too small to matter to the checks."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__(inner)
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return self.inner(hidden) * (1 + 1e-6 * self.count)
+
+
+def test_a_model_that_reads_what_it_wrote_shares_no_prefixes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, _ = with_layer(Running)
+    with caplog.at_level(logging.WARNING):
+        assert hits_of(model) == [0, 0, 0]
+        ids = models.token_ids(1, 40)[0].tolist()
+        with hf_paged.PagedEngine(model, {"block_size": 8}) as engine:  # nor within one step
+            assert not any(
+                result.num_prefix_hit_tokens for result in engine.generate([ids, ids], OPTIONS)
+            )
+    assert sum("Running.count" in record.getMessage() for record in caplog.records) == 1
+
+
+class Lazy(Wrapped):
+    """Makes a table in the first forward."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__(inner)
+        self.table: torch.Tensor | None = None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.linspace(0.9, 1.1, hidden.shape[-1])
+        return self.inner(hidden * self.table)
+
+
+def test_a_table_that_the_first_forward_makes_is_part_of_the_model() -> None:
+    model, module = with_layer(Lazy)
+    assert hits_of(model) == [0, 32, 32]
+    before = fingerprint(model)
+    module.table += 1
+    assert fingerprint(model) != before

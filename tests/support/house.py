@@ -1,0 +1,323 @@
+"""Measures the code: `python -m tests.support.house [--json FILE] [--against FILE]` prints a table
+beside earlier figures.
+
+Counts are exact and the same on every machine: tokens of source, calls of a decode step,
+conditionals that ask about a feature. Docstrings and comments are free. Complexity is ruff's
+(C901); the rest is read from the syntax trees here.
+"""
+
+import argparse
+import ast
+import collections
+import fnmatch
+import io
+import json
+import re
+import subprocess
+import sys
+import token
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "hf_paged"
+BASELINE = Path(__file__).with_name("house.json")
+MAX_COMPLEXITY = 12  # of a function, as McCabe counts it
+MAX_LINES = 500  # of a file
+NUM_HOT_FILES = 10  # those that run the most functions in a decode step of 64 rows
+STEPS = 5  # whose calls are counted
+
+# A capability, and the identifiers that name it. A file touches it if one of its identifiers
+# matches.
+FEATURES = {
+    "speculation": r"specul|draft|ngram|assist|propos",
+    "adapters": r"adapter|lora",
+    "tiers": r"tier|spill",
+    "ranks": r"(^|_)ranks?(_|$)|shard|mirror",
+    "images": r"image|pixel|media|picture|video",
+    "states": r"(^|_)states?(_|$)|snapshot|recurrent",
+    "virtual storage": r"virtual|mapping",
+    "grammars": r"grammar|schema",
+}
+
+# A room beside the core, and its files. What stands in none of them is the core.
+ROOMS = {
+    "speculation": [
+        "batching/speculator.py",
+        "batching/decoding/speculation.py",
+        "batching/execution/assistant.py",
+        "batching/execution/mtp.py",
+    ],
+    "adapters": ["cache/adapter_pages.py", "batching/execution/adapter*.py", "kernels/lora.py"],
+    "ranks": ["batching/ranks.py", "model/ranks.py"],
+    "tiers": ["cache/tiers.py", "cache/block_files.py", "batching/saved_prefixes.py"],
+    "virtual": ["cache/virtual.py", "cache/pages.py", "cache/places.py"],
+    "tape": ["tape/*"],
+    "grammar": ["batching/decoding/grammar.py"],
+    "native": ["generation/continuous_batching.py", "generation/manager_*.py"],
+    "tools": ["tools/*", "inspect.py", "__main__.py"],
+    "ray": ["ray.py"],
+    "kernels": ["kernels/*"],
+}
+
+
+def sources() -> list[Path]:
+    return sorted(path for path in PACKAGE.rglob("*.py") if "__pycache__" not in path.parts)
+
+
+def room_of(path: Path) -> str:
+    """The room of a file of the package, `core` if it stands in none."""
+    name = path.relative_to(PACKAGE).as_posix()
+    return next(
+        (
+            room
+            for room, globs in ROOMS.items()
+            if any(fnmatch.fnmatch(name, glob) for glob in globs)
+        ),
+        "core",
+    )
+
+
+def tokens_of(source: str) -> list[tokenize.TokenInfo]:
+    """Names, operators, numbers, and strings that are no docstrings."""
+    before, counted = token.INDENT, []
+    for item in tokenize.generate_tokens(io.StringIO(source).readline):
+        is_docstring = before in (token.INDENT, token.DEDENT, token.NEWLINE, tokenize.NL)
+        if item.type in (token.NAME, token.OP, token.NUMBER) or (
+            item.type == token.STRING and not is_docstring
+        ):
+            counted.append(item)
+        if item.type not in (tokenize.NL, tokenize.COMMENT):
+            before = item.type
+    return counted
+
+
+def identifiers(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+
+
+def features_of(tree: ast.AST) -> set[str]:
+    names = {name.lower() for name in identifiers(tree)}
+    return {
+        feature
+        for feature, pattern in FEATURES.items()
+        if any(re.search(pattern, name) for name in names)
+    }
+
+
+def conditions(tree: ast.AST) -> Iterator[ast.expr]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If | ast.IfExp | ast.While | ast.Assert):
+            yield node.test
+        elif isinstance(node, ast.comprehension):
+            yield from node.ifs
+
+
+def imported_paths(path: Path, tree: ast.AST) -> Iterator[Path]:
+    """The files of the package that a file imports, in functions too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            folder = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+            for target in [folder, *(folder / alias.name for alias in node.names)]:
+                if target.with_suffix(".py").is_file():
+                    yield target.with_suffix(".py")
+
+
+def read_source(counts: dict[str, Any]) -> None:
+    tokens, lines = collections.Counter[str](), collections.Counter[str]()
+    touched: dict[str, set[str]] = {feature: set() for feature in FEATURES}
+    core_imports, attributes_set = 0, 0
+    words = collections.Counter[str]()
+    longest, long_files = 0, 0
+    for path in sources():
+        source, room = path.read_text(), room_of(path)
+        tree, counted = ast.parse(source), tokens_of(source)
+        tokens[room] += len(counted)
+        lines[room] += len({item.start[0] for item in counted})
+        long_files += source.count("\n") > MAX_LINES
+        for feature in features_of(tree):
+            touched[feature].add(path.relative_to(PACKAGE).as_posix())
+        if room == "core":
+            core_imports += len(
+                {
+                    target
+                    for target in imported_paths(path, tree)
+                    if room_of(target) not in ("core", "kernels")
+                }
+            )
+        words["Any"] += sum(item.string == "Any" for item in counted)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                longest = max(longest, (node.end_lineno or 0) - node.lineno + 1)
+            elif isinstance(node, ast.ExceptHandler):
+                names = {None} if node.type is None else set(identifiers(node.type))
+                words["broad excepts"] += bool(names & {None, "Exception", "BaseException"})
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
+                name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
+                words["locks made"] += name.endswith(("Lock", "Condition", "Semaphore"))
+            elif isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                outside = [
+                    t
+                    for t in targets
+                    if isinstance(t, ast.Attribute) and isinstance(t.value, ast.Name)
+                ]
+                attributes_set += sum(
+                    t.value.id not in ("self", "cls")
+                    for t in outside
+                    if isinstance(t.value, ast.Name)
+                )
+    counts["tokens"] = sum(tokens.values())
+    counts["tokens a line"] = round(sum(tokens.values()) / sum(lines.values()), 2)
+    counts |= {f"tokens of {room}": tokens[room] for room in ["core", *ROOMS]}
+    counts |= {f"files that name {feature}": len(files) for feature, files in touched.items()}
+    in_core = {
+        feature: sum(room_of(PACKAGE / name) == "core" for name in files)
+        for feature, files in touched.items()
+    }
+    counts |= {
+        f"files of the core that name {feature}": number for feature, number in in_core.items()
+    }
+    counts["imports from the core into a room"] = core_imports
+    counts["attributes set from outside"] = attributes_set
+    counts |= dict(sorted(words.items()))
+    counts["lines of the longest function"] = longest
+    counts[f"files of more than {MAX_LINES} lines"] = long_files
+    counts["lines of C++"] = sum(path.read_text().count("\n") for path in PACKAGE.rglob("*.cpp"))
+
+
+def read_complexity(counts: dict[str, Any]) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "check",
+        "--select",
+        "C901",
+        "--output-format",
+        "json",
+        "--exit-zero",
+    ]
+    options = ["--config", f"lint.mccabe.max-complexity={MAX_COMPLEXITY}", str(PACKAGE)]
+    answer = subprocess.run(
+        [*command, *options], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    values = [
+        int(match[1])
+        for item in json.loads(answer.stdout)
+        if (match := re.search(r"\((\d+) >", item["message"]))
+    ]
+    counts[f"functions of a complexity above {MAX_COMPLEXITY}"] = len(values)
+    counts["highest complexity"] = max(values, default=MAX_COMPLEXITY)
+
+
+class Profile:
+    """Python and C calls of what runs inside, and the functions called."""
+
+    def __init__(self) -> None:
+        self.python = self.c = 0
+        self.functions = collections.Counter[tuple[str, str]]()
+
+    def __enter__(self) -> "Profile":
+        sys.setprofile(self._count)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        self.c -= 1  # this very call
+
+    def _count(self, frame: Any, event: str, arg: object) -> None:
+        if event == "call":
+            self.python += 1
+            self.functions[frame.f_code.co_filename, frame.f_code.co_qualname] += 1
+        elif event == "c_call":
+            self.c += 1
+
+    def report(self, counts: dict[str, Any], name: str, times: int = 1) -> None:
+        counts[f"{name}: files"] = len({file for file, _ in self.functions})
+        counts[f"{name}: functions"] = len(self.functions)
+        counts[f"{name}: Python calls"] = round(self.python / times)
+        counts[f"{name}: C calls"] = round(self.c / times)
+
+
+def read_calls(counts: dict[str, Any]) -> None:
+    """Calls of a warm engine and a warm `generate` on a tiny Llama, whose steps are recorded."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import hf_paged
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+    )
+    model = LlamaForCausalLM(config).eval().to(torch.bfloat16)
+    options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    for rows in (1, 64):
+        prompts = [torch.randint(3, 300, (20 + number % 7,)).tolist() for number in range(rows)]
+        with hf_paged.PagedEngine(model) as engine:
+            engine.generate(prompts, options)
+            with Profile() as added:
+                for prompt in prompts:
+                    engine.add_request(prompt, options)
+            for _ in range(2 * STEPS):  # prompts, and decodes until nothing is recorded
+                engine.step()
+            with Profile() as steps:
+                for _ in range(STEPS):
+                    engine.step()
+        steps.report(counts, f"decode step of {rows} row{'s' * (rows > 1)}", STEPS)
+    added.report(counts, "add_request", len(prompts))
+    hot = collections.Counter[str]()
+    for (file, _), _count in steps.functions.items():
+        hot[file] += PACKAGE.as_posix() in file
+    asked = [
+        condition
+        for file, _ in hot.most_common(NUM_HOT_FILES)
+        for condition in conditions(ast.parse(Path(file).read_text()))
+    ]
+    counts[f"conditionals of the {NUM_HOT_FILES} hot files"] = len(asked)
+    counts["of them about a feature"] = sum(bool(features_of(condition)) for condition in asked)
+    inputs = torch.tensor([prompts[0]])
+    for _ in range(4):
+        with Profile() as call:
+            model.generate(inputs, cache_implementation="paged", **options | {"max_new_tokens": 8})
+    call.report(counts, "generate of 8 tokens")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument(
+        "--against", type=Path, default=BASELINE, help="figures to print beside today's"
+    )
+    args = parser.parse_args()
+    counts: dict[str, Any] = {}
+    read_source(counts)
+    read_complexity(counts)
+    read_calls(counts)
+    before = json.loads(args.against.read_text()) if args.against.is_file() else {}
+    width = max(map(len, counts))
+    for name, value in counts.items():
+        print(f"{name:{width}} {value:>9} {before.get(name, ''):>9}")
+    if args.json:
+        args.json.write_text(json.dumps(counts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""Where the system allows no more threads, memory or files: the right tokens or an error, never a
+hang or a crash."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+import hf_paged
+from hf_paged import PagedConfig, PagedEngine, PrefixTiers, threads
+from hf_paged.attention.backends import cpp
+from hf_paged.batching.execution.adapter_files import AdapterStore
+from hf_paged.cache import background, idle
+from tests.support import limits, models
+
+GREEDY = limits.GREEDY
+PROMPT = models.token_ids(1, 33)
+STARTERS = [
+    name for name in ("_start_new_thread", "_start_joinable_thread") if hasattr(threading, name)
+]
+
+
+def _lack(error: type[Exception]) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error("can't start new thread")
+
+    return fail
+
+
+NO_THREADS = {
+    "refused": _lack(RuntimeError),
+    "no memory": _lack(MemoryError),
+    # as one that lacks memory before it tells that it has started
+    "ended at once": lambda *_, **__: 0,
+}
+
+
+@pytest.fixture(params=NO_THREADS)
+def threadless(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[pytest.MonkeyPatch]:
+    """A process that gets no thread, until the patch is undone."""
+    with monkeypatch.context() as patch:
+        patch.setattr(threads, "START_SECONDS", 0.05)
+        for name in STARTERS:
+            patch.setattr(threading, name, NO_THREADS[request.param])
+        yield patch
+    for thread in [thread for thread in threading._limbo if thread.name.startswith("hf_paged")]:  # type: ignore[attr-defined]
+        del threading._limbo[thread]  # type: ignore[attr-defined]  # it ended before it began, which threading waits for
+
+
+def test_a_thread_starts_or_not(threadless: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    assert threads.start(lambda: calls.append(1), "test") is None
+    threadless.undo()
+    thread = threads.start(lambda: calls.append(2), "test")
+    assert thread is not None and thread.name == "test" and thread.daemon
+    thread.join()
+    assert calls == [2]
+
+
+def test_generate_without_an_idle_release(threadless: pytest.MonkeyPatch) -> None:
+    model: Any = models.build("llama")
+    expected = model.generate(PROMPT, **GREEDY)
+    paged = {"cache_implementation": "paged", "cache_config": {"idle_release_seconds": 0.05}}
+    was_running = idle._is_running  # for pools of other tests
+    assert torch.equal(model.generate(PROMPT, **GREEDY, **paged), expected)
+    assert was_running or not idle._is_running
+    threadless.undo()
+    assert torch.equal(model.generate(PROMPT, **GREEDY, **paged), expected)
+    assert idle._is_running
+
+
+def test_rows_are_not_mapped_ahead(threadless: pytest.MonkeyPatch) -> None:
+    class Rows:
+        def map_ahead(self, slots: list[int]) -> None:
+            mapped.append(slots)
+            is_mapped.set()
+
+    mapped: list[list[int]] = []
+    is_mapped, rows = threading.Event(), Rows()
+    threadless.setattr(background, "IDLE_SECONDS", 0.01)
+    ends = time.monotonic() + 10
+    while background._is_running:  # of an earlier test
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+    background.submit(rows, [1])
+    assert not background._is_running and not background._waiting
+    threadless.undo()
+    background.submit(rows, [2])
+    assert is_mapped.wait(10) and mapped == [[2]]
+
+
+def test_tiers_write_once_there_are_threads(threadless: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model: Any = models.build("llama")
+    expected = model.generate(PROMPT, **GREEDY)[0].tolist()
+    tiers = PrefixTiers(disk_path=tmp_path)
+    engine = PagedEngine(model, PagedConfig(block_size=8, prefix_caching=True, prefix_tiers=tiers))
+    for is_threadless in (True, False):
+        if not is_threadless:
+            threadless.undo()
+        (result,) = engine.generate(PROMPT.tolist(), GREEDY)
+        assert result.error is None and result.prompt_ids + result.token_ids == expected
+        store: Any = engine._core.loop.blocks.tier  # type: ignore[union-attr]
+        engine.free()  # evicts all blocks
+        store.wait()
+        assert bool(store._unwritten) == is_threadless and bool(store.disk_bytes) != is_threadless
+
+
+def test_an_adapter_is_loaded_by_the_step_that_needs_it(threadless: pytest.MonkeyPatch) -> None:
+    store: Any = AdapterStore(torch.nn.Linear(1, 1))
+    file: Any = type("File", (), {"path": "a"})()
+    store.prefetch([file])
+    assert not store._loading
+
+
+def test_the_kernel_for_quantized_blocks_is_left_out(threadless: pytest.MonkeyPatch) -> None:
+    assert not cpp._agrees_apart.__wrapped__(torch.int8)
+
+
+def test_a_schema_is_refused(threadless: pytest.MonkeyPatch) -> None:
+    serving = pytest.importorskip("hf_paged.tools.serving")
+    before = serving._compiling._value
+    with pytest.raises(ValueError, match="no thread"):
+        serving._compile(lambda: None)
+    assert serving._compiling._value == before
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    hf_paged.install(continuous_batching=True)
+    try:
+        yield
+    finally:
+        hf_paged.uninstall()
+        hf_paged.install()
+
+
+def test_a_manager_says_so(threadless: pytest.MonkeyPatch) -> None:
+    model: Any = models.build("llama")
+    expected = model.generate(PROMPT, **GREEDY)[0].tolist()
+    with installed():
+        manager = model.init_continuous_batching(GenerationConfig(**GREEDY))
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            manager.start()
+        assert not manager.is_running()
+        threadless.undo()
+        manager.start()
+        name = manager.add_request(PROMPT[0].tolist())
+        assert PROMPT[0].tolist() + manager.get_result(name, 60).generated_tokens == expected
+        manager.stop()
+
+
+def test_a_signal_while_a_manager_starts_leaves_a_thread_that_can_be_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(signum: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    def start(thread: threading.Thread) -> None:
+        original(thread)
+        signal.raise_signal(signal.SIGUSR1)
+
+    original, before = threading.Thread.start, signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with installed():
+            manager = models.build("llama").init_continuous_batching(GenerationConfig(**GREEDY))  # type: ignore[operator]
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(threading.Thread, "start", start)
+                manager.start()
+            assert manager.is_running()
+            manager.stop()
+            for thread in threading.enumerate():
+                if thread.name == "hf_paged-continuous-batching" and thread.ident is not None:
+                    thread.join(10)
+                    assert not thread.is_alive()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of a process, as Linux has them")
+@pytest.mark.parametrize("limit", ["threads", "memory 0", "memory 8", "files 0", "files 2"])
+def test_entry_points_at_a_limit(limit: str) -> None:
+    seconds = limits.SECONDS * (len(limits.ENTRY_POINTS) + 1)
+    with tempfile.TemporaryDirectory() as folder:  # not pytest's, which only its user may enter
+        os.chmod(folder, 0o777)
+        command = [sys.executable, "-m", "tests.support.limits", folder, limit]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    outcomes = dict(
+        line.split(": ", 1) for line in done.stdout.splitlines() if line.startswith(f"{limit}, ")
+    )
+    assert not done.returncode and len(outcomes) == len(limits.ENTRY_POINTS), (
+        done.stdout + done.stderr
+    )
+    if limit == "threads":
+        batch = outcomes.pop("threads, generate_batch")
+        assert batch.startswith("raised RuntimeError: can't start new thread")
+        assert set(outcomes.values()) == {"tokens"}

@@ -1,0 +1,310 @@
+"""Every code block of README.md and the guide runs as written, with tiny models under the names
+that it uses."""
+
+from __future__ import annotations
+
+import copy
+import http.client
+import http.server
+import re
+import shlex
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+from transformers import GenerationConfig
+
+import hf_paged
+from tests.support import models
+from tests.support.architectures import tiny_model
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "docs" / "index.md",
+    *sorted((ROOT / "docs" / "guide").glob("*.md")),
+]
+FAST = ("README.md", "index.md", "generate.md", "cache.md")  # pages whose blocks run in seconds
+CHECKPOINT = "Qwen/Qwen3-0.6B"  # the name in the pages; a tiny model stands under it
+CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+
+# (page, text of a Python block) -> where the block runs instead. The table may only shrink.
+PYTHON_ELSEWHERE = {
+    ("scale-out.md", "import ray"): "tests/ecosystem/test_ray.py runs it from the page",
+    ("scale-out.md", "from ray import serve"): "tests/ecosystem/test_ray.py runs it from the page",
+    (
+        "scale-out.md",
+        "handle = serve.get_app_handle",
+    ): "tests/ecosystem/test_ray.py runs it from the page",
+    (
+        "scale-out.md",
+        "split_between_processes",
+    ): "examples/accelerate_batch.py has it: tests/test_examples.py",
+    ("scale-out.md", "torch.distributed.get_rank()"): "needs torchrun: tests/test_ranks.py",
+    ("serving.md", "openai.OpenAI"): "needs a server: tests/ecosystem/test_serve.py",
+    ("serving.md", "EngineCollector"): "needs prometheus_client: tests/ecosystem/test_metrics.py",
+    ("engine.md", "schema="): "needs xgrammar: tests/ecosystem/test_xgrammar.py",
+}
+
+# beginning of a command -> why it is not run here. The table may only shrink.
+COMMANDS_ELSEWHERE = {
+    "python3 -m venv": "an installation: .ci/run",
+    "pip install": "an installation: .ci/run",
+    "python -m hf_paged run": "starts programs of others: tests/test_run.py, tests/ecosystem",
+    "curl": "needs a server: tests/ecosystem/test_ray.py",
+    "accelerate launch": "tests/test_examples.py",
+    "torchrun": "tests/test_ranks.py",
+    "python examples/": "tests/test_examples.py",
+}
+
+
+class Block(NamedTuple):
+    page: Path
+    line: int  # of its first line of code
+    language: str
+    code: str
+
+
+def blocks(page: Path, *languages: str) -> list[Block]:
+    """The fenced blocks of a page in these languages."""
+    text = page.read_text()
+    matches = re.finditer(r"^( *)```(\w+)\n(.*?)^\1```$", text, re.MULTILINE | re.DOTALL)
+    return [
+        Block(page, text.count("\n", 0, match.start()) + 2, match[2], match[3])
+        for match in matches
+        if match[2] in languages
+    ]
+
+
+def runs_elsewhere(block: Block) -> bool:
+    return any(block.page.name == page and text in block.code for page, text in PYTHON_ELSEWHERE)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny model in the hub's cache, under the name in the pages."""
+    folder = tmp_path / "hub" / f"models--{CHECKPOINT.replace('/', '--')}"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("0" * 40)
+    models.build("qwen3").save_pretrained(folder / "snapshots" / ("0" * 40))
+    chat_tokenizer().save_pretrained(folder / "snapshots" / ("0" * 40))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+def chat_tokenizer() -> Any:
+    tokenizer = models.tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+class StandIns(dict[str, Any]):
+    """Names that the pages use without making them, each made when it is first used."""
+
+    def __missing__(self, name: str) -> Any:
+        maker = getattr(self, f"make_{name}", None)
+        if maker is None:
+            raise KeyError(name)
+        self[name] = maker()
+        return self[name]
+
+    def make_model(self) -> Any:
+        model = models.build("llama")
+        model.generation_config.max_new_tokens = 6
+        return model
+
+    def make_small_model(self) -> Any:
+        return models.build("llama", seed=1)
+
+    def make_peft_model(self) -> Any:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(
+            models.build("llama"), LoraConfig(target_modules=["q_proj"]), adapter_name="translate"
+        )
+        model.add_adapter("summarise", LoraConfig(target_modules=["v_proj"]))
+        return model.eval()
+
+    def make_adapter_folder(self) -> str:
+        from peft import LoraConfig, get_peft_model
+
+        get_peft_model(
+            models.build("llama"), LoraConfig(target_modules=["q_proj"])
+        ).save_pretrained("adapter")
+        return "adapter"
+
+    def make_tokenizer(self) -> Any:
+        return chat_tokenizer()
+
+    def make_prompts(self) -> list[str]:
+        return ["once upon a time", "the page table", "a block of keys and values"]
+
+    def make_prompt(self) -> str:
+        return self["prompts"][0]
+
+    def make_vision_model(self) -> Any:
+        model = tiny_model(transformers.LlavaForConditionalGeneration)
+        model.config.image_token_id = len(models.tokenizer())  # the next one that a tokenizer adds
+        return model
+
+    def make_processor(self) -> Any:
+        tokenizer, config = copy.deepcopy(models.tokenizer()), self["vision_model"].config
+        tokenizer.add_tokens(["<image>"])
+        side = {"height": config.vision_config.image_size, "width": config.vision_config.image_size}
+        pictures = transformers.CLIPImageProcessorPil(
+            size={"shortest_edge": side["height"]}, crop_size=side
+        )
+        options = {
+            "patch_size": config.vision_config.patch_size,
+            "vision_feature_select_strategy": "default",
+        }
+        return transformers.LlavaProcessor(
+            pictures, tokenizer, **options, num_additional_image_tokens=1
+        )
+
+    def make_image(self) -> Any:
+        from PIL import Image
+
+        return Image.new("RGB", (40, 30), "teal")
+
+    def make_inputs(self) -> Any:
+        return self["tokenizer"](self["prompts"], return_tensors="pt", padding=True)
+
+    def make_first_turn(self) -> Any:
+        return self["tokenizer"](self["prompts"][:1], return_tensors="pt")
+
+    def make_second_turn(self) -> Any:
+        return {"input_ids": torch.cat([self["answer"], self["first_turn"]["input_ids"]], dim=1)}
+
+    def make_generation_config(self) -> GenerationConfig:
+        return GenerationConfig(max_new_tokens=6)
+
+    def make_configs(self) -> list[dict[str, int]]:
+        return [{"max_new_tokens": count} for count in (2, 4, 6)]
+
+    def make_seeds(self) -> list[int]:
+        return [0, 1, 2]
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self["model"].parameters(), lr=0.0)
+
+    def make_steering(self) -> torch.Tensor:
+        return torch.zeros(self["model"].config.num_hidden_layers, 1)
+
+    def make_dataset(self) -> list[dict[str, list[int]]]:
+        return [{"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8]} for _ in range(2)]
+
+    def make_compute_metrics(self) -> Any:
+        return lambda prediction: {"rows": len(prediction.predictions)}
+
+    def make_port(self) -> int:
+        return 0  # any free one
+
+
+@pytest.fixture
+def one_request(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Lets `serve_forever` answer one request and return; what the server said."""
+    answers: list[bytes] = []
+
+    def ask(port: int) -> None:
+        connection = http.client.HTTPConnection("localhost", port, timeout=60)
+        connection.request("POST", "/", body="once upon a time")
+        answers.append(connection.getresponse().read())
+
+    def serve_one(server: http.server.HTTPServer) -> None:
+        client = threading.Thread(target=ask, args=(server.server_address[1],))
+        client.start()
+        server.handle_request()
+        client.join()
+        server.server_close()
+
+    monkeypatch.setattr(http.server.ThreadingHTTPServer, "serve_forever", serve_one)
+    return answers
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page if page.name in FAST else pytest.param(page, marks=pytest.mark.slow) for page in PAGES],
+    ids=lambda page: page.name,
+)
+def test_python_blocks_run_as_written(
+    page: Path,
+    checkpoint: None,
+    one_request: list[bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if page.name == "cache.md" and models.BEFORE_5_24:
+        pytest.skip(
+            "written for transformers 5.24, where the argument `past_key_values` became `cache`"
+        )
+    monkeypatch.chdir(tmp_path)
+    names = StandIns({"__name__": "__main__"})
+    try:
+        for block in blocks(page, "python"):
+            if not runs_elsewhere(block):
+                code = "\n" * (block.line - 1) + block.code  # tracebacks show the page's lines
+                exec(compile(code, str(page), "exec"), names)
+    finally:
+        hf_paged.uninstall()
+        hf_paged.install()
+        for value in names.values():
+            if isinstance(value, hf_paged.PagedEngine):
+                value.free()
+        hf_paged.budget(None)
+    assert "serve_forever" not in page.read_text() or any(one_request)
+
+
+def commands(page: Path) -> list[str]:
+    """The commands in a page's shell blocks, without comments and continuation lines."""
+    lines = "".join(block.code for block in blocks(page, "sh")).replace("\\\n", " ").splitlines()
+    return [
+        command
+        for line in lines
+        if (command := line.partition("  #")[0].strip()) and not command.startswith("#")
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_shell_blocks_name_commands_that_exist(page: Path) -> None:
+    for command in commands(page):
+        if any(command.startswith(beginning) for beginning in COMMANDS_ELSEWHERE):
+            continue
+        words = shlex.split(command)
+        assert words[:2] == ["python", "-m"], (
+            f"{command!r}: run it here, or say in COMMANDS_ELSEWHERE where it runs"
+        )
+        path = Path(ROOT, *words[2].split("."))
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), command
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_inspect_commands_run_as_written(page: Path) -> None:
+    for command in commands(page):
+        if re.match(r"python -m hf_paged(\.| )inspect", command) and "MODEL" not in command:
+            subprocess.run(
+                [sys.executable, *shlex.split(command)[1:]],
+                check=True,
+                cwd=ROOT,
+                capture_output=True,
+            )
+
+
+def test_no_reason_outlives_its_block() -> None:
+    python = [block for page in PAGES for block in blocks(page, "python")]
+    for page, text in PYTHON_ELSEWHERE:
+        assert any(block.page.name == page and text in block.code for block in python), (page, text)
+    shell = [command for page in PAGES for command in commands(page)]
+    for beginning in COMMANDS_ELSEWHERE:
+        assert any(command.startswith(beginning) for command in shell), beginning
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_names_its_language(page: Path) -> None:
+    openings = re.findall(r"^ *```(.*)$", page.read_text(), re.MULTILINE)[::2]
+    assert set(openings) <= {"python", "sh"}

@@ -1,0 +1,148 @@
+"""Every warning and every reason of a route points to a row of docs/guide/troubleshooting.md, and
+every row is used."""
+
+from __future__ import annotations
+
+import ast
+import pickle
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import hf_paged
+from hf_paged.topics import Topic, TopicError
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "guide" / "troubleshooting.md"
+TREES = {
+    path.relative_to(ROOT).as_posix(): ast.parse(path.read_text())
+    for path in (ROOT / "hf_paged").rglob("*.py")
+}
+LOGGED = {"warning", "error", "exception", "log", "warn_once", "log_once"}
+REASONS = re.compile(
+    r"_?reasons?_|_?reasons$|(?!finish).*_(reason|check)$|foreign_attention$|_other_inputs$|_difference$"
+)
+"""Functions that return or yield reasons: why a route, a layout or a draft is ruled out."""
+WRAPPED = {"unsupported_reason", "_prefill_reason", "_reason", "wrapper_reason"}
+"""Those whose reasons become parts of another message or error, which points to its topic."""
+
+
+def names_topic(node: ast.AST) -> bool:
+    """Whether the code mentions a topic."""
+    for part in ast.walk(node):
+        if (
+            isinstance(part, ast.Attribute)
+            and isinstance(part.value, ast.Name)
+            and part.value.id == "Topic"
+        ):
+            return True
+    return False
+
+
+def assigned(function: ast.AST, name: str) -> list[ast.AST]:
+    return [
+        node.value
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign)
+        and any(isinstance(x, ast.Name) and x.id == name for x in node.targets)
+    ]
+
+
+def log_calls(tree: ast.AST) -> Iterator[tuple[ast.Call, ast.AST]]:
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    for scope in [
+        *functions,
+        *(node for node in getattr(tree, "body", []) if isinstance(node, (ast.Expr, ast.If))),
+    ]:
+        for node in ast.walk(scope):
+            if isinstance(node, ast.Call):
+                function = node.func
+                name = (
+                    function.attr
+                    if isinstance(function, ast.Attribute)
+                    else getattr(function, "id", "")
+                )
+                owner = function.value if isinstance(function, ast.Attribute) else None
+                is_logger = owner is None or (isinstance(owner, ast.Name) and owner.id == "logger")
+                if name in LOGGED and is_logger and node.args:
+                    yield node, scope
+
+
+def test_the_page_has_a_row_for_each_topic_and_error_class() -> None:
+    anchors = re.findall(r'^\| <a id="([\w-]+)"></a>([\w-]+) \|', PAGE.read_text(), re.MULTILINE)
+    assert anchors == [
+        (topic.value, topic.value) for topic in sorted(Topic, key=lambda topic: topic.value)
+    ]
+    for name, value in vars(hf_paged).items():
+        if isinstance(value, type) and issubclass(value, Exception):
+            assert issubclass(value, TopicError) and f"`{name}`" in PAGE.read_text()
+
+
+def test_every_topic_is_used() -> None:
+    used = {
+        node.attr
+        for tree in TREES.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "Topic"
+    }
+    assert used == set(Topic.__members__)
+
+
+def test_warnings_point_to_a_topic() -> None:
+    missing = []
+    for path, tree in TREES.items():
+        if path == "hf_paged/model/registry.py":  # `warn_once` itself, and reasons that have topics
+            continue
+        for call, scope in log_calls(tree):
+            messages = [
+                x for arg in call.args if isinstance(arg, ast.Name) for x in assigned(scope, arg.id)
+            ]
+            if not any(map(names_topic, [*call.args, *messages])):
+                missing.append(f"{path}:{call.lineno}")
+    assert not missing
+
+
+def test_reasons_point_to_a_topic() -> None:
+    missing = []
+    for path, tree in TREES.items():
+        for function in ast.walk(tree):
+            if (
+                isinstance(function, ast.FunctionDef)
+                and REASONS.match(function.name)
+                and function.name not in WRAPPED
+            ):
+                missing += [
+                    f"{path}:{node.lineno}" for node in ast.walk(function) if is_bare_text(node)
+                ]
+    assert not missing
+
+
+def is_bare_text(node: ast.AST) -> bool:
+    """Whether the code returns or yields text that names no topic and holds no other reason."""
+    if not isinstance(node, (ast.Return, ast.Yield)) or node.value is None:
+        return False
+    values = [node.value]
+    if isinstance(node.value, ast.IfExp):
+        values = [node.value.body, node.value.orelse]
+    elif isinstance(node.value, ast.BoolOp):
+        values = node.value.values
+    parts = (part for x in values if isinstance(x, ast.JoinedStr) for part in ast.walk(x))
+    if any(isinstance(part, ast.Name) and part.id in ("reason", "why") for part in parts):
+        return False
+    return any(
+        isinstance(x, ast.JoinedStr) or (isinstance(x, ast.Constant) and type(x.value) is str)
+        for x in values
+    )
+
+
+def test_messages_end_with_one_pointer_that_survives_a_copy() -> None:
+    error = hf_paged.OutOfBlocksError("needs 3 blocks")
+    copied = pickle.loads(pickle.dumps(error))
+    assert str(copied) == str(error) == "needs 3 blocks [troubleshooting.md#out-of-blocks]"
+    assert Topic.HOOKS(Topic.HOOKS("a hook")) == "a hook [troubleshooting.md#hooks]"
+    assert (
+        Topic.GATHERED(f"gathered ({Topic.HOOKS('a hook')})")
+        == "gathered (a hook [troubleshooting.md#hooks])"
+    )

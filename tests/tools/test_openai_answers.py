@@ -1,0 +1,150 @@
+"""Answers with one choice each, joined into one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from hf_paged.batching.results import SequenceResult
+from hf_paged.tools.openai_answers import (
+    LEAST_LOGPROB,
+    chat_logprobs,
+    completion_logprobs,
+    joined,
+    joined_streams,
+)
+
+from ..support import models
+
+
+def nothing(choice: int) -> None:
+    return None
+
+
+def event(text: str, reason: str | None = None, num_tokens: int | None = None) -> str:
+    chunk: dict[str, Any] = {
+        "id": "r",
+        "choices": [{"index": 0, "text": text, "finish_reason": reason}],
+    }
+    if num_tokens is not None:
+        chunk["usage"] = {
+            "prompt_tokens": 5,
+            "completion_tokens": num_tokens,
+            "total_tokens": 5 + num_tokens,
+        }
+    return f"data: {json.dumps(chunk)}\n\n"
+
+
+async def stream(*parts: str) -> AsyncIterator[str]:
+    for part in parts:
+        await asyncio.sleep(0)
+        yield part
+
+
+def read(parts: list[str]) -> list[dict[str, Any]]:
+    return [json.loads(part.removeprefix("data: ")) for part in parts]
+
+
+@pytest.mark.parametrize("includes_usage", [False, True])
+def test_streams_are_joined_with_their_usage(includes_usage: bool) -> None:
+    async def run() -> list[str]:
+        streams = [
+            stream(event("a") + event("b"), event("", "stop", 2)),
+            stream(event("c"), event("", "length", 3)),
+        ]
+        return [
+            part
+            async for part in joined_streams(streams, lambda choice: {"of": choice}, includes_usage)
+        ]
+
+    found = read(asyncio.run(run()))
+    choices = [choice for chunk in found for choice in chunk["choices"]]
+    assert ["".join(c["text"] for c in choices if c["index"] == i) for i in range(2)] == ["ab", "c"]
+    assert [c["logprobs"] for c in choices if c["finish_reason"]] == [{"of": 0}, {"of": 1}]
+    assert not any("logprobs" in c for c in choices if not c["finish_reason"])
+    (usage,) = [chunk["usage"] for chunk in found if "usage" in chunk]
+    assert (
+        usage
+        == {"prompt_tokens": 5, "completion_tokens": 5, "total_tokens": 10}
+        == found[-1]["usage"]
+    )
+    assert (found[-1]["choices"] == []) is includes_usage and found[-1]["id"] == "r"
+
+
+def test_an_error_with_quotes_passes_through() -> None:
+    async def run() -> list[str]:
+        return [
+            part
+            async for part in joined_streams(
+                [stream('data: {"error": "a "b" c"}\n\n')], nothing, True
+            )
+        ]
+
+    assert asyncio.run(run()) == ['data: {"error": "a "b" c"}\n\n']
+
+
+def test_closing_the_joined_stream_closes_the_others() -> None:
+    closed = []
+
+    async def endless(name: str) -> AsyncIterator[str]:
+        try:
+            while True:
+                await asyncio.sleep(0)
+                yield event("a")
+        finally:
+            closed.append(name)
+
+    async def run() -> None:
+        events = joined_streams([endless("one"), endless("two")], nothing, False)
+        async for _ in events:
+            break
+        await events.aclose()
+        await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+    assert sorted(closed) == ["one", "two"]
+
+
+def test_answers_are_joined_with_their_usage() -> None:
+    answers = [
+        {
+            "choices": [{"index": 0}],
+            "usage": {"prompt_tokens": 5, "completion_tokens": n, "total_tokens": 5 + n},
+        }
+        for n in (2, 3)
+    ]
+    assert joined(answers, nothing) == {
+        "choices": [{"index": 0, "logprobs": None}, {"index": 1, "logprobs": None}],
+        "usage": {"prompt_tokens": 5, "completion_tokens": 5, "total_tokens": 10},
+    }
+
+
+def test_logprobs_have_openais_forms() -> None:
+    tokenizer, unlikely = models.tokenizer(), float("-inf")
+    sequence = SequenceResult(
+        [40, 41],
+        "length",
+        logprobs=[(-1.5, -9.0), (unlikely, unlikely)],
+        top_logprobs=[[(50, -1.0, -9.0)], []],
+    )
+    texts = [tokenizer.decode([token]) for token in (40, 41, 50)]
+    first, second = chat_logprobs(tokenizer, sequence)["content"]
+    assert (first["token"], first["logprob"], first["bytes"]) == (
+        texts[0],
+        -1.5,
+        list(texts[0].encode()),
+    )
+    assert [(each["token"], each["logprob"]) for each in first["top_logprobs"]] == [
+        (texts[2], -1.0)
+    ]
+    assert second["logprob"] == LEAST_LOGPROB and second["top_logprobs"] == []
+    assert completion_logprobs(tokenizer, sequence) == {
+        "tokens": texts[:2],
+        "token_logprobs": [-1.5, LEAST_LOGPROB],
+        "top_logprobs": [{texts[2]: -1.0, texts[0]: -1.5}, {texts[1]: LEAST_LOGPROB}],
+        "text_offset": [0, len(texts[0])],
+    }

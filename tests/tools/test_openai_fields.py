@@ -1,0 +1,268 @@
+"""OpenAI's fields in the terms of the engine, without a server."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from hf_paged.tools.openai_fields import (
+    CHAT,
+    COMPLETION,
+    HARMLESS,
+    REFUSED,
+    RESPONSE,
+    SERVED_BY_APP,
+    SERVED_HERE,
+    Refused,
+    check_allows_tokens,
+    check_beams,
+    check_extremes,
+    check_parts,
+    translate,
+)
+
+from ..support import models
+
+
+def test_a_field_has_one_treatment() -> None:
+    for endpoint, names in SERVED_HERE.items():
+        assert (
+            not names & SERVED_BY_APP[endpoint] and not (names | SERVED_BY_APP[endpoint]) & HARMLESS
+        )
+    assert not HARMLESS & set(REFUSED)
+
+
+def test_the_apps_fields_pass_and_the_others_are_translated() -> None:
+    made = translate(
+        CHAT,
+        {"messages": [], "n": 3, "logprobs": True, "top_logprobs": 2, "user": "x", "stop": None},
+    )
+    assert made.body == {"messages": []} and made.num_choices == 3
+    assert made.options == {"return_logprobs": True, "top_logprobs": 2}
+    schema = {"type": "object", "properties": {}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    assert translate(CHAT, {"response_format": form}).options == {"schema": schema}
+    assert translate(RESPONSE, {"text": {"format": {**form, "schema": schema}}}).options == {
+        "schema": schema
+    }
+    made = translate(
+        COMPLETION,
+        {"logprobs": 0, "logit_bias": {"7": -3}, "stream_options": {"include_usage": True}},
+    )
+    assert made.options == {"return_logprobs": True, "top_logprobs": 0} and made.includes_usage
+    assert made.generation == {"sequence_bias": {(7,): -3}}
+
+
+def test_a_temperature_asks_for_samples_unless_the_config_decides() -> None:
+    assert translate(CHAT, {"temperature": 0.5}).generation == {"do_sample": True}
+    assert translate(CHAT, {"temperature": 0}).generation == {}
+    assert (
+        translate(
+            CHAT, {"temperature": 0.5, "generation_config": '{"do_sample": false}'}
+        ).generation
+        == {}
+    )
+
+
+def schema_form(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "message"),
+    [
+        (CHAT, {"presence_penalty": 1}, r"`presence_penalty` is 1: .* `frequency_penalty`"),
+        (CHAT, {"top_k": 1}, "`top_k` is not among the fields"),
+        (CHAT, {"n": 129}, "`n` is 129: it must be a whole number from 1 to 128"),
+        (CHAT, {"max_tokens": 0}, "`max_tokens` is 0"),
+        (CHAT, {"tool_choice": {"type": "function"}}, r"`tool_choice` .* pass \"auto\""),
+        (CHAT, {"generation_config": "{"}, "Expecting property name"),
+        (COMPLETION, {"logprobs": True}, "`logprobs` is True"),
+        (COMPLETION, {"logit_bias": [1]}, "`logit_bias` is"),
+        (CHAT, {"logit_bias": [1]}, r"`logit_bias` is \[1\]: it must be an object"),
+        (CHAT, {"stream": "yes"}, "`stream` is 'yes': it must be true or false"),
+        (CHAT, {"stop": {"a": 1}}, "`stop` is .* a list of texts"),
+        (CHAT, {"model": 3}, "`model` is 3: it must be text"),
+        (CHAT, {"temperature": float("nan")}, "`temperature` is nan: it must be a number from 0"),
+        (CHAT, {"temperature": -1}, "`temperature` is -1"),
+        (CHAT, {"temperature": True}, "`temperature` is True"),
+        (COMPLETION, {"top_p": 10**400}, "`top_p` is .*: it must be a number from 0 to 1"),
+        (COMPLETION, {"seed": float("inf")}, "`seed` is inf"),
+        (COMPLETION, {"suffix": "\ud800"}, "surrogates not allowed"),
+        (COMPLETION, {"seed": 1.5}, "`seed` is 1.5"),
+        (CHAT, {"response_format": []}, r"`response_format` is \[\]: it must be an object"),
+        (CHAT, {"response_format": schema_form({"enum": ["x"] * 2000})}, "more than 2000 values"),
+        (CHAT, {"response_format": schema_form(nested(50))}, "50 levels"),
+        (
+            CHAT,
+            {"response_format": schema_form({"pattern": "a?" * 50_000})},
+            "schema has 100015 characters",
+        ),
+        (
+            CHAT,
+            {"generation_config": '{"suppress_tokens": [' + "1," * 5000 + "1]}"},
+            "more than 4096 values",
+        ),
+        (CHAT, {"generation_config": '{"a": ' + "[" * 10 + "]" * 10 + "}"}, "10 levels"),
+        (CHAT, {"generation_config": "[" * 100_000}, "recursion|depth"),
+        (
+            CHAT,
+            {"logit_bias": dict.fromkeys(map(str, range(5000)), 1)},
+            "`logit_bias` has more than 4096 values",
+        ),
+        (
+            CHAT,
+            {"chat_template_kwargs": {"chat_template": "{% for i in range(9) %}"}},
+            "holds chat_template",
+        ),
+        (
+            CHAT,
+            {"chat_template_kwargs": {"padding": "max_length", "max_length": 10**9}},
+            "holds max_length, padding",
+        ),
+        (RESPONSE, {"text": {"verbosity": "low"}}, r"`text\.verbosity` is 'low'"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_what_is_not_served_is_refused(endpoint: str, body: dict[str, Any], message: str) -> None:
+    with pytest.raises(Refused, match=message):
+        translate(endpoint, body)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": 1e-40}, "`temperature` is 1e-40"),
+        ({"sequence_bias": {(1,): float("nan")}}, "`logit_bias` holds nan"),
+        ({"sequence_bias": {(1,): float("inf")}}, "`logit_bias` holds inf"),
+        ({"stop_strings": "a" * 4097}, "`stop` has 4097 characters"),
+        ({"stop_strings": ["a"] * 65}, "`stop` has 65 texts"),
+        ({"stop_strings": ["end", ""]}, "`stop` holds an empty text"),
+        ({"stop_strings": ""}, "`stop` holds an empty text"),
+        ({"num_beams": 129}, "`num_beams` is 129: it must be a whole number up to 128"),
+        ({"max_matching_ngram_size": 10**6}, "`max_matching_ngram_size` is 1000000"),
+        ({"prompt_lookup_num_tokens": 10**6}, "`prompt_lookup_num_tokens` is 1000000"),
+        (
+            {"watermarking_config": {"context_history_size": 10**9}},
+            "`context_history_size` is 1000000000",
+        ),
+        ({"bad_words_ids": [[1, 2]] * 257}, "257 sequences of several tokens"),
+        ({"sequence_bias": {(1, i): 1.0 for i in range(257)}}, "257 sequences of several tokens"),
+        ({"sequence_bias": [[[1, i], 1.0] for i in range(257)]}, "257 sequences of several tokens"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_extreme_options_are_refused(options: dict[str, Any], message: str) -> None:
+    check_extremes(
+        {
+            "temperature": 1e-5,
+            "sequence_bias": {(1,): float("-inf")},
+            "stop_strings": ["a" * 4033, *"b" * 63],
+            "bad_words_ids": [[1, 2]] * 256 + [[3]] * 3000,
+            "num_beams": 128,
+        }
+    )
+    with pytest.raises(Refused, match=message):
+        check_extremes(options)
+
+
+def test_beams_that_take_much_memory_are_refused() -> None:
+    config = models.get("llama").generation_config.__class__(
+        max_new_tokens=1 << 16, eos_token_id=[2, 3, 4]
+    )
+    check_beams(config, {"num_beams": 64})
+    check_beams(config, {"num_beams": 1})
+    check_beams(config, {})
+    with pytest.raises(
+        Refused,
+        match=r"`num_beams` is 65 for 65536 new tokens, with 260 candidates .* `max_tokens`",
+    ):
+        check_beams(config, {"num_beams": 65})
+
+
+def test_parts_that_a_model_does_not_read_are_refused() -> None:
+    for name in ("messages", "input"):
+        body = {
+            name: [
+                {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}
+            ]
+        }
+        check_parts("VLM", body)
+        with pytest.raises(Refused, match="a part of type 'image_url'"):
+            check_parts("LLM", body)
+
+
+def test_options_that_allow_no_token() -> None:
+    model = models.get("llama")
+    config, every = (
+        model.generation_config.__class__(max_new_tokens=4, eos_token_id=2),
+        list(range(models.VOCAB_SIZE)),
+    )
+    check_allows_tokens(model, config, {"min_new_tokens": 4, "suppress_tokens": every[3:]})
+    check_allows_tokens(
+        model, config, {"bad_words_ids": [[token] for token in every[1:]] + [[0, 1]]}
+    )
+    infinite = {(token,): float("-inf") for token in every[2:]}
+    for options in (
+        {"min_new_tokens": 5},
+        {"sequence_bias": {(models.VOCAB_SIZE,): 1.0}},
+        {"sequence_bias": [[[5, -1], 1.0]]},
+        {"suppress_tokens": every},
+        {"suppress_tokens": every[:9], "bad_words_ids": [[token] for token in every[9:]]},
+        {"begin_suppress_tokens": every[:2], "sequence_bias": infinite},
+        {"min_new_tokens": 1, "suppress_tokens": [token for token in every if token != 2]},
+    ):
+        with pytest.raises(Refused):
+            check_allows_tokens(model, config, options)
+
+
+def test_a_generation_config_may_ask_for_several_sequences() -> None:
+    for config in (
+        '{"do_sample": true, "num_return_sequences": 2}',
+        '{"num_return_sequences": 2, "do_sample": true}',
+    ):
+        for body in ({}, {"n": 2}):
+            made = translate(CHAT, {"generation_config": config, **body})
+            assert made.num_choices == 2 and json.loads(made.body["generation_config"]) == {
+                "do_sample": True
+            }
+    assert translate(CHAT, {"n": 3, "generation_config": '{"num_beams": 4}'}).num_choices == 3
+    assert (
+        translate(RESPONSE, {"generation_config": '{"num_return_sequences": 1}'}).num_choices == 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "message"),
+    [
+        (
+            CHAT,
+            {"n": 1, "generation_config": '{"num_return_sequences": 2}'},
+            "`n` is 1 and `num_return_sequences` is 2",
+        ),
+        (CHAT, {"generation_config": '{"num_return_sequences": 0}'}, "`num_return_sequences` is 0"),
+        (
+            CHAT,
+            {"generation_config": '{"num_return_sequences": "2"}'},
+            "`num_return_sequences` is '2'",
+        ),
+        (
+            RESPONSE,
+            {"generation_config": '{"num_return_sequences": 2}'},
+            "`num_return_sequences` is 2",
+        ),
+        (CHAT, {"generation_config": "[1]"}, r"`generation_config` is \[1\]: it must be an object"),
+    ],
+)
+def test_sequences_that_cannot_be_served(endpoint: str, body: dict[str, Any], message: str) -> None:
+    with pytest.raises(Refused, match=message):
+        translate(endpoint, body)

@@ -1,0 +1,77 @@
+"""How requests of `transformers serve` begin, without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextvars import ContextVar
+from typing import Any
+
+import pytest
+
+from hf_paged.tools import serving
+
+name: ContextVar[str] = ContextVar("name")
+
+
+async def answer(steps: list[Any], error: Exception | None = None) -> str:
+    """What the app does: work, a wait, more work."""
+    steps.append((threading.current_thread(), name.get()))
+    future = asyncio.get_running_loop().create_future()
+    if error is not None:
+        raise error
+    await asyncio.sleep(0)
+    steps.append((threading.current_thread(), name.get()))
+    asyncio.get_running_loop().call_soon(future.set_result, "text")
+    return str(await future)
+
+
+def test_a_coroutine_begins_in_a_thread_and_ends_in_the_event_loop() -> None:
+    steps: list[Any] = []
+
+    async def serve() -> str:
+        name.set("mine")
+        return str(await (await serving._begun(answer(steps))))
+
+    assert asyncio.run(serve()) == "text"
+    (first, own), (second, same) = steps
+    assert first is not second and second is threading.current_thread() and own == same == "mine"
+
+
+def test_errors_pass_on_from_both_parts() -> None:
+    async def failing() -> None:
+        await asyncio.sleep(0)
+        raise KeyError("later")
+
+    async def serve(coroutine: Any) -> Any:
+        return await (await serving._begun(coroutine))
+
+    name.set("mine")
+    with pytest.raises(OSError, match="at once"):
+        asyncio.run(serve(answer([], OSError("at once"))))
+    with pytest.raises(KeyError, match="later"):
+        asyncio.run(serve(failing()))
+
+
+def test_a_coroutine_that_never_waits_and_one_that_is_cancelled() -> None:
+    ended: list[str] = []
+
+    async def at_once() -> int:
+        return 7
+
+    async def never() -> None:
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            ended.append("cancelled")
+
+    async def serve() -> None:
+        assert await (await serving._begun(at_once())) == 7
+        task = asyncio.ensure_future(await serving._begun(never()))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(serve())
+    assert ended == ["cancelled"]

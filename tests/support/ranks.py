@@ -627,7 +627,12 @@ def run(
             ),
             *("-m", "tests.support.ranks", folder, *cases),
         ]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "TRANSFORMERS_VERBOSITY": "error",
+            "PYTHONFAULTHANDLER": "1",  # a process that crashes says where
+        }
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=timeout
         )

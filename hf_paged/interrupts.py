@@ -33,6 +33,7 @@ _NO_HANDLERS = (None, signal.SIG_DFL, signal.SIG_IGN)
 # the handlers that `_note` replaces; `None` while signals are not deferred
 _handlers: dict[int, Any] | None = None
 _holder = 0  # ident of the thread that defers signals
+_main_thread = threading.main_thread().ident
 _pending: list[int] = []
 
 
@@ -108,9 +109,7 @@ class held:
     __slots__ = ("_is_outermost",)
 
     def __enter__(self) -> None:
-        self._is_outermost = (
-            _handlers is None and threading.get_ident() == threading.main_thread().ident
-        )
+        self._is_outermost = _handlers is None and threading.get_ident() == _main_thread
         if self._is_outermost:
             _hold()
 
@@ -148,7 +147,7 @@ class let_in:
                 _hold()
                 raise
             finally:
-                torch.set_grad_enabled(self._grad)
+                torch._C._set_grad_enabled(self._grad)
 
 
 class PatientLock:
@@ -198,7 +197,10 @@ def step_lock(model: nn.Module) -> PatientLock:
 
 
 def _forget() -> None:
-    """In a child process: stops deferring signals if another thread of the parent did."""
+    """In a child process, whose main thread is the one that forked: stops deferring signals if
+    another thread of the parent did."""
+    global _main_thread
+    _main_thread = threading.get_ident()
     if _handlers is not None and threading.get_ident() != _holder:
         _pending.clear()
         _release()

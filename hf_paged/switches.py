@@ -11,7 +11,16 @@ from . import forks
 
 T = TypeVar("T")
 
-NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+class _Nothing:
+    """A step enters several of these: its methods are functions of C, which take any arguments and
+    return something empty, while those of `contextlib.nullcontext` are Python."""
+
+    __enter__ = "".format
+    __exit__ = "".format
+
+
+NOTHING: contextlib.AbstractContextManager[Any] = _Nothing()  # type: ignore[assignment]
 """Changes nothing; may be entered any number of times."""
 
 
@@ -32,8 +41,9 @@ class Switches(Generic[T]):
         forks.in_child(self)
 
     def switched(self, items: Iterable[T]) -> contextlib.AbstractContextManager[None]:
-        """Within it, `items` are switched. Must be entered and left within `interrupts.held`."""
-        return _Switching(self, items)
+        """Within it, `items` are switched; it may be entered any number of times, also by threads
+        at once. Must be entered and left within `interrupts.held`."""
+        return _Switching(self, list(items))
 
     def enter(self, item: T) -> None:
         with self._lock:
@@ -66,26 +76,30 @@ class Switches(Generic[T]):
 class _Switching(Generic[T]):
     """The context of `Switches.switched`."""
 
-    __slots__ = ("_entered", "_items", "_switches")
+    __slots__ = ("_items", "_switches")
 
-    def __init__(self, switches: Switches[T], items: Iterable[T]) -> None:
-        self._switches, self._items = switches, items
-        self._entered: list[T] = []
+    def __init__(self, switches: Switches[T], items: list[T]) -> None:
+        self._switches = switches
+        self._items = items
 
     def __enter__(self) -> None:
+        entered: list[T] = []
         try:
             for item in self._items:
                 self._switches.enter(item)
-                self._entered.append(item)
+                entered.append(item)
         except BaseException:
-            self.__exit__()
+            self._leave(entered)
             raise
 
     def __exit__(self, *error: object) -> None:
+        self._leave(self._items)
+
+    def _leave(self, items: list[T]) -> None:
         raised: BaseException | None = None
-        while self._entered:
+        for item in reversed(items):
             try:
-                self._switches.leave(self._entered.pop())
+                self._switches.leave(item)
             except BaseException as problem:  # the others too, if this one raises
                 raised = problem
         if raised is not None:

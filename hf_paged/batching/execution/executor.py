@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from ...attention.backends import obstacles
 from ...attention.latent import wrap_expansions
@@ -178,6 +178,8 @@ class Executor:
         # processes that compute each forward together: an interrupt in one would leave the others
         # stuck in the forward
         self.ranks = ranks_of(model)
+        if self.ranks is not None:
+            runner.interruptible = lambda: NOTHING
         # wraps such a forward
         self.together: Callable[[], contextlib.AbstractContextManager[None]] | None = None
         self.slowed_by: set[str] = set()  # why kernels did not serve some steps
@@ -186,9 +188,9 @@ class Executor:
         self.adapters: Adapters | None = None  # runs rows with different adapters in one forward
         self._next_adapters: list[Hashable] = []  # those that `prefetch` got last
         self.ahead = RunAhead(memory, scheduler)
-        # during a step: compiled layers that run without compiled code, configs whose attention is
-        # switched
-        self._switched: tuple[list[nn.Module], list[PreTrainedConfig]] | None = None
+        # around each step: compiled layers run without compiled code, and configs name our
+        # attention
+        self._switches: tuple[contextlib.AbstractContextManager[None], ...] | None = None
         self._num_changes = -1  # `guard.num_changes` at the last `notice_model`
         self._is_state_due = False  # whether the runner must still get the model's state
         self._state: ModelState | None = None
@@ -272,7 +274,7 @@ class Executor:
     def forget_model(self) -> None:
         """Drops what is known of the model: no graph is used before its state is read again;
         configs may differ."""
-        self._num_changes, self._switched, self._is_state_due = -1, None, False
+        self._num_changes, self._switches, self._is_state_due = -1, None, False
         if not self.guard.is_watched:
             self._state = None
         self.num_embeddings = num_embeddings(self.model)  # valid token ids are below this
@@ -332,27 +334,30 @@ class Executor:
     def attention(self) -> Iterator[None]:
         """Around each step: switches the model's attention to `"hf_paged"`, runs layers with a
         cache without compiled code, and turns off mask observers."""
-        switched = self._switched  # `begin` resets it, perhaps in another call's thread
-        if switched is None:
+        switches = self._switches  # `begin` resets it, perhaps in another call's thread
+        if switches is None:
             every = list(self.model.modules())
             modules = every if self._switches_attention else []
             wrap_expansions(modules)
-            layers = compiled_layers(every)
-            with running_eagerly(layers):
+            eagerly = running_eagerly(compiled_layers(every))
+            with eagerly:
                 self.runner.products = own_products(every)
-            switched = self._switched = layers, switchable_configs(modules)
-        layers, configs = switched
+            paged = use_paged_attention(switchable_configs(modules))
+            switches = self._switches = eagerly, paged
+        eagerly, paged = switches
         tokens = (mask_observer.set(None), obstacles.set(self.slowed_by))
+        has_gradients = torch.is_grad_enabled()
         try:
-            with torch.no_grad(), running_eagerly(layers), use_paged_attention(configs):
+            torch._C._set_grad_enabled(False)  # `torch.no_grad` takes eight Python calls
+            with eagerly, paged:
                 yield
         finally:
+            torch._C._set_grad_enabled(has_gradients)
             mask_observer.reset(tokens[0])
             obstacles.reset(tokens[1])
 
     def run(self, plan: StepPlan) -> Tensor:
-        """As [`Runner`]'s `run`; takes the step launched ahead, if any, and computes the rest.
-        Interruptible."""
+        """As [`Runner`]'s `run`; takes the step launched ahead, if any, and computes the rest."""
         if self._is_state_due and plan.num_decodes:
             self._read_model()
         ahead, num_ahead = self.ahead.take(plan)
@@ -465,9 +470,7 @@ class Executor:
             return work()
 
     def _window(self) -> contextlib.AbstractContextManager[None]:
-        """Around a forward: lets interrupts in, unless other processes compute it as well."""
-        if self.ranks is None:
-            return let_in()
+        """Around a forward that other processes compute as well."""
         if self.together is None:
             return NOTHING
         return self.together()

@@ -99,7 +99,7 @@ class MtpRunner(PackedRunner):
         spans = list(zip(token_lists, plan.starts, plan.counts))
         self.cache.begin(steps, places)
         try:
-            with self.products:
+            with self.interruptible(), self.products:
                 for head in range(self.model.num_mtp_layers):
                     if head:
                         read: list[int] = []

@@ -420,7 +420,7 @@ class RectangleRunner(Runner):
         of each row's last tokens."""
         before = dict(rectangle.inputs)
         self.has_run_code = True
-        with self.products:
+        with self.interruptible(), self.products:
             logits, rectangle.inputs = next_logits(
                 self.model,
                 rectangle.token_ids,

@@ -46,11 +46,11 @@ def _hold() -> None:
     """Starts to defer signals. If a handler raises meanwhile, raises that and defers none."""
     global _handlers, _holder
     # only Python handlers: "ignore" and "default" raise nothing, and those of C are not ours to set
-    handlers = {
-        signum: handler
-        for signum in SIGNALS
-        if (handler := _signal.getsignal(signum)) not in _NO_HANDLERS
-    }
+    handlers = {}
+    for signum in SIGNALS:
+        handler = _signal.getsignal(signum)
+        if handler not in _NO_HANDLERS:
+            handlers[signum] = handler
     try:
         for signum in handlers:
             _signal.signal(signum, _note)
@@ -73,8 +73,12 @@ def _release(raises: bool = True) -> None:
 
 
 def _put_back(handlers: dict[int, Any]) -> None:
-    ours = [signum for signum in handlers if _signal.getsignal(signum) is _note]
-    before = [handlers[signum] for signum in ours]
+    ours: list[int] = []
+    before: list[Any] = []
+    for signum, handler in handlers.items():
+        if _signal.getsignal(signum) is _note:
+            ours.append(signum)
+            before.append(handler)
     # A restored handler may raise after any call, on entering a function, and in `signal` before it
     # sets the next one: so one call of C code restores all, once more after each of two signals.
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import sys
 import time
 import zlib
@@ -33,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 MAX_IDLE_STEPS = 8  # steps in a row that neither computed nor sampled
 MAX_FRUITLESS_STEPS = 10_000  # steps in a row that preempted and produced no token
+_RUNS_CALLERS_CODE = operator.attrgetter("runs_callers_code")
+_IS_STREAMED = operator.attrgetter("is_streamed")
+_LOGITS = operator.itemgetter(1)
 _INTERRUPTED = "interrupted by {!r} while its token was chosen"
 
 Ready = list[tuple[Generation, Tensor]]
@@ -277,21 +281,17 @@ class StepLoop:
         thread may compute other generations meanwhile."""
         interrupt: BaseException | None = None
         results: list[Any] = []
-        runs_callers_code = True in [
-            generation.decoding.runs_callers_code for generation, _ in ready
-        ]
+        decodings = [generation.decoding for generation, _ in ready]
+        runs_callers_code = any(map(_RUNS_CALLERS_CODE, decodings))
         # transformers' own streamers may hand the text to a thread of the caller
-        lets_code_run = runs_callers_code or True in [
-            generation.decoding.is_streamed for generation, _ in ready
-        ]
+        lets_code_run = runs_callers_code or any(map(_IS_STREAMED, decodings))
         try:
             if runs_callers_code:
                 self.executor.settle(window, runs_code=True)
             if lets_code_run:
                 self.executor.doubt_model()
-            results += sample_step(
-                [(generation.decoding, taken) for generation, taken in ready], fetch
-            )
+            taken = map(_LOGITS, ready)
+            results += sample_step(list(zip(decodings, taken)), fetch)
             # a caller's code may choose any id, the model one past its embedding's
             checks_ids = runs_callers_code or (
                 bool(ready) and ready[0][1].shape[-1] > self.executor.num_embeddings

@@ -190,7 +190,10 @@ class BlockManager:
     @property
     def num_unsized(self) -> int:
         """Groups whose bytes per block are not known yet, so that `num_free` may be too large."""
-        return sum(not group.is_sized for group in self.groups)
+        number = 0
+        for group in self.groups:
+            number += not group.is_sized
+        return number
 
     @property
     def num_total(self) -> int:

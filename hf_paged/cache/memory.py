@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import operator
 import sys
 import time
 import weakref
@@ -44,6 +45,7 @@ KEPT_STATES = 16  # state snapshots up to which a pool without a budget grows ra
 # and grows beside them.
 CACHED_RATIO = 2
 _TITLE = "Memory for keys and values"
+_TAKEN_BYTES = operator.attrgetter("taken_bytes")
 
 
 @dataclass(frozen=True, repr=False)
@@ -635,7 +637,7 @@ class PagedMemory:
     @property
     def taken_bytes(self) -> int:
         """Bytes that are no longer free."""
-        return sum(group.taken_bytes for group in self.groups.values())
+        return sum(map(_TAKEN_BYTES, self.groups.values()))
 
     @property
     def num_cached(self) -> int:
@@ -708,8 +710,11 @@ class PagedMemory:
             if self.least is not None:
                 limit_bytes = self.least(limit_bytes)
             self._limit_bytes = limit_bytes
-        limits = (limit for limit in (most, self._limit_bytes) if limit is not None)
-        return min(limits, default=None)
+        if self._limit_bytes is None:
+            return most
+        if most is None:
+            return self._limit_bytes
+        return min(most, self._limit_bytes)
 
     def num_affordable(self, group: GroupMemory) -> int:
         """Returns how many more blocks `memory_fraction` and `hf_paged.budget` allow `group`."""

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import functools
 import math
+import operator
 import sys
 import threading
 import weakref
@@ -66,13 +67,22 @@ class KVBlocks:
 
     _store: Store | None = field(default=None, init=False, repr=False)
     _latents: KVBlocks | None = field(default=None, init=False, repr=False)
-    _block_bytes: int | None = field(default=None, init=False, repr=False)
+    # numbers that each growth of a pool adds up over all layers
+    num_blocks: int = field(default=0, init=False, repr=False)
+    block_bytes: int = field(default=0, init=False, repr=False)
+    # whether blocks take no memory until first used
+    is_elastic: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         is_quantized = quantized.is_quantized(self.keys)
         self.dtypes = self.dtypes or (self.keys.dtype, self.values.dtype)
         self.quantized_dtype = self.keys.dtype if is_quantized else None
         self.shares_scales = is_quantized and self.keys.stride(2) != self.keys.shape[3]
+        self.num_blocks = self.keys.shape[0]
+        for tensor in self.data:
+            if tensor.shape[0]:
+                self.block_bytes += tensor[0].numel() * tensor.element_size()
+        self.is_elastic = commits_when_touched(self.keys.device)
 
     @property
     def pair(self) -> tuple[tuple[Tensor, torch.dtype], tuple[Tensor, torch.dtype]]:
@@ -166,21 +176,6 @@ class KVBlocks:
             _, heads, _, dim = blocks.shape
             num_bytes += heads * dim * dtype.itemsize
         return num_bytes
-
-    @property
-    def is_elastic(self) -> bool:
-        """Whether blocks take no memory until first used."""
-        return commits_when_touched(self.keys.device)
-
-    @property
-    def block_bytes(self) -> int:
-        if self._block_bytes is None:
-            num_bytes = 0
-            for tensor in self.data:
-                if tensor.shape[0]:
-                    num_bytes += tensor[0].numel() * tensor.element_size()
-            self._block_bytes = num_bytes
-        return self._block_bytes
 
     @classmethod
     def allocate(
@@ -371,6 +366,11 @@ def commits_when_touched(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+_BLOCK_BYTES = operator.attrgetter("block_bytes")
+_NUM_BLOCKS = operator.attrgetter("num_blocks")
+_IS_ELASTIC = operator.attrgetter("is_elastic")
+
+
 class Storage:
     """The block tensors of one layer group, one `KVBlocks` per layer, allocated when the layer
     first writes, at the reserved size. When full they grow to the reserved size, or by half."""
@@ -391,19 +391,17 @@ class Storage:
 
     @property
     def block_bytes(self) -> int:
-        return sum([layer.block_bytes for layer in self.layers.values()])
+        return sum(map(_BLOCK_BYTES, self.layers.values()))
 
     @property
     def num_rows(self) -> int:
         """Blocks for which every layer has allocated memory."""
-        layers = self.layers.values()
-        num_blocks = (layer.keys.shape[0] for layer in layers)
-        return min(num_blocks, default=0)
+        return min(map(_NUM_BLOCKS, self.layers.values()), default=0)
 
     @property
     def is_elastic(self) -> bool:
         """Whether blocks take no memory until first used."""
-        return all(layer.is_elastic for layer in self.layers.values())
+        return all(map(_IS_ELASTIC, self.layers.values()))
 
     @property
     def nbytes(self) -> int:

@@ -160,7 +160,7 @@ _ENVIRONMENT = {"environ", "getenv"}  # of `os`
 _SETUP = {"__init__", "__init_subclass__", "__new__", "_init_weights"}
 _MAX_PLAIN_OBJECTS = 1000  # most objects whose attributes are read
 _MAX_ITEMS = 1000  # most items of a container that a closure or a Python module holds
-_POINTER_BYTES = ctypes.sizeof(ctypes.c_void_p)
+_VERSION = operator.attrgetter("_version")
 
 Modes = tuple[bool, ...]  # of a model's modules
 _Values = tuple[tuple[Any, ...], bytes, list[bytes]]
@@ -442,13 +442,13 @@ class ModelState:
                 *itertools.chain.from_iterable(self._iterated),
                 *map(operator.getitem, self._globals, self._global_names),
             )
-            arrays = [np.asarray(x).tobytes() for x in self._arrays]
+            arrays = list(map(_content_of, self._arrays))
             return values, _pointers(values), arrays
         except Exception:
             return None
 
     def _read_content(self) -> tuple[list[int], bytes]:
-        versions = [x._version for x in self._counted]
+        versions = list(map(_VERSION, self._counted))
         return versions, b"".join(self._lines)
 
     def _digest(self, content: list[Any]) -> bytes:
@@ -890,8 +890,12 @@ def _pointers(values: tuple[Any, ...]) -> bytes:
     """The addresses of a tuple's items, as the tuple holds them: to compare identities at the speed
     of memory."""
     start = id(values) + tuple.__basicsize__
-    num_bytes = len(values) * _POINTER_BYTES
-    return ctypes.string_at(start, num_bytes)
+    items = (ctypes.c_void_p * len(values)).from_address(start)
+    return bytes(items)
+
+
+def _content_of(array: Any) -> bytes:
+    return np.asarray(array).tobytes()
 
 
 @functools.cache

@@ -4,6 +4,7 @@ host."""
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from .scores import alternatives, argmax, invert, logprobs_of, pick, stack_rows,
 
 Result = SampledTokens | BaseException
 _NO_TOKEN = -1  # for a row whose scores allow no token
+_TAKES_MAXIMUM = operator.attrgetter("takes_maximum")
+_IS_SIMPLE = operator.attrgetter("is_simple")
 
 
 @dataclass
@@ -235,7 +238,7 @@ def _choose(
     logits: Tensor,
 ) -> Choice:
     """Chooses tokens from the `(n, vocab)` logits of all open rows of the batch."""
-    if {decoding.takes_maximum for decoding in batch} == {True}:
+    if all(map(_TAKES_MAXIMUM, batch)):
         return Choice(places, batch, argmax(logits), [])
     if len(batch) == 1:
         raw, scores = batch[0].process(logits)
@@ -357,7 +360,7 @@ def _accept(
 ) -> list[Result]:
     """Lets each decoding accept the tokens of its open rows, with their records; returns the
     results."""
-    if {decoding.is_simple for decoding in batch} == {True} and _NO_TOKEN not in tokens:
+    if all(map(_IS_SIMPLE, batch)) and _NO_TOKEN not in tokens:
         return SampleDecoding.accept_each(batch, tokens)
     counts = [len(decoding.open_rows) for decoding in batch]
     ends = itertools.accumulate(counts)

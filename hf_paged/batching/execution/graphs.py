@@ -8,6 +8,7 @@ import contextlib
 import functools
 import gc
 import logging
+import operator
 import os
 import threading
 import time
@@ -658,10 +659,8 @@ class StepGraphs:
         blocks: list[KVBlocks] = []
         for group in self._groups:
             blocks += group.storage.layers.values()
-        is_changed = len(blocks) != len(self._blocks)
-        if not is_changed:
-            is_changed = any(ref() is not now for ref, now in zip(self._blocks, blocks))
-        if is_changed:
+        held = list(map(weakref.ref.__call__, self._blocks))
+        if len(held) != len(blocks) or not all(map(operator.is_, held, blocks)):
             self._graphs.clear()
             self._blocks = [weakref.ref(now) for now in blocks]
             self._costs = None

@@ -124,6 +124,24 @@ class _Part(NamedTuple):
         typed = array(self.host.format, numbers)
         self.host[: len(numbers)] = typed
 
+    def spread(
+        self,
+        numbers: list[int],
+        decodes: int,
+        shift: int,
+        unused: int = 0,
+    ) -> None:
+        """Writes the whole part: decodes' numbers first, and those of chunks behind room for
+        `shift` more decodes."""
+        rest = len(self.host) - len(numbers) - shift
+        every = [
+            *numbers[:decodes],
+            *[unused] * shift,
+            *numbers[decodes:],
+            *[unused] * rest,
+        ]
+        self.host[:] = array(self.host.format, every)
+
 
 Take = Callable[[str, int], _Part]
 
@@ -323,48 +341,27 @@ class StaticInputs:
         sizes = self.sizes
         decodes = tokens.num_decodes
         shift = sizes.decodes - decodes
-
-        def spread(
-            numbers: list[int],
-            size: int,
-            unused: int = 0,
-        ) -> list[int]:
-            """Puts decodes' numbers first, and chunks' numbers after room for `sizes.decodes`
-            decodes."""
-            gap = [unused] * shift
-            rest = size - len(numbers) - shift
-            return [
-                *numbers[:decodes],
-                *gap,
-                *numbers[decodes:],
-                *[unused] * rest,
-            ]
-
-        token_ids = spread(tokens.token_ids, sizes.tokens)
-        positions = spread(tokens.positions, sizes.tokens)
-        self._token_ids.write(token_ids)
-        self._positions.write(positions)
+        self._token_ids.spread(tokens.token_ids, decodes, shift)
+        self._positions.spread(tokens.positions, decodes, shift)
         pairs = zip(tokens.groups, self._groups)
         for number, (group, inputs) in enumerate(pairs):
-            slots = spread(group.slots, sizes.tokens, -1)
-            seq_lens = spread(group.seq_lens, sizes.rows)
-            origins = spread(group.origins, sizes.rows)
-            inputs.slots.write(slots)
-            inputs.seq_lens.write(seq_lens)
-            inputs.origins.write(origins)
+            inputs.slots.spread(group.slots, decodes, shift, -1)
+            inputs.seq_lens.spread(group.seq_lens, decodes, shift)
+            inputs.origins.spread(group.origins, decodes, shift)
             _write_changed(
                 inputs.tables.host,
                 inputs.width,
                 inputs.known,
                 group.tables[:decodes],
             )
-            _write_changed(
-                inputs.tables.host,
-                inputs.width,
-                inputs.known,
-                group.tables[decodes:],
-                sizes.decodes,
-            )
+            if sizes.chunks:
+                _write_changed(
+                    inputs.tables.host,
+                    inputs.width,
+                    inputs.known,
+                    group.tables[decodes:],
+                    sizes.decodes,
+                )
             if inputs.prefixes is not None:
                 inputs.prefixes.fill(
                     prefixes[number],
@@ -392,7 +389,8 @@ class StaticInputs:
             bounds += (start, end)
             if sizes.chunks:
                 bounds += (first + shift, last + shift)
-        self._ranges.write(bounds)
+        if bounds:
+            self._ranges.write(bounds)
         self._buffer.copy_(self._host, non_blocking=True)
         if self._copied is not None:
             self._copied.record()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import operator
 from array import array
 from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Items
@@ -42,6 +43,8 @@ logger = logging.getLogger(__name__)
 MAX_GATHERED_EXPERTS = 64
 """Up to this many tokens, each token's expert weights are copied: an estimate of a small amount of
 memory."""
+
+_BLOCK_IDS = operator.attrgetter("block_ids")
 
 Wholes = list[tuple[Prompts, dict[int, int]]]
 """Prompts that the model's own forward computes as a whole, with the batch place of each row that
@@ -555,7 +558,11 @@ class PackedRunner(Runner):
     ) -> PackedTokens:
         """Lays out a packed step. `is_ahead`: the tokens are on the device only, one of each
         row."""
-        num_plain = self._num_plain(plan)
+        # leading rows of one token each, whose columns need no look at each row
+        num_plain = plan.num_decodes
+        if plan.has_drafts or self.rope is not None:
+            num_plain = 0
+        num_rows = len(plan.sequences)
         positions = list(plan.starts[:num_plain])
         if is_ahead:
             token_ids = [0] * num_plain
@@ -566,7 +573,7 @@ class PackedRunner(Runner):
         query_start = list(range(num_plain + 1))
         factors: list[int] = []
         num_decodes = num_plain
-        for row in range(num_plain, len(plan)):
+        for row in range(num_plain, num_rows):
             sequence = plan.sequences[row]
             start = plan.starts[row]
             count = plan.counts[row]
@@ -595,39 +602,36 @@ class PackedRunner(Runner):
         if self.rope is not None and self.rope.is_fresh:
             if not any(factors):
                 factors = []
-        numbers = range(len(self.windows))
+        groups = []
+        for number in range(len(self.windows)):
+            groups.append(self._lay_out_group(plan, number, num_plain))
         return PackedTokens(
             token_ids,
             positions,
             last,
             query_start,
             num_decodes,
-            [self._lay_out_group(plan, number) for number in numbers],
+            groups,
             factors,
             _axes(plan, positions) if plan.has_inputs else None,
             plan.has_drafts,
         )
 
-    def _num_plain(self, plan: StepPlan) -> int:
-        """Counts the leading rows of one token each, whose columns need no look at each row."""
-        if plan.has_drafts or self.rope is not None:
-            return 0
-        return plan.num_decodes
-
     def _lay_out_group(
         self,
         plan: StepPlan,
         number: int,
+        num_plain: int,
     ) -> GroupTokens:
         size = self._block_sizes[number]
-        num_plain = self._num_plain(plan)
         held = [sequence.blocks.tables[number] for sequence in plan.sequences]
-        origins = [table.num_dropped * size for table in held[:num_plain]]
-        tables = [table.block_ids for table in held[:num_plain]]
-        indices = [start - origin for start, origin in zip(plan.starts, origins)]
+        plain = held[:num_plain]
+        origins = [table.num_dropped * size for table in plain]
+        tables = list(map(_BLOCK_IDS, plain))
+        indices = list(map(operator.sub, plan.starts, origins))
         slots = [ids[index // size] * size + index % size for ids, index in zip(tables, indices)]
-        seq_lens = [index + 1 for index in indices]
-        for row in range(num_plain, len(plan)):
+        seq_lens = list(map((1).__add__, indices))
+        for row in range(num_plain, len(held)):
             table = held[row]
             count = plan.counts[row]
             origin = table.num_dropped * size

@@ -99,5 +99,5 @@ _switches: Switches[nn.Module] = Switches(_save, _switch, _restore)
 
 def running_eagerly(modules: Sequence[nn.Module]) -> contextlib.AbstractContextManager[None]:
     """Within it, `modules` run their own code in place of what `torch.compile` made of it, in every
-    thread. Must be entered and left within `interrupts.held`."""
+    thread."""
     return _switches.switched(modules) if modules else NOTHING

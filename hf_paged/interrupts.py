@@ -1,214 +1,124 @@
-"""Defers signals during bookkeeping, and provides locks that do so.
+"""What an interrupt leaves behind is put right where it arrives.
 
-Python runs signal handlers between any two bytecodes of the main thread. Within [`held`] signals
-are only noted, and their handlers are called on leaving; [`let_in`] lets signals through during
-long operations and callers' code. Not deferred: exceptions that one thread sets in another
-(`PyThreadState_SetAsyncExc`), and signals other than `SIGNALS`, since each of these costs every
-`held` a look at its handler.
+Python runs signal handlers between any two bytecodes of the main thread, and they may raise. A
+step's bookkeeping recovers by itself (`StepLoop.recover`). What else a call changes for a while,
+such as a model's attention, it changes within contexts that are [`restoring`]; an interrupt that
+is raised just as such a context begins to end, so that it does not end, leaves it to the call
+around it, which is [`guarded`].
 """
 
 from __future__ import annotations
 
-import _signal  # `signal` wraps the same functions at ten times the cost
-import os
+import contextlib
+import functools
 import signal
-import sys
 import threading
-import weakref
-from collections import deque
-from types import FrameType
-from typing import Any
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import nn
 
-from . import forks
-
-_NAMES = "INT TERM ALRM USR1 USR2 HUP QUIT CHLD XCPU VTALRM PROF BREAK".split()
-SIGNALS: tuple[int, ...] = tuple(
-    int(getattr(signal, f"SIG{name}")) for name in _NAMES if hasattr(signal, f"SIG{name}")
-)
-
-_NO_HANDLERS = (None, signal.SIG_DFL, signal.SIG_IGN)
-# the handlers that `_note` replaces; `None` while signals are not deferred
-_handlers: dict[int, Any] | None = None
-_holder = 0  # ident of the thread that defers signals
-_main_thread = threading.main_thread().ident
-_pending: list[int] = []
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-def _note(signum: int, frame: FrameType | None) -> None:
-    if signum not in _pending:
-        _pending.append(signum)
-
-
-def _hold() -> None:
-    """Starts to defer signals. If a handler raises meanwhile, raises that and defers none."""
-    global _handlers, _holder
-    # only Python handlers: "ignore" and "default" raise nothing, and those of C are not ours to set
-    handlers = {}
-    for signum in SIGNALS:
-        handler = _signal.getsignal(signum)
-        if handler not in _NO_HANDLERS:
-            handlers[signum] = handler
-    try:
-        for signum in handlers:
-            _signal.signal(signum, _note)
-        _handlers = handlers
-        _holder = threading.get_ident()
-    except BaseException:
-        _put_back(handlers)
-        raise
-
-
-def _release(raises: bool = True) -> None:
-    """Puts the handlers back and, if `raises`, calls those of the noted signals."""
-    global _handlers
-    handlers, _handlers = _handlers, None
-    try:
-        _put_back(handlers or {})
-    finally:  # also if a restored handler has just raised
-        if _pending and raises:
-            _raise_pending()
-
-
-def _put_back(handlers: dict[int, Any]) -> None:
-    ours: list[int] = []
-    before: list[Any] = []
-    for signum, handler in handlers.items():
-        if _signal.getsignal(signum) is _note:
-            ours.append(signum)
-            before.append(handler)
-    # A restored handler may raise after any call, on entering a function, and in `signal` before it
-    # sets the next one: so one call of C code restores all, once more after each of two signals.
-    try:
-        deque(map(_signal.signal, ours, before), 0)
-    except BaseException:
-        try:
-            deque(map(_signal.signal, ours, before), 0)
-        except BaseException:
-            deque(map(_signal.signal, ours, before), 0)
-            raise
-        raise
-
-
-def _raise_pending() -> None:
-    signum = _pending.pop(0)
-    handler = _signal.getsignal(signum)
-    try:
-        if callable(handler):
-            # called directly: raising the signal would write to `signal.set_wakeup_fd` again
-            handler(signum, sys._getframe())
-        elif handler == signal.SIG_DFL:  # set by a caller's code since
-            signal.raise_signal(signum)
-    finally:  # handle the others even if this handler raised
-        if _pending:
-            _raise_pending()
-
-
-class held:
-    """Context in which signals are deferred until the outermost `held` exits. That one takes about
-    ten times as long as an empty `with`, those inside it hardly longer."""
-
-    __slots__ = ("_is_outermost",)
-
-    def __enter__(self) -> None:
-        self._is_outermost = _handlers is None and threading.get_ident() == _main_thread
-        if self._is_outermost:
-            _hold()
-
-    def __exit__(self, *error: object) -> None:
-        if self._is_outermost:
-            _release()
-
-
-class let_in:
-    """Context, inside [`held`], in which signals are handled at once; if `waiting`, deferred
-    signals are handled on entering. On exit it restores gradient mode, which torch's contexts lose
-    when an interrupt ends them.
-    """
-
-    __slots__ = ("_grad", "_waiting", "_was_held")
-
-    def __init__(self, waiting: bool = True) -> None:
-        self._waiting = waiting
-
-    def __enter__(self) -> None:
-        self._was_held = _handlers is not None and threading.get_ident() == _holder
-        if self._was_held:
-            self._grad = torch.is_grad_enabled()
-            try:
-                _release(self._waiting)
-            except BaseException:
-                self.__exit__()
-                raise
-
-    def __exit__(self, *error: object) -> None:
-        if self._was_held:
-            try:
-                _hold()
-            except BaseException:  # a signal came first: it is raised, and later ones are deferred
-                _hold()
-                raise
-            finally:
-                torch._C._set_grad_enabled(self._grad)
-
-
-class PatientLock:
-    """A reentrant lock that defers signals while held (`held`), and handles them while it waits for
-    another thread."""
+class _Contexts(threading.local):
+    """The `restoring` contexts that this thread has entered and not left, in order."""
 
     def __init__(self) -> None:
-        self.lock = forks.rlock()
-        # by thread, including threads that wait for a condition
-        self._holds: dict[int, list[held | None]] = {}
+        self.open: list[Generator[Any, None, None]] = []
 
-    def wait_for(self, condition: threading.Condition) -> None:
-        """Waits at most 50 ms for the condition, then handles deferred signals."""
-        condition.wait(timeout=0.05)
-        with let_in():
-            pass
 
-    def __enter__(self) -> None:
-        hold = None
-        if _handlers is None:  # else signals are deferred already, which `held` would not change
-            hold = held()
-            hold.__enter__()
+_contexts = _Contexts()
+
+
+class _Restoring(contextlib._GeneratorContextManager[T]):
+    gen: Any
+
+    def __enter__(self) -> T:
+        _contexts.open.append(self.gen)
         try:
-            while not self.lock.acquire(timeout=0.05):
-                with let_in():
-                    pass
+            return super().__enter__()
         except BaseException:
-            if hold is not None:
-                hold.__exit__()
+            self._leave()
             raise
-        self._holds.setdefault(threading.get_ident(), []).append(hold)
 
-    def __exit__(self, *error: object) -> None:
-        hold = self._holds[threading.get_ident()].pop()
-        self.lock.release()
-        if hold is not None:
-            hold.__exit__()
+    def __exit__(self, *error: Any) -> bool | None:
+        try:
+            return super().__exit__(*error)
+        finally:
+            self._leave()
 
-
-_locks: weakref.WeakKeyDictionary[nn.Module, PatientLock] = weakref.WeakKeyDictionary()
-
-
-def step_lock(model: nn.Module) -> PatientLock:
-    """Returns the model's lock, held from scheduling to the end of a forward and while the model's
-    state is read: all callers share its adapters."""
-    return _locks.setdefault(model, PatientLock())
+    def _leave(self) -> None:
+        with contextlib.suppress(ValueError):  # another thread's, as of a generator that it ends
+            _contexts.open.remove(self.gen)
 
 
-def _forget() -> None:
-    """In a child process, whose main thread is the one that forked: stops deferring signals if
-    another thread of the parent did."""
-    global _main_thread
-    _main_thread = threading.get_ident()
-    if _handlers is not None and threading.get_ident() != _holder:
-        _pending.clear()
-        _release()
+def restoring(
+    function: Callable[P, Iterator[T]],
+) -> Callable[P, contextlib.AbstractContextManager[T]]:
+    """As `contextlib.contextmanager`, for a context that puts back what it changes."""
+
+    @functools.wraps(function)
+    def make(*args: P.args, **kwargs: P.kwargs) -> contextlib.AbstractContextManager[T]:
+        generator: Any = function
+        return _Restoring(generator, args, kwargs)
+
+    return make
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+def guarded(function: Callable[P, T]) -> Callable[P, T]:
+    """Makes a call that raises end the contexts which an interrupt has kept from ending, and put
+    back torch's gradient mode and dispatch modes, whose own contexts are Python as well."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        depth = len(_contexts.open)
+        has_gradients = torch.is_grad_enabled()
+        num_modes = torch._C._len_torch_dispatch_stack()
+        try:
+            return function(*args, **kwargs)
+        except BaseException:
+            surely(lambda: _put_back(depth, has_gradients, num_modes))
+            raise
+
+    return call
+
+
+def _put_back(depth: int, has_gradients: bool, num_modes: int) -> None:
+    try:
+        while len(_contexts.open) > depth:
+            _contexts.open[-1].close()
+            _contexts.open.pop()
+    finally:
+        torch._C._set_grad_enabled(has_gradients)
+        while torch._C._len_torch_dispatch_stack() > num_modes:
+            mode = torch._C._get_dispatch_stack_at(torch._C._len_torch_dispatch_stack() - 1)
+            mode.__exit__(None, None, None)
+
+
+def surely(undo: Callable[[], object]) -> None:
+    """Calls `undo`, and again if an interrupt ends it: it must be right to call it twice."""
+    try:
+        undo()
+    except BaseException:
+        undo()
+        raise
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether an error is for the caller, and not to be handled as one of the code that runs: it is
+    no `Exception`, or a signal's handler raised it."""
+    if not isinstance(error, Exception):
+        return True
+    codes = set()
+    for number in signal.valid_signals():
+        handler: Any = signal.getsignal(number)
+        handler = getattr(handler, "__func__", handler)
+        codes.add(getattr(handler, "__code__", None))
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in codes:
+            return True
+        trace = trace.tb_next
+    return False

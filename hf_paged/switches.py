@@ -42,7 +42,7 @@ class Switches(Generic[T]):
 
     def switched(self, items: Iterable[T]) -> contextlib.AbstractContextManager[None]:
         """Within it, `items` are switched; it may be entered any number of times, also by threads
-        at once. Must be entered and left within `interrupts.held`."""
+        at once."""
         return _Switching(self, list(items))
 
     def enter(self, item: T) -> None:

@@ -1,11 +1,15 @@
-"""Starts threads where the system may refuse them: under a limit of processes or of memory."""
+"""Starts threads where the system may refuse them, under a limit of processes or of memory; and the
+lock under which threads run a model."""
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 
-from .interrupts import held
+from torch import nn
+
+from . import forks
 
 START_SECONDS = 5.0
 
@@ -19,14 +23,22 @@ class _Started(threading.Event):
 
 
 def start(run: Callable[[], object], name: str, daemon: bool = True) -> threading.Thread | None:
-    """Starts a thread that calls `run`, within `START_SECONDS` and with signals deferred. Returns
-    `None` if there can be no thread: the caller goes on without it. A thread that merely begins
-    later calls `run` all the same."""
+    """Starts a thread that calls `run`, within `START_SECONDS`. Returns `None` if there can be no
+    thread: the caller goes on without it. A thread that merely begins later calls `run` all the
+    same."""
     thread = threading.Thread(target=run, name=name, daemon=daemon)
     started = thread._started = _Started()  # type: ignore[attr-defined]
-    with held():
-        try:
-            thread.start()
-        except (RuntimeError, MemoryError):  # at the limit, or at interpreter shutdown
-            return None
+    try:
+        thread.start()
+    except (RuntimeError, MemoryError):  # at the limit, or at interpreter shutdown
+        return None
     return thread if started.is_set() else None
+
+
+_step_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+
+
+def step_lock(model: nn.Module) -> threading.RLock:
+    """Returns the model's lock, held from scheduling to the end of a forward and while the model's
+    state is read: all callers share its adapters."""
+    return _step_locks.setdefault(model, forks.rlock())

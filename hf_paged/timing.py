@@ -3,16 +3,17 @@ recordings."""
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterator
 from contextvars import ContextVar
+
+from .interrupts import restoring
 
 counted: ContextVar[dict[str, float] | None] = ContextVar("hf_paged_setup_seconds", default=None)
 """Seconds by part, to which `timed` adds; `None`: nothing is counted."""
 
 
-@contextlib.contextmanager
+@restoring
 def counting(seconds: dict[str, float]) -> Iterator[None]:
     """Within it, `timed` adds to `seconds`, by part."""
     token = counted.set(seconds)
@@ -22,7 +23,7 @@ def counting(seconds: dict[str, float]) -> Iterator[None]:
         counted.reset(token)
 
 
-@contextlib.contextmanager
+@restoring
 def timed(part: str) -> Iterator[None]:
     """Adds the duration of the context, without that of parts within it, to the part's seconds."""
     seconds = counted.get()

@@ -91,7 +91,7 @@ def use_paged_attention(
     configs: Iterable[PreTrainedConfig],
 ) -> contextlib.AbstractContextManager[None]:
     """Within it, attention layers that read `configs` (from `switchable_configs`) call our
-    attention function. Must be entered and left within `interrupts.held`."""
+    attention function."""
     return _switches.switched(configs)
 
 

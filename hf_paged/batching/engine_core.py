@@ -13,6 +13,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
@@ -25,9 +26,10 @@ from ..cache.idle import begin_use, end_use
 from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.paged_cache import PagedCache
 from ..config import AUTO, PagedConfig
-from ..interrupts import PatientLock, let_in
+from ..interrupts import guarded, is_interrupt, restoring
 from ..model.capability import Layout
 from ..model.forwards import compute_device
+from ..model.rank_signals import PatientLock
 from ..model.ranks import RankLostError, is_sharded
 from ..model.registry import Route, block_sizes, note_route, route_of
 from ..timing import counted, counting
@@ -98,7 +100,12 @@ class EngineCore:
         self.model = model
         self.config = config
         self.leader = lead(model, self)  # drives the processes that hold other shards of the model
-        self.lock = PatientLock()  # all methods hold it, and callers while they read
+        # All methods hold it, and callers while they read. An interrupt between the messages of
+        # processes would leave them waiting for each other.
+        self.inner_lock = forks.rlock()
+        self.lock: AbstractContextManager[Any] = self.inner_lock
+        if self.leader is not None:
+            self.lock = PatientLock(self.inner_lock)
         self.requests: dict[Hashable, RequestState] = {}  # unfinished ones, by id
         self.unread: list[RequestOutput] = []  # outputs for the next `PagedEngine.step`
         self.loop: StepLoop | None = None  # `None` while no memory is allocated
@@ -113,7 +120,7 @@ class EngineCore:
         self.readers = weakref.WeakValueDictionary()
         self.grammars = Grammars()
         self.paused_by: list[int] = []  # ids of the threads that paused the engine
-        self.resumed = threading.Condition(self.lock.lock)
+        self.resumed = threading.Condition(self.inner_lock)
         self._made_for: tuple[Any, ...] = ()  # the model properties that the loop was made for
         # results of checks of prompts with inputs, until the next loop check
         self._verdicts: dict[Hashable, Any] = {}
@@ -138,6 +145,7 @@ class EngineCore:
         names = (f"request-{number}" for number in self._numbers)
         return next(name for name in names if name not in self.requests)
 
+    @guarded
     def add(
         self,
         tokenizer: Any,
@@ -207,8 +215,7 @@ class EngineCore:
                 if new.limits:
                     self._unstarted.append(new)
                 if options.streamer is not None:
-                    with let_in(waiting=False):
-                        options.streamer.put(new.decoding.input_ids.cpu())
+                    options.streamer.put(new.decoding.input_ids.cpu())
                 self._counts["num_prompt_tokens"] += len(new.prompt_ids)
                 return new.request_id
         except BaseException:  # from the streamer, or an interrupt: take the request out again
@@ -300,7 +307,7 @@ class EngineCore:
         if not self.requests and not self._num_keeping:
             end_use(self.memory)
 
-    @contextlib.contextmanager
+    @restoring
     def keeping_pool(self) -> Iterator[None]:
         """Keeps the pool within this context, even without requests."""
         with self.lock:
@@ -327,10 +334,10 @@ class EngineCore:
     def after_fork(self, freed: set[Any]) -> None:
         """In a forked child, where only this thread exists: drops all requests if another thread
         was in a step."""
-        self.resumed = threading.Condition(self.lock.lock)
+        self.resumed = threading.Condition(self.inner_lock)
         self.paused_by = [thread for thread in self.paused_by if thread == threading.get_ident()]
         self._num_keeping = 0
-        if self.lock.lock in freed:
+        if self.inner_lock in freed:
             self.requests, self._unstarted, self.unread, self._leaving = {}, [], [], None
             self.retire()
 
@@ -358,6 +365,8 @@ class EngineCore:
             except RankLostError:
                 raise
             except Exception as error:
+                if is_interrupt(error):
+                    raise
                 window.is_open = window.is_settled = False  # the failed step has left it
                 logger.warning(
                     Topic.FAILED_REQUESTS("a step raised %r and is repeated once"),
@@ -383,7 +392,7 @@ class EngineCore:
                 " or leave the context of `pause` or `weights_update`, before its next step"
             )
         while self.paused_by:
-            self.lock.wait_for(self.resumed)
+            self.resumed.wait(timeout=0.05)
 
     def _end_unserved(self) -> None:
         """Ends requests whose adapter only PEFT's own `generate` computes: it may have become
@@ -397,6 +406,7 @@ class EngineCore:
                 state.error = error
                 self.end(state, "error")
 
+    @guarded
     def step(self, window: Window) -> None:
         """Takes a step and outputs its tokens. Raises the error of a step that cannot be completed,
         which the next step repeats; if that raises as well, ends the requests that it would compute
@@ -429,6 +439,8 @@ class EngineCore:
             self._output(loop)
             self._has_failed = False
         except Exception as error:
+            if is_interrupt(error):
+                raise
             has_failed, self._has_failed = self._has_failed, bool(self.requests)
             if not has_failed:
                 raise
@@ -472,6 +484,8 @@ class EngineCore:
                 for output in earlier:
                     state.outbox.append(RequestOutput(state.request_id, *output))
             except Exception as error:
+                if is_interrupt(error):
+                    raise
                 state.error = error
         if state.error is not None:
             self.end(state, "error", tokens, text)
@@ -488,8 +502,7 @@ class EngineCore:
         if not loop.blocks.num_withheld() or now - self._short_since > budget.PATIENCE:
             self._short_since = 0.0
             return False
-        with let_in():
-            time.sleep(0.01)
+        time.sleep(0.01)
         return True
 
     def get_loop(self, new: RequestState | None = None) -> StepLoop:
@@ -678,7 +691,7 @@ class EngineCore:
         memory = PagedMemory(self.config, sizes=sizes, keeps_cached=True)
         if self.leader is not None:
             memory.least, memory.mirror = self.leader.least, self.leader
-        memory.outer_lock = self.lock.lock
+        memory.outer_lock = self.inner_lock
         return memory
 
     def retire(self) -> None:

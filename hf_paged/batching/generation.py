@@ -20,9 +20,10 @@ from transformers.generation.stopping_criteria import MaxTimeCriteria
 from .. import compat
 from ..cache.block_manager import UNCACHED, SequenceBlocks
 from ..config import check_cache_salt
-from ..interrupts import let_in, step_lock
+from ..interrupts import is_interrupt
 from ..model.own_loop import select_rows, tensors_of
 from ..step import to_device
+from ..threads import step_lock
 from .arguments import RequestOptions, as_whole, check_streamed_rows
 from .decoding.beam import BeamDecoding
 from .decoding.grammar import GrammarProcessor
@@ -226,7 +227,7 @@ class RequestState(Generation):
         error in one request's media would fail all."""
         assert self.request.inputs is not None
         prompts = self.request.inputs[0]
-        with step_lock(model), let_in(), use_adapter(model, self.request.adapter), torch.no_grad():
+        with step_lock(model), use_adapter(model, self.request.adapter), torch.no_grad():
             prompts.model_kwargs = compat.encode_media(model, prompts.model_kwargs)
 
     def outputs(self) -> list[Output]:
@@ -285,6 +286,9 @@ class RequestState(Generation):
                 try:
                     text = tracker.add([new[0]], last=is_last)
                 except Exception as error:
+                    if is_interrupt(error):
+                        self._text = before
+                        raise
                     self.error = error if self.error is None else self.error
                     self._text = tracker = None
                 except BaseException:
@@ -296,7 +300,7 @@ class RequestState(Generation):
     def _error_of(self, raised: BaseException) -> Exception:
         """Returns the result's error for what the tokenizer raised; an interrupt becomes
         `interrupt`."""
-        if isinstance(raised, Exception):
+        if isinstance(raised, Exception) and not is_interrupt(raised):
             return raised
         self.interrupt = raised
         return RuntimeError(f"interrupted by {raised!r} while its tokens were decoded")
@@ -311,6 +315,8 @@ class RequestState(Generation):
                 sequences, failure = self._sequences(reason)
                 break
             except Exception as caught:  # after an interrupt the decoding may be inconsistent
+                if is_interrupt(caught):
+                    raise
                 failure = caught
         has_tokens = any(sequence.token_ids for sequence in sequences)
         if self._first_token is None and has_tokens:  # chosen as it failed
@@ -335,7 +341,7 @@ class RequestState(Generation):
     def end_streamer(self) -> None:
         """Ends the streamer after the result is output, unless the decoding has ended it."""
         if self._streamer is not None and not self.decoding.has_ended_streamer:
-            with contextlib.suppress(Exception), let_in(waiting=False):
+            with contextlib.suppress(Exception):
                 self._streamer.end()
 
     def _sequences(self, reason: str | None) -> tuple[list[SequenceResult], Exception | None]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..cache.block_manager import BlockManager
 from ..cache.block_pool import OutOfBlocksError
 from ..cache.memory import PagedMemory
+from ..interrupts import is_interrupt
 from ..model.ranks import RankLostError, Ranks
 from ..plan import StepPlan
 from ..topics import Topic, TopicError
@@ -51,8 +52,8 @@ class EngineStalledError(TopicError, RuntimeError):
 
 @dataclass(eq=False, repr=False)
 class StepLoop:
-    """Runs generations on one model, within `interrupts.held`, so that no interrupt splits a step's
-    bookkeeping."""
+    """Runs generations on one model. An exception that splits a step's bookkeeping, such as an
+    interrupt, makes the loop `recover`."""
 
     executor: Executor
     memory: PagedMemory  # its lock guards the block tables
@@ -365,7 +366,7 @@ class StepLoop:
             logits = self.executor.run(plan)
         except BaseException as error:
             self.undo_step()
-            if not isinstance(error, Exception) or isinstance(error, RankLostError):
+            if is_interrupt(error) or isinstance(error, RankLostError):
                 self._is_split = False
                 raise
             cause = error.cause if isinstance(error, PromptsError) else error
@@ -634,7 +635,7 @@ class StepLoop:
         to raise if it is an interrupt."""
         self.drop(generation)
         untold.append(generation)
-        if isinstance(error, Exception):
+        if isinstance(error, Exception) and not is_interrupt(error):
             generation.error = error
             return None
         generation.error = RuntimeError(_INTERRUPTED.format(error))

@@ -20,8 +20,8 @@ from ..cache import budget
 from ..cache.memory import MOVES, GroupMemory, PagedMemory, autocast_dtype
 from ..cache.swap import HostBlocks
 from ..config import PagedConfig
-from ..interrupts import held
 from ..model.forwards import compute_device
+from ..model.rank_signals import held
 from ..model.ranks import RankLostError, Ranks, check_heads, ranks_of
 from ..model.state import ModelState
 from ..topics import Topic

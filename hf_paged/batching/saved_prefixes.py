@@ -25,6 +25,7 @@ from ..cache.block_pool import OutOfBlocksError
 from ..cache.swap import HostLayer
 from ..cache.tiers import PrefixStore
 from ..config import PrefixTiers, is_whole
+from ..interrupts import restoring
 from ..topics import Topic
 from .engine_core import EngineCore
 from .execution.executor import Window
@@ -32,7 +33,7 @@ from .factory import make_store, reason_against_saving
 from .loop import StepLoop
 
 
-@contextlib.contextmanager
+@restoring
 def _between_steps(core: EngineCore) -> Iterator[tuple[StepLoop, PrefixStore]]:
     """Yields, between two steps, the engine's loop and a store that names and copies its blocks,
     after verifying the blocks against the fingerprint of the current weights."""

@@ -3,7 +3,6 @@ in its thread."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import threading
@@ -21,7 +20,7 @@ from ..cache import budget
 from ..cache.block_pool import OutOfBlocksError
 from ..cache.memory import PagedMemory
 from ..cache.waits import Shortage, claims_resting
-from ..interrupts import let_in
+from ..interrupts import restoring
 from .decoding.base import Fetch
 from .execution.executor import Window
 from .generation import Generation
@@ -77,8 +76,7 @@ class SharedLoop:
     ) -> T:
         """Runs the generation to its end and returns `finish(loop)`, called before its blocks are
         freed. Raises the error that ended the generation. A call nested in this thread's step runs
-        in a separate loop from `make`. `checks_weights` and `replays` as in `Executor.begin`.
-        For use within `interrupts.held`."""
+        in a separate loop from `make`. `checks_weights` and `replays` as in `Executor.begin`."""
         stepper = self._stepper  # a copy: another thread may change it
         if stepper is not None and stepper.thread == threading.get_ident():
             with shared_loop(self.loop.memory, object(), make) as alone:
@@ -163,9 +161,6 @@ class SharedLoop:
                     caller.wake.wait(min(delay, _POLL) if delay > 0 else _POLL)
             if steps:
                 self._step()
-            else:
-                with let_in():
-                    pass
 
     @property
     def _patience(self) -> float:
@@ -320,7 +315,7 @@ if hasattr(os, "register_at_fork"):  # the parent's callers do not go on in the 
     os.register_at_fork(after_in_child=lambda: _loops.clear())
 
 
-@contextlib.contextmanager
+@restoring
 def shared_loop(memory: PagedMemory, key: Hashable, make: MakeLoop) -> Iterator[SharedLoop]:
     """Yields the loop that calls of equal `key` share on this memory. The first call makes the
     loop, and the last one drops it, since it holds the model. Calls of equal keys can share a

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from .. import compat, forks
 from ..cache.block_manager import UNCACHED
 from ..cache.prefix_index import namespace_digest
+from ..interrupts import is_interrupt
 from ..model.forwards import compute_device
 from .decoding.sample import SampleDecoding
 from .decoding.speculation import (
@@ -224,6 +225,8 @@ class Speculator:
                 draft = source.propose(sequence.token_ids, count)
                 self._give(speculation, sequence, draft, num_embeddings)
             except Exception as error:
+                if is_interrupt(error):
+                    raise
                 fail(generation, error)
         groups = list(together.items())
         while groups:
@@ -234,6 +237,8 @@ class Speculator:
                     asked.append((speculation.source, sequence, count))
                 drafts = assistant.propose(asked)
             except Exception as error:
+                if is_interrupt(error):
+                    raise
                 middle = len(members) // 2
                 if middle:  # in halves, so that only rows end for which the assistant fails alone
                     halves = members[:middle], members[middle:]

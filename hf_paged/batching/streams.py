@@ -16,7 +16,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from ..config import is_whole
-from ..interrupts import held, let_in
+from ..interrupts import is_interrupt
 from ..topics import Topic
 from .arguments import RequestOptions, prompt_ids, refuse_arguments, split_inputs, split_prompts
 from .engine_core import EngineCore
@@ -96,6 +96,8 @@ class RequestStream:
             try:
                 name = self.engine.add(self.tokenizer, prompt, config, options, self.outbox)
             except Exception as error:
+                if is_interrupt(error):
+                    raise
                 given = options.request_id
                 ids = list[int]()
                 if isinstance(given, str):
@@ -146,25 +148,24 @@ class RequestStream:
             delay = SLOW_SECONDS
         start = time.perf_counter()
         bar: Any = None
-        with contextlib.ExitStack() as stack, held():
+        with contextlib.ExitStack() as stack:
             try:
-                with let_in():
-                    for output in self._run():
-                        # no bar before it is shown: tqdm takes a lock, which a forked child may
-                        # find held
-                        if is_shown and bar is None and time.perf_counter() - start >= delay:
-                            bar = stack.enter_context(
-                                tqdm(
-                                    unit="request",
-                                    total=len(self._queue),
-                                    initial=len(results),
-                                )
+                for output in self._run():
+                    # no bar before it is shown: tqdm takes a lock, which a forked child may
+                    # find held
+                    if is_shown and bar is None and time.perf_counter() - start >= delay:
+                        bar = stack.enter_context(
+                            tqdm(
+                                unit="request",
+                                total=len(self._queue),
+                                initial=len(results),
                             )
-                        if output is not None and output.result is not None:
-                            place = self.places[output.request_id]
-                            results[place] = output.result
-                            if bar is not None:
-                                bar.update(1)
+                        )
+                    if output is not None and output.result is not None:
+                        place = self.places[output.request_id]
+                        results[place] = output.result
+                        if bar is not None:
+                            bar.update(1)
             finally:
                 self.engine.close(self.outbox, self.window)
         ordered = [results[place] for place in sorted(results)]

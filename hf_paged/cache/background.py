@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import forks
-from ..interrupts import held
 from ..threads import start
 
 logger = logging.getLogger(__name__)
@@ -30,12 +29,17 @@ _is_running = False  # whether the thread runs, or is being started
 def submit(rows: Any, slots: Sequence[int]) -> None:
     """Makes the thread call `rows.map_ahead(slots)`, unless `rows` has been freed by then."""
     global _is_running
-    with held():
-        with _lock:
-            _waiting.append((weakref.ref(rows), slots))
-            was_running, _is_running = _is_running, True
-            _condition.notify()
-        if not was_running and start(_serve, "hf_paged mappings") is None:
+    with _lock:
+        _waiting.append((weakref.ref(rows), slots))
+        was_running, _is_running = _is_running, True
+        _condition.notify()
+    if was_running:
+        return
+    thread = None
+    try:
+        thread = start(_serve, "hf_paged mappings")
+    finally:
+        if thread is None:
             with _lock:  # pages are mapped on demand
                 _is_running = False
                 _waiting.clear()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..interrupts import is_interrupt
 from ..kernels import cpp, quantized
 from ..kernels.cpp.attention import gather as cpp_gather
 from ..step import NotPackable, StepMetadata
@@ -321,6 +322,8 @@ class Handles:
                 if handle is not None:
                     handle.keep()
             except Exception as error:  # out of memory
+                if is_interrupt(error):
+                    raise
                 failure = failure or error
         self._refs.clear()
         if failure is not None:

@@ -10,7 +10,6 @@ import time
 import weakref
 
 from .. import forks
-from ..interrupts import held
 from ..threads import start
 from ..topics import Topic
 from . import budget
@@ -53,14 +52,19 @@ def end_use(memory: PagedMemory) -> None:
 
 def _watch(memory: PagedMemory, seconds: float) -> None:
     global _is_running
-    with held():
-        with _lock:
-            first = min(_deadlines.values(), default=float("inf"))
-            _deadlines[memory] = deadline = time.monotonic() + seconds
-            was_running, _is_running = _is_running, True
-            if deadline < first:  # else the thread wakes early enough
-                _condition.notify_all()
-        if not was_running and start(_serve, "hf_paged idle pools") is None:
+    with _lock:
+        first = min(_deadlines.values(), default=float("inf"))
+        _deadlines[memory] = deadline = time.monotonic() + seconds
+        was_running, _is_running = _is_running, True
+        if deadline < first:  # else the thread wakes early enough
+            _condition.notify_all()
+    if was_running:
+        return
+    thread = None
+    try:
+        thread = start(_serve, "hf_paged idle pools")
+    finally:
+        if thread is None:
             with _lock:  # the end of the next use tries again
                 _is_running = False
 

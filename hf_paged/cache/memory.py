@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import operator
@@ -20,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import forks
 from ..config import AUTO, PagedConfig, VirtualStorage
-from ..interrupts import held
+from ..interrupts import is_interrupt, restoring
 from ..tools.pictures import group_label, memory_figures, memory_html
 from ..topics import Topic
 from . import budget
@@ -348,34 +347,33 @@ class GroupMemory(BlockGroup):
         layer: KVBlocks | None = self.storage.find(index, keys, values)
         if layer is not None:
             return layer
-        with held():
-            if index in self.storage.layers:
-                has_content = num_begun is None
-                if num_begun is not None:
-                    num_live = sum(bool(table.block_ids) for table in self.live_tables())
-                    has_content = num_live > num_begun
-                if has_content:
-                    layer = self.storage.promote(index, keys, values)
-                    budget.note(self.memory)
-                    return layer
-            self._is_making = True
-            try:
-                # cached blocks have no content in the new layer
-                self.pool.evict(self.pool.num_cached)
-            finally:
-                self._is_making = False
-            self._expected_bytes = 0
-            self.expect(num_layers * self.storage.block_bytes_of(keys, values))
-            self._is_short = True
-            if not commits_when_touched(keys.device):
-                budget.make_way(self.memory)
-            try:
-                layer = self.storage.make(index, keys, values)
-            except (MemoryError, RuntimeError) as error:  # torch raises the latter
-                raise self._no_memory(f"{self.storage.capacity} blocks", error) from error
-            self._is_short = False
-            budget.note(self.memory)
-            return layer
+        if index in self.storage.layers:
+            has_content = num_begun is None
+            if num_begun is not None:
+                num_live = sum(bool(table.block_ids) for table in self.live_tables())
+                has_content = num_live > num_begun
+            if has_content:
+                layer = self.storage.promote(index, keys, values)
+                budget.note(self.memory)
+                return layer
+        self._is_making = True
+        try:
+            # cached blocks have no content in the new layer
+            self.pool.evict(self.pool.num_cached)
+        finally:
+            self._is_making = False
+        self._expected_bytes = 0
+        self.expect(num_layers * self.storage.block_bytes_of(keys, values))
+        self._is_short = True
+        if not commits_when_touched(keys.device):
+            budget.make_way(self.memory)
+        try:
+            layer = self.storage.make(index, keys, values)
+        except (MemoryError, RuntimeError) as error:  # torch raises the latter
+            raise self._no_memory(f"{self.storage.capacity} blocks", error) from error
+        self._is_short = False
+        budget.note(self.memory)
+        return layer
 
     @mirrored
     def release(self) -> None:
@@ -546,11 +544,11 @@ class PagedMemory:
         if not self.lock._is_owned():  # type: ignore[attr-defined]  # else its holder is in the middle of a change
             self.free_abandoned()
 
-    @contextlib.contextmanager
+    @restoring
     def changing(self) -> Iterator[None]:
-        """Around a change of tables, within `held` and the lock: recovers after an exception that
-        may have split it. What a caller may have got wrong is checked before."""
-        with held(), self.lock:
+        """Around a change of tables, with the lock: recovers after an exception that may have split
+        it. What a caller may have got wrong is checked before."""
+        with self.lock:
             if self.is_recovery_due:
                 self.recover()
             try:
@@ -582,31 +580,32 @@ class PagedMemory:
         for group in groups:
             is_due |= group.pool.has_lost
         if is_due and not self.lock._is_owned():  # type: ignore[attr-defined]
-            with held(), self.lock:
+            with self.lock:
                 if self.is_recovery_due:
                     self.recover()
                 for group in groups:
                     group.pool.recount(table.block_ids for table in group.live_tables())
         if not self._abandoned:
             return
-        with held():
-            while self._abandoned and self.lock.acquire(blocking=False):
+        while self._abandoned and self.lock.acquire(blocking=False):
+            try:
+                manager, rows, handles = self._abandoned.popleft()
                 try:
-                    manager, rows, handles = self._abandoned.popleft()
-                    try:
-                        with torch._C.DisableTorchFunction(), _disable_current_modes():
-                            # those of any thread's code
-                            handles.gather()
-                    except Exception as error:
-                        logger.warning(
-                            Topic.MEMORY("keys or values that outlive their cache are lost: %s"),
-                            error,
-                        )
-                    finally:
-                        for blocks in rows:
-                            manager.end(blocks)
+                    with torch._C.DisableTorchFunction(), _disable_current_modes():
+                        # those of any thread's code
+                        handles.gather()
+                except Exception as error:
+                    if is_interrupt(error):
+                        raise
+                    logger.warning(
+                        Topic.MEMORY("keys or values that outlive their cache are lost: %s"),
+                        error,
+                    )
                 finally:
-                    self.lock.release()
+                    for blocks in rows:
+                        manager.end(blocks)
+            finally:
+                self.lock.release()
 
     def gather_handles(self) -> None:
         """Gathers the handles of all caches."""
@@ -829,7 +828,7 @@ class PagedMemory:
         """Frees all memory (on devices: to PyTorch's allocator), cached blocks and graphs, unless a
         table holds a block; returns whether it did. May be called at any moment, from any thread:
         running sequences hold blocks, and the next write allocates the layers again."""
-        with held(), self.lock:
+        with self.lock:
             if self.is_used:
                 return False
             self._released_peak_bytes, self._limit_bytes = self._peak_bytes, None
@@ -842,7 +841,7 @@ class PagedMemory:
 
     def give_up_cached(self) -> None:
         """Evicts all cached blocks to the tiers, if there are any."""
-        with held(), self.lock:
+        with self.lock:
             if any(manager.tier for manager in self.managers.values()):
                 for group in self.groups.values():
                     group.pool.evict(group.pool.num_cached)

@@ -14,7 +14,6 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
 from ..config import PagedConfig, shown
-from ..interrupts import held
 from ..step import ReadCounters, StepMetadata
 from ..tools.pictures import cache_html, plot_block_map
 from .block_manager import SequenceBlocks
@@ -248,7 +247,7 @@ class PagedCache(DynamicCache):
         num_layers = {spec: max(1, counts[spec]) for spec in self.groups}
         share = config.memory_fraction or SHARE
         reservation = Reservation(wanted, live, num_layers, share)
-        with held(), self.memory.lock:
+        with self.memory.lock:
             for blocks in groups:
                 has_content = blocks.pool.num_used or blocks.pool.num_cached
                 blocks.storage.reserve(reservation, drops=not has_content)
@@ -262,7 +261,7 @@ class PagedCache(DynamicCache):
         """Takes over these rows, or borrows them for a step. `paddings`: leading positions of each
         row that are not in its tables. `length`: logical positions of every row, including padding;
         `None` leaves the lengths of layers and groups unchanged."""
-        with held(), self.memory.lock:
+        with self.memory.lock:
             if not self.rows.borrows:
                 self.rows.free()
             self.rows.held = rows

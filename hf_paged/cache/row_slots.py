@@ -14,7 +14,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .. import forks
-from ..interrupts import held
 from ..step import StepMetadata
 
 MIN_ROWS = 64
@@ -108,7 +107,7 @@ class RowSlots:
             (at // size, ids[: -(-end // size)])
             for at, ids, end in zip(origins, tables, step.seq_lens)
         ]
-        with self.lock, held():
+        with self.lock:
             slots = self._choose(rows, together, step.has_padding)
             if slots is None:
                 return None

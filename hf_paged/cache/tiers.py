@@ -16,7 +16,6 @@ import torch
 
 from .. import forks
 from ..config import PagedConfig, PrefixTiers
-from ..interrupts import held
 from ..threads import start
 from .block_files import FORMAT, DiskFolder, Layers, check_folder, form_of, num_bytes, outline_of
 from .memory import GroupMemory, PagedMemory
@@ -278,10 +277,9 @@ class PrefixStore:
     def _begin_writing(self) -> None:
         thread = self._thread
         if self._unwritten and (thread is None or not thread.is_alive()):
-            with held():
-                # not a daemon: the interpreter waits until all is written. Without a thread,
-                # `_keep_all` writes
-                self._thread = start(self._write, "hf_paged prefix blocks", daemon=False)
+            # not a daemon: the interpreter waits until all is written. Without a thread,
+            # `_keep_all` writes
+            self._thread = start(self._write, "hf_paged prefix blocks", daemon=False)
 
     def _write(self) -> None:
         while self._write_one():

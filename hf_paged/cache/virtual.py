@@ -23,7 +23,6 @@ from torch import Tensor
 
 from .. import compat
 from ..config import MAX_BLOCK_SIZE, MAX_VIRTUAL_BLOCK_SIZE, PagedConfig, VirtualStorage
-from ..interrupts import held
 from ..step import StepMetadata
 from ..topics import Topic
 from . import background
@@ -154,8 +153,7 @@ class LayerRows:
             if places is not None:
                 stale = self._stale(places, placement.slots)
             if stale:
-                with held():
-                    places = self._map(region, stale, placement)
+                places = self._map(region, stale, placement)
             assert places is not None
             mapped.append(places)
         return mapped
@@ -194,13 +192,12 @@ class LayerRows:
 
     def drop(self, some: Sequence[int]) -> None:
         """Unmaps these slots. Needs the slots' lock."""
-        with held():
-            for region in self.regions:
-                if region.places is not None:
-                    region.places.settle()
-                for slot in some:
-                    if region.places is not None and slot < region.places.num_slots:
-                        region.places.drop(slot)
+        for region in self.regions:
+            if region.places is not None:
+                region.places.settle()
+            for slot in some:
+                if region.places is not None and slot < region.places.num_slots:
+                    region.places.drop(slot)
 
     def map_ahead(self, some: Sequence[int]) -> None:
         """Maps the next blocks of the rows in these slots, while the step computes."""
@@ -231,7 +228,7 @@ class LayerRows:
         end = columns.stop - shift
         if first < 0:
             return None
-        with self.slots.lock, held():
+        with self.slots.lock:
             placed = self._place(step, together=True)
             if placed is None:
                 return None
@@ -254,7 +251,7 @@ class LayerRows:
         for region in self.regions:
             places = region.places  # read once: another thread may change it
             if places is not None and places.loans:
-                with self.slots.lock, held():
+                with self.slots.lock:
                     if region.places is not None:
                         region.places.settle()
 
@@ -262,14 +259,14 @@ class LayerRows:
         """Gives the regions addresses for `num_blocks` blocks. Raises `MemoryError`, with nothing
         changed."""
         regions = [region.grown(num_blocks) for region in self.regions]
-        with self.slots.lock, held():
+        with self.slots.lock:
             for region in self.regions:  # readers of older blocks read these rows, too
                 if region.places is not None:
                     region.places.settle()
             self.regions = regions
 
     def close(self) -> None:
-        with self.slots.lock, held():
+        with self.slots.lock:
             for region in self.regions:
                 region.close()
 

@@ -3,7 +3,6 @@ half of a memory."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 import time
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from .. import forks
-from ..interrupts import let_in
+from ..interrupts import restoring
 
 _POLL = 0.01  # seconds between two tries
 GRACE = 0.5  # seconds in which callers of calls that have ended drop the caches that these returned
@@ -56,8 +55,7 @@ class Shortage:
         with claims_resting(self._memory):
             is_hopeful = self.may_end()
             if is_hopeful:
-                with let_in():
-                    time.sleep(_POLL)
+                time.sleep(_POLL)
             return is_hopeful
 
 
@@ -100,7 +98,7 @@ def claims_on(memory: Any) -> list[Claim]:
     return [holder for holder in holders if isinstance(holder, Claim)]
 
 
-@contextlib.contextmanager
+@restoring
 def claims_resting(memory: Any) -> Iterator[None]:
     """While this thread's calls wait for blocks, or a loop tells whether they go on: their claims
     do not."""
@@ -115,7 +113,7 @@ def claims_resting(memory: Any) -> Iterator[None]:
             claim.is_waiting = False
 
 
-@contextlib.contextmanager
+@restoring
 def claimed(memory: Any, num_blocks: int, total: Callable[[], int]) -> Iterator[None]:
     """For a call that cannot be preempted, and holds up to `num_blocks` of `total()` blocks: first
     waits until those of all earlier such calls leave room for them, or until it is the only one."""

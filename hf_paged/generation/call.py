@@ -59,6 +59,7 @@ from ..cache.paged_cache import PagedCache
 from ..cache.waits import Shortage, claimed
 from ..compiled import running_eagerly
 from ..config import PagedConfig
+from ..interrupts import restoring
 from ..model.capability import TOGETHER, Layout, is_stock, overridden
 from ..model.forwards import compute_device
 from ..model.own_loop import cache_parts, mismatched_rows
@@ -141,10 +142,9 @@ class Call:
         self.sizes: dict[str, tuple[int, int]] = {}
         self.details: dict[str, Any] = {"is_packed": False, "setup_seconds": {}}  # for `route_of`
 
-    @contextlib.contextmanager
+    @restoring
     def running(self) -> Iterator[None]:
-        """Runs the call: undoes its switches at the end, and frees its caches if it fails. For use
-        within `held`."""
+        """Runs the call: undoes its switches at the end, and frees its caches if it fails."""
         variables: dict[ContextVar[Any], Any] = {
             current: self,
             mask_observer: None,
@@ -182,6 +182,7 @@ class Call:
                 cache.discard()
             raise
         finally:
+            self.stack.close()  # unless an interrupt kept it from beginning to, this is done
             route = route_of(
                 self.road,
                 self._full_reason(),
@@ -687,8 +688,7 @@ class BatchCall:
         return [0] * num_embedded + tokens
 
     def run(self) -> Any:
-        """Returns or raises what `_sample` or `_beam_search` would have. For use within
-        `interrupts.held`."""
+        """Returns or raises what `_sample` or `_beam_search` would have."""
         call = self.call
         inputs = self.inputs
         memory = self.cache.memory

@@ -38,9 +38,10 @@ from ..batching.factory import not_invariant
 from ..cache.memory import PagedMemory
 from ..cache.paged_cache import PagedCache
 from ..config import INSTALL_VARIABLE, PagedConfig, shown
-from ..interrupts import held, let_in
+from ..interrupts import guarded
 from ..model.forwards import has_foreign_hook
 from ..model.own_loop import ROW_INPUTS, cache_parts, mismatched_rows
+from ..model.rank_signals import deferring
 from ..model.ranks import ranks_of
 from ..model.registry import memory_for, warn_once
 from ..topics import Topic
@@ -103,6 +104,7 @@ def _generate(
     return run(original, model, args, kwargs, asks)
 
 
+@guarded
 def _run(
     original: Callable[..., Any],
     model: Any,
@@ -116,7 +118,7 @@ def _run(
             f"{type(model).__name__} prepares its cache itself",
             "Use a model that generates as transformers does",
         )
-    with held(), call.running(), let_in():
+    with call.running():
         return original(model, *args, **kwargs)
 
 
@@ -235,38 +237,37 @@ def _prepare_cache(
         # not "dynamic": assistants copy this config, and transformers refuses that value for them
         generation_config.cache_implementation = None
     result = original(model, *args, **kwargs)
-    with held():
-        if call is None or call.model is not model:
-            call = Call(model)
-            prepared.set(call)
-        if config is not None and not passed:
-            length = arguments.get("max_cache_length") or 0
-            num_prompts = arguments.get("batch_size") or 1
-            num_rows = num_prompts * rows_per_prompt(generation_config)
-            if call.is_running:
-                ranks = ranks_of(model)
-                if ranks is not None:
-                    call.stack.enter_context(ranks.alone())
-            lengths: list[int] = []
-            if length:
-                lengths = [length] * num_rows
-            call.memory = memory = memory_for(model, config, lengths)
-            if call.is_running:
-                memory.begin_call(call)
-            is_assistant = generation_config.is_assistant
-            _swap(memory, length, num_rows, model_kwargs, is_assistant)
-        caches: list[PagedCache] = []
-        for name in compat.CACHE_NAMES:
-            parts = cache_parts(model_kwargs.get(name))
-            caches += [part for part in parts if isinstance(part, PagedCache)]
-        if caches:
-            call.use(caches, generation_config, is_built=not passed)
-        elif requested:
-            reason, remedy = _why_not_paged(model, passed, generation_config, model_kwargs)
-            call.ask(reason, remedy)
-        is_invariant = config is not None and config.batch_invariant
-        if is_invariant and not call.built:
-            raise not_invariant(model, call.reason)
+    if call is None or call.model is not model:
+        call = Call(model)
+        prepared.set(call)
+    if config is not None and not passed:
+        length = arguments.get("max_cache_length") or 0
+        num_prompts = arguments.get("batch_size") or 1
+        num_rows = num_prompts * rows_per_prompt(generation_config)
+        if call.is_running:
+            ranks = ranks_of(model)
+            if ranks is not None:
+                call.stack.enter_context(ranks.alone())
+        lengths: list[int] = []
+        if length:
+            lengths = [length] * num_rows
+        call.memory = memory = memory_for(model, config, lengths)
+        if call.is_running:
+            memory.begin_call(call)
+        is_assistant = generation_config.is_assistant
+        _swap(memory, length, num_rows, model_kwargs, is_assistant)
+    caches: list[PagedCache] = []
+    for name in compat.CACHE_NAMES:
+        parts = cache_parts(model_kwargs.get(name))
+        caches += [part for part in parts if isinstance(part, PagedCache)]
+    if caches:
+        call.use(caches, generation_config, is_built=not passed)
+    elif requested:
+        reason, remedy = _why_not_paged(model, passed, generation_config, model_kwargs)
+        call.ask(reason, remedy)
+    is_invariant = config is not None and config.batch_invariant
+    if is_invariant and not call.built:
+        raise not_invariant(model, call.reason)
     return result
 
 
@@ -491,7 +492,7 @@ def _decode(
         running = call.running()
     else:
         call = current.get()
-    with held(), running:
+    with deferring(model), running:
         if call is not None and call.model is model and call.built:
             signature = inspect.signature(original)
             bound = signature.bind(model, *args, **kwargs)
@@ -508,8 +509,7 @@ def _decode(
                 arguments["generation_config"],
                 arguments.get("model_kwargs", {}),
             )
-        with let_in():
-            return original(model, *args, **kwargs)
+        return original(model, *args, **kwargs)
 
 
 def _encode_media(

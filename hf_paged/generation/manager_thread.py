@@ -26,7 +26,7 @@ from ..batching.arguments import prompt_ids
 from ..batching.engine import PagedEngine
 from ..batching.results import RequestOutput, RequestResult
 from ..config import PagedConfig
-from ..interrupts import held
+from ..interrupts import restoring
 from ..model.forwards import compute_device
 from ..threads import start
 from ..topics import Topic
@@ -183,18 +183,20 @@ class ManagerThread:
 
     def start(self) -> None:
         """Raises `RuntimeError` if the process may have no more threads."""
-        with held():
-            with self.lock:
-                self.is_flushing = self.is_stopping = self.is_paused = False
-                self.fatal_error = None
-                self.thread = None  # an earlier one, which has ended
+        with self.lock:
+            self.is_flushing = self.is_stopping = self.is_paused = False
+            self.fatal_error = None
+            self.thread = None  # an earlier one, which has ended
+        _running.add(self)
+        try:
             self.thread = start(self._run, "hf_paged-continuous-batching")
+        finally:
             if self.thread is None:
                 self.is_stopping = True  # should it begin later
-                raise RuntimeError(
-                    "can't start new thread: the process is at its limit of threads or memory"
-                )
-            _running.add(self)
+        if self.thread is None:
+            raise RuntimeError(
+                "can't start new thread: the process is at its limit of threads or memory"
+            )
 
     def stop(self, is_hard: bool, keeps_memory: bool = False) -> None:
         with self.lock:
@@ -289,8 +291,7 @@ class ManagerThread:
                 left = min(POLL_SECONDS, end - time.monotonic())
             if left <= 0:
                 return False
-            with held():  # a signal in the condition's Python code would leave the lock released
-                self.changed.wait(left)
+            self.changed.wait(left)
         return True
 
     def deliver(self, outputs: Iterable[GenerationOutput]) -> None:
@@ -314,7 +315,7 @@ class ManagerThread:
                     self.cancelled.append(output.request_id)
             self.changed.notify_all()
 
-    @contextlib.contextmanager
+    @restoring
     def paused(self) -> Iterator[None]:
         me = threading.get_ident()
         with self.lock:
@@ -564,7 +565,7 @@ _served: weakref.WeakKeyDictionary[PreTrainedModel, _Served] = weakref.WeakKeyDi
 _served_lock = forks.lock()
 
 
-@contextlib.contextmanager
+@restoring
 def served(model: PreTrainedModel) -> Iterator[None]:
     """Prepares a model as transformers' continuous batching does: evaluation mode, and attention
     implementations named `paged|...`, which only its own loop can call, replaced by their base. The
@@ -572,7 +573,7 @@ def served(model: PreTrainedModel) -> Iterator[None]:
     device = compute_device(model)
     mine = list[_Served]()
     try:
-        with held(), _served_lock:
+        with _served_lock:
             before = _served.setdefault(model, _Served(model))
             before.count += 1
             mine.append(before)
@@ -586,7 +587,7 @@ def served(model: PreTrainedModel) -> Iterator[None]:
         with on_device:
             yield
     finally:
-        with held(), _served_lock:
+        with _served_lock:
             for before in mine:
                 before.count -= 1
                 if not before.count:

@@ -50,9 +50,10 @@ from ..cache.paged_cache import PagedCache
 from ..cache.storage import LayerKV, is_out_of_memory
 from ..compiled import FUNCTIONS, replaced_forward, running_eagerly
 from ..config import PagedConfig
-from ..interrupts import held, let_in, step_lock
+from ..interrupts import is_interrupt, restoring, surely
 from ..kernels import forced, uses_triton
 from ..plan import StepPlan
+from ..threads import step_lock
 from ..timing import timed
 from ..topics import Topic
 from .forwards import code_of, compute_device, has_foreign_hook, hooks_of
@@ -468,7 +469,7 @@ def _look(
         return known[key]
     noting = noted_writes.set([])
     try:
-        with step_lock(model), let_in(), timed("self_check"):
+        with step_lock(model), timed("self_check"):
             verdict = check(model, cache, *others)
             _judge_writes(model, verdict, *others[1:])
     except ForwardFailedError as error:
@@ -906,6 +907,8 @@ def run_kernels(
         rows = _test_tokens(model)
         _step_logits(model, make, Layout(), rows, plan, memory)
     except Exception as error:
+        if is_interrupt(error):
+            raise
         # there may be no memory for large blocks, which requests then wait for
         is_expected = isinstance(error, ForwardFailedError) or is_out_of_memory(error)
         if not is_expected:
@@ -1350,11 +1353,7 @@ def prompts_check(
             )
         ends = [prompts.length - padding for padding in prompts.paddings]
         rows = _PromptRows(manager, runner, prompts, new)
-        with (
-            held(),
-            use_paged_attention(switchable_configs(model.modules())),
-            let_in(),
-        ):
+        with use_paged_attention(switchable_configs(model.modules())):
             steps = []
             for count in range(3):
                 step_ends = [end + count for end in ends]
@@ -1395,11 +1394,7 @@ def prompts_check(
         with contextlib.suppress(ForwardFailedError), _forwards(model, by_engine=True):
             manager, runner = make(model, _scratch(model), Layout())
             rows = _PromptRows(manager, runner, prompts, new)
-            with (
-                held(),
-                use_paged_attention(switchable_configs(model.modules())),
-                let_in(),
-            ):
+            with use_paged_attention(switchable_configs(model.modules())):
                 rows.compute_text(num_text)
                 steps = []
                 for count in range(2):
@@ -1445,11 +1440,7 @@ def merge_check(
             manager, runner = make(model, _scratch(model), Layout())
             rows = _PromptRows(manager, runner, together, later_new)
             ends = [together.length - padding for padding in together.paddings]
-            with (
-                held(),
-                use_paged_attention(switchable_configs(model.modules())),
-                let_in(),
-            ):
+            with use_paged_attention(switchable_configs(model.modules())):
                 steps = []
                 for count in range(2):
                     step_ends = [end + count for end in ends]
@@ -1544,7 +1535,7 @@ class _PromptRows:
             self._manager.free(sequence.blocks)
 
 
-@contextlib.contextmanager
+@restoring
 def _forwards(
     model: PreTrainedModel,
     by_engine: bool = False,
@@ -1560,7 +1551,6 @@ def _forwards(
     device_type = device.type if devices else "cuda"
     rng = torch.random.fork_rng(devices, device_type=device_type)
     with (
-        held(),
         rng,
         torch.no_grad(),
         running_eagerly(compiled_layers(model.modules())),
@@ -1568,8 +1558,7 @@ def _forwards(
         snapshot = Snapshot(model)
         drawn = _random_states(devices)
         try:
-            with let_in():
-                yield
+            yield
             has_drawn = snapshot.has_drawn
             if not has_drawn:
                 states = _random_states(devices)
@@ -1578,11 +1567,13 @@ def _forwards(
                 # rows of one prompt would share the draws
                 raise RuntimeError("it draws random numbers")
         except Exception as error:
+            if is_interrupt(error):
+                raise
             if is_out_of_memory(error):
                 raise
             raise ForwardFailedError(f"its forward fails: {first_line(error)}") from error
         finally:
-            snapshot.restore(by_engine)
+            surely(functools.partial(snapshot.restore, by_engine))
         num_bytes = snapshot.num_lost_bytes
         if num_bytes:
             failure = ForwardFailedError(
@@ -1720,11 +1711,7 @@ def _step_logits(
         sequences = [_sequence(manager, prompt) for prompt in prompts]
         for number, sequence in enumerate(sequences):
             sequence.request.row = number
-        with (
-            held(),
-            use_paged_attention(switchable_configs(model.modules())),
-            let_in(),
-        ):
+        with use_paged_attention(switchable_configs(model.modules())):
             for step in steps:
                 scheduled = [(sequences[row], query_len) for row, query_len in step]
                 for row, query_len in step:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from .. import compat
+from ..interrupts import restoring
 
 
 class LengthRope:
@@ -63,7 +64,7 @@ class LengthRope:
             for name, value in attributes
         )
 
-    @contextlib.contextmanager
+    @restoring
     def rotating(self, factors: list[int]) -> Iterator[None]:
         """A context for a packed forward of tokens with these factors; without any, those that the
         modules have. It leaves the modules unchanged: the forward writes to copies."""

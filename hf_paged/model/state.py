@@ -34,6 +34,7 @@ from torch.nn.modules import module as torch_module
 
 from .. import compat
 from ..compiled import replaced_forward
+from ..interrupts import is_interrupt
 from ..kernels.hashing import hash_tensors
 from ..topics import Topic
 from .forwards import is_idle_hook
@@ -238,6 +239,8 @@ def read_state(model: nn.Module) -> ModelState | None:
         state.hold()
         return state
     except Exception as error:  # must not fail a call
+        if is_interrupt(error):
+            raise
         logger.debug("the state of %s cannot be read: %s", type(model).__name__, error)
         return None
 
@@ -255,6 +258,8 @@ def fingerprint(
             state = ModelState(model)
         return state.fingerprint()
     except Exception as error:  # operation missing for a dtype or device, out of memory, user code
+        if is_interrupt(error):
+            raise
         _tell(model, error)
         return None
 

@@ -3,7 +3,6 @@ check; which of it a forward reads decides whether the prefix cache serves the m
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..interrupts import restoring
 from .state import (
     ABSENT,
     NOTES,
@@ -190,7 +190,7 @@ class Snapshot:
                     )
 
 
-@contextlib.contextmanager
+@restoring
 def taken_back(model: nn.Module) -> Iterator[None]:
     """Takes back what is written into the model meanwhile."""
     snapshot = Snapshot(model)

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..interrupts import restoring
 from ..kernels.cpp.build import batch_invariant, kernel, observer
 from ..step import NotCapturable, NotPackable
 from .lower import Call, Entry, Lowering, is_exact
@@ -263,7 +264,7 @@ def _on_meta(x: Any) -> Any:
 _programs: dict[Hashable, _Program | None] = {}
 
 
-@contextlib.contextmanager
+@restoring
 def in_fixed_order() -> Iterator[None]:
     """Within it, kernels that this thread calls, and tapes it records, sum in an order that depends
     on the row only."""
@@ -300,7 +301,7 @@ class _OneLinear(TorchFunctionMode):
         return out.view(*x.shape[:-1], width)
 
 
-@contextlib.contextmanager
+@restoring
 def by_kernels() -> Iterator[None]:
     """For use in `in_fixed_order`: makes all that this thread computes batch-invariant. Raises
     [`NotInvariant`] before an operation without a kernel, `NotCapturable` before the content of a

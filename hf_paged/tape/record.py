@@ -3,7 +3,6 @@ tensors."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..interrupts import restoring
 from ..kernels.cpp.build import observer
 from ..kernels.triton import launch
 from ..step import NotCapturable
@@ -387,7 +387,7 @@ class _Recorder(NothingUnrecorded):
         return found
 
 
-@contextlib.contextmanager
+@restoring
 def recording() -> Iterator[list[Recorded]]:
     """Records what this thread computes within it. Raises [`NotCapturable`] for operations that
     cannot be replayed."""

@@ -229,6 +229,7 @@ class Interrupter:
 
     def __enter__(self) -> Interrupter:
         self._is_armed = False
+        self.error: BaseException | None = None  # kept, as a notebook keeps the last one
         self._before = {number: signal.signal(number, self._handle) for number in RAISED}
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._sender = subprocess.Popen([sys.executable, "-c", SENDER], **pipes)
@@ -256,7 +257,8 @@ class Interrupter:
             case.run()
             interrupted = False
             self._is_armed = False
-        except tuple(RAISED.values()):
+        except tuple(RAISED.values()) as error:
+            self.error = error
             interrupted = True
         stdout.readline()  # the signal has been sent
         return interrupted

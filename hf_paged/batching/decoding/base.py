@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +13,6 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import stopping_criteria as known
 
-from ...interrupts import let_in
 from ...step import to_device
 from .speculation import Draft
 from .stop_strings import StopStrings
@@ -216,12 +214,6 @@ class Decoding:
             ids = torch.cat([self._ids, columns], dim=-1)
             self._ids, self._new = ids, []  # at once: a fault between them would repeat the tokens
         return self._ids
-
-    def _callers_code(self) -> AbstractContextManager[None]:
-        """Context for processors and criteria, which lets interrupts reach a caller's code."""
-        if self._runs_known_code:
-            return nullcontext()
-        return let_in(waiting=False)
 
     def _of_all_rows(self, values: Tensor) -> Tensor:
         """Expands values of open rows to `(num_rows, vocab)` float32. Rows that left get ones:

@@ -172,13 +172,12 @@ class BeamDecoding(Decoding):
         """Chooses the next running beams from `(len(open_rows), vocab)` logits of any float
         dtype."""
         rows = self.open_rows
-        with self._callers_code():
-            best = self._continue(logits)
-            sequences = best["topk_running_sequences"]
-            continuations = sequences[:, :, : self.length + 1]
-            ids = continuations.flatten(0, 1)
-            are_ends = self.stopping_criteria(ids, self.scores)
-            ends = are_ends.unflatten(0, (self.num_prompts, self.beams_to_keep))
+        best = self._continue(logits)
+        sequences = best["topk_running_sequences"]
+        continuations = sequences[:, :, : self.length + 1]
+        ids = continuations.flatten(0, 1)
+        are_ends = self.stopping_criteria(ids, self.scores)
+        ends = are_ends.unflatten(0, (self.num_prompts, self.beams_to_keep))
         step = self.length - self.prompt_length
         continued: Any = dict(
             best,

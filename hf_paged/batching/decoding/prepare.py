@@ -20,9 +20,9 @@ from transformers import (
 
 from ... import compat
 from ...config import shown
-from ...interrupts import let_in, step_lock
 from ...model.capability import is_stock
 from ...model.forwards import compute_device
+from ...threads import step_lock
 from ..arguments import (
     RequestOptions,
     ServedByGenerateError,
@@ -285,7 +285,7 @@ def _captured_request(
                 config = copy.copy(config)
                 config.stop_strings = None
                 keywords = {"generation_config": config}
-    with step_lock(model), let_in(), use_adapter(model, options.adapter):
+    with step_lock(model), use_adapter(model, options.adapter):
         call = captured_call(
             model,
             **given,

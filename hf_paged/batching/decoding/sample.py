@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, StoppingCriteriaList
 
 from ... import compat
-from ...interrupts import let_in
 from .base import Decoding, LoopInputs, Record, SampledTokens, hits
 from .scores import BatchableProcessors, are_row_wise, draw, for_rows, pick
 
@@ -182,9 +181,8 @@ class SampleDecoding(Decoding):
             if self._narrows and self._narrowed[0] != rows:
                 narrowed = for_rows(self.logits_processor, rows, self.num_rows)
                 self._narrowed = (rows, narrowed)
-            with self._callers_code():
-                _, processors = self._narrowed
-                scores = processors(ids, logits)
+            _, processors = self._narrowed
+            scores = processors(ids, logits)
             if len(scores) != len(ids):
                 raise RuntimeError(
                     f"the logits processors returned scores of {len(scores)} rows for {len(ids)}"
@@ -246,10 +244,7 @@ class SampleDecoding(Decoding):
         ended: list[list[bool]] = []
         given = tokens
         if checker.others:
-            with let_in(waiting=False):
-                ended = [
-                    hits(criterion, self.input_ids, self.scores) for criterion in checker.others
-                ]
+            ended = [hits(criterion, self.input_ids, self.scores) for criterion in checker.others]
             # some criteria force a token by writing to the ids
             tokens = self.input_ids[:, -1].tolist()
         newly: list[int] = []
@@ -267,14 +262,13 @@ class SampleDecoding(Decoding):
         elif newly and all(self._ends):
             finished, self.open_rows = rows, []
         if self.streamer is not None:
-            with let_in(waiting=False):
-                if isinstance(self.streamer, RowStreamers):
-                    self.streamer.ending.update(newly)
-                # as chosen, before criteria overwrote them
-                self.streamer.put(torch.tensor(given, device="cpu"))
-                if self.is_done:
-                    self.has_ended_streamer = True  # also if its `end` raises
-                    self.streamer.end()
+            if isinstance(self.streamer, RowStreamers):
+                self.streamer.ending.update(newly)
+            # as chosen, before criteria overwrote them
+            self.streamer.put(torch.tensor(given, device="cpu"))
+            if self.is_done:
+                self.has_ended_streamer = True  # also if its `end` raises
+                self.streamer.end()
         return SampledTokens(tokens, None, finished, rows)
 
     @staticmethod

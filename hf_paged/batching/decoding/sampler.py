@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...interrupts import is_interrupt
 from ...step import to_device
 from .base import Decoding, Fetch, Record, SampledTokens, stop_string_hits
 from .beam import BeamDecoding
@@ -226,7 +227,7 @@ def _choose_or_fail(
         if not others:
             results[index] = error
             return
-        if not isinstance(error, Exception):
+        if is_interrupt(error):
             raise
         for member in members:
             _choose_or_fail([member], choices, results)
@@ -372,7 +373,7 @@ def _accept(
     except BaseException as error:
         if len(batch) == 1:
             return [error]
-        if not isinstance(error, Exception):
+        if is_interrupt(error):
             raise
         for decoding, part in zip(batch, parts):
             results += _accept([decoding], tokens[part], records[part])

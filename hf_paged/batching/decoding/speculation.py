@@ -18,7 +18,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...interrupts import let_in, step_lock
+from ...interrupts import restoring
+from ...threads import step_lock
 from .scores import draw
 
 NGRAM = 3  # length of the n-grams that are looked up
@@ -376,7 +377,7 @@ class Generated:
     def close(self) -> None:
         self._last = None
 
-    @contextlib.contextmanager
+    @restoring
     def _running(self) -> Iterator[None]:
         """Wraps forwards of the generator's model. Early exit lowers `num_hidden_layers` in the
         model's config, which is restored even after an error or an interrupt."""
@@ -391,14 +392,13 @@ class Generated:
             drawing = _drawing_by(self._draws)
         with step_lock(model), drawing:
             try:
-                with let_in():
-                    yield
+                yield
             finally:
                 if config is not None and num_layers is not None:
                     config.num_hidden_layers = num_layers
 
 
-@contextlib.contextmanager
+@restoring
 def _drawing_by(generator: torch.Generator) -> Iterator[None]:
     """Makes torch's global generator of the device draw, and advance, as `generator` would."""
     device: Any = generator.device

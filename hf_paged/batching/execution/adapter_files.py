@@ -20,7 +20,6 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from ...cache.storage import free_bytes
-from ...interrupts import held
 from ...kernels.lora import LoraWeights
 from ...threads import start
 from .adapter_shards import own_part
@@ -333,12 +332,11 @@ class AdapterStore:
                 continue
             loading = _Loading()
             name = f"hf_paged adapter {Path(file.path).name}"
-            with held():
-                load = functools.partial(self._load, file, loading)
-                loading.thread = start(load, name)
-                if loading.thread is None:  # `get` loads it
-                    return
-                self._loading[file] = loading
+            load = functools.partial(self._load, file, loading)
+            loading.thread = start(load, name)
+            if loading.thread is None:  # `get` loads it
+                return
+            self._loading[file] = loading
 
     def _load(self, file: AdapterFile, loading: _Loading) -> None:
         try:

@@ -3,7 +3,6 @@ layers."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import sys
@@ -16,6 +15,7 @@ from torch.nn.parameter import Parameter
 from transformers.pytorch_utils import Conv1D
 
 from ...config import meant
+from ...interrupts import restoring
 from ...kernels.lora import LoraWeights
 from ...topics import Topic, TopicError
 from .adapter_shards import is_split, local, local_weights
@@ -272,7 +272,7 @@ def check_adapter(model: nn.Module, name: str) -> list[Any]:
     return layers
 
 
-@contextlib.contextmanager
+@restoring
 def use_adapter(model: nn.Module, name: Hashable) -> Iterator[None]:
     """Within it, forwards of `model` run with its adapter `name` (`"__base__"`: with none; `None`,
     or no string: as the model is). Raises [`AdapterError`]. Unlike PEFT's `set_adapter` it leaves
@@ -428,7 +428,7 @@ def adapter_names(model: nn.Module) -> list[str] | None:
     return row_names[-1] if row_names else None
 
 
-@contextlib.contextmanager
+@restoring
 def without_adapter_names(model: nn.Module) -> Iterator[None]:
     """Within it, PEFT's layers do not get `adapter_names`, which they can only apply to rows of a
     padded batch."""

@@ -19,7 +19,7 @@ from ...attention.masks import mask_observer
 from ...attention.switch import compiled_layers, switchable_configs, use_paged_attention
 from ...cache.memory import PagedMemory, autocast_dtype
 from ...compiled import running_eagerly
-from ...interrupts import let_in, step_lock
+from ...interrupts import is_interrupt, restoring
 from ...model.forwards import compute_device
 from ...model.ranks import ranks_of
 from ...model.state import ModelState, read_state
@@ -28,6 +28,7 @@ from ...plan import StepPlan
 from ...step import NotPackable, to_device
 from ...switches import NOTHING
 from ...tape.products import own_products
+from ...threads import step_lock
 from ...topics import Topic
 from ..decoding.base import Fetch
 from ..decoding.prepare import num_embeddings
@@ -122,7 +123,9 @@ class RunAhead:
                 tokens = tokens[to_device(going_on_host, tokens.device)]
             try:
                 logits = launch(chosen, tokens)
-            except Exception:  # the step is then computed as usual, and raises the error
+            except Exception as error:  # the step is then computed as usual, and raises the error
+                if is_interrupt(error):
+                    raise
                 logger.debug("a step could not be launched ahead", exc_info=True)
         found = arrived()
         if logits is not None:
@@ -178,8 +181,6 @@ class Executor:
         # processes that compute each forward together: an interrupt in one would leave the others
         # stuck in the forward
         self.ranks = ranks_of(model)
-        if self.ranks is not None:
-            runner.interruptible = lambda: NOTHING
         # wraps such a forward
         self.together: Callable[[], contextlib.AbstractContextManager[None]] | None = None
         self.slowed_by: set[str] = set()  # why kernels did not serve some steps
@@ -330,7 +331,7 @@ class Executor:
         self.runner.begin(recordable)
         return has_changed
 
-    @contextlib.contextmanager
+    @restoring
     def attention(self) -> Iterator[None]:
         """Around each step: switches the model's attention to `"hf_paged"`, runs layers with a
         cache without compiled code, and turns off mask observers."""
@@ -415,8 +416,7 @@ class Executor:
 
         alone = list(range(len(plan)))
         if self.runner.mixes_adapters and self.adapters is not None:
-            with self._loading():
-                found = self.adapters.together(names)
+            found = self.adapters.together(names)
             self.slowed_by |= self.adapters.refusals
             places = []
             chosen = []
@@ -477,18 +477,10 @@ class Executor:
 
     def using(self, adapter: Hashable) -> contextlib.AbstractContextManager[None]:
         if isinstance(adapter, AdapterFile) and self.adapters is not None:
-            with self._loading():
-                return mixing(self.model, self.adapters.alone(adapter))
+            return mixing(self.model, self.adapters.alone(adapter))
         if adapter is None:  # as the model is
             return NOTHING
         return use_adapter(self.model, adapter)
-
-    def _loading(self) -> contextlib.AbstractContextManager[None]:
-        """Around code that may read adapter files: lets interrupts in, unless other processes read
-        them as well."""
-        if self.ranks is None:
-            return let_in()
-        return NOTHING
 
     def prefetch(self, adapters: list[Hashable]) -> None:
         """Starts to load adapters of the requests that are admitted next."""

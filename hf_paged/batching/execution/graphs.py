@@ -29,7 +29,7 @@ from ...attention.switch import model_attention
 from ...cache.memory import GroupMemory, autocast_dtype
 from ...cache.paged_cache import PagedCache
 from ...cache.storage import KVBlocks, is_out_of_memory
-from ...interrupts import held
+from ...interrupts import is_interrupt, restoring
 from ...kernels import VARIABLE, forced, uses_triton
 from ...kernels.cpp.build import batch_invariant
 from ...kernels.triton.cascade import CascadeCosts, SharedPrefix, default_costs, plan_cascade
@@ -521,7 +521,7 @@ class StepGraphs:
         logged, and then no or fewer such graphs are recorded. Interrupts wait for the end: torch
         pops and pushes the modes of a recording, and an interrupt there would leave a mode
         behind."""
-        with held(), timed("record"), _alone(self._device) as is_alone:
+        with timed("record"), _alone(self._device) as is_alone:
             if not is_alone:
                 return None
             return self._capture_alone(key, tokens, prefixes)
@@ -576,6 +576,8 @@ class StepGraphs:
                 with uncached, taken_back(model):
                     graph = self._backend.capture(record, model, check)
         except Exception as error:
+            if is_interrupt(error):
+                raise
             logger.debug("capturing %s failed", key, exc_info=True)
             if is_out_of_memory(error):
                 self._num_short += 1
@@ -808,7 +810,7 @@ def _reason(error: BaseException) -> str:
     return first_line(error)
 
 
-@contextlib.contextmanager
+@restoring
 def _alone(device: torch.device) -> Iterator[bool]:
     """Yields whether no other thread records on `device`, which has one capture stream. Turns off
     garbage collection meanwhile: it may free objects that wait for the device (pytorch#161037), or

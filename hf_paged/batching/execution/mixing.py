@@ -20,6 +20,7 @@ from ...cache.adapter_pages import AdapterPages
 from ...cache.block_manager import BlockManager
 from ...cache.paged_cache import PagedCache
 from ...cache.storage import is_out_of_memory
+from ...interrupts import is_interrupt, restoring
 from ...kernels.lora import Deltas, LoraWeights, RecordedDeltas, can_record
 from ...model import capability
 from ...model.capability import Layout, MakeRunner
@@ -281,7 +282,7 @@ def joined(counts: Iterable[tuple[Adapter | None, int]]) -> Ranges:
     return ranges
 
 
-@contextlib.contextmanager
+@restoring
 def mixing(model: nn.Module, mix: Mix) -> Iterator[None]:
     """Within it, packed forwards of this thread run with `mix`. Hooks and PEFT's layers are
     restored afterwards."""
@@ -505,6 +506,8 @@ class Adapters:
                 names,
             )
         except Exception as error:
+            if is_interrupt(error):
+                raise
             if not is_out_of_memory(error):
                 raise
             return "there is no memory to check that they can share a forward"

@@ -21,10 +21,10 @@ from ...cache.hidden_states import HiddenStates, reason_against_hidden_states
 from ...cache.memory import PagedMemory
 from ...cache.paged_cache import PagedCache
 from ...config import PagedConfig
-from ...interrupts import step_lock
 from ...model.ranks import is_sharded
 from ...plan import StepPlan
 from ...step import to_device
+from ...threads import step_lock
 from ...topics import Topic
 from ..decoding.sample import SampleDecoding
 from ..decoding.scores import leaves_rows_alone
@@ -99,7 +99,7 @@ class MtpRunner(PackedRunner):
         spans = list(zip(token_lists, plan.starts, plan.counts))
         self.cache.begin(steps, places)
         try:
-            with self.interruptible(), self.products:
+            with self.products:
                 for head in range(self.model.num_mtp_layers):
                     if head:
                         read: list[int] = []

@@ -286,7 +286,7 @@ class PackedRunner(Runner):
         forward; returns places and their logits."""
         blocks = {row: plan.sequences[place].blocks for row, place in rows.items()}
         cache = self.cache.empty_twin(self.cache.memory, self.counters)
-        with self.interruptible(), self._rotating([]), self.products:
+        with self._rotating([]), self.products:
             num_cached = _num_cached(rows, plan)
             logits, ahead = prompts.forward(self.model, cache, blocks, num_cached)
         content = None
@@ -397,7 +397,7 @@ class PackedRunner(Runner):
             if len(axes) != 1:
                 axes = axes.unsqueeze(1)
             arguments["position_ids"] = axes
-        with self.interruptible(), self._rotating(tokens.rope_factors), self.products:
+        with self._rotating(tokens.rope_factors), self.products:
             return self._forward(
                 inputs[0:1],
                 inputs[1:2],

@@ -23,6 +23,7 @@ from ...cache.block_pool import BlockTable
 from ...cache.layers import PagedLayer
 from ...cache.paged_cache import PagedCache
 from ...cache.prefix_index import MARSHAL_VERSION
+from ...interrupts import is_interrupt
 from ...model.capability import is_stock, stock_cache
 from ...model.own_loop import map_tensors, next_logits, tensors_of
 from ..request import Request
@@ -309,6 +310,8 @@ class Prompts:
                 num_cached=first,
             )
         except Exception as error:
+            if is_interrupt(error):
+                raise
             raise PromptsError(self, error) from error
         finally:
             attention_observer.reset(token)

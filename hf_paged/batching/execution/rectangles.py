@@ -21,7 +21,7 @@ from ... import compat
 from ...cache.block_manager import NO_BLOCKS, BlockManager, SequenceBlocks
 from ...cache.paged_cache import PagedCache
 from ...cache.states import StateStorage, gather_states, num_state_bytes, state_layers
-from ...interrupts import held
+from ...interrupts import is_interrupt
 from ...model.capability import Layout
 from ...model.forwards import compute_device
 from ...model.own_loop import (
@@ -389,6 +389,8 @@ class RectangleRunner(Runner):
             rectangle.borrow(0)
             return self._forward(rectangle, begins=True)
         except Exception as error:
+            if is_interrupt(error):
+                raise
             logger.debug("prompts of several requests fail in one forward: %s", error)
             return None
 
@@ -403,6 +405,8 @@ class RectangleRunner(Runner):
             rectangle = self._lay_out_prompts(prompts, own)
             logits = self._forward(rectangle, begins=True, rows=rows)
         except Exception as error:
+            if is_interrupt(error):
+                raise
             raise PromptsError(prompts, error) from error
         if rows == list(range(len(logits))):
             return logits
@@ -420,7 +424,7 @@ class RectangleRunner(Runner):
         of each row's last tokens."""
         before = dict(rectangle.inputs)
         self.has_run_code = True
-        with self.interruptible(), self.products:
+        with self.products:
             logits, rectangle.inputs = next_logits(
                 self.model,
                 rectangle.token_ids,
@@ -536,7 +540,7 @@ class RectangleRunner(Runner):
             return None, 0
 
     def _copy_kept_states(self) -> None:
-        with held(), self.memory.lock:
+        with self.memory.lock:
             self.states.copy_kept()
 
     def _lay_out(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from collections.abc import Sequence as Items
 from typing import Any, Protocol
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ...cache.block_manager import BlockManager
-from ...interrupts import let_in
 from ...model.state import ModelState
 from ...plan import StepPlan
 from ...step import ReadCounters
@@ -35,8 +34,6 @@ class Runner(Protocol):
     counters: ReadCounters  # how its forwards read keys and values
     # around forwards that are no replays
     products: contextlib.AbstractContextManager[Any] = NOTHING
-    # makes contexts around these, which let interrupts in unless other processes compute them, too
-    interruptible: Callable[[], contextlib.AbstractContextManager[None]] = let_in
 
     def begin(self, state: ModelState | None) -> None:
         """Starts work on a model in this state; `None`: its state is unknown."""

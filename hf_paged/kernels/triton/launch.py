@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ...interrupts import is_interrupt
 from ...topics import Topic
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,8 @@ def launch(
         with torch.accelerator.device_index(device.index), unseen:
             kernel[grid](*args, **kwargs)
     except Exception as error:  # Triton fails in many ways
+        if is_interrupt(error):
+            raise
         if not has_not_started(error, device):
             raise
         reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}"

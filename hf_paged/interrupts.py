@@ -2,9 +2,10 @@
 
 Python runs signal handlers between any two bytecodes of the main thread, and they may raise. A
 step's bookkeeping recovers by itself (`StepLoop.recover`). What else a call changes for a while,
-such as a model's attention, it changes within contexts that are [`restoring`]; an interrupt that
-is raised just as such a context begins to end, so that it does not end, leaves it to the call
-around it, which is [`guarded`].
+such as a model's attention, it puts back in `finally` blocks and contexts. An interrupt that is
+raised just as one of them begins keeps it from its work: then the call around them, which is
+[`guarded`], ends contexts that are [`restoring`], and has owners of other things drop what the
+call left there (`ends_with_calls`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import functools
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, ParamSpec, TypeVar
 
@@ -23,13 +25,22 @@ T = TypeVar("T")
 
 
 class _Contexts(threading.local):
-    """The `restoring` contexts that this thread has entered and not left, in order."""
+    """Of a thread: the `restoring` contexts that it has entered and not left, in order, and the
+    number of `guarded` calls that it is in."""
 
     def __init__(self) -> None:
         self.open: list[Generator[Any, None, None]] = []
+        self.num_calls = 0
 
 
 _contexts = _Contexts()
+_owners: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def ends_with_calls(owner: Any) -> None:
+    """Makes a call of no other that raises call `owner.end_calls()`: what calls of this thread have
+    left there is of none that goes on."""
+    _owners.add(owner)
 
 
 class _Restoring(contextlib._GeneratorContextManager[T]):
@@ -76,11 +87,14 @@ def guarded(function: Callable[P, T]) -> Callable[P, T]:
         depth = len(_contexts.open)
         has_gradients = torch.is_grad_enabled()
         num_modes = torch._C._len_torch_dispatch_stack()
+        _contexts.num_calls += 1
         try:
             return function(*args, **kwargs)
         except BaseException:
             surely(lambda: _put_back(depth, has_gradients, num_modes))
             raise
+        finally:
+            _contexts.num_calls -= 1
 
     return call
 
@@ -90,6 +104,9 @@ def _put_back(depth: int, has_gradients: bool, num_modes: int) -> None:
         while len(_contexts.open) > depth:
             _contexts.open[-1].close()
             _contexts.open.pop()
+        if _contexts.num_calls == 1:
+            for owner in list(_owners):
+                owner.end_calls()
     finally:
         torch._C._set_grad_enabled(has_gradients)
         while torch._C._len_torch_dispatch_stack() > num_modes:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 from . import forks
+from .interrupts import ends_with_calls
 
 T = TypeVar("T")
 
@@ -39,6 +40,7 @@ class Switches(Generic[T]):
         self.held: dict[int, tuple[T, Any, list[int]]] = {}
         self.after: Callable[[], None] | None = None  # called when the last item has been restored
         forks.in_child(self)
+        ends_with_calls(self)
 
     def switched(self, items: Iterable[T]) -> contextlib.AbstractContextManager[None]:
         """Within it, `items` are switched; it may be entered any number of times, also by threads
@@ -64,6 +66,15 @@ class Switches(Generic[T]):
         for item, _, threads in list(self.held.values()):
             threads[:] = [thread for thread in threads if thread == threading.get_ident()]
             self._end(item, threads)
+
+    def end_calls(self) -> None:
+        """Ends the calls of this thread."""
+        me = threading.get_ident()
+        with self._lock:
+            for item, _, threads in list(self.held.values()):
+                if me in threads:
+                    threads[:] = [thread for thread in threads if thread != me]
+                    self._end(item, threads)
 
     def _end(self, item: T, threads: list[int]) -> None:
         if not threads:

@@ -20,7 +20,7 @@ from ..cache import budget
 from ..cache.block_pool import OutOfBlocksError
 from ..cache.memory import PagedMemory
 from ..cache.waits import Shortage, claims_resting
-from ..interrupts import restoring
+from ..interrupts import ends_with_calls, restoring
 from .decoding.base import Fetch
 from .execution.executor import Window
 from .generation import Generation
@@ -65,6 +65,7 @@ class SharedLoop:
         self._shortage: Shortage | None = None  # while no step can run for lack of blocks
         self._retry_at = 0.0  # earliest time of the next step
         forks.in_child(self)
+        ends_with_calls(self)
 
     def run(
         self,
@@ -106,8 +107,10 @@ class SharedLoop:
                         return finish(self.loop)
                     executor.settle(window)
         finally:
-            executor.leave(window)
-            self._leave(generation)
+            try:
+                executor.leave(window)
+            finally:
+                self._leave(generation)
 
     def _sample(self, caller: Caller, ready: Ready, window: Window) -> None:
         told: deque[Generation] = deque()
@@ -283,7 +286,7 @@ class SharedLoop:
 
     def _leave(self, generation: Generation) -> None:
         with self._lock:
-            caller = self._callers.pop(generation, None)
+            caller = self._callers.get(generation)
             try:
                 if caller is not None and self._stepper is caller:
                     self._end_broken_step()
@@ -291,8 +294,15 @@ class SharedLoop:
                     self.loop.drop(generation)
                 else:
                     self._leaving.append(generation)
+                self._callers.pop(generation, None)
             finally:
                 self._hand_over()
+
+    def end_calls(self) -> None:
+        me = threading.get_ident()
+        for caller in list(self._callers.values()):
+            if caller.thread == me:
+                self._leave(caller.generation)
 
     def after_fork(self, freed: set[Any]) -> None:
         """In a forked child: undoes a step of another thread, and drops other threads' calls, which

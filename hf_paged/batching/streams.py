@@ -129,12 +129,19 @@ class RequestStream:
         try:
             yield from self._run()
         finally:
-            self.engine.close(self.outbox, self.window)
+            try:
+                self.engine.close(self.outbox, self.window)
+            except BaseException:  # an interrupt may have kept it from beginning
+                self.engine.close(self.outbox, self.window)
+                raise
 
     def stream(self) -> Generator[RequestOutput, None, None]:
         """Yields all outputs; closing the generator cancels unfinished requests."""
-        with contextlib.closing(self._closing()) as outputs:
+        outputs = self._closing()
+        try:
             yield from filter(None, outputs)
+        finally:
+            outputs.close()
 
     def results(self, progress: bool | None) -> list[RequestResult]:
         """Runs the requests to their ends. `progress`: whether to show a bar; `None`: to a viewer,
@@ -167,7 +174,11 @@ class RequestStream:
                         if bar is not None:
                             bar.update(1)
             finally:
-                self.engine.close(self.outbox, self.window)
+                try:
+                    self.engine.close(self.outbox, self.window)
+                except BaseException:  # an interrupt may have kept it from beginning
+                    self.engine.close(self.outbox, self.window)
+                    raise
         ordered = [results[place] for place in sorted(results)]
         errors = [result.error for result in ordered if result.error is not None]
         if errors:

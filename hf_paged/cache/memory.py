@@ -447,7 +447,7 @@ class PagedMemory:
         self.num_copied = self._peak_blocks = 0  # copied by copy-on-write since the last reset
         self._peak_used: dict[GroupSpec, int] = {}
         self._waste = 0.0
-        self._calls = set[Hashable]()  # `generate` calls that run
+        self._calls = weakref.WeakSet[Any]()  # `generate` calls that run
         self._lone_call: Hashable = None  # the one that runs, unless another overlapped it
         # the most in use since `begin_call`
         self._call_blocks = 0

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from .. import forks
-from ..interrupts import restoring
+from ..interrupts import ends_with_calls, restoring
 
 _POLL = 0.01  # seconds between two tries
 GRACE = 0.5  # seconds in which callers of calls that have ended drop the caches that these returned
@@ -68,6 +68,7 @@ class Claim:
         self.thread = threading.get_ident()
         self.is_waiting = True
         forks.in_child(self)
+        ends_with_calls(self)
 
     def goes_on(self, thread: int) -> bool:
         return self.thread != thread and not self.is_waiting
@@ -86,6 +87,10 @@ class Claim:
     def leave(self) -> None:
         if self in self.memory.holders:
             self.memory.holders.remove(self)
+
+    def end_calls(self) -> None:
+        if self.thread == threading.get_ident():
+            self.leave()
 
     def after_fork(self, freed: set[Any]) -> None:
         """In a forked child, where calls of other threads do not go on."""

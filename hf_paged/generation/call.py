@@ -59,7 +59,7 @@ from ..cache.paged_cache import PagedCache
 from ..cache.waits import Shortage, claimed
 from ..compiled import running_eagerly
 from ..config import PagedConfig
-from ..interrupts import restoring
+from ..interrupts import ends_with_calls, restoring
 from ..model.capability import TOGETHER, Layout, is_stock, overridden
 from ..model.forwards import compute_device
 from ..model.own_loop import cache_parts, mismatched_rows
@@ -152,6 +152,8 @@ class Call:
             counted: self.details["setup_seconds"],
         }
         plain_bytes = None
+        self.thread = threading.get_ident()
+        ends_with_calls(self)
         try:
             with self.stack:
                 for variable, value in variables.items():
@@ -198,6 +200,11 @@ class Call:
                 self.memory.end_call(self, plain_bytes)
                 end_use(self.memory)
             logger.debug("%s.generate: %s", type(self.model).__name__, route)
+
+    def end_calls(self) -> None:
+        if self.thread == threading.get_ident():
+            for cache in self.built:
+                cache.discard()
 
     def _full_reason(self) -> str:
         """The reason, with how the model's own code got keys and values if it read them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _signal
 import ast
 import asyncio
 import contextlib
@@ -9,20 +10,20 @@ import linecache
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from torch.autograd import grad_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LogitsProcessor
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine, interrupts
 from hf_paged.batching.execution import graphs
-from hf_paged.interrupts import held
 from tests.support import models
 from tests.support.checks import model_state
 from tests.support.interrupts import MODES, Case, Engine, Generate, interrupt_often
@@ -336,112 +337,98 @@ def test_item_07_an_interrupt_reaches_a_streamer_that_is_ended(how: str) -> None
         assert str(results["own"].error) == "of a processor"
 
 
-def test_item_07_a_handler_that_raises_while_handlers_are_put_back_leaves_the_others() -> None:
-    case = Generate(models.build("llama"), "greedy")
-    case.run()
-    interrupts, count = str(Path(OURS) / "interrupts.py"), 0
-
-    def handle(signum: int, frame: FrameType | None) -> None:
-        raise Nowhere
-
-    def profile(frame: FrameType, event: str, argument: Any) -> None:
-        """Raises a signal at the `point`-th place where Python checks for signals in
-        `interrupts.py`."""
-        nonlocal count
-        if event in ("call", "c_return") and frame.f_code.co_filename == interrupts:
-            count += 1
-            if count == point:
-                sys.setprofile(None)
-                signal.raise_signal(signal.SIGALRM)
-
-    original, interrupt = signal.signal(signal.SIGALRM, handle), signal.getsignal(signal.SIGINT)
-    profiling = sys.getprofile()
-    try:
-        for point in range(1, 120):
-            count = 0
-            sys.setprofile(profile)
-            try:
-                with contextlib.suppress(Nowhere):
-                    case.run()
-            finally:
-                sys.setprofile(profiling)
-            found = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGALRM)
-            signal.signal(signal.SIGINT, interrupt)
-            assert found == (interrupt, handle), f"point {point}"
-    finally:
-        signal.signal(signal.SIGALRM, original)
-    case.check()
-
-
-@pytest.mark.parametrize(
-    "name", ["SIGINT", "SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGCHLD", "SIGXCPU"]
-)
-def test_a_handler_that_raises_waits_for_the_end_of_bookkeeping(name: str) -> None:
-    def handle(signum: int, frame: FrameType | None) -> None:
-        raise Nowhere
-
-    reached: list[str] = []
-    before = signal.signal(getattr(signal, name), handle)
-    try:
-        with pytest.raises(Nowhere), held():
-            signal.raise_signal(getattr(signal, name))
-            with held():
-                reached.append("inner")
-            reached.append("outer")
-        assert reached == ["inner", "outer"]
-        assert signal.getsignal(getattr(signal, name)) is handle
-    finally:
-        signal.signal(getattr(signal, name), before)
-
-
-@pytest.mark.parametrize("num_raised", [1, 2])
-def test_a_handler_that_raises_before_the_next_is_put_back_leaves_none_out(
-    num_raised: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`signal.signal` calls the handlers of signals that have arrived before it sets one."""
-
-    def put(signum: int, handler: Any) -> Any:
-        if handler is handle:
-            restored.append(signum)
-            if 1 < len(restored) <= 1 + num_raised:
-                raise Nowhere
-        return signal.signal(signum, handler)
-
-    def handle(signum: int, frame: FrameType | None) -> None: ...
-
-    numbers, restored = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1), list[int]()
-    before = [signal.signal(number, handle) for number in numbers]
-    fake = SimpleNamespace(getsignal=signal.getsignal, signal=put)
-    monkeypatch.setattr(interrupts, "_signal", fake)
-    try:
-        with pytest.raises(Nowhere), held():
-            pass
-        assert [signal.getsignal(number) for number in numbers] == [handle] * len(numbers)
-    finally:
-        for number, handler in zip(numbers, before):
-            signal.signal(number, handler)
-
-
-def test_an_interrupt_waits_for_the_end_of_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch pops and pushes modes for every recorded operation: an interrupt would leave one on the
-    stack."""
+def test_an_interrupt_of_a_recording_leaves_no_mode_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch pops and pushes modes for every recorded operation."""
     model, reached, original = models.build("llama"), [], graphs.Tapes.capture
     prompt = models.token_ids(1, 9)
 
     def capture(*args: Any) -> Any:
-        signal.raise_signal(signal.SIGINT)
-        reached.append(original(*args))
-        return reached[-1]
+        reached.append(torch._C._len_torch_dispatch_stack())
+        with _Mode():
+            signal.raise_signal(signal.SIGINT)
+            return original(*args)
+
+    class _Mode(TorchDispatchMode):
+        """Interrupted as it ends, before it is popped."""
+
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return function(*args, **kwargs or {})
+
+        def __exit__(self, *error: object) -> None:
+            if not reached[1:]:
+                reached.append("exit")
+                raise KeyboardInterrupt
+            super().__exit__(*error)
 
     expected = model.generate(prompt, max_new_tokens=24, do_sample=False)
     monkeypatch.setattr(graphs.Tapes, "capture", capture)
     with pytest.raises(KeyboardInterrupt):
         model.generate(prompt, max_new_tokens=24, do_sample=False, **models.PAGED)
-    assert len(reached) == 1 and torch._C._len_torch_dispatch_stack() == 0
+    assert reached == [0, "exit"] and torch._C._len_torch_dispatch_stack() == 0
     monkeypatch.undo()
     assert torch.equal(
         model.generate(prompt, max_new_tokens=24, do_sample=False, **models.PAGED), expected
     )
+
+
+def test_no_signal_handler_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by calls nor by engines, whose steps preempt, swap and are recorded."""
+    numbers: list[Any] = []
+    with monkeypatch.context() as patch:
+        for module in (signal, _signal):
+            patch.setattr(module, "signal", lambda *arguments: numbers.append(arguments))
+        for name in ("generate", "beams", "encoder-decoder", "engine.step", "swap"):
+            case = CASES[name]()
+            case.run()
+            case.check()
+    assert not numbers
+
+
+def test_a_context_that_an_interrupt_keeps_from_ending_is_ended_by_the_call() -> None:
+    seen: list[str] = []
+
+    @interrupts.restoring
+    def switched() -> Iterator[None]:
+        seen.append("switched")
+        try:
+            yield
+        finally:
+            seen.append("back")
+
+    @interrupts.guarded
+    def call() -> None:
+        context = switched()
+        context.__enter__()
+        with torch.no_grad():
+            torch._C._set_grad_enabled(False)
+            raise KeyboardInterrupt  # before `context.__exit__` is called
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        call()
+    assert seen == ["switched", "back"] and torch.is_grad_enabled()
+    assert caught.value is not None
+
+
+def test_errors_of_handlers_are_interrupts_and_others_are_not() -> None:
+    def handle(signum: int, frame: FrameType | None) -> None:
+        raise Nowhere
+
+    def caught(raises: Callable[[], object]) -> BaseException:
+        try:
+            raises()
+        except BaseException as error:
+            return error
+        raise AssertionError
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        assert interrupts.is_interrupt(caught(lambda: signal.raise_signal(signal.SIGUSR1)))
+        assert interrupts.is_interrupt(caught(lambda: signal.raise_signal(signal.SIGINT)))
+        assert not interrupts.is_interrupt(caught(lambda: [][0]))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_with_takes_locks_and_no_conditions() -> None:

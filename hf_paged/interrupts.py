@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import signal
 import threading
 import weakref
@@ -34,6 +35,7 @@ class _Contexts(threading.local):
 
 
 _contexts = _Contexts()
+_OURS = os.path.dirname(__file__)
 _owners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -90,8 +92,10 @@ def guarded(function: Callable[P, T]) -> Callable[P, T]:
         _contexts.num_calls += 1
         try:
             return function(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             surely(lambda: _put_back(depth, has_gradients, num_modes))
+            if is_interrupt(error):
+                _let_go(error)
             raise
         finally:
             _contexts.num_calls -= 1
@@ -112,6 +116,17 @@ def _put_back(depth: int, has_gradients: bool, num_modes: int) -> None:
         while torch._C._len_torch_dispatch_stack() > num_modes:
             mode = torch._C._get_dispatch_stack_at(torch._C._len_torch_dispatch_stack() - 1)
             mode.__exit__(None, None, None)
+
+
+def _let_go(error: BaseException) -> None:
+    """Clears our frames of a traceback, which a notebook keeps: they hold blocks that were on their
+    way to a sequence."""
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename.startswith(_OURS):
+            with contextlib.suppress(RuntimeError):  # the frame of the guarded call itself
+                trace.tb_frame.clear()
+        trace = trace.tb_next
 
 
 def surely(undo: Callable[[], object]) -> None:

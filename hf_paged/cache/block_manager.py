@@ -37,7 +37,8 @@ class SequenceBlocks(_WithWeakRefs):
     stops: tuple[int, ...] = ()
 
     def __del__(self) -> None:
-        for table in self.tables:  # an exception lost it before its blocks were freed
+        # an exception lost it before its blocks were freed, or before it was made
+        for table in getattr(self, "tables", ()):
             table.pool.has_lost |= bool(table.block_ids)
 
 

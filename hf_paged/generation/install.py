@@ -237,37 +237,38 @@ def _prepare_cache(
         # not "dynamic": assistants copy this config, and transformers refuses that value for them
         generation_config.cache_implementation = None
     result = original(model, *args, **kwargs)
-    if call is None or call.model is not model:
-        call = Call(model)
-        prepared.set(call)
-    if config is not None and not passed:
-        length = arguments.get("max_cache_length") or 0
-        num_prompts = arguments.get("batch_size") or 1
-        num_rows = num_prompts * rows_per_prompt(generation_config)
-        if call.is_running:
-            ranks = ranks_of(model)
-            if ranks is not None:
-                call.stack.enter_context(ranks.alone())
-        lengths: list[int] = []
-        if length:
-            lengths = [length] * num_rows
-        call.memory = memory = memory_for(model, config, lengths)
-        if call.is_running:
-            memory.begin_call(call)
-        is_assistant = generation_config.is_assistant
-        _swap(memory, length, num_rows, model_kwargs, is_assistant)
-    caches: list[PagedCache] = []
-    for name in compat.CACHE_NAMES:
-        parts = cache_parts(model_kwargs.get(name))
-        caches += [part for part in parts if isinstance(part, PagedCache)]
-    if caches:
-        call.use(caches, generation_config, is_built=not passed)
-    elif requested:
-        reason, remedy = _why_not_paged(model, passed, generation_config, model_kwargs)
-        call.ask(reason, remedy)
-    is_invariant = config is not None and config.batch_invariant
-    if is_invariant and not call.built:
-        raise not_invariant(model, call.reason)
+    with deferring(model):
+        if call is None or call.model is not model:
+            call = Call(model)
+            prepared.set(call)
+        if config is not None and not passed:
+            length = arguments.get("max_cache_length") or 0
+            num_prompts = arguments.get("batch_size") or 1
+            num_rows = num_prompts * rows_per_prompt(generation_config)
+            if call.is_running:
+                ranks = ranks_of(model)
+                if ranks is not None:
+                    call.stack.enter_context(ranks.alone())
+            lengths: list[int] = []
+            if length:
+                lengths = [length] * num_rows
+            call.memory = memory = memory_for(model, config, lengths)
+            if call.is_running:
+                memory.begin_call(call)
+            is_assistant = generation_config.is_assistant
+            _swap(memory, length, num_rows, model_kwargs, is_assistant)
+        caches: list[PagedCache] = []
+        for name in compat.CACHE_NAMES:
+            parts = cache_parts(model_kwargs.get(name))
+            caches += [part for part in parts if isinstance(part, PagedCache)]
+        if caches:
+            call.use(caches, generation_config, is_built=not passed)
+        elif requested:
+            reason, remedy = _why_not_paged(model, passed, generation_config, model_kwargs)
+            call.ask(reason, remedy)
+        is_invariant = config is not None and config.batch_invariant
+        if is_invariant and not call.built:
+            raise not_invariant(model, call.reason)
     return result
 
 

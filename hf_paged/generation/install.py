@@ -470,6 +470,7 @@ def _swaps_pictures(given: dict[str, Any], inputs: dict[str, Any]) -> bool:
     return False
 
 
+@guarded
 def _decode(
     original: Callable[..., Any],
     model: Any,
@@ -493,14 +494,15 @@ def _decode(
         running = call.running()
     else:
         call = current.get()
-    with deferring(model), running:
+    with running:
         if call is not None and call.model is model and call.built:
             signature = inspect.signature(original)
             bound = signature.bind(model, *args, **kwargs)
             arguments = bound.arguments
-            batch = batch_of(call, original.__name__, arguments)
-            if batch:
-                return batch.run()
+            with deferring(model):
+                batch = batch_of(call, original.__name__, arguments)
+                if batch:
+                    return batch.run()
             streamer = arguments.get("streamer")
             if isinstance(streamer, RowStreamers):
                 criteria = arguments["stopping_criteria"]

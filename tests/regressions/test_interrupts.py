@@ -26,7 +26,7 @@ from hf_paged import PagedConfig, PagedEngine, interrupts
 from hf_paged.batching.execution import graphs
 from tests.support import models
 from tests.support.checks import model_state
-from tests.support.interrupts import MODES, Case, Engine, Generate, interrupt_often
+from tests.support.interrupts import MODES, Case, Engine, Generate, interrupt_calls, interrupt_often
 
 OURS = str(Path(hf_paged.__file__).parent)
 GREEDY = MODES["greedy"]
@@ -126,6 +126,11 @@ def test_item_07_gradients_stay_on_where_torch_is_interrupted_as_it_puts_them_ba
 def test_item_07_real_interrupts() -> None:
     told: list[str] = []
     assert not interrupt_often(36, seed=11, report=told.append), "\n".join(told)
+
+
+def test_an_interrupt_as_any_function_is_entered_leaves_everything_whole() -> None:
+    told: list[str] = []
+    assert not interrupt_calls(36, seed=5, report=told.append), "\n".join(told)
 
 
 # --------------------------------------------------------------------- places of earlier failures

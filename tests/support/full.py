@@ -71,7 +71,10 @@ PARTS: dict[str, list[list[str]]] = {
     ],
     "machine": [[sys.executable, "-m", "tests.support.engine_machine", "--examples", "2000"]],
     "load": [[sys.executable, "-m", "tests.support.load", "--steps", "20000", "--jobs", "2"]],
-    "interrupts": [[sys.executable, "-m", "tests.support.interrupts", "--count", "1000"]],
+    "interrupts": [
+        [sys.executable, "-m", "tests.support.interrupts", "--count", "1000"],
+        [sys.executable, "-m", "tests.support.interrupts", "--count", "1000", "--calls"],
+    ],
     "threads": [[sys.executable, "-m", "tests.support.threads", "--mixes", "500"]],
     "sanitizers": [[sys.executable, "-m", "tests.support.sanitize", "--calls", "10000"]],
     "ecosystem": [

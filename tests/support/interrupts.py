@@ -1,8 +1,10 @@
 """
 Real signals, whose handlers raise, at random moments of `generate` and the engine:
-`python -m tests.support.interrupts --count 1000`.
+`python -m tests.support.interrupts --count 1000 [--calls]`.
 
-A separate process sends them, so they arrive between any two bytecodes. After each: the pool is
+A separate process sends them, so they arrive between any two bytecodes. With `--calls`, they arrive
+as a random function of any package is entered, such as a context's `__exit__`, which then does
+nothing. The caller keeps the exception, as a notebook does. After each: the pool is
 intact, no ended call holds a block, the model is unchanged, and later calls give plain's tokens.
 The exit code is 1 otherwise; every failure is printed with the number that repeats its choices
 (`--seed`).
@@ -318,6 +320,74 @@ def interrupt_often(count: int, seed: int, only: str = "", report: Any = print) 
     return sum(failed.values())
 
 
+class Entered:
+    """A profile function that raises a signal as the `number`-th function is entered."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.count = 0
+        self.stack: list[str] = []
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event != "call":
+            return
+        self.count += 1
+        if self.count == self.number:
+            sys.setprofile(None)
+            self.stack = traceback.format_stack(frame, limit=6)
+            raise KeyboardInterrupt
+
+
+def run_entered(case: Case, number: int) -> tuple[Entered, BaseException | None]:
+    """Runs the case, interrupted as the `number`-th function is entered; returns how far it came
+    and the exception."""
+    entered, error = Entered(number), None
+    before = sys.getprofile()
+    sys.setprofile(entered)
+    try:
+        case.run()
+    except KeyboardInterrupt as caught:
+        error = caught
+    finally:
+        sys.setprofile(before)
+    return entered, error
+
+
+def interrupt_calls(count: int, seed: int, only: str = "", report: Any = print) -> int:
+    """Interrupts each kind as functions are entered, `count` times in total; returns the number of
+    failures."""
+    names = [name for name in CASES if only in name]
+    num_failed = 0
+    for place, name in enumerate(names):
+        case = CASES[name]()
+        case.run()
+        case.check()
+        before = model_state(case.model)
+        num_calls = run_entered(case, 0)[0].count
+        case.check()
+        failed = 0
+        for turn in range(place, count, len(names)):
+            number = random.Random(f"{seed}/{turn}").randint(1, num_calls)
+            # kept, as a notebook keeps the last exception
+            entered, _error = run_entered(case, number)
+            try:
+                state = model_state(case.model)
+                assert state == before, f"the model was {before} and is {state}"
+                case.check()
+            except Exception:
+                failed += 1
+                stack = "".join(entered.stack)
+                report(f"--seed {seed}, {name}, call {number}:\n{traceback.format_exc()}{stack}")
+                torch.set_grad_enabled(True)
+                case = CASES[name]()
+                case.run()
+                before = model_state(case.model)
+        report(f"{name}: {num_calls} calls, {failed} wrong")
+        num_failed += failed
+    report(f"{count} interrupts as functions are entered, {num_failed} wrong")
+    return num_failed
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -325,9 +395,11 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=1000, help="interrupts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="kinds whose name contains this")
+    parser.add_argument("--calls", action="store_true", help="as functions are entered")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    return int(interrupt_often(arguments.count, arguments.seed, arguments.only) > 0)
+    run = interrupt_calls if arguments.calls else interrupt_often
+    return int(run(arguments.count, arguments.seed, arguments.only) > 0)
 
 
 if __name__ == "__main__":

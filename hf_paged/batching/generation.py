@@ -127,6 +127,17 @@ class Generation:
         self._logits = {}
         return logits
 
+    @property
+    def can_repeat(self) -> bool:
+        """Whether sampling that was interrupted can be repeated (`take_back`)."""
+        return self.is_single and not self.is_closed and self.decoding.can_repeat
+
+    def take_back(self) -> None:
+        """Takes the decoding back to the tokens that the request has."""
+        ((request, index),) = self.rows
+        num_tokens = len(request.sequences[index].token_ids)
+        self.decoding.take_back(num_tokens - request.num_prompt_tokens)
+
     def forget_logits(self) -> None:
         """Drops the logits of rows that wait for other rows; those rows are computed again."""
         self._logits = {}

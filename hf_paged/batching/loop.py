@@ -278,10 +278,13 @@ class StepLoop:
         self, ready: Ready, untold: deque[Generation], window: Window, fetch: Fetch | None = None
     ) -> BaseException | None:
         """Samples the next tokens of generations that `compute` returned, and adds these to
-        `untold`; `fetch` as in `sample_step`. Returns an interrupt of a caller's code. Another
-        thread may compute other generations meanwhile."""
+        `untold`; `fetch` as in `sample_step`. Returns an interrupt of a caller's code. Generations
+        whose sampling an interrupt ended are computed again, or fail if that cannot be repeated.
+        Another thread may compute other generations meanwhile."""
         interrupt: BaseException | None = None
         results: list[Any] = []
+        repeated: list[Generation] = []
+        applied: Generation | None = None
         decodings = [generation.decoding for generation, _ in ready]
         runs_callers_code = any(map(_RUNS_CALLERS_CODE, decodings))
         # transformers' own streamers may hand the text to a thread of the caller
@@ -304,18 +307,28 @@ class StepLoop:
                         error = result
                     elif checks_ids:
                         error = self._unknown_token(result)
-                    if error is not None:
-                        interrupt = self._fail(generation, error, untold) or interrupt
-                    else:
+                    if error is None:
+                        applied = generation
                         self._apply(generation, result)
                         generation.is_sampling = False
                         untold.append(generation)
+                    elif generation.can_repeat and is_interrupt(error):
+                        repeated.append(generation)
+                        interrupt = interrupt or error
+                    else:
+                        interrupt = self._fail(generation, error, untold) or interrupt
+            self._repeat(repeated)
         except BaseException as cause:  # the progress of the remaining generations is unknown
+            lost = [generation for generation, _ in ready if generation not in untold]
+            if is_interrupt(cause):
+                repeated = [g for g in lost if g.can_repeat and g is not applied]
             try:
+                self._repeat(repeated)
                 if results:
                     self.recover()
             finally:
-                self._fail_all([generation for generation, _ in ready], cause, untold)
+                ended = [generation for generation in lost if generation not in repeated]
+                self._fail_all(ended, cause, untold)
             raise
         finally:
             self.executor.is_unchecked |= runs_callers_code
@@ -640,6 +653,13 @@ class StepLoop:
             return None
         generation.error = RuntimeError(_INTERRUPTED.format(error))
         return error
+
+    def _repeat(self, generations: list[Generation]) -> None:
+        """Makes the next steps compute and sample these generations as if the last step had not."""
+        for generation in generations:
+            generation.take_back()
+        if generations:
+            self.recover(generations)
 
     def _fail_all(
         self, generations: list[Generation], cause: BaseException, untold: deque[Generation]

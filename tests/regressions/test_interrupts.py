@@ -23,7 +23,9 @@ from transformers import LogitsProcessor
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine, interrupts
+from hf_paged.batching.decoding import sampler
 from hf_paged.batching.execution import graphs
+from hf_paged.batching.loop import StepLoop
 from tests.support import models
 from tests.support.checks import model_state
 from tests.support.interrupts import MODES, Case, Engine, Generate, interrupt_calls, interrupt_often
@@ -170,6 +172,43 @@ def test_item_07_an_interrupt_of_a_requests_own_code_ends_that_request_alone() -
     for number in (0, 2):
         assert results[str(number)].error is None
         assert results[str(number)].token_ids == expected[number].token_ids
+
+
+@pytest.mark.parametrize("place", ["argmax", "_fetch", "_accept", "_apply"])
+def test_an_interrupt_of_our_own_sampling_costs_requests_without_callers_code_nothing(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Except the one whose token is just being counted."""
+    owner: Any = StepLoop if place == "_apply" else sampler
+    original, results = getattr(owner, place), dict[str, Any]()
+    prompts = [[5, 6, 7], [8, 9], [10], [11, 12, 13, 14]]
+    options = [GREEDY, GREEDY, {**GREEDY, "repetition_penalty": 1.3}, GREEDY]
+    calls = 0
+
+    def interrupted(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        result = original(*args)
+        if calls == 6:
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    with PagedEngine(models.build("llama"), PagedConfig(block_size=8)) as engine:
+        expected = engine.generate(prompts, options)
+        for number, (prompt, own) in enumerate(zip(prompts, options)):
+            engine.add_request(prompt, own, request_id=str(number))
+        monkeypatch.setattr(owner, place, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            finish(engine, results)
+        monkeypatch.undo()
+        finish(engine, results)
+        engine.check_integrity()
+        assert engine.stats().used_blocks == 0
+    errors = [name for name in results if results[name].error is not None]
+    assert len(errors) == (place == "_apply")
+    for number, result in enumerate(expected):
+        if str(number) not in errors:
+            assert results[str(number)].token_ids == result.token_ids
 
 
 class Nowhere(Exception):

@@ -298,6 +298,22 @@ class SampleDecoding(Decoding):
                 results.append(error)
         return results
 
+    @property
+    def can_repeat(self) -> bool:  # type: ignore[override]
+        if not self.is_simple or self.draft is not None:
+            return False
+        if self.do_sample and self.generator is not None:
+            return False
+        return self.takes_maximum or self.batchable is not None
+
+    def take_back(self, num_new: int) -> None:
+        self.length = self.inputs.input_ids.shape[1] + num_new
+        self._ids, self._new = self.input_ids[:, : self.length].contiguous(), []
+        self.finish_reasons, self._ends = [None], [0]
+        self.open_rows = [0]
+        if self.batchable is not None:  # its tensor of seen tokens may be half written
+            self.batchable = BatchableProcessors.of(self.logits_processor, self._ids)
+
     def accept_run(self, tokens: list[int]) -> SampledTokens:
         """Accepts `tokens` one after another, like `accept`, up to the first that ends the only row
         (`takes_runs`)."""

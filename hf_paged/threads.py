@@ -22,17 +22,39 @@ class _Started(threading.Event):
         return super().wait(START_SECONDS)
 
 
-def start(run: Callable[[], object], name: str, daemon: bool = True) -> threading.Thread | None:
-    """Starts a thread that calls `run`, within `START_SECONDS`. Returns `None` if there can be no
-    thread: the caller goes on without it. A thread that merely begins later calls `run` all the
-    same."""
+def make(run: Callable[[], object], name: str, daemon: bool = True) -> threading.Thread:
+    """A thread that calls `run` once it is begun."""
     thread = threading.Thread(target=run, name=name, daemon=daemon)
-    started = thread._started = _Started()  # type: ignore[attr-defined]
+    thread._started = _Started()  # type: ignore[attr-defined]
+    return thread
+
+
+def begin(thread: threading.Thread) -> bool:
+    """Begins a thread that `make` returned, within `START_SECONDS`; `False` if there can be none:
+    the caller goes on without it. A thread that merely begins later calls `run` all the same."""
     try:
         thread.start()
     except (RuntimeError, MemoryError):  # at the limit, or at interpreter shutdown
-        return None
-    return thread if started.is_set() else None
+        return False
+    started: threading.Event = thread._started  # type: ignore[attr-defined]
+    return started.is_set()
+
+
+def start(run: Callable[[], object], name: str, daemon: bool = True) -> threading.Thread | None:
+    """Makes and begins a thread; `None` if there can be none."""
+    thread = make(run, name, daemon)
+    return thread if begin(thread) else None
+
+
+def wait(condition: threading.Condition, lock: threading.RLock, seconds: float) -> None:
+    """Waits for a condition of `lock`, which this thread holds once, and holds again whatever is
+    raised: an interrupt may fall between `Condition.wait`'s release and its `try`."""
+    try:
+        condition.wait(seconds)
+    except BaseException:
+        if not lock._is_owned():  # type: ignore[attr-defined]
+            lock.acquire()
+        raise
 
 
 _step_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()

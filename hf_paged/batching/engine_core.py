@@ -32,6 +32,7 @@ from ..model.forwards import compute_device
 from ..model.rank_signals import PatientLock
 from ..model.ranks import RankLostError, is_sharded
 from ..model.registry import Route, block_sizes, note_route, route_of
+from ..threads import wait
 from ..timing import counted, counting
 from ..topics import Topic
 from .arguments import (
@@ -392,7 +393,7 @@ class EngineCore:
                 " or leave the context of `pause` or `weights_update`, before its next step"
             )
         while self.paused_by:
-            self.resumed.wait(timeout=0.05)
+            wait(self.resumed, self.inner_lock, 0.05)
 
     def _end_unserved(self) -> None:
         """Ends requests whose adapter only PEFT's own `generate` computes: it may have become

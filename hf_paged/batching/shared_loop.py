@@ -21,6 +21,7 @@ from ..cache.block_pool import OutOfBlocksError
 from ..cache.memory import PagedMemory
 from ..cache.waits import Shortage, claims_resting
 from ..interrupts import ends_with_calls, restoring
+from ..threads import wait
 from .decoding.base import Fetch
 from .execution.executor import Window
 from .generation import Generation
@@ -161,7 +162,7 @@ class SharedLoop:
                 if steps:
                     self._stepper = caller
                 else:
-                    caller.wake.wait(min(delay, _POLL) if delay > 0 else _POLL)
+                    wait(caller.wake, self._lock, min(delay, _POLL) if delay > 0 else _POLL)
             if steps:
                 self._step()
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import forks
-from ..threads import start
+from ..threads import begin, make
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +35,11 @@ def submit(rows: Any, slots: Sequence[int]) -> None:
         _condition.notify()
     if was_running:
         return
-    thread = None
+    thread = make(_serve, "hf_paged mappings")
     try:
-        thread = start(_serve, "hf_paged mappings")
+        begin(thread)
     finally:
-        if thread is None:
+        if not thread.is_alive():
             with _lock:  # pages are mapped on demand
                 _is_running = False
                 _waiting.clear()

@@ -10,7 +10,7 @@ import time
 import weakref
 
 from .. import forks
-from ..threads import start
+from ..threads import begin, make
 from ..topics import Topic
 from . import budget
 from .memory import PagedMemory
@@ -60,11 +60,11 @@ def _watch(memory: PagedMemory, seconds: float) -> None:
             _condition.notify_all()
     if was_running:
         return
-    thread = None
+    thread = make(_serve, "hf_paged idle pools")
     try:
-        thread = start(_serve, "hf_paged idle pools")
+        begin(thread)
     finally:
-        if thread is None:
+        if not thread.is_alive():
             with _lock:  # the end of the next use tries again
                 _is_running = False
 

@@ -28,7 +28,7 @@ from ..batching.results import RequestOutput, RequestResult
 from ..config import PagedConfig
 from ..interrupts import restoring
 from ..model.forwards import compute_device
-from ..threads import start
+from ..threads import begin, make, wait
 from ..topics import Topic
 
 logger = logging.getLogger(__name__)
@@ -188,12 +188,10 @@ class ManagerThread:
             self.fatal_error = None
             self.thread = None  # an earlier one, which has ended
         _running.add(self)
-        try:
-            self.thread = start(self._run, "hf_paged-continuous-batching")
-        finally:
-            if self.thread is None:
-                self.is_stopping = True  # should it begin later
-        if self.thread is None:
+        self.thread = make(self._run, "hf_paged-continuous-batching")
+        if not begin(self.thread):
+            self.is_stopping = True  # should it begin later
+            self.thread = None
             raise RuntimeError(
                 "can't start new thread: the process is at its limit of threads or memory"
             )
@@ -291,7 +289,7 @@ class ManagerThread:
                 left = min(POLL_SECONDS, end - time.monotonic())
             if left <= 0:
                 return False
-            self.changed.wait(left)
+            wait(self.changed, self.lock, left)
         return True
 
     def deliver(self, outputs: Iterable[GenerationOutput]) -> None:

@@ -471,7 +471,7 @@ def test_integrity_is_checked_between_steps(monkeypatch: pytest.MonkeyPatch) -> 
                 lock.release()
 
         def check() -> None:
-            for lock in (engine._core.lock.lock, engine.memory.lock):
+            for lock in (engine._core.inner_lock, engine.memory.lock):
                 thread = threading.Thread(target=ask, args=(lock,))
                 thread.start()
                 thread.join()

@@ -61,7 +61,7 @@ from .factory import (
     reason_against_assistance,
     reason_against_rows,
 )
-from .generation import RequestState
+from .generation import Generation, Output, RequestState
 from .loop import StepLoop
 from .ranks import lead
 from .request import Request, Sequence
@@ -248,26 +248,27 @@ class EngineCore:
         self,
         state: RequestState,
         reason: str | None,
-        tokens: dict[int, int] | None = None,
-        text: str | None = None,
+        last: list[Output] | None = None,
     ) -> None:
-        """Removes a request, frees its blocks and outputs its result with the last tokens (default:
-        those that no output has told). A cancellation during a step (from a caller's code or a
-        finalizer) takes effect after it."""
+        """Removes a request, frees its blocks and outputs its result with the `last` tokens
+        (default: those that no output has told). A cancellation during a step (from a caller's code
+        or a finalizer) takes effect after it."""
         if self._leaving is not None and reason == "cancelled":
             self._leaving.append(state)
             return
         result = state.result(reason)
-        if tokens is None:
-            *earlier, (tokens, text) = state.remaining_outputs(result)
-            state.outbox.extend(RequestOutput(state.request_id, *output) for output in earlier)
+        if last is None:
+            last = state.remaining_outputs(result)
+        name = state.request_id
+        outputs = [RequestOutput(name, *output) for output in last[:-1]]
+        outputs.append(RequestOutput(name, *last[-1], result))
         self._counts["num_finished"] += 1
         self._counts["num_prefix_hit_tokens"] += result.num_prefix_hit_tokens
         self._time(result)
         try:
             self.remove(state)
         finally:  # whatever raises in cleaning up, the caller gets the result
-            state.outbox.append(RequestOutput(state.request_id, tokens, text, result))
+            state.outbox.extend(outputs)
             self.requests.pop(state.request_id, None)
             state.end_streamer()
             if state.interrupt is not None:
@@ -470,30 +471,33 @@ class EngineCore:
         ended."""
         while loop.untold:  # an interrupt leaves the current one in the queue
             state = loop.untold[0]
-            # skips requests that have ended
             if isinstance(state, RequestState) and self.requests.get(state.request_id) is state:
-                self._output_step(state)
-            loop.untold.popleft()
+                self._output_step(state, loop.untold)
+            else:  # it has ended
+                loop.untold.popleft()
 
-    def _output_step(self, state: RequestState) -> None:
-        """Outputs the last step's tokens of a request that advanced, or its result if it ended."""
-        tokens: dict[int, int] | None = None
-        text: str | None = None
+    def _output_step(self, state: RequestState, untold: deque[Generation]) -> None:
+        """Outputs the last step's tokens of a request that advanced, which leaves `untold`, or its
+        result if it ended."""
+        last: list[Output] | None = None
         if state.error is None:
             try:
-                *earlier, (tokens, text) = state.outputs()
-                for output in earlier:
-                    state.outbox.append(RequestOutput(state.request_id, *output))
+                last = state.outputs()
             except Exception as error:
                 if is_interrupt(error):
                     raise
                 state.error = error
-        if state.error is not None:
-            self.end(state, "error", tokens, text)
+        if last is None or state.error is not None:
+            self.end(state, "error", last)
         elif state.is_closed:
-            self.end(state, None, tokens, text)
+            self.end(state, None, last)
         else:
-            state.outbox.append(RequestOutput(state.request_id, tokens or {}, text))
+            outputs: list[RequestOutput] = []
+            for tokens, text in last:
+                outputs.append(RequestOutput(state.request_id, tokens, text))
+            # one call of C: an interrupt between two would have them told twice
+            taken = iter(untold.popleft, state)
+            state.outbox.extend(itertools.chain(outputs, taken))  # type: ignore[arg-type]
 
     def _waits(self, loop: StepLoop) -> bool:
         """Whether to retry a step that ran out of blocks because other models hold the memory (for

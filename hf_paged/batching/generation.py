@@ -220,6 +220,7 @@ class RequestState(Generation):
         self._first_token: float | None = None  # seconds, as in `Timings`
         # raised by the tokenizer: to be raised after the result is output
         self.interrupt: BaseException | None = None
+        self._last: tuple[int, list[Output]] | None = None  # a length, and what `outputs` returned
         self._num_told = 0  # new tokens of each row that is open, which outputs have told
 
     def prepare_again(self, model: PreTrainedModel) -> None:
@@ -243,10 +244,12 @@ class RequestState(Generation):
 
     def outputs(self) -> list[Output]:
         """Returns the last step's new tokens with their text, in order. Sets `error` if the
-        tokenizer raises; after an interrupt it can be called again."""
+        tokenizer raises; after an interrupt it can be called again, and returns the same."""
         if self._first_token is None:
             self._first_token = time.perf_counter() - self._added
         decoding = self.decoding
+        if self._last is not None and self._last[0] == decoding.length:
+            return self._last[1]
         if self.new_tokens and not self.is_single:  # drops padding of rows that ended earlier
             lengths, (new,) = decoding.lengths, self.new_tokens
             self.new_tokens = [
@@ -257,6 +260,7 @@ class RequestState(Generation):
             outputs = list(zip(self.new_tokens or [{}], itertools.repeat(None)))
         else:
             outputs = self._with_text(self.new_tokens)
+        self._last = decoding.length, outputs
         self._num_told = decoding.length - self._start
         return outputs
 

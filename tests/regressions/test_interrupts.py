@@ -23,7 +23,9 @@ from transformers import LogitsProcessor
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine, interrupts
+from hf_paged.batching import engine_core
 from hf_paged.batching.decoding import sampler
+from hf_paged.batching.engine_core import EngineCore
 from hf_paged.batching.execution import graphs
 from hf_paged.batching.loop import StepLoop
 from tests.support import models
@@ -209,6 +211,35 @@ def test_an_interrupt_of_our_own_sampling_costs_requests_without_callers_code_no
     for number, result in enumerate(expected):
         if str(number) not in errors:
             assert results[str(number)].token_ids == result.token_ids
+
+
+@pytest.mark.parametrize("place", ["told", "made"])
+def test_an_interrupt_beside_an_output_tells_no_token_twice_and_loses_no_result(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a token has been told, and as outputs and results are made."""
+    case = Engine(models.build("llama"), "steps")
+    owner: Any = EngineCore if place == "told" else engine_core
+    name = "_output_step" if place == "told" else "RequestOutput"
+    original = getattr(owner, name)
+    calls = 0
+
+    def interrupted(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        made = original(*args)
+        if calls % 7 == 3:
+            signal.raise_signal(signal.SIGINT)
+        return made
+
+    monkeypatch.setattr(owner, name, interrupted)
+    case.add()
+    while case.engine.has_unfinished:
+        with contextlib.suppress(KeyboardInterrupt):
+            case.outputs += case.engine.step()
+    monkeypatch.undo()
+    assert len({each.request_id for each in case.outputs if each.finished}) == len(case.prompts)
+    case.check()
 
 
 class Nowhere(Exception):

@@ -26,12 +26,13 @@ T = TypeVar("T")
 
 
 class _Contexts(threading.local):
-    """Of a thread: the `restoring` contexts that it has entered and not left, in order, and the
-    number of `guarded` calls that it is in."""
+    """Of a thread: the `restoring` contexts that it has entered and not left, in order, the number
+    of `guarded` calls that it is in, and whether a nested one has raised."""
 
     def __init__(self) -> None:
         self.open: list[Generator[Any, None, None]] = []
         self.num_calls = 0
+        self.is_ending_due = False  # what it left with owners is to be ended with the outermost
 
 
 _contexts = _Contexts()
@@ -40,8 +41,8 @@ _owners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def ends_with_calls(owner: Any) -> None:
-    """Makes a call of no other that raises call `owner.end_calls()`: what calls of this thread have
-    left there is of none that goes on."""
+    """Makes a call of no other that raises, or in which another raised, call `owner.end_calls()` at
+    its end: what calls of this thread have left there is of none that goes on."""
     _owners.add(owner)
 
 
@@ -91,7 +92,10 @@ def guarded(function: Callable[P, T]) -> Callable[P, T]:
         num_modes = torch._C._len_torch_dispatch_stack()
         _contexts.num_calls += 1
         try:
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            if _contexts.is_ending_due and _contexts.num_calls == 1:
+                surely(_end_calls)
+            return result
         except BaseException as error:
             surely(lambda: _put_back(depth, has_gradients, num_modes))
             if is_interrupt(error):
@@ -109,13 +113,20 @@ def _put_back(depth: int, has_gradients: bool, num_modes: int) -> None:
             _contexts.open[-1].close()
             _contexts.open.pop()
         if _contexts.num_calls == 1:
-            for owner in list(_owners):
-                owner.end_calls()
+            _end_calls()
+        else:  # its caller may go on
+            _contexts.is_ending_due = True
     finally:
         torch._C._set_grad_enabled(has_gradients)
         while torch._C._len_torch_dispatch_stack() > num_modes:
             mode = torch._C._get_dispatch_stack_at(torch._C._len_torch_dispatch_stack() - 1)
             mode.__exit__(None, None, None)
+
+
+def _end_calls() -> None:
+    for owner in list(_owners):
+        owner.end_calls()
+    _contexts.is_ending_due = False
 
 
 def _let_go(error: BaseException) -> None:

@@ -23,11 +23,13 @@ from transformers import LogitsProcessor
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine, interrupts
+from hf_paged.attention import switch
 from hf_paged.batching import engine_core
 from hf_paged.batching.decoding import sampler
 from hf_paged.batching.engine_core import EngineCore
 from hf_paged.batching.execution import graphs
 from hf_paged.batching.loop import StepLoop
+from hf_paged.switches import Switches
 from tests.support import models
 from tests.support.checks import model_state
 from tests.support.interrupts import MODES, Case, Engine, Generate, interrupt_calls, interrupt_often
@@ -240,6 +242,41 @@ def test_an_interrupt_beside_an_output_tells_no_token_twice_and_loses_no_result(
     monkeypatch.undo()
     assert len({each.request_id for each in case.outputs if each.finished}) == len(case.prompts)
     case.check()
+
+
+class Nests(LogitsProcessor):
+    """Makes a call that an interrupt ends as it restores the model, and goes on."""
+
+    def __init__(self, call: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.call, self.monkeypatch = call, monkeypatch
+        self.kept: list[BaseException] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if not self.kept:
+            with self.monkeypatch.context() as patch:
+                patch.setattr(Switches, "leave", raises_interrupt)
+                try:
+                    self.call()
+                except KeyboardInterrupt as error:
+                    self.kept.append(error)
+        return scores
+
+
+def raises_interrupt(*args: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("outer", [models.PAGED, {}], ids=["in a paged call", "in a plain call"])
+def test_a_call_whose_code_caught_an_interrupt_of_another_call_ends_that_one(
+    outer: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompt = models.build("llama"), models.token_ids(1, 9)
+    expected = model.generate(prompt, **GREEDY)
+    nests = Nests(lambda: model.generate(prompt, **GREEDY, **models.PAGED), monkeypatch)
+    found = model.generate(prompt, **GREEDY, **outer, logits_processor=[nests])
+    assert nests.kept and torch.equal(found, expected)
+    assert not switch._switches.held
+    assert hf_paged.memory_stats(model).used_blocks == 0
 
 
 class Nowhere(Exception):

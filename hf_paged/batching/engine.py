@@ -15,6 +15,7 @@ from ..cache.storage import trim
 from ..cache.tiers import check_tiers
 from ..cache.virtual import fit_blocks
 from ..config import PagedConfig
+from ..interrupts import guarded
 from ..model.forwards import compute_device
 from ..model.loading import load_model, load_tokenizer
 from ..model.registry import Route
@@ -430,12 +431,7 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
             try:
                 yield
             finally:
-                with self._core.lock:
-                    if self._core.loop is not None:
-                        self._core.loop.change_weights(recompute=policy == "recompute")
-                    if policy == "recompute":
-                        for state in self._core.requests.values():
-                            state.prepare_again(self.model)
+                self._core.change_weights(recompute=policy == "recompute")
 
     @property
     def route(self) -> Route | None:
@@ -521,6 +517,7 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         title = f"PagedEngine({type(self.model).__name__})"
         return engine_html(title, self.stats(), self.block_map())
 
+    @guarded
     def save_prefix(
         self,
         prompt: Prompt,
@@ -572,6 +569,7 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
             salt = cache_salt or self.config.cache_salt
             return save(self._core, ids, (namespace, salt), target)
 
+    @guarded
     def load_prefix(self, path: str | os.PathLike[str]) -> int:
         """Loads the blocks of a `save_prefix` file into the pool's prefix cache: later requests
         with the same adapter and cache salt whose prompt begins with its tokens reuse them. Returns
@@ -592,6 +590,7 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         """
         return load(self._core, path)
 
+    @guarded
     def reset_prefix_cache(self) -> None:
         """Drops all cached blocks of finished requests."""
         with self._core.lock, self.memory.changing():

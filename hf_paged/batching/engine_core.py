@@ -322,6 +322,7 @@ class EngineCore:
                 self._num_keeping -= 1
                 self._end_use()
 
+    @guarded
     def close(self, outbox: deque[RequestOutput], window: Window) -> None:
         """Cancels the requests that report to `outbox`, whose reader is gone, and ends the window
         of their steps."""
@@ -332,6 +333,16 @@ class EngineCore:
             for state in reversed(self.requests.values()):
                 if state.outbox is outbox:
                     stack.callback(self.end, state, "cancelled")
+
+    @guarded
+    def change_weights(self, recompute: bool) -> None:
+        """As `StepLoop.change_weights`; `recompute` prepares the inputs of requests again, too."""
+        with self.lock:
+            if self.loop is not None:
+                self.loop.change_weights(recompute)
+            if recompute:
+                for state in self.requests.values():
+                    state.prepare_again(self.model)
 
     def after_fork(self, freed: set[Any]) -> None:
         """In a forked child, where only this thread exists: drops all requests if another thread

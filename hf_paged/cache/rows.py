@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..interrupts import guarded
 from ..step import NotPackable, ReadCounters, StepMetadata
 from .block_manager import SequenceBlocks
 from .block_pool import BlockTable
@@ -146,6 +147,7 @@ class LayerGroup:
         self._step = self._snapshot(length, query_len, device)
         return self._step
 
+    @guarded
     def undo_first(self, length: int) -> None:
         """Undoes a first step of `length` positions that failed: empties the tables, and drops the
         rows if those of all other groups are empty, too. Other rows may begin then, or the same
@@ -164,6 +166,7 @@ class LayerGroup:
                 if not group.length:
                     group.expected_paddings = (paddings, length)
 
+    @guarded
     def _make_room(
         self,
         tables: list[BlockTable],
@@ -396,6 +399,7 @@ class CacheRows:
         """Gathers all living handles, since their blocks are about to change."""
         self._handles.gather()
 
+    @guarded
     def select(self, indices: Sequence[int]) -> None:
         """Makes row `i` what row `indices[i]` was, by permuting and forking tables, without copies.
         Does nothing to borrowed rows: their owner changes them (`PagedCache.take`). Raises
@@ -428,6 +432,7 @@ class CacheRows:
                 group.forget_steps()
             self.memory.note_peak()
 
+    @guarded
     def crop(self, num_removed: int) -> None:
         """Forgets the last `num_removed` logical positions, then tokens outside the windows. Raises
         `ValueError`, with nothing changed, if the new end is in freed blocks."""
@@ -440,6 +445,7 @@ class CacheRows:
             for group, length in zip(groups, lengths):
                 group.crop(length)
 
+    @guarded
     def free(self, keep_snapshots: bool = True) -> None:
         """Frees every block; with `keep_snapshots` first gathers the handles that are still
         alive."""
@@ -456,6 +462,7 @@ class CacheRows:
                 for group in self.groups.values():
                     group.clear()
 
+    @guarded
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheRows:
         """Returns rows over the same blocks, to which copies of the groups attach themselves."""
         counters = copy.deepcopy(self.counters, memo)
@@ -474,6 +481,7 @@ class CacheRows:
 
     _OWN = ("memory", "specs", "counters", "borrows", "num_operations")
 
+    @guarded
     def __getstate__(self) -> dict[str, Any]:
         """State for pickle, with the content of the tables' blocks, renumbered from 0."""
         state = {name: getattr(self, name) for name in self._OWN}
@@ -497,6 +505,7 @@ class CacheRows:
                 state["contents"].append(contents)
         return state
 
+    @guarded
     def __setstate__(self, state: dict[str, Any]) -> None:
         arguments = [state[name] for name in self._OWN[:4]]
         tables_by_group = state["tables"]

@@ -31,6 +31,7 @@ from ..batching.engine import PagedEngine
 from ..batching.execution.adapters import base_model, check_served
 from ..batching.results import RequestResult
 from ..config import PagedConfig
+from ..interrupts import guarded
 from ..model.forwards import compute_device
 from ..topics import Topic
 from .manager_config import paged_config
@@ -502,6 +503,7 @@ def _fits_one_call(
     return all(prompt and min(prompt) >= 0 and max(prompt) < size for prompt in prompts)
 
 
+@guarded
 def _sample_together(
     model: PreTrainedModel, inputs: Sequence[Any], config: GenerationConfig, paged: PagedConfig
 ) -> dict[str, GenerationOutput]:

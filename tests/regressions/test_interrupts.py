@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -277,6 +278,38 @@ def test_a_call_whose_code_caught_an_interrupt_of_another_call_ends_that_one(
     assert nests.kept and torch.equal(found, expected)
     assert not switch._switches.held
     assert hf_paged.memory_stats(model).used_blocks == 0
+
+
+def is_free(lock: threading.RLock) -> bool:
+    if not lock.acquire(timeout=1):
+        return False
+    lock.release()
+    return True
+
+
+def test_an_interrupt_of_a_cache_or_of_a_saved_prefix_keeps_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outside of `generate` and steps, too."""
+    model = models.build("llama")
+    engine = PagedEngine(model, PagedConfig(block_size=8))
+    engine.generate([list(range(30))], GREEDY)
+    cache = hf_paged.PagedCache(model.config)
+    for lock, call in (
+        (cache.memory.lock, lambda: model(models.token_ids(1, 9), past_key_values=cache)),
+        (engine.memory.lock, engine.reset_prefix_cache),
+        (
+            engine._core.inner_lock,
+            lambda: engine.save_prefix(list(range(30)), tmp_path / "prefix.safetensors"),
+        ),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(interrupts._Restoring, "__exit__", raises_interrupt)
+            call()
+        assert not interrupts._contexts.open
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(is_free, lock).result()
+    assert not engine._core._num_keeping
 
 
 class Nowhere(Exception):

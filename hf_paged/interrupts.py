@@ -17,6 +17,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator
+from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -154,14 +155,32 @@ def is_interrupt(error: BaseException) -> bool:
     no `Exception`, or a signal's handler raised it."""
     if not isinstance(error, Exception):
         return True
-    codes = set()
-    for number in signal.valid_signals():
-        handler: Any = signal.getsignal(number)
-        handler = getattr(handler, "__func__", handler)
-        codes.add(getattr(handler, "__code__", None))
+    codes = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
     trace = error.__traceback__
+    interrupted: FrameType | None = None
     while trace is not None:
-        if trace.tb_frame.f_code in codes:
+        frame = trace.tb_frame
+        if frame.f_code in codes or (interrupted is not None and _got(frame, interrupted)):
             return True
-        trace = trace.tb_next
+        interrupted, trace = frame, trace.tb_next
     return False
+
+
+def _code_of(handler: Any) -> CodeType | None:
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    handler = getattr(handler, "__func__", handler)
+    code = getattr(handler, "__code__", None)
+    if code is None and callable(handler):
+        code = getattr(type(handler).__call__, "__code__", None)
+    return code
+
+
+def _got(frame: FrameType, interrupted: FrameType) -> bool:
+    """Whether a frame was called with the frame that it interrupted, as handlers are: one that
+    raises may have set another handler before."""
+    code = frame.f_code
+    if code.co_filename.startswith(_OURS):
+        return False
+    names = code.co_varnames[: code.co_argcount]
+    return any(frame.f_locals.get(name) is interrupted for name in names)

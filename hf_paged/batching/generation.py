@@ -3,7 +3,6 @@ steps."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import itertools
@@ -356,8 +355,11 @@ class RequestState(Generation):
     def end_streamer(self) -> None:
         """Ends the streamer after the result is output, unless the decoding has ended it."""
         if self._streamer is not None and not self.decoding.has_ended_streamer:
-            with contextlib.suppress(Exception):
+            try:
                 self._streamer.end()
+            except Exception as error:
+                if is_interrupt(error):
+                    raise
 
     def _sequences(self, reason: str | None) -> tuple[list[SequenceResult], Exception | None]:
         decoding, ids, scores = self.decoding, self.decoding.input_ids, None

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..config import shown
+from ..interrupts import is_interrupt
 from ..topics import Topic
 from .storage import KVBlocks
 from .swap import HostLayer
@@ -136,6 +137,8 @@ def parsing() -> Iterator[None]:
     except (Corrupt, MemoryError):
         raise
     except Exception as error:
+        if is_interrupt(error):
+            raise
         raise Corrupt(f"it cannot be read: {type(error).__name__}: {error}") from error
 
 
@@ -331,6 +334,8 @@ class DiskFolder:
         except (FileNotFoundError, NotADirectoryError, MemoryError):
             return False
         except OSError as error:
+            if is_interrupt(error):
+                raise
             self._turn_off(error)
             return False
 
@@ -354,6 +359,8 @@ class DiskFolder:
                     raise Corrupt(f"it is a renamed copy of {shown(written_name)}")
                 parts = file.read(outline)
         except (OSError, MemoryError) as error:
+            if is_interrupt(error):
+                raise
             self._lost.add(name)
             if isinstance(error, OSError) and error.errno not in _OF_ONE_FILE:
                 self._turn_off(error)
@@ -401,6 +408,8 @@ class DiskFolder:
             self.num_bytes += len(content)
             self._num_written += len(content)
         except Exception as error:  # no such folder, no permission, no space, no memory
+            if is_interrupt(error):
+                raise
             is_full = getattr(error, "errno", None) == errno.ENOSPC
             full = "; it is full" if is_full else ""
             self._retry_at = time.monotonic() + RETRY_SECONDS

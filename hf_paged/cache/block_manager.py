@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ..interrupts import is_interrupt
 from .block_pool import BlockTable, OutOfBlocksError
 from .groups import UNBOUNDED, BlockGroup, StateSpec
 from .prefix_index import Link, Node, PrefixIndex
@@ -68,6 +69,8 @@ def _copying() -> Iterator[None]:
     except OutOfBlocksError:
         raise
     except (MemoryError, RuntimeError, ValueError) as error:  # torch raises the second
+        if is_interrupt(error):
+            raise
         raise TierError(error) from error
 
 

@@ -293,6 +293,8 @@ class GroupMemory(BlockGroup):
                 most = min(affordable, added + num_left)
             self.storage.grow(pool.num_blocks + added, most=pool.num_blocks + most)
         except (MemoryError, RuntimeError) as error:  # torch raises the latter
+            if is_interrupt(error):
+                raise
             raise self._no_memory(f"{added} more blocks", error) from error
         else:
             pool.grow(added)
@@ -370,6 +372,8 @@ class GroupMemory(BlockGroup):
         try:
             layer = self.storage.make(index, keys, values)
         except (MemoryError, RuntimeError) as error:  # torch raises the latter
+            if is_interrupt(error):
+                raise
             raise self._no_memory(f"{self.storage.capacity} blocks", error) from error
         self._is_short = False
         budget.note(self.memory)

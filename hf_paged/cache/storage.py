@@ -19,6 +19,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from ..interrupts import is_interrupt
 from ..kernels import cpp, quantized, uses_triton
 from ..kernels.cpp import attention as cpp_attention
 from ..kernels.triton import DTYPES
@@ -471,7 +472,9 @@ class Storage:
                 wanted = max(num_blocks, min(with_headroom, most))
                 try:
                     self.layers[index] = self._grown(layer, wanted)
-                except (MemoryError, RuntimeError):  # torch raises the latter
+                except (MemoryError, RuntimeError) as error:  # torch raises the latter
+                    if is_interrupt(error):
+                        raise
                     self.layers[index] = self._grown(layer, num_blocks)
         self.capacity = max(self.capacity, num_blocks)
 
@@ -528,8 +531,8 @@ class Storage:
         while layer is None:
             try:
                 layer = self._allocate(num_blocks, keys, values)
-            except (MemoryError, RuntimeError):  # torch raises the latter
-                if num_blocks == self.capacity:
+            except (MemoryError, RuntimeError) as error:  # torch raises the latter
+                if num_blocks == self.capacity or is_interrupt(error):
                     raise
                 num_blocks = max(self.capacity, num_blocks // 2)
         if num_blocks < wanted and self._reservation is not None:

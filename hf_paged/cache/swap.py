@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..interrupts import is_interrupt
 from .memory import GroupMemory, mirrored
 from .states import StateRows, StateStorage
 from .storage import KVBlocks, Storage
@@ -142,7 +143,9 @@ class BlockSwapper:
             ]
             try:
                 host = [copy_out(group, list(ids)) for group, ids in zip(self.groups, rows)]
-            except (MemoryError, RuntimeError, KeyError):  # torch raises the second
+            except (MemoryError, RuntimeError, KeyError) as error:  # torch raises the second
+                if is_interrupt(error):
+                    raise
                 return False
             for sequence, tables in held:
                 table_rows = [

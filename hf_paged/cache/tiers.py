@@ -16,6 +16,7 @@ import torch
 
 from .. import forks
 from ..config import PagedConfig, PrefixTiers
+from ..interrupts import is_interrupt
 from ..threads import start
 from .block_files import FORMAT, DiskFolder, Layers, check_folder, form_of, num_bytes, outline_of
 from .memory import GroupMemory, PagedMemory
@@ -159,7 +160,9 @@ class PrefixStore:
                     self.num_skipped += 1  # the disk is slower than evictions
                     return
                 layers = self.copy_out(group, [block_id])
-            except (MemoryError, OSError, RuntimeError):  # of `psutil` and of torch
+            except (MemoryError, OSError, RuntimeError) as error:  # of `psutil` and of torch
+                if is_interrupt(error):
+                    raise
                 self.num_skipped += 1
                 return
             entry = _Entry(layers, num_bytes(layers))

@@ -6,6 +6,7 @@ import _signal
 import ast
 import asyncio
 import contextlib
+import functools
 import linecache
 import signal
 import sys
@@ -30,6 +31,7 @@ from hf_paged.batching.decoding import sampler
 from hf_paged.batching.engine_core import EngineCore
 from hf_paged.batching.execution import graphs
 from hf_paged.batching.loop import StepLoop
+from hf_paged.cache.block_files import DiskFolder
 from hf_paged.switches import Switches
 from tests.support import models
 from tests.support.checks import model_state
@@ -556,10 +558,31 @@ def test_a_context_that_an_interrupt_keeps_from_ending_is_ended_by_the_call() ->
     assert caught.value is not None
 
 
-def test_errors_of_handlers_are_interrupts_and_others_are_not() -> None:
-    def handle(signum: int, frame: FrameType | None) -> None:
-        raise Nowhere
+def nowhere(signum: int, frame: FrameType | None) -> None:
+    raise Nowhere
 
+
+def nowhere_once(signum: int, frame: FrameType | None) -> None:
+    signal.signal(signum, signal.SIG_DFL)
+    raise Nowhere
+
+
+def nowhere_for(name: str, signum: int, frame: FrameType | None) -> None:
+    del frame
+    raise Nowhere
+
+
+class Handles:
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        nowhere(signum, None)
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [nowhere, nowhere_once, functools.partial(nowhere_for, "a job"), Handles(), Handles().__call__],
+    ids=["function", "of one signal", "partial", "object", "method"],
+)
+def test_errors_of_handlers_are_interrupts_and_others_are_not(handler: Any) -> None:
     def caught(raises: Callable[[], object]) -> BaseException:
         try:
             raises()
@@ -567,13 +590,78 @@ def test_errors_of_handlers_are_interrupts_and_others_are_not() -> None:
             return error
         raise AssertionError
 
-    before = signal.signal(signal.SIGUSR1, handle)
+    before = signal.signal(signal.SIGUSR1, handler)
     try:
         assert interrupts.is_interrupt(caught(lambda: signal.raise_signal(signal.SIGUSR1)))
         assert interrupts.is_interrupt(caught(lambda: signal.raise_signal(signal.SIGINT)))
         assert not interrupts.is_interrupt(caught(lambda: [][0]))
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+class TimedOut(TimeoutError):
+    """As `signal.alarm`'s handlers raise it: an `OSError`."""
+
+
+@contextlib.contextmanager
+def alarmed() -> Iterator[Callable[[], None]]:
+    """Yields what raises `TimedOut` from a handler."""
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        raise TimedOut
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        yield lambda: signal.raise_signal(signal.SIGALRM)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_an_error_of_a_handler_is_raised_where_tokens_of_several_kinds_are_brought_to_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    results, original = dict[str, Any](), sampler._fetch
+    with PagedEngine(models.build("llama"), PagedConfig(block_size=8)) as engine, alarmed() as ring:
+        expected = engine.generate([[5, 6, 7], [8, 9]], [GREEDY, MODES["sampled"]], seed=[3, 3])
+        engine.add_request([5, 6, 7], GREEDY, request_id="greedy")
+        engine.add_request([8, 9], MODES["sampled"], request_id="sampled", seed=3)
+        engine.step()
+
+        def fetch(*args: Any) -> Any:
+            monkeypatch.undo()
+            ring()
+            return original(*args)
+
+        monkeypatch.setattr(sampler, "_fetch", fetch)
+        with pytest.raises(TimedOut):
+            engine.step()
+        finish(engine, results)
+        engine.check_integrity()
+    assert results["greedy"].token_ids == expected[0].token_ids
+    assert "TimedOut" in str(results["sampled"].error)
+
+
+def test_a_timeout_is_no_error_of_a_folder_of_prefixes(tmp_path: Path) -> None:
+    folder = DiskFolder(str(tmp_path), 1 << 20)
+    with alarmed() as ring:
+        for call in (folder.has, folder.read):
+            tracing = sys.getprofile()
+            entered = False
+
+            def enter(frame: FrameType, event: str, argument: Any) -> None:
+                nonlocal entered
+                if event == "call" and frame.f_code.co_name == "_is_regular" and not entered:
+                    entered = True
+                    sys.setprofile(None)
+                    ring()
+
+            sys.setprofile(enter)
+            try:
+                with pytest.raises(TimedOut):
+                    call("weights", "name")
+            finally:
+                sys.setprofile(tracing)
+    assert not folder.is_off and not folder._lost
 
 
 def test_with_takes_locks_and_no_conditions() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
 from ...config import shown
+from ...interrupts import is_interrupt
 from ...step import to_device
 from ..arguments import RequestOptions
 
@@ -66,6 +67,8 @@ class Grammars:
         try:
             return GrammarProcessor(compile_value(value))
         except Exception as error:  # xgrammar raises several undocumented types
+            if is_interrupt(error):
+                raise
             raise ValueError(f"`{name}` cannot be compiled: {error}") from error
 
     def _compiler_for(self, tokenizer: Any, vocab_size: int) -> Any:

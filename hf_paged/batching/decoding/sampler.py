@@ -320,9 +320,9 @@ def _fetch_or_fail(
             fetched.append((choice, tokens, records))
         return fetched
     except Exception as error:
-        if len(choices) == 1:
-            failed = dict.fromkeys(choices[0].places, error)
-            results.update(failed)
+        if len(choices) == 1 or is_interrupt(error):
+            for choice in choices:
+                results.update(dict.fromkeys(choice.places, error))
             return []
     fetched = []
     for choice in choices:

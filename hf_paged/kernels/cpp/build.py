@@ -22,6 +22,7 @@ from typing import Any
 import torch  # noqa: F401  before dlopen: the library then shares the OpenMP runtime, and so the threads, of torch
 from filelock import FileLock
 
+from ...interrupts import is_interrupt
 from ...timing import timed
 from ...topics import Topic
 from . import prebuilt
@@ -106,6 +107,8 @@ def library() -> ctypes.CDLL | None:
             getattr(loaded, f"hf_paged_{name}").argtypes = [ctypes.c_char_p]
         return loaded
     except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
+        if is_interrupt(error):
+            raise
         logger.warning(
             Topic.CPP_KERNELS(
                 "hf_paged runs without its C++ kernels, on the slower portable path: %s"
@@ -129,6 +132,8 @@ def _load() -> ctypes.CDLL:
         path = _find(folder, key) or _build_once(folder, key, compiler)
         return ctypes.CDLL(str(path))
     except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
+        if is_interrupt(error):
+            raise
         logger.warning(
             Topic.CPP_KERNELS(
                 "hf_paged: compiling the CPU kernels for this process alone, which every process"

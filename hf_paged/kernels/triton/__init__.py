@@ -12,6 +12,7 @@ import os
 import torch
 
 from ...config import MAX_VIRTUAL_BLOCK_SIZE, MIN_BLOCK_SIZE
+from ...interrupts import is_interrupt
 from ...topics import Topic
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,8 @@ def _runs_on(device: torch.device) -> bool:
             raise RuntimeError("a kernel ran and wrote nothing")
         return True
     except Exception as error:
+        if is_interrupt(error):
+            raise
         # Triton fails in many ways: no C compiler for its launcher, no driver, a version
         message = Topic.TRITON("hf_paged runs without its Triton kernels on %s: %s: %s")
         logger.warning(message, device, type(error).__name__, error)

@@ -898,6 +898,8 @@ class BatchCall:
                     " raise `num_blocks`, or leave `return_dict_in_generate` out"
                 )
         cache = empty_cache(self.call.model, loop.memory)
+        # transformers' frames hold it, too, and an exception keeps these
+        self.call.built.append(cache)
         with loop.memory.changing():
             cache.take(
                 [loop.blocks.fork(blocks) for blocks, _ in kept],

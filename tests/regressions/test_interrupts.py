@@ -27,7 +27,7 @@ import hf_paged
 from hf_paged import PagedConfig, PagedEngine, interrupts
 from hf_paged.attention import switch
 from hf_paged.batching import engine_core
-from hf_paged.batching.decoding import sampler
+from hf_paged.batching.decoding import sample, sampler
 from hf_paged.batching.engine_core import EngineCore
 from hf_paged.batching.execution import graphs
 from hf_paged.batching.loop import StepLoop
@@ -245,6 +245,28 @@ def test_an_interrupt_beside_an_output_tells_no_token_twice_and_loses_no_result(
     monkeypatch.undo()
     assert len({each.request_id for each in case.outputs if each.finished}) == len(case.prompts)
     case.check()
+
+
+def test_the_blocks_of_a_returned_cache_are_freed_where_an_interrupt_keeps_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By frames of transformers, which make the output that holds it."""
+    model, kept = models.build("llama"), []
+
+    def output(**fields: Any) -> Any:
+        assert hf_paged.memory_stats(model).used_blocks
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sample, "GenerateDecoderOnlyOutput", output)
+    for options in (models.PAGED, {**models.PAGED, "num_return_sequences": 2, "do_sample": True}):
+        with pytest.raises(KeyboardInterrupt) as caught:
+            model.generate(
+                models.token_ids(1, 9), max_new_tokens=4, return_dict_in_generate=True, **options
+            )
+        kept.append(caught.value)
+        hf_paged.check_integrity(model)
+        assert hf_paged.memory_stats(model).used_blocks == 0
+    assert len(kept) == 2
 
 
 class Nests(LogitsProcessor):

@@ -84,13 +84,13 @@ def restoring(
 
 def guarded(function: Callable[P, T]) -> Callable[P, T]:
     """Makes a call that raises end the contexts which an interrupt has kept from ending, and put
-    back torch's gradient mode and dispatch modes, whose own contexts are Python as well."""
+    back torch's gradient mode and modes, whose own contexts are Python as well."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         depth = len(_contexts.open)
         has_gradients = torch.is_grad_enabled()
-        num_modes = torch._C._len_torch_dispatch_stack()
+        modes = num_modes()
         _contexts.num_calls += 1
         try:
             result = function(*args, **kwargs)
@@ -98,7 +98,7 @@ def guarded(function: Callable[P, T]) -> Callable[P, T]:
                 surely(_end_calls)
             return result
         except BaseException as error:
-            surely(lambda: _put_back(depth, has_gradients, num_modes))
+            surely(lambda: _put_back(depth, has_gradients, modes))
             if is_interrupt(error):
                 _let_go(error)
             raise
@@ -108,7 +108,25 @@ def guarded(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def _put_back(depth: int, has_gradients: bool, num_modes: int) -> None:
+def num_modes() -> tuple[int, int]:
+    """The numbers of torch's function and dispatch modes that are on."""
+    return torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+
+
+def end_modes(before: tuple[int, int]) -> None:
+    """Ends the modes behind `num_modes()` of before, which an interrupt has kept from ending."""
+    num_functions, num_dispatched = before
+    while torch._C._len_torch_function_stack() > num_functions:
+        torch._C._pop_torch_function_stack()
+    while (number := torch._C._len_torch_dispatch_stack()) > num_dispatched:
+        mode = torch._C._get_dispatch_stack_at(number - 1)
+        with contextlib.suppress(IndexError):  # if it had begun to end
+            mode.__exit__(None, None, None)
+        if torch._C._len_torch_dispatch_stack() == number:
+            torch._C._pop_torch_dispatch_stack(None)
+
+
+def _put_back(depth: int, has_gradients: bool, modes: tuple[int, int]) -> None:
     try:
         while len(_contexts.open) > depth:
             _contexts.open[-1].close()
@@ -119,9 +137,7 @@ def _put_back(depth: int, has_gradients: bool, num_modes: int) -> None:
             _contexts.is_ending_due = True
     finally:
         torch._C._set_grad_enabled(has_gradients)
-        while torch._C._len_torch_dispatch_stack() > num_modes:
-            mode = torch._C._get_dispatch_stack_at(torch._C._len_torch_dispatch_stack() - 1)
-            mode.__exit__(None, None, None)
+        end_modes(modes)
 
 
 def _end_calls() -> None:

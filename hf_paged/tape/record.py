@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..interrupts import restoring
+from ..interrupts import end_modes, num_modes, restoring
 from ..kernels.cpp.build import observer
 from ..kernels.triton import launch
 from ..step import NotCapturable
@@ -394,6 +394,7 @@ def recording() -> Iterator[list[Recorded]]:
     operations: list[Recorded] = []
     token = observer.set(lambda *call: operations.append(KernelCall(*call)))
     other = launch.observer.set(lambda *call: operations.append(Launched(*call)))
+    modes = num_modes()
     try:
         recorder = _Recorder(operations)
         with NothingRead(recorder), recorder:
@@ -401,3 +402,4 @@ def recording() -> Iterator[list[Recorded]]:
     finally:
         launch.observer.reset(other)
         observer.reset(token)
+        end_modes(modes)  # those that an interrupt left on would refuse what follows

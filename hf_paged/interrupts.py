@@ -38,6 +38,8 @@ class _Contexts(threading.local):
 
 _contexts = _Contexts()
 _OURS = os.path.dirname(__file__)
+_TORCH = os.path.dirname(torch.__file__)
+_CASTING = ("cpu", "cuda")  # devices with autocast
 _owners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -84,13 +86,14 @@ def restoring(
 
 def guarded(function: Callable[P, T]) -> Callable[P, T]:
     """Makes a call that raises end the contexts which an interrupt has kept from ending, and put
-    back torch's gradient mode and modes, whose own contexts are Python as well."""
+    back torch's gradient mode, modes and autocast, whose own contexts are Python as well."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         depth = len(_contexts.open)
         has_gradients = torch.is_grad_enabled()
         modes = num_modes()
+        casts = _autocast()
         _contexts.num_calls += 1
         try:
             result = function(*args, **kwargs)
@@ -98,7 +101,7 @@ def guarded(function: Callable[P, T]) -> Callable[P, T]:
                 surely(_end_calls)
             return result
         except BaseException as error:
-            surely(lambda: _put_back(depth, has_gradients, modes))
+            surely(lambda: _put_back(depth, has_gradients, modes, casts))
             if is_interrupt(error):
                 _let_go(error)
             raise
@@ -126,7 +129,35 @@ def end_modes(before: tuple[int, int]) -> None:
             torch._C._pop_torch_dispatch_stack(None)
 
 
-def _put_back(depth: int, has_gradients: bool, modes: tuple[int, int]) -> None:
+def _autocast() -> tuple[int, bool, list[tuple[bool, torch.dtype]]]:
+    """The state of autocast: its depth, whether it caches, and of each device."""
+    # one step of Python's: an interrupt between the two functions would leave it one deeper
+    starts, ends = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
+    _, depth = map(next, (iter(starts, None), iter(ends, None)))
+    devices = []
+    for device in _CASTING:
+        devices.append((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)))
+    return depth, torch.is_autocast_cache_enabled(), devices
+
+
+def _set_autocast(depth: int, caches: bool, devices: list[tuple[bool, torch.dtype]]) -> None:
+    torch.autocast_increment_nesting()
+    while torch.autocast_decrement_nesting() > depth:
+        pass
+    if depth == 0:
+        torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(caches)
+    for device, (is_enabled, dtype) in zip(_CASTING, devices):
+        torch.set_autocast_enabled(device, is_enabled)
+        torch.set_autocast_dtype(device, dtype)
+
+
+def _put_back(
+    depth: int,
+    has_gradients: bool,
+    modes: tuple[int, int],
+    casts: tuple[int, bool, list[tuple[bool, torch.dtype]]],
+) -> None:
     try:
         while len(_contexts.open) > depth:
             _contexts.open[-1].close()
@@ -138,6 +169,7 @@ def _put_back(depth: int, has_gradients: bool, modes: tuple[int, int]) -> None:
     finally:
         torch._C._set_grad_enabled(has_gradients)
         end_modes(modes)
+        _set_autocast(*casts)
 
 
 def _end_calls() -> None:
@@ -148,10 +180,10 @@ def _end_calls() -> None:
 
 def _let_go(error: BaseException) -> None:
     """Clears our frames of a traceback, which a notebook keeps: they hold blocks that were on their
-    way to a sequence."""
+    way to a sequence. And torch's: those of inference mode hold the mode."""
     trace = error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_code.co_filename.startswith(_OURS):
+        if trace.tb_frame.f_code.co_filename.startswith((_OURS, _TORCH)):
             with contextlib.suppress(RuntimeError):  # the frame of the guarded call itself
                 trace.tb_frame.clear()
         trace = trace.tb_next

@@ -20,6 +20,8 @@ from typing import Any
 import pytest
 import torch
 from torch.autograd import grad_mode
+from torch.overrides import TorchFunctionMode
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LogitsProcessor
 
@@ -267,6 +269,48 @@ def test_the_blocks_of_a_returned_cache_are_freed_where_an_interrupt_keeps_it(
         hf_paged.check_integrity(model)
         assert hf_paged.memory_stats(model).used_blocks == 0
     assert len(kept) == 2
+
+
+@pytest.mark.parametrize(
+    ("context", "function", "number"),
+    [
+        (functools.partial(torch.autocast, "cpu", torch.bfloat16), torch.autocast.__exit__, 1),
+        (torch.inference_mode, torch.inference_mode.__exit__, 1),
+        (contextlib.nullcontext, torch.autocast.__exit__, 1),
+        (contextlib.nullcontext, TorchFunctionMode.__exit__, 1),
+        (contextlib.nullcontext, TorchDispatchMode.__exit__, 5),
+        (contextlib.nullcontext, _python_dispatch._pop_mode, 1),
+    ],
+    ids=["autocast", "inference", "no autocast", "function mode", "dispatch mode", "popped"],
+)
+def test_contexts_of_torch_that_an_interrupt_kept_from_ending_are_ended(
+    context: Any, function: Any, number: int
+) -> None:
+    def state() -> tuple[Any, ...]:
+        return interrupts._autocast(), interrupts.num_modes(), torch.is_inference_mode_enabled()
+
+    model, prompt, kept = models.build("llama"), models.token_ids(1, 9), []
+    count = 0
+
+    def enter(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal count
+        if event == "call" and frame.f_code is function.__code__:
+            count += 1
+            if count == number:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    tracing = sys.getprofile()
+    with context():
+        before = state()
+        sys.setprofile(enter)
+        try:
+            with pytest.raises(KeyboardInterrupt) as caught:
+                model.generate(prompt, max_new_tokens=24, do_sample=False, **models.PAGED)
+        finally:
+            sys.setprofile(tracing)
+        kept.append(caught.value)
+        assert state() == before
 
 
 class Nests(LogitsProcessor):

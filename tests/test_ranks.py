@@ -135,10 +135,15 @@ def test_others_end_when_one_is_killed(case: str) -> None:
 
 @pytest.mark.slow
 def test_random_requests_get_the_tokens_of_plain_calls() -> None:
-    got = found("random_requests", timeout=900.0)[0]["random_requests"]
-    assert got["engine"]["preemptions"] > 0
-    assert got["engine"]["tokens"] == got["plain"]
-    assert len(got["plain"]) == 475
+    engine = found("random_requests", timeout=900.0)[0]["random_requests"]
+    try:
+        expected = found("random_plain_calls", timeout=900.0)
+    except AssertionError:
+        # none of our code runs in it: seen once, PyTorch crashed (SIGSEGV) in such a call's forward
+        expected = found("random_plain_calls", timeout=900.0)
+    assert engine["preemptions"] > 0
+    assert engine["tokens"] == expected[0]["random_plain_calls"]
+    assert len(engine["tokens"]) == 475
 
 
 @pytest.mark.slow

@@ -78,7 +78,8 @@ class StepLoop:
         # groups of requests whose common forward failed: steps compute the first group alone, then
         # the next one
         self._suspects: deque[set[Request]] = deque()
-        self._idle_steps = self._fruitless_steps = 0
+        self._idle_steps = 0
+        self._fruitless_steps = 0
         # in a step, while an exception would leave its bookkeeping half done
         self._is_split = False
         self._is_recovery_due = False  # `recover` has begun, and not come to its end
@@ -257,22 +258,26 @@ class StepLoop:
                 # another thread's call may recover the loop only once the logits are delivered
                 plan, logits = self._compute(untold)
                 self._deliver(plan, logits, ready)
-            has_news = bool(ready or untold)
-            self._idle_steps = 0 if plan.sequences or has_news else self._idle_steps + 1
-            self._fruitless_steps = (
-                0 if has_news or not plan.preempted else self._fruitless_steps + 1
-            )
-            if self._idle_steps >= MAX_IDLE_STEPS or self._fruitless_steps >= MAX_FRUITLESS_STEPS:
-                steps = max(self._idle_steps, self._fruitless_steps)
-                blocks = f"{self.blocks.num_free} of {self.blocks.num_total} blocks available"
-                raise EngineStalledError(
-                    f"no token for {steps} steps: {self.scheduler!r}, {blocks}"
-                )
+            self._check_progress(plan, has_news=bool(ready or untold))
             return ready
         except BaseException:
             if self._is_split:
                 self.recover(generation for generation, _ in ready)
             raise
+
+    def _check_progress(self, plan: StepPlan, has_news: bool) -> None:
+        """Counts the steps in a row without progress. Raises `EngineStalledError` after many."""
+        self._idle_steps += 1
+        if plan.sequences or has_news:
+            self._idle_steps = 0
+        self._fruitless_steps += 1
+        if has_news or not plan.preempted:
+            self._fruitless_steps = 0
+        if self._idle_steps < MAX_IDLE_STEPS and self._fruitless_steps < MAX_FRUITLESS_STEPS:
+            return
+        num_steps = max(self._idle_steps, self._fruitless_steps)
+        blocks = f"{self.blocks.num_free} of {self.blocks.num_total} blocks available"
+        raise EngineStalledError(f"no token for {num_steps} steps: {self.scheduler!r}, {blocks}")
 
     def sample(
         self, ready: Ready, untold: deque[Generation], window: Window, fetch: Fetch | None = None
@@ -364,10 +369,13 @@ class StepLoop:
             if plan.preempted:
                 self._loosen(plan.preempted)
             self.executor.prefetch(self.scheduler.next_adapters())
-            logits = self._run(plan, untold) if plan.sequences else None
+            logits = None
+            if plan.sequences:
+                logits = self._run(plan, untold)
         now = time.perf_counter()
         for request in plan.admitted:
-            request.admitted_at = now if request.admitted_at is None else request.admitted_at
+            if request.admitted_at is None:
+                request.admitted_at = now
         return plan, logits
 
     def _run(self, plan: StepPlan, untold: deque[Generation]) -> Tensor | None:
@@ -382,46 +390,58 @@ class StepLoop:
             if is_interrupt(error) or isinstance(error, RankLostError):
                 self._is_split = False
                 raise
-            cause = error.cause if isinstance(error, PromptsError) else error
-            if isinstance(cause, OutOfBlocksError) and self.blocks.num_unsized < num_unsized:
-                # the forward showed the blocks' true size, so that fewer fit: the step is repeated
-                return None
-            failed = self._generations_of(plan.sequences)
-            wholes = list(dict.fromkeys(generation.whole or generation for generation in failed))
-            if isinstance(error, AdapterError):  # the other generations repeat the step
-                failed = [
-                    generation for generation in failed if _has_adapter(generation, error.adapter)
-                ]
-            elif isinstance(error, PromptsError):
-                failed = [
-                    generation for generation in failed if _has_prompts(generation, error.prompts)
-                ]
-                error = error.cause
-            elif len(wholes) > 1:
-                self._halve(wholes)
-                logger.debug(
-                    "a forward for %d requests failed, its halves are computed: %s",
-                    len(wholes),
-                    error,
-                )
-                return None
-            for generation in failed:
-                self._fail(generation, error, untold)
+            self._end_failed(plan, error, num_unsized, untold)
             return None
         num_tokens = plan.num_tokens
         seconds = time.perf_counter() - start
         with self.memory.lock:
             self.scheduler.commit(plan)
             if self._suspects:
-                self._suspects[0].difference_update(
-                    [each for each in self._suspects[0] if _has_logits(each)]
-                )
+                suspects = self._suspects[0]
+                cleared = [request for request in suspects if _has_logits(request)]
+                suspects.difference_update(cleared)
         cost = self.scheduler.preemption.cost
         if not plan.has_chunks:
             self.speculator.costs.observe(num_tokens, seconds)
         elif cost is not None:
             cost.observe_prefill(num_tokens, seconds)
         return logits
+
+    def _end_failed(
+        self,
+        plan: StepPlan,
+        error: BaseException,
+        num_unsized: int,
+        untold: deque[Generation],
+    ) -> None:
+        """Ends the generations to which a forward's error belongs; of several together, the next
+        steps find out which. `num_unsized`: groups whose blocks had no known size before it."""
+        cause: BaseException = error
+        if isinstance(error, PromptsError):
+            cause = error.cause
+        if isinstance(cause, OutOfBlocksError) and self.blocks.num_unsized < num_unsized:
+            # the forward showed the blocks' true size, so that fewer fit: the step is repeated
+            return
+        failed = self._generations_of(plan.sequences)
+        wholes = list(dict.fromkeys(generation.whole or generation for generation in failed))
+        if isinstance(error, AdapterError):  # the other generations repeat the step
+            failed = [
+                generation for generation in failed if _has_adapter(generation, error.adapter)
+            ]
+        elif isinstance(error, PromptsError):
+            failed = [
+                generation for generation in failed if _has_prompts(generation, error.prompts)
+            ]
+        elif len(wholes) > 1:
+            self._halve(wholes)
+            logger.debug(
+                "a forward for %d requests failed, its halves are computed: %s",
+                len(wholes),
+                error,
+            )
+            return
+        for generation in failed:
+            self._fail(generation, cause, untold)
 
     def _end_outgrown(self, untold: deque[Generation]) -> None:
         """Ends generations before a forward that would read past the model's table of positions."""
@@ -557,52 +577,73 @@ class StepLoop:
         return None
 
     def _apply(self, generation: Generation, sampled: SampledTokens) -> None:
+        """Appends a step's tokens to their sequences, and ends those that they finish."""
         finished = set(sampled.finished)
-        outgrows = False
-        generation.new_tokens = []
         if sampled.parents is not None:
-            for request in generation.requests:
-                if request.is_finished:
-                    continue
-                first = self._rows[request][0][1]
-                rows = range(first, first + len(self._rows[request]))
-                own = [sampled.parents[row] - first for row in rows]
-                request.permute(self.blocks, own, [sampled.tokens[row] for row in rows])
-                self.num_generated_tokens += len(rows)
-                if not generation.decoding.is_done and all(row in finished for row in rows):
-                    self._finish(request)
-                outgrows |= request.has_outgrown
-        else:
-            draft = generation.decoding.draft
-            earlier: list[dict[int, int]] = []
-            if draft is not None:
-                self._settle_draft(generation, sampled.earlier)
-                earlier = [{0: token} for token in sampled.earlier]
-            new: dict[int, int] = {}
-            for row in sampled.rows:
-                request, index = generation.rows[row]
-                new[row] = token = sampled.tokens[row]
-                token_ids = request.sequences[index].token_ids
-                token_ids.append(token)
-                self.num_generated_tokens += 1
-                if row in finished:
-                    self._end_row(generation, row)
-                elif request.max_positions < sys.maxsize:
-                    outgrows |= len(token_ids) > request.max_positions
-            generation.new_tokens = [*earlier, new]
-            if draft is not None and generation.speculation is not None:
-                ((request, index),) = generation.rows
-                token_ids = request.sequences[index].token_ids
-                generation.speculation.observe(token_ids, len(draft.tokens), len(sampled.earlier))
+            self._apply_beams(generation, sampled, finished)
+            return
+        generation.new_tokens = []
+        outgrows = False
+        draft = generation.decoding.draft
+        earlier: list[dict[int, int]] = []
+        if draft is not None:
+            self._settle_draft(generation, sampled.earlier)
+            earlier = [{0: token} for token in sampled.earlier]
+        new: dict[int, int] = {}
+        for row in sampled.rows:
+            request, index = generation.rows[row]
+            token = sampled.tokens[row]
+            new[row] = token
+            token_ids = request.sequences[index].token_ids
+            token_ids.append(token)
+            self.num_generated_tokens += 1
+            if row in finished:
+                self._end_row(generation, row)
+            elif request.max_positions < sys.maxsize:
+                outgrows |= len(token_ids) > request.max_positions
+        generation.new_tokens = [*earlier, new]
+        if draft is not None and generation.speculation is not None:
+            ((request, index),) = generation.rows
+            token_ids = request.sequences[index].token_ids
+            num_accepted = len(sampled.earlier)
+            generation.speculation.observe(token_ids, len(draft.tokens), num_accepted)
         if outgrows:
             self._outgrown.append(generation)
-        # beams are given up without a row that ends
-        may_be_done = finished or sampled.parents is not None
-        if may_be_done and generation.decoding.is_done:
-            for row in range(len(generation.rows)) if generation.keep_blocks else ():
+        if finished and generation.decoding.is_done:
+            self._close_rows(generation)
+
+    def _apply_beams(
+        self, generation: Generation, sampled: SampledTokens, finished: set[int]
+    ) -> None:
+        """Makes each beam its parent's twin, with its new token."""
+        assert sampled.parents is not None
+        generation.new_tokens = []
+        outgrows = False
+        for request in generation.requests:
+            if request.is_finished:
+                continue
+            first = self._rows[request][0][1]
+            rows = range(first, first + len(self._rows[request]))
+            parents = [sampled.parents[row] - first for row in rows]
+            tokens = [sampled.tokens[row] for row in rows]
+            request.permute(self.blocks, parents, tokens)
+            self.num_generated_tokens += len(rows)
+            is_over = all(row in finished for row in rows)
+            if is_over and not generation.decoding.is_done:
+                self._finish(request)
+            outgrows |= request.has_outgrown
+        if outgrows:
+            self._outgrown.append(generation)
+        if generation.decoding.is_done:  # beams are given up without a row that ends
+            self._close_rows(generation)
+
+    def _close_rows(self, generation: Generation) -> None:
+        """Closes a generation that is done, whose rows may be open still."""
+        if generation.keep_blocks:
+            for row in range(len(generation.rows)):
                 if row not in generation.kept:
                     self._end_row(generation, row)
-            self._close(generation)
+        self._close(generation)
 
     def _settle_draft(self, generation: Generation, accepted: tuple[int, ...]) -> None:
         """Appends the accepted draft tokens to the row, and drops the rest of the draft."""

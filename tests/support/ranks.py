@@ -225,11 +225,14 @@ def memory(model: Any) -> Any:
     return {"bytes": stats.peak_bytes, "blocks": stats.peak_blocks}
 
 
-def random_requests(model: Any, count: int = 500) -> Any:
-    """Requests of all kinds that arrive, end and are cancelled, with too little memory."""
-    chance = random.Random(0)
-    cases = []
-    for number in range(count):
+Case = tuple[str, list[int], dict[str, Any], int]
+NUM_RANDOM = 500
+
+
+def random_cases(chance: random.Random) -> tuple[list[Case], set[int]]:
+    """Requests of all kinds, (name, prompt, options, seed), and the numbers of those to cancel."""
+    cases: list[Case] = []
+    for number in range(NUM_RANDOM):
         prompt = [
             chance.randrange(models.FIRST_WORD, models.VOCAB_SIZE)
             for _ in range(chance.randrange(1, 40))
@@ -240,7 +243,13 @@ def random_requests(model: Any, count: int = 500) -> Any:
             OPTIONS[chance.choice(list(OPTIONS))], max_new_tokens=chance.randrange(1, 20)
         )
         cases.append((f"r{number}", prompt, options, number))
-    cancelled = set(chance.sample(range(count), count // 20))
+    return cases, set(chance.sample(range(NUM_RANDOM), NUM_RANDOM // 20))
+
+
+def random_requests(model: Any) -> Any:
+    """They arrive, end and are cancelled, with too little memory."""
+    chance = random.Random(0)
+    cases, cancelled = random_cases(chance)
 
     def work(engine: PagedEngine) -> Any:
         left, found = list(enumerate(cases)), {}
@@ -265,13 +274,17 @@ def random_requests(model: Any, count: int = 500) -> Any:
         "max_num_batched_tokens": 64,
         "max_num_seqs": 24,
     }
-    found = led(model, PagedConfig(**config), work)
-    expected = {
+    return led(model, PagedConfig(**config), work)
+
+
+def random_plain_calls(model: Any) -> Any:
+    """What transformers' own code makes of the requests that are not cancelled, by name."""
+    cases, cancelled = random_cases(random.Random(0))
+    return {
         name: plain(model, prompt, options, seed)
         for number, (name, prompt, options, seed) in enumerate(cases)
         if number not in cancelled
     }
-    return {"engine": found, "plain": expected}
 
 
 def slow_rank(model: Any) -> Any:
@@ -601,6 +614,7 @@ CASES: dict[str, Callable[[Any], Any]] = {
             changed_weights,
             memory,
             random_requests,
+            random_plain_calls,
         ),
         *(slow_rank, killed, killed_leader, refusals, other_seeds, failing_forward),
         *(adapter_folders, own_adapters, drafts, uneven_heads),

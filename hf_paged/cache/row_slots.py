@@ -77,7 +77,6 @@ class RowSlots:
     def __init__(self, keeps: bool = True) -> None:
         self.lock = forks.rlock()
         self._keeps = keeps
-        self.num_slots = MIN_ROWS
         self.max_len = MIN_ROW_TOKENS
         self.rows = [Row() for _ in range(MIN_ROWS)]
         self._num_full = 0  # remaining steps that gather, since mapping failed
@@ -85,6 +84,10 @@ class RowSlots:
         # first slot of the last run of consecutive slots, by the run's length
         self._runs: dict[int, int] = {}
         self._clock = 0
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.rows)
 
     def place(self, step: StepMetadata, together: bool) -> Placement | None:
         """Returns slots for the rows of a step, consecutive if `together`; `None` if there are
@@ -130,9 +133,12 @@ class RowSlots:
         self._num_full = FULL_STEPS
 
     def _fit_length(self, num_tokens: int) -> None:
-        while self.max_len < num_tokens:
-            self.max_len *= 2
+        max_len = self.max_len
+        while max_len < num_tokens:
+            max_len *= 2
+        if max_len != self.max_len:
             self.forget(self.rows)
+            self.max_len = max_len
 
     def forget(self, rows: Iterable[Row]) -> None:
         """Notes that nothing is mapped for these rows any more, or only at former addresses."""
@@ -272,10 +278,10 @@ class RowSlots:
     def _grow(self, num_slots: int) -> bool:
         if num_slots > MAX_ROWS:
             return False
+        if len(self.rows) < num_slots:
+            self.forget(self.rows)
         while len(self.rows) < num_slots:
             self.rows += [Row() for _ in self.rows]
-            self.forget(self.rows)
-        self.num_slots = len(self.rows)
         return True
 
     def _write(
@@ -303,8 +309,8 @@ class RowSlots:
         if is_changed or is_another:
             overlaps = bool(ids) and row.holds(first, ids[0])
             row.owner += is_shorter or not overlaps
+            row.version += 1  # before the content: an interrupt between them has it mapped again
             row.first, row.block_ids, row.hides = first, ids, hides
-            row.version += 1
             if self._keeps:
                 row.mapped += [None] * (num_positions - len(row.mapped))
                 row.mapped[first:num_positions] = ids

@@ -27,6 +27,7 @@ from .arguments import RequestOptions, as_whole, check_streamed_rows
 from .decoding.beam import BeamDecoding
 from .decoding.grammar import GrammarProcessor
 from .decoding.prepare import LoopCall, request_decoding
+from .decoding.sample import SampleDecoding
 from .decoding.scores import PromptLogprobs
 from .decoding.speculation import Assistance, Speculation
 from .execution.adapter_files import AdapterFile, adapter_namespace, resolve_adapter
@@ -129,10 +130,13 @@ class Generation:
     @property
     def can_repeat(self) -> bool:
         """Whether sampling that was interrupted can be repeated (`take_back`)."""
-        return self.is_single and not self.is_closed and self.decoding.can_repeat
+        if not self.is_single or self.is_closed:
+            return False
+        return isinstance(self.decoding, SampleDecoding) and self.decoding.can_repeat
 
     def take_back(self) -> None:
-        """Takes the decoding back to the tokens that the request has."""
+        """Takes the decoding back to the tokens that the request has, if it `can_repeat`."""
+        assert isinstance(self.decoding, SampleDecoding)
         ((request, index),) = self.rows
         num_tokens = len(request.sequences[index].token_ids)
         self.decoding.take_back(num_tokens - request.num_prompt_tokens)

@@ -156,9 +156,6 @@ class Decoding:
     # whether its only row needs nobody's look at a new token but `stop_checker`'s at its id and at
     # the length
     is_simple = False
-    # whether a step that an interrupt ended can be repeated: nobody else has seen its token, and no
-    # generator has drawn it
-    can_repeat = False
     # `batch_key`, if that is the same in every step without a draft
     constant_key: Hashable | None = None
 
@@ -199,10 +196,6 @@ class Decoding:
     @property
     def is_done(self) -> bool:
         return not self.open_rows
-
-    def take_back(self, num_new: int) -> None:
-        """Forgets all behind `num_new` new tokens, if it `can_repeat`."""
-        raise NotImplementedError
 
     @property
     def batch_key(self) -> Hashable | None:

@@ -299,7 +299,9 @@ class SampleDecoding(Decoding):
         return results
 
     @property
-    def can_repeat(self) -> bool:  # type: ignore[override]
+    def can_repeat(self) -> bool:
+        """Whether a step that an interrupt ended can be repeated: nobody else has seen its token,
+        and no generator has drawn it."""
         if not self.is_simple or self.draft is not None:
             return False
         if self.do_sample and self.generator is not None:
@@ -307,6 +309,7 @@ class SampleDecoding(Decoding):
         return self.takes_maximum or self.batchable is not None
 
     def take_back(self, num_new: int) -> None:
+        """Forgets all tokens behind the prompt and `num_new` new ones, if it `can_repeat`."""
         self.length = self.inputs.input_ids.shape[1] + num_new
         self._ids, self._new = self.input_ids[:, : self.length].contiguous(), []
         self.finish_reasons, self._ends = [None], [0]

@@ -21,6 +21,7 @@ MAX_SCHEMA_CHARACTERS = 1 << 16  # as JSON
 
 # Options that each step of all requests waits for, or that take memory at once:
 MAX_OPTION_VALUES, MAX_OPTION_DEPTH = 4096, 10  # in `generation_config` and `logit_bias`
+MAX_OPTION_CHARACTERS = 1 << 17  # of `generation_config`: reading a longer text holds up streams
 MAX_SEQUENCES = 256  # of several tokens, biased or banned: transformers looks for one after another
 MAX_BEAM_TOKENS = 1 << 24  # of all beams and their candidates
 MOST = {
@@ -238,7 +239,13 @@ def _translation(endpoint: str, asked: dict[str, Any]) -> Translation:
     served_by_app = SERVED_BY_APP[endpoint]
     to_app = {name: value for name, value in asked.items() if name in served_by_app}
     made = Translation(to_app)
-    config = json.loads(to_app.get("generation_config") or "{}")
+    text = to_app.get("generation_config") or "{}"
+    if len(text) > MAX_OPTION_CHARACTERS:
+        raise Refused(
+            f"`generation_config` has {len(text)} characters: it may have at most"
+            f" {MAX_OPTION_CHARACTERS}"
+        )
+    config = json.loads(text)
     if not isinstance(config, dict):
         raise Refused(f"`generation_config` is {shown(config)}: it must be an object, as JSON text")
     biases = asked.get("logit_bias")

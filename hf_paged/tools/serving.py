@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import inspect
 import json
 import logging
@@ -359,6 +360,10 @@ def build_server(*args: Any, generation_state: EngineGenerationState, **kwargs: 
     async def drop(request: Any, error: Exception) -> Response:
         return Response(status_code=499)  # as nginx logs it; nobody reads it
 
+    # a collection that visits the objects of all libraries takes a third of a second, in which no
+    # stream gets a token; a model that is loaded by now is never unloaded
+    gc.collect()
+    gc.freeze()
     app.add_exception_handler(Refused, refuse)
     app.add_exception_handler(ClientGone, drop)
     app.add_middleware(ClientWatch)

@@ -116,6 +116,11 @@ def nested(depth: int) -> dict[str, Any]:
         (CHAT, {"generation_config": "[" * 100_000}, "recursion|depth"),
         (
             CHAT,
+            {"generation_config": '{"bad_words_ids": [' + "[5,6]," * 50_000 + "[5]]}"},
+            "`generation_config` has 300024 characters",
+        ),
+        (
+            CHAT,
             {"logit_bias": dict.fromkeys(map(str, range(5000)), 1)},
             "`logit_bias` has more than 4096 values",
         ),

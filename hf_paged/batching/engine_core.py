@@ -503,9 +503,8 @@ class EngineCore:
         elif state.is_closed:
             self.end(state, None, last)
         else:
-            outputs: list[RequestOutput] = []
-            for tokens, text in last:
-                outputs.append(RequestOutput(state.request_id, tokens, text))
+            name = state.request_id
+            outputs = [RequestOutput(name, tokens, text) for tokens, text in last]
             # one call of C: an interrupt between two would have them told twice
             taken = iter(untold.popleft, state)
             state.outbox.extend(itertools.chain(outputs, taken))  # type: ignore[arg-type]

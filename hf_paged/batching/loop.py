@@ -10,7 +10,6 @@ import zlib
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -21,7 +20,7 @@ from ..interrupts import is_interrupt
 from ..model.ranks import RankLostError, Ranks
 from ..plan import StepPlan
 from ..topics import Topic, TopicError
-from .decoding.base import Fetch, SampledTokens
+from .decoding.base import Fetch, Result, SampledTokens
 from .decoding.sampler import sample_step
 from .execution.adapters import AdapterError
 from .execution.executor import Executor, Window
@@ -287,7 +286,7 @@ class StepLoop:
         whose sampling an interrupt ended are computed again, or fail if that cannot be repeated.
         Another thread may compute other generations meanwhile."""
         interrupt: BaseException | None = None
-        results: list[Any] = []
+        results: list[Result] = []
         repeated: list[Generation] = []
         applied: Generation | None = None
         decodings = [generation.decoding for generation, _ in ready]
@@ -307,21 +306,21 @@ class StepLoop:
             )
             with self.memory.lock:
                 for (generation, _), result in zip(ready, results):
-                    error = None
-                    if result.__class__ is not SampledTokens:
-                        error = result
-                    elif checks_ids:
-                        error = self._unknown_token(result)
-                    if error is None:
+                    if checks_ids and not isinstance(result, BaseException):
+                        result = self._unknown_token(result) or result
+                    if not isinstance(result, BaseException):
                         applied = generation
-                        self._apply(generation, result)
+                        if isinstance(result, int):
+                            self._append(generation, result)
+                        else:
+                            self._apply(generation, result)
                         generation.is_sampling = False
                         untold.append(generation)
-                    elif generation.can_repeat and is_interrupt(error):
+                    elif generation.can_repeat and is_interrupt(result):
                         repeated.append(generation)
-                        interrupt = interrupt or error
+                        interrupt = interrupt or result
                     else:
-                        interrupt = self._fail(generation, error, untold) or interrupt
+                        interrupt = self._fail(generation, result, untold) or interrupt
             self._repeat(repeated)
         except BaseException as cause:  # the progress of the remaining generations is unknown
             lost = [generation for generation, _ in ready if generation not in untold]
@@ -563,18 +562,32 @@ class StepLoop:
         for generation, _ in ready:
             generation.is_sampling = True
 
-    def _unknown_token(self, sampled: SampledTokens) -> Exception | None:
+    def _unknown_token(self, sampled: int | SampledTokens) -> Exception | None:
         """Returns an error if the next forward would get an id without an embedding."""
         num_embeddings = self.executor.num_embeddings
-        for row in sampled.rows:
-            token = sampled.tokens[row]
-            if not 0 <= token < num_embeddings and row not in sampled.finished:
+        if isinstance(sampled, int):
+            tokens = [sampled]
+        else:
+            going = [row for row in sampled.rows if row not in sampled.finished]
+            tokens = [sampled.tokens[row] for row in going]
+        for token in tokens:
+            if not 0 <= token < num_embeddings:
                 return IndexError(  # as the embedding raises
                     f"token id {token} was chosen, but ids from 0 to {num_embeddings - 1} have an"
                     " embedding: a logits processor widened the scores, or a stopping criterion"
                     " wrote the id"
                 )
         return None
+
+    def _append(self, generation: Generation, token: int) -> None:
+        """Appends the token of an only row that goes on."""
+        ((request, index),) = generation.rows
+        token_ids = request.sequences[index].token_ids
+        token_ids.append(token)
+        self.num_generated_tokens += 1
+        generation.new_tokens = [{0: token}]
+        if len(token_ids) > request.max_positions:
+            self._outgrown.append(generation)
 
     def _apply(self, generation: Generation, sampled: SampledTokens) -> None:
         """Appends a step's tokens to their sequences, and ends those that they finish."""

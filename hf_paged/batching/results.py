@@ -113,7 +113,7 @@ class RequestResult:
         return self.sequences[0].logprobs
 
 
-@dataclass(frozen=True)
+@dataclass
 class RequestOutput:
     """New tokens of one request from one step. A step that accepts a draft returns several of
     them, in order.

@@ -44,7 +44,7 @@ CHANGES: list[tuple[type, str]] = [
     (PrefixIndex, "add"),
     (BlockSwapper, "swap_in"),
     *((Scheduler, name) for name in ("_remove", "_schedule")),
-    *((StepLoop, name) for name in ("_add", "_compute", "compute", "_apply", "_close")),
+    *((StepLoop, name) for name in ("_add", "_compute", "compute", "_append", "_apply", "_close")),
     (Request, "fork"),
 ]
 IDS = [f"{owner.__name__}.{name}" for owner, name in CHANGES]

@@ -183,12 +183,12 @@ def test_item_07_an_interrupt_of_a_requests_own_code_ends_that_request_alone() -
         assert results[str(number)].token_ids == expected[number].token_ids
 
 
-@pytest.mark.parametrize("place", ["argmax", "_fetch", "_accept", "_apply"])
+@pytest.mark.parametrize("place", ["argmax", "_fetch", "_accept", "_append"])
 def test_an_interrupt_of_our_own_sampling_costs_requests_without_callers_code_nothing(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Except the one whose token is just being counted."""
-    owner: Any = StepLoop if place == "_apply" else sampler
+    owner: Any = StepLoop if place == "_append" else sampler
     original, results = getattr(owner, place), dict[str, Any]()
     prompts = [[5, 6, 7], [8, 9], [10], [11, 12, 13, 14]]
     options = [GREEDY, GREEDY, {**GREEDY, "repetition_penalty": 1.3}, GREEDY]
@@ -214,7 +214,7 @@ def test_an_interrupt_of_our_own_sampling_costs_requests_without_callers_code_no
         engine.check_integrity()
         assert engine.stats().used_blocks == 0
     errors = [name for name in results if results[name].error is not None]
-    assert len(errors) == (place == "_apply")
+    assert len(errors) == (place == "_append")
     for number, result in enumerate(expected):
         if str(number) not in errors:
             assert results[str(number)].token_ids == result.token_ids

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_paged.batching.decoding.base import Decoding, LoopInputs, SampledTokens
+from hf_paged.batching.decoding.base import Decoding, LoopInputs, Result, SampledTokens
 from hf_paged.batching.decoding.beam import BeamDecoding
 from hf_paged.batching.decoding.sample import SampleDecoding
 from hf_paged.batching.decoding.sampler import sample_step
@@ -33,9 +33,20 @@ def logits_of(
 def take_step(decoding: Decoding, logits: torch.Tensor) -> SampledTokens:
     """Takes one step of one decoding. Raises its error."""
     (sampled,) = sample_step([(decoding, logits)])
+    if isinstance(sampled, int):
+        return SampledTokens([sampled], None, finished=[], rows=[0])
     if isinstance(sampled, BaseException):
         raise sampled
     return sampled
+
+
+def tokens_of(result: Result) -> list[int]:
+    """The tokens of a decoding's rows. Raises its error."""
+    if isinstance(result, int):
+        return [result]
+    if isinstance(result, BaseException):
+        raise result
+    return result.tokens
 
 
 def drive(

@@ -40,6 +40,10 @@ class SampledTokens(NamedTuple):
     earlier: tuple[int, ...] = ()  # with a draft (one row): the step's new tokens before the last
 
 
+Result = int | SampledTokens | BaseException
+"""What a step gave a decoding: an `int` is the token of an only row that goes on."""
+
+
 @dataclass(frozen=True)
 class LoopInputs:
     """Arguments of transformers' decoding loops, and options for drawing tokens and recording

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, StoppingCriteriaList
 
 from ... import compat
-from .base import Decoding, LoopInputs, Record, SampledTokens, hits
+from .base import Decoding, LoopInputs, Record, Result, SampledTokens, hits
 from .scores import BatchableProcessors, are_row_wise, draw, for_rows, pick
 
 
@@ -272,31 +272,36 @@ class SampleDecoding(Decoding):
         return SampledTokens(tokens, None, finished, rows)
 
     @staticmethod
-    def accept_each(
-        batch: Sequence[SampleDecoding], tokens: Sequence[int]
-    ) -> list[SampledTokens | BaseException]:
+    def accept_each(batch: Sequence[SampleDecoding], tokens: Sequence[int]) -> list[Result]:
         """`accept` of each of these simple decodings, with its token, in one pass. An error becomes
         the result of its decoding."""
-        results: list[SampledTokens | BaseException] = []
+        results: list[Result] = []
         for decoding, token in zip(batch, tokens):
             checker = decoding.stop_checker
-            rows = decoding.open_rows
-            finished: list[int] = []
             try:
                 decoding._new.append([token])
                 decoding.length += 1
                 if decoding.batchable is not None and decoding.batchable.reads_tokens:
                     decoding.batchable.unseen.append(token)
-                if token in checker.eos_ids or decoding.length > checker.free_length:
-                    reason = checker.reason(token, decoding.length, False)
-                    if reason is not None:
-                        decoding.finish_reasons[0] = reason
-                        decoding._ends[0] = decoding.length
-                        decoding.open_rows, finished = [], rows
-                results.append(SampledTokens([token], None, finished, rows))
+                may_end = token in checker.eos_ids or decoding.length > checker.free_length
+                if may_end or decoding.draft is not None:
+                    results.append(decoding._end_if_over(token))
+                else:
+                    results.append(token)
             except BaseException as error:
                 results.append(error)
         return results
+
+    def _end_if_over(self, token: int) -> SampledTokens:
+        """Ends the only row if `token`, its last one, does."""
+        rows = self.open_rows
+        finished: list[int] = []
+        reason = self.stop_checker.reason(token, self.length, False)
+        if reason is not None:
+            self.finish_reasons[0] = reason
+            self._ends[0] = self.length
+            self.open_rows, finished = [], rows
+        return SampledTokens([token], None, finished, rows)
 
     @property
     def can_repeat(self) -> bool:

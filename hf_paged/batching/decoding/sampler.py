@@ -14,12 +14,11 @@ from torch import Tensor
 
 from ...interrupts import is_interrupt
 from ...step import to_device
-from .base import Decoding, Fetch, Record, SampledTokens, stop_string_hits
+from .base import Decoding, Fetch, Record, Result, SampledTokens, stop_string_hits
 from .beam import BeamDecoding
 from .sample import SampleDecoding
 from .scores import alternatives, argmax, invert, logprobs_of, pick, stack_rows, together
 
-Result = SampledTokens | BaseException
 _NO_TOKEN = -1  # for a row whose scores allow no token
 _TAKES_MAXIMUM = operator.attrgetter("takes_maximum")
 _IS_SIMPLE = operator.attrgetter("is_simple")

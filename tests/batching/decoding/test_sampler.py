@@ -21,7 +21,6 @@ from transformers.generation import logits_process as known
 from hf_paged import compat
 from hf_paged.batching.arguments import RequestOptions
 from hf_paged.batching.decoding import sampler
-from hf_paged.batching.decoding.base import SampledTokens
 from hf_paged.batching.decoding.prepare import request_decoding
 from hf_paged.batching.decoding.sample import RowStreamers, SampleDecoding
 from hf_paged.batching.decoding.sampler import sample_step
@@ -33,7 +32,7 @@ from hf_paged.batching.decoding.scores import (
     together,
 )
 from tests.support import models
-from tests.support.driver import drive, generate_by_decoding, logits_of, take_step
+from tests.support.driver import drive, generate_by_decoding, logits_of, take_step, tokens_of
 
 SOME_EOS = list(range(4, 128, 9))  # rows end at different lengths
 NEW = 14
@@ -516,7 +515,8 @@ def test_decodings_that_share_steps_stay_what_they_are_alone(
     alone = [drive(decoding, model) for decoding in made()]
     decodings = made()
     while running := [decoding for decoding in decodings if not decoding.is_done]:
-        assert all(isinstance(advance, SampledTokens) for advance in step_together(running, model))
+        for result in step_together(running, model):
+            tokens_of(result)
     assert name == "modes" or max(batches) > 1  # some forwards were shared
     for one, other in zip(alone, decodings):
         assert torch.equal(one.result(), other.result())
@@ -624,7 +624,7 @@ def test_draws_without_a_generator_follow_the_probabilities() -> None:
     probs[[3, 200, 201, 700, 999]] = torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.0625])
     decodings = [request([5], **SAMPLE) for _ in range(4000)]
     results = sample_step([(decoding, probs.log()[None]) for decoding in decodings])
-    counts = torch.tensor([result.tokens[0] for result in results]).bincount(minlength=1000)  # type: ignore[union-attr]
+    counts = torch.tensor([tokens_of(result)[0] for result in results]).bincount(minlength=1000)
     assert ((counts - 4000 * probs).abs() <= 5 * (4000 * probs * (1 - probs)).sqrt()).all()
 
 
@@ -636,7 +636,7 @@ def test_a_generator_draws_as_multinomial_does() -> None:
         expected = torch.multinomial(
             logits[i : i + 1].softmax(-1), 1, generator=torch.Generator().manual_seed(i)
         )
-        assert isinstance(result, SampledTokens) and result.tokens == [int(expected)]
+        assert tokens_of(result) == [int(expected)]
 
 
 def test_scores_that_cannot_come_to_the_host_fail_alone() -> None:
@@ -650,8 +650,8 @@ def test_scores_that_cannot_come_to_the_host_fail_alone() -> None:
         request([6], do_sample=True, seed=1),
     ]
     first, second, third = sample_step(list(zip(decodings, logits.split(1))))
-    assert isinstance(second, NotImplementedError) and isinstance(third, SampledTokens)
-    assert isinstance(first, SampledTokens) and first.tokens == [int(logits[0].argmax())]
+    assert isinstance(second, NotImplementedError) and tokens_of(third)
+    assert tokens_of(first) == [int(logits[0].argmax())]
 
 
 def test_logits_that_do_not_lie_in_one_tensor() -> None:
@@ -659,7 +659,7 @@ def test_logits_that_do_not_lie_in_one_tensor() -> None:
     logits = torch.randn(12, 128)
     scattered = [logits[[i]] if i % 2 else logits[2 * i : 2 * i + 1] for i in range(6)]
     results = sample_step(list(zip(decodings, scattered)))
-    assert [result.tokens for result in results] == [part.argmax(-1).tolist() for part in scattered]  # type: ignore[union-attr]
+    assert list(map(tokens_of, results)) == [part.argmax(-1).tolist() for part in scattered]
 
 
 @pytest.mark.parametrize(

@@ -1205,7 +1205,7 @@ def test_a_step_that_raises_again_and_again_ends_its_requests(
         assert_drained(engine)
 
 
-# what a request that is there has lost then cannot be told
+# places where an exception ends the requests concerned
 NOT_REPEATED = {"logits are given to requests", "tokens are applied", "a token is appended"}
 
 

@@ -20,7 +20,7 @@ from ..interrupts import is_interrupt
 from ..model.ranks import RankLostError, Ranks
 from ..plan import StepPlan
 from ..topics import Topic, TopicError
-from .decoding.base import Fetch, Result, SampledTokens
+from .decoding.base import Fetch, LogitRows, Result, SampledTokens
 from .decoding.sampler import sample_step
 from .execution.adapters import AdapterError
 from .execution.executor import Executor, Window
@@ -39,8 +39,8 @@ _IS_STREAMED = operator.attrgetter("is_streamed")
 _LOGITS = operator.itemgetter(1)
 _INTERRUPTED = "interrupted by {!r} while its token was chosen"
 
-Ready = list[tuple[Generation, Tensor]]
-"""Generations with the logits `(rows, vocab)` of all their open rows, in order."""
+Ready = list[tuple[Generation, LogitRows]]
+"""Generations with the logits of all their open rows, in order."""
 
 
 class EngineStalledError(TopicError, RuntimeError):
@@ -302,7 +302,7 @@ class StepLoop:
             results += sample_step(list(zip(decodings, taken)), fetch)
             # a caller's code may choose any id, the model one past its embedding's
             checks_ids = runs_callers_code or (
-                bool(ready) and ready[0][1].shape[-1] > self.executor.num_embeddings
+                bool(ready) and ready[0][1].logits.shape[-1] > self.executor.num_embeddings
             )
             with self.memory.lock:
                 for (generation, _), result in zip(ready, results):
@@ -525,7 +525,6 @@ class StepLoop:
         """Adds the generations all of whose open rows now have logits to `ready`."""
         found: dict[Generation, dict[int, int]] = {}
         end = 0
-        of_rows = () if logits is None else logits.chunk(max(1, logits.shape[0]))
         for sequence, num_logits in zip(plan.sequences, plan.num_logits):
             if not num_logits or logits is None:
                 continue
@@ -546,19 +545,19 @@ class StepLoop:
                     if sequence.draft:
                         assert generation.speculation is not None
                         decoding.draft = generation.speculation.draft
-                        ready.append((generation, logits[place:end]))
                     else:
                         decoding.draft = None  # of a step that failed behind its forward
-                        ready.append((generation, of_rows[place]))
-        ready += [
-            (part, taken) for part in self._split if (taken := part.take_logits()) is not None
-        ]
+                    ready.append((generation, LogitRows(logits, place, end)))
+        for part in self._split:
+            taken = part.take_logits()
+            if taken is not None:
+                ready.append((part, LogitRows.of(taken)))
         self._split = []
         for generation, places in found.items():
             assert logits is not None
             taken = None if generation.is_closed else generation.add_logits(logits, places)
             if taken is not None:
-                ready.append((generation, taken))
+                ready.append((generation, LogitRows.of(taken)))
         for generation, _ in ready:
             generation.is_sampling = True
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_paged.batching.decoding.base import Decoding, LoopInputs, Result, SampledTokens
+from hf_paged.batching.decoding.base import Decoding, LogitRows, LoopInputs, Result, SampledTokens
 from hf_paged.batching.decoding.beam import BeamDecoding
 from hf_paged.batching.decoding.sample import SampleDecoding
 from hf_paged.batching.decoding.sampler import sample_step
@@ -32,7 +32,7 @@ def logits_of(
 
 def take_step(decoding: Decoding, logits: torch.Tensor) -> SampledTokens:
     """Takes one step of one decoding. Raises its error."""
-    (sampled,) = sample_step([(decoding, logits)])
+    (sampled,) = sample_step([(decoding, LogitRows.of(logits))])
     if isinstance(sampled, int):
         return SampledTokens([sampled], None, finished=[], rows=[0])
     if isinstance(sampled, BaseException):

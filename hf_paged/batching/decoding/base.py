@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,6 +26,35 @@ processors."""
 
 Record = tuple[tuple[float, float], Alternatives]
 """A token's log-probabilities (before and after processors), and its alternatives."""
+
+
+class LogitRows(NamedTuple):
+    """Rows `[start, end)` of `(n, vocab)` logits, of any float dtype."""
+
+    logits: Tensor
+    start: int
+    end: int
+
+    @classmethod
+    def of(cls, logits: Tensor) -> LogitRows:
+        """All rows."""
+        return cls(logits, 0, len(logits))
+
+    def take(self) -> Tensor:
+        """`(end - start, vocab)`, a view."""
+        return self.logits[self.start : self.end]
+
+
+def join_rows(parts: Sequence[LogitRows]) -> Tensor:
+    """The rows of all parts, `(n, vocab)`; a view if they are adjacent in one tensor."""
+    logits, start, end = parts[0]
+    for part in parts[1:]:
+        if part.logits is not logits or part.start != end:
+            return torch.cat([part.take() for part in parts])
+        end = part.end
+    if end - start == len(logits):
+        return logits
+    return logits[start:end]
 
 
 class SampledTokens(NamedTuple):

@@ -14,10 +14,19 @@ from torch import Tensor
 
 from ...interrupts import is_interrupt
 from ...step import to_device
-from .base import Decoding, Fetch, Record, Result, SampledTokens, stop_string_hits
+from .base import (
+    Decoding,
+    Fetch,
+    LogitRows,
+    Record,
+    Result,
+    SampledTokens,
+    join_rows,
+    stop_string_hits,
+)
 from .beam import BeamDecoding
 from .sample import SampleDecoding
-from .scores import alternatives, argmax, invert, logprobs_of, pick, stack_rows, together
+from .scores import alternatives, argmax, invert, logprobs_of, pick, together
 
 _NO_TOKEN = -1  # for a row whose scores allow no token
 _TAKES_MAXIMUM = operator.attrgetter("takes_maximum")
@@ -60,20 +69,20 @@ def _record(raw: float, processed: float, *rest: Any) -> Record:
 
 
 def sample_step(
-    ready: Sequence[tuple[Decoding, Tensor]],
+    ready: Sequence[tuple[Decoding, LogitRows]],
     fetch: Fetch | None = None,
 ) -> list[Result]:
-    """Takes one step of each decoding with its logits, `(len(open_rows), vocab)` of any float
-    dtype; `(n + 1, vocab)` for a decoding with a draft of `n` tokens. Such a decoding accepts
-    tokens as long as they equal the draft's, and one more, each as if sampled in a separate step.
-    `fetch` as in `sample_position`."""
+    """Takes one step of each decoding with its logits, one row for each of its open rows; `n + 1`
+    for a decoding with a draft of `n` tokens. Such a decoding accepts tokens as long as they equal
+    the draft's, and one more, each as if sampled in a separate step. `fetch` as in
+    `sample_position`."""
     drafted = [decoding for decoding, _ in ready if decoding.draft is not None]
     if not drafted:
         return sample_position(ready, fetch)
     results: dict[int, Result] = {}
     greedy = [
-        (index, decoding, logits)
-        for index, (decoding, logits) in enumerate(ready)
+        (index, decoding, rows)
+        for index, (decoding, rows) in enumerate(ready)
         if decoding.draft is not None and _takes_maximum(decoding)
     ]
     if greedy:
@@ -82,7 +91,7 @@ def sample_step(
     rest = [index for index in indices if index not in results]
     while rest:
         members = [ready[index] for index in rest]
-        parts = [(decoding, _at(logits, decoding)) for decoding, logits in members]
+        parts = [(decoding, _at(rows, decoding)) for decoding, rows in members]
         for index, result in zip(rest, sample_position(parts)):
             results[index] = _with_earlier(results.get(index), result)
         rest = [index for index in rest if _goes_on(ready[index][0], results[index])]
@@ -95,14 +104,14 @@ def _takes_maximum(decoding: Decoding) -> bool:
     return decoding.takes_maximum
 
 
-def _accept_best(members: list[tuple[int, Any, Tensor]]) -> dict[int, Result]:
+def _accept_best(members: list[tuple[int, Any, LogitRows]]) -> dict[int, Result]:
     """Accepts drafts of greedy decodings without processors, with one argmax for all."""
-    logits = torch.cat([part for _, _, part in members])
+    logits = join_rows([rows for _, _, rows in members])
     tokens = argmax(logits).tolist()
     start = 0
     results: dict[int, Result] = {}
-    for index, decoding, part in members:
-        end = start + len(part)
+    for index, decoding, rows in members:
+        end = start + rows.end - rows.start
         results[index] = _accept_run(decoding, tokens[start:end])
         start = end
     return results
@@ -159,23 +168,23 @@ def _goes_on(decoding: Decoding, result: Result) -> bool:
     return True
 
 
-def _at(logits: Tensor, decoding: Decoding) -> Tensor:
+def _at(rows: LogitRows, decoding: Decoding) -> LogitRows:
     """Returns the logits for the decoding's next token."""
     if decoding.draft is None:
-        return logits
-    position = decoding.draft.position
-    return logits[position : position + 1]
+        return rows
+    first = rows.start + decoding.draft.position
+    return LogitRows(rows.logits, first, first + 1)
 
 
 def sample_position(
-    ready: Sequence[tuple[Decoding, Tensor]],
+    ready: Sequence[tuple[Decoding, LogitRows]],
     fetch: Fetch | None = None,
 ) -> list[Result]:
-    """Takes one step of each decoding with its logits, `(len(open_rows), vocab)` of any float
-    dtype. One-row decodings with equal `batch_key` are sampled as one batch; those without a seeded
-    generator draw by `invert`. An error or an interrupt in a caller's code becomes the result of
-    its decoding only. `fetch` brings the tokens of all open rows to the host, in the order of the
-    decodings; it is called at most once, and only if all have tokens."""
+    """Takes one step of each decoding with its logits, one row for each of its open rows. One-row
+    decodings with equal `batch_key` are sampled as one batch; those without a seeded generator draw
+    by `invert`. An error or an interrupt in a caller's code becomes the result of its decoding
+    only. `fetch` brings the tokens of all open rows to the host, in the order of the decodings; it
+    is called at most once, and only if all have tokens."""
     if torch.is_grad_enabled():
         with torch.no_grad():
             return sample_position(ready, fetch)
@@ -192,7 +201,7 @@ def sample_position(
     return [results[index] for index in range(len(ready))]
 
 
-def _groups(ready: Sequence[tuple[Decoding, Tensor]]) -> Iterable[Sequence[int]]:
+def _groups(ready: Sequence[tuple[Decoding, LogitRows]]) -> Iterable[Sequence[int]]:
     """Returns the indices of decodings that are sampled as one batch."""
     constants = [None if row.draft is not None else row.constant_key for row, _ in ready]
     if None not in constants and len(set(constants)) == 1:
@@ -208,20 +217,19 @@ def _groups(ready: Sequence[tuple[Decoding, Tensor]]) -> Iterable[Sequence[int]]
 
 
 def _choose_or_fail(
-    members: list[tuple[int, Any, Tensor]],
+    members: list[tuple[int, Any, LogitRows]],
     choices: list[Choice],
     results: dict[int, Result],
 ) -> None:
     """Adds a choice for these decodings, which share a batch; if the batch fails, chooses for each
     one separately, and stores the errors of those that fail."""
-    (index, decoding, logits), *others = members
+    (index, decoding, rows), *others = members
     try:
         if isinstance(decoding, BeamDecoding):
-            results[index] = decoding.step(logits)
+            results[index] = decoding.step(rows.take())
         else:
             places, batch, parts = zip(*members)
-            stacked = stack_rows(parts)
-            choices.append(_choose(list(places), list(batch), stacked))
+            choices.append(_choose(list(places), list(batch), join_rows(parts)))
     except BaseException as error:
         if not others:
             results[index] = error

@@ -30,7 +30,7 @@ from ...switches import NOTHING
 from ...tape.products import own_products
 from ...threads import step_lock
 from ...topics import Topic
-from ..decoding.base import Fetch
+from ..decoding.base import Fetch, LogitRows
 from ..decoding.prepare import num_embeddings
 from ..decoding.sample import SampleDecoding
 from ..generation import Generation
@@ -82,7 +82,7 @@ class RunAhead:
 
     def fetch(
         self,
-        ready: list[tuple[Generation, Tensor]],
+        ready: list[tuple[Generation, LogitRows]],
         launch: Launch,
     ) -> Fetch | None:
         """Returns a function that copies the tokens of all open rows, `(n,)` in order, to the host,
@@ -489,7 +489,7 @@ class Executor:
             files = [adapter for adapter in adapters if isinstance(adapter, AdapterFile)]
             self.adapters.prefetch(files)
 
-    def fetch_while_running_ahead(self, ready: list[tuple[Generation, Tensor]]) -> Fetch | None:
+    def fetch_while_running_ahead(self, ready: list[tuple[Generation, LogitRows]]) -> Fetch | None:
         if not self.runner.can_run_ahead:
             return None
         return self.ahead.fetch(ready, self._run_ahead)

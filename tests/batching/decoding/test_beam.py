@@ -13,6 +13,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from hf_paged import compat
 from hf_paged.batching.arguments import RequestOptions
+from hf_paged.batching.decoding.base import LogitRows
 from hf_paged.batching.decoding.beam import BeamDecoding
 from hf_paged.batching.decoding.prepare import request_decoding
 from hf_paged.batching.decoding.sampler import sample_step
@@ -375,7 +376,9 @@ def test_a_failing_beam_request_fails_alone() -> None:
     config = GenerationConfig(num_beams=3, max_new_tokens=4)
     options = (RequestOptions(logits_processor=processors) for processors in ([], [Fail()]))
     decodings = [request_decoding(model, [5, 6], config, each)[0] for each in options]
-    first, second = sample_step([(decoding, torch.randn(3, 128)) for decoding in decodings])
+    first, second = sample_step(
+        [(decoding, LogitRows.of(torch.randn(3, 128))) for decoding in decodings]
+    )
     assert (
         not isinstance(first, Exception)
         and first.parents is not None

@@ -21,6 +21,7 @@ from transformers.generation import logits_process as known
 from hf_paged import compat
 from hf_paged.batching.arguments import RequestOptions
 from hf_paged.batching.decoding import sampler
+from hf_paged.batching.decoding.base import LogitRows
 from hf_paged.batching.decoding.prepare import request_decoding
 from hf_paged.batching.decoding.sample import RowStreamers, SampleDecoding
 from hf_paged.batching.decoding.sampler import sample_step
@@ -447,9 +448,14 @@ def step_together(decodings: list[Any], model: Any) -> list[Any]:
     rows = [logits_of(model, decoding.input_ids[decoding.open_rows]) for decoding in decodings]
     together, ready, start = torch.cat(rows), [], 0
     for decoding, own in zip(decodings, rows):
-        ready.append((decoding, together[start : start + len(own)]))
+        ready.append((decoding, LogitRows(together, start, start + len(own))))
         start += len(own)
     return sample_step(ready)
+
+
+def rows_of(logits: torch.Tensor) -> list[LogitRows]:
+    """Each row."""
+    return [LogitRows(logits, row, row + 1) for row in range(len(logits))]
 
 
 def prompts() -> list[list[int]]:
@@ -613,7 +619,7 @@ def test_logits_that_are_not_numbers_fail_alone() -> None:
     seeded = [request(prompt, do_sample=True, seed=0) for prompt in prompts()]
     logits = torch.randn(12, 128)
     logits[[3, 8]] = float("nan")
-    results = sample_step(list(zip([*decodings, *seeded], logits.split(1))))
+    results = sample_step(list(zip([*decodings, *seeded], rows_of(logits))))
     assert [i for i, result in enumerate(results) if isinstance(result, Exception)] == [3, 8]
 
 
@@ -623,7 +629,7 @@ def test_draws_without_a_generator_follow_the_probabilities() -> None:
     probs = torch.zeros(1000)
     probs[[3, 200, 201, 700, 999]] = torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.0625])
     decodings = [request([5], **SAMPLE) for _ in range(4000)]
-    results = sample_step([(decoding, probs.log()[None]) for decoding in decodings])
+    results = sample_step([(decoding, LogitRows.of(probs.log()[None])) for decoding in decodings])
     counts = torch.tensor([tokens_of(result)[0] for result in results]).bincount(minlength=1000)
     assert ((counts - 4000 * probs).abs() <= 5 * (4000 * probs * (1 - probs)).sqrt()).all()
 
@@ -631,7 +637,7 @@ def test_draws_without_a_generator_follow_the_probabilities() -> None:
 def test_a_generator_draws_as_multinomial_does() -> None:
     logits = torch.randn(40, 128)
     decodings = [request([5], seed=i, **SAMPLE) for i in range(40)]
-    results = sample_step(list(zip(decodings, logits.split(1))))
+    results = sample_step(list(zip(decodings, rows_of(logits))))
     for i, result in enumerate(results):
         expected = torch.multinomial(
             logits[i : i + 1].softmax(-1), 1, generator=torch.Generator().manual_seed(i)
@@ -649,7 +655,7 @@ def test_scores_that_cannot_come_to_the_host_fail_alone() -> None:
         request([5], logits_processor=[nowhere]),
         request([6], do_sample=True, seed=1),
     ]
-    first, second, third = sample_step(list(zip(decodings, logits.split(1))))
+    first, second, third = sample_step(list(zip(decodings, rows_of(logits))))
     assert isinstance(second, NotImplementedError) and tokens_of(third)
     assert tokens_of(first) == [int(logits[0].argmax())]
 
@@ -658,7 +664,7 @@ def test_logits_that_do_not_lie_in_one_tensor() -> None:
     decodings = [request(prompt) for prompt in prompts()]
     logits = torch.randn(12, 128)
     scattered = [logits[[i]] if i % 2 else logits[2 * i : 2 * i + 1] for i in range(6)]
-    results = sample_step(list(zip(decodings, scattered)))
+    results = sample_step(list(zip(decodings, map(LogitRows.of, scattered))))
     assert list(map(tokens_of, results)) == [part.argmax(-1).tolist() for part in scattered]
 
 

@@ -29,7 +29,15 @@ from .cache.storage import KVBlocks, free_bytes
 from .config import AUTO, KV_DTYPES, PagedConfig
 from .kernels.costs import find_costs
 from .model.registry import Route
-from .tools.models import build, find_model, find_route, kernels, measure, stores_latents
+from .tools.models import (
+    build,
+    find_model,
+    find_route,
+    kernels,
+    measure,
+    saved_generation_config,
+    stores_latents,
+)
 from .tools.pictures import format_bytes, group_label
 
 
@@ -110,6 +118,7 @@ def examine(
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype)
     built = build(config, cls, dtype, "meta")
+    built.generation_config = saved_generation_config(model) or built.generation_config
     max_positions = getattr(text, "max_position_embeddings", None)
     length = length or min(2048, max_positions or 2048)
     is_auto = block_size == AUTO

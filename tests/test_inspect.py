@@ -87,6 +87,16 @@ def test_against_a_call_of_generate(name: str, tmp_path: Path) -> None:
         assert group.kernels and set(group.kernels.values()) <= {"cpp", "gather", "reference"}
 
 
+def test_the_saved_generation_config_decides_over_the_models(tmp_path: Path) -> None:
+    """A trainer saves `use_cache=False`, which held while it trained, in the model's alone."""
+    config = models.config("llama")
+    config.use_cache = False
+    path = saved(tmp_path, config, "LlamaForCausalLM")
+    assert examine(path).route.road == "plain"
+    transformers.GenerationConfig(use_cache=True).save_pretrained(path)
+    assert examine(path).route.road == "engine"
+
+
 def test_llama(tmp_path: Path) -> None:
     report = examine(
         saved_test_model(tmp_path, "llama"), block_size=16, dtype=torch.bfloat16, length=100

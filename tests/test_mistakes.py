@@ -366,7 +366,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] 
     "hyphen": (
         lambda: generate(cache_implementation="hf-paged"),
         ValueError,
-        ("is 'hf-paged'", "did you mean 'paged'?"),
+        ("is 'hf-paged'", "did you mean 'hf_paged'?"),
     ),
     "typo in cache_config": (
         lambda: generate(cache_config={"num_block": 3}),

@@ -96,8 +96,9 @@ def _generate(
                 ),
             )
     if not asks and isinstance(requested, str):
-        if difflib.get_close_matches(requested.lower(), REQUESTED, n=1):
-            raise ValueError(f"`cache_implementation` is {requested!r}: did you mean 'paged'?")
+        close = difflib.get_close_matches(requested.lower(), REQUESTED, n=1)
+        if close:
+            raise ValueError(f"`cache_implementation` is {requested!r}: did you mean {close[0]!r}?")
     prepared.set(None)
     _wrap_overrides(type(model))
     run = _run_untraced if asks or _is_default else _run

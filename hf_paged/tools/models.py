@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput
@@ -89,6 +89,16 @@ def find_model(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
         " config.json, such a file, one of the model types such as llama, or a class such as"
         " Qwen2Config or LlamaForCausalLM. Nothing is downloaded."
     )
+
+
+def saved_generation_config(name: str) -> GenerationConfig | None:
+    """The generation config that lies beside the configuration of `name`, as in [`find_model`];
+    `None` if there is none."""
+    path = Path(name)
+    folder = str(path.parent if path.is_file() else path)
+    with contextlib.suppress(OSError, ValueError):  # none there, or not cached on this machine
+        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return None
 
 
 def _with_class(config: PreTrainedConfig) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:

@@ -456,8 +456,9 @@ class Scheduler:
         else:
             total = f"{manager.num_free} of {manager.num_total}"
         said = (
-            f"nothing can be scheduled: {request!r} needs more blocks, {self.num_waiting} requests"
-            f" wait, {self.num_running} run, {total} blocks are available. "
+            f"nothing can be scheduled: request {request.request_id!r} needs more blocks,"
+            f" {self.num_waiting} requests wait, {self.num_running} run, {total} blocks are"
+            " available. "
         )
         if self.num_running or manager.is_used():
             return OutOfBlocksError(

@@ -285,6 +285,7 @@ def find_route(model: PreTrainedModel) -> Route:
             if empty.get_memory_footprint() > MAX_CHECK_BYTES:
                 continue
             small = build(config, type(model), torch.float32, "cpu")
+            small.generation_config.use_cache = model.generation_config.use_cache
             ids = torch.ones(1, _LENGTH, dtype=torch.long)
             inputs = {
                 "input_ids": ids,

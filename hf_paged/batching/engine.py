@@ -272,7 +272,7 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
                 raise ValueError(
                     f"no unfinished request has the id {request_id!r}: unfinished are {unfinished}"
                 )
-            self._core.end(state, "cancelled")
+            self._core.cancel(state)
 
     @property
     def has_unfinished(self) -> bool:
@@ -611,7 +611,7 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
             # one that raises keeps none from the others
             stack.callback(self._core.retire)
             for state in reversed(self._core.requests.values()):
-                stack.callback(self._core.end, state, "cancelled")
+                stack.callback(self._core.cancel, state)
         trim()
 
     def __exit__(self, *error: object) -> None:

@@ -26,7 +26,7 @@ from ..cache.idle import begin_use, end_use
 from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.paged_cache import PagedCache
 from ..config import AUTO, PagedConfig
-from ..interrupts import guarded, is_interrupt, restoring
+from ..interrupts import ends_with_calls, guarded, is_interrupt, restoring
 from ..model.capability import Layout
 from ..model.forwards import compute_device
 from ..model.rank_signals import PatientLock
@@ -132,8 +132,8 @@ class EngineCore:
         self.output_token_seconds = OUTPUT_TOKEN_SECONDS
         self._shares_prefills = False
         self._unstarted: list[RequestState] = []  # requests whose `max_time` clock has not started
-        # cancelled in a step, to end after it; `None` between steps
-        self._leaving: list[RequestState] | None = None
+        self._leaving: list[RequestState] = []  # cancelled in a step, to end after it
+        self._stepping: int | None = None  # the id of the thread that takes a step
         self._num_keeping = 0  # open `keeping_pool` contexts
         self._has_failed = False  # whether the last step raised
         # since when other models leave no memory for a step, by `time.perf_counter`; 0 if they do
@@ -141,6 +141,7 @@ class EngineCore:
         self._short_since = 0.0
         self._numbers = itertools.count()  # for generated ids
         forks.in_child(self)
+        ends_with_calls(self)
 
     def make_id(self) -> str:
         names = (f"request-{number}" for number in self._numbers)
@@ -154,9 +155,10 @@ class EngineCore:
         generation_config: Any,
         options: RequestOptions,
         outbox: deque[RequestOutput] | None = None,
+        tells_tokens: bool = True,
     ) -> str:
-        """Queues a request whose outputs go to `outbox`, or to `unread`. Raises the errors of
-        `add_request`."""
+        """Queues a request whose outputs go to `outbox`, or to `unread`; without `tells_tokens`
+        only its result does. Raises the errors of `add_request`."""
         state: RequestState | None = None
         # tokenizing and compiling may take long: without the lock, steps go on meanwhile
         prompt, inputs = split_inputs(prompt, options.inputs)
@@ -199,7 +201,9 @@ class EngineCore:
                     assistant_model=base_model(options.assistant_model),
                 )
                 box = self.unread if outbox is None else outbox
-                new = RequestState(self.model, tokenizer, ids, generation_config, options, box)
+                new = RequestState(
+                    self.model, tokenizer, ids, generation_config, options, box, tells_tokens
+                )
                 loop = self.get_loop(new)  # allocates memory, so only after the checks above
                 self._take_inputs(new)
                 self._check_prompt_logprobs(new)
@@ -251,17 +255,14 @@ class EngineCore:
         last: list[Output] | None = None,
     ) -> None:
         """Removes a request, frees its blocks and outputs its result with the `last` tokens
-        (default: those that no output has told). A cancellation during a step (from a caller's code
-        or a finalizer) takes effect after it."""
-        if self._leaving is not None and reason == "cancelled":
-            self._leaving.append(state)
-            return
+        (default: those that no output has told)."""
         result = state.result(reason)
         if last is None:
             last = state.remaining_outputs(result)
         name = state.request_id
-        outputs = [RequestOutput(name, *output) for output in last[:-1]]
-        outputs.append(RequestOutput(name, *last[-1], result))
+        *earlier, latest = last or [({}, None)]
+        outputs = [RequestOutput(name, *output) for output in earlier]
+        outputs.append(RequestOutput(name, *latest, result))
         self._counts["num_finished"] += 1
         self._counts["num_prefix_hit_tokens"] += result.num_prefix_hit_tokens
         self._time(result)
@@ -273,6 +274,31 @@ class EngineCore:
             state.end_streamer()
             if state.interrupt is not None:
                 raise state.interrupt
+
+    def cancel(self, state: RequestState) -> None:
+        """Ends a request early; in a step (from a caller's code or a finalizer), after it."""
+        if self._stepping is None:
+            self.end(state, "cancelled")
+        else:
+            self._leaving.append(state)
+
+    def _end_leaving(self) -> None:
+        leaving = self._leaving.copy()
+        with contextlib.ExitStack() as stack:  # one that raises keeps none from the others
+            for state in leaving:
+                stack.callback(self._end_left, state)
+        del self._leaving[: len(leaving)]
+
+    def _end_left(self, state: RequestState) -> None:
+        if self.requests.get(state.request_id) is state:
+            self.end(state, "cancelled")
+
+    def end_calls(self) -> None:
+        if self._stepping == threading.get_ident():
+            with self.lock:
+                self._end_leaving()
+                counted.set(None)
+                self._stepping = None
 
     def _time(self, result: RequestResult) -> None:
         first = result.timings.first_token
@@ -332,7 +358,7 @@ class EngineCore:
                 self.loop.executor.leave(window)
             for state in reversed(self.requests.values()):
                 if state.outbox is outbox:
-                    stack.callback(self.end, state, "cancelled")
+                    stack.callback(self.cancel, state)
 
     @guarded
     def change_weights(self, recompute: bool) -> None:
@@ -351,7 +377,8 @@ class EngineCore:
         self.paused_by = [thread for thread in self.paused_by if thread == threading.get_ident()]
         self._num_keeping = 0
         if self.inner_lock in freed:
-            self.requests, self._unstarted, self.unread, self._leaving = {}, [], [], None
+            self.requests, self._unstarted, self.unread = {}, [], []
+            self._leaving, self._stepping = [], None
             self.retire()
 
     def step_for(self, outbox: deque[RequestOutput], request_ids: set[str], window: Window) -> None:
@@ -437,7 +464,8 @@ class EngineCore:
             for limit in state.limits:
                 limit.initial_timestamp = now
         num_known = len(loop.executor.slowed_by)
-        outer, self._leaving = self._leaving, []
+        is_outermost = self._stepping != threading.get_ident()
+        self._stepping = threading.get_ident()
         # not `counting`, whose calls every step would pay for
         token = counted.set(self.setup_seconds)
         try:
@@ -464,18 +492,11 @@ class EngineCore:
                 self.end(state, "error")
         finally:
             counted.reset(token)
-            leaving, self._leaving = self._leaving, outer
-            if leaving:
-                with contextlib.ExitStack() as stack:
-                    # one that raises keeps none from the others
-                    for state in reversed(leaving):
-                        stack.callback(self._cancel, state)
+            if is_outermost:
+                self._end_leaving()
+                self._stepping = None
         if not self.requests or len(loop.executor.slowed_by) > num_known:
             self._note_route()
-
-    def _cancel(self, state: RequestState) -> None:
-        if self.requests.get(state.request_id) is state:
-            self.end(state, "cancelled")
 
     def _output(self, loop: StepLoop) -> None:
         """Outputs the tokens of the generations that advanced, and the results of those that
@@ -490,7 +511,7 @@ class EngineCore:
     def _output_step(self, state: RequestState, untold: deque[Generation]) -> None:
         """Outputs the last step's tokens of a request that advanced, which leaves `untold`, or its
         result if it ended."""
-        last: list[Output] | None = None
+        last: list[Output] | None = None  # empty if its tokens are not told
         if state.error is None:
             try:
                 last = state.outputs()
@@ -502,6 +523,8 @@ class EngineCore:
             self.end(state, "error", last)
         elif state.is_closed:
             self.end(state, None, last)
+        elif not last:
+            untold.popleft()
         else:
             name = state.request_id
             outputs = [RequestOutput(name, tokens, text) for tokens, text in last]

@@ -161,6 +161,7 @@ class RequestState(Generation):
         generation_config: Any,
         options: RequestOptions,
         outbox: deque[RequestOutput] | list[RequestOutput],
+        tells_tokens: bool = True,
     ) -> None:
         adapter = resolve_adapter(model, options.adapter)
         check_cache_salt(options.cache_salt)
@@ -212,6 +213,7 @@ class RequestState(Generation):
             options.assistant_model, tokenizer, options.assistant_tokenizer
         )
         self.request_id, self.outbox = options.request_id, outbox
+        self.tells_tokens = tells_tokens  # else its reader waits for the result alone
         # the criteria of `max_time`, whose clock starts with the step that first runs the request
         own = options.stopping_criteria or ()
         self.limits = [
@@ -246,10 +248,13 @@ class RequestState(Generation):
             prompts.model_kwargs = compat.encode_media(model, prompts.model_kwargs)
 
     def outputs(self) -> list[Output]:
-        """Returns the last step's new tokens with their text, in order. Sets `error` if the
-        tokenizer raises; after an interrupt it can be called again, and returns the same."""
+        """Returns the last step's new tokens with their text, in order; nothing if they are not
+        told. Sets `error` if the tokenizer raises; after an interrupt it can be called again, and
+        returns the same."""
         if self._first_token is None:
             self._first_token = time.perf_counter() - self._added
+        if not self.tells_tokens:
+            return []
         decoding = self.decoding
         if self._text is None and self.is_single:
             self._num_told = decoding.length - self._start
@@ -274,6 +279,8 @@ class RequestState(Generation):
         """Returns the tokens of the result that no output has told, as `outputs` does: a step that
         failed or was cancelled may have accepted some before. The last output has the text that was
         held back."""
+        if not self.tells_tokens:
+            return []
         rows = (
             []
             if isinstance(self.decoding, BeamDecoding)

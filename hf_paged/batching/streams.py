@@ -94,7 +94,14 @@ class RequestStream:
         """Yields `None` once all requests are added, then their outputs."""
         for place, (prompt, config, options) in enumerate(self._queue):
             try:
-                name = self.engine.add(self.tokenizer, prompt, config, options, self.outbox)
+                name = self.engine.add(
+                    self.tokenizer,
+                    prompt,
+                    config,
+                    options,
+                    self.outbox,
+                    tells_tokens=not self.window.is_call,
+                )
             except Exception as error:
                 if is_interrupt(error):
                     raise

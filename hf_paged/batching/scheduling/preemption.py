@@ -178,11 +178,12 @@ class Preemption:
         """Swaps a waiting request in, or gives its rows their cached blocks, if there is room for
         all that it has to compute, at most `chunk` tokens at a time, with `reserve` blocks left;
         returns whether it did. While no other request runs (`is_alone`), a request that cannot be
-        swapped in is recomputed: there will never be more room. If this raises, the request holds
-        no blocks and is recomputed."""
+        swapped in is recomputed: there will never be more room. If this raises `OutOfBlocksError`,
+        the request holds no blocks and is recomputed; after other errors its tables may be half
+        changed."""
         try:
             return self._take_blocks(request, chunk, reserve, is_alone)
-        except BaseException:
+        except OutOfBlocksError:
             self.forget(request)
             raise
 

@@ -652,9 +652,6 @@ class Scheduler:
         try:
             give_up = self.preemption.send_out if keeps else self.preemption.forget
             give_up(request)
-        except BaseException:  # no host memory, or an interrupt: recompute it
-            self.preemption.forget(request)
-            raise
         finally:
             self._wait(request)
 

@@ -535,8 +535,8 @@ class StepLoop:
             if request.num_rows > len(request.sequences):  # the prompt, computed once for all rows
                 with self.memory.lock:
                     request.fork(self.blocks, len(rows))
-            else:
-                rows = rows[sequence.index : sequence.index + 1]
+            elif len(rows) > 1:
+                rows = [rows[sequence.index]]
             for generation, row in rows:
                 if not generation.is_single:
                     found.setdefault(generation, {})[row] = place

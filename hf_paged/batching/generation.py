@@ -62,6 +62,8 @@ class Generation:
     is_closed: bool = field(default=False, init=False)  # its rows need no further step
     # it has the logits of all open rows, and no tokens yet
     is_sampling: bool = field(default=False, init=False)
+    # nobody waits for its next tokens, but for its end
+    is_quiet: bool = field(default=False, init=False)
     # the generation that this is a part of
     whole: Generation | None = field(default=None, init=False)
     # of rows that wait for other rows
@@ -254,6 +256,7 @@ class RequestState(Generation):
         if self._first_token is None:
             self._first_token = time.perf_counter() - self._added
         if not self.tells_tokens:
+            self.is_quiet = True
             return []
         decoding = self.decoding
         if self._text is None and self.is_single:

@@ -314,8 +314,9 @@ class StepLoop:
                             self._append(generation, result)
                         else:
                             self._apply(generation, result)
+                        if not generation.is_quiet or generation.is_closed:
+                            untold.append(generation)
                         generation.is_sampling = False
-                        untold.append(generation)
                     elif generation.can_repeat and is_interrupt(result):
                         repeated.append(generation)
                         interrupt = interrupt or result
@@ -323,7 +324,11 @@ class StepLoop:
                         interrupt = self._fail(generation, result, untold) or interrupt
             self._repeat(repeated)
         except BaseException as cause:  # the progress of the remaining generations is unknown
-            lost = [generation for generation, _ in ready if generation not in untold]
+            lost = [
+                generation
+                for generation, _ in ready
+                if generation.is_sampling and generation not in untold
+            ]
             if is_interrupt(cause):
                 repeated = [g for g in lost if g.can_repeat and g is not applied]
             try:

@@ -191,8 +191,7 @@ def sample_position(
     results: dict[int, Result] = {}
     choices: list[Choice] = []
     for indices in _groups(ready):
-        members = [(index, *ready[index]) for index in indices]
-        _choose_or_fail(members, choices, results)
+        _choose_or_fail(ready, indices, choices, results)
     if results or fetch is None:
         fetch = Tensor.tolist
     fetched = _fetch_or_fail(choices, fetch, results)
@@ -217,27 +216,28 @@ def _groups(ready: Sequence[tuple[Decoding, LogitRows]]) -> Iterable[Sequence[in
 
 
 def _choose_or_fail(
-    members: list[tuple[int, Any, LogitRows]],
+    ready: Sequence[tuple[Any, LogitRows]],
+    indices: Sequence[int],
     choices: list[Choice],
     results: dict[int, Result],
 ) -> None:
-    """Adds a choice for these decodings, which share a batch; if the batch fails, chooses for each
-    one separately, and stores the errors of those that fail."""
-    (index, decoding, rows), *others = members
+    """Adds a choice for the decodings at these indices, which share a batch; if the batch fails,
+    chooses for each one separately, and stores the errors of those that fail."""
+    decoding, rows = ready[indices[0]]
     try:
         if isinstance(decoding, BeamDecoding):
-            results[index] = decoding.step(rows.take())
+            results[indices[0]] = decoding.step(rows.take())
         else:
-            places, batch, parts = zip(*members)
-            choices.append(_choose(list(places), list(batch), join_rows(parts)))
+            batch, parts = zip(*[ready[index] for index in indices])
+            choices.append(_choose(list(indices), list(batch), join_rows(parts)))
     except BaseException as error:
-        if not others:
-            results[index] = error
+        if len(indices) == 1:
+            results[indices[0]] = error
             return
         if is_interrupt(error):
             raise
-        for member in members:
-            _choose_or_fail([member], choices, results)
+        for index in indices:
+            _choose_or_fail(ready, [index], choices, results)
 
 
 def _choose(

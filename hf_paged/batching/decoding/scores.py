@@ -271,19 +271,21 @@ def _column(
 
 def argmax(scores: Tensor) -> Tensor:
     """`argmax(dim=-1)`, first of equals. On the CPU torch finds a maximum ten times faster than its
-    index."""
+    index, and in half precision `max` finds that twice as fast as `argmax`."""
     rows, vocab = scores.shape
-    if scores.device.type != "cpu" or vocab < 8 * CHUNK:
+    if scores.device.type != "cpu":
         return scores.argmax(dim=-1)
+    if vocab < 8 * CHUNK:
+        return scores.max(dim=-1).indices
     if vocab % CHUNK:
         padding = (0, -vocab % CHUNK)
         scores = torch.nn.functional.pad(scores, padding, value=float("-inf"))
     chunks = scores.unflatten(1, (-1, CHUNK))  # [rows, chunks, CHUNK]
     maxima = chunks.amax(dim=-1)
-    first = maxima.argmax(dim=-1)  # [rows]
+    first = maxima.max(dim=-1).indices  # [rows]
     indices = torch.arange(rows, device="cpu")
     inner = chunks[indices, first]  # [rows, CHUNK]
-    return first * CHUNK + inner.argmax(dim=-1)
+    return first * CHUNK + inner.max(dim=-1).indices
 
 
 def draw(probs: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -29,7 +29,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from hf_paged import PagedConfig, PagedEngine, RequestOutput
-from hf_paged.batching import streams
+from hf_paged.batching import engine_core, streams
 from tests.support import models
 from tests.support.checks import in_threads
 from tests.support.engine_helpers import (
@@ -845,3 +845,27 @@ def test_eos_ids_are_those_of_the_test() -> None:
         for prompt in prompts(1, 9, 17, 26)
     ]
     assert any(len(row) < 30 and row[-1] in MANY_ENDS for row in rows)
+
+
+def test_a_call_that_reads_results_alone_is_told_no_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One output a request, however many tokens; `stream` beside it gets each of its own."""
+    made: list[RequestOutput] = []
+
+    class Noted(RequestOutput):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    monkeypatch.setattr(engine_core, "RequestOutput", Noted)
+    prompts = [[5, 6, 7], [8, 9], [10]]
+    options = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
+    with PagedEngine(models.get("llama"), tokenizer=models.tokenizer()) as engine:
+        results = engine.generate(prompts, options)
+        assert [output.result for output in made] == results
+        assert all(len(result.token_ids) == 9 and result.text is not None for result in results)
+        assert all(result.timings.first_token is not None for result in results)
+        made.clear()
+        streamed = list(engine.stream(prompts, options))
+    assert streamed == made and len(streamed) == 27

@@ -43,16 +43,16 @@ def test_the_slowest_are_chosen(tmp_path: Path) -> None:
     assert slowest.choose(times, 0.5) == [a, c]
 
 
-def test_each_slow_function_keeps_a_fourth_of_its_parameters() -> None:
+def test_an_eighth_of_slow_tests_is_kept() -> None:
     grid = [
         f"tests/cache/test_pages.py::test_cell[{row}-{column}]"
         for row in range(8)
         for column in range(4)
     ]
-    left = slowest.left_to_full(
-        [*grid, "tests/test_load.py::test_alone", "tests/test_load.py::test_two[a]"]
-    )
-    assert left < {*grid} and len(left) == 24
-    assert {name[-2] for name in {*grid} - left} == {*"0123"}, (
+    left = slowest.left_to_full(grid)
+    assert left < {*grid} and len(left) == 28
+    assert len({name[-2] for name in {*grid} - left}) > 1, (
         "an order of the grid's own would leave columns out"
     )
+    alone = [f"tests/test_load.py::test_{number}" for number in range(800)]
+    assert 80 <= len({*alone} - slowest.left_to_full(alone)) <= 120

@@ -493,7 +493,8 @@ class EngineCore:
         finally:
             counted.reset(token)
             if is_outermost:
-                self._end_leaving()
+                if self._leaving:
+                    self._end_leaving()
                 self._stepping = None
         if not self.requests or len(loop.executor.slowed_by) > num_known:
             self._note_route()
@@ -527,7 +528,9 @@ class EngineCore:
             untold.popleft()
         else:
             name = state.request_id
-            outputs = [RequestOutput(name, tokens, text) for tokens, text in last]
+            outputs: list[RequestOutput] = []
+            for tokens, text in last:
+                outputs.append(RequestOutput(name, tokens, text))
             # one call of C: an interrupt between two would have them told twice
             taken = iter(untold.popleft, state)
             state.outbox.extend(itertools.chain(outputs, taken))  # type: ignore[arg-type]

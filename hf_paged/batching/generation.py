@@ -261,7 +261,7 @@ class RequestState(Generation):
         decoding = self.decoding
         if self._text is None and self.is_single:
             self._num_told = decoding.length - self._start
-            return [(tokens, None) for tokens in self.new_tokens or [{}]]
+            return list(zip(self.new_tokens or [{}], itertools.repeat(None)))
         if self._last is not None and self._last[0] == decoding.length:
             return self._last[1]
         if self.new_tokens and not self.is_single:  # drops padding of rows that ended earlier

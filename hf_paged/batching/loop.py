@@ -306,22 +306,24 @@ class StepLoop:
             )
             with self.memory.lock:
                 for (generation, _), result in zip(ready, results):
-                    if checks_ids and not isinstance(result, BaseException):
+                    if checks_ids:
                         result = self._unknown_token(result) or result
-                    if not isinstance(result, BaseException):
-                        applied = generation
-                        if isinstance(result, int):
-                            self._append(generation, result)
-                        else:
-                            self._apply(generation, result)
-                        if not generation.is_quiet or generation.is_closed:
-                            untold.append(generation)
-                        generation.is_sampling = False
-                    elif generation.can_repeat and is_interrupt(result):
-                        repeated.append(generation)
-                        interrupt = interrupt or result
+                    applied = generation
+                    if type(result) is int:
+                        self._append(generation, result)
+                    elif type(result) is SampledTokens:
+                        self._apply(generation, result)
                     else:
-                        interrupt = self._fail(generation, result, untold) or interrupt
+                        assert isinstance(result, BaseException)
+                        if generation.can_repeat and is_interrupt(result):
+                            repeated.append(generation)
+                            interrupt = interrupt or result
+                        else:
+                            interrupt = self._fail(generation, result, untold) or interrupt
+                        continue
+                    if not generation.is_quiet or generation.is_closed:
+                        untold.append(generation)
+                    generation.is_sampling = False
             self._repeat(repeated)
         except BaseException as cause:  # the progress of the remaining generations is unknown
             lost = [
@@ -566,9 +568,11 @@ class StepLoop:
         for generation, _ in ready:
             generation.is_sampling = True
 
-    def _unknown_token(self, sampled: int | SampledTokens) -> Exception | None:
+    def _unknown_token(self, sampled: Result) -> Exception | None:
         """Returns an error if the next forward would get an id without an embedding."""
         num_embeddings = self.executor.num_embeddings
+        if isinstance(sampled, BaseException):
+            return None
         if isinstance(sampled, int):
             tokens = [sampled]
         else:

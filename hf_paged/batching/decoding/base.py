@@ -52,7 +52,7 @@ def join_rows(parts: Sequence[LogitRows]) -> Tensor:
         if part.logits is not logits or part.start != end:
             return torch.cat([part.take() for part in parts])
         end = part.end
-    if end - start == len(logits):
+    if end - start == logits.shape[0]:
         return logits
     return logits[start:end]
 

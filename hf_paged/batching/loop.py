@@ -325,7 +325,7 @@ class StepLoop:
                         untold.append(generation)
                     generation.is_sampling = False
             self._repeat(repeated)
-        except BaseException as cause:  # the progress of the remaining generations is unknown
+        except BaseException as cause:
             lost = [
                 generation
                 for generation, _ in ready
@@ -333,13 +333,7 @@ class StepLoop:
             ]
             if is_interrupt(cause):
                 repeated = [g for g in lost if g.can_repeat and g is not applied]
-            try:
-                self._repeat(repeated)
-                if results:
-                    self.recover()
-            finally:
-                ended = [generation for generation in lost if generation not in repeated]
-                self._fail_all(ended, cause, untold)
+            self._lose(lost, repeated, cause, bool(results), untold)
             raise
         finally:
             self.executor.is_unchecked |= runs_callers_code
@@ -555,6 +549,19 @@ class StepLoop:
                     else:
                         decoding.draft = None  # of a step that failed behind its forward
                     ready.append((generation, LogitRows(logits, place, end)))
+        if self._split or found:
+            self._gather(logits, found, ready)
+        for generation, _ in ready:
+            generation.is_sampling = True
+
+    def _gather(
+        self,
+        logits: Tensor | None,
+        found: dict[Generation, dict[int, int]],
+        ready: Ready,
+    ) -> None:
+        """Adds generations of several rows, whose logits stand at `found` places of the step's, and
+        new parts whose logits came before they were split."""
         for part in self._split:
             taken = part.take_logits()
             if taken is not None:
@@ -565,8 +572,6 @@ class StepLoop:
             taken = None if generation.is_closed else generation.add_logits(logits, places)
             if taken is not None:
                 ready.append((generation, LogitRows.of(taken)))
-        for generation, _ in ready:
-            generation.is_sampling = True
 
     def _unknown_token(self, sampled: Result) -> Exception | None:
         """Returns an error if the next forward would get an id without an embedding."""
@@ -723,12 +728,24 @@ class StepLoop:
         if generations:
             self.recover(generations)
 
-    def _fail_all(
-        self, generations: list[Generation], cause: BaseException, untold: deque[Generation]
+    def _lose(
+        self,
+        lost: list[Generation],
+        repeated: list[Generation],
+        cause: BaseException,
+        is_split: bool,
+        untold: deque[Generation],
     ) -> None:
-        for generation in generations:
-            if generation not in untold:
-                self._fail(generation, RuntimeError(_INTERRUPTED.format(cause)), untold)
+        """Ends the generations whose sampling `cause` has ended, since their progress is unknown,
+        but for `repeated`. `is_split`: whether tokens were being applied."""
+        try:
+            self._repeat(repeated)
+            if is_split:
+                self.recover()
+        finally:
+            for generation in lost:
+                if generation not in repeated and generation not in untold:
+                    self._fail(generation, RuntimeError(_INTERRUPTED.format(cause)), untold)
 
     def _end_row(self, generation: Generation, row: int) -> None:
         request, index = generation.rows[row]

@@ -62,7 +62,7 @@ class Generation:
     is_closed: bool = field(default=False, init=False)  # its rows need no further step
     # it has the logits of all open rows, and no tokens yet
     is_sampling: bool = field(default=False, init=False)
-    # nobody waits for its next tokens, but for its end
+    # its reader wants the result alone, and the time of the first token is known
     is_quiet: bool = field(default=False, init=False)
     # the generation that this is a part of
     whole: Generation | None = field(default=None, init=False)
@@ -215,7 +215,7 @@ class RequestState(Generation):
             options.assistant_model, tokenizer, options.assistant_tokenizer
         )
         self.request_id, self.outbox = options.request_id, outbox
-        self.tells_tokens = tells_tokens  # else its reader waits for the result alone
+        self.tells_tokens = tells_tokens  # else its reader wants the result alone
         # the criteria of `max_time`, whose clock starts with the step that first runs the request
         own = options.stopping_criteria or ()
         self.limits = [

@@ -333,7 +333,7 @@ class StepLoop:
             ]
             if is_interrupt(cause):
                 repeated = [g for g in lost if g.can_repeat and g is not applied]
-            self._lose(lost, repeated, cause, bool(results), untold)
+            self._end_lost(lost, repeated, cause, bool(results), untold)
             raise
         finally:
             self.executor.is_unchecked |= runs_callers_code
@@ -560,8 +560,9 @@ class StepLoop:
         found: dict[Generation, dict[int, int]],
         ready: Ready,
     ) -> None:
-        """Adds generations of several rows, whose logits stand at `found` places of the step's, and
-        new parts whose logits came before they were split."""
+        """Adds the generations of several rows that now have all logits. `found`: by generation and
+        row, the place in the step's `logits`, `(n, vocab)`. Also adds new parts that got their
+        logits before they were split."""
         for part in self._split:
             taken = part.take_logits()
             if taken is not None:
@@ -593,7 +594,7 @@ class StepLoop:
         return None
 
     def _append(self, generation: Generation, token: int) -> None:
-        """Appends the token of an only row that goes on."""
+        """Appends the token of a single row that continues."""
         ((request, index),) = generation.rows
         token_ids = request.sequences[index].token_ids
         token_ids.append(token)
@@ -728,7 +729,7 @@ class StepLoop:
         if generations:
             self.recover(generations)
 
-    def _lose(
+    def _end_lost(
         self,
         lost: list[Generation],
         repeated: list[Generation],
@@ -736,8 +737,8 @@ class StepLoop:
         is_split: bool,
         untold: deque[Generation],
     ) -> None:
-        """Ends the generations whose sampling `cause` has ended, since their progress is unknown,
-        but for `repeated`. `is_split`: whether tokens were being applied."""
+        """Ends generations whose sampling `cause` interrupted, since their progress is unknown;
+        those in `repeated` are sampled again. `is_split`: whether tokens were being applied."""
         try:
             self._repeat(repeated)
             if is_split:

@@ -70,7 +70,7 @@ class SampledTokens(NamedTuple):
 
 
 Result = int | SampledTokens | BaseException
-"""What a step gave a decoding: an `int` is the token of an only row that goes on."""
+"""A decoding's result of a step; an `int` is the token of its single row, which continues."""
 
 
 @dataclass(frozen=True)

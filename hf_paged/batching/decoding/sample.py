@@ -293,7 +293,7 @@ class SampleDecoding(Decoding):
         return results
 
     def _end_if_over(self, token: int) -> SampledTokens:
-        """Ends the only row if `token`, its last one, does."""
+        """Ends the single row if a criterion says so after `token`, which is its last."""
         rows = self.open_rows
         finished: list[int] = []
         reason = self.stop_checker.reason(token, self.length, False)

@@ -96,7 +96,7 @@ WORKLOADS = {
     for workload in (
         Workload(
             "W1",
-            "32 prompts of 32 to 256 tokens, 64 new each",
+            "32 prompts of 32 to 256 tokens, 64 new tokens each",
             32,
             (32, 256),
             (64, 64),
@@ -106,7 +106,7 @@ WORKLOADS = {
         ),
         Workload(
             "W2",
-            "64 prompts of 32 to 256 tokens, 8 to 256 new each",
+            "64 prompts of 32 to 256 tokens, 8 to 256 new tokens each",
             64,
             (32, 256),
             (8, 256),
@@ -117,7 +117,7 @@ WORKLOADS = {
         ),
         Workload(
             "W3",
-            "64 prompts with the same first 512 tokens, 32 new each",
+            "64 prompts with the same first 512 tokens, 32 new tokens each",
             64,
             (8, 64),
             (32, 32),
@@ -127,7 +127,7 @@ WORKLOADS = {
         ),
         Workload(
             "W4",
-            "16 samples of a prompt of 512 tokens, 64 new each",
+            "16 samples of a prompt of 512 tokens, 64 new tokens each",
             1,
             (512, 512),
             (64, 64),
@@ -138,7 +138,7 @@ WORKLOADS = {
         ),
         Workload(
             "W5",
-            "8 beams of a prompt of 512 tokens, 64 new",
+            "8 beams of a prompt of 512 tokens, 64 new tokens",
             1,
             (512, 512),
             (64, 64),
@@ -149,7 +149,7 @@ WORKLOADS = {
         ),
         Workload(
             "W6",
-            "one prompt of 16 tokens, 64 new",
+            "one prompt of 16 tokens, 64 new tokens",
             1,
             (16, 16),
             (64, 64),

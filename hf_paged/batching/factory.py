@@ -94,12 +94,14 @@ def make_loop(
     max_chunk = config.max_chunk_tokens
     if max_chunk is None and compute_device(model).type == "cpu":
         max_chunk = CPU_CHUNK_TOKENS
+    adapter_pages = AdapterPages(blocks)
     scheduler = Scheduler(
         preemption,
         max_tokens,
         max_num_seqs,
         max_chunk if is_packed else None,
         rope=rope,
+        adapters=adapter_pages,
     )
 
     def make_assistant(assistant: PreTrainedModel) -> Assistant:
@@ -140,8 +142,7 @@ def make_loop(
     scheduler.reclaim = speculator.reclaim
     executor = Executor(model, memory, runner, scheduler, guard)
     ranks = executor.ranks
-    scheduler.adapters = AdapterPages(blocks)
-    executor.adapters = Adapters(model, cache, make_runner, scheduler.adapters)
+    executor.adapters = Adapters(model, cache, make_runner, adapter_pages)
     if leader is not None and isinstance(runner, PackedRunner):
         runner.mirror = executor.adapters.mirror = leader
         guard.fingerprint, executor.together = leader.fingerprint, leader.forward

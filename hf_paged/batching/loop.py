@@ -27,7 +27,9 @@ from .execution.executor import Executor, Window
 from .execution.prompts import Prompts, PromptsError
 from .generation import Generation
 from .request import Request, Sequence
-from .scheduling.scheduler import NeverFits, Scheduler
+from .scheduling.drafts import settle_draft
+from .scheduling.scheduler import Scheduler
+from .scheduling.shortage import NeverFits
 from .speculator import Speculator
 
 logger = logging.getLogger(__name__)
@@ -149,14 +151,16 @@ class StepLoop:
     @property
     def first_waiting(self) -> Generation | None:
         """The generation whose request is to be admitted next."""
-        request = self.scheduler.first_waiting
+        request = self.scheduler.queue.first_waiting
         return None if request is None else self._rows[request][0][0]
 
     def blamed_for(self, error: Exception) -> list[Generation]:
         """The generations to end when steps raise `error` again and again: those of running
         requests; if none runs, or if blocks are short, the one that is to be admitted next."""
         first = self.first_waiting
-        running = self._generations_of(request.sequences[0] for request in self.scheduler.running)
+        running = self._generations_of(
+            request.sequences[0] for request in self.scheduler.queue.running
+        )
         if first is not None and (not running or isinstance(error, OutOfBlocksError)):
             return [first]
         return running or self._generations_of(request.sequences[0] for request in self._rows)
@@ -242,7 +246,7 @@ class StepLoop:
             self._fail(generation, error, untold)
 
         # a source locks only the model that it runs: two models may be each other's assistants
-        self.speculator.propose(self.executor.num_embeddings, self.scheduler.num_rows, fail)
+        self.speculator.propose(self.executor.num_embeddings, self.scheduler.queue.num_rows, fail)
 
     def compute(self, untold: deque[Generation]) -> Ready:
         """Schedules and computes once, within `executor.attention`. Returns the generations all of
@@ -351,8 +355,8 @@ class StepLoop:
                 # no other thread changes tables until their pending copies are made
                 if self._outgrown:
                     self._end_outgrown(untold)
-                if self._suspects or self.scheduler.only is not None:
-                    self.scheduler.only = self._first_suspects()
+                if self._suspects or self.scheduler.queue.only is not None:
+                    self.scheduler.queue.only = self._first_suspects()
                 try:
                     plan = self.scheduler.schedule()
                 except NeverFits as error:  # the requests behind it go on
@@ -368,7 +372,7 @@ class StepLoop:
             self.executor.notice_model()
             if plan.preempted:
                 self._loosen(plan.preempted)
-            self.executor.prefetch(self.scheduler.next_adapters())
+            self.executor.prefetch(self.scheduler.queue.next_adapters())
             logits = None
             if plan.sequences:
                 logits = self._run(plan, untold)
@@ -677,7 +681,7 @@ class StepLoop:
         ((request, index),) = generation.rows
         sequence = request.sequences[index]
         # does nothing if it was preempted meanwhile
-        self.scheduler.settle_draft(sequence, len(accepted))
+        settle_draft(self.blocks, sequence, len(accepted))
         assert generation.decoding.draft is not None
         self.scheduler.timeline.verified(
             request, len(generation.decoding.draft.tokens), len(accepted)

@@ -19,6 +19,7 @@ from hf_paged.batching.execution.assistant import AssistantRow
 from hf_paged.batching.execution.executor import Executor
 from hf_paged.batching.loop import StepLoop
 from hf_paged.batching.request import Request
+from hf_paged.batching.scheduling.queue import RequestQueue
 from hf_paged.batching.scheduling.scheduler import Scheduler
 from hf_paged.batching.shared_loop import SharedLoop
 from hf_paged.cache.adapter_pages import AdapterPages
@@ -43,7 +44,8 @@ CHANGES: list[tuple[type, str]] = [
     *((BlockManager, name) for name in ("take", "register")),
     (PrefixIndex, "add"),
     (BlockSwapper, "swap_in"),
-    *((Scheduler, name) for name in ("_remove", "_schedule")),
+    (RequestQueue, "remove"),
+    (Scheduler, "_schedule"),
     *((StepLoop, name) for name in ("_add", "_compute", "compute", "_append", "_apply", "_close")),
     (Request, "fork"),
 ]
@@ -418,7 +420,7 @@ def test_a_call_leaves_no_blocks_that_failed_while_it_completed_the_returned_cac
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(Scheduler, "_remove"), (BlockPool, "drop")],
+    [(RequestQueue, "remove"), (BlockPool, "drop")],
 )
 def test_an_engine_goes_on_after_an_exception_while_weights_change(
     monkeypatch: pytest.MonkeyPatch, owner: type, name: str

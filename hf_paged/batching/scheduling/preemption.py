@@ -111,6 +111,9 @@ class Preemption:
     _told: set[type] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
+        self.forget_waiting()
+
+    def forget_waiting(self) -> None:
         self.waiting = WaitingPrompts(self.blocks.block_size)
 
     def replays_prompt(self, request: Request) -> bool:

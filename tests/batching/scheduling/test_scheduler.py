@@ -276,10 +276,10 @@ def test_prompts_that_await_another_let_others_pass() -> None:
         scheduler.add(Request(name, [Sequence(prompt)], 150))
     assert counts(step(scheduler)) == [("a", 100), ("c", 105)]
     assert (scheduler.num_running, scheduler.num_waiting) == (2, 3)
-    scheduler.running[1].sequences[0].token_ids.append(1)
+    scheduler.queue.running[1].sequences[0].token_ids.append(1)
     assert counts(step(scheduler)) == [("c", 1), ("a", 5), ("b", 5), ("d", 5)]
-    assert names(scheduler.running) == ["a", "b", "c", "d"]
-    for request in scheduler.running:
+    assert names(scheduler.queue.running) == ["a", "b", "c", "d"]
+    for request in scheduler.queue.running:
         scheduler.finish(request)
     assert counts(step(scheduler)) == [("e", 105)]
     scheduler.blocks.check_integrity()

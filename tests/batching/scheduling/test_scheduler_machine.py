@@ -357,7 +357,7 @@ class Engine(RuleBasedStateMachine):
 
     def read(self, batch) -> None:
         counts = dict(zip(batch.sequences, batch.counts))
-        for request in self.scheduler._running:
+        for request in self.scheduler.queue.running:
             for sequence in request.sequences:
                 if sequence.blocks is NO_BLOCKS:
                     continue
@@ -375,7 +375,9 @@ class Engine(RuleBasedStateMachine):
     def look_ahead(self) -> None:
         """The next step is launched for all rows, with tokens that turn out to be wrong."""
         rows = [
-            sequence for request in self.scheduler._running for sequence in request.open_sequences
+            sequence
+            for request in self.scheduler.queue.running
+            for sequence in request.open_sequences
         ]
         ending = [
             sequence
@@ -443,9 +445,9 @@ class Engine(RuleBasedStateMachine):
             )
         if self.is_shared:
             assert sum(group.pool.num_used for group in self.groups) <= self.num_blocks
-        running = self.scheduler._running
+        running = self.scheduler.queue.running
         assert [r.key for r in running] == sorted(r.key for r in running)
-        assert self.scheduler._num_rows == sum(request.num_open_rows for request in running)
+        assert self.scheduler.queue.num_rows == sum(request.num_open_rows for request in running)
         unfinished = [request for request in self.answered if not request.is_finished]
         assert self.scheduler.num_running + self.scheduler.num_waiting == len(unfinished)
         assert self.scheduler.has_unfinished == bool(unfinished)

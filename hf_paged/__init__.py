@@ -60,7 +60,7 @@ def _is_command() -> bool:
 # `as` marks public names for type checkers.
 if not _is_command():
     from .batching.engine import PagedEngine as PagedEngine
-    from .batching.loop import EngineStalledError as EngineStalledError
+    from .batching.progress import EngineStalledError as EngineStalledError
     from .batching.ranks import serve_rank as serve_rank
     from .batching.results import EngineStats as EngineStats
     from .batching.results import RequestOutput as RequestOutput

@@ -3,6 +3,7 @@ nothing here reads tensors."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -85,6 +86,17 @@ class StepPlan:
         """Each row's rows in the step's logits."""
         bounds = accumulate(self.num_logits, initial=0)
         return [range(start, end) for start, end in pairwise(bounds)]
+
+    def digest(self) -> int:
+        """A hash of what must be equal in every process that runs this step; block ids may
+        differ."""
+        numbers: list[int] = []
+        for sequence, start, count in zip(self.sequences, self.starts, self.counts):
+            num_drafted = len(sequence.draft)
+            adapter = zlib.crc32(repr(sequence.request.adapter).encode())
+            numbers += (start, count, num_drafted, adapter)
+            numbers += sequence.token_ids[start : start + count - num_drafted]
+        return hash(tuple(numbers))
 
     def __str__(self) -> str:
         """A list of (request id, sequence index, tokens to compute, logits wanted, adapter)."""

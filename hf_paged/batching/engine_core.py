@@ -71,7 +71,7 @@ from .scheduling.timeline import Timeline
 logger = logging.getLogger(__name__)
 
 MAX_UNREAD = 1 << 14  # kept outputs without a result, some megabytes
-_OF_LOOPS = (
+_COUNTS = (
     "num_generated_tokens",
     "num_preemptions",
     "num_steps",
@@ -82,9 +82,6 @@ _OF_LOOPS = (
     "num_adapter_hits",
     "num_adapter_loads",
     "num_adapter_evictions",
-)
-_COUNTS = (
-    *_OF_LOOPS,
     "num_swaps",
     "num_captured_steps",
     "num_finished",
@@ -750,9 +747,7 @@ class EngineCore:
         """Returns the fields of [`EngineStats`] that only grow."""
         counts = self._counts.copy()
         if self.loop is not None:
-            counts.update({name: getattr(self.loop, name) for name in _OF_LOOPS})
-            counts["num_swaps"] += self.loop.scheduler.preemption.num_swaps
-            counts["num_captured_steps"] += self.loop.executor.runner.num_captured_steps
+            counts.update(self.loop.counts())
         return counts
 
     @property

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import operator
-import sys
 import time
-import zlib
 from collections import deque
-from collections.abc import Collection, Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -19,36 +17,24 @@ from ..cache.memory import PagedMemory
 from ..interrupts import is_interrupt
 from ..model.ranks import RankLostError, Ranks
 from ..plan import StepPlan
-from ..topics import Topic, TopicError
-from .decoding.base import Fetch, LogitRows, Result, SampledTokens
-from .decoding.sampler import sample_step
+from .decoding.base import Fetch, Result, SampledTokens
+from .decoding.sampler import sample_step, unknown_token
 from .execution.adapters import AdapterError
 from .execution.executor import Executor, Window
 from .execution.prompts import Prompts, PromptsError
 from .generation import Generation
-from .request import Request, Sequence
-from .scheduling.drafts import settle_draft
+from .ledger import Ledger, Ready
+from .progress import Progress
 from .scheduling.scheduler import Scheduler
 from .scheduling.shortage import NeverFits
 from .speculator import Speculator
 
 logger = logging.getLogger(__name__)
 
-MAX_IDLE_STEPS = 8  # steps in a row that neither computed nor sampled
-MAX_FRUITLESS_STEPS = 10_000  # steps in a row that preempted and produced no token
 _RUNS_CALLERS_CODE = operator.attrgetter("runs_callers_code")
 _IS_STREAMED = operator.attrgetter("is_streamed")
 _LOGITS = operator.itemgetter(1)
 _INTERRUPTED = "interrupted by {!r} while its token was chosen"
-
-Ready = list[tuple[Generation, LogitRows]]
-"""Generations with the logits of all their open rows, in order."""
-
-
-class EngineStalledError(TopicError, RuntimeError):
-    """Several steps in a row produced no token. The message holds the scheduler's state."""
-
-    topic = Topic.STALLED
 
 
 @dataclass(eq=False, repr=False)
@@ -63,51 +49,43 @@ class StepLoop:
     speculator: Speculator
     ranks: Ranks | None = None  # processes that each run the same generations in a loop
     num_steps: int = 0
-    num_generated_tokens: int = 0
-    num_preemptions: int = 0
     seconds: float = 0.0  # spent in steps
 
     def __post_init__(self) -> None:
         # generations that advanced or failed and are not reported yet; callers remove those that
         # they have reported
         self.untold: deque[Generation] = deque()
-        # by unfinished request, each sequence's row
-        self._rows: dict[Request, list[tuple[Generation, int]]] = {}
-        self._split: list[Generation] = []  # new parts, which may have their logits already
-        # with rows whose next token has no position in the model's table
-        self._outgrown: deque[Generation] = deque()
-        # groups of requests whose common forward failed: steps compute the first group alone, then
-        # the next one
-        self._suspects: deque[set[Request]] = deque()
-        self._idle_steps = 0
-        self._fruitless_steps = 0
+        self.ledger = Ledger(self.blocks, self.memory, self.scheduler, self.speculator)
+        self._progress = Progress()
         # in a step, while an exception would leave its bookkeeping half done
         self._is_split = False
         self._is_recovery_due = False  # `recover` has begun, and not come to its end
 
-    @property
-    def num_adapter_hits(self) -> int:
-        return 0 if self.scheduler.adapters is None else self.scheduler.adapters.num_hits
+    def counts(self) -> dict[str, float]:
+        """What the loop has done so far: the fields of [`EngineStats`] that only grow."""
+        num_drafts, num_draft_tokens, num_accepted_tokens = self.speculator.counts()
+        counts = {
+            "num_generated_tokens": self.ledger.num_generated_tokens,
+            "num_preemptions": self.ledger.num_preemptions,
+            "num_steps": self.num_steps,
+            "seconds": self.seconds,
+            "num_drafts": num_drafts,
+            "num_draft_tokens": num_draft_tokens,
+            "num_accepted_tokens": num_accepted_tokens,
+            "num_swaps": self.scheduler.preemption.num_swaps,
+            "num_captured_steps": self.executor.runner.num_captured_steps,
+        }
+        pages = self.scheduler.adapters
+        if pages is not None:
+            counts["num_adapter_hits"] = pages.num_hits
+            counts["num_adapter_evictions"] = pages.num_evictions
+        if self.executor.adapters is not None:
+            counts["num_adapter_loads"] = self.executor.adapters.store.num_loads
+        return counts
 
-    @property
-    def num_adapter_loads(self) -> int:
-        return 0 if self.executor.adapters is None else self.executor.adapters.store.num_loads
-
-    @property
-    def num_adapter_evictions(self) -> int:
-        return 0 if self.scheduler.adapters is None else self.scheduler.adapters.num_evictions
-
-    @property
-    def num_drafts(self) -> int:
-        return self.speculator.counts()[0]
-
-    @property
-    def num_draft_tokens(self) -> int:
-        return self.speculator.counts()[1]
-
-    @property
-    def num_accepted_tokens(self) -> int:
-        return self.speculator.counts()[2]
+    def __repr__(self) -> str:
+        blocks = f"{self.blocks.num_free} of {self.blocks.num_total} blocks available"
+        return f"{self.scheduler!r}, {blocks}"
 
     def add(self, generation: Generation) -> None:
         """Queues the generation's requests. Raises `OutOfBlocksError`, with none queued, if one can
@@ -129,41 +107,35 @@ class StepLoop:
                 self.scheduler.add(
                     *(request for request in generation.requests if not request.is_finished)
                 )
-                for part in generation.parts or [generation]:
-                    for row, (request, _) in enumerate(part.rows):
-                        if not request.is_finished:
-                            self._rows.setdefault(request, []).append((part, row))
-                self._split += generation.parts
+                self.ledger.add(generation)
         except OutOfBlocksError:
             raise
         except BaseException:
-            for request in generation.requests:
-                self._rows.pop(request, None)
+            self.ledger.remove(generation)
             self.recover()
             raise
 
     @property
     def sampling(self) -> list[Generation]:
         """The unfinished generations that have the logits of all open rows, and no tokens yet."""
-        every = dict.fromkeys(generation for rows in self._rows.values() for generation, _ in rows)
-        return [generation for generation in every if generation.is_sampling]
+        return [generation for generation in self.ledger.generations() if generation.is_sampling]
 
     @property
     def first_waiting(self) -> Generation | None:
         """The generation whose request is to be admitted next."""
         request = self.scheduler.queue.first_waiting
-        return None if request is None else self._rows[request][0][0]
+        return None if request is None else self.ledger.rows[request][0][0]
 
     def blamed_for(self, error: Exception) -> list[Generation]:
         """The generations to end when steps raise `error` again and again: those of running
         requests; if none runs, or if blocks are short, the one that is to be admitted next."""
         first = self.first_waiting
-        running = self._generations_of(
+        running = self.ledger.generations_of(
             request.sequences[0] for request in self.scheduler.queue.running
         )
         if first is not None and (not running or isinstance(error, OutOfBlocksError)):
             return [first]
-        return running or self._generations_of(request.sequences[0] for request in self._rows)
+        return running or self.ledger.generations()
 
     def drop(self, generation: Generation) -> None:
         try:
@@ -178,7 +150,7 @@ class StepLoop:
         for part in generation.parts:
             self._drop(part)
         with self.memory.lock:
-            self._close(generation)
+            self.ledger.close(generation)
             for blocks, _ in generation.kept.values():
                 self.blocks.free(blocks)
         generation.kept.clear()
@@ -191,11 +163,10 @@ class StepLoop:
             with self.executor.lock:
                 self.executor.change_weights()
                 if recompute:
-                    for rows in self._rows.values():
-                        for generation, _ in rows:
-                            generation.forget_logits()
+                    for generation in self.ledger.generations():
+                        generation.forget_logits()
                     with self.memory.lock:
-                        self._loosen(self.scheduler.recompute())
+                        self.ledger.split_preempted(self.scheduler.recompute())
         except BaseException:
             self.recover()
             raise
@@ -229,9 +200,7 @@ class StepLoop:
         except BaseException:
             try:
                 if self._is_split:
-                    self.recover(
-                        generation for rows in self._rows.values() for generation, _ in rows
-                    )
+                    self.recover(self.ledger.generations())
             finally:
                 self.executor.leave(window)
             raise
@@ -260,27 +229,14 @@ class StepLoop:
             with self.executor.lock:
                 # another thread's call may recover the loop only once the logits are delivered
                 plan, logits = self._compute(untold)
-                self._deliver(plan, logits, ready)
-            self._check_progress(plan, has_news=bool(ready or untold))
+                self.ledger.deliver(plan, logits, ready)
+            self._progress.note(plan, bool(ready or untold))
+            self._progress.check(self)
             return ready
         except BaseException:
             if self._is_split:
                 self.recover(generation for generation, _ in ready)
             raise
-
-    def _check_progress(self, plan: StepPlan, has_news: bool) -> None:
-        """Counts the steps in a row without progress. Raises `EngineStalledError` after many."""
-        self._idle_steps += 1
-        if plan.sequences or has_news:
-            self._idle_steps = 0
-        self._fruitless_steps += 1
-        if has_news or not plan.preempted:
-            self._fruitless_steps = 0
-        if self._idle_steps < MAX_IDLE_STEPS and self._fruitless_steps < MAX_FRUITLESS_STEPS:
-            return
-        num_steps = max(self._idle_steps, self._fruitless_steps)
-        blocks = f"{self.blocks.num_free} of {self.blocks.num_total} blocks available"
-        raise EngineStalledError(f"no token for {num_steps} steps: {self.scheduler!r}, {blocks}")
 
     def sample(
         self, ready: Ready, untold: deque[Generation], window: Window, fetch: Fetch | None = None
@@ -311,12 +267,12 @@ class StepLoop:
             with self.memory.lock:
                 for (generation, _), result in zip(ready, results):
                     if checks_ids:
-                        result = self._unknown_token(result) or result
+                        result = unknown_token(result, self.executor.num_embeddings) or result
                     applied = generation
                     if type(result) is int:
-                        self._append(generation, result)
+                        self.ledger.append(generation, result)
                     elif type(result) is SampledTokens:
-                        self._apply(generation, result)
+                        self.ledger.apply(generation, result)
                     else:
                         assert isinstance(result, BaseException)
                         if generation.can_repeat and is_interrupt(result):
@@ -353,14 +309,14 @@ class StepLoop:
             self.memory.free_abandoned()
             with self.memory.lock:
                 # no other thread changes tables until their pending copies are made
-                if self._outgrown:
+                if self.ledger.outgrown:
                     self._end_outgrown(untold)
-                if self._suspects or self.scheduler.queue.only is not None:
-                    self.scheduler.queue.only = self._first_suspects()
+                if self.ledger.suspects or self.scheduler.queue.only is not None:
+                    self.scheduler.queue.only = self.ledger.suspects.first()
                 try:
                     plan = self.scheduler.schedule()
                 except NeverFits as error:  # the requests behind it go on
-                    for generation in self._generations_of(error.request.sequences):
+                    for generation in self.ledger.generations_of(error.request.sequences):
                         self._fail(generation, error, untold)
                     return StepPlan.of([]), None
                 except OutOfBlocksError:
@@ -371,7 +327,7 @@ class StepLoop:
             # a prefix cache hit may have taken the model's fingerprint
             self.executor.notice_model()
             if plan.preempted:
-                self._loosen(plan.preempted)
+                self.ledger.split_preempted(plan.preempted)
             self.executor.prefetch(self.scheduler.queue.next_adapters())
             logits = None
             if plan.sequences:
@@ -387,7 +343,7 @@ class StepLoop:
         num_unsized = self.blocks.num_unsized
         try:
             if self.ranks is not None:
-                self.ranks.check_same(hash(tuple(_tokens_of(plan))), "scheduled other tokens")
+                self.ranks.check_same(plan.digest(), "scheduled other tokens")
             logits = self.executor.run(plan)
         except BaseException as error:
             self.undo_step()
@@ -400,10 +356,8 @@ class StepLoop:
         seconds = time.perf_counter() - start
         with self.memory.lock:
             self.scheduler.commit(plan)
-            if self._suspects:
-                suspects = self._suspects[0]
-                cleared = [request for request in suspects if _has_logits(request)]
-                suspects.difference_update(cleared)
+            if self.ledger.suspects:
+                self.ledger.suspects.clear_computed()
         cost = self.scheduler.preemption.cost
         if not plan.has_chunks:
             self.speculator.costs.observe(num_tokens, seconds)
@@ -426,7 +380,7 @@ class StepLoop:
         if isinstance(cause, OutOfBlocksError) and self.blocks.num_unsized < num_unsized:
             # the forward showed the blocks' true size, so that fewer fit: the step is repeated
             return
-        failed = self._generations_of(plan.sequences)
+        failed = self.ledger.generations_of(plan.sequences)
         wholes = list(dict.fromkeys(generation.whole or generation for generation in failed))
         if isinstance(error, AdapterError):  # the other generations repeat the step
             failed = [
@@ -437,7 +391,7 @@ class StepLoop:
                 generation for generation in failed if _has_prompts(generation, error.prompts)
             ]
         elif len(wholes) > 1:
-            self._halve(wholes)
+            self.ledger.suspects.halve(wholes)
             logger.debug(
                 "a forward for %d requests failed, its halves are computed: %s",
                 len(wholes),
@@ -449,9 +403,11 @@ class StepLoop:
 
     def _end_outgrown(self, untold: deque[Generation]) -> None:
         """Ends generations before a forward that would read past the model's table of positions."""
-        while self._outgrown:
-            generation = self._outgrown.popleft()
-            request = next((each for each in generation.requests if each.has_outgrown), None)
+        outgrown = self.ledger.outgrown
+        while outgrown:
+            generation = outgrown.popleft()
+            longest = [request for request in generation.requests if request.has_outgrown]
+            request = longest[0] if longest else None
             if request is not None and not generation.is_closed:
                 most = request.max_positions
                 error = IndexError(
@@ -461,28 +417,6 @@ class StepLoop:
                 )
                 self._fail(generation, error, untold)
 
-    def _halve(self, generations: list[Generation]) -> None:
-        """Makes the next steps compute these generations, whose forward failed, in two halves, one
-        after the other."""
-        middle = len(generations) // 2
-        for half in (generations[middle:], generations[:middle]):
-            requests = {
-                request
-                for generation in half
-                for request in generation.requests
-                if not request.is_finished
-            }
-            for group in self._suspects:  # the forward was for requests of the first group
-                group -= requests
-            self._suspects.appendleft(requests)
-
-    def _first_suspects(self) -> set[Request] | None:
-        """Returns the requests to which the next step is limited; `None` if no group of suspects is
-        left."""
-        while self._suspects and not self._suspects[0]:
-            self._suspects.popleft()
-        return self._suspects[0] if self._suspects else None
-
     def undo_step(self) -> None:
         """Undoes the scheduled step: blocks are already named for tokens not computed, and states
         may have advanced."""
@@ -490,7 +424,7 @@ class StepLoop:
             self.scheduler.fail_step()
             if self.executor.runner.has_states:
                 # blocks are not short: no need to split rows
-                self.num_preemptions += len(self.scheduler.recompute())
+                self.ledger.num_preemptions += len(self.scheduler.recompute())
             self.executor.forget_model()
 
     def recover(self, lost: Iterable[Generation] = ()) -> None:
@@ -504,20 +438,9 @@ class StepLoop:
         with self.executor.lock, self.memory.lock:
             self.memory.recover()
             self.speculator.reclaim()
-            self._suspects.clear()
-            for request, rows in self._rows.items():
-                rows[:] = [
-                    (part.parts[row], 0) if part.parts else (part, row) for part, row in rows
-                ]
-                for (generation, _), sequence in zip(rows, request.sequences):
-                    generation.forget_logits()
-                    sequence.num_answered_tokens = (
-                        sequence.num_tokens if generation.is_sampling else 0
-                    )
-            self.scheduler.recover(self._rows)
-            self._rows = {
-                request: rows for request, rows in self._rows.items() if not request.is_finished
-            }
+            self.ledger.recover()
+            self.scheduler.recover(self.ledger.rows)
+            self.ledger.drop_finished()
             self.executor.forget_model()
         self._is_split = self._is_recovery_due = False
 
@@ -525,193 +448,6 @@ class StepLoop:
         """Recovers, if an earlier exception has left that to do."""
         if self._is_recovery_due:
             self.recover()
-
-    def _deliver(self, plan: StepPlan, logits: Tensor | None, ready: Ready) -> None:
-        """Adds the generations all of whose open rows now have logits to `ready`."""
-        found: dict[Generation, dict[int, int]] = {}
-        end = 0
-        for sequence, num_logits in zip(plan.sequences, plan.num_logits):
-            if not num_logits or logits is None:
-                continue
-            place = end
-            end += num_logits
-            request = sequence.request
-            rows = self._rows[request]
-            if request.num_rows > len(request.sequences):  # the prompt, computed once for all rows
-                with self.memory.lock:
-                    request.fork(self.blocks, len(rows))
-            elif len(rows) > 1:
-                rows = [rows[sequence.index]]
-            for generation, row in rows:
-                if not generation.is_single:
-                    found.setdefault(generation, {})[row] = place
-                elif not generation.is_closed:
-                    decoding = generation.decoding
-                    if sequence.draft:
-                        assert generation.speculation is not None
-                        decoding.draft = generation.speculation.draft
-                    else:
-                        decoding.draft = None  # of a step that failed behind its forward
-                    ready.append((generation, LogitRows(logits, place, end)))
-        if self._split or found:
-            self._gather(logits, found, ready)
-        for generation, _ in ready:
-            generation.is_sampling = True
-
-    def _gather(
-        self,
-        logits: Tensor | None,
-        found: dict[Generation, dict[int, int]],
-        ready: Ready,
-    ) -> None:
-        """Adds the generations of several rows that now have all logits. `found`: by generation and
-        row, the place in the step's `logits`, `(n, vocab)`. Also adds new parts that got their
-        logits before they were split."""
-        for part in self._split:
-            taken = part.take_logits()
-            if taken is not None:
-                ready.append((part, LogitRows.of(taken)))
-        self._split = []
-        for generation, places in found.items():
-            assert logits is not None
-            taken = None if generation.is_closed else generation.add_logits(logits, places)
-            if taken is not None:
-                ready.append((generation, LogitRows.of(taken)))
-
-    def _unknown_token(self, sampled: Result) -> Exception | None:
-        """Returns an error if the next forward would get an id without an embedding."""
-        num_embeddings = self.executor.num_embeddings
-        if isinstance(sampled, BaseException):
-            return None
-        if isinstance(sampled, int):
-            tokens = [sampled]
-        else:
-            going = [row for row in sampled.rows if row not in sampled.finished]
-            tokens = [sampled.tokens[row] for row in going]
-        for token in tokens:
-            if not 0 <= token < num_embeddings:
-                return IndexError(  # as the embedding raises
-                    f"token id {token} was chosen, but ids from 0 to {num_embeddings - 1} have an"
-                    " embedding: a logits processor widened the scores, or a stopping criterion"
-                    " wrote the id"
-                )
-        return None
-
-    def _append(self, generation: Generation, token: int) -> None:
-        """Appends the token of a single row that continues."""
-        ((request, index),) = generation.rows
-        token_ids = request.sequences[index].token_ids
-        token_ids.append(token)
-        self.num_generated_tokens += 1
-        generation.new_tokens = [{0: token}]
-        if len(token_ids) > request.max_positions:
-            self._outgrown.append(generation)
-
-    def _apply(self, generation: Generation, sampled: SampledTokens) -> None:
-        """Appends a step's tokens to their sequences, and ends those that they finish."""
-        finished = set(sampled.finished)
-        if sampled.parents is not None:
-            self._apply_beams(generation, sampled, finished)
-            return
-        generation.new_tokens = []
-        outgrows = False
-        draft = generation.decoding.draft
-        earlier: list[dict[int, int]] = []
-        if draft is not None:
-            self._settle_draft(generation, sampled.earlier)
-            earlier = [{0: token} for token in sampled.earlier]
-        new: dict[int, int] = {}
-        for row in sampled.rows:
-            request, index = generation.rows[row]
-            token = sampled.tokens[row]
-            new[row] = token
-            token_ids = request.sequences[index].token_ids
-            token_ids.append(token)
-            self.num_generated_tokens += 1
-            if row in finished:
-                self._end_row(generation, row)
-            elif request.max_positions < sys.maxsize:
-                outgrows |= len(token_ids) > request.max_positions
-        generation.new_tokens = [*earlier, new]
-        if draft is not None and generation.speculation is not None:
-            ((request, index),) = generation.rows
-            token_ids = request.sequences[index].token_ids
-            num_accepted = len(sampled.earlier)
-            generation.speculation.observe(token_ids, len(draft.tokens), num_accepted)
-        if outgrows:
-            self._outgrown.append(generation)
-        if finished and generation.decoding.is_done:
-            self._close_rows(generation)
-
-    def _apply_beams(
-        self, generation: Generation, sampled: SampledTokens, finished: set[int]
-    ) -> None:
-        """Makes each beam its parent's twin, with its new token."""
-        assert sampled.parents is not None
-        generation.new_tokens = []
-        outgrows = False
-        for request in generation.requests:
-            if request.is_finished:
-                continue
-            first = self._rows[request][0][1]
-            rows = range(first, first + len(self._rows[request]))
-            parents = [sampled.parents[row] - first for row in rows]
-            tokens = [sampled.tokens[row] for row in rows]
-            request.permute(self.blocks, parents, tokens)
-            self.num_generated_tokens += len(rows)
-            is_over = all(row in finished for row in rows)
-            if is_over and not generation.decoding.is_done:
-                self._finish(request)
-            outgrows |= request.has_outgrown
-        if outgrows:
-            self._outgrown.append(generation)
-        if generation.decoding.is_done:  # beams are given up without a row that ends
-            self._close_rows(generation)
-
-    def _close_rows(self, generation: Generation) -> None:
-        """Closes a generation that is done, whose rows may be open still."""
-        if generation.keep_blocks:
-            for row in range(len(generation.rows)):
-                if row not in generation.kept:
-                    self._end_row(generation, row)
-        self._close(generation)
-
-    def _settle_draft(self, generation: Generation, accepted: tuple[int, ...]) -> None:
-        """Appends the accepted draft tokens to the row, and drops the rest of the draft."""
-        ((request, index),) = generation.rows
-        sequence = request.sequences[index]
-        # does nothing if it was preempted meanwhile
-        settle_draft(self.blocks, sequence, len(accepted))
-        assert generation.decoding.draft is not None
-        self.scheduler.timeline.verified(
-            request, len(generation.decoding.draft.tokens), len(accepted)
-        )
-        sequence.token_ids += accepted
-        self.num_generated_tokens += len(accepted)
-        generation.decoding.draft = None
-
-    def _loosen(self, preempted: Collection[Request]) -> None:
-        """Splits preempted generations whose rows are independent, so that these need not wait for
-        each other."""
-        self.num_preemptions += len(preempted)
-        for request in preempted:
-            with self.memory.lock:  # other threads may end requests
-                for generation in self._generations_of(request.sequences):
-                    if generation.can_split:
-                        generation.split()
-                        for part in generation.parts:
-                            ((of, index),) = part.rows
-                            if of in self._rows:
-                                self._rows[of][index] = (part, 0)
-                        self._split += generation.parts
-
-    def _generations_of(self, sequences: Iterable[Sequence]) -> list[Generation]:
-        requests = dict.fromkeys(sequence.request for sequence in sequences)
-        return list(
-            dict.fromkeys(
-                generation for request in requests for generation, _ in self._rows.get(request, ())
-            )
-        )
 
     def _fail(
         self, generation: Generation, error: BaseException, untold: deque[Generation]
@@ -751,52 +487,6 @@ class StepLoop:
             for generation in lost:
                 if generation not in repeated and generation not in untold:
                     self._fail(generation, RuntimeError(_INTERRUPTED.format(cause)), untold)
-
-    def _end_row(self, generation: Generation, row: int) -> None:
-        request, index = generation.rows[row]
-        sequence = request.sequences[index]
-        if generation.keep_blocks:
-            if request.is_swapped:
-                self.scheduler.preemption.forget(request)  # blocks on the host cannot be shared
-            generation.kept[row] = self.blocks.fork(sequence.blocks), sequence.num_computed_tokens
-        self.scheduler.finish_sequence(sequence)
-
-    def _close(self, generation: Generation) -> None:
-        for request, index in () if generation.parts else generation.rows:
-            # other parts may still have open rows of the request
-            if all(
-                other is generation or other.is_closed for other, _ in self._rows.get(request, ())
-            ):
-                self._finish(request)
-            elif index < len(request.sequences):
-                self.scheduler.finish_sequence(request.sequences[index])
-        generation.close()
-        self.speculator.detach(generation)
-
-    def _finish(self, request: Request) -> None:
-        if request in self._rows:
-            self.scheduler.finish(request)
-            del self._rows[request]
-        for group in self._suspects:
-            group.discard(request)
-
-
-def _tokens_of(plan: StepPlan) -> Iterator[int]:
-    """Yields the part of a step that must be equal in every process; block ids may differ."""
-    for sequence, start, count in zip(plan.sequences, plan.starts, plan.counts):
-        num_drafted = len(sequence.draft)
-        yield from (
-            start,
-            count,
-            num_drafted,
-            zlib.crc32(repr(sequence.request.adapter).encode()),
-        )
-        yield from sequence.token_ids[start : start + count - num_drafted]
-
-
-def _has_logits(request: Request) -> bool:
-    """Whether its rows have nothing to compute before they get their next tokens."""
-    return request.is_finished or request.is_computed or request.is_answered
 
 
 def _has_adapter(generation: Generation, adapter: Hashable) -> bool:

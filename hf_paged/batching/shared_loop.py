@@ -25,7 +25,8 @@ from ..threads import wait
 from .decoding.base import Fetch
 from .execution.executor import Window
 from .generation import Generation
-from .loop import Ready, StepLoop
+from .ledger import Ready
+from .loop import StepLoop
 
 MIN_PATIENCE, MAX_PATIENCE = 0.002, 0.05  # seconds that a step waits for callers that sample
 _POLL = 0.05  # seconds after which a waiting thread checks for signals, and for missing blocks

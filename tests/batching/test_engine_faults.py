@@ -21,7 +21,8 @@ import hf_paged
 from hf_paged import EngineStalledError, OutOfBlocksError, PagedConfig, PagedEngine, RequestResult
 from hf_paged.batching import engine_core
 from hf_paged.batching.generation import RequestState
-from hf_paged.batching.loop import MAX_IDLE_STEPS, StepLoop
+from hf_paged.batching.loop import StepLoop
+from hf_paged.batching.progress import MAX_IDLE_STEPS
 from hf_paged.cache.storage import KVBlocks
 from hf_paged.plan import StepPlan
 from tests.model import test_positions as tables
@@ -1141,9 +1142,9 @@ OUTSIDE: dict[str, Callable[[StepLoop], tuple[Any, str]]] = {
     "adapters are checked": lambda loop: (engine_core, "has_activated"),
     "the model is noticed": lambda loop: (loop.executor, "notice_model"),
     "adapters are loaded": lambda loop: (loop.executor, "prefetch"),
-    "logits are given to requests": lambda loop: (loop, "_deliver"),
-    "tokens are applied": lambda loop: (loop, "_apply"),
-    "a token is appended": lambda loop: (loop, "_append"),
+    "logits are given to requests": lambda loop: (loop.ledger, "deliver"),
+    "tokens are applied": lambda loop: (loop.ledger, "apply"),
+    "a token is appended": lambda loop: (loop.ledger, "append"),
     "the window is settled": lambda loop: (loop.executor, "settle"),
     "the engine rests": lambda loop: (loop.executor, "rest"),
 }

@@ -17,6 +17,7 @@ import hf_paged
 from hf_paged import PagedConfig, PagedEngine
 from hf_paged.batching.execution.assistant import AssistantRow
 from hf_paged.batching.execution.executor import Executor
+from hf_paged.batching.ledger import Ledger
 from hf_paged.batching.loop import StepLoop
 from hf_paged.batching.request import Request
 from hf_paged.batching.scheduling.queue import RequestQueue
@@ -46,7 +47,8 @@ CHANGES: list[tuple[type, str]] = [
     (BlockSwapper, "swap_in"),
     (RequestQueue, "remove"),
     (Scheduler, "_schedule"),
-    *((StepLoop, name) for name in ("_add", "_compute", "compute", "_append", "_apply", "_close")),
+    *((Ledger, name) for name in ("append", "apply", "close")),
+    *((StepLoop, name) for name in ("_add", "_compute", "compute")),
     (Request, "fork"),
 ]
 IDS = [f"{owner.__name__}.{name}" for owner, name in CHANGES]
@@ -127,7 +129,7 @@ def test_an_engine_goes_on_after_a_recovery_that_failed(
         (Scheduler, "_schedule"),
         (BlockTable, "append"),
         (BlockManager, "fork"),
-        (StepLoop, "_finish"),
+        (Ledger, "_finish"),
     ]:
         with monkeypatch.context() as patch:
             if is_before:
@@ -372,16 +374,22 @@ def test_a_recovery_in_another_thread_waits_until_logits_are_delivered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = models.get("llama")
-    expected, deliver = lone_calls(model, 2), StepLoop._deliver
+    expected, deliver, compute = lone_calls(model, 2), Ledger.deliver, StepLoop.compute
+    loops: dict[Ledger, StepLoop] = {}
 
-    def delivered(self: StepLoop, *args: Any) -> None:
-        other = threading.Thread(target=self.recover)
+    def computed(self: StepLoop, *args: Any) -> Any:
+        loops[self.ledger] = self
+        return compute(self, *args)
+
+    def delivered(self: Ledger, *args: Any) -> None:
+        other = threading.Thread(target=loops[self].recover)
         other.start()
         other.join(timeout=0.02)
         deliver(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(StepLoop, "_deliver", delivered)
+        patch.setattr(StepLoop, "compute", computed)
+        patch.setattr(Ledger, "deliver", delivered)
         found = generate_in_threads(model, 2, logits_processor=[slowly])
     for each, tokens in zip(found, expected):
         assert not isinstance(each, Exception), each

@@ -32,7 +32,7 @@ from hf_paged.batching import engine_core
 from hf_paged.batching.decoding import sample, sampler
 from hf_paged.batching.engine_core import EngineCore
 from hf_paged.batching.execution import graphs
-from hf_paged.batching.loop import StepLoop
+from hf_paged.batching.ledger import Ledger
 from hf_paged.cache.block_files import DiskFolder
 from hf_paged.switches import Switches
 from tests.support import models
@@ -183,12 +183,12 @@ def test_item_07_an_interrupt_of_a_requests_own_code_ends_that_request_alone() -
         assert results[str(number)].token_ids == expected[number].token_ids
 
 
-@pytest.mark.parametrize("place", ["argmax", "_fetch", "_accept", "_append"])
+@pytest.mark.parametrize("place", ["argmax", "_fetch", "_accept", "append"])
 def test_an_interrupt_of_our_own_sampling_costs_requests_without_callers_code_nothing(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Except the one whose token is just being counted."""
-    owner: Any = StepLoop if place == "_append" else sampler
+    owner: Any = Ledger if place == "append" else sampler
     original, results = getattr(owner, place), dict[str, Any]()
     prompts = [[5, 6, 7], [8, 9], [10], [11, 12, 13, 14]]
     options = [GREEDY, GREEDY, {**GREEDY, "repetition_penalty": 1.3}, GREEDY]
@@ -214,7 +214,7 @@ def test_an_interrupt_of_our_own_sampling_costs_requests_without_callers_code_no
         engine.check_integrity()
         assert engine.stats().used_blocks == 0
     errors = [name for name in results if results[name].error is not None]
-    assert len(errors) == (place == "_append")
+    assert len(errors) == (place == "append")
     for number, result in enumerate(expected):
         if str(number) not in errors:
             assert results[str(number)].token_ids == result.token_ids

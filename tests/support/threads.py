@@ -164,11 +164,11 @@ class Observer:
             end_step(loop, ready, failed)
 
         def counted_run(loop: SharedLoop, *args: Any) -> Any:
-            before = loop.loop.num_preemptions
+            before = loop.loop.ledger.num_preemptions
             try:
                 return run(loop, *args)
             finally:
-                self.counts["calls with preemptions"] += loop.loop.num_preemptions > before
+                self.counts["calls with preemptions"] += loop.loop.ledger.num_preemptions > before
 
         def noted_memory(*args: Any) -> Any:
             memory = memory_for(*args)

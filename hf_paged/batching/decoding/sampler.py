@@ -98,6 +98,24 @@ def sample_step(
     return [results[index] for index in indices]
 
 
+def unknown_token(result: Result, num_embeddings: int) -> IndexError | None:
+    """Returns an error if the next forward would get an id without an embedding."""
+    if isinstance(result, BaseException):
+        return None
+    if isinstance(result, int):
+        tokens = [result]
+    else:
+        tokens = [result.tokens[row] for row in result.rows if row not in result.finished]
+    for token in tokens:
+        if not 0 <= token < num_embeddings:
+            return IndexError(  # as the embedding raises
+                f"token id {token} was chosen, but ids from 0 to {num_embeddings - 1} have an"
+                " embedding: a logits processor widened the scores, or a stopping criterion wrote"
+                " the id"
+            )
+    return None
+
+
 def _takes_maximum(decoding: Decoding) -> bool:
     if not isinstance(decoding, SampleDecoding):
         return False

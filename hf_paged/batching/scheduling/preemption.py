@@ -233,17 +233,19 @@ class Preemption:
             return self._take_blocks(request, chunk, reserve, is_alone)
         if is_restorable:
             self._restore(request)
-        if request.num_encoder_tokens:
-            assert self.encoder_blocks is not None
-            request.encoded = self.encoder_blocks.new()
-            if not self.encoder_blocks.append(request.encoded, request.num_encoder_tokens):
-                self.forget(request)
-                return False
+        if request.num_encoder_tokens and not self._take_encoder_blocks(request):
+            self.forget(request)
+            return False
         num_tokens = request.sequences[0].num_tokens
         if not request.num_preemptions and num_tokens == num_prompt_tokens:
             computed = (sequence.num_computed_tokens for sequence in request.sequences)
             request.num_hit_tokens = sum(computed)
         return True
+
+    def _take_encoder_blocks(self, request: Request) -> bool:
+        assert self.encoder_blocks is not None
+        request.encoded = self.encoder_blocks.new()
+        return self.encoder_blocks.append(request.encoded, request.num_encoder_tokens)
 
     def _num_encoder_blocks(self, request: Request) -> int:
         if self.encoder_blocks is None:

@@ -1,0 +1,273 @@
+"""Which generation each unfinished request belongs to, and what a step's results do to them."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ..cache.block_manager import BlockManager
+from ..cache.memory import PagedMemory
+from ..plan import StepPlan
+from .decoding.base import LogitRows, SampledTokens
+from .generation import Generation
+from .request import Request, Sequence
+from .scheduling.drafts import settle_draft
+from .scheduling.scheduler import Scheduler
+from .speculator import Speculator
+from .suspects import Suspects
+
+Ready = list[tuple[Generation, LogitRows]]
+"""Generations with the logits of all their open rows, in order."""
+
+
+@dataclass(eq=False, repr=False)
+class Ledger:
+    """The unfinished generations of a loop and their rows. Appends the tokens that were chosen, and
+    ends rows, requests and generations. The caller holds the memory's lock."""
+
+    blocks: BlockManager
+    memory: PagedMemory
+    scheduler: Scheduler
+    speculator: Speculator
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
+    # by unfinished request, each sequence's row
+    rows: dict[Request, list[tuple[Generation, int]]] = field(default_factory=dict, init=False)
+    # parts of split generations, which may have their logits already
+    new_parts: list[Generation] = field(default_factory=list, init=False)
+    # with rows whose next token has no position in the model's table
+    outgrown: deque[Generation] = field(default_factory=deque, init=False)
+    suspects: Suspects = field(default_factory=Suspects, init=False)
+
+    def add(self, generation: Generation) -> None:
+        """Enters a generation, whose unfinished requests are queued."""
+        for part in generation.parts or [generation]:
+            for row, (request, _) in enumerate(part.rows):
+                if not request.is_finished:
+                    self.rows.setdefault(request, []).append((part, row))
+        self.new_parts += generation.parts
+
+    def remove(self, generation: Generation) -> None:
+        """Takes a generation out again whose entry an exception split."""
+        for request in generation.requests:
+            self.rows.pop(request, None)
+
+    def generations(self) -> list[Generation]:
+        """All unfinished generations, each once."""
+        return list(
+            dict.fromkeys(generation for rows in self.rows.values() for generation, _ in rows)
+        )
+
+    def recover(self) -> None:
+        """After an exception that may have left rows half changed: each belongs to its part, and
+        has no logits but those that are being sampled."""
+        self.suspects.clear()
+        for request, rows in self.rows.items():
+            rows[:] = [(part.parts[row], 0) if part.parts else (part, row) for part, row in rows]
+            for (generation, _), sequence in zip(rows, request.sequences):
+                generation.forget_logits()
+                sequence.num_answered_tokens = sequence.num_tokens if generation.is_sampling else 0
+
+    def drop_finished(self) -> None:
+        self.rows = {
+            request: rows for request, rows in self.rows.items() if not request.is_finished
+        }
+
+    def deliver(self, plan: StepPlan, logits: Tensor | None, ready: Ready) -> None:
+        """Adds the generations all of whose open rows now have logits to `ready`."""
+        found: dict[Generation, dict[int, int]] = {}
+        end = 0
+        for sequence, num_logits in zip(plan.sequences, plan.num_logits):
+            if not num_logits or logits is None:
+                continue
+            place = end
+            end += num_logits
+            request = sequence.request
+            rows = self.rows[request]
+            if request.num_rows > len(request.sequences):  # the prompt, computed once for all rows
+                with self.memory.lock:
+                    request.fork(self.blocks, len(rows))
+            elif len(rows) > 1:
+                rows = [rows[sequence.index]]
+            for generation, row in rows:
+                if not generation.is_single:
+                    found.setdefault(generation, {})[row] = place
+                elif not generation.is_closed:
+                    decoding = generation.decoding
+                    if sequence.draft:
+                        assert generation.speculation is not None
+                        decoding.draft = generation.speculation.draft
+                    else:
+                        decoding.draft = None  # of a step that failed behind its forward
+                    ready.append((generation, LogitRows(logits, place, end)))
+        if self.new_parts or found:
+            self._gather(logits, found, ready)
+        for generation, _ in ready:
+            generation.is_sampling = True
+
+    def _gather(
+        self,
+        logits: Tensor | None,
+        found: dict[Generation, dict[int, int]],
+        ready: Ready,
+    ) -> None:
+        """Adds the generations of several rows that now have all logits. `found`: by generation and
+        row, the place in the step's `logits`, `(n, vocab)`. Also adds new parts that got their
+        logits before they were split."""
+        for part in self.new_parts:
+            taken = part.take_logits()
+            if taken is not None:
+                ready.append((part, LogitRows.of(taken)))
+        self.new_parts = []
+        for generation, places in found.items():
+            assert logits is not None
+            taken = None if generation.is_closed else generation.add_logits(logits, places)
+            if taken is not None:
+                ready.append((generation, LogitRows.of(taken)))
+
+    def append(self, generation: Generation, token: int) -> None:
+        """Appends the token of a single row that continues."""
+        ((request, index),) = generation.rows
+        token_ids = request.sequences[index].token_ids
+        token_ids.append(token)
+        self.num_generated_tokens += 1
+        generation.new_tokens = [{0: token}]
+        if len(token_ids) > request.max_positions:
+            self.outgrown.append(generation)
+
+    def apply(self, generation: Generation, sampled: SampledTokens) -> None:
+        """Appends a step's tokens to their sequences, and ends those that they finish."""
+        finished = set(sampled.finished)
+        if sampled.parents is not None:
+            self._apply_beams(generation, sampled, finished)
+            return
+        generation.new_tokens = []
+        outgrows = False
+        draft = generation.decoding.draft
+        earlier: list[dict[int, int]] = []
+        if draft is not None:
+            self._settle_draft(generation, sampled.earlier)
+            earlier = [{0: token} for token in sampled.earlier]
+        new: dict[int, int] = {}
+        for row in sampled.rows:
+            request, index = generation.rows[row]
+            token = sampled.tokens[row]
+            new[row] = token
+            token_ids = request.sequences[index].token_ids
+            token_ids.append(token)
+            self.num_generated_tokens += 1
+            if row in finished:
+                self._end_row(generation, row)
+            elif request.max_positions < sys.maxsize:
+                outgrows |= len(token_ids) > request.max_positions
+        generation.new_tokens = [*earlier, new]
+        if draft is not None and generation.speculation is not None:
+            ((request, index),) = generation.rows
+            token_ids = request.sequences[index].token_ids
+            num_accepted = len(sampled.earlier)
+            generation.speculation.observe(token_ids, len(draft.tokens), num_accepted)
+        if outgrows:
+            self.outgrown.append(generation)
+        if finished and generation.decoding.is_done:
+            self._close_rows(generation)
+
+    def _apply_beams(
+        self, generation: Generation, sampled: SampledTokens, finished: set[int]
+    ) -> None:
+        """Makes each beam its parent's twin, with its new token."""
+        assert sampled.parents is not None
+        generation.new_tokens = []
+        outgrows = False
+        for request in generation.requests:
+            if request.is_finished:
+                continue
+            first = self.rows[request][0][1]
+            rows = range(first, first + len(self.rows[request]))
+            parents = [sampled.parents[row] - first for row in rows]
+            tokens = [sampled.tokens[row] for row in rows]
+            request.permute(self.blocks, parents, tokens)
+            self.num_generated_tokens += len(rows)
+            is_over = all(row in finished for row in rows)
+            if is_over and not generation.decoding.is_done:
+                self._finish(request)
+            outgrows |= request.has_outgrown
+        if outgrows:
+            self.outgrown.append(generation)
+        if generation.decoding.is_done:  # beams are given up without a row that ends
+            self._close_rows(generation)
+
+    def _close_rows(self, generation: Generation) -> None:
+        """Closes a generation that is done, whose rows may be open still."""
+        if generation.keep_blocks:
+            for row in range(len(generation.rows)):
+                if row not in generation.kept:
+                    self._end_row(generation, row)
+        self.close(generation)
+
+    def _settle_draft(self, generation: Generation, accepted: tuple[int, ...]) -> None:
+        """Appends the accepted draft tokens to the row, and drops the rest of the draft."""
+        ((request, index),) = generation.rows
+        sequence = request.sequences[index]
+        # does nothing if it was preempted meanwhile
+        settle_draft(self.blocks, sequence, len(accepted))
+        assert generation.decoding.draft is not None
+        self.scheduler.timeline.verified(
+            request, len(generation.decoding.draft.tokens), len(accepted)
+        )
+        sequence.token_ids += accepted
+        self.num_generated_tokens += len(accepted)
+        generation.decoding.draft = None
+
+    def split_preempted(self, preempted: Collection[Request]) -> None:
+        """Splits preempted generations whose rows are independent, so that these need not wait for
+        each other."""
+        self.num_preemptions += len(preempted)
+        for request in preempted:
+            with self.memory.lock:  # other threads may end requests
+                for generation in self.generations_of(request.sequences):
+                    if generation.can_split:
+                        generation.split()
+                        for part in generation.parts:
+                            ((of, index),) = part.rows
+                            if of in self.rows:
+                                self.rows[of][index] = (part, 0)
+                        self.new_parts += generation.parts
+
+    def generations_of(self, sequences: Iterable[Sequence]) -> list[Generation]:
+        requests = dict.fromkeys(sequence.request for sequence in sequences)
+        return list(
+            dict.fromkeys(
+                generation for request in requests for generation, _ in self.rows.get(request, ())
+            )
+        )
+
+    def _end_row(self, generation: Generation, row: int) -> None:
+        request, index = generation.rows[row]
+        sequence = request.sequences[index]
+        if generation.keep_blocks:
+            if request.is_swapped:
+                self.scheduler.preemption.forget(request)  # blocks on the host cannot be shared
+            generation.kept[row] = self.blocks.fork(sequence.blocks), sequence.num_computed_tokens
+        self.scheduler.finish_sequence(sequence)
+
+    def close(self, generation: Generation) -> None:
+        for request, index in () if generation.parts else generation.rows:
+            # other parts may still have open rows of the request
+            if all(
+                other is generation or other.is_closed for other, _ in self.rows.get(request, ())
+            ):
+                self._finish(request)
+            elif index < len(request.sequences):
+                self.scheduler.finish_sequence(request.sequences[index])
+        generation.close()
+        self.speculator.detach(generation)
+
+    def _finish(self, request: Request) -> None:
+        if request in self.rows:
+            self.scheduler.finish(request)
+            del self.rows[request]
+        self.suspects.discard([request])

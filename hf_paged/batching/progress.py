@@ -1,0 +1,39 @@
+"""Notices that steps make no progress."""
+
+from __future__ import annotations
+
+from ..plan import StepPlan
+from ..topics import Topic, TopicError
+
+MAX_IDLE_STEPS = 8  # steps in a row that neither computed nor sampled
+MAX_STALLED_STEPS = 10_000  # steps in a row that preempted and produced no token
+
+
+class EngineStalledError(TopicError, RuntimeError):
+    """Several steps in a row produced no token. The message holds the scheduler's state."""
+
+    topic = Topic.STALLED
+
+
+class Progress:
+    """Counts steps in a row without progress."""
+
+    def __init__(self) -> None:
+        self._num_idle = 0
+        self._num_stalled = 0
+
+    def note(self, plan: StepPlan, has_news: bool) -> None:
+        """`has_news`: whether a generation got logits in this step, or ended."""
+        self._num_idle += 1
+        if plan.sequences or has_news:
+            self._num_idle = 0
+        self._num_stalled += 1
+        if has_news or not plan.preempted:
+            self._num_stalled = 0
+
+    def check(self, state: object) -> None:
+        """Raises `EngineStalledError`, which shows `state`, after many such steps."""
+        if self._num_idle < MAX_IDLE_STEPS and self._num_stalled < MAX_STALLED_STEPS:
+            return
+        num_steps = max(self._num_idle, self._num_stalled)
+        raise EngineStalledError(f"no token for {num_steps} steps: {state}")

@@ -29,21 +29,23 @@ def make(run: Callable[[], object], name: str, daemon: bool = True) -> threading
     return thread
 
 
-def begin(thread: threading.Thread) -> bool:
-    """Begins a thread that `make` returned, within `START_SECONDS`; `False` if there can be none:
+def begin(thread: threading.Thread) -> Exception | None:
+    """Begins a thread that `make` returned, within `START_SECONDS`; returns why there can be none:
     the caller goes on without it. A thread that merely begins later calls `run` all the same."""
     try:
         thread.start()
-    except (RuntimeError, MemoryError):  # at the limit, or at interpreter shutdown
-        return False
+    except (RuntimeError, MemoryError) as error:  # at the limit, or at interpreter shutdown
+        return error
     started: threading.Event = thread._started  # type: ignore[attr-defined]
-    return started.is_set()
+    if not started.is_set():
+        return TimeoutError(f"the thread has not begun within {START_SECONDS:g} s")
+    return None
 
 
 def start(run: Callable[[], object], name: str, daemon: bool = True) -> threading.Thread | None:
     """Makes and begins a thread; `None` if there can be none."""
     thread = make(run, name, daemon)
-    return thread if begin(thread) else None
+    return thread if begin(thread) is None else None
 
 
 def wait(condition: threading.Condition, lock: threading.RLock, seconds: float) -> None:

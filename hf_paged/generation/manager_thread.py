@@ -189,12 +189,13 @@ class ManagerThread:
             self.thread = None  # an earlier one, which has ended
         _running.add(self)
         self.thread = make(self._run, "hf_paged-continuous-batching")
-        if not begin(self.thread):
+        error = begin(self.thread)
+        if error is not None:
             self.is_stopping = True  # should it begin later
             self.thread = None
             raise RuntimeError(
                 "can't start new thread: the process is at its limit of threads or memory"
-            )
+            ) from error
 
     def stop(self, is_hard: bool, keeps_memory: bool = False) -> None:
         with self.lock:

@@ -62,6 +62,15 @@ class RequestOptions:
     assistant_tokenizer: Any = None
 
 
+def asked_new_tokens(generation_config: Any) -> int:
+    """The `max_new_tokens` of a request's config or options; 1 if they name none."""
+    options = generation_config
+    if isinstance(options, GenerationConfig):
+        options = vars(options)
+    new_tokens = options.get("max_new_tokens") if isinstance(options, Mapping) else None
+    return new_tokens if isinstance(new_tokens, int) else 1
+
+
 def as_whole(name: str, value: Any, low: int, high: int, before: str = "", after: str = "") -> int:
     """Returns `value` as an int. Raises `ValueError` unless it is a whole number from `low` to
     `high`; the message has `before` and `after` around this range."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..cache.memory import PagedMemory
 from ..cache.storage import trim
 from ..cache.tiers import check_tiers
 from ..cache.virtual import fit_blocks
@@ -18,8 +16,6 @@ from ..config import PagedConfig
 from ..interrupts import guarded
 from ..model.forwards import compute_device
 from ..model.loading import load_model, load_tokenizer
-from ..model.registry import Route
-from ..tools.pictures import MAX_REQUESTS, engine_html, plot_block_map, plot_intervals
 from .arguments import (
     Prompt,
     RequestOptions,
@@ -33,29 +29,18 @@ from .arguments import (
     split_inputs,
 )
 from .engine_core import EngineCore
+from .engine_reports import EngineReports
 from .execution.adapter_files import adapter_namespace, resolve_adapter
 from .execution.adapters import base_model
 from .execution.executor import Window
-from .results import EngineStats, RequestOutput, RequestResult
+from .results import RequestOutput, RequestResult
 from .saved_prefixes import load, save, saved_to
 from .streams import RequestStream
 
-_MEMORY = (
-    "used_blocks",
-    "shared_blocks",
-    "cached_blocks",
-    "peak_blocks",
-    "used_bytes",
-    "peak_bytes",
-    "budget_bytes",
-    "tier_host_bytes",
-    "tier_disk_bytes",
-    "tier_kept_blocks",
-    "tier_restored_blocks",
-)
+_ONE_TOKEN = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1, "num_return_sequences": 1}
 
 
-class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
+class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine", None]):
     """Generates for many requests at once (iteration-level scheduling, Orca, OSDI'22; blocks,
     PagedAttention, arXiv 2309.06180). A request gets the tokens that `model.generate` gives for its
     prompt alone.
@@ -274,11 +259,6 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
                 )
             self._core.cancel(state)
 
-    @property
-    def has_unfinished(self) -> bool:
-        """Whether `step` has anything to compute, or outputs to return."""
-        return bool(self._core.requests or self._core.unread)
-
     def step(self) -> list[RequestOutput]:
         """Runs one forward over the requests that fit, and samples one token for each sequence
         that is ready. Returns the outputs of requests made with `add_request`; `generate` and
@@ -301,7 +281,7 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         told: list[RequestOutput] = []
         try:
             with self._core.lock:
-                self._core.wait_for_resume()
+                self._core.pauses.wait()
                 self._core.trim_unread()
                 if self._core.requests:
                     self._core.step(Window())
@@ -394,7 +374,7 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         `astream` wait in other threads, and raise in this one. Several threads may pause: steps
         continue once all have resumed."""
         with self._core.lock:
-            self._core.paused_by.append(threading.get_ident())
+            self._core.pauses.begin()
         stack = contextlib.ExitStack()
         stack.callback(self.resume)
         return stack
@@ -403,15 +383,7 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         """Ends one pause, preferably this thread's. Raises `RuntimeError` if the engine is not
         paused."""
         with self._core.lock:
-            threads = self._core.paused_by
-            mine = threading.get_ident()
-            if not threads:
-                raise RuntimeError(
-                    "the engine is not paused: every `resume` needs a `pause` before it"
-                )
-            ended = mine if mine in threads else threads[-1]
-            threads.remove(ended)
-            self._core.resumed.notify_all()
+            self._core.pauses.end()
 
     @contextlib.contextmanager
     def weights_update(self, policy: str = "recompute") -> Iterator[None]:
@@ -432,90 +404,6 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
                 yield
             finally:
                 self._core.change_weights(recompute=policy == "recompute")
-
-    @property
-    def route(self) -> Route | None:
-        """How requests are served, and why; `None` before the first. `last_route(model)` returns
-        the same."""
-        with self._core.lock:
-            return self._core.route
-
-    def stats(self) -> EngineStats:
-        """Returns the engine's current state and its counters."""
-        core = self._core
-        with core.lock:
-            memory = self.memory.stats()
-            counts = core.counts()
-            num_running = 0
-            num_waiting = 0
-            if core.loop is not None:
-                num_running = core.loop.scheduler.num_running
-                num_waiting = core.loop.scheduler.num_waiting
-            tokens_per_second = 0.0
-            if counts["seconds"]:
-                tokens_per_second = counts["num_generated_tokens"] / counts["seconds"]
-            return EngineStats(
-                num_blocks=self.config.num_blocks,
-                waste_percent=100 * memory.waste,
-                num_running=num_running,
-                num_waiting=num_waiting,
-                tokens_per_second=tokens_per_second,
-                first_token_seconds=core.first_token_seconds,
-                output_token_seconds=core.output_token_seconds,
-                route=core.route,
-                kv_dtype=memory.kv_dtype,
-                block_sizes=memory.block_sizes,
-                **{name: getattr(memory, name) for name in _MEMORY},
-                **dict[str, Any](counts),
-            )
-
-    @property
-    def memory(self) -> PagedMemory:
-        """The memory that holds the requests' blocks. A new one replaces it when the model's
-        layers, dtype or device change, or block sizes that the engine chooses."""
-        return self._core.memory
-
-    def block_map(self) -> dict[int | None, list[int]]:
-        """Returns, for each layer group, by its window (`None`: full attention), the state of every
-        block: 0 free, -1 cached, else the number of sequences that hold it."""
-        with self._core.lock, self.memory.lock:
-            if self._core.loop is None:
-                return {}
-            groups = self._core.loop.blocks.groups
-            self_groups = [group for group in groups if group.spec.kind == "self"]
-            return {group.spec.window: group.pool.states() for group in self_groups}
-
-    def plot_memory(self, ax: Any = None) -> Any:
-        """Plots `block_map`: which blocks are free, used, shared by how many sequences, cached.
-        Returns a matplotlib `Figure`: that of `ax` (`matplotlib.axes.Axes`), or a new one, 800
-        pixels wide. Raises `ImportError` without matplotlib, which the extra `viz` installs."""
-        block_map = self.block_map()
-        total = self.config.num_blocks
-        used = sum(state > 0 for states in block_map.values() for state in states)
-        title = f"{type(self.model).__name__}: {used:,} blocks in use"
-        if total is not None:
-            taken = sum(map(len, block_map.values()))
-            untouched = total - taken
-            title += f" of {total:,}, {untouched:,} never taken so far"
-        return plot_block_map(block_map, title, ax)
-
-    def plot_timeline(
-        self, unit: str = "steps", ax: Any = None, max_requests: int = MAX_REQUESTS
-    ) -> Any:
-        """Plots, like `plot_memory`, which requests were in the batch when, over `unit` (`"steps"`
-        or `"seconds"`). One row for each of the last `max_requests` requests shows prefill, decode,
-        recompute, waiting, preempted, swapped out; and for each step that verified a draft, its
-        length and how many tokens were accepted. Reads the last thousands of `timeline.intervals()`
-        and `timeline.verifications()`. Raises `ValueError` for another unit or fewer than 1
-        request."""
-        with self._core.lock:
-            intervals = self.timeline.intervals()
-            verifications = self.timeline.verifications()
-        return plot_intervals(intervals, unit, ax, max_requests, verifications)
-
-    def _repr_html_(self) -> str:
-        title = f"PagedEngine({type(self.model).__name__})"
-        return engine_html(title, self.stats(), self.block_map())
 
     @guarded
     def save_prefix(
@@ -548,17 +436,11 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
             names = ", ".join(map(str, inputs))
             raise ValueError(f"`prompt` has {names}: only prompts of token ids alone can be saved")
         ids = prompt_ids(text, self.tokenizer)
-        one_token = {
-            "max_new_tokens": 1,
-            "do_sample": False,
-            "num_beams": 1,
-            "num_return_sequences": 1,
-        }
         target = saved_to(path)
         with self._core.keeping_pool():
             (result,) = self.generate(
                 [ids],
-                one_token,
+                _ONE_TOKEN,
                 progress=False,
                 adapter=adapter,
                 cache_salt=cache_salt,
@@ -597,21 +479,14 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
             if self._core.loop is not None:
                 self._core.loop.blocks.drop_cached()
 
-    def check_integrity(self) -> None:
-        """Raises `AssertionError` unless pools, block tables and reference counts agree."""
-        self.memory.free_abandoned()
-        with self._core.lock, self.memory.lock:
-            self.memory.check_integrity()
-            if self._core.loop is not None:
-                self._core.loop.blocks.check_integrity()
-
     def free(self) -> None:
         """Cancels every request and frees all memory. The engine can be used again."""
         with self._core.lock, contextlib.ExitStack() as stack:
             # one that raises keeps none from the others
-            stack.callback(self._core.retire)
-            for state in reversed(self._core.requests.values()):
-                stack.callback(self._core.cancel, state)
+            core = self._core
+            stack.callback(core.retire)
+            for state in reversed(core.requests.values()):
+                stack.callback(core.cancel, state)
         trim()
 
     def __exit__(self, *error: object) -> None:
@@ -625,11 +500,4 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         raise TypeError(
             "a `PagedEngine` cannot be pickled or copied, since its blocks and locks belong to this"
             " process: make one in each process, from the model"
-        )
-
-    def __repr__(self) -> str:
-        stats = self.stats()
-        return (
-            f"PagedEngine({type(self.model).__name__}, {stats.num_running} running,"
-            f" {stats.num_waiting} waiting, {stats.used_blocks} blocks used)"
         )

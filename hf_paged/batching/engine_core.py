@@ -12,82 +12,53 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from .. import forks
 from ..cache import budget
 from ..cache.block_pool import OutOfBlocksError
-from ..cache.block_sizes import BlockSizes
 from ..cache.idle import begin_use, end_use
-from ..cache.memory import PagedMemory, autocast_dtype
-from ..cache.paged_cache import PagedCache
-from ..config import AUTO, PagedConfig
+from ..cache.memory import PagedMemory
+from ..config import PagedConfig
 from ..interrupts import ends_with_calls, guarded, is_interrupt, restoring
 from ..model.capability import Layout
-from ..model.forwards import compute_device
 from ..model.rank_signals import PatientLock
-from ..model.ranks import RankLostError, is_sharded
-from ..model.registry import Route, block_sizes, note_route, route_of
-from ..threads import wait
+from ..model.ranks import RankLostError
+from ..model.registry import Route, note_route
 from ..timing import counted, counting
 from ..topics import Topic
+from .admission import Admission, check_led
 from .arguments import (
     Prompt,
     RequestOptions,
-    ServedByGenerateError,
     as_list,
+    asked_new_tokens,
     check_assistant,
     check_names,
     prompt_ids,
     split_inputs,
 )
 from .decoding.grammar import Grammars
+from .engine_loop import EngineLoop
 from .execution.adapters import AdapterError, base_model, check_served, has_activated
 from .execution.executor import Window
 from .factory import (
-    MANY_BLOCKS,
-    check_prompts,
-    choose_layout,
     empty_cache,
-    how_prompts_merge,
-    how_rows_join,
-    make_loop,
-    max_positions,
-    not_invariant,
-    reason_against_assistance,
-    reason_against_rows,
 )
 from .generation import Generation, Output, RequestState
 from .loop import StepLoop
+from .pauses import Pauses
 from .ranks import lead
 from .request import Request, Sequence
 from .results import FIRST_TOKEN_SECONDS, OUTPUT_TOKEN_SECONDS, RequestOutput, RequestResult
-from .scheduling.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
 MAX_UNREAD = 1 << 14  # kept outputs without a result, some megabytes
-_COUNTS = (
-    "num_generated_tokens",
-    "num_preemptions",
-    "num_steps",
-    "seconds",
-    "num_drafts",
-    "num_draft_tokens",
-    "num_accepted_tokens",
-    "num_adapter_hits",
-    "num_adapter_loads",
-    "num_adapter_evictions",
-    "num_swaps",
-    "num_captured_steps",
-    "num_finished",
-    "num_prompt_tokens",
-    "num_prefix_hit_tokens",
-)
 
 
 class EngineCore:
@@ -106,10 +77,8 @@ class EngineCore:
             self.lock = PatientLock(self.inner_lock)
         self.requests: dict[Hashable, RequestState] = {}  # unfinished ones, by id
         self.unread: list[RequestOutput] = []  # outputs for the next `PagedEngine.step`
-        self.loop: StepLoop | None = None  # `None` while no memory is allocated
-        self.memory = self._new_memory()  # the loop's memory
-        self.timeline = Timeline()  # shared by successive loops
-        self.layout = Layout()  # of the loop's forwards
+        self._owner = EngineLoop(model, config, self.leader, self.inner_lock)
+        self.timeline = self._owner.timeline
         # spent on what later requests reuse, by part (`Route`)
         self.setup_seconds: dict[str, float] = {}
         # by event loop, the lock of the reader that waits for a step; readers keep the lock alive,
@@ -117,14 +86,10 @@ class EngineCore:
         self.readers: weakref.WeakValueDictionary[asyncio.AbstractEventLoop, asyncio.Lock]
         self.readers = weakref.WeakValueDictionary()
         self.grammars = Grammars()
-        self.paused_by: list[int] = []  # ids of the threads that paused the engine
-        self.resumed = threading.Condition(self.inner_lock)
-        self._made_for: tuple[Any, ...] = ()  # the model properties that the loop was made for
-        # results of checks of prompts with inputs, until the next loop check
-        self._verdicts: dict[Hashable, Any] = {}
-        self._empty: Any = None  # the empty cache that these checks use
-        self._config_text = ""  # the model's config when the loop was made
-        self._counts = Counter(dict.fromkeys(_COUNTS, 0))  # of requests, and of earlier loops
+        self.pauses = Pauses(self.inner_lock)
+        self._admission: Admission | None = None  # until the next check of the loop
+        # of requests: finished ones, their prompts' tokens and those found in the prefix cache
+        self._counts = Counter(num_finished=0, num_prompt_tokens=0, num_prefix_hit_tokens=0)
         self.first_token_seconds = FIRST_TOKEN_SECONDS
         self.output_token_seconds = OUTPUT_TOKEN_SECONDS
         self._shares_prefills = False
@@ -156,7 +121,6 @@ class EngineCore:
     ) -> str:
         """Queues a request whose outputs go to `outbox`, or to `unread`; without `tells_tokens`
         only its result does. Raises the errors of `add_request`."""
-        state: RequestState | None = None
         # tokenizing and compiling may take long: without the lock, steps go on meanwhile
         prompt, inputs = split_inputs(prompt, options.inputs)
         ids: list[int] = []
@@ -164,47 +128,33 @@ class EngineCore:
             ids = prompt_ids(prompt, tokenizer)
         options = dataclasses.replace(options, inputs=inputs)
         if inputs is None:
-            given = generation_config
-            if isinstance(given, GenerationConfig):
-                given = vars(given)
-            new_tokens = given.get("max_new_tokens") if isinstance(given, Mapping) else None
-            if not isinstance(new_tokens, int):
-                new_tokens = 1
-            self.check_length(ids, options.request_id, new_tokens)
+            self.check_length(ids, options.request_id, asked_new_tokens(generation_config))
         constraint = self.grammars.processor(options, tokenizer, self.model)
         if constraint is not None:
             processors = as_list("logits_processor", options.logits_processor)
             options = dataclasses.replace(options, logits_processor=[*processors, constraint])
+        box = self.unread if outbox is None else outbox
+
+        def make(options: RequestOptions) -> RequestState:
+            return RequestState(
+                self.model, tokenizer, ids, generation_config, options, box, tells_tokens
+            )
+
+        return self._enter(options, make)
+
+    def _enter(
+        self,
+        options: RequestOptions,
+        make: Callable[[RequestOptions], RequestState],
+    ) -> str:
+        """Checks a request, makes it and gives it to the loop; returns its id."""
+        state: RequestState | None = None
         try:
             with self.lock, counting(self.setup_seconds):
-                name = options.request_id
-                check_names(name, options.adapter)
-                if options.adapter is not None:
-                    options = dataclasses.replace(options, adapter=os.fspath(options.adapter))
-                check_assistant(options.assistant_model, options.assistant_tokenizer)
-                self._check_fits_unfinished()
-                self._check_leads(options)
-                if name in self.requests:
-                    raise ValueError(
-                        f"request id {name!r} is in use by an unfinished request: choose another"
-                    )
-                if name is None:
-                    name = self.make_id()
-                salt = options.cache_salt
-                options = dataclasses.replace(
-                    options,
-                    request_id=name,
-                    cache_salt=self.config.cache_salt if salt is None else salt,
-                    assistant_model=base_model(options.assistant_model),
-                )
-                box = self.unread if outbox is None else outbox
-                new = RequestState(
-                    self.model, tokenizer, ids, generation_config, options, box, tells_tokens
-                )
+                options = self._checked(options)
+                new = make(options)
                 loop = self.get_loop(new)  # allocates memory, so only after the checks above
-                self._take_inputs(new)
-                self._check_prompt_logprobs(new)
-                self._choose_speculation(new, loop)
+                self._prepare(new, loop)
                 if not self.requests:
                     loop.executor.begin()
                     begin_use(self.memory)
@@ -230,6 +180,46 @@ class EngineCore:
                         self.loop.drop(state)
                     self._rest()
             raise
+
+    def _checked(self, options: RequestOptions) -> RequestOptions:
+        """Returns the options with an id, a salt and plain names. Raises `ValueError` for those
+        that no request may have now."""
+        name = options.request_id
+        check_names(name, options.adapter)
+        if options.adapter is not None:
+            options = dataclasses.replace(options, adapter=os.fspath(options.adapter))
+        check_assistant(options.assistant_model, options.assistant_tokenizer)
+        if self.requests:
+            self._owner.check_unchanged()
+        if self.leader is not None:
+            self.leader.check_served(self.model, self.config)
+            check_led(options)
+        if name in self.requests:
+            raise ValueError(
+                f"request id {name!r} is in use by an unfinished request: choose another"
+            )
+        if name is None:
+            name = self.make_id()
+        salt = options.cache_salt
+        return dataclasses.replace(
+            options,
+            request_id=name,
+            cache_salt=self.config.cache_salt if salt is None else salt,
+            assistant_model=base_model(options.assistant_model),
+        )
+
+    def _prepare(self, state: RequestState, loop: StepLoop) -> None:
+        """Prepares a request for the loop's forwards. Raises `ValueError` if they cannot serve
+        it."""
+        admission = self._admission
+        assert admission is not None
+        joins = admission.take_inputs(state, self.layout)
+        if state.request.inputs is not None and self.layout.unsupported_reason is not None:
+            if joins and not self.layout.side_by_side:  # known only from a request
+                self._owner.layout = self.layout._replace(side_by_side=True)
+            self._note_route()
+        admission.check_prompt_logprobs(state, self.layout)
+        admission.choose_speculation(state, self.layout, loop.executor.runner.takes_drafts)
 
     def check_length(self, ids: list[int], name: Hashable = None, new_tokens: int = 1) -> None:
         """Raises the errors of `add` for a prompt of token ids that never fits with `new_tokens`
@@ -370,8 +360,7 @@ class EngineCore:
     def after_fork(self, freed: set[Any]) -> None:
         """In a forked child, where only this thread exists: drops all requests if another thread
         was in a step."""
-        self.resumed = threading.Condition(self.inner_lock)
-        self.paused_by = [thread for thread in self.paused_by if thread == threading.get_ident()]
+        self.pauses.after_fork()
         self._num_keeping = 0
         if self.inner_lock in freed:
             self.requests, self._unstarted, self.unread = {}, [], []
@@ -383,7 +372,7 @@ class EngineCore:
         filled it. Warns if the step raises: the next one repeats it, and ends its requests if it
         raises again."""
         with self.lock:
-            self.wait_for_resume()
+            self.pauses.wait()
             if outbox:
                 return
             states = {name: self.requests.get(name) for name in request_ids}
@@ -422,15 +411,6 @@ class EngineCore:
         dropped = set(map(id, others[:-MAX_UNREAD]))
         self.unread[:] = [output for output in self.unread if id(output) not in dropped]
 
-    def wait_for_resume(self) -> None:
-        if threading.get_ident() in self.paused_by:
-            raise RuntimeError(
-                "the engine was paused by this thread, which would wait for itself: call `resume`,"
-                " or leave the context of `pause` or `weights_update`, before its next step"
-            )
-        while self.paused_by:
-            wait(self.resumed, self.inner_lock, 0.05)
-
     def _end_unserved(self) -> None:
         """Ends requests whose adapter only PEFT's own `generate` computes: it may have become
         active since `add`."""
@@ -451,15 +431,7 @@ class EngineCore:
         loop = self.get_loop()
         if not self.requests:
             return
-        now = time.time()  # the clock of `MaxTimeCriteria`
-        self._unstarted = [
-            state
-            for state in self._unstarted
-            if state.request.admitted_at is None and not state.is_closed
-        ]
-        for state in self._unstarted:
-            for limit in state.limits:
-                limit.initial_timestamp = now
+        self._start_clocks()
         num_known = len(loop.executor.slowed_by)
         is_outermost = self._stepping != threading.get_ident()
         self._stepping = threading.get_ident()
@@ -482,11 +454,7 @@ class EngineCore:
             has_failed, self._has_failed = self._has_failed, bool(self.requests)
             if not has_failed:
                 raise
-            blamed = loop.blamed_for(error)
-            states = [state for state in self.requests.values() if state in blamed]
-            for state in states or list(self.requests.values()):
-                state.error = error
-                self.end(state, "error")
+            self._end_blamed(loop, error)
         finally:
             counted.reset(token)
             if is_outermost:
@@ -495,6 +463,27 @@ class EngineCore:
                 self._stepping = None
         if not self.requests or len(loop.executor.slowed_by) > num_known:
             self._note_route()
+
+    def _start_clocks(self) -> None:
+        """Starts the clock of `max_time` of each request that has not begun with this step."""
+        if not self._unstarted:
+            return
+        now = time.time()  # the clock of `MaxTimeCriteria`
+        self._unstarted = [
+            state
+            for state in self._unstarted
+            if state.request.admitted_at is None and not state.is_closed
+        ]
+        for state in self._unstarted:
+            for limit in state.limits:
+                limit.initial_timestamp = now
+
+    def _end_blamed(self, loop: StepLoop, error: Exception) -> None:
+        blamed = loop.blamed_for(error)
+        states = [state for state in self.requests.values() if state in blamed]
+        for state in states or list(self.requests.values()):
+            state.error = error
+            self.end(state, "error")
 
     def _output(self, loop: StepLoop) -> None:
         """Outputs the tokens of the generations that advanced, and the results of those that
@@ -543,242 +532,57 @@ class EngineCore:
         time.sleep(0.01)
         return True
 
+    @property
+    def loop(self) -> StepLoop | None:
+        """`None` while no memory is allocated."""
+        return self._owner.loop
+
+    @property
+    def memory(self) -> PagedMemory:
+        """The loop's memory."""
+        return self._owner.memory
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the loop's forwards."""
+        return self._owner.layout
+
     def get_loop(self, new: RequestState | None = None) -> StepLoop:
         """Returns the loop, to add `new` to. While no request is unfinished, makes a new one if the
         model has changed since, or if better block sizes are known. Raises `IndexError`, with
         nothing allocated, if the model has no positions for the prompt of `new`."""
-        model = self.model
+        owner = self._owner
+        loop = owner.loop
         is_of_tokens = new is not None and new.request.inputs is None
-        if self.loop is not None and self.requests:
+        if loop is not None and self.requests:
             if new is not None and is_of_tokens:
-                new.request.limit_positions(self.layout.max_positions)
-            return self.loop
-        if self.leader is not None:
-            self.leader.check_served(model, self.config)
-            self.leader.choose_layout(self.config)
-        empty = self._empty = empty_cache(model, PagedMemory(self.config))  # holds no blocks
-        self._verdicts = {}
-        layout = choose_layout(model, empty, self.config.batch_invariant)
-        if self.leader is not None and layout.unsupported_reason is not None:
-            raise ValueError(
-                f"{type(model).__name__}, in shards over several processes, is served by an engine"
-                f" in packed forwards alone: {layout.unsupported_reason}. Call `generate` in each"
-                " of them"
-            )
+                new.request.limit_positions(owner.layout.max_positions)
+            return loop
+        empty = empty_cache(self.model, PagedMemory(self.config))  # holds no blocks
+        self._admission = Admission(self.model, self.config, empty)
+        layout = owner.choose_layout(empty)
         if new is not None and is_of_tokens:
             new.request.limit_positions(layout.max_positions)
-        device = compute_device(model)
-        made_for = (
-            _layers(empty),
-            layout,
-            model.dtype,
-            device,
-            autocast_dtype(device),
-        )
-        sizes = None
-        if self.loop is not None and not self._num_keeping:
-            sizes = self.memory.better_sizes()
-        has_changed = made_for != self._made_for or sizes is not None
-        if self.loop is None or has_changed:
-            self.retire()
-            cache = empty_cache(model, self.memory)
-            # growing step by step would copy the existing blocks
-            cache.reserve(self.config.num_blocks or MANY_BLOCKS, self.config.max_num_seqs)
-            self.loop = make_loop(
-                model,
-                cache,
-                layout,
-                self.config,
-                max_num_seqs=self.config.max_num_seqs,
-                leader=self.leader,
-            )
-            if self.leader is not None:
-                self.leader.make(model, self.config, self.loop)
-            self.loop.scheduler.timeline = self.timeline
-            self.layout, self._counters = layout, cache.counters
-            self._made_for, self._config_text = made_for, _config_text(model)
-            if not model.config.is_encoder_decoder:  # else known from the first request
-                self._note_route()
-        return self.loop
-
-    def _take_inputs(self, state: RequestState) -> None:
-        """Prepares a prompt with inputs for the loop. Raises `ValueError` if the loop's forwards
-        cannot take it."""
-        if state.request.inputs is None:
-            return
-        prompts = state.request.inputs[0]
-        model = self.model
-        keys = None
-        begins_behind_text = False
-        if self.config.batch_invariant:
-            raise not_invariant(model, "prompts are more than token ids")
-        cache = self._empty
-        is_packed = self.layout.unsupported_reason is None
-        if is_packed:
-            prompts.find_positions(model)
-            reason, can_reuse, begins_behind_text = check_prompts(
-                model, cache, prompts, known=self._verdicts
-            )
-            if reason is None:
-                prompts.merges = how_prompts_merge(model, cache, prompts, known=self._verdicts)
-            if can_reuse and self.config.prefix_caching:
-                keys = prompts.keys(model.config)
-        else:
-            if not model.config.is_encoder_decoder:
-                state.encode_media(model)
-            reason = reason_against_rows(model, cache, prompts, known=self._verdicts)
-            if reason is None:
-                prompts.set_joins(how_rows_join(model, cache, prompts, known=self._verdicts))
-                if prompts.joins is not None and not self.layout.side_by_side:
-                    # known only from a request
-                    self.layout = self.layout._replace(side_by_side=True)
+        is_new = owner.update(empty, layout, keeps_pool=self._num_keeping > 0)
+        if is_new and not self.model.config.is_encoder_decoder:  # else known from a request
             self._note_route()
-        if reason is not None:
-            raise ServedByGenerateError(
-                f"an engine cannot serve these `inputs` of {type(model).__name__}: {reason}. Call "
-                '`model.generate(..., cache_implementation="paged")`'
-            )
-        count = self.layout.max_positions
-        if not is_packed:
-            count = max_positions(model, cache, prompts, known=self._verdicts)
-        state.request.limit_positions(count, prompts.shift(0))
-        prompts.give(state.request, 0, keys, begins_behind_text)
-
-    def _check_prompt_logprobs(self, state: RequestState) -> None:
-        """Raises `ValueError` if the request wants `prompt_logprobs` and no forward of it returns
-        the logits."""
-        reason = self.layout.unsupported_reason
-        if state.request.inputs is not None:
-            reason = Topic.INPUTS("the prompt is more than token ids")
-        if state.request.prompt_logprobs is not None and reason is not None:
-            raise ValueError(
-                f"`prompt_logprobs` needs packed forwards of token ids: {reason}. Leave it out, or"
-                " take the logits of a forward of the model"
-            )
-
-    def _choose_speculation(self, state: RequestState, loop: StepLoop) -> None:
-        """Sets or clears the request's assistance. Raises `ValueError` if it asks for assistance
-        that cannot run."""
-        assistance = state.assistance
-        config = state.decoding.config
-        assert assistance is not None
-        reason = self.layout.reason_against_drafts
-        if state.request.inputs is not None:
-            reason = Topic.INPUTS("the prompt is more than token ids")
-        elif reason is None and not loop.executor.runner.takes_drafts:
-            reason = Topic.ASSISTED("rotary factors depend on a row's length")
-        if assistance.is_asked_for(config):
-            reason = reason or reason_against_assistance(self.model, config, assistance)
-            if reason is not None:
-                raise ValueError(
-                    f"the engine cannot assist this request: {reason}. Leave out `assistant_model`,"
-                    " `prompt_lookup_num_tokens` and the like, or call `generate` with one row"
-                )
-        state.assistance = None
-        if reason is None:
-            state.assistance = dataclasses.replace(
-                assistance, ngrams=self.config.speculation == "ngram"
-            )
-
-    def _check_fits_unfinished(self) -> None:
-        """Raises `ValueError` if layer groups or autocast dtype differ from those of unfinished
-        requests."""
-        if not self.requests or self.loop is None:
-            return
-        began = self.loop.executor.autocast
-        dtype = autocast_dtype(compute_device(self.model))
-        if dtype != began:
-            raise ValueError(
-                f"autocast is to {dtype} here and to {began} in unfinished requests: add this one"
-                " when they have ended"
-            )
-        if _config_text(self.model) == self._config_text:
-            return  # the usual case, checked quickly
-        before = self._made_for[0]
-        now = _layers(empty_cache(self.model, self.memory))
-        if now != before:
-            windows = [window for _, window in now]
-            windows_before = [window for _, window in before]
-            raise ValueError(
-                f"the config now asks for layers with the windows {windows}, and unfinished"
-                f" requests began with {windows_before}: change `sliding_window` and `layer_types`"
-                " while no request is unfinished"
-            )
-
-    def _check_leads(self, options: RequestOptions) -> None:
-        """Raises `ValueError` for requests that an engine over several processes does not serve."""
-        if self.leader is None:
-            return
-        self.leader.check_served(self.model, self.config)
-        if options.inputs is not None:
-            raise ValueError(
-                "`inputs` beside token ids are not served by an engine whose model is in shards"
-                ' over several processes: call `model.generate(..., cache_implementation="paged")`'
-                " in each of them"
-            )
-        if options.assistant_model is not None and is_sharded(options.assistant_model):
-            raise ValueError(
-                "`assistant_model` is in shards over several processes: load it in process 0 alone"
-            )
-
-    def _new_memory(self, seen: BlockSizes | None = None) -> PagedMemory:
-        sizes = None
-        if self.config.block_size == AUTO:
-            lengths = () if seen is None else seen.seen
-            sizes = block_sizes(self.model, self.config, seen=lengths)
-        memory = PagedMemory(self.config, sizes=sizes, keeps_cached=True)
-        if self.leader is not None:
-            memory.least, memory.mirror = self.leader.least, self.leader
-        memory.outer_lock = self.inner_lock
-        return memory
+        assert owner.loop is not None
+        return owner.loop
 
     def retire(self) -> None:
         """Drops the loop and its memory; keeps its counters."""
-        self._counts = self.counts()
-        if self.leader is not None:
-            self.leader.retire()
-        try:
-            self.memory.give_up_cached()
-        finally:
-            self.memory.graphs = {}  # a cache that someone still holds needs no graphs
-            self.loop, self.memory = None, self._new_memory(self.memory.sizes)
+        self._owner.retire()
 
     def counts(self) -> Counter[str]:
         """Returns the fields of [`EngineStats`] that only grow."""
-        counts = self._counts.copy()
-        if self.loop is not None:
-            counts.update(self.loop.counts())
+        counts = self._owner.counts()
+        counts.update(self._counts)
         return counts
 
     @property
     def route(self) -> Route | None:
-        if self.loop is None:
-            return None
-        reason = self.layout.unsupported_reason
-        slowed_by = self.loop.executor.slowed_by
-        road = "engine"
-        if not self.layout.side_by_side:
-            slowed_by = {*slowed_by, f"requests run one by one, not packed: {reason}"}
-            road = "rows"
-        return route_of(
-            road,
-            self.layout.reason,
-            [self._counters],
-            slowed_by,
-            is_packed=reason is None,
-            prefills_shared=self._shares_prefills,
-            num_captured_steps=self.counts()["num_captured_steps"],
-            setup_seconds=dict(self.setup_seconds),
-        )
+        return self._owner.route(self._shares_prefills, self.setup_seconds)
 
     def _note_route(self) -> None:
         if self.route is not None:
             note_route(self.model, self.route)
-
-
-def _config_text(model: PreTrainedModel) -> str:
-    return repr(vars(model.config.get_text_config(decoder=True)))
-
-
-def _layers(cache: PagedCache) -> tuple[tuple[type, int | None], ...]:
-    return tuple((type(layer), getattr(layer, "sliding_window", None)) for layer in cache.layers)

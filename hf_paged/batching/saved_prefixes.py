@@ -38,7 +38,7 @@ def _between_steps(core: EngineCore) -> Iterator[tuple[StepLoop, PrefixStore]]:
     """Yields, between two steps, the engine's loop and a store that names and copies its blocks,
     after verifying the blocks against the fingerprint of the current weights."""
     with core.lock:
-        core.wait_for_resume()
+        core.pauses.wait()
         loop = core.get_loop()
         reason = reason_against_saving(core.memory, loop.blocks)
         if reason is not None:

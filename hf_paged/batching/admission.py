@@ -1,0 +1,140 @@
+"""What an engine checks before a request enters its loop, and prepares for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..cache.paged_cache import PagedCache
+from ..config import PagedConfig
+from ..model.capability import Layout
+from ..model.ranks import is_sharded
+from ..topics import Topic
+from .arguments import RequestOptions, ServedByGenerateError
+from .execution.prompts import Prompts
+from .factory import (
+    check_prompts,
+    how_prompts_merge,
+    how_rows_join,
+    max_positions,
+    not_invariant,
+    reason_against_assistance,
+    reason_against_rows,
+)
+from .generation import RequestState
+
+
+class Admission:
+    """Requests of one model whose state stays as it is: checks of prompts with inputs run once.
+    `empty`: the model's empty cache."""
+
+    def __init__(self, model: PreTrainedModel, config: PagedConfig, empty: PagedCache) -> None:
+        self._model = model
+        self._config = config
+        self._empty = empty
+        self._verdicts: dict[Hashable, Any] = {}  # of checks of prompts with inputs
+
+    def take_inputs(self, state: RequestState, layout: Layout) -> bool:
+        """Prepares a prompt with inputs for the loop's forwards; returns whether its rows join
+        those of others in a rectangle. Raises `ValueError` if the forwards cannot take it."""
+        if state.request.inputs is None:
+            return False
+        if self._config.batch_invariant:
+            raise not_invariant(self._model, "prompts are more than token ids")
+        prompts: Prompts = state.request.inputs[0]
+        if layout.unsupported_reason is None:
+            self._take_packed(state, prompts, layout)
+        else:
+            self._take_rows(state, prompts)
+        return prompts.joins is not None
+
+    def _take_packed(self, state: RequestState, prompts: Prompts, layout: Layout) -> None:
+        model = self._model
+        prompts.find_positions(model)
+        reason, can_reuse, begins_behind_text = check_prompts(
+            model, self._empty, prompts, known=self._verdicts
+        )
+        if reason is not None:
+            raise self._not_served(reason)
+        prompts.merges = how_prompts_merge(model, self._empty, prompts, known=self._verdicts)
+        keys = None
+        if can_reuse and self._config.prefix_caching:
+            keys = prompts.keys(model.config)
+        state.request.limit_positions(layout.max_positions, prompts.shift(0))
+        prompts.give(state.request, 0, keys, begins_behind_text)
+
+    def _take_rows(self, state: RequestState, prompts: Prompts) -> None:
+        model = self._model
+        if not model.config.is_encoder_decoder:
+            state.encode_media(model)
+        reason = reason_against_rows(model, self._empty, prompts, known=self._verdicts)
+        if reason is not None:
+            raise self._not_served(reason)
+        prompts.set_joins(how_rows_join(model, self._empty, prompts, known=self._verdicts))
+        count = max_positions(model, self._empty, prompts, known=self._verdicts)
+        state.request.limit_positions(count, prompts.shift(0))
+        prompts.give(state.request, 0, None, False)
+
+    def _not_served(self, reason: str) -> ServedByGenerateError:
+        return ServedByGenerateError(
+            f"an engine cannot serve these `inputs` of {type(self._model).__name__}: {reason}. Call"
+            ' `model.generate(..., cache_implementation="paged")`'
+        )
+
+    def check_prompt_logprobs(self, state: RequestState, layout: Layout) -> None:
+        """Raises `ValueError` if the request wants `prompt_logprobs` and no forward of it returns
+        the logits."""
+        reason = layout.unsupported_reason
+        if state.request.inputs is not None:
+            reason = Topic.INPUTS("the prompt is more than token ids")
+        if state.request.prompt_logprobs is not None and reason is not None:
+            raise ValueError(
+                f"`prompt_logprobs` needs packed forwards of token ids: {reason}. Leave it out, or"
+                " take the logits of a forward of the model"
+            )
+
+    def choose_speculation(
+        self,
+        state: RequestState,
+        layout: Layout,
+        takes_drafts: bool,
+    ) -> None:
+        """Sets or clears the request's assistance. `takes_drafts`: whether the loop's forwards
+        verify drafts. Raises `ValueError` if the request asks for assistance that cannot run."""
+        assistance = state.assistance
+        config = state.decoding.config
+        assert assistance is not None
+        reason = layout.reason_against_drafts
+        if state.request.inputs is not None:
+            reason = Topic.INPUTS("the prompt is more than token ids")
+        elif reason is None and not takes_drafts:
+            reason = Topic.ASSISTED("rotary factors depend on a row's length")
+        if assistance.is_asked_for(config):
+            reason = reason or reason_against_assistance(self._model, config, assistance)
+            if reason is not None:
+                raise ValueError(
+                    f"the engine cannot assist this request: {reason}. Leave out `assistant_model`,"
+                    " `prompt_lookup_num_tokens` and the like, or call `generate` with one row"
+                )
+        state.assistance = None
+        if reason is None:
+            state.assistance = dataclasses.replace(
+                assistance, ngrams=self._config.speculation == "ngram"
+            )
+
+
+def check_led(options: RequestOptions) -> None:
+    """Raises `ValueError` for requests that an engine over several processes does not serve."""
+    if options.inputs is not None:
+        raise ValueError(
+            "`inputs` beside token ids are not served by an engine whose model is in shards over"
+            ' several processes: call `model.generate(..., cache_implementation="paged")` in each'
+            " of them"
+        )
+    if options.assistant_model is not None and is_sharded(options.assistant_model):
+        raise ValueError(
+            "`assistant_model` is in shards over several processes: load it in process 0 alone"
+        )

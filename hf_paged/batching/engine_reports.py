@@ -1,0 +1,142 @@
+"""What a `PagedEngine` tells of itself: its route, figures, block map and plots."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..cache.memory import PagedMemory
+from ..config import PagedConfig
+from ..model.registry import Route
+from ..tools.pictures import MAX_REQUESTS, engine_html, plot_block_map, plot_intervals
+from .engine_core import EngineCore
+from .results import EngineStats
+from .scheduling.timeline import Timeline
+
+_MEMORY = (
+    "used_blocks",
+    "shared_blocks",
+    "cached_blocks",
+    "peak_blocks",
+    "used_bytes",
+    "peak_bytes",
+    "budget_bytes",
+    "tier_host_bytes",
+    "tier_disk_bytes",
+    "tier_kept_blocks",
+    "tier_restored_blocks",
+)
+
+
+class EngineReports:
+    """The part of `PagedEngine` that reads and changes nothing."""
+
+    model: PreTrainedModel
+    config: PagedConfig
+    timeline: Timeline
+    _core: EngineCore
+
+    @property
+    def route(self) -> Route | None:
+        """How requests are served, and why; `None` before the first. `last_route(model)` returns
+        the same."""
+        with self._core.lock:
+            return self._core.route
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether `step` has anything to compute, or outputs to return."""
+        return bool(self._core.requests or self._core.unread)
+
+    def stats(self) -> EngineStats:
+        """Returns the engine's current state and its counters."""
+        core = self._core
+        with core.lock:
+            memory = self.memory.stats()
+            counts = core.counts()
+            num_running = 0
+            num_waiting = 0
+            if core.loop is not None:
+                num_running = core.loop.scheduler.num_running
+                num_waiting = core.loop.scheduler.num_waiting
+            tokens_per_second = 0.0
+            if counts["seconds"]:
+                tokens_per_second = counts["num_generated_tokens"] / counts["seconds"]
+            return EngineStats(
+                num_blocks=self.config.num_blocks,
+                waste_percent=100 * memory.waste,
+                num_running=num_running,
+                num_waiting=num_waiting,
+                tokens_per_second=tokens_per_second,
+                first_token_seconds=core.first_token_seconds,
+                output_token_seconds=core.output_token_seconds,
+                route=core.route,
+                kv_dtype=memory.kv_dtype,
+                block_sizes=memory.block_sizes,
+                **{name: getattr(memory, name) for name in _MEMORY},
+                **dict[str, Any](counts),
+            )
+
+    @property
+    def memory(self) -> PagedMemory:
+        """The memory that holds the requests' blocks. A new one replaces it when the model's
+        layers, dtype or device change, or block sizes that the engine chooses."""
+        return self._core.memory
+
+    def block_map(self) -> dict[int | None, list[int]]:
+        """Returns, for each layer group, by its window (`None`: full attention), the state of every
+        block: 0 free, -1 cached, else the number of sequences that hold it."""
+        with self._core.lock, self.memory.lock:
+            if self._core.loop is None:
+                return {}
+            groups = self._core.loop.blocks.groups
+            self_groups = [group for group in groups if group.spec.kind == "self"]
+            return {group.spec.window: group.pool.states() for group in self_groups}
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` unless pools, block tables and reference counts agree."""
+        self.memory.free_abandoned()
+        with self._core.lock, self.memory.lock:
+            self.memory.check_integrity()
+            if self._core.loop is not None:
+                self._core.loop.blocks.check_integrity()
+
+    def plot_memory(self, ax: Any = None) -> Any:
+        """Plots `block_map`: which blocks are free, used, shared by how many sequences, cached.
+        Returns a matplotlib `Figure`: that of `ax` (`matplotlib.axes.Axes`), or a new one, 800
+        pixels wide. Raises `ImportError` without matplotlib, which the extra `viz` installs."""
+        block_map = self.block_map()
+        total = self.config.num_blocks
+        used = sum(state > 0 for states in block_map.values() for state in states)
+        title = f"{type(self.model).__name__}: {used:,} blocks in use"
+        if total is not None:
+            taken = sum(map(len, block_map.values()))
+            untouched = total - taken
+            title += f" of {total:,}, {untouched:,} never taken so far"
+        return plot_block_map(block_map, title, ax)
+
+    def plot_timeline(
+        self, unit: str = "steps", ax: Any = None, max_requests: int = MAX_REQUESTS
+    ) -> Any:
+        """Plots, like `plot_memory`, which requests were in the batch when, over `unit` (`"steps"`
+        or `"seconds"`). One row for each of the last `max_requests` requests shows prefill, decode,
+        recompute, waiting, preempted, swapped out; and for each step that verified a draft, its
+        length and how many tokens were accepted. Reads the last thousands of `timeline.intervals()`
+        and `timeline.verifications()`. Raises `ValueError` for another unit or fewer than 1
+        request."""
+        with self._core.lock:
+            intervals = self.timeline.intervals()
+            verifications = self.timeline.verifications()
+        return plot_intervals(intervals, unit, ax, max_requests, verifications)
+
+    def _repr_html_(self) -> str:
+        title = f"PagedEngine({type(self.model).__name__})"
+        return engine_html(title, self.stats(), self.block_map())
+
+    def __repr__(self) -> str:
+        stats = self.stats()
+        return (
+            f"PagedEngine({type(self.model).__name__}, {stats.num_running} running,"
+            f" {stats.num_waiting} waiting, {stats.used_blocks} blocks used)"
+        )

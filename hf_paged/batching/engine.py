@@ -483,10 +483,9 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         """Cancels every request and frees all memory. The engine can be used again."""
         with self._core.lock, contextlib.ExitStack() as stack:
             # one that raises keeps none from the others
-            core = self._core
-            stack.callback(core.retire)
-            for state in reversed(core.requests.values()):
-                stack.callback(core.cancel, state)
+            stack.callback(self._core.retire)
+            for state in reversed(self._core.requests.values()):
+                stack.callback(self._core.cancel, state)
         trim()
 
     def __exit__(self, *error: object) -> None:

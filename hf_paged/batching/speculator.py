@@ -29,7 +29,7 @@ from .decoding.speculation import (
     StepCosts,
 )
 from .execution.assistant import Assistant, AssistantRow
-from .execution.graphs import draft_bucket
+from .execution.graph_keys import draft_bucket
 from .execution.mtp import HiddenNamespace, MtpHeads, MtpRow
 from .generation import Generation
 from .request import Sequence, Status

@@ -19,8 +19,11 @@ from transformers.models.llama import modeling_llama
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine, kernels
+from hf_paged.batching.execution import graph_keys, recorders
 from hf_paged.batching.execution import graphs as recording
-from hf_paged.batching.execution.graphs import Key, StepGraphs, bucket, torch_options
+from hf_paged.batching.execution.graph_keys import Key, bucket
+from hf_paged.batching.execution.graphs import StepGraphs
+from hf_paged.batching.execution.torch_options import torch_options
 from hf_paged.cache import storage
 from hf_paged.cache.storage import KVBlocks
 from hf_paged.kernels import cpp
@@ -293,7 +296,7 @@ def test_wider_tables_need_another_graph(name: str, graphs: FakeGraphs) -> None:
 def test_tables_start_wide_enough_for_short_texts(
     graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recording, "MIN_TABLE_TOKENS", 128)
+    monkeypatch.setattr(graph_keys, "MIN_TABLE_TOKENS", 128)
     bench = CapturedBench(models.get("llama"), graphs)
     row = Row(tokens(80, 0), bench)
     bench.run([row.take(2)])
@@ -648,7 +651,7 @@ def test_a_capture_for_which_there_is_no_memory(
         attempts.append(num_steps)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
-    monkeypatch.setattr(recording, "MIN_TABLE_TOKENS", 1024)
+    monkeypatch.setattr(graph_keys, "MIN_TABLE_TOKENS", 1024)
     bench = CapturedBench(models.build("llama"), graphs)
     rows = [Row(tokens(90, seed), bench) for seed in range(2)]
     bench.run([row.take(4) for row in rows])
@@ -770,7 +773,7 @@ def test_what_a_broken_capture_left_undone_is_done(
         monkeypatch.setattr(
             torch._C, name, lambda *args, name=name: done.append((name, args)), raising=False
         )
-    backend = object.__new__(recording.CudaGraphs)
+    backend = object.__new__(recorders.CudaGraphs)
     backend._device, backend._pool = torch.device("cuda", 1), (0, 7)
 
     def run() -> None:
@@ -778,7 +781,7 @@ def test_what_a_broken_capture_left_undone_is_done(
 
     with pytest.raises(RuntimeError) as error:
         backend._record(_BrokenGraph(ends), run)  # type: ignore[arg-type]
-    assert recording._reason(error.value) == "on purpose"
+    assert recorders.reason_of(error.value) == "on purpose"
     repaired = [
         "before",
         ("_cuda_endAllocateToPool", (1, (0, 7))),
@@ -798,7 +801,7 @@ def test_reserved_memory_is_freed_if_a_recording_runs_out(
     )
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("free"))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
-    backend = object.__new__(recording.CudaGraphs)
+    backend = object.__new__(recorders.CudaGraphs)
 
     def record(graph: Any, run: Any) -> None:
         done.append("record")
@@ -923,9 +926,9 @@ def test_decode_steps_on_the_cpu_are_tapes(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_replay_with_other_logits_is_refused(dtype: torch.dtype) -> None:
     logits = torch.randn(3, 50).to(dtype)
     expected = logits.clone()
-    recording._check_replay(lambda: logits.copy_(expected), logits, {dtype})
+    recorders.check_replay(lambda: logits.copy_(expected), logits, {dtype})
     with pytest.raises(NotCapturable, match="standard deviations from its own"):
-        recording._check_replay(lambda: logits.copy_(expected * 1.2 + 0.3), logits, {dtype})
+        recorders.check_replay(lambda: logits.copy_(expected * 1.2 + 0.3), logits, {dtype})
 
 
 @pytest.fixture
@@ -954,7 +957,7 @@ def test_memory_of_a_device_is_taken_once(
 ) -> None:
     free = 64 << 20
     monkeypatch.setattr(storage, "free_bytes", lambda device: free)
-    monkeypatch.setattr(recording, "MIN_TABLE_TOKENS", 1024)
+    monkeypatch.setattr(graph_keys, "MIN_TABLE_TOKENS", 1024)
     model = models.get(name)
     lengths = [(5, 140), (19, 90), (9, 120), (30, 150)]
     with PagedEngine(model, {"block_size": SIZE, "prefix_caching": True, **budget}) as engine:

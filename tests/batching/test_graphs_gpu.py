@@ -13,7 +13,7 @@ from transformers.models.llama import modeling_llama
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
-from hf_paged.batching.execution import cuda_graphs, executor
+from hf_paged.batching.execution import cuda_graphs, executor, recorders
 from hf_paged.batching.execution import graphs as recording
 from hf_paged.model.state import read_state
 from tests.batching.test_runner import SIZE, Bench, Row, tokens
@@ -34,7 +34,7 @@ JOBS: list[Any] = [
 
 @pytest.fixture(autouse=True)
 def logs_again(full_precision: None) -> None:
-    recording._log_once.cache_clear()
+    recorders.log_once.cache_clear()
 
 
 def texts(

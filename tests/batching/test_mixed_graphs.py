@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from hf_paged import PagedConfig, PagedEngine, kernels
+from hf_paged.batching.execution import graph_keys, shared_prefixes
 from hf_paged.batching.execution import graphs as recording
-from hf_paged.batching.execution.graphs import Key, chunk_bucket
+from hf_paged.batching.execution.graph_keys import Key, chunk_bucket
 from hf_paged.batching.execution.inputs import Sizes
 from hf_paged.kernels import cpp
 from hf_paged.kernels.triton import cascade
@@ -157,7 +158,7 @@ def test_an_engine_gives_plain_tokens(name: str, graphs: FakeGraphs) -> None:
 
 
 def test_padding_writes_nothing(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "MIN_TABLE_TOKENS", 128)
+    monkeypatch.setattr(graph_keys, "MIN_TABLE_TOKENS", 128)
     bench = CapturedBench(models.get("llama"), graphs)
     layers = bench.groups[0].storage.layers.values()
     for layer in layers:
@@ -201,7 +202,7 @@ def test_a_forward_that_does_not_pick_logits(graphs: FakeGraphs) -> None:
 @pytest.fixture
 def free_cascades(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = cascade.CascadeCosts(token_bytes=1, state_bytes=0, rows_per_read=64)
-    monkeypatch.setattr(recording, "default_costs", lambda *tensors: costs)
+    monkeypatch.setattr(shared_prefixes, "default_costs", lambda *tensors: costs)
     monkeypatch.setattr(cascade, "default_costs", lambda *tensors: costs)
 
 

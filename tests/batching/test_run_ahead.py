@@ -16,8 +16,8 @@ from transformers import StoppingCriteria
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
-from hf_paged.batching.execution.executor import Launched, RunAhead
 from hf_paged.batching.execution.packed import PackedRunner
+from hf_paged.batching.execution.run_ahead import Launched, RunAhead
 from hf_paged.batching.request import Request, Sequence
 from hf_paged.batching.scheduling.preemption import Preemption
 from hf_paged.batching.scheduling.scheduler import Scheduler

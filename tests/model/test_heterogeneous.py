@@ -12,7 +12,7 @@ import transformers
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine, VirtualStorage, compat
-from hf_paged.batching.execution.graphs import StepGraphs
+from hf_paged.batching.execution.shared_prefixes import SharedPrefixes
 from hf_paged.cache import virtual
 from tests.support import models
 from tests.support.architecture_configs import spread_weights, tiny_config
@@ -78,7 +78,7 @@ def test_costs_of_shared_prefixes_count_each_layers_heads() -> None:
     blocks = SimpleNamespace(keys=keys, values=keys, tiles=(keys,))
     layers = [dict.fromkeys(each, blocks) for each in ([0], [1], [0, 1])]
     groups = [SimpleNamespace(storage=SimpleNamespace(layers=each)) for each in layers]
-    graphs: Any = SimpleNamespace(_model=lambda: model, _groups=groups)
-    first, second, both = StepGraphs._cascade_costs(graphs)
+    prefixes: Any = SimpleNamespace(_model=lambda: model, _groups=groups)
+    first, second, both = SharedPrefixes._read_costs(prefixes)
     assert first.state_bytes == 2 * second.state_bytes
     assert both.state_bytes == first.state_bytes + second.state_bytes

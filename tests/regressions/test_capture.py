@@ -13,7 +13,7 @@ from torch import nn
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
-from hf_paged.batching.execution.graphs import _reason
+from hf_paged.batching.execution.recorders import reason_of
 from hf_paged.kernels import cpp
 from hf_paged.step import NotCapturable, StepMetadata
 from tests.support import models
@@ -163,7 +163,7 @@ def test_item_16_a_mask_of_ones_may_be_read_by_tapes_too() -> None:
 
     with pytest.raises(NotCapturable) as error:
         StepMetadata.rectangle(torch.zeros(1, 1, dtype=torch.int32), [1], 8).plan(fail)
-    assert _reason(error.value) == "on purpose"
+    assert reason_of(error.value) == "on purpose"
 
 
 @pytest.mark.slow

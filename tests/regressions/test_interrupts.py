@@ -31,7 +31,7 @@ from hf_paged.attention import switch
 from hf_paged.batching import engine_core
 from hf_paged.batching.decoding import sample, sampler
 from hf_paged.batching.engine_core import EngineCore
-from hf_paged.batching.execution import graphs
+from hf_paged.batching.execution import recorders
 from hf_paged.batching.ledger import Ledger
 from hf_paged.cache.block_files import DiskFolder
 from hf_paged.switches import Switches
@@ -552,7 +552,7 @@ def test_item_07_an_interrupt_reaches_a_streamer_that_is_ended(how: str) -> None
 
 def test_an_interrupt_of_a_recording_leaves_no_mode_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch pops and pushes modes for every recorded operation."""
-    model, reached, original = models.build("llama"), [], graphs.Tapes.capture
+    model, reached, original = models.build("llama"), [], recorders.Tapes.capture
     prompt = models.token_ids(1, 9)
 
     def capture(*args: Any) -> Any:
@@ -576,7 +576,7 @@ def test_an_interrupt_of_a_recording_leaves_no_mode_behind(monkeypatch: pytest.M
             super().__exit__(*error)
 
     expected = model.generate(prompt, max_new_tokens=24, do_sample=False)
-    monkeypatch.setattr(graphs.Tapes, "capture", capture)
+    monkeypatch.setattr(recorders.Tapes, "capture", capture)
     with pytest.raises(KeyboardInterrupt):
         model.generate(prompt, max_new_tokens=24, do_sample=False, **models.PAGED)
     assert reached == [0, "exit"] and torch._C._len_torch_dispatch_stack() == 0

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hf_paged import PagedEngine, RequestResult
+from hf_paged.batching.execution import graph_keys, recorders
 from hf_paged.batching.execution import graphs as recording
 from hf_paged.model.state import read_state
 from hf_paged.tape.record import HostFirst, KnownAgain, NothingUnrecorded
@@ -100,8 +101,8 @@ def use_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
     backend = FakeGraphs()
     monkeypatch.setattr(recording, "graph_backend", lambda device: backend)
     monkeypatch.setattr(recording, "MIN_USES", 1)
-    monkeypatch.setattr(recording, "MIN_TABLE_TOKENS", SIZE)
-    recording._log_once.cache_clear()
+    monkeypatch.setattr(graph_keys, "MIN_TABLE_TOKENS", SIZE)
+    recorders.log_once.cache_clear()
     return backend
 
 

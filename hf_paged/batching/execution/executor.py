@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,33 +19,29 @@ from ...attention.masks import mask_observer
 from ...attention.switch import compiled_layers, switchable_configs, use_paged_attention
 from ...cache.memory import PagedMemory, autocast_dtype
 from ...compiled import running_eagerly
-from ...interrupts import is_interrupt, restoring
+from ...interrupts import restoring
 from ...model.forwards import compute_device
 from ...model.ranks import ranks_of
 from ...model.state import ModelState, read_state
 from ...model.weights import WeightsGuard
 from ...plan import StepPlan
-from ...step import NotPackable, to_device
+from ...step import NotPackable
 from ...switches import NOTHING
 from ...tape.products import own_products
 from ...threads import step_lock
 from ...topics import Topic
 from ..decoding.base import Fetch, LogitRows
 from ..decoding.prepare import num_embeddings
-from ..decoding.sample import SampleDecoding
 from ..generation import Generation
 from ..request import Sequence
 from ..scheduling.scheduler import Scheduler
 from .adapter_files import AdapterFile
 from .adapters import use_adapter
 from .mixing import Adapters, NotMixableError, mixed, mixing, run_mixed
+from .run_ahead import RunAhead
 from .runner import Runner, in_order
 
 logger = logging.getLogger(__name__)
-
-Launch = Callable[[list[Sequence], Tensor], Tensor | None]
-"""From sequences and their next tokens `(n,)` on the device, logits `(n, vocab)`; `None` if the
-step needs the host."""
 
 
 @dataclass
@@ -56,111 +52,6 @@ class Window:
     is_call: bool = False
     is_open: bool = False
     is_settled: bool = False
-
-
-class Launched(NamedTuple):
-    """A step launched on the device, for `n` sequences."""
-
-    logits: Tensor  # (n, vocab)
-    # row in `logits`, and the state the launch assumed: number of tokens, last token, last block of
-    # each table
-    rows: dict[Sequence, tuple[int, tuple[int, int, list[int]]]]
-
-
-class RunAhead:
-    """Launches the next decode step while its input tokens are still being copied to the host. This
-    assumes that every row continues and none joins. Otherwise the step is computed as usual; the
-    launched one only wrote K/V past the sequences' ends."""
-
-    def __init__(self, memory: PagedMemory, scheduler: Scheduler) -> None:
-        self._memory = memory
-        self._scheduler = scheduler
-        self._launched: Launched | None = None
-
-    def clear(self) -> None:
-        self._launched = None
-
-    def fetch(
-        self,
-        ready: list[tuple[Generation, LogitRows]],
-        launch: Launch,
-    ) -> Fetch | None:
-        """Returns a function that copies the tokens of all open rows, `(n,)` in order, to the host,
-        and meanwhile launches the next step; `None` with other decoding than sampling (beams) or
-        with speculation."""
-        sequences: list[Sequence] = []
-        for generation, _ in ready:
-            is_sampled = isinstance(generation.decoding, SampleDecoding)
-            if not is_sampled or generation.speculation is not None:
-                return None
-            for row in generation.decoding.open_rows:
-                request, index = generation.rows[row]
-                sequences.append(request.sequences[index])
-        return lambda tokens: self._fetch(sequences, tokens, launch)
-
-    def _fetch(
-        self,
-        sequences: list[Sequence],
-        tokens: Tensor,
-        launch: Launch,
-    ) -> list[int]:
-        arrived = _send(tokens)
-        # rows that reach their maximum length with these tokens do not continue
-        going = []
-        for row, sequence in enumerate(sequences):
-            if sequence.num_tokens + 1 < sequence.request.max_num_tokens:
-                going.append(row)
-        chosen = [sequences[row] for row in going]
-        logits = None
-        with self._memory.changing():  # the sampler goes on without a launch, whatever this raises
-            num_leaving = len(sequences) - len(going)
-            is_next = False
-            if len(tokens) == len(sequences):
-                is_next = self._scheduler.reserve_next(chosen, num_leaving)
-        if going and is_next:
-            if len(going) < len(sequences):
-                going_on_host = torch.tensor(going, device="cpu")
-                tokens = tokens[to_device(going_on_host, tokens.device)]
-            try:
-                logits = launch(chosen, tokens)
-            except Exception as error:  # the step is then computed as usual, and raises the error
-                if is_interrupt(error):
-                    raise
-                logger.debug("a step could not be launched ahead", exc_info=True)
-        found = arrived()
-        if logits is not None:
-            states = []
-            for row, sequence in zip(going, chosen):
-                num_tokens = sequence.num_tokens + 1
-                states.append((num_tokens, found[row], _tails(sequence)))
-            rows = dict(zip(chosen, enumerate(states)))
-            self._launched = Launched(logits, rows)
-        return found
-
-    def take(self, plan: StepPlan) -> tuple[Tensor | None, int]:
-        """Returns logits `(n, vocab)` of the first `n` rows of a step, which were launched ahead,
-        and `n`."""
-        launched, self._launched = self._launched, None
-        if launched is None:
-            return None, 0
-        rows: list[int] = []
-        for sequence, count, num_logits in zip(plan.sequences, plan.counts, plan.num_logits):
-            row, guessed = launched.rows.get(sequence, (0, None))
-            # the caller's code may have chosen another token; a preempted sequence may have other
-            # blocks
-            token_ids = sequence.token_ids
-            now = (len(token_ids), token_ids[-1], _tails(sequence))
-            is_decode = count == 1 == num_logits
-            if not is_decode or now != guessed:
-                break
-            rows.append(row)
-        if not rows:
-            return None, 0
-        logits = launched.logits
-        if rows != list(range(len(logits))):
-            rows_on_host = torch.tensor(rows, device="cpu")
-            logits = logits[to_device(rows_on_host, logits.device)]
-        return logits, len(rows)
 
 
 class Executor:
@@ -518,31 +409,3 @@ class Executor:
             dtype=self.autocast,
             enabled=self.autocast is not None,
         )
-
-
-def _tails(sequence: Sequence) -> list[int]:
-    return [table.block_ids[-1] for table in sequence.blocks.tables]
-
-
-def _send(tokens: Tensor) -> Callable[[], list[int]]:
-    """Starts the copy to the host; the returned function waits for the copy only, not for later
-    launches."""
-    if tokens.device.type != "cuda":
-        found: list[int] = tokens.tolist()
-        return lambda: found
-    with torch.cuda.device(tokens.device):
-        host = torch.empty(
-            tokens.shape,
-            dtype=tokens.dtype,
-            pin_memory=True,
-            device="cpu",
-        )
-        host.copy_(tokens, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
-
-    def arrived() -> list[int]:
-        done.synchronize()
-        return list(host.tolist())
-
-    return arrived

@@ -89,7 +89,7 @@ class MtpRunner(PackedRunner):
         fully computed, and appends a token to each. The other sequences already have the tokens
         that later heads read.
         """
-        tokens = self._lay_out(plan)
+        tokens = self._packing.pack(plan)
         inputs, steps = self._to_device(tokens)
         token_ids = inputs[0:1]
         places = inputs[1:2]

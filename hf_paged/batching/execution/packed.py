@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-import operator
 from array import array
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from typing import Any, Protocol
 
@@ -18,12 +17,11 @@ from transformers import PreTrainedModel
 from ... import compat
 from ...attention.eager import showing_rows
 from ...attention.switch import calls_interface
-from ...cache.block_manager import UNCACHED
 from ...cache.hidden_states import HiddenStates
 from ...cache.paged_cache import PagedCache
+from ...interrupts import restoring
 from ...model.capability import note_unpackable, structural_reason
 from ...model.forwards import compute_device
-from ...model.own_loop import pad_token_id
 from ...model.rope import find_length_rope
 from ...model.state import ModelState
 from ...plan import StepPlan
@@ -33,22 +31,17 @@ from ...tape.invariant import by_kernels, in_fixed_order
 from ..decoding.scores import PromptLogprobs
 from ..request import Sequence
 from .graphs import step_graphs
-from .inputs import GroupTokens, PackedTokens, TableRows
+from .inputs import PackedTokens, TableRows
 from .mixing import mixed
-from .prompts import Prompts, PromptsError
+from .packing import Packing, recorded_prompts
 from .runner import Runner, in_order
+from .whole_prompts import WholePrompts, sort_places
 
 logger = logging.getLogger(__name__)
 
 MAX_GATHERED_EXPERTS = 64
 """Up to this many tokens, each token's expert weights are copied: an estimate of a small amount of
 memory."""
-
-_BLOCK_IDS = operator.attrgetter("block_ids")
-
-Wholes = list[tuple[Prompts, dict[int, int]]]
-"""Prompts that the model's own forward computes as a whole, with the batch place of each row that
-is wanted."""
 
 
 class Mirror(Protocol):
@@ -85,6 +78,7 @@ class PackedRunner(Runner):
         self._rows = [TableRows() for _ in self.windows]
         self.rope = find_length_rope(model, model.modules())
         self.takes_drafts = self.rope is None
+        self._packing = Packing(self._block_sizes, self.rope)
         self._graphs = step_graphs(model, cache)
         self.can_capture = self._graphs is not None
         self.is_invariant = False  # whether a row's bits do not depend on the other rows
@@ -161,29 +155,13 @@ class PackedRunner(Runner):
     ) -> Tensor:
         if self.is_packed and not plan.has_inputs:
             return self._run_packed(plan, variant)
-        # place by row, for each forward over whole prompts
-        wholes: dict[tuple[Prompts, int], dict[int, int]] = {}
-        packed: dict[int, list[int]] = {}  # places by number of position axes
-        for place, (sequence, num_cached) in enumerate(zip(plan.sequences, plan.starts)):
-            prompts, row = sequence.request.inputs or (None, 0)
-            if prompts is not None and num_cached <= sequence.request.num_text:
-                turn = 0
-                for (other, _), other_rows in wholes.items():
-                    if other is prompts and row in other_rows:
-                        turn += 1
-                places_by_row = wholes.setdefault((prompts, turn), {})
-                places_by_row[row] = place
-            else:
-                num_axes = 0
-                if prompts is not None:
-                    num_axes = prompts.num_axes(row)
-                places = packed.setdefault(num_axes, [])
-                places.append(place)
+        wholes, packed = sort_places(plan)
+        # kept, it would be a cycle, which would keep the model and its memory alive
+        whole_prompts = WholePrompts(self.model, self.cache, self._around_prompts)
         parts = []
         answers = plan.rows_of_logits()
-        calls = [(prompts, rows) for (prompts, _), rows in wholes.items()]
-        for together in self._divide(calls, plan):
-            for places, logits in self._run_wholes(together, plan):
+        for together in whole_prompts.divide(wholes, plan):
+            for places, logits in whole_prompts.run(together, plan):
                 starts = [answers[place].start for place in places]
                 parts.append((starts, logits))
         if len(packed) == 2 and 0 in packed:
@@ -222,97 +200,16 @@ class PackedRunner(Runner):
                 group.append(place)
         return groups.values()
 
-    def _divide(
-        self,
-        wholes: Wholes,
-        plan: StepPlan,
-    ) -> list[Wholes]:
-        """Groups prompts into forwards of at most `max_num_batched_tokens`, those behind cached
-        tokens alone."""
-        found: list[Wholes] = []
-        last: dict[Hashable, Wholes] = {}
-        longest_first = sorted(wholes, key=lambda whole: -whole[0].length)
-        for prompts, rows in longest_first:
-            merges = None
-            if not _num_cached(rows, plan):
-                merges = prompts.merges
-            others = last.get(merges)
-            num_rows = len(prompts.paddings)
-            for other, _ in others or ():
-                num_rows += len(other.paddings)
-            max_tokens = self.cache.memory.config.max_num_batched_tokens
-            fits = False
-            if merges is not None and others is not None:
-                fits = num_rows * others[0][0].length <= max_tokens
-            if others is None or not fits:
-                found.append([])
-                others = last[merges] = found[-1]
-            others.append((prompts, rows))
-        return found
-
-    def _run_wholes(
-        self,
-        wholes: Wholes,
-        plan: StepPlan,
-    ) -> list[tuple[list[int], Tensor]]:
-        """Runs one forward, or one for each `Prompts` if that fails, so that errors stay with their
-        prompts. Returns places with their logits."""
-        if len(wholes) > 1:
-            all_rows: dict[int, int] = {}
-            num_rows = 0
-            for prompts, rows in wholes:
-                for row, place in rows.items():
-                    all_rows[num_rows + row] = place
-                num_rows += len(prompts.paddings)
-            try:
-                (first, _), *others = wholes
-                partners = [prompts for prompts, _ in others]
-                together = first.merged(partners, pad_token_id(self.model))
-                return [self._run_whole(together, all_rows, plan)]
-            except PromptsError as error:
-                logger.debug("prompts of several requests fail in one forward: %s", error)
-        answers = []
-        for prompts, rows in wholes:
-            answers.append(self._run_whole(prompts, rows, plan))
-        return answers
-
-    def _run_whole(
-        self,
-        prompts: Prompts,
-        rows: dict[int, int],
-        plan: StepPlan,
-    ) -> tuple[list[int], Tensor]:
-        """Computes `rows` of prompts, given with their places in `plan`, by the model's own
-        forward; returns places and their logits."""
-        blocks = {row: plan.sequences[place].blocks for row, place in rows.items()}
-        cache = self.cache.empty_twin(self.cache.memory, self.counters)
-        with self._rotating([]), self.products:
-            num_cached = _num_cached(rows, plan)
-            logits, ahead = prompts.forward(self.model, cache, blocks, num_cached)
-        content = None
-        if ahead is not None:
-            content = prompts.content(self.model.config)
-        for row, place in rows.items():
-            # the prefix cache may only share K/V whose key covers all that the token has seen
-            is_covered = False
-            if ahead is not None and content is not None:
-                uncovered = ahead[row] & ~content[row].cpu()
-                is_covered = not bool(uncovered.any())
-            if not is_covered:
-                plan.sequences[place].request.namespace = UNCACHED
-        answered = {row: place for row, place in rows.items() if plan.num_logits[place]}
-        return list(answered.values()), logits[list(answered)]
-
     def _run_packed(
         self,
         plan: StepPlan,
         variant: Hashable,
     ) -> Tensor:
-        tokens = self._lay_out(plan)
+        tokens = self._packing.pack(plan)
         # decodes compute no prompt tokens whose log-probabilities are recorded
         wanted: list[tuple[PromptLogprobs, int, range]] = []
         if len(tokens.last) < len(tokens.token_ids):
-            wanted = _recorded(plan)
+            wanted = recorded_prompts(plan)
         replayed = None
         if not wanted:
             replayed = self._replay(tokens, variant)
@@ -342,7 +239,7 @@ class PackedRunner(Runner):
     ) -> Tensor | None:
         with self._in_order():
             plan = StepPlan.of([(sequence, 1) for sequence in sequences])
-            tokens = self._lay_out(plan, is_ahead=True)
+            tokens = self._packing.pack(plan, is_ahead=True)
             return self._replay(tokens, variant, token_ids)
 
     def _replay(
@@ -439,6 +336,11 @@ class PackedRunner(Runner):
             steps.append(step)
         return inputs, steps
 
+    def _kernels(self, num_tokens: int) -> contextlib.AbstractContextManager[Any]:
+        if self.is_invariant:
+            return by_kernels()
+        return self._experts(num_tokens)
+
     def _experts(self, num_tokens: int) -> contextlib.AbstractContextManager[None]:
         """Around a forward of few tokens on a device: uses the expert products that `generate` uses
         for decodes. In other dtypes than bfloat16, grouped expert products wait for the device, and
@@ -453,6 +355,11 @@ class PackedRunner(Runner):
             self.model
         )
         return context
+
+    @restoring
+    def _around_prompts(self) -> Iterator[None]:
+        with self._rotating([]), self.products:
+            yield
 
     def _rotating(self, factors: list[int]) -> contextlib.AbstractContextManager[None]:
         if self.rope is None:
@@ -505,11 +412,7 @@ class PackedRunner(Runner):
             self._state.doubt()
         self.cache.begin(steps, positions)
         try:
-            if self.is_invariant:
-                kernels: contextlib.AbstractContextManager[Any] = by_kernels()
-            else:
-                kernels = self._experts(num_tokens)
-            with kernels:
+            with self._kernels(num_tokens):
                 outputs = self.model(
                     input_ids=token_ids,
                     use_cache=True,
@@ -527,10 +430,8 @@ class PackedRunner(Runner):
                 kept_states.store(packed_states)
         finally:
             self.cache.begin([None] * len(steps))
-        if kept is None:
-            return logits
         # the model may ignore `logits_to_keep`
-        if picks_logits and len(logits) == len(kept):
+        if kept is None or (picks_logits and len(logits) == len(kept)):
             return logits
         return logits[kept.to(logits.device)]
 
@@ -550,147 +451,3 @@ class PackedRunner(Runner):
         columns = torch.arange(width, device=self.device)
         first_columns = torch.tensor(paddings, device=self.device)[:, None]
         return cache, (columns >= first_columns).long()
-
-    def _lay_out(
-        self,
-        plan: StepPlan,
-        is_ahead: bool = False,
-    ) -> PackedTokens:
-        """Lays out a packed step. `is_ahead`: the tokens are on the device only, one of each
-        row."""
-        # leading rows of one token each, whose columns need no look at each row
-        num_plain = plan.num_decodes
-        if plan.has_drafts or self.rope is not None:
-            num_plain = 0
-        num_rows = len(plan.sequences)
-        positions = list(plan.starts[:num_plain])
-        if is_ahead:
-            token_ids = [0] * num_plain
-        else:
-            plain = zip(plan.sequences, positions)
-            token_ids = [sequence.token_ids[position] for sequence, position in plain]
-        last = [row for row in range(num_plain) if plan.num_logits[row]]
-        query_start = list(range(num_plain + 1))
-        factors: list[int] = []
-        num_decodes = num_plain
-        for row in range(num_plain, num_rows):
-            sequence = plan.sequences[row]
-            start = plan.starts[row]
-            count = plan.counts[row]
-            draft = sequence.draft
-            end = start + count
-            first = len(token_ids)
-            if num_decodes == first and (draft or count == 1):  # only leading ones
-                num_decodes += count
-            if is_ahead:
-                token_ids += [0] * count
-            else:
-                token_ids += sequence.token_ids[start : end - len(draft)]
-                token_ids += draft
-            positions += range(start, end)
-            if draft:  # rows of one token each
-                query_start += range(first + 1, first + count)
-            query_start.append(first + count)
-            last += range(first + count - plan.num_logits[row], first + count)
-            if self.rope is not None:
-                factors += self.rope.token_factors(
-                    start,
-                    end,
-                    sequence.request.num_prompt_tokens,
-                    max(end, len(sequence.token_ids)),
-                )
-        if self.rope is not None and self.rope.is_fresh:
-            if not any(factors):
-                factors = []
-        groups = []
-        for number in range(len(self.windows)):
-            groups.append(self._lay_out_group(plan, number, num_plain))
-        return PackedTokens(
-            token_ids,
-            positions,
-            last,
-            query_start,
-            num_decodes,
-            groups,
-            factors,
-            _axes(plan, positions) if plan.has_inputs else None,
-            plan.has_drafts,
-        )
-
-    def _lay_out_group(
-        self,
-        plan: StepPlan,
-        number: int,
-        num_plain: int,
-    ) -> GroupTokens:
-        size = self._block_sizes[number]
-        held = [sequence.blocks.tables[number] for sequence in plan.sequences]
-        plain = held[:num_plain]
-        origins = [table.num_dropped * size for table in plain]
-        tables = list(map(_BLOCK_IDS, plain))
-        indices = list(map(operator.sub, plan.starts, origins))
-        slots = [ids[index // size] * size + index % size for ids, index in zip(tables, indices)]
-        seq_lens = list(map((1).__add__, indices))
-        for row in range(num_plain, len(held)):
-            table = held[row]
-            count = plan.counts[row]
-            origin = table.num_dropped * size
-            first = plan.starts[row] - origin
-            slots += table.slots(first, first + count)
-            if plan.sequences[row].draft:  # rows of one token each
-                num_rows = count
-                seq_lens += range(first + 1, first + 1 + count)
-            else:
-                num_rows = 1
-                seq_lens.append(first + count)
-            tables += [table.block_ids] * num_rows
-            origins += [origin] * num_rows
-        return GroupTokens(
-            slots,
-            tables,
-            seq_lens,
-            origins,
-        )
-
-
-def _recorded(plan: StepPlan) -> list[tuple[PromptLogprobs, int, range]]:
-    """Returns, for each prompt whose log-probabilities are recorded: the recording, the position of
-    the first token computed now, and the packed tokens that a prompt token follows."""
-    recordings = []
-    first = 0
-    for sequence, start, num_tokens in zip(plan.sequences, plan.starts, plan.counts):
-        recording = sequence.request.prompt_logprobs
-        if recording is not None:
-            # a draft is not among the computed tokens
-            count = recording.num_wanted(start, start + num_tokens - len(sequence.draft))
-            if count:
-                tokens = range(first, first + count)
-                recordings.append((recording, start, tokens))
-        first += num_tokens
-    return recordings
-
-
-def _num_cached(rows: dict[int, int], plan: StepPlan) -> int:
-    """Tokens in front of those that a forward over whole prompts computes: 0 for several rows."""
-    return min(plan.starts[place] for place in rows.values())
-
-
-def _axes(plan: StepPlan, positions: list[int]) -> list[list[int]] | None:
-    """Makes `PackedTokens.axes`; sequences with several axes must have equally many."""
-    axes_by_start: dict[int, list[list[int]]] = {}  # by the first packed position
-    first = 0
-    for sequence, start, count in zip(plan.sequences, plan.starts, plan.counts):
-        if sequence.request.inputs is not None:
-            prompts, row = sequence.request.inputs
-            row_axes = prompts.positions(row, start, start + count)
-            if row_axes is not None:
-                axes_by_start[first] = row_axes
-        first += count
-    if not axes_by_start:
-        return None
-    num_axes = max(map(len, axes_by_start.values()))
-    axes = [positions.copy() for _ in range(num_axes)]
-    for start, row_axes in axes_by_start.items():
-        for axis, values in zip(axes, row_axes):
-            axis[start : start + len(values)] = values
-    return axes

@@ -1,0 +1,169 @@
+"""Which recorded step serves which step: sizes, rounded up to few values, and what else must be
+equal."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+from ...kernels.triton.cascade import SharedPrefix
+from .inputs import PackedTokens, Sizes
+
+# least capacity of block tables: short sequences need no new graph when they grow
+MIN_TABLE_TOKENS = 1024
+# Most tokens of chunks in a recorded step. With more, the GPU computes for longer than the host
+# takes to launch (vLLM records up to 512 tokens): an estimate, not a measurement
+MAX_CHUNK_TOKENS = 512
+MIN_CHUNK_TOKENS, MIN_CHUNKS, MIN_PREFIXES = 16, 4, 4
+
+Prefixes = tuple[tuple[SharedPrefix, ...], ...]
+"""The prefixes that a step's decodes share, by layer group; empty if the step shares nothing."""
+
+
+class Key(NamedTuple):
+    """Identifies a recorded graph."""
+
+    sizes: Sizes
+    # adapters, autocast dtype, training mode, batch invariance, whether hidden states are kept,
+    # options of torch
+    variant: Hashable
+
+    def serves(self, other: Key) -> bool:
+        """Whether steps of key `other` may run with this graph: padded, with at most twice their
+        chunk tokens, or without a cascade over shared prefixes."""
+        mine = self.sizes
+        needed = other.sizes
+        if not _covers(self.variant, other.variant):
+            return False
+        if mine.decodes < needed.decodes:
+            return False
+        if any(width < least for width, least in zip(mine.widths, needed.widths)):
+            return False
+        if bool(mine.chunks) != bool(needed.chunks):
+            return False
+        if mine.chunks < needed.chunks:
+            return False
+        most = 2 * needed.chunk_tokens
+        if not needed.chunk_tokens <= mine.chunk_tokens <= most:
+            return False
+        if not mine.prefixes:
+            return True
+        if not needed.prefixes:
+            return False
+        return all(map(_has_room, mine.prefixes, needed.prefixes))
+
+    @property
+    def use(self) -> Hashable:
+        """The key without table widths, whose uses are counted as well: when tables outgrow a
+        graph, the next is recorded at once."""
+        sizes = self.sizes
+        return (
+            sizes.decodes,
+            sizes.chunks,
+            sizes.chunk_tokens,
+            bool(sizes.prefixes),
+            self.variant,
+        )
+
+
+def _covers(mine: Any, needed: Any) -> bool:
+    """Whether the variants are equal, or differ only in adapters that the needed step does not
+    use."""
+    if isinstance(mine, tuple) and isinstance(needed, tuple):
+        if mine[1:] == needed[1:]:
+            mine = mine[0]
+            needed = needed[0]
+    if isinstance(mine, frozenset) and isinstance(needed, frozenset):
+        return mine >= needed
+    return bool(mine == needed)
+
+
+def _has_room(mine: tuple[int, int], needed: tuple[int, int]) -> bool:
+    """Whether a graph has room for a group's prefixes; not if the group has none, since launches
+    would do nothing."""
+    num_mine, width = mine
+    num_needed, least = needed
+    if bool(num_mine) != bool(num_needed):
+        return False
+    return num_mine >= num_needed and width >= least
+
+
+def bucket(num_rows: int) -> int:
+    """Rows of the graph for `num_rows`: 1, 2, 4, 8, then in steps of 8, from 128 on in steps of 1/8
+    to 1/16 of them."""
+    if num_rows <= 8:
+        return 1 << (num_rows - 1).bit_length()
+    power = 1 << ((num_rows - 1).bit_length() - 4)
+    step = max(8, power)
+    return -(-num_rows // step) * step
+
+
+def _power(least: int, number: int) -> int:
+    """The least power of two that is at least `number`, but no less than `least`."""
+    return max(least, 1 << (number - 1).bit_length())
+
+
+def chunk_bucket(num_tokens: int) -> int:
+    """Tokens of chunks in the graph for `num_tokens`: 16, 24, 32, 48, 64, 96, ..."""
+    size = _power(MIN_CHUNK_TOKENS, num_tokens)
+    smaller = size * 3 // 4
+    if size > MIN_CHUNK_TOKENS and num_tokens <= smaller:
+        return smaller
+    return size
+
+
+def draft_bucket(num_rows: int) -> int:
+    """Rows of the graph for `num_rows` with drafts, when the number changes in every step: 1, 2, 4,
+    8, 16, 24, 32, 48, 64, 96, ..."""
+    if num_rows <= MIN_CHUNK_TOKENS:
+        return bucket(num_rows)
+    return chunk_bucket(num_rows)
+
+
+def sizes_of(
+    tokens: PackedTokens,
+    prefixes: Prefixes,
+    block_sizes: list[int],
+    num_adapters: int,
+) -> Sizes:
+    """The step's sizes rounded up to few values, such as powers of two, so that few graphs
+    serve many steps."""
+    least = [-(-MIN_TABLE_TOKENS // size) for size in block_sizes]
+    widths = []
+    for blocks, group in zip(least, tokens.groups):
+        longest = max(map(len, group.tables))
+        widths.append(_power(blocks, longest))
+    shared = []
+    for blocks, group_prefixes in zip(least, prefixes):
+        room = (0, 0)
+        if group_prefixes:
+            most_blocks = max(prefix.num_blocks for prefix in group_prefixes)
+            num_prefixes = _power(MIN_PREFIXES, len(group_prefixes))
+            room = (num_prefixes, _power(blocks, most_blocks))
+        shared.append(room)
+    decodes = tokens.num_decodes
+    num_tokens = len(tokens.token_ids)
+    if num_tokens == decodes:
+        rows = draft_bucket(decodes) if tokens.has_drafts else bucket(decodes)
+        return Sizes(
+            rows,
+            tuple(widths),
+            prefixes=tuple(shared),
+            ranges=num_adapters,
+        )
+    num_chunks = len(tokens.query_start) - 1 - decodes
+    chunks = _power(MIN_CHUNKS, num_chunks)
+    # always more tokens than rows: the number of logits then tells whether a forward ignores
+    # `logits_to_keep`
+    chunk_tokens = chunk_bucket(max(num_tokens - decodes, chunks + 1))
+    rows = 0
+    if decodes:
+        rows = _power(1, decodes)
+    return Sizes(
+        rows,
+        tuple(widths),
+        chunks,
+        chunk_tokens,
+        tuple(shared),
+        2 * num_adapters,
+    )

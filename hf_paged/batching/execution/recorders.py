@@ -1,0 +1,180 @@
+"""What records a step to run it again: tapes on the CPU, CUDA graphs; and the check of what was
+recorded."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ...attention.backends import cpp
+from ...interrupts import restoring
+from ...kernels import forced, uses_triton
+from ...model.capability import TOLERANCE, first_line, half_tolerance
+from ...model.state import plain_tensors
+from ...step import NotCapturable
+from ...switches import NOTHING
+from ...tape.tape import Tape
+from ...topics import Topic
+from .cuda_graphs import CudaGraphs
+from .mixing import mixed
+
+logger = logging.getLogger(__name__)
+
+Check = Callable[[Callable[[], None]], None]
+"""Runs a replay; raises `NotCapturable` unless it gives what the recorded forward just gave."""
+
+
+class GraphBackend(Protocol):
+    """Records work to run it again."""
+
+    runs_ahead: bool  # whether a replay runs while the host does something else
+    # whether it records decodes only: no chunks, whose steps compute for long, and no prefixes
+    decodes_alone: bool
+    notice: int  # log level of the reason why nothing is recorded
+
+    def capture(
+        self,
+        run: Callable[[], None],
+        model: PreTrainedModel,
+        check: Check,
+    ) -> Graph:
+        """Runs `run` once or twice, and records it. A replay that does not just repeat the same
+        kernels must pass `check`. Raises what `run` raises, and `NotCapturable` if it cannot be
+        recorded."""
+
+    def in_order(self) -> contextlib.AbstractContextManager[None]:
+        """Orders the work within it after that of the last such context."""
+
+
+class Graph(Protocol):
+    def replay(self) -> None:
+        """Runs the recorded work again."""
+
+
+class Tapes:
+    """[`Tape`]s, on the CPU. Each has memory for its intermediate values."""
+
+    runs_ahead = False
+    decodes_alone = True
+    notice = logging.INFO
+
+    def capture(
+        self,
+        run: Callable[[], None],
+        model: PreTrainedModel,
+        check: Check,
+    ) -> Tape:
+        run()  # initializes lazily built objects, and allocates the result
+        values = (value for module in model.modules() for value in vars(module).values())
+        attributes = (value for value in values if isinstance(value, Tensor))
+        mix = mixed.get()
+        added = []
+        if mix is not None:
+            added = mix.tensors
+        parts = (
+            part
+            for tensor in (*model.parameters(), *model.buffers(), *attributes, *added)
+            for part in plain_tensors(tensor)
+        )
+        kept = {part.untyped_storage().data_ptr() for part in parts}
+
+        def is_kept(tensor: Tensor) -> bool:
+            is_known = tensor.untyped_storage().data_ptr() in kept
+            if not is_known and tensor.is_floating_point() and tensor.numel():
+                raise NotCapturable(
+                    "its forward takes numbers that no recorded operation made, perhaps in a thread"
+                )
+            return is_known
+
+        tape = Tape.record(run, is_kept)
+        check(tape.replay)
+        return tape
+
+    def in_order(self) -> contextlib.AbstractContextManager[None]:
+        return NOTHING
+
+
+def graph_backend(device: torch.device) -> GraphBackend | None:
+    """The backend that records steps on `device`; `None` if there is none, or our kernels are not
+    used."""
+    if device.type == "cpu":
+        if not cpp.is_available() or forced() not in (None, "cpp"):
+            return None
+        return Tapes()
+    if device.type != "cuda":
+        return None
+    if not uses_triton(torch.empty(0, device=device)):
+        return None
+    return CudaGraphs(device)
+
+
+def check_replay(
+    replay: Callable[[], None],
+    logits: Tensor,
+    dtypes: set[torch.dtype | None],
+) -> None:
+    """Raises [`NotCapturable`] unless a replay gives the logits `(n, vocab_size)` of the recorded
+    run, computed in `dtypes`."""
+    # `float` copies no float32, which the next line would overwrite
+    expected = logits.float().clone()
+    logits.zero_()
+    replay()
+    errors = (logits.float() - expected).square().mean(1).sqrt()
+    gap = errors / expected.std(1).clamp_min(1e-6)
+    half = half_tolerance((logits.dtype, *dtypes), logits.device)
+    if half is None:
+        worst = float(gap.max())
+    else:
+        # the median in half precision, where a router may choose another expert for a row
+        worst = float(gap.sort().values[len(gap) // 2])
+    if not worst <= (half or TOLERANCE):
+        raise NotCapturable(
+            f"what was recorded gives logits that are {worst:.1e} standard deviations from its own"
+        )
+
+
+def reason_of(error: BaseException) -> str:
+    """The first line of the first error: ending a broken capture raises further ones."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return first_line(error)
+
+
+@restoring
+def recording_alone(device: torch.device) -> Iterator[bool]:
+    """Yields whether no other thread records on `device`, which has one capture stream. Turns off
+    garbage collection meanwhile: it may free objects that wait for the device (pytorch#161037), or
+    run a caller's code."""
+    is_alone = False
+    collects = gc.isenabled()
+    try:
+        is_alone = _capture_lock(device).acquire(blocking=False)
+        gc.disable()
+        yield is_alone
+    finally:
+        if collects:
+            gc.enable()
+        if is_alone:
+            _capture_lock(device).release()
+
+
+@functools.cache
+def _capture_lock(device: torch.device) -> threading.Lock:
+    return threading.Lock()
+
+
+@functools.cache
+def log_once(obstacle: str, level: int) -> None:
+    message = Topic.RECORDING(
+        "steps are not recorded, and run operation by operation, which is slower: %s"
+    )
+    logger.log(level, message, obstacle)

@@ -230,7 +230,7 @@ def test_a_step_that_cannot_be_launched_is_computed_later(
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(PackedRunner, "run_ahead", fail)
-    caplog.set_level(logging.DEBUG, logger="hf_paged.batching.execution.executor")
+    caplog.set_level(logging.DEBUG, logger="hf_paged.batching.execution.run_ahead")
     model, jobs = models.get("llama"), [job(5, 20, 0), job(9, 15, 1)]
     with PagedEngine(model, CONFIG) as engine:
         found = results(engine, jobs)
@@ -251,7 +251,7 @@ def test_item_05_an_id_without_embedding_does_not_reach_the_device(
         )
         return torch.cat([scores, best], dim=1)
 
-    caplog.set_level(logging.DEBUG, logger="hf_paged.batching.execution.executor")
+    caplog.set_level(logging.DEBUG, logger="hf_paged.batching.execution.run_ahead")
     with PagedEngine(models.get("llama"), CONFIG) as engine:
         result = engine.generate(
             [prompts(5)[0]], {**GREEDY, "max_new_tokens": 20}, logits_processor=[widen]

@@ -225,7 +225,6 @@ class SampleDecoding(Decoding):
         """Appends a token to every open row. `stopped`: whether each completes a stop string; empty
         if none does."""
         rows = self.open_rows
-        tokens = chosen
         checker = self.stop_checker
         going = [(at, row) for at, row in enumerate(rows) if not self._ends[row]]
         if records:
@@ -233,43 +232,53 @@ class SampleDecoding(Decoding):
                 pair, top = records[at]
                 self.logprobs[row].append(pair)
                 self.top_logprobs[row].append(top)
+        given = chosen
         if checker.has_eos and len(going) < self.num_rows:
-            tokens = [self._pad_token_id] * self.num_rows
+            given = [self._pad_token_id] * self.num_rows
             for at, row in going:
-                tokens[row] = chosen[at]
-        self._new.append(tokens)
+                given[row] = chosen[at]
+        self._new.append(given)
         self.length += 1
         if self.batchable is not None:
-            self.batchable.unseen.append(tokens[0])
+            self.batchable.unseen.append(given[0])
+        tokens = given
         ended: list[list[bool]] = []
-        given = tokens
         if checker.others:
             ended = [hits(criterion, self.input_ids, self.scores) for criterion in checker.others]
             # some criteria force a token by writing to the ids
             tokens = self.input_ids[:, -1].tolist()
-        newly: list[int] = []
+        newly = []
         for at, row in going:
             reason = checker.reason(given[row], self.length, bool(stopped) and stopped[at])
-            if ended and reason in (None, "length"):
-                if any(of_rows[row] for of_rows in ended):
-                    reason = "criteria"
+            if reason in (None, "length") and any(of_rows[row] for of_rows in ended):
+                reason = "criteria"
             if reason is not None:
                 self.finish_reasons[row], self._ends[row] = reason, self.length
                 newly.append(row)
-        finished: list[int] = []
-        if newly and checker.has_eos and not self._keeps_scores:
-            finished, self.open_rows = newly, [row for row in rows if not self._ends[row]]
-        elif newly and all(self._ends):
-            finished, self.open_rows = rows, []
+        finished = self._close_rows(newly)
         if self.streamer is not None:
-            if isinstance(self.streamer, RowStreamers):
-                self.streamer.ending.update(newly)
-            # as chosen, before criteria overwrote them
-            self.streamer.put(torch.tensor(given, device="cpu"))
-            if self.is_done:
-                self.has_ended_streamer = True  # also if its `end` raises
-                self.streamer.end()
+            self._stream(given, newly)  # as chosen, before criteria overwrote them
         return SampledTokens(tokens, None, finished, rows)
+
+    def _close_rows(self, newly: list[int]) -> list[int]:
+        """Returns the rows that need no more forwards, now that the rows `newly` have ended."""
+        rows = self.open_rows
+        if newly and self.stop_checker.has_eos and not self._keeps_scores:
+            self.open_rows = [row for row in rows if not self._ends[row]]
+            return newly
+        if newly and all(self._ends):
+            self.open_rows = []
+            return rows
+        return []
+
+    def _stream(self, tokens: list[int], newly: list[int]) -> None:
+        assert self.streamer is not None
+        if isinstance(self.streamer, RowStreamers):
+            self.streamer.ending.update(newly)
+        self.streamer.put(torch.tensor(tokens, device="cpu"))
+        if self.is_done:
+            self.has_ended_streamer = True  # also if its `end` raises
+            self.streamer.end()
 
     @staticmethod
     def accept_each(batch: Sequence[SampleDecoding], tokens: Sequence[int]) -> list[Result]:

@@ -20,9 +20,9 @@ from ..cache.block_files import (
     to_bytes,
     write_private,
 )
-from ..cache.block_manager import TierError
 from ..cache.block_pool import OutOfBlocksError
 from ..cache.swap import HostLayer
+from ..cache.tier_prefixes import TierError, adopt, missing, num_tokens_of
 from ..cache.tiers import PrefixStore
 from ..config import PrefixTiers, is_whole
 from ..interrupts import restoring
@@ -111,8 +111,8 @@ def save(
         links = manager.index.reach(token_ids, namespace, num_nodes, lambda group, digest: False)
         if len(links) < num_nodes:
             raise OutOfBlocksError(
-                f"{manager.num_tokens(links):,} of the {num_tokens:,} tokens of the prompt stayed"
-                f" in the pool: raise `num_blocks` ({core.config.num_blocks})"
+                f"{num_tokens_of(manager, links):,} of the {num_tokens:,} tokens of the prompt"
+                f" stayed in the pool: raise `num_blocks` ({core.config.num_blocks})"
             )
         parts: dict[int, Layers] = {}
         for group, numbers in enumerate(_needed(loop, num_nodes)):
@@ -172,17 +172,17 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
             outline |= outline_of(group, store.layers(group), len(needed)) if needed else {}
         parts = file.read(outline)
         links = manager.index.reach(token_ids, namespace, num_nodes, lambda group, digest: True)
-        if manager.num_tokens(links) != len(token_ids) or links[-1].digest.hex() != digest:
+        if num_tokens_of(manager, links) != len(token_ids) or links[-1].digest.hex() != digest:
             raise Corrupt("it holds other tokens than its name says")
         contents: list[dict[int, Any]] = []
         for group, needed in enumerate(numbers):
-            missing = set(manager.missing(group, links))
+            absent = set(missing(manager, group, links))
             contents.append(
-                {n: _row(parts[group], place) for place, n in enumerate(needed) if n in missing}
+                {n: _row(parts[group], place) for place, n in enumerate(needed) if n in absent}
             )
         try:
             with core.memory.changing():
-                has_room = manager.adopt(links, namespace, contents, store)
+                has_room = adopt(manager, links, namespace, contents, store)
         except TierError as error:
             raise error.cause from error
         if not has_room:
@@ -190,7 +190,7 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
                 f"needs {sum(map(len, contents))} blocks of {manager.size_text} tokens,"
                 f" {manager.num_free} available: raise `num_blocks` ({core.config.num_blocks})"
             )
-    return manager.num_tokens(links)
+    return num_tokens_of(manager, links)
 
 
 def _tuples(value: Any) -> Any:

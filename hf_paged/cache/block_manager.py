@@ -3,17 +3,18 @@ tensors, no policy."""
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from ..interrupts import is_interrupt
 from .block_pool import BlockTable, OutOfBlocksError
 from .groups import UNBOUNDED, BlockGroup, StateSpec
-from .prefix_index import Link, Node, PrefixIndex
+from .prefix_index import Node, PrefixIndex
+
+if TYPE_CHECKING:
+    from .tier_prefixes import Tier
 
 UNCACHED = object()
 """The namespace of sequences that do not use the prefix cache."""
@@ -43,64 +44,8 @@ class SequenceBlocks(_WithWeakRefs):
             table.pool.has_lost |= bool(table.block_ids)
 
 
-def _block_of(link: Link, group: int) -> int | None:
-    if link.node is None:
-        return None
-    return link.node.block_ids[group]
-
-
 NO_BLOCKS = SequenceBlocks()
 """The blocks of a sequence before it is admitted and after its blocks are freed."""
-
-
-class TierError(Exception):
-    """A tier failed to copy blocks, for the reason in `cause`: no memory, or other layers. Nothing
-    was changed."""
-
-    def __init__(self, cause: Exception) -> None:
-        super().__init__(str(cause))
-        self.cause = cause
-
-
-@contextlib.contextmanager
-def _copying() -> Iterator[None]:
-    try:
-        yield
-    except OutOfBlocksError:
-        raise
-    except (MemoryError, RuntimeError, ValueError) as error:  # torch raises the second
-        if is_interrupt(error):
-            raise
-        raise TierError(error) from error
-
-
-class Tier(Protocol):
-    """Keeps the content of evicted blocks (`cache.tiers`)."""
-
-    def keep(self, group: int, block_id: int, digest: bytes, is_vouched_for: bool) -> None:
-        """Keeps a block that is being evicted, by its digest (`prefix_index.Link`). If not vouched
-        for, it is served only after `confirm`."""
-
-    def has(self, group: int, digest: bytes) -> bool:
-        """Whether `read` may find the group's block with this digest, including unconfirmed
-        blocks."""
-
-    def read(self, group: int, digest: bytes) -> Any:
-        """Returns the block's content under the current weights; `None` if it is lost."""
-
-    def put_back(self, group: int, contents: list[Any], block_ids: list[int]) -> None:
-        """Writes contents from `read` to blocks. Raises `ValueError` if they do not fit the
-        layers."""
-
-    @property
-    def wants_confirmation(self) -> bool:
-        """Whether many kept bytes are not vouched for."""
-
-    def confirm(self) -> None:
-        """Marks all kept blocks as computed with the last fingerprinted weights."""
-
-    def discard(self) -> None:
-        """Drops kept blocks that are not vouched for."""
 
 
 class BlockManager:
@@ -128,16 +73,16 @@ class BlockManager:
         # sizes are powers of two: at multiples of the largest, blocks of all groups end, and shared
         # prefixes may end
         self.block_size = max(sizes)
-        self._unit = min(sizes)  # tokens per node of the index
+        self.unit = min(sizes)  # tokens per node of the index
         ratios = []  # of block sizes to the unit
         for size in self._block_sizes:
             if size == UNBOUNDED:
                 ratios.append(1)
             else:
-                ratios.append(size // self._unit)
+                ratios.append(size // self.unit)
         pools = [group.pool for group in groups]
         windows = [group.spec.prefix_window for group in groups]
-        self.index = PrefixIndex(pools, windows, self._unit, ratios)
+        self.index = PrefixIndex(pools, windows, self.unit, ratios)
         self._has_runs = any(pool.run_length for pool in pools)
         self.has_windows = any(group.spec.window is not None for group in groups)
         self.tier: Tier | None = None  # keeps blocks that the prefix cache evicts (`set_tier`)
@@ -162,7 +107,7 @@ class BlockManager:
         # `truncate` cannot restore states
         self.has_states = any(isinstance(group.spec, StateSpec) for group in groups)
         self._copies: list[dict[int, int]] = [{} for _ in groups]  # source by target
-        self._epoch = 0  # counts windows and drops
+        self.epoch = 0  # counts windows and drops
         self._window = 0  # first epoch of the open window; 0: blocks of all epochs are vouched for
         self._dropped = 0  # blocks of earlier epochs must not be registered
         # sequences that began with a cached prefix, and prefixes restored from the tier
@@ -182,9 +127,9 @@ class BlockManager:
     @property
     def size_text(self) -> str:
         """Tokens per block, for messages."""
-        if self._unit == self.block_size:
-            return f"{self._unit}"
-        return f"{self._unit} to {self.block_size}"
+        if self.unit == self.block_size:
+            return f"{self.unit}"
+        return f"{self.unit} to {self.block_size}"
 
     @property
     def keeps_states(self) -> bool:
@@ -248,7 +193,7 @@ class BlockManager:
     def new(self) -> SequenceBlocks:
         sizes = zip(self.groups, self._block_sizes)
         tables = tuple(BlockTable(group.pool, size) for group, size in sizes)
-        blocks = SequenceBlocks(tables, self._epoch)
+        blocks = SequenceBlocks(tables, self.epoch)
         self._alive[blocks] = None
         return blocks
 
@@ -272,7 +217,7 @@ class BlockManager:
             length = tables[0].num_tokens
             skips = False
         if not length:
-            blocks.epoch = self._epoch
+            blocks.epoch = self.epoch
         end = length + num_tokens
         if skips:
             for group, table in zip(self.groups, tables):
@@ -296,7 +241,7 @@ class BlockManager:
                 source, target = copy
                 # the content of a source with a queued copy is still in that copy's source
                 copies[target] = copies.get(source, source)
-        blocks.capacity = -(-end // self._unit) * self._unit
+        blocks.capacity = -(-end // self.unit) * self.unit
         return True
 
     def reserve_next(self, blocks: SequenceBlocks) -> bool:
@@ -420,7 +365,7 @@ class BlockManager:
         for table in blocks.tables:
             table.truncate(num_tokens)
         blocks.capacity = min(blocks.capacity, num_tokens)
-        if blocks.num_registered * self._unit > num_tokens:
+        if blocks.num_registered * self.unit > num_tokens:
             blocks.node, blocks.num_registered = None, 0
 
     def fork(self, blocks: SequenceBlocks) -> SequenceBlocks:
@@ -482,7 +427,7 @@ class BlockManager:
         Returns its number of tokens."""
         if not self.prefix_caching or namespace is UNCACHED:
             return 0
-        size = self._unit
+        size = self.unit
         max_nodes = (len(token_ids) - 1) // size
         path = self.index.find(token_ids, namespace, max_nodes)
         if not path:
@@ -513,96 +458,12 @@ class BlockManager:
         assert self.tier is not None
         self.tier.keep(group, block_id, digest, self.is_vouched_for)
 
-    def restorable(self, token_ids: Sequence[Hashable], namespace: Hashable) -> list[Link]:
-        """Returns the path that `match` would attach if the pools had the tier's blocks."""
-        if self.tier is None:
-            return []
-        if not self.prefix_caching or namespace is UNCACHED:
-            return []
-        max_nodes = (len(token_ids) - 1) // self._unit
-        return self.index.reach(token_ids, namespace, max_nodes, self.tier.has)
-
-    def restore(self, token_ids: Sequence[Hashable], namespace: Hashable, num_tokens: int) -> bool:
-        """Restores blocks from the tier for `match` to find, if that gives a prefix longer than
-        `num_tokens`. `False` if there are none, or no room. The current weights must have been
-        vouched for. Raises `TierError`."""
-        tier = self.tier
-        while tier is not None:
-            links = self.restorable(token_ids, namespace)
-            if self.num_tokens(links) <= num_tokens:
-                return False
-            contents = []  # of each group's missing blocks, by position on the path
-            for group in self._group_range:
-                missing = self.missing(group, links)
-                with _copying():
-                    contents.append({n: tier.read(group, links[n].digest) for n in missing})
-            blocks = (block for of_group in contents for block in of_group.values())
-            if all(block is not None for block in blocks):
-                return self.adopt(links, namespace, contents, tier)
-        # no tier; a block that `read` could not find is gone from the tier, so that the loop ends
-        return False
-
-    def num_tokens(self, path: Sequence[Any]) -> int:
-        """Returns the number of tokens of a path of nodes or links."""
-        return len(path) * self._unit
-
-    @property
-    def _group_range(self) -> range:
-        return range(len(self.groups))
-
-    def missing(self, group: int, links: Sequence[Link]) -> list[int]:
-        """Returns the positions on a path whose blocks of this group a sequence after it needs and
-        the pool lacks."""
-        needed = self.index.needed(group, len(links))
-        return [n for n in needed if _block_of(links[n], group) is None]
-
-    def adopt(
-        self,
-        links: Sequence[Link],
-        namespace: Hashable,
-        contents: Sequence[dict[int, Any]],
-        tier: Tier,
-    ) -> bool:
-        """Writes `contents[group]`, by position on the path, to new blocks and registers them as
-        cached. `False`, with nothing changed, if there is no room. Raises `TierError` if they
-        cannot be written, or do not fit the layers."""
-        held = []  # the path's blocks that a sequence after it needs, of each group
-        for number in self._group_range:
-            needed = self.index.needed(number, len(links))
-            present = (_block_of(links[n], number) for n in needed)
-            held.append([block_id for block_id in present if block_id is not None])
-        needs = [len(numbers) for numbers in contents]
-        for group, block_ids in zip(self.groups, held):  # so that making room does not evict them
-            group.pool.acquire(block_ids)
-        taken = self.take(needs)
-        try:
-            if taken is None:
-                return False
-            for number, (of_group, block_ids) in enumerate(zip(contents, taken)):
-                if block_ids:
-                    with _copying():
-                        tier.put_back(number, list(of_group.values()), block_ids)
-            named = [dict(zip(numbers, block_ids)) for numbers, block_ids in zip(contents, taken)]
-            node = self.index.root(namespace)
-            for n, link in enumerate(links):
-                node = self.index.add(
-                    node,
-                    link.tokens,
-                    [of_group.get(n) for of_group in named],
-                    self._epoch,
-                )
-            self.num_hits += 1
-            return True
-        finally:
-            for group, block_ids, new_ids in zip(self.groups, held, taken or [[] for _ in held]):
-                group.pool.release(reversed([*block_ids, *new_ids]))
-
     def num_shared(self, blocks: SequenceBlocks, num_rows: int) -> int:
         """Counts the registered blocks of a sequence with more holders than its request's
         `num_rows` rows."""
         if not self.prefix_caching or self.keeps_states:
             return 0
-        num_tokens = blocks.num_registered * self._unit
+        num_tokens = blocks.num_registered * self.unit
         num_shared = 0
         for table in blocks.tables:
             registered = table.block_ids[: num_tokens // table.block_size]
@@ -614,9 +475,9 @@ class BlockManager:
     def num_known(self, token_ids: Sequence[Hashable], namespace: Hashable) -> int:
         """Returns the tokens that `match` would attach if there were a state snapshot after each
         block."""
-        max_nodes = (len(token_ids) - 1) // self._unit
+        max_nodes = (len(token_ids) - 1) // self.unit
         path = self.index.find(token_ids, namespace, max_nodes, without=self._states)
-        return len(path) * self._unit
+        return len(path) * self.unit
 
     def register(
         self,
@@ -629,7 +490,7 @@ class BlockManager:
         sequence's stops, the state there, which the step that begins now must copy. Returns at once
         if no block has filled up. Registered blocks must be computed before another sequence reads
         them."""
-        size = self._unit
+        size = self.unit
         # nodes up to where blocks of all groups are full
         full = num_tokens // self.block_size * self.index.stride
         is_cached = self.prefix_caching and namespace is not UNCACHED
@@ -666,8 +527,8 @@ class BlockManager:
     def begin_window(self) -> None:
         """Opens a window, since others may have changed the model: blocks computed before it need
         vouching for."""
-        self._epoch += 1
-        self._window = self._epoch
+        self.epoch += 1
+        self._window = self.epoch
 
     def needs_vouching(self, blocks: SequenceBlocks) -> bool:
         """Whether the sequence holds registered blocks from before this window, and `vouch` was not
@@ -695,8 +556,8 @@ class BlockManager:
 
     def drop_cached(self) -> None:
         """Drops everything cached; sequences keep their blocks, which are not registered later."""
-        self._epoch += 1
-        self._dropped = self._epoch
+        self.epoch += 1
+        self._dropped = self.epoch
         self.index.clear()
         if self.tier is not None:
             self.tier.discard()

@@ -3,22 +3,22 @@ they replace."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor
-from torch.autograd import forward_ad
 from transformers import cache_utils
 
 from ..step import NotPackable, StepMetadata
+from . import gradients
 from .block_pool import OutOfBlocksError
-from .groups import GroupSpec
-from .handles import READ_ONLY, PagedTensor, RowTensor, read_rows
-from .rows import LayerGroup
+from .gradients import GraphStates, is_transformed
+from .handles import PagedTensor, RowTensor
+from .layer_group import LayerGroup
+from .reading import read_rows
 from .storage import KVBlocks, Look, looks
 from .waits import Shortage
 
@@ -28,42 +28,6 @@ _CROP_TAKES_A_LENGTH = Version(transformers.__version__) < Version("5.18")
 # Layers that hold nothing, such as those that read another layer's K/V; older transformers have no
 # such class.
 EMPTY_LAYERS: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
-
-
-class GraphStates(NamedTuple):
-    """A layer's latest keys and values `(batch, heads, n, dim)` with their autograd graph, which
-    blocks cannot have."""
-
-    keys: Tensor
-    values: Tensor
-    versions: tuple[int, ...]  # a write in place changes them
-
-    @classmethod
-    def of(cls, keys: Tensor, values: Tensor) -> GraphStates:
-        return cls(keys, values, _versions(keys, values))
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> GraphStates:
-        keys = function(self.keys)
-        values = function(self.values)
-        return GraphStates.of(keys, values)
-
-    def last(self, num_tokens: int) -> GraphStates:
-        surplus = self.keys.shape[2] - num_tokens
-        if surplus <= 0:
-            return self
-        return self.map(lambda states: states[:, :, surplus:])
-
-    def check(self) -> None:
-        """Raises `RuntimeError` if they were written to: the blocks do not have what was
-        written."""
-        if _versions(self.keys, self.values) != self.versions:
-            raise RuntimeError(READ_ONLY)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> GraphStates:
-        return self  # they are not written to
-
-    def __reduce__(self) -> Any:
-        return type(None), ()  # a pickle has the keys and values of the blocks, and no graph
 
 
 class PagedLayer(cache_utils.DynamicLayer):
@@ -106,6 +70,35 @@ class PagedLayer(cache_utils.DynamicLayer):
         return self._update(key_states, value_states)
 
     def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        self._check_states(key_states, value_states)
+        needs_grad = torch.is_grad_enabled() and (
+            key_states.requires_grad or value_states.requires_grad
+        )
+        keys = key_states
+        values = value_states
+        if needs_grad:
+            keys = key_states.detach()
+            values = value_states.detach()
+        # the owner of borrowed rows computes without gradients
+        has_graph = (needs_grad or self._is_in_graph) and not self.group.rows.borrows
+        context_len = self.num_seen
+        look = looks(keys, values)
+        step, blocks = self._store(keys, values, look)
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+        if has_graph:
+            return self._extend_graph(step, blocks, key_states, value_states)
+        self.graph_states = None
+        if step.key_len is not None:
+            shown_keys = RowTensor(step, blocks, blocks.keys, keys.dtype)
+            shown_values = RowTensor(step, blocks, blocks.values, values.dtype)
+            return shown_keys, shown_values
+        if context_len == 0:
+            return self._show_new(step, blocks, look, keys, values)
+        return self._show_cached(step, blocks, is_decode=keys.shape[2] == 1)
+
+    def _check_states(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Raises the errors of `update` for K/V that no blocks can hold."""
         key_shape = key_states.shape
         value_shape = value_states.shape
         have_four_axes = len(key_shape) == 4 and len(value_shape) == 4
@@ -117,27 +110,25 @@ class PagedLayer(cache_utils.DynamicLayer):
                 " and one number of tokens"
             )
         self._check_turn()
-        if _is_transformed(key_states) or _is_transformed(value_states):
+        if is_transformed(key_states) or is_transformed(value_states):
             raise RuntimeError(
                 f"layer {self.index} got keys or values of a function transform (`torch.func`,"
                 " forward-mode differentiation), which blocks cannot hold: use a `DynamicCache`"
             )
-        needs_grad = torch.is_grad_enabled() and (
-            key_states.requires_grad or value_states.requires_grad
-        )
-        keys = key_states
-        values = value_states
-        if needs_grad:
-            keys = key_states.detach()
-            values = value_states.detach()
+
+    def _store(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        look: Look,
+    ) -> tuple[StepMetadata, KVBlocks]:
+        """Stores new K/V in blocks, waits for blocks that other threads hold, and returns the
+        step, with the blocks that it reads."""
         group = self.group
         context_len = self.num_seen
-        batch_size = key_shape[0]
-        query_len = key_shape[2]
+        batch_size = keys.shape[0]
+        query_len = keys.shape[2]
         device = keys.device
-        # the owner of borrowed rows computes without gradients
-        has_graph = (needs_grad or self._is_in_graph) and not group.rows.borrows
-        look = looks(keys, values)
         shortage: Shortage | None = None
         is_first = not group.length
         while True:
@@ -161,7 +152,7 @@ class PagedLayer(cache_utils.DynamicLayer):
                     blocks.store(look, keys, values, step.slots)
                     if step.columns is not None:
                         self.num_seen = step.columns.stop
-                break
+                return step, blocks
             except BaseException as error:
                 if is_first:
                     self.num_seen = context_len
@@ -171,38 +162,46 @@ class PagedLayer(cache_utils.DynamicLayer):
                 shortage = shortage or Shortage(group.memory, is_alone=group.rows.hold_all_blocks)
                 if group.rows.borrows or not shortage.wait():
                     raise
-        if not self.is_initialized:
-            self.lazy_initialization(keys, values)
-        if has_graph:
-            return self._extend_graph(step, blocks, key_states, value_states)
-        self.graph_states = None
-        if step.key_len is not None:
-            shown_keys = RowTensor(step, blocks, blocks.keys, keys.dtype)
-            shown_values = RowTensor(step, blocks, blocks.values, values.dtype)
-            return shown_keys, shown_values
-        if context_len == 0:
-            made = self.packed_handles
-            is_packed = step.columns is None
-            if is_packed and made is not None and self._packed_look == look:
-                for handle, fresh, (stored, _) in zip(made, (keys, values), blocks.pair):
-                    handle.step = step
-                    handle.layer = blocks
-                    handle.blocks = stored
-                    handle.fresh = fresh
-                return made
-            new_keys = PagedTensor(step, blocks, False, keys)
-            new_values = PagedTensor(step, blocks, True, values)
-            made = new_keys, new_values
-            if is_packed:
-                self.packed_handles, self._packed_look = made, look
-            return made
-        if self.gathers and query_len == 1:
+
+    def _show_new(
+        self,
+        step: StepMetadata,
+        blocks: KVBlocks,
+        look: Look,
+        keys: Tensor,
+        values: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns handles to K/V of a layer that had none. Those of packed steps are used again."""
+        handles = self.packed_handles
+        is_packed = step.columns is None
+        if is_packed and handles is not None and self._packed_look == look:
+            for handle, fresh, (stored, _) in zip(handles, (keys, values), blocks.pair):
+                handle.step = step
+                handle.layer = blocks
+                handle.blocks = stored
+                handle.fresh = fresh
+            return handles
+        new_keys = PagedTensor(step, blocks, False, keys)
+        new_values = PagedTensor(step, blocks, True, values)
+        handles = new_keys, new_values
+        if is_packed:
+            self.packed_handles, self._packed_look = handles, look
+        return handles
+
+    def _show_cached(
+        self,
+        step: StepMetadata,
+        blocks: KVBlocks,
+        is_decode: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns handles to all visible K/V, or dense tensors if the model's code reads values."""
+        if self.gathers and is_decode:
             key_dtype, value_dtype = blocks.dtypes
             dense_keys = read_rows(step, blocks, blocks.keys, key_dtype)
             dense_values = read_rows(step, blocks, blocks.values, value_dtype)
             return dense_keys, dense_values
-        remember = group.rows.remember
-        reader = self if query_len == 1 else None
+        remember = self.group.rows.remember
+        reader = self if is_decode else None
         cached_keys = remember(PagedTensor(step, blocks, False))
         cached_values = remember(PagedTensor(step, blocks, True, reader=reader))
         return cached_keys, cached_values
@@ -221,57 +220,19 @@ class PagedLayer(cache_utils.DynamicLayer):
         key_states: Tensor,
         value_states: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Appends new K/V to `graph_states`, as rounded as they are stored; returns all that the
-        step shows."""
-        query_len = key_states.shape[2]
-        past = self.graph_states
-        new = [key_states, value_states]
-        if not blocks.is_exact:  # gradients pass through the rounding
-            stored = []
-            for tensor, dtype in blocks.pair:
-                visible = read_rows(step, blocks, tensor, dtype)
-                stored.append(visible[:, :, -query_len:])
-            pairs = zip(stored, new)
-            new = [rounded + (states - states.detach()) for rounded, states in pairs]
-        if past is not None:
-            pairs = zip(past[:2], new)
-            new = [torch.cat(pair, dim=2) for pair in pairs]
-        all_keys, all_values = new
-        states = GraphStates.of(all_keys, all_values)
+        """Appends new K/V to `graph_states`; returns all that the step shows."""
+        states = gradients.extend(self.graph_states, step, blocks, key_states, value_states)
         # a first forward attends to what it computed
-        is_first = self.num_seen == query_len
+        is_first = self.num_seen == key_states.shape[2]
         if is_first:
             shown = (key_states, value_states)
         else:
-            shown = self._with_graph(step, blocks, states)
+            shown = gradients.shown(states, step, blocks)
         if not self.group.record_past:
             first_visible = self.group.spec.first_visible(self.num_seen)
             states = states.last(self.num_seen - first_visible)
         self.graph_states = states
         return shown
-
-    def _with_graph(
-        self,
-        step: StepMetadata,
-        blocks: KVBlocks,
-        states: GraphStates,
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the keys and values of `step.columns`, of which `states` are the last, without a
-        graph before."""
-        assert step.columns is not None
-        num_shown = len(step.columns)
-        keys, values, _ = states.last(num_shown)
-        num_missing = num_shown - keys.shape[2]
-        if not num_missing:
-            return keys, values
-        past = []
-        for tensor, dtype in blocks.pair:
-            visible = read_rows(step, blocks, tensor, dtype)
-            past.append(visible[:, :, :num_missing])
-        past_keys, past_values = past
-        keys = torch.cat([past_keys, keys], dim=2)
-        values = torch.cat([past_values, values], dim=2)
-        return keys, values
 
     def _select_in_graph(self, function: Callable[[Tensor], Tensor]) -> None:
         """Selects from `graph_states`; drops them without gradients, as operations on
@@ -301,7 +262,7 @@ class PagedLayer(cache_utils.DynamicLayer):
             step = view.on(device)
             if self._is_in_graph:
                 assert self.graph_states is not None
-                shown = self._with_graph(step, blocks, self.graph_states)
+                shown = gradients.shown(self.graph_states, step, blocks)
                 return shown[is_value]
             rows = self.group.rows
             # an owner of borrowed rows only reads
@@ -506,20 +467,6 @@ class PagedHybridLayer(PagedLayer, cache_utils.LinearAttentionAndFullAttentionLa
         PagedLayer.crop(self, tokens_to_remove)
 
 
-def _is_transformed(states: Tensor) -> bool:
-    """Whether a transform of functions traces the tensor: it has a tangent, or no memory of its
-    own."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(states):
-        return True
-    if forward_ad._current_level < 0:
-        return False
-    return forward_ad.unpack_dual(states).tangent is not None
-
-
-def _versions(*tensors: Tensor) -> tuple[int, ...]:
-    return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
-
-
 def _as_tensor(rows: Any) -> Tensor:
     """Returns a tensor, made on the CPU if needed: the default device may be `meta`."""
     if isinstance(rows, Tensor):
@@ -548,39 +495,3 @@ def num_state_rows(layer: Any) -> int:
         if state is not None:
             return state.shape[0]
     return 0
-
-
-_STAND_INS: dict[type, type[PagedLayer]] = {
-    cache_utils.DynamicLayer: PagedLayer,
-    cache_utils.DynamicSlidingWindowLayer: PagedSlidingWindowLayer,
-    cache_utils.DynamicIndexedLayer: PagedIndexedLayer,
-    cache_utils.LinearAttentionAndFullAttentionLayer: PagedHybridLayer,
-}
-SPECS: dict[type, type[GroupSpec]] = {}
-"""The spec class of a stock layer class, if it is not [`GroupSpec`]."""
-
-
-def spec_of(layer: Any, kind: str) -> GroupSpec | None:
-    """Returns the group spec of a stock or paged layer in a cache of this kind; `None` if it has no
-    paged class."""
-    if isinstance(layer, PagedLayer):
-        return dataclasses.replace(layer.group.spec, kind=kind)
-    stock = type(layer)
-    if stock not in _STAND_INS:
-        return None
-    spec_class = SPECS.get(stock, GroupSpec)
-    window = getattr(layer, "sliding_window", None)
-    return spec_class(kind, window)
-
-
-def stand_in(layer: Any, group: LayerGroup | None, index: int) -> Any:
-    """Returns the paged layer that replaces an empty stock layer, number `index` of a cache, in the
-    group of `spec_of`; without a group (Mamba states, a model's own compressed layers) the layer
-    itself."""
-    if group is None:
-        return layer
-    stock = type(layer)
-    paged: Any = _STAND_INS.get(stock, stock)
-    if paged is PagedHybridLayer:
-        return paged(group, index, layer.number_of_states)
-    return paged(group, index)

@@ -23,13 +23,14 @@ from ..interrupts import is_interrupt, restoring
 from ..tools.pictures import group_label, memory_figures, memory_html
 from ..topics import Topic
 from . import budget
-from .block_manager import BlockManager, SequenceBlocks, TierError
+from .block_manager import BlockManager, SequenceBlocks
 from .block_pool import BlockPool, BlockTable, OutOfBlocksError
 from .block_sizes import DEFAULT_BLOCK_SIZE, MIN_UNSERVED, BlockSizes, Choice
 from .groups import UNBOUNDED, BlockGroup, GroupSpec, StateSpec
 from .handles import Handles
 from .states import StateStorage
 from .storage import KVBlocks, LayerKV, Storage, commits_when_touched, free_bytes, trim
+from .tier_prefixes import TierError
 from .virtual import MappedStorage
 from .waits import Holder
 

@@ -18,9 +18,11 @@ from ..step import ReadCounters, StepMetadata
 from ..tools.pictures import cache_html, plot_block_map
 from .block_manager import SequenceBlocks
 from .groups import GroupSpec
-from .layers import PagedLayer, num_state_rows, row_numbers, spec_of, stand_in
+from .layer_group import LayerGroup
+from .layers import PagedLayer, num_state_rows, row_numbers
 from .memory import MemoryStats, PagedMemory
-from .rows import CacheRows, LayerGroup
+from .rows import CacheRows
+from .stand_ins import spec_of, stand_in
 from .storage import Reservation
 from .virtual import fit_blocks
 

@@ -27,7 +27,7 @@ from ..attention.backends.reference import AttentionCall
 from ..attention.latent import can_absorb
 from ..attention.switch import foreign_attention, switchable_configs
 from ..cache.groups import GroupSpec
-from ..cache.layers import spec_of
+from ..cache.stand_ins import spec_of
 from ..cache.storage import KVBlocks
 from ..model.capability import first_line
 from ..model.registry import Route, last_route

@@ -13,7 +13,7 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 from hf_paged import PagedCache, PagedConfig, PagedEngine, last_route, memory_stats
-from hf_paged.cache import layers
+from hf_paged.cache import stand_ins
 from hf_paged.cache.groups import UNBOUNDED, GroupSpec, StateSpec
 from tests.support import models
 from tests.support.engine_helpers import MODES, assert_drained, lone_run, prompts
@@ -69,7 +69,7 @@ class HalfAttention(GroupSpec):
 
 @pytest.fixture
 def half(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(layers.SPECS, DynamicLayer, HalfAttention)
+    monkeypatch.setitem(stand_ins.SPECS, DynamicLayer, HalfAttention)
 
 
 @torch.no_grad()
@@ -104,7 +104,7 @@ def test_a_new_kind_of_group_needs_half_the_bytes(monkeypatch: pytest.MonkeyPatc
             **models.prompt("llama", 2, 21), max_new_tokens=8, do_sample=False, **models.PAGED
         )
         used.append(memory_stats(model).peak_bytes)
-        monkeypatch.setitem(layers.SPECS, DynamicLayer, HalfAttention)
+        monkeypatch.setitem(stand_ins.SPECS, DynamicLayer, HalfAttention)
     assert used[0] == 2 * used[1] > 0
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import hf_paged
 from hf_paged import PagedCache, PagedConfig, PagedEngine, last_route, memory_stats
-from hf_paged.cache import handles
+from hf_paged.cache import reading
 from hf_paged.kernels import cpp, quantized
 from tests.attention.test_latent import build as build_deepseek
 from tests.support import models
@@ -189,7 +189,7 @@ def test_a_cache_in_a_loop_of_the_callers(kernels: str, monkeypatch: pytest.Monk
     expected = model(ids[:, :3], past_key_values=copy.deepcopy(cache)).logits
     dense = [layer.keys.dense() for layer in cache.layers]  # type: ignore[union-attr]
     monkeypatch.setenv("HF_PAGED_ATTENTION", kernels)
-    monkeypatch.setattr(handles.cpp, "is_available", lambda: False)
+    monkeypatch.setattr(reading.cpp, "is_available", lambda: False)
     other = copy.deepcopy(cache)
     assert all(torch.equal(a, b.keys.dense()) for a, b in zip(dense, other.layers))  # type: ignore[union-attr]
     torch.testing.assert_close(
@@ -199,7 +199,7 @@ def test_a_cache_in_a_loop_of_the_callers(kernels: str, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("has_kernels", [True, False])
 def test_padding_is_gathered_as_zeros(has_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handles.cpp, "is_available", lambda: has_kernels)
+    monkeypatch.setattr(reading.cpp, "is_available", lambda: has_kernels)
     keys, cache = (
         torch.randn(2, 2, 5, 4),
         PagedCache(paged_config={"block_size": 8, "kv_dtype": "int8"}),

@@ -16,9 +16,9 @@ from torch import Tensor
 from hf_paged.cache import virtual
 from hf_paged.cache.block_pool import BlockPool, BlockTable
 from hf_paged.cache.groups import FULL_ATTENTION
-from hf_paged.cache.handles import gather
 from hf_paged.cache.pages import CudaPages, Extents, MemoryFile, Pages
 from hf_paged.cache.places import Region
+from hf_paged.cache.reading import gather
 from hf_paged.cache.row_slots import FULL_STEPS, RowSlots
 from hf_paged.cache.storage import KVBlocks
 from hf_paged.cache.virtual import MappedStorage

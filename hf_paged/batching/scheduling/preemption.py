@@ -9,8 +9,9 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ...cache.block_manager import NO_BLOCKS, UNCACHED, BlockManager, TierError
+from ...cache.block_manager import NO_BLOCKS, UNCACHED, BlockManager
 from ...cache.block_pool import OutOfBlocksError
+from ...cache.tier_prefixes import TierError, num_tokens_of, restorable, restore
 from ...config import PREEMPTION
 from ...topics import Topic
 from ..request import Request, Sequence
@@ -321,15 +322,16 @@ class Preemption:
         if self.replays_prompt(request):
             return False
         (sequence,) = rows
-        links = self.blocks.restorable(sequence.keys, request.namespace)
-        return self.blocks.num_tokens(links) > sequence.num_computed_tokens
+        links = restorable(self.blocks, sequence.keys, request.namespace)
+        return num_tokens_of(self.blocks, links) > sequence.num_computed_tokens
 
     def _restore(self, request: Request) -> None:
         """Copies that prefix from the tier into newly allocated blocks of the row, as after a
         swap."""
         (sequence,) = request.open_sequences
         try:
-            is_restored = self.blocks.restore(
+            is_restored = restore(
+                self.blocks,
                 sequence.keys,
                 request.namespace,
                 sequence.num_computed_tokens,

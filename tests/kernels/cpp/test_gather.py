@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_paged.cache import handles
+from hf_paged.cache import reading
 from hf_paged.kernels import cpp
 from hf_paged.kernels.cpp.attention import gather
 from hf_paged.step import StepMetadata
@@ -41,7 +41,7 @@ def test_it_gathers_what_the_portable_path_gathers(dtype, columns, interleaved, 
     step = step_of(tables, columns, origins, size)
     found = gather(step, blocks)
     monkeypatch.setattr(cpp, "is_available", lambda: False)
-    assert torch.equal(found, handles.gather(step, blocks, dtype)) and found.is_contiguous()
+    assert torch.equal(found, reading.gather(step, blocks, dtype)) and found.is_contiguous()
     assert not found.isnan().any() and not found[2].any()
 
 
@@ -51,7 +51,7 @@ def test_many_bytes_are_shared_among_threads(monkeypatch):
     step = step_of(tables, range(0, 300), (0, 17), 16)
     found = gather(step, blocks)
     monkeypatch.setattr(cpp, "is_available", lambda: False)
-    assert torch.equal(found, handles.gather(step, blocks, blocks.dtype))
+    assert torch.equal(found, reading.gather(step, blocks, blocks.dtype))
 
 
 def test_tables_that_do_not_fit_are_refused():

@@ -1,0 +1,108 @@
+"""Keys and values with an autograd graph, beside their copies in blocks, which cannot have one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ..step import StepMetadata
+from .handles import READ_ONLY
+from .reading import read_rows
+from .storage import KVBlocks
+
+
+class GraphStates(NamedTuple):
+    """A layer's latest keys and values `(batch, heads, n, dim)` with their autograd graph, which
+    blocks cannot have."""
+
+    keys: Tensor
+    values: Tensor
+    versions: tuple[int, ...]  # a write in place changes them
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor) -> GraphStates:
+        return cls(keys, values, _versions(keys, values))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> GraphStates:
+        keys = function(self.keys)
+        values = function(self.values)
+        return GraphStates.of(keys, values)
+
+    def last(self, num_tokens: int) -> GraphStates:
+        surplus = self.keys.shape[2] - num_tokens
+        if surplus <= 0:
+            return self
+        return self.map(lambda states: states[:, :, surplus:])
+
+    def check(self) -> None:
+        """Raises `RuntimeError` if they were written to: the blocks do not have what was
+        written."""
+        if _versions(self.keys, self.values) != self.versions:
+            raise RuntimeError(READ_ONLY)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphStates:
+        return self  # they are not written to
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a pickle has the keys and values of the blocks, and no graph
+
+
+def extend(
+    past: GraphStates | None,
+    step: StepMetadata,
+    blocks: KVBlocks,
+    key_states: Tensor,
+    value_states: Tensor,
+) -> GraphStates:
+    """Appends new K/V, as rounded as they are stored."""
+    query_len = key_states.shape[2]
+    new = [key_states, value_states]
+    if not blocks.is_exact:  # gradients pass through the rounding
+        stored = []
+        for tensor, dtype in blocks.pair:
+            visible = read_rows(step, blocks, tensor, dtype)
+            stored.append(visible[:, :, -query_len:])
+        pairs = zip(stored, new)
+        new = [rounded + (states - states.detach()) for rounded, states in pairs]
+    if past is not None:
+        pairs = zip(past[:2], new)
+        new = [torch.cat(pair, dim=2) for pair in pairs]
+    all_keys, all_values = new
+    return GraphStates.of(all_keys, all_values)
+
+
+def shown(states: GraphStates, step: StepMetadata, blocks: KVBlocks) -> tuple[Tensor, Tensor]:
+    """Returns the keys and values of `step.columns`, of which `states` are the last, without a
+    graph before."""
+    assert step.columns is not None
+    num_shown = len(step.columns)
+    keys, values, _ = states.last(num_shown)
+    num_missing = num_shown - keys.shape[2]
+    if not num_missing:
+        return keys, values
+    past = []
+    for tensor, dtype in blocks.pair:
+        visible = read_rows(step, blocks, tensor, dtype)
+        past.append(visible[:, :, :num_missing])
+    past_keys, past_values = past
+    keys = torch.cat([past_keys, keys], dim=2)
+    values = torch.cat([past_values, values], dim=2)
+    return keys, values
+
+
+def is_transformed(states: Tensor) -> bool:
+    """Whether a transform of functions traces the tensor: it has a tangent, or no memory of its
+    own."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(states):
+        return True
+    if forward_ad._current_level < 0:
+        return False
+    return forward_ad.unpack_dual(states).tangent is not None
+
+
+def _versions(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)

@@ -1,0 +1,47 @@
+"""Which paged layer replaces a stock layer of transformers; the part of a sequence it keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from transformers import cache_utils
+
+from .groups import GroupSpec
+from .layer_group import LayerGroup
+from .layers import PagedHybridLayer, PagedIndexedLayer, PagedLayer, PagedSlidingWindowLayer
+
+_STAND_INS: dict[type, type[PagedLayer]] = {
+    cache_utils.DynamicLayer: PagedLayer,
+    cache_utils.DynamicSlidingWindowLayer: PagedSlidingWindowLayer,
+    cache_utils.DynamicIndexedLayer: PagedIndexedLayer,
+    cache_utils.LinearAttentionAndFullAttentionLayer: PagedHybridLayer,
+}
+SPECS: dict[type, type[GroupSpec]] = {}
+"""The spec class of a stock layer class, if it is not [`GroupSpec`]."""
+
+
+def spec_of(layer: Any, kind: str) -> GroupSpec | None:
+    """Returns the group spec of a stock or paged layer in a cache of this kind; `None` if it has no
+    paged class."""
+    if isinstance(layer, PagedLayer):
+        return dataclasses.replace(layer.group.spec, kind=kind)
+    stock = type(layer)
+    if stock not in _STAND_INS:
+        return None
+    spec_class = SPECS.get(stock, GroupSpec)
+    window = getattr(layer, "sliding_window", None)
+    return spec_class(kind, window)
+
+
+def stand_in(layer: Any, group: LayerGroup | None, index: int) -> Any:
+    """Returns the paged layer that replaces an empty stock layer, number `index` of a cache, in the
+    group of `spec_of`; without a group (Mamba states, a model's own compressed layers) the layer
+    itself."""
+    if group is None:
+        return layer
+    stock = type(layer)
+    paged: Any = _STAND_INS.get(stock, stock)
+    if paged is PagedHybridLayer:
+        return paged(group, index, layer.number_of_states)
+    return paged(group, index)

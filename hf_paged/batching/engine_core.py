@@ -431,7 +431,8 @@ class EngineCore:
         loop = self.get_loop()
         if not self.requests:
             return
-        self._start_clocks()
+        if self._unstarted:
+            self._start_clocks()
         num_known = len(loop.executor.slowed_by)
         is_outermost = self._stepping != threading.get_ident()
         self._stepping = threading.get_ident()
@@ -466,8 +467,6 @@ class EngineCore:
 
     def _start_clocks(self) -> None:
         """Starts the clock of `max_time` of each request that has not begun with this step."""
-        if not self._unstarted:
-            return
         now = time.time()  # the clock of `MaxTimeCriteria`
         self._unstarted = [
             state

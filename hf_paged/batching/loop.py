@@ -230,8 +230,7 @@ class StepLoop:
                 # another thread's call may recover the loop only once the logits are delivered
                 plan, logits = self._compute(untold)
                 self.ledger.deliver(plan, logits, ready)
-            self._progress.note(plan, bool(ready or untold))
-            self._progress.check(self)
+            self._progress.note(plan, bool(ready or untold), self)
             return ready
         except BaseException:
             if self._is_split:

@@ -22,17 +22,15 @@ class Progress:
         self._num_idle = 0
         self._num_stalled = 0
 
-    def note(self, plan: StepPlan, has_news: bool) -> None:
-        """`has_news`: whether a generation got logits in this step, or ended."""
+    def note(self, plan: StepPlan, has_news: bool, state: object) -> None:
+        """`has_news`: whether a generation got logits in this step, or ended. Raises
+        `EngineStalledError`, which shows `state`, after many steps without progress."""
         self._num_idle += 1
         if plan.sequences or has_news:
             self._num_idle = 0
         self._num_stalled += 1
         if has_news or not plan.preempted:
             self._num_stalled = 0
-
-    def check(self, state: object) -> None:
-        """Raises `EngineStalledError`, which shows `state`, after many such steps."""
         if self._num_idle < MAX_IDLE_STEPS and self._num_stalled < MAX_STALLED_STEPS:
             return
         num_steps = max(self._num_idle, self._num_stalled)

@@ -10,21 +10,18 @@ from ..request import Request, Sequence
 
 @dataclass(slots=True)
 class Budget:
-    """Tokens that running requests may still get in a step. Decodes are counted a run at a time
-    (`count_decodes`), so that a decode costs one append."""
+    """Tokens that running requests may still get in a step."""
 
     left: int  # of all tokens
     chunks: int  # of chunks beside decodes
     drafts: int  # of drafts
     reserved: int = -1  # for decodes that come later; below 0 until the first chunk counts them
-    num_decodes: int = 0  # that `left` has counted
 
-    def count_decodes(self, num_decodes: int) -> None:
-        """`num_decodes`: scheduled so far in this step."""
-        num_new = num_decodes - self.num_decodes
-        self.left -= num_new
-        self.reserved -= num_new
-        self.num_decodes = num_decodes
+    def count_decodes(self, left: int) -> None:
+        """Takes note of the decodes that have been scheduled since, now that `left` tokens are
+        left."""
+        self.reserved -= self.left - left
+        self.left = left
 
 
 @dataclass

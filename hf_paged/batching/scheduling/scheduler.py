@@ -166,9 +166,9 @@ class Scheduler:
         """Schedules tokens of running requests; returns the token budget left for prefills."""
         scheduled = self._scheduled
         decodes = scheduled.decodes
-        most = self.max_num_batched_tokens
-        chunks = most if self.max_chunk_tokens is None else self.max_chunk_tokens
-        budget = Budget(most, chunks, drafts=most - self.queue.num_rows)
+        left = self.max_num_batched_tokens
+        chunks = left if self.max_chunk_tokens is None else self.max_chunk_tokens
+        budget = Budget(left, chunks, drafts=left - self.queue.num_rows)
         only = self.queue.only
         for request in self.queue.running:  # the body removes only this request, or later ones
             if only is not None and request not in only:
@@ -181,27 +181,26 @@ class Scheduler:
                 blocks = sequence.blocks
                 is_decode = num_to_compute == 1 and not sequence.draft
                 # the tail block has room and is not shared
-                if is_decode and num_tokens <= blocks.capacity and len(decodes) < most:
+                if is_decode and num_tokens <= blocks.capacity and left > 0:
                     for table in blocks.tables:
                         table.num_tokens = num_tokens
                     decodes.append(sequence)
-                elif not self._continue(request, sequence, budget):
+                    left -= 1
+                    continue
+                budget.count_decodes(left)
+                if not self._continue(request, sequence, budget):
                     return budget.left
-                else:
-                    most = budget.left + budget.num_decodes
-        budget.count_decodes(len(decodes))
+                left = budget.left
         if decodes or scheduled.drafted:
-            return min(budget.left, budget.chunks)
-        return budget.left
+            return min(left, budget.chunks)
+        return left
 
     def _continue(self, request: Request, sequence: Sequence, budget: Budget) -> bool:
         """Schedules tokens of a running sequence that is drafted for, needs a block or has several
         to compute; returns whether later requests may get tokens."""
         scheduled = self._scheduled
-        budget.count_decodes(len(scheduled.decodes))
         if sequence.num_to_compute == 1:
             if budget.left <= 0:
-                budget.left = 0
                 return False
             budget.reserved -= 1
             if sequence.draft:
@@ -216,7 +215,6 @@ class Scheduler:
             limit = self._chunk_limit(request, budget)
         count = self._catch_up(request, sequence, limit)
         budget.left -= count
-        budget.num_decodes = len(scheduled.decodes)
         if count > 1:
             budget.chunks -= count
         return request.status is Status.RUNNING

@@ -374,7 +374,6 @@ def _cache_config(model: PreTrainedModel, config: GenerationConfig) -> Any:
 
 
 def _init(
-    original: Callable[..., Any],
     model: Any,
     generation_config: GenerationConfig | None = None,
     continuous_batching_config: ContinuousBatchingConfig | None = None,
@@ -392,7 +391,7 @@ def _init(
     return PagedBatchingManager(model, config, cb_config, workload_hints)
 
 
-def _destroy_cached(original: Callable[..., Any], model: Any) -> None:
+def _destroy_cached(model: Any) -> None:
     cached = getattr(model, compat.CACHED_MANAGER, None)
     if cached is not None:
         cached.destroy()
@@ -401,7 +400,6 @@ def _destroy_cached(original: Callable[..., Any], model: Any) -> None:
 
 @contextlib.contextmanager
 def _context(
-    original: Callable[..., Any],
     model: Any,
     generation_config: GenerationConfig | None = None,
     block: bool = True,
@@ -423,7 +421,6 @@ def _context(
 
 
 def _generate_batch(
-    original: Callable[..., Any],
     model: Any,
     inputs: list[list[int]],
     generation_config: GenerationConfig | None = None,

@@ -72,6 +72,17 @@ class LoopCall(NamedTuple):
     # token ids and other model inputs, before rows are repeated
     unexpanded: tuple[Tensor, dict[str, Any]] | None
 
+    def inputs(self, *recording: Any) -> LoopInputs:
+        """The loop's inputs, with further fields of `LoopInputs`."""
+        given = self.arguments
+        return LoopInputs(
+            given["input_ids"],
+            given["logits_processor"],
+            given["stopping_criteria"],
+            given["generation_config"],
+            *recording,
+        )
+
 
 class Capture:
     """Records calls of a model's decoding loops without running them; each returns the ids plus one

@@ -3,6 +3,7 @@ memory is allocated."""
 
 from __future__ import annotations
 
+import itertools
 import operator
 import os
 import reprlib
@@ -233,9 +234,9 @@ def as_list(name: str, value: Any) -> list[Any]:
         return []
     if not isinstance(value, (list, tuple)):
         raise ValueError(f"`{name}` is {shown(value)}: pass a list")
-    for place, each in enumerate(value):
-        if not callable(each):
-            raise ValueError(f"`{name}` holds {shown(each)} at place {place}: it must be callable")
+    for index, item in enumerate(value):
+        if not callable(item):
+            raise ValueError(f"`{name}` holds {shown(item)} at place {index}: it must be callable")
     return list(value)
 
 
@@ -243,32 +244,25 @@ def check_stop_strings(value: Any, name: str = "stop_strings") -> None:
     """Raises `ValueError` for anything but text or a list of texts, and for more than a request may
     have."""
     strings = [value] if isinstance(value, str) else value
-    if (
-        not isinstance(strings, (list, tuple))
-        or not strings
-        or not all(isinstance(text, str) for text in strings)
-    ):
+    is_list = isinstance(strings, (list, tuple)) and bool(strings)
+    if not is_list or not all(isinstance(text, str) for text in strings):
         raise ValueError(f"`{name}` is {shown(value)}: it must be text, or a list of texts")
-    length = sum(map(len, strings))
     if len(strings) > MAX_STOP_STRINGS:
-        most = (
-            f"{len(strings)} texts: a request may have at most {MAX_STOP_STRINGS}"
-            " (`MAX_STOP_STRINGS`"
+        raise ValueError(
+            f"`{name}` has {len(strings)} texts: a request may have at most {MAX_STOP_STRINGS}"
+            f" (`MAX_STOP_STRINGS` in `{__name__}`)"
         )
-    elif length > MAX_STOP_CHARACTERS:
-        most = (
-            f"{length} characters: a request may have at most {MAX_STOP_CHARACTERS} in total"
-            " (`MAX_STOP_CHARACTERS`"
+    length = sum(map(len, strings))
+    if length > MAX_STOP_CHARACTERS:
+        raise ValueError(
+            f"`{name}` has {length} characters: a request may have at most {MAX_STOP_CHARACTERS} in"
+            f" total (`MAX_STOP_CHARACTERS` in `{__name__}`)"
         )
-    else:
-        return
-    raise ValueError(f"`{name}` has {most} in `{__name__}`)")
 
 
 def check_streamer(value: Any) -> None:
-    if value is not None and not all(
-        callable(getattr(value, method, None)) for method in ("put", "end")
-    ):
+    methods = [getattr(value, name, None) for name in ("put", "end")]
+    if value is not None and not all(map(callable, methods)):
         raise ValueError(f"`streamer` is {shown(value)}: it must have the methods `put` and `end`")
 
 
@@ -282,7 +276,7 @@ def check_streamed_rows(streamer: Any, num_rows: int, instead: str) -> None:
         )
 
 
-def check_ids(value: Any, mask: Any = None, is_alone: bool = False) -> None:
+def check_ids(value: Any, mask: Any, is_alone: bool) -> None:
     """Raises `ValueError` unless `value` is None or an int64 or int32 tensor `(rows, length)` with
     rows; `is_alone`: nothing precedes the ids, so that there must be some, and as many as a `mask`
     of two dimensions covers."""
@@ -320,8 +314,10 @@ def check_numbers(options: Mapping[str, Any], *, check_range: bool = True) -> No
         value = options.get(name)
         if value is None:
             continue
-        is_count = isinstance(value, Integral) and (not check_range or is_whole(value))
-        if not is_count or (check_range and int(value) < 1):
+        is_count = isinstance(value, Integral)
+        if check_range:
+            is_count = is_whole(value) and int(value) >= 1
+        if not is_count:
             raise ValueError(f"`{name}` is {shown(value)}: it must be a whole number of at least 1")
     # plain `generate` accepts 3.0 as well, and raises for numbers that are too low
     for name in ("max_new_tokens", "max_length", "min_new_tokens", "min_length"):
@@ -390,11 +386,8 @@ def split_inputs(prompt: Prompt, inputs: Any) -> tuple[Prompt, dict[str, Any] | 
         prompt = prompt.get("input_ids")
         mask = given.get("attention_mask")
         if prompt is not None and mask is not None:
-            if (
-                isinstance(mask, Tensor)
-                and isinstance(prompt, Tensor)
-                and mask.shape != prompt.shape
-            ):
+            are_tensors = isinstance(mask, Tensor) and isinstance(prompt, Tensor)
+            if are_tensors and mask.shape != prompt.shape:
                 raise ValueError(
                     f"`attention_mask` has the shape {tuple(mask.shape)} and `input_ids`"
                     f" {tuple(prompt.shape)}: pass both as the processor returned them"
@@ -405,15 +398,15 @@ def split_inputs(prompt: Prompt, inputs: Any) -> tuple[Prompt, dict[str, Any] | 
                     " padding"
                 )
             del given["attention_mask"]
-    options = vars(GenerationConfig())
-    if refused := sorted(
-        str(name) for name in given if name in ("input_ids", *compat.CACHE_NAMES) or name in options
-    ):
+    others = {"input_ids", *compat.CACHE_NAMES, *vars(GenerationConfig())}
+    refused = sorted(map(str, others & given.keys()))
+    if refused:
         raise ValueError(
             f"`inputs` has {', '.join(refused)}: pass only model inputs beside token ids there, and"
             " options in `generation_config`"
         )
-    if (mismatch := mismatched_rows(given, 1)) is not None:
+    mismatch = mismatched_rows(given, 1)
+    if mismatch is not None:
         raise ValueError(f"`inputs` are not those of one prompt: {mismatch}")
     return prompt, given or None
 
@@ -436,9 +429,9 @@ def is_chat(prompt: Prompt) -> bool:
         isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in prompt
     ]
     if any(roles) and not all(roles):
-        place = roles.index(False)
+        index = roles.index(False)
         raise ValueError(
-            f"message {place} of the chat is {shown(prompt[place])}: pass a dict with its `role`,"
+            f"message {index} of the chat is {shown(prompt[index])}: pass a dict with its `role`,"
             " as text"
         )
     return any(roles)
@@ -456,12 +449,8 @@ def _chat_ids(messages: Any, tokenizer: Any) -> Any:
             "the prompt is a chat, and the tokenizer has no chat template: set"
             " `tokenizer.chat_template`, or pass text"
         )
-    for part in (
-        part
-        for message in messages
-        if isinstance(message.get("content"), list)
-        for part in message["content"]
-    ):
+    contents = [message.get("content") for message in messages]
+    for part in itertools.chain(*(content for content in contents if isinstance(content, list))):
         if isinstance(part, Mapping) and part.get("type") != "text":
             raise ValueError(
                 f"a message of the chat holds content of type {shown(part.get('type'))}, which no"
@@ -534,14 +523,11 @@ def split_prompts(
 ) -> list[tuple[Prompt, Any]]:
     """Returns the prompts of `PagedEngine.generate`, each with its generation config. Raises
     `generate`'s errors."""
-    is_one = (
-        isinstance(prompts, str)
-        or (isinstance(prompts, Tensor) and prompts.dim() < 2)
-        or is_chat(prompts)
-    )
-    is_one = is_one or (
-        isinstance(prompts, (list, tuple)) and bool(prompts) and is_whole(prompts[0])
-    )
+    is_one = isinstance(prompts, str) or is_chat(prompts)
+    if isinstance(prompts, Tensor):
+        is_one = prompts.dim() < 2
+    elif isinstance(prompts, (list, tuple)) and prompts:
+        is_one = is_one or is_whole(prompts[0])
     if attention_mask is not None and not is_one:
         if not isinstance(prompts, Tensor) or prompts.dim() != 2:
             raise ValueError(
@@ -567,9 +553,9 @@ def split_prompts(
     if not isinstance(prompts, Iterable):
         raise ValueError(f"`prompts` is {shown(prompts)}: pass a list of prompts")
     prompts = list(prompts)
-    configs = (
-        generation_config if isinstance(generation_config, (list, tuple)) else [generation_config]
-    )
+    configs = generation_config
+    if not isinstance(configs, (list, tuple)):
+        configs = [configs]
     if len(configs) == 1:
         configs = list(configs) * len(prompts)
     if len(configs) != len(prompts):
@@ -578,19 +564,6 @@ def split_prompts(
             " or one for each"
         )
     return list(zip(prompts, configs))
-
-
-def _unpadded(rows: list[Any], masks: list[Any]) -> list[Prompt]:
-    prompts = []
-    for row, (ids, mask) in enumerate(zip(rows, masks)):
-        places = [place for place, is_token in enumerate(mask) if is_token]
-        if places and places[-1] - places[0] >= len(places):
-            raise ValueError(
-                f"the attention mask hides tokens inside of row {row}: it may hide padding at its"
-                " ends"
-            )
-        prompts.append([ids[place] for place in places])
-    return prompts
 
 
 def _mapped(inputs: Mapping[str, Any]) -> tuple[list[Prompt], bool]:
@@ -608,20 +581,31 @@ def _mapped(inputs: Mapping[str, Any]) -> tuple[list[Prompt], bool]:
         return ids, is_one
     masks = _listed("attention_mask", inputs["attention_mask"])
     masks = [masks] if is_one else masks
-    if any(not isinstance(mask, (list, tuple)) for mask in masks) or [*map(len, masks)] != [
-        *map(len, ids)
-    ]:
+    are_lists = all(isinstance(mask, (list, tuple)) for mask in masks)
+    if not are_lists or list(map(len, masks)) != list(map(len, ids)):
         raise ValueError(
             "the attention mask has other lengths than `input_ids`: pass both as the tokenizer made"
             " them"
         )
-    return _unpadded(ids, masks), is_one
+    prompts = []
+    for row, mask in enumerate(masks):
+        columns = [column for column, is_token in enumerate(mask) if is_token]
+        if columns and columns[-1] - columns[0] >= len(columns):
+            raise ValueError(
+                f"the attention mask hides tokens inside of row {row}: it may hide padding at its"
+                " ends"
+            )
+        prompts.append([ids[row][column] for column in columns])
+    return prompts, is_one
 
 
 def _listed(name: str, value: Any) -> list[Any]:
-    value = value.tolist() if hasattr(value, "tolist") else value
+    def listed(array: Any) -> Any:
+        return array.tolist() if hasattr(array, "tolist") else array
+
+    value = listed(value)
     if not isinstance(value, (list, tuple)):
         raise ValueError(
             f"`{name}` of the mapping of prompts is {reprlib.repr(value)}: pass lists or a tensor"
         )
-    return [each.tolist() if hasattr(each, "tolist") else each for each in value]
+    return list(map(listed, value))

@@ -22,7 +22,6 @@ from ..cache.block_files import (
 )
 from ..cache.block_manager import TierError
 from ..cache.block_pool import OutOfBlocksError
-from ..cache.swap import HostLayer
 from ..cache.tiers import PrefixStore
 from ..config import PrefixTiers, is_whole
 from ..interrupts import restoring
@@ -71,12 +70,6 @@ def _between_steps(core: EngineCore) -> Iterator[tuple[StepLoop, PrefixStore]]:
                 loop.executor.rest()
 
 
-def _needed(loop: StepLoop, num_nodes: int) -> list[range]:
-    """Returns, for each group, the positions of the blocks that a sequence after so many nodes
-    needs."""
-    return [loop.blocks.index.needed(group, num_nodes) for group in range(len(loop.blocks.groups))]
-
-
 def saved_to(path: Any) -> Path:
     """Returns `path` as a `Path`. Raises `OSError` if no file can be written there."""
     target = Path(os.fspath(path))
@@ -115,8 +108,8 @@ def save(
                 f" in the pool: raise `num_blocks` ({core.config.num_blocks})"
             )
         parts: dict[int, Layers] = {}
-        for group, numbers in enumerate(_needed(loop, num_nodes)):
-            nodes = [links[number].node for number in numbers]
+        for group in range(len(manager.groups)):
+            nodes = [links[number].node for number in manager.index.needed(group, num_nodes)]
             ids = [
                 block
                 for node in nodes
@@ -167,9 +160,12 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
         manager = loop.blocks
         outline = Outline()
         num_nodes = len(token_ids) // manager.index.block_size
-        numbers = _needed(loop, num_nodes)
+        # for each group, the positions of the blocks that a sequence after so many nodes needs
+        groups = range(len(manager.groups))
+        numbers = [manager.index.needed(group, num_nodes) for group in groups]
         for group, needed in enumerate(numbers):
-            outline |= outline_of(group, store.layers(group), len(needed)) if needed else {}
+            if needed:
+                outline |= outline_of(group, store.layers(group), len(needed))
         parts = file.read(outline)
         links = manager.index.reach(token_ids, namespace, num_nodes, lambda group, digest: True)
         if manager.num_tokens(links) != len(token_ids) or links[-1].digest.hex() != digest:
@@ -178,7 +174,7 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
         for group, needed in enumerate(numbers):
             missing = set(manager.missing(group, links))
             contents.append(
-                {n: _row(parts[group], place) for place, n in enumerate(needed) if n in missing}
+                {n: _row(parts[group], row) for row, n in enumerate(needed) if n in missing}
             )
         try:
             with core.memory.changing():
@@ -200,10 +196,10 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-def _row(layers: Layers, place: int) -> Layers:
-    """Cuts the block at `place` out of each layer."""
-    cut = {
-        i: (layer, [tensor[place : place + 1] for tensor in layer.blocks.data])
-        for i, layer in layers.items()
-    }
-    return {i: HostLayer(layer.blocks.like(data), layer.device) for i, (layer, data) in cut.items()}
+def _row(layers: Layers, row: int) -> Layers:
+    """Cuts one block out of each layer."""
+    cut: Layers = {}
+    for index, layer in layers.items():
+        data = [tensor[row : row + 1] for tensor in layer.blocks.data]
+        cut[index] = layer._replace(blocks=layer.blocks.like(data))
+    return cut

@@ -62,27 +62,21 @@ class RequestStream:
                 )
         seed: Any = options.get("seed")
         if is_whole(seed) and -(2**63) <= seed < 2**64:  # others are refused, for each prompt
-            seeds = []
-            for place in range(count):
-                row_seed = int(seed) + place
-                if row_seed >= 2**64:
-                    row_seed -= 2**64
-                seeds.append(row_seed)
-            options = {**options, "seed": seeds}
+            # negative seeds draw as their two's complement does
+            options = {**options, "seed": [(int(seed) + i) % 2**64 for i in range(count)]}
         lists = {}
         for name in _ONE_EACH:
             values = options.get(name)
             if isinstance(values, (list, tuple)):
                 lists[name] = values
-        for name, values in lists.items():
-            if len(values) != count:
-                raise ValueError(
-                    f"{len(values)} values of `{name}` were passed for {count} prompts: pass one"
-                    " for each"
-                )
+                if len(values) != count:
+                    raise ValueError(
+                        f"{len(values)} values of `{name}` were passed for {count} prompts: pass"
+                        " one for each"
+                    )
         self._queue = []
-        for place, (prompt, config) in enumerate(queue):
-            row_options = {name: values[place] for name, values in lists.items()}
+        for index, (prompt, config) in enumerate(queue):
+            row_options = {name: values[index] for name, values in lists.items()}
             request_options = RequestOptions(**{**options, **row_options})
             self._queue.append((prompt, config, request_options))
         self.outbox: deque[RequestOutput] = deque()  # the engine adds the requests' outputs here

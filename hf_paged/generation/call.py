@@ -115,13 +115,10 @@ class Call:
                 if self.caches:
                     self._switch()
                 yield
-            num_bytes = 0
-            for cache in self.caches:
-                size = self.sizes.get(cache.kind, ())
-                num_bytes += cache.plain_bytes(*size)
-            plain_bytes = num_bytes
-            lacks_cache = self.road == "plain" and self.remedy is not None
-            if lacks_cache and capturing.get() is None:
+            plain_bytes = sum(
+                cache.plain_bytes(*self.sizes.get(cache.kind, ())) for cache in self.caches
+            )
+            if self._lacks_cache and capturing.get() is None:
                 warn_once(
                     self.model,
                     Topic.NOT_PAGED(
@@ -157,9 +154,14 @@ class Call:
             for cache in self.built:
                 cache.discard()
 
+    @property
+    def _lacks_cache(self) -> bool:
+        """Whether a paged cache was asked for, and the call had none."""
+        return self.road == "plain" and self.remedy is not None
+
     def _full_reason(self) -> str:
         """The reason, with how the model's own code got keys and values if it read them."""
-        if self.road == "plain" and self.remedy is not None:
+        if self._lacks_cache:
             return Topic.NOT_PAGED(self.reason)
         if self.foreign is None or self.road != "hf_loop":
             return self.reason

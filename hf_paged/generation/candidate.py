@@ -236,12 +236,10 @@ class Candidate:
         known = _KNOWN_INPUTS
         if is_stock(self.model, "prepare_inputs_for_generation"):
             known = known | {"labels"}
-        other: list[str] = []
-        for name, value in self.model_kwargs.items():
-            if name not in known and not is_unset(value):
-                other.append(name)
-        if other:
-            return Topic.INPUTS(f"model inputs other than token ids: {', '.join(sorted(other))}")
+        given = self.model_kwargs.items()
+        others = [name for name, value in given if name not in known and not is_unset(value)]
+        if others:
+            return Topic.INPUTS(f"model inputs other than token ids: {', '.join(sorted(others))}")
         positions = self.model_kwargs.get("position_ids")
         if positions is not None:
             # (rows, length), or with axes in front

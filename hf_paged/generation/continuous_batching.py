@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestStatus
@@ -35,7 +36,8 @@ from ..interrupts import guarded
 from ..model.forwards import compute_device
 from ..topics import Topic
 from .manager_config import paged_config
-from .manager_thread import ManagerThread, Pending, served
+from .manager_thread import ManagerThread, served
+from .pending import Pending
 
 logger = logging.getLogger(__name__)
 
@@ -90,14 +92,17 @@ class PagedBatchingManager(ContinuousBatchingManager):
         # for seeds, and for default request ids
         self._numbers = itertools.count()
         self._names = itertools.count()
-        # unless a request says otherwise
-        self.num_return_sequences = generation_config.num_return_sequences or 1
         self.warmed_up = False
         weakref.finalize(self, self._thread.is_abandoned.set).atexit = False
 
     def __reduce__(self) -> Any:
         # copies and checkpoints of a model leave the manager out, as they do its memory
         return type(None), ()
+
+    @property
+    def num_return_sequences(self) -> int:
+        """Of requests that do not say otherwise."""
+        return self.generation_config.num_return_sequences or 1
 
     @property
     def engine(self) -> PagedEngine:
@@ -223,7 +228,7 @@ class PagedBatchingManager(ContinuousBatchingManager):
             queue.Full: if the queue stays full (`max_queue_size` requests) for 10 seconds.
         """
         if request_id is None:
-            request_id = self._make_name()
+            request_id = f"req_{next(self._names)}"
         first_seed = self.continuous_batching_config.seed
         if seed is None and first_seed is not None:
             seed = first_seed + next(self._numbers)
@@ -244,9 +249,6 @@ class PagedBatchingManager(ContinuousBatchingManager):
         )
         self._thread.add(request)
         return request_id
-
-    def _make_name(self) -> str:
-        return f"req_{next(self._names)}"
 
     def add_requests(
         self,
@@ -304,8 +306,8 @@ class PagedBatchingManager(ContinuousBatchingManager):
         until the last. The request may be added later, to this manager while it runs."""
         with self._thread.lock:
             self._thread.handlers[request_id] = callback, asyncio.get_running_loop()
-            waiting = self._thread.outputs.pop(request_id, ())
-            self._thread.deliver(waiting)
+            for output in self._thread.outputs.pop(request_id, ()):
+                self._thread.deliver(output)
 
 
 def output_names(request_id: str, num_sequences: int) -> list[str]:
@@ -314,12 +316,15 @@ def output_names(request_id: str, num_sequences: int) -> list[str]:
     return [*further, request_id]
 
 
-def _effective(model: PreTrainedModel, config: GenerationConfig, name: str) -> Any:
-    """The value of an option, from the model's generation config if `config` leaves it unset."""
-    value = getattr(config, name)
-    if value is None:
-        value = getattr(model.generation_config, name)
-    return value
+class _Effective:
+    """The options of a config; of the model's generation config where that leaves them unset."""
+
+    def __init__(self, model: PreTrainedModel, config: GenerationConfig) -> None:
+        self._configs = config, model.generation_config
+
+    def __getattr__(self, name: str) -> Any:
+        values = (getattr(config, name) for config in self._configs)
+        return next((value for value in values if value is not None), None)
 
 
 def _request_config(
@@ -339,13 +344,12 @@ def _request_config(
             setattr(made, name, None)
     for name, value in options.items():
         setattr(made, name, value)
-    num_beams = _effective(model, made, "num_beams") or 1
-    if num_beams == 1 and not _effective(model, made, "do_sample"):
+    effective = _Effective(model, made)
+    if (effective.num_beams or 1) == 1 and not effective.do_sample:
         made.num_return_sequences = 1  # greedy sequences are all equal
     else:
         made.num_return_sequences = made.num_return_sequences or 1
-    max_new_tokens = _effective(model, made, "max_new_tokens")
-    if max_new_tokens is None and _effective(model, made, "max_length") is None:
+    if effective.max_new_tokens is None and effective.max_length is None:
         text_config = model.config.get_text_config(decoder=True)
         limit = getattr(text_config, "max_position_embeddings", None)
         if limit is None:
@@ -367,10 +371,10 @@ def _cb_config(
 
 
 def _cache_config(model: PreTrainedModel, config: GenerationConfig) -> Any:
-    implementation = _effective(model, config, "cache_implementation")
-    if implementation not in (None, "paged", NAME):
+    effective = _Effective(model, config)
+    if effective.cache_implementation not in (None, "paged", NAME):
         return None
-    return _effective(model, config, "cache_config")
+    return effective.cache_config
 
 
 def _init(
@@ -385,7 +389,6 @@ def _init(
     if isinstance(cached, PagedBatchingManager) and not cached.is_running():
         if continuous_batching_config is None or cb_config == cached.continuous_batching_config:
             cached.generation_config = config
-            cached.num_return_sequences = config.num_return_sequences or 1
             return cached
         model.destroy_cached_continuous_batching_manager()  # it was made for another config
     return PagedBatchingManager(model, config, cb_config, workload_hints)
@@ -394,8 +397,8 @@ def _init(
 def _destroy_cached(model: Any) -> None:
     cached = getattr(model, compat.CACHED_MANAGER, None)
     if cached is not None:
-        cached.destroy()
         delattr(model, compat.CACHED_MANAGER)
+        cached.destroy()
 
 
 @contextlib.contextmanager
@@ -439,15 +442,15 @@ def _generate_batch(
     given = {name: value for name, value in options.items() if value is not None}
     generation_options = {name: value for name, value in given.items() if name != "tokenizer"}
     config = _request_config(model, base, generation_options)
+    effective = _Effective(model, config)
     # one `generate` call does not tell where a stop string ended a row
-    has_stop_strings = bool(_effective(model, config, "stop_strings"))
-    is_plain = not (record_timestamps or persistent_manager or has_stop_strings)
-    num_beams = _effective(model, config, "num_beams") or 1
-    if is_plain and num_beams == 1 and _effective(model, config, "do_sample"):
+    needs_requests = record_timestamps or persistent_manager or effective.stop_strings
+    if not needs_requests and (effective.num_beams or 1) == 1 and effective.do_sample:
         cb_config = _cb_config(base, continuous_batching_config)
         paged = paged_config(cb_config, _cache_config(model, base))
-        if _fits_one_call(model, inputs, config, cb_config, paged):
-            return _sample_together(model, inputs, config, paged)
+        prompts = _rows_of_one_call(model, inputs, config, cb_config, paged)
+        if prompts is not None:
+            return _sample_together(model, prompts, config, paged)
     context = model.continuous_batching_context_manager(
         generation_config,
         continuous_batching_config=continuous_batching_config,
@@ -478,69 +481,62 @@ def _generate_batch(
     return outputs
 
 
-def _fits_one_call(
+def _rows_of_one_call(
     model: PreTrainedModel,
     inputs: Sequence[Any],
     config: GenerationConfig,
     cb_config: ContinuousBatchingConfig,
     paged: PagedConfig,
-) -> bool:
-    """Whether these prompts can be the rows of one `generate` call that returns everything
-    requested."""
+) -> list[list[int]] | None:
+    """The ids of the prompts, if they can be the rows of one `generate` call that returns
+    everything requested."""
     if cb_config.return_logprobs or cb_config.seed is not None or model.config.is_encoder_decoder:
-        return False
+        return None
     num_rows = len(inputs) * (config.num_return_sequences or 1)
-    if num_rows > paged.max_num_seqs or _effective(model, config, "max_new_tokens") is None:
-        return False
+    if num_rows > paged.max_num_seqs or _Effective(model, config).max_new_tokens is None:
+        return None
     try:  # if a prompt is invalid, the engine serves the others and reports its error
         prompts = [prompt_ids(prompt, None) for prompt in inputs]
         size = num_embeddings(model)
     except ValueError:
-        return False
-    return all(prompt and min(prompt) >= 0 and max(prompt) < size for prompt in prompts)
+        return None
+    are_valid = all(prompt and min(prompt) >= 0 and max(prompt) < size for prompt in prompts)
+    return prompts if are_valid else None
 
 
 @guarded
 def _sample_together(
-    model: PreTrainedModel, inputs: Sequence[Any], config: GenerationConfig, paged: PagedConfig
+    model: PreTrainedModel, prompts: list[list[int]], config: GenerationConfig, paged: PagedConfig
 ) -> dict[str, GenerationOutput]:
     """Runs the prompts as rows of one `generate` call, with one random number stream: a seed gives
     plain's tokens."""
     created = time.perf_counter()
-    device = compute_device(model)
-    prompts = [prompt_ids(prompt, None) for prompt in inputs]
-    pad = _effective(model, config, "pad_token_id") or 0
-    width = max(map(len, prompts))
-    padded = []
-    masks = []
-    for prompt in prompts:
-        num_padding = width - len(prompt)
-        padded.append([pad] * num_padding + prompt)
-        masks.append([0] * num_padding + [1] * len(prompt))
-    ids = torch.tensor(padded, device=device)
-    mask = torch.tensor(masks, device=device)
-    config.cache_implementation, config.cache_config = NAME, paged.to_dict()
+    effective = _Effective(model, config)
+    rows = [torch.tensor(prompt, device=compute_device(model)) for prompt in prompts]
+    pad = functools.partial(pad_sequence, batch_first=True, padding_side="left")
+    ids = pad(rows, padding_value=effective.pad_token_id or 0)
+    config.cache_implementation = NAME
+    config.cache_config = paged.to_dict()
     with served(model):
         generated = model.generate(
             input_ids=ids,
-            attention_mask=mask,
+            attention_mask=pad([torch.ones_like(row) for row in rows]),
             generation_config=config,
         )
-        rows = generated[:, width:].tolist()
+        answers = generated[:, ids.shape[1] :].tolist()
     ended = time.perf_counter()
     num_sequences = config.num_return_sequences or 1
-    eos = _effective(model, config, "eos_token_id")
+    eos = effective.eos_token_id
     ends = set(eos) if isinstance(eos, (list, tuple)) else {eos}
     outputs: dict[str, GenerationOutput] = {}
-    for place, prompt in enumerate(prompts):
-        for name in output_names(f"req_{place}", num_sequences):
-            tokens = rows[len(outputs)]
-            lengths = (index + 1 for index, token in enumerate(tokens) if token in ends)
-            length = next(lengths, len(tokens))
+    for index, prompt in enumerate(prompts):
+        for name in output_names(f"req_{index}", num_sequences):
+            tokens = answers[len(outputs)]
+            lengths = (length for length, token in enumerate(tokens, 1) if token in ends)
             outputs[name] = GenerationOutput(
                 name,
                 prompt,
-                tokens[:length],
+                tokens[: next(lengths, None)],
                 status=RequestStatus.FINISHED,
                 created_time=created,
                 lifespan=(created, ended),
@@ -552,10 +548,8 @@ def destroy_kept() -> None:
     """Destroys managers kept on models for a next session; transformers' own methods would
     otherwise use them."""
     for model in list(_kept):
-        cached = getattr(model, compat.CACHED_MANAGER, None)
-        if isinstance(cached, PagedBatchingManager):
-            delattr(model, compat.CACHED_MANAGER)
-            cached.destroy()
+        if isinstance(getattr(model, compat.CACHED_MANAGER, None), PagedBatchingManager):
+            _destroy_cached(model)
     _kept.clear()
 
 

@@ -53,6 +53,9 @@ from .batch_call import batch_of
 from .call import Call, caches_in, current, first_rows, prepared, rows_per_prompt
 
 REQUESTED = ("paged", NAME)
+_RENAMED = "past_key_values"  # an argument that newer versions of transformers rename
+
+Method = Callable[..., Any]
 
 _lock = forks.lock()
 _is_default = False  # calls that name no cache are paged
@@ -62,12 +65,12 @@ _is_default = False  # calls that name no cache are paged
 class Invocation:
     """A call of a method that `install` has replaced."""
 
-    original: Callable[..., Any]
+    original: Method
     model: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def run(self, function: Callable[..., Any] | None = None) -> Any:
+    def run(self, function: Method | None = None) -> Any:
         """Runs the original method, or another function, with the arguments."""
         return (function or self.original)(self.model, *self.args, **self.kwargs)
 
@@ -168,7 +171,7 @@ def _check_arguments(generate: Invocation) -> None:
             f"the paged cache takes these options in its config: pass cache_config={{{given}}}"
         )
     ids = _checked_ids(generate)
-    for name in compat.CACHE_NAMES:
+    for name in (_RENAMED, *compat.CACHE_NAMES):
         cache = kwargs.get(name)
         if isinstance(cache, (str, Mapping, PagedConfig)):
             raise ValueError(
@@ -208,7 +211,8 @@ def _checked_ids(generate: Invocation) -> Any:
         )
     main_input = getattr(model, "main_input_name", None)
     if main_input == "input_ids" and not model.config.is_encoder_decoder:
-        is_alone = kwargs.get("inputs_embeds") is None and not caches_in(kwargs)
+        has_more = any(kwargs.get(name) is not None for name in ("inputs_embeds", _RENAMED))
+        is_alone = not has_more and not caches_in(kwargs)
         mask = kwargs.get("attention_mask") if is_alone else None
         check_ids(ids, mask, is_alone)
     return ids
@@ -495,14 +499,12 @@ _REPLACEMENTS: dict[str, Callable[[Invocation], Any]] = {
 }
 for _name, _function in _continuous_batching.REPLACEMENTS.items():
     _REPLACEMENTS[_name] = functools.partial(Invocation.run, function=_function)
-_installed: dict[tuple[type, str], tuple[Callable[..., Any] | None, Callable[..., Any]]] = {}
+_installed: dict[tuple[type, str], tuple[Method | None, Method]] = {}
 """By class and name of each replaced method: the original, if there was one, and the wrapper that
 replaced it."""
 
 
-def _wrapper(
-    original: Callable[..., Any], replacement: Callable[[Invocation], Any]
-) -> Callable[..., Any]:
+def _wrapper(original: Method, replacement: Callable[[Invocation], Any]) -> Method:
     """Wraps a method, and what its decorators (`no_grad`, `deprecate_kwarg`) wrap: a caller who
     takes `generate` out of them gets ours."""
 
@@ -518,10 +520,10 @@ def _wrapper(
     return wrapper
 
 
-def _method(owner: type, name: str) -> Callable[..., Any]:
+def _method(owner: type, name: str) -> Method:
     """A method of a class as a function that takes the model first; transformers 5.17 has a static
     method."""
-    function: Callable[..., Any] = getattr(owner, name)
+    function: Method = getattr(owner, name)
     is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
     if not is_static:
         return function
@@ -536,7 +538,7 @@ def _method(owner: type, name: str) -> Callable[..., Any]:
     return method
 
 
-def _replace(owner: type, name: str, wrapper: Callable[..., Any] | None = None) -> None:
+def _replace(owner: type, name: str, wrapper: Method | None = None) -> None:
     """Replaces a method, unless it has been, by `wrapper`, or by one of its `_REPLACEMENTS`. For
     use within `_lock`."""
     if (owner, name) not in _installed:

@@ -326,7 +326,9 @@ def test_recorded_steps_keep_hidden_states(
 ) -> None:
     """Calls share a memory and recordings: with hidden states, and without."""
     model, watch = load(folder, 2), Watch(monkeypatch)
-    monkeypatch.setattr(batch_call, "MIN_CACHED_TOKENS", 0)  # cached blocks keep their memory, and graphs
+    monkeypatch.setattr(
+        batch_call, "MIN_CACHED_TOKENS", 0
+    )  # cached blocks keep their memory, and graphs
     config = {"cache_implementation": "paged", "cache_config": {**CONFIG, "capture": captures}}
     hf_paged.free(model)
     options, mtp = {**GREEDY, "max_new_tokens": 40}, {"use_mtp": True}

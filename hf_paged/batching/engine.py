@@ -21,21 +21,19 @@ from ..model.loading import load_model, load_tokenizer
 from ..model.registry import Route
 from ..tools.pictures import MAX_REQUESTS, engine_html, plot_block_map, plot_intervals
 from .arguments import (
-    Prompt,
     RequestOptions,
     check_config,
     check_generates,
     check_path,
     check_tokenizer,
-    prompt_ids,
     refuse_arguments,
     refuse_options,
-    split_inputs,
 )
 from .engine_core import EngineCore
 from .execution.adapter_files import adapter_namespace, resolve_adapter
 from .execution.adapters import base_model
 from .execution.executor import Window
+from .prompt_forms import Prompt, prompt_ids, split_inputs
 from .results import EngineStats, RequestOutput, RequestResult
 from .saved_prefixes import load, save, saved_to
 from .streams import RequestStream

@@ -36,14 +36,11 @@ from ..threads import wait
 from ..timing import counted, counting
 from ..topics import Topic
 from .arguments import (
-    Prompt,
     RequestOptions,
     ServedByGenerateError,
     as_list,
     check_assistant,
     check_names,
-    prompt_ids,
-    split_inputs,
 )
 from .decoding.grammar import Grammars
 from .execution.adapters import AdapterError, base_model, check_served, has_activated
@@ -63,6 +60,7 @@ from .factory import (
 )
 from .generation import Generation, Output, RequestState
 from .loop import StepLoop
+from .prompt_forms import Prompt, prompt_ids, split_inputs
 from .ranks import lead
 from .request import Request, Sequence
 from .results import FIRST_TOKEN_SECONDS, OUTPUT_TOKEN_SECONDS, RequestOutput, RequestResult

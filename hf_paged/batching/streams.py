@@ -18,9 +18,10 @@ from tqdm.auto import tqdm
 from ..config import is_whole
 from ..interrupts import is_interrupt
 from ..topics import Topic
-from .arguments import RequestOptions, prompt_ids, refuse_arguments, split_inputs, split_prompts
+from .arguments import RequestOptions, refuse_arguments
 from .engine_core import EngineCore
 from .execution.executor import Window
+from .prompt_forms import prompt_ids, split_inputs, split_prompts
 from .results import RequestOutput, RequestResult
 
 logger = logging.getLogger(__name__)

@@ -221,8 +221,10 @@ class Call:
 
     def note_inputs(
         self,
-        input_ids: torch.Tensor | None,
-        model_kwargs: dict[str, Any],
+        expand_size: int = 1,
+        is_encoder_decoder: bool = False,
+        input_ids: Any = None,
+        **model_kwargs: Any,
     ) -> None:
         """Notes the inputs that `generate` prepared before it repeats rows; only the first,
         outermost call counts."""

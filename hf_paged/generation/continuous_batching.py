@@ -13,31 +13,26 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
-from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestStatus
+from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from .. import compat, forks
 from ..attention.switch import NAME
-from ..batching.arguments import check_generation_config, prompt_ids
-from ..batching.decoding.prepare import num_embeddings
+from ..batching.arguments import check_generation_config
 from ..batching.engine import PagedEngine
 from ..batching.execution.adapters import base_model, check_served
 from ..batching.results import RequestResult
-from ..config import PagedConfig
-from ..interrupts import guarded
-from ..model.forwards import compute_device
 from ..topics import Topic
 from .manager_config import paged_config
-from .manager_thread import ManagerThread, served
-from .pending import Pending
+from .manager_thread import ManagerThread
+from .one_call import Effective, sample_together
+from .pending import Pending, output_names
 
 logger = logging.getLogger(__name__)
 
@@ -83,12 +78,7 @@ class PagedBatchingManager(ContinuousBatchingManager):
         self.generation_config = generation_config
         self.continuous_batching_config = continuous_batching_config
         config = paged_config(continuous_batching_config, _cache_config(model, generation_config))
-        self._thread = ManagerThread(
-            model,
-            config,
-            continuous_batching_config.max_queue_size,
-            continuous_batching_config.return_logprobs,
-        )
+        self._thread = ManagerThread(model, config, continuous_batching_config.max_queue_size)
         # for seeds, and for default request ids
         self._numbers = itertools.count()
         self._names = itertools.count()
@@ -229,9 +219,9 @@ class PagedBatchingManager(ContinuousBatchingManager):
         """
         if request_id is None:
             request_id = f"req_{next(self._names)}"
-        first_seed = self.continuous_batching_config.seed
-        if seed is None and first_seed is not None:
-            seed = first_seed + next(self._numbers)
+        cb_config = self.continuous_batching_config
+        if seed is None and cb_config.seed is not None:
+            seed = cb_config.seed + next(self._numbers)
         options |= {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
         given = {option: value for option, value in options.items() if value is not None}
         given.setdefault("num_return_sequences", self.num_return_sequences)
@@ -244,7 +234,7 @@ class PagedBatchingManager(ContinuousBatchingManager):
             is_streaming=streaming,
             records_times=record_timestamps,
             tokenizer=tokenizer,
-            options=request_options or {},
+            options={"return_logprobs": cb_config.return_logprobs, **(request_options or {})},
             on_result=on_result,
         )
         self._thread.add(request)
@@ -310,23 +300,6 @@ class PagedBatchingManager(ContinuousBatchingManager):
                 self._thread.deliver(output)
 
 
-def output_names(request_id: str, num_sequences: int) -> list[str]:
-    """The ids of a request's outputs, by row."""
-    further = [f"{request_id}__child#{i}" for i in range(num_sequences - 1)]
-    return [*further, request_id]
-
-
-class _Effective:
-    """The options of a config; of the model's generation config where that leaves them unset."""
-
-    def __init__(self, model: PreTrainedModel, config: GenerationConfig) -> None:
-        self._configs = config, model.generation_config
-
-    def __getattr__(self, name: str) -> Any:
-        values = (getattr(config, name) for config in self._configs)
-        return next((value for value in values if value is not None), None)
-
-
 def _request_config(
     model: PreTrainedModel, config: GenerationConfig, options: dict[str, Any]
 ) -> GenerationConfig:
@@ -344,7 +317,7 @@ def _request_config(
             setattr(made, name, None)
     for name, value in options.items():
         setattr(made, name, value)
-    effective = _Effective(model, made)
+    effective = Effective(model, made)
     if (effective.num_beams or 1) == 1 and not effective.do_sample:
         made.num_return_sequences = 1  # greedy sequences are all equal
     else:
@@ -371,7 +344,7 @@ def _cb_config(
 
 
 def _cache_config(model: PreTrainedModel, config: GenerationConfig) -> Any:
-    effective = _Effective(model, config)
+    effective = Effective(model, config)
     if effective.cache_implementation not in (None, "paged", NAME):
         return None
     return effective.cache_config
@@ -442,15 +415,15 @@ def _generate_batch(
     given = {name: value for name, value in options.items() if value is not None}
     generation_options = {name: value for name, value in given.items() if name != "tokenizer"}
     config = _request_config(model, base, generation_options)
-    effective = _Effective(model, config)
+    effective = Effective(model, config)
     # one `generate` call does not tell where a stop string ended a row
     needs_requests = record_timestamps or persistent_manager or effective.stop_strings
     if not needs_requests and (effective.num_beams or 1) == 1 and effective.do_sample:
         cb_config = _cb_config(base, continuous_batching_config)
         paged = paged_config(cb_config, _cache_config(model, base))
-        prompts = _rows_of_one_call(model, inputs, config, cb_config, paged)
-        if prompts is not None:
-            return _sample_together(model, prompts, config, paged)
+        sampled = sample_together(model, inputs, config, cb_config, paged)
+        if sampled is not None:
+            return sampled
     context = model.continuous_batching_context_manager(
         generation_config,
         continuous_batching_config=continuous_batching_config,
@@ -478,69 +451,6 @@ def _generate_batch(
     if errors:
         message = "%d of %d requests failed, and their outputs hold the errors; the first is: %s"
         logger.error(Topic.FAILED_REQUESTS(message), len(errors), len(outputs), errors[0])
-    return outputs
-
-
-def _rows_of_one_call(
-    model: PreTrainedModel,
-    inputs: Sequence[Any],
-    config: GenerationConfig,
-    cb_config: ContinuousBatchingConfig,
-    paged: PagedConfig,
-) -> list[list[int]] | None:
-    """The ids of the prompts, if they can be the rows of one `generate` call that returns
-    everything requested."""
-    if cb_config.return_logprobs or cb_config.seed is not None or model.config.is_encoder_decoder:
-        return None
-    num_rows = len(inputs) * (config.num_return_sequences or 1)
-    if num_rows > paged.max_num_seqs or _Effective(model, config).max_new_tokens is None:
-        return None
-    try:  # if a prompt is invalid, the engine serves the others and reports its error
-        prompts = [prompt_ids(prompt, None) for prompt in inputs]
-        size = num_embeddings(model)
-    except ValueError:
-        return None
-    are_valid = all(prompt and min(prompt) >= 0 and max(prompt) < size for prompt in prompts)
-    return prompts if are_valid else None
-
-
-@guarded
-def _sample_together(
-    model: PreTrainedModel, prompts: list[list[int]], config: GenerationConfig, paged: PagedConfig
-) -> dict[str, GenerationOutput]:
-    """Runs the prompts as rows of one `generate` call, with one random number stream: a seed gives
-    plain's tokens."""
-    created = time.perf_counter()
-    effective = _Effective(model, config)
-    rows = [torch.tensor(prompt, device=compute_device(model)) for prompt in prompts]
-    pad = functools.partial(pad_sequence, batch_first=True, padding_side="left")
-    ids = pad(rows, padding_value=effective.pad_token_id or 0)
-    config.cache_implementation = NAME
-    config.cache_config = paged.to_dict()
-    with served(model):
-        generated = model.generate(
-            input_ids=ids,
-            attention_mask=pad([torch.ones_like(row) for row in rows]),
-            generation_config=config,
-        )
-        answers = generated[:, ids.shape[1] :].tolist()
-    ended = time.perf_counter()
-    num_sequences = config.num_return_sequences or 1
-    eos = effective.eos_token_id
-    ends = set(eos) if isinstance(eos, (list, tuple)) else {eos}
-    outputs: dict[str, GenerationOutput] = {}
-    for index, prompt in enumerate(prompts):
-        for name in output_names(f"req_{index}", num_sequences):
-            tokens = answers[len(outputs)]
-            lengths = (length for length, token in enumerate(tokens, 1) if token in ends)
-            outputs[name] = GenerationOutput(
-                name,
-                prompt,
-                tokens[: next(lengths, None)],
-                status=RequestStatus.FINISHED,
-                created_time=created,
-                lifespan=(created, ended),
-            )
     return outputs
 
 

@@ -9,15 +9,12 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
-from torch.nn.modules import module as torch_module
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation.continuous_batching import ContinuousMixin
 from transformers.generation.utils import GenerationMixin
 
@@ -40,8 +37,7 @@ from ..batching.factory import not_invariant
 from ..cache.paged_cache import PagedCache
 from ..config import INSTALL_VARIABLE, PagedConfig, shown
 from ..interrupts import guarded
-from ..model.forwards import has_foreign_hook
-from ..model.own_loop import ROW_INPUTS, cache_parts, mismatched_rows
+from ..model.own_loop import cache_parts
 from ..model.rank_signals import deferring
 from ..model.ranks import ranks_of
 from ..model.registry import memory_for, warn_once
@@ -50,56 +46,15 @@ from . import continuous_batching as _continuous_batching
 from . import manager_config
 from .after_import import after_import, forget_import
 from .batch_call import batch_of
-from .call import Call, caches_in, current, first_rows, prepared, rows_per_prompt
+from .call import Call, caches_in, current, prepared, rows_per_prompt
+from .invocation import Invocation, Method
+from .prefill import share_prefill
 
 REQUESTED = ("paged", NAME)
 _RENAMED = "past_key_values"  # an argument that newer versions of transformers rename
 
-Method = Callable[..., Any]
-
 _lock = forks.lock()
 _is_default = False  # calls that name no cache are paged
-
-
-@dataclass
-class Invocation:
-    """A call of a method that `install` has replaced."""
-
-    original: Method
-    model: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def run(self, function: Method | None = None) -> Any:
-        """Runs the original method, or another function, with the arguments."""
-        return (function or self.original)(self.model, *self.args, **self.kwargs)
-
-    @functools.cached_property
-    def bound(self) -> inspect.BoundArguments:
-        return inspect.signature(self.original).bind(self.model, *self.args, **self.kwargs)
-
-    def noted(self, variable: ContextVar[Any]) -> Any:
-        """The variable's value if it is of this model, else `None`."""
-        value = variable.get()
-        return value if value is not None and value.model is self.model else None
-
-    @property
-    def generation_config(self) -> Any:
-        """That of a call of `generate`."""
-        positional = self.args[1] if len(self.args) > 1 else None
-        return self.kwargs.get("generation_config", positional)
-
-    def option(self, name: str) -> Any:
-        """The value of an option of `generate`, from the keyword, which may unset it, the config
-        passed or the model's config, in this order; `None` if unset."""
-        if name in self.kwargs:
-            return self.kwargs[name]
-        model_config = getattr(self.model, "generation_config", None)
-        for source in (self.generation_config, model_config):
-            value = getattr(source, name, None)
-            if value is not None:
-                return value
-        return None
 
 
 # -- replacements of GenerationMixin methods -----------------------------------------------------
@@ -246,24 +201,19 @@ def _prepare_cache(prepare: Invocation) -> Any:
         if caches:
             call.use(caches, generation_config, is_built=not passed)
         elif config is not None:
-            call.ask(*_why_not_paged(model, passed, generation_config, model_kwargs))
+            call.ask(*_why_not_paged(model, passed, arguments))
         if config is not None and config.batch_invariant and not call.built:
             raise not_invariant(model, call.reason)
     return result
 
 
-def _why_not_paged(
-    model: Any,
-    passed: bool,
-    config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-) -> tuple[str, str]:
+def _why_not_paged(model: Any, passed: bool, arguments: dict[str, Any]) -> tuple[str, str]:
     """Why a call that asked for a paged cache has none, and what to change."""
     if passed:
         return "the caller's own cache is used", "Pass no cache, or a `hf_paged.PagedCache`"
-    if config.use_cache is False:
+    if arguments["generation_config"].use_cache is False:
         return "use_cache is False", "Leave `use_cache=False` out"
-    if caches_in(model_kwargs) or not compat.supports_dynamic_cache(model):
+    if caches_in(arguments["model_kwargs"]) or not compat.supports_dynamic_cache(model):
         return "the model has a cache of its own", "Use a model whose cache is a `DynamicCache`"
     return (
         f"transformers {transformers.__version__} made no cache that hf_paged can see",
@@ -309,107 +259,11 @@ def _page(call: Call, config: PagedConfig, arguments: dict[str, Any]) -> None:
             model_kwargs[name] = paged(cache, "self")
 
 
-def _prefill(prefill: Invocation) -> Any:
-    """Computes rows that were expanded from one prompt once, where that gives the same results."""
-    call = prefill.noted(current)
-    given = prefill.bound.arguments
-    first = None
-    # chunked prefill is left to the original
-    is_whole = given["generation_config"].prefill_chunk_size is None
-    if call is not None and call.caches and call.repeats > 1 and is_whole:
-        first = _of_first_rows(given["input_ids"], given["model_kwargs"], call.repeats)
-    if first is None or not _rows_are_independent(prefill.model):
-        return prefill.run()
-    ids, inputs = first
-    given["input_ids"] = ids
-    given["model_kwargs"] = inputs
-    outputs = prefill.original(*prefill.bound.args, **prefill.bound.kwargs)
-    # the model may have created one
-    caches = [value for value in outputs.values() if isinstance(value, Cache)]
-    if not caches:
-        caches = [value for value in inputs.values() if isinstance(value, Cache)]
-    num_prompts = len(ids)
-    repeats = call.repeats
-    for cache in caches:
-        # every cache layer can reorder its rows, which includes repeating one
-        prompts = torch.arange(num_prompts, device=ids.device)
-        cache.reorder_cache(prompts.repeat_interleave(repeats))
-    for name, value in outputs.items():
-        if not isinstance(value, Cache):
-            are_states = name.endswith("hidden_states")
-            outputs[name] = _repeat(value, num_prompts, repeats, are_states)
-    call.details["prefills_shared"] = True
-    return outputs
-
-
-def _of_first_rows(
-    input_ids: torch.Tensor,
-    model_kwargs: dict[str, Any],
-    repeats: int,
-) -> tuple[torch.Tensor, dict[str, Any]] | None:
-    """The inputs of every `repeats`-th row; `None` if the rows between differ or something is
-    cached."""
-    if mismatched_rows(model_kwargs, len(input_ids)) is not None:
-        return None
-    ids = first_rows(input_ids, repeats)
-    inputs = dict(model_kwargs)
-    for name, value in model_kwargs.items():
-        if isinstance(value, Cache):
-            for part in cache_parts(value):
-                if not isinstance(part, PagedCache) or not part.is_empty:
-                    return None
-            continue
-        is_scalar = isinstance(value, (bool, int, float, str))
-        if value is not None and not is_scalar:
-            # scalars have no rows
-            if name not in ROW_INPUTS:
-                return None
-            if name.endswith("position_ids") and value.dim() != 2:
-                return None
-            inputs[name] = first_rows(value, repeats)
-            if inputs[name] is None:
-                return None
-    return None if ids is None else (ids, inputs)
-
-
-def _rows_are_independent(model: Any) -> bool:
-    """Whether rows do not affect one another: no dropout, batch-wide experts, user code or per-row
-    module state."""
-    config = model.config.get_text_config(decoder=True)
-    if hasattr(config, "expert_capacity") or getattr(config, "output_router_logits", False):
-        return False
-    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
-        return False
-    for module in model.modules():
-        if module.training or has_foreign_hook(module):
-            return False
-        if "forward" in vars(module) or compat.attribute(module, "_setup_cache"):
-            return False
-    return True
-
-
-def _repeat(value: Any, rows: int, repeats: int, are_states: bool) -> Any:
-    """Repeats an output's rows. Hidden states, `(..., rows, length, width)`, may have an axis in
-    front (Gemma3n)."""
-    if isinstance(value, tuple):
-        return tuple(_repeat(part, rows, repeats, are_states) for part in value)
-    if not isinstance(value, torch.Tensor) or not value.dim():
-        return value
-    axis = max(0, value.dim() - 3) if are_states else 0
-    if value.shape[axis] != rows:
-        return value
-    return value.repeat_interleave(repeats, dim=axis)
-
-
 def _expand_inputs(expand: Invocation) -> Any:
     call = expand.noted(current)
     if call is None:
         return expand.run()
-    inputs = dict(expand.kwargs)
-    inputs.pop("expand_size", None)
-    inputs.pop("is_encoder_decoder", None)
-    input_ids = inputs.pop("input_ids", None)
-    call.note_inputs(input_ids, inputs)
+    call.note_inputs(**expand.kwargs)
     expanded = expand.run()
     if compat.ENCODE_MEDIA is None and not expand.model.config.is_encoder_decoder:
         _, repeated = expanded
@@ -425,14 +279,12 @@ def _swaps_pictures(given: dict[str, Any], inputs: dict[str, Any]) -> bool:
     if size == 1 or not isinstance(rows, torch.Tensor):
         return False
     for name, value in given.items():
-        if not isinstance(value, torch.Tensor) or not value.dim():
-            continue
         expanded = inputs.get(name)
-        if len(value) == len(rows) or not isinstance(expanded, torch.Tensor):
-            continue
-        one_by_one = value.repeat_interleave(size, dim=0)
-        if torch.equal(expanded, one_by_one):
-            return True
+        are_tensors = isinstance(value, torch.Tensor) and isinstance(expanded, torch.Tensor)
+        if are_tensors and value.dim() and len(value) != len(rows):
+            one_by_one = value.repeat_interleave(size, dim=0)
+            if torch.equal(expanded, one_by_one):
+                return True
     return False
 
 
@@ -488,7 +340,7 @@ _OF_GENERATION: dict[str, Callable[[Invocation], Any]] = {
     **({} if compat.ENCODE_MEDIA is None else {compat.ENCODE_MEDIA: _encode_media}),
     compat.EXPAND_INPUTS: _expand_inputs,
     compat.PREPARE_CACHE: _prepare_cache,
-    compat.PREFILL: _prefill,
+    compat.PREFILL: share_prefill,
     compat.SAMPLE: _decode,
     compat.BEAM_SEARCH: _decode,
     compat.ASSISTED_DECODING: _decode,

@@ -42,15 +42,8 @@ class ManagerThread:
     """The engine's thread and the state that it shares with callers. Holds no reference to the
     manager, which can be garbage-collected."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        config: PagedConfig,
-        max_queue_size: int,
-        return_logprobs: bool,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, config: PagedConfig, max_queue_size: int) -> None:
         self.max_queue_size = max_queue_size
-        self.return_logprobs = return_logprobs
         self.lock = forks.rlock()
         self.fatal_error: BaseException | None = None  # the error that ended the thread
         self.is_flushing = self.is_stopping = self.is_paused = self.keeps_memory = False
@@ -311,13 +304,12 @@ class ManagerThread:
             if request.tokenizer is not None:
                 self.engine.tokenizer = request.tokenizer
             try:
-                options = {"return_logprobs": self.return_logprobs, **request.options}
                 self.engine.add_request(
                     request.prompt,
                     request.make_config(),
                     request_id=request.names[-1],
                     seed=request.seed,
-                    **options,
+                    **request.options,
                 )
             except Exception as error:
                 self._fail(request, error)

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from transformers.generation.continuous_batching import RequestStatus
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
-from ..batching.arguments import prompt_ids
+from ..batching.prompt_forms import prompt_ids
 from ..batching.results import RequestOutput, RequestResult
 from ..topics import Topic
 
@@ -111,3 +111,9 @@ class Pending:
             lifespan=(self.started, -1),
             timestamps=list(self.times[engine_row]) if self.records_times else None,
         )
+
+
+def output_names(request_id: str, num_sequences: int) -> list[str]:
+    """The ids of a request's outputs, by row."""
+    further = [f"{request_id}__child#{i}" for i in range(num_sequences - 1)]
+    return [*further, request_id]

@@ -87,17 +87,9 @@ def make_loop(
         cost=CostModel() if config.preemption == "auto" else None,
     )
     max_tokens = config.max_num_batched_tokens if is_packed else UNLIMITED
-    rope = runner.rope if isinstance(runner, PackedRunner) else None
     max_chunk = config.max_chunk_tokens
     if max_chunk is None and compute_device(model).type == "cpu":
         max_chunk = CPU_CHUNK_TOKENS
-    scheduler = Scheduler(
-        preemption,
-        max_tokens,
-        max_num_seqs,
-        max_chunk if is_packed else None,
-        rope=rope,
-    )
 
     def make_assistant(assistant: PreTrainedModel) -> Assistant:
         draft_cache = assistant_cache(assistant, memory)
@@ -131,14 +123,22 @@ def make_loop(
             max_tokens,
         )
 
+    speculator = Speculator(model, make_assistant, heads)
+    adapters = AdapterPages(blocks)
+    scheduler = Scheduler(
+        preemption,
+        max_tokens,
+        max_num_seqs,
+        max_chunk if is_packed else None,
+        rope=runner.rope if isinstance(runner, PackedRunner) else None,
+        reclaim=speculator.reclaim,
+        adapters=adapters,
+    )
     # it holds the speculator: a cycle would keep the model and its memory alive
     proxy = weakref.proxy(scheduler)
-    speculator = Speculator(model, make_assistant, heads)
-    scheduler.reclaim = speculator.reclaim
     executor = Executor(model, memory, runner, scheduler, guard)
     ranks = executor.ranks
-    scheduler.adapters = AdapterPages(blocks)
-    executor.adapters = Adapters(model, cache, make_runner, scheduler.adapters)
+    executor.adapters = Adapters(model, cache, make_runner, adapters)
     if leader is not None and isinstance(runner, PackedRunner):
         runner.mirror = executor.adapters.mirror = leader
         guard.fingerprint, executor.together = leader.fingerprint, leader.forward

@@ -44,14 +44,15 @@ def _between_steps(core: EngineCore) -> Iterator[tuple[StepLoop, PrefixStore]]:
             raise ValueError(
                 f"prefixes of {type(core.model).__name__} are neither saved nor loaded: {reason}"
             )
+        executor = loop.executor
         is_idle = not core.requests
         window = Window()
         if is_idle:
-            loop.executor.begin()
+            executor.begin()
         try:
-            loop.executor.open(window)
-            with loop.executor.lock:
-                loop.executor.guard.vouch()
+            executor.open(window)
+            with executor.lock:
+                executor.guard.vouch()
             if core.memory.fingerprint is None:
                 raise ValueError(
                     Topic.PREFIX_CACHE(
@@ -63,11 +64,11 @@ def _between_steps(core: EngineCore) -> Iterator[tuple[StepLoop, PrefixStore]]:
                     loop,
                     make_store(core.model, core.memory, loop.blocks, PrefixTiers(), core.layout),
                 )
-            loop.executor.settle(window)
+            executor.settle(window)
         finally:
-            loop.executor.leave(window)
+            executor.leave(window)
             if is_idle:
-                loop.executor.rest()
+                executor.rest()
 
 
 def saved_to(path: Any) -> Path:

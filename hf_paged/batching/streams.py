@@ -102,10 +102,7 @@ class RequestStream:
                     raise
                 given = options.request_id
                 ids = list[int]()
-                if isinstance(given, str):
-                    name = given
-                else:
-                    name = self.engine.make_id()
+                name = given if isinstance(given, str) else self.engine.make_id()
                 with contextlib.suppress(Exception):  # an invalid prompt may raise anything
                     text_or_ids, _ = split_inputs(prompt, None)
                     ids = prompt_ids(text_or_ids, None)

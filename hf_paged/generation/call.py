@@ -179,8 +179,8 @@ class Call:
     def use(self, caches: list[PagedCache], config: GenerationConfig, is_built: bool) -> None:
         """Makes the call store keys and values in `caches`, which attention reads in place; caches
         built for the call end with it."""
-        repeats = rows_per_prompt(config)
-        self.road, self.repeats = "hf_loop", repeats
+        self.road = "hf_loop"
+        self.repeats = rows_per_prompt(config)
         self.reason = "paged cache under the model's own decoding loop"
         is_first = not self.caches
         self.caches += caches

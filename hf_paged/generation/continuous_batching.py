@@ -356,7 +356,7 @@ def _init(
     continuous_batching_config: ContinuousBatchingConfig | None = None,
     workload_hints: Any = None,
 ) -> PagedBatchingManager:
-    config = model.generation_config if generation_config is None else generation_config
+    config = generation_config or model.generation_config
     cb_config = _cb_config(config, continuous_batching_config)
     cached = getattr(model, compat.CACHED_MANAGER, None)
     if isinstance(cached, PagedBatchingManager) and not cached.is_running():
@@ -411,7 +411,7 @@ def _generate_batch(
         return {}
     # one `generate` call would compute no more than the layers in the model
     check_served(base_model(model), None)
-    base = model.generation_config if generation_config is None else generation_config
+    base = generation_config or model.generation_config
     given = {name: value for name, value in options.items() if value is not None}
     generation_options = {name: value for name, value in given.items() if name != "tokenizer"}
     config = _request_config(model, base, generation_options)

@@ -376,18 +376,12 @@ def _method(owner: type, name: str) -> Method:
     """A method of a class as a function that takes the model first; transformers 5.17 has a static
     method."""
     function: Method = getattr(owner, name)
-    is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
-    if not is_static:
-        return function
 
-    def method(model: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def without_model(model: Any, /, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    signature = inspect.signature(function)
-    first = inspect.Parameter("model", inspect.Parameter.POSITIONAL_ONLY)
-    parameters = [first, *signature.parameters.values()]
-    method.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return method
+    is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+    return without_model if is_static else function
 
 
 def _replace(owner: type, name: str, wrapper: Method | None = None) -> None:

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -63,7 +63,7 @@ class ManagerThread:
         self.pending: dict[str, Pending] = {}  # unfinished requests, by the ids of their outputs
         self.inbox: deque[Pending] = deque()  # requests not yet given to the engine
         self.cancelled: deque[str] = deque()
-        self.outputs: OrderedDict[str, deque[GenerationOutput]] = OrderedDict()  # not read yet
+        self.outputs: dict[str, deque[GenerationOutput]] = {}  # not read yet
         self.handlers: dict[
             str, tuple[Callable[[GenerationOutput], None], asyncio.AbstractEventLoop]
         ] = {}

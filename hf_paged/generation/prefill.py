@@ -37,9 +37,9 @@ def share_prefill(prefill: Invocation) -> Any:
         caches = [value for value in inputs.values() if isinstance(value, Cache)]
     num_prompts = len(ids)
     repeats = call.repeats
+    prompts = torch.arange(num_prompts, device=ids.device)
     for cache in caches:
         # every cache layer can reorder its rows, which includes repeating one
-        prompts = torch.arange(num_prompts, device=ids.device)
         cache.reorder_cache(prompts.repeat_interleave(repeats))
     for name, value in outputs.items():
         if not isinstance(value, Cache):

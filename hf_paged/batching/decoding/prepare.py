@@ -266,9 +266,10 @@ def _captured_request(
 ) -> LoopCall:
     """Captures the loop call of a prompt with inputs beside token ids; there may be no token
     ids."""
+    device = compute_device(model)
     given: Keywords = {}
     for name, value in (options.inputs or {}).items():
-        given[name] = _on(compute_device(model), value)
+        given[name] = value.to(device) if isinstance(value, Tensor) else value
     if len(input_ids):
         given["input_ids"] = _row(model, input_ids)
     stop_strings = _given(keywords, "stop_strings")
@@ -310,12 +311,6 @@ def _check_stock(model: PreTrainedModel, methods: Iterable[str]) -> None:
                 f"{type(model).__name__} overrides `{method}`, which an engine does not call: call "
                 '`model.generate(..., cache_implementation="paged")` instead'
             )
-
-
-def _on(device: torch.device, value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    return value
 
 
 def _keywords(

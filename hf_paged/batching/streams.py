@@ -87,7 +87,7 @@ class RequestStream:
 
     def _run(self) -> Iterator[RequestOutput | None]:
         """Yields `None` once all requests are added, then their outputs."""
-        for place, (prompt, config, options) in enumerate(self._queue):
+        for index, (prompt, config, options) in enumerate(self._queue):
             try:
                 name = self.engine.add(
                     self.tokenizer,
@@ -109,7 +109,7 @@ class RequestStream:
                 self.outbox.append(
                     RequestOutput(name, result=RequestResult(name, ids, error=error))
                 )
-            self.places[name] = place
+            self.places[name] = index
         self.unfinished.update(self.places)
         yield None
         while self.unfinished or self.outbox:
@@ -147,16 +147,14 @@ class RequestStream:
         if it takes long."""
         self.window.is_call = True
         results: dict[int, RequestResult] = {}
-        is_shown = progress
-        delay = 0.0
-        if is_shown is None:
-            is_shown = _has_viewer()
-            delay = SLOW_SECONDS
+        is_shown = _has_viewer() if progress is None else progress
+        delay = SLOW_SECONDS if progress is None else 0.0
         start = time.perf_counter()
         bar: Any = None
+        outputs = self._closing()
         with contextlib.ExitStack() as stack:
             try:
-                for output in self._run():
+                for output in outputs:
                     # no bar before it is shown: tqdm takes a lock, which a forked child may
                     # find held
                     if is_shown and bar is None and time.perf_counter() - start >= delay:
@@ -168,17 +166,12 @@ class RequestStream:
                             )
                         )
                     if output is not None and output.result is not None:
-                        place = self.places[output.request_id]
-                        results[place] = output.result
+                        results[self.places[output.request_id]] = output.result
                         if bar is not None:
                             bar.update(1)
             finally:
-                try:
-                    self.engine.close(self.outbox, self.window)
-                except BaseException:  # an interrupt may have kept it from beginning
-                    self.engine.close(self.outbox, self.window)
-                    raise
-        ordered = [results[place] for place in sorted(results)]
+                outputs.close()
+        ordered = [results[index] for index in sorted(results)]
         errors = [result.error for result in ordered if result.error is not None]
         if errors:
             message = (

@@ -14,7 +14,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -104,9 +103,9 @@ class PagedBatchingManager(ContinuousBatchingManager):
         return self._thread.fatal_error
 
     @property
-    def background_thread_status(self) -> SimpleNamespace:
+    def background_thread_status(self) -> Any:
         """`fatal_error` under transformers' name."""
-        return SimpleNamespace(fatal_error=self.fatal_error)
+        return self._thread
 
     def warmup(self) -> None:
         """Does nothing but set `warmed_up`: graphs are captured when their steps first occur."""
@@ -306,22 +305,22 @@ def _request_config(
     """The configuration of one request. Raises `ValueError` for options that `GenerationConfig`
     does not have."""
     check_generation_config(options)
-    made = copy.deepcopy(config)
+    request_config = copy.deepcopy(config)
     for name in (
         "cache_implementation",
         "cache_config",
         "compile_config",
         "continuous_batching_config",
     ):
-        if hasattr(made, name):  # options for how transformers would run it
-            setattr(made, name, None)
+        if hasattr(request_config, name):  # options for how transformers would run it
+            setattr(request_config, name, None)
     for name, value in options.items():
-        setattr(made, name, value)
-    effective = Effective(model, made)
+        setattr(request_config, name, value)
+    effective = Effective(model, request_config)
     if (effective.num_beams or 1) == 1 and not effective.do_sample:
-        made.num_return_sequences = 1  # greedy sequences are all equal
+        request_config.num_return_sequences = 1  # greedy sequences are all equal
     else:
-        made.num_return_sequences = made.num_return_sequences or 1
+        request_config.num_return_sequences = request_config.num_return_sequences or 1
     if effective.max_new_tokens is None and effective.max_length is None:
         text_config = model.config.get_text_config(decoder=True)
         limit = getattr(text_config, "max_position_embeddings", None)
@@ -329,8 +328,8 @@ def _request_config(
             raise ValueError(
                 "neither the call nor the model's config limits the length: pass `max_new_tokens`"
             )
-        made.max_length = limit
-    return made
+        request_config.max_length = limit
+    return request_config
 
 
 # -- replacements of methods of transformers' `ContinuousMixin` ----------------------------------

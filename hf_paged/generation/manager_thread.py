@@ -200,10 +200,11 @@ class ManagerThread:
 
     def deliver(self, output: GenerationOutput) -> None:
         with self.lock:
-            callback, loop = self.handlers.get(output.request_id, (None, None))
-            if callback is None or loop is None:
+            handler = self.handlers.get(output.request_id)
+            if handler is None:
                 self.outputs.setdefault(output.request_id, deque()).append(output)
             else:
+                callback, loop = handler
                 if output.is_finished():
                     del self.handlers[output.request_id]
                 try:
@@ -299,7 +300,7 @@ class ManagerThread:
                 self.inbox.remove(request)
             self.changed.notify_all()  # the queue has room
         for request in dropped:
-            self._fail(request, RuntimeError("the request was cancelled"))
+            self._tell(request.fail(RuntimeError("the request was cancelled")))
         for request in requests:
             if request.tokenizer is not None:
                 self.engine.tokenizer = request.tokenizer
@@ -312,7 +313,7 @@ class ManagerThread:
                     **request.options,
                 )
             except Exception as error:
-                self._fail(request, error)
+                self._tell(request.fail(error))
         for name in cancelled:
             with contextlib.suppress(ValueError):  # the request has ended
                 self.engine.cancel(name)
@@ -331,9 +332,6 @@ class ManagerThread:
                 outputs += request.fail(error)
         return outputs
 
-    def _fail(self, request: Pending, error: Exception) -> None:
-        self._tell(request.fail(error))
-
     def _fail_given(self, error: Exception, frees: bool) -> None:
         """Fails requests that the engine does not have and whose result it will not output. If it
         could not end those that it has either, fails all but those in the inbox, and frees it."""
@@ -349,7 +347,7 @@ class ManagerThread:
             if request.names[-1] not in kept:
                 if request.started < 0:  # it was not refused
                     request.started = time.perf_counter()
-                self._fail(request, error)
+                self._tell(request.fail(error))
         if not frees:
             return
         try:
@@ -382,7 +380,7 @@ class ManagerThread:
                 why = RuntimeError(f"the engine's thread died: {error!r}")
             requests = list(dict.fromkeys(self.pending.values()))
             for request in requests:
-                self._fail(request, why)
+                self._tell(request.fail(why))
             self.handlers.clear()  # the rest are for ids without a request
         try:
             if error is None and self.keeps_memory:

@@ -73,10 +73,10 @@ def refuse_options(options: Mapping[str, Any]) -> None:
     fields = PagedConfig.__annotations__
     of_requests = options.keys() & generation_options()
     hint = meant(options, [*fields, *of_requests, "config", "tokenizer"])
-    known = ", ".join(f"{name}={shown(value)}" for name, value in options.items() if name in fields)
+    given = [f"{name}={shown(value)}" for name, value in options.items() if name in fields]
     remedy = (
         "Options of the memory go into the config, PagedEngine(model,"
-        f" PagedConfig({known or 'num_blocks=4096'}))"
+        f" PagedConfig({', '.join(given) or 'num_blocks=4096'}))"
     )
     if of_requests:
         remedy = (
@@ -332,8 +332,8 @@ def check_generation_config(value: Any) -> None:
             f"the generation config is {shown(value)}: pass a `GenerationConfig` or a dict of its"
             " options"
         )
-    known = vars(GenerationConfig())
-    unknown = [str(name) for name in value if name not in known]
+    defaults = vars(GenerationConfig())
+    unknown = [str(name) for name in value if name not in defaults]
     if unknown:  # transformers would keep them as unused attributes
         hint = meant(unknown, generation_options())
         if of_memory := PagedConfig.__annotations__.keys() & unknown:

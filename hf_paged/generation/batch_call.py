@@ -34,6 +34,7 @@ from ..model.forwards import compute_device
 from ..model.own_loop import cache_parts
 from ..model.ranks import is_sharded
 from ..plan import StepPlan
+from ..switches import NOTHING
 from ..topics import Topic
 from .call import Call, caches_in
 from .candidate import RIGHT_PADDED, Candidate
@@ -124,7 +125,7 @@ class BatchCall(Candidate):
         with shared_loop(memory, self._loop_key(), make) as shared:
             executor = shared.loop.executor
             finish = functools.partial(self._result, generation)
-            claim: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            claim = NOTHING
             if generation.keep_blocks:  # rows that ended keep theirs until the whole call ends
                 preemption = shared.loop.scheduler.preemption
                 needed = sum(map(preemption.num_needed, generation.requests))
@@ -217,9 +218,7 @@ class BatchCall(Candidate):
         names = self.adapters
         if names is None:
             return None
-        if len(names) == len(self.paddings):
-            return names[row]
-        return names[row // self.call.repeats]
+        return names[row * len(names) // len(self.paddings)]
 
     def _tokens(self, ids: torch.Tensor, row: int) -> list[int]:
         """Token ids of a row of `ids` without padding, 0 for each token given as an embedding."""

@@ -36,7 +36,7 @@ RIGHT_PADDED = Topic.RIGHT_PADDING(
 )
 # Model inputs that the engine handles or ignores; `labels` too, where transformers' stock code
 # drops them.
-_KNOWN_INPUTS = {
+_SERVED_INPUTS = {
     *compat.CACHE_NAMES,
     "use_cache",
     "logits_to_keep",
@@ -209,35 +209,34 @@ class Candidate:
         shape = torch.Size((len(ids), num_tokens))
         mask = given.get("attention_mask")
         if mask is None:
-            mask = torch.ones(shape, dtype=torch.bool, device=ids.device)
+            hidden = torch.zeros(shape, dtype=torch.bool, device=ids.device)
         else:
-            mask = mask != 0
-        if mask.shape != shape:
+            hidden = mask == 0
+        if hidden.shape != shape:
             yield Topic.INPUTS("the attention mask has another shape than the token ids")
-        if not bool(mask[:, -1].all()):
-            yield RIGHT_PADDED
-        before_hidden = mask[:, :-1] & ~mask[:, 1:]
-        if bool(before_hidden.any()):
-            yield Topic.INPUTS("the attention mask hides tokens inside a row")
+        ends = hidden[:, 1:] & ~hidden[:, :-1]
         positions = given.get("position_ids")
-        if positions is not None:
-            if positions.dim() not in (2, 3) or positions.shape[-1] != num_tokens:
-                yield Topic.INPUTS("there is not one position id per token")
         repeats = self.call.repeats
-        if repeats > 1:
-            firsts = (first_rows(value, repeats) for value in (ids, mask))
-            if any(first is None for first in firsts):
-                yield Topic.INPUTS("the rows expanded from one prompt differ")
-        hidden = ~mask
+        yield from _applying(
+            {
+                RIGHT_PADDED: bool(hidden[:, -1].any()),
+                Topic.INPUTS("the attention mask hides tokens inside a row"): bool(ends.any()),
+                Topic.INPUTS("there is not one position id per token"): (
+                    positions is not None
+                    and (positions.dim() not in (2, 3) or positions.shape[-1] != num_tokens)
+                ),
+                Topic.INPUTS("the rows expanded from one prompt differ"): repeats > 1
+                and any(first_rows(value, repeats) is None for value in (ids, hidden)),
+            }
+        )
         self.paddings = hidden.sum(-1).tolist()
 
     def _other_inputs(self) -> str | None:
         """What the prompts have beyond token ids with consecutive positions; `None` if nothing."""
-        known = _KNOWN_INPUTS
+        others = {name for name, value in self.model_kwargs.items() if not is_unset(value)}
+        others -= _SERVED_INPUTS
         if is_stock(self.model, "prepare_inputs_for_generation"):
-            known = known | {"labels"}
-        given = self.model_kwargs.items()
-        others = [name for name, value in given if name not in known and not is_unset(value)]
+            others.discard("labels")
         if others:
             return Topic.INPUTS(f"model inputs other than token ids: {', '.join(sorted(others))}")
         positions = self.model_kwargs.get("position_ids")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import functools
 import inspect
@@ -41,6 +40,7 @@ from ..model.own_loop import cache_parts
 from ..model.rank_signals import deferring
 from ..model.ranks import ranks_of
 from ..model.registry import memory_for, warn_once
+from ..switches import NOTHING
 from ..topics import Topic
 from . import continuous_batching as _continuous_batching
 from . import manager_config
@@ -300,7 +300,7 @@ def _decode(decode: Invocation) -> Any:
     if capture is not None:
         return capture.add(_loop_call(decode, call))
     waiting = decode.noted(prepared)
-    running: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    running = NOTHING
     if waiting is not None:
         prepared.set(None)
         call = waiting

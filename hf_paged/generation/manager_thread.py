@@ -25,6 +25,7 @@ from ..batching.results import RequestOutput
 from ..config import PagedConfig
 from ..interrupts import restoring
 from ..model.forwards import compute_device
+from ..switches import NOTHING
 from ..threads import begin, make, wait
 from ..topics import Topic
 from .pending import Pending
@@ -453,10 +454,7 @@ def served(model: PreTrainedModel) -> Iterator[None]:
             for config, name in before.attention:
                 compat.set_attention(config, name.removeprefix(OWN_ATTENTION))
         # set per thread
-        on_device: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if device.type == "cuda":
-            on_device = torch.cuda.device(device)
-        with on_device:
+        with torch.cuda.device(device) if device.type == "cuda" else NOTHING:
             yield
     finally:
         with _served_lock:

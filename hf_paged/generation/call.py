@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.utils import ModelOutput
 
 from .. import compat
 from ..attention.backends import obstacles
@@ -31,6 +30,7 @@ from ..cache.paged_cache import PagedCache
 from ..cache.waits import claimed
 from ..compiled import running_eagerly
 from ..interrupts import ends_with_calls, restoring
+from ..model.own_loop import map_tensors, tensors_of
 from ..model.registry import note_route, route_of, warn_once
 from ..step import ReadCounters
 from ..timing import counted
@@ -51,20 +51,20 @@ def rows_per_prompt(config: GenerationConfig) -> int:
 
 
 def first_rows(value: Any, repeats: int) -> Any:
-    """Every `repeats`-th row of a tensor, or of the tensors in a `ModelOutput`; `None` if the rows
-    between differ."""
-    if isinstance(value, ModelOutput):
-        parts = {name: first_rows(part, repeats) for name, part in value.items()}
-        if any(part is None for part in parts.values()):
+    """Every `repeats`-th row of the tensors in an input of a model; `None` if the rows between
+    differ."""
+    for tensor in tensors_of(value):
+        if len(tensor) % repeats:
             return None
-        return type(value)(**parts)
-    if not isinstance(value, torch.Tensor) or value.shape[0] % repeats:
-        return None
-    groups = value.unflatten(0, (-1, repeats))
-    are_equal = groups == groups[:, :1]
-    if not bool(are_equal.all()):
-        return None
-    return groups[:, 0].contiguous()
+        groups = tensor.unflatten(0, (-1, repeats))
+        are_equal = groups == groups[:, :1]
+        if not bool(are_equal.all()):
+            return None
+
+    def first(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[::repeats].contiguous()
+
+    return map_tensors(first, value)
 
 
 class Call:

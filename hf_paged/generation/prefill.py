@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from transformers.cache_utils import Cache
 from .. import compat
 from ..cache.paged_cache import PagedCache
 from ..model.forwards import has_foreign_hook
-from ..model.own_loop import ROW_INPUTS, cache_parts, mismatched_rows
+from ..model.own_loop import ROW_INPUTS, cache_parts, map_tensors, mismatched_rows
 from .call import current, first_rows
 from .invocation import Invocation
 
@@ -42,9 +43,10 @@ def share_prefill(prefill: Invocation) -> Any:
         # every cache layer can reorder its rows, which includes repeating one
         cache.reorder_cache(prompts.repeat_interleave(repeats))
     for name, value in outputs.items():
-        if not isinstance(value, Cache):
-            are_states = name.endswith("hidden_states")
-            outputs[name] = _repeat(value, num_prompts, repeats, are_states)
+        repeated = functools.partial(
+            _repeated, num_prompts, repeats, are_states=name.endswith("hidden_states")
+        )
+        outputs[name] = map_tensors(repeated, value)
     call.details["prefills_shared"] = True
     return outputs
 
@@ -95,14 +97,10 @@ def _rows_are_independent(model: Any) -> bool:
     return True
 
 
-def _repeat(value: Any, rows: int, repeats: int, are_states: bool) -> Any:
+def _repeated(rows: int, repeats: int, output: torch.Tensor, are_states: bool) -> torch.Tensor:
     """Repeats an output's rows. Hidden states, `(..., rows, length, width)`, may have an axis in
     front (Gemma3n)."""
-    if isinstance(value, tuple):
-        return tuple(_repeat(part, rows, repeats, are_states) for part in value)
-    if not isinstance(value, torch.Tensor) or not value.dim():
-        return value
-    axis = max(0, value.dim() - 3) if are_states else 0
-    if value.shape[axis] != rows:
-        return value
-    return value.repeat_interleave(repeats, dim=axis)
+    axis = max(0, output.dim() - 3) if are_states else 0
+    if not output.dim() or output.shape[axis] != rows:
+        return output
+    return output.repeat_interleave(repeats, dim=axis)

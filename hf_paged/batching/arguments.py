@@ -3,9 +3,7 @@ memory is allocated."""
 
 from __future__ import annotations
 
-import operator
 import os
-import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -20,11 +18,6 @@ from .. import compat
 from ..config import PagedConfig, is_whole, meant, shown
 from ..model.capability import is_stock
 from ..model.forwards import compute_device
-from ..model.own_loop import mismatched_rows
-
-# list[int], 1-D or (1, length) tensor, a tokenizer's output for one text; with a tokenizer also str
-# or chat messages
-Prompt = Any
 
 
 class ServedByGenerateError(ValueError):
@@ -89,17 +82,17 @@ def refuse_options(options: Mapping[str, Any]) -> None:
     fields = PagedConfig.__annotations__
     of_requests = options.keys() & generation_options()
     hint = meant(options, [*fields, *of_requests, "config", "tokenizer"])
-    known = ", ".join(f"{name}={shown(value)}" for name, value in options.items() if name in fields)
+    given = [f"{name}={shown(value)}" for name, value in options.items() if name in fields]
     remedy = (
         "Options of the memory go into the config, PagedEngine(model,"
-        f" PagedConfig({known or 'num_blocks=4096'}))"
+        f" PagedConfig({', '.join(given) or 'num_blocks=4096'}))"
     )
     if of_requests:
         remedy = (
             'Generation options go with the prompts, engine.generate(prompts, {"max_new_tokens":'
             " 64})"
         )
-    raise TypeError(f"`PagedEngine` has no argument {_quoted(options)}{hint or '.'} {remedy}")
+    raise TypeError(f"`PagedEngine` has no argument {quoted(options)}{hint or '.'} {remedy}")
 
 
 def refuse_arguments(names: Iterable[str]) -> None:
@@ -107,12 +100,12 @@ def refuse_arguments(names: Iterable[str]) -> None:
     if unknown := list(names):
         hint = meant(unknown, [*RequestOptions.__annotations__, *generation_options()])
         raise TypeError(
-            f"there is no argument {_quoted(unknown)}{hint or '.'} Generation options go into"
+            f"there is no argument {quoted(unknown)}{hint or '.'} Generation options go into"
             ' `generation_config`, such as {"max_new_tokens": 64}'
         )
 
 
-def _quoted(names: Iterable[str]) -> str:
+def quoted(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in sorted(names))
 
 
@@ -242,9 +235,9 @@ def as_list(name: str, value: Any) -> list[Any]:
         return []
     if not isinstance(value, (list, tuple)):
         raise ValueError(f"`{name}` is {shown(value)}: pass a list")
-    for place, each in enumerate(value):
-        if not callable(each):
-            raise ValueError(f"`{name}` holds {shown(each)} at place {place}: it must be callable")
+    for index, item in enumerate(value):
+        if not callable(item):
+            raise ValueError(f"`{name}` holds {shown(item)} at place {index}: it must be callable")
     return list(value)
 
 
@@ -252,32 +245,25 @@ def check_stop_strings(value: Any, name: str = "stop_strings") -> None:
     """Raises `ValueError` for anything but text or a list of texts, and for more than a request may
     have."""
     strings = [value] if isinstance(value, str) else value
-    if (
-        not isinstance(strings, (list, tuple))
-        or not strings
-        or not all(isinstance(text, str) for text in strings)
-    ):
+    is_list = isinstance(strings, (list, tuple)) and bool(strings)
+    if not is_list or not all(isinstance(text, str) for text in strings):
         raise ValueError(f"`{name}` is {shown(value)}: it must be text, or a list of texts")
-    length = sum(map(len, strings))
     if len(strings) > MAX_STOP_STRINGS:
-        most = (
-            f"{len(strings)} texts: a request may have at most {MAX_STOP_STRINGS}"
-            " (`MAX_STOP_STRINGS`"
+        raise ValueError(
+            f"`{name}` has {len(strings)} texts: a request may have at most {MAX_STOP_STRINGS}"
+            f" (`MAX_STOP_STRINGS` in `{__name__}`)"
         )
-    elif length > MAX_STOP_CHARACTERS:
-        most = (
-            f"{length} characters: a request may have at most {MAX_STOP_CHARACTERS} in total"
-            " (`MAX_STOP_CHARACTERS`"
+    length = sum(map(len, strings))
+    if length > MAX_STOP_CHARACTERS:
+        raise ValueError(
+            f"`{name}` has {length} characters: a request may have at most {MAX_STOP_CHARACTERS} in"
+            f" total (`MAX_STOP_CHARACTERS` in `{__name__}`)"
         )
-    else:
-        return
-    raise ValueError(f"`{name}` has {most} in `{__name__}`)")
 
 
 def check_streamer(value: Any) -> None:
-    if value is not None and not all(
-        callable(getattr(value, method, None)) for method in ("put", "end")
-    ):
+    methods = [getattr(value, name, None) for name in ("put", "end")]
+    if value is not None and not all(map(callable, methods)):
         raise ValueError(f"`streamer` is {shown(value)}: it must have the methods `put` and `end`")
 
 
@@ -291,7 +277,7 @@ def check_streamed_rows(streamer: Any, num_rows: int, instead: str) -> None:
         )
 
 
-def check_ids(value: Any, mask: Any = None, is_alone: bool = False) -> None:
+def check_ids(value: Any, mask: Any, is_alone: bool) -> None:
     """Raises `ValueError` unless `value` is None or an int64 or int32 tensor `(rows, length)` with
     rows; `is_alone`: nothing precedes the ids, so that there must be some, and as many as a `mask`
     of two dimensions covers."""
@@ -329,8 +315,10 @@ def check_numbers(options: Mapping[str, Any], *, check_range: bool = True) -> No
         value = options.get(name)
         if value is None:
             continue
-        is_count = isinstance(value, Integral) and (not check_range or is_whole(value))
-        if not is_count or (check_range and int(value) < 1):
+        is_count = isinstance(value, Integral)
+        if check_range:
+            is_count = is_whole(value) and int(value) >= 1
+        if not is_count:
             raise ValueError(f"`{name}` is {shown(value)}: it must be a whole number of at least 1")
     # plain `generate` accepts 3.0 as well, and raises for numbers that are too low
     for name in ("max_new_tokens", "max_length", "min_new_tokens", "min_length"):
@@ -353,8 +341,8 @@ def check_generation_config(value: Any) -> None:
             f"the generation config is {shown(value)}: pass a `GenerationConfig` or a dict of its"
             " options"
         )
-    known = vars(GenerationConfig())
-    unknown = [str(name) for name in value if name not in known]
+    defaults = vars(GenerationConfig())
+    unknown = [str(name) for name in value if name not in defaults]
     if unknown:  # transformers would keep them as unused attributes
         hint = meant(unknown, generation_options())
         if of_memory := PagedConfig.__annotations__.keys() & unknown:
@@ -364,7 +352,7 @@ def check_generation_config(value: Any) -> None:
             )
         elif of_request := RequestOptions.__annotations__.keys() & unknown:
             hint = f": pass it beside the config, as the argument `{min(of_request)}=`"
-        raise ValueError(f"`GenerationConfig` has no option {_quoted(unknown)}{hint}")
+        raise ValueError(f"`GenerationConfig` has no option {quoted(unknown)}{hint}")
     check_numbers(value)
     for name in ("num_beams", "num_return_sequences"):
         # `generate` rejects None as a keyword argument, too
@@ -383,254 +371,3 @@ def is_saved(value: Any) -> bool:
 def generation_options() -> list[str]:
     """The names of `generate`'s options."""
     return [name for name in vars(GenerationConfig()) if not name.startswith("_")]
-
-
-def split_inputs(prompt: Prompt, inputs: Any) -> tuple[Prompt, dict[str, Any] | None]:
-    """Returns the prompt and its inputs beside token ids (`None` without any), taken from `inputs`
-    and from `prompt` if that is a processor's mapping. Raises `ValueError` for inputs that are not
-    those of one prompt."""
-    if inputs is not None and not isinstance(inputs, Mapping):
-        raise ValueError(
-            f"`inputs` is {shown(inputs)}: pass a dict of the model's inputs beside token ids"
-        )
-    given = dict(inputs or {})
-    if isinstance(prompt, Mapping) and has_inputs(prompt):
-        given = {**{name: value for name, value in prompt.items() if name != "input_ids"}, **given}
-        prompt = prompt.get("input_ids")
-        mask = given.get("attention_mask")
-        if prompt is not None and mask is not None:
-            if (
-                isinstance(mask, Tensor)
-                and isinstance(prompt, Tensor)
-                and mask.shape != prompt.shape
-            ):
-                raise ValueError(
-                    f"`attention_mask` has the shape {tuple(mask.shape)} and `input_ids`"
-                    f" {tuple(prompt.shape)}: pass both as the processor returned them"
-                )
-            if not isinstance(mask, Tensor) or not bool(mask.all()):
-                raise ValueError(
-                    "the attention mask hides tokens: pass a prompt with images or sound without"
-                    " padding"
-                )
-            del given["attention_mask"]
-    options = vars(GenerationConfig())
-    if refused := sorted(
-        str(name) for name in given if name in ("input_ids", *compat.CACHE_NAMES) or name in options
-    ):
-        raise ValueError(
-            f"`inputs` has {', '.join(refused)}: pass only model inputs beside token ids there, and"
-            " options in `generation_config`"
-        )
-    if (mismatch := mismatched_rows(given, 1)) is not None:
-        raise ValueError(f"`inputs` are not those of one prompt: {mismatch}")
-    return prompt, given or None
-
-
-def has_inputs(prompt: Mapping[str, Any]) -> bool:
-    """Whether a processor's output holds more than token ids and their mask."""
-    return any(
-        name not in ("input_ids", "attention_mask") and value is not None
-        for name, value in prompt.items()
-    )
-
-
-def is_chat(prompt: Prompt) -> bool:
-    """Whether a prompt is a list of chat messages. Raises `ValueError` if only some of them have a
-    role."""
-    if not isinstance(prompt, (list, tuple)) or (prompt and isinstance(prompt[0], int)):
-        # usually token ids
-        return False
-    roles = [
-        isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in prompt
-    ]
-    if any(roles) and not all(roles):
-        place = roles.index(False)
-        raise ValueError(
-            f"message {place} of the chat is {shown(prompt[place])}: pass a dict with its `role`,"
-            " as text"
-        )
-    return any(roles)
-
-
-def _chat_ids(messages: Any, tokenizer: Any) -> Any:
-    if tokenizer is None:
-        raise ValueError(
-            "the prompt is a chat: make the engine with `tokenizer=`, or pass token ids"
-        )
-    if getattr(tokenizer, "chat_template", "its own") is None or not hasattr(
-        tokenizer, "apply_chat_template"
-    ):
-        raise ValueError(
-            "the prompt is a chat, and the tokenizer has no chat template: set"
-            " `tokenizer.chat_template`, or pass text"
-        )
-    for part in (
-        part
-        for message in messages
-        if isinstance(message.get("content"), list)
-        for part in message["content"]
-    ):
-        if isinstance(part, Mapping) and part.get("type") != "text":
-            raise ValueError(
-                f"a message of the chat holds content of type {shown(part.get('type'))}, which no"
-                " tokenizer reads: pass what `processor.apply_chat_template(messages,"
-                " add_generation_prompt=True, tokenize=True, return_dict=True,"
-                ' return_tensors="pt")` returns'
-            )
-    try:
-        return tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-    except Exception as error:  # raised by the jinja2 template
-        raise ValueError(
-            f"the tokenizer's chat template does not take these messages: {error}"
-        ) from error
-
-
-def prompt_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
-    """Returns the token ids of one prompt. Raises `ValueError` for anything else, and for text
-    without a tokenizer."""
-    if isinstance(prompt, Mapping):
-        rows = _mapped(prompt)[0]
-        if len(rows) != 1:
-            raise ValueError(
-                f"the prompt has {len(rows)} rows of `input_ids`, and a request takes one: call "
-                "`engine.generate(inputs)`, or `add_request` with each"
-            )
-        prompt = rows[0]
-    if isinstance(prompt, str):
-        if tokenizer is None:
-            raise ValueError(
-                "the prompt is text: make the engine with `tokenizer=`, or pass token ids"
-            )
-        prompt = tokenizer(prompt)["input_ids"]
-    elif is_chat(prompt):
-        prompt = _chat_ids(prompt, tokenizer)
-    if isinstance(prompt, Tensor):
-        if prompt.dim() == 2 and len(prompt) == 1:
-            prompt = prompt[0]
-        if prompt.dim() != 1 or prompt.is_floating_point():
-            raise ValueError(
-                f"the prompt is a {prompt.dtype} tensor of shape {tuple(prompt.shape)}: pass whole"
-                " numbers of shape (length,) or (1, length), one request for each prompt"
-            )
-        prompt = prompt.tolist()
-    nothing: Any = None
-    if isinstance(prompt, (bytes, bytearray)):  # whose items are whole numbers
-        raise ValueError(
-            f"the prompt is {reprlib.repr(prompt)}: decode it, and pass text or token ids"
-        )
-    try:
-        return [operator.index(nothing if isinstance(token, bool) else token) for token in prompt]
-    except TypeError:  # not iterable, or not whole numbers
-        what = f"the prompt is {reprlib.repr(prompt)}"
-        if isinstance(prompt, (list, tuple)) and all(
-            isinstance(part, (str, list, tuple, Tensor)) for part in prompt
-        ):
-            what += (
-                f", which are {len(prompt)} prompts, and a request has one: call"
-                " `engine.generate(prompts)`, or"
-            )
-            raise ValueError(f"{what} `add_request` with each") from None
-        raise ValueError(
-            f"{what}: pass token ids, one list of whole numbers for each request"
-        ) from None
-
-
-def split_prompts(
-    prompts: Iterable[Prompt] | Mapping[str, Any], generation_config: Any, attention_mask: Any
-) -> list[tuple[Prompt, Any]]:
-    """Returns the prompts of `PagedEngine.generate`, each with its generation config. Raises
-    `generate`'s errors."""
-    is_one = (
-        isinstance(prompts, str)
-        or (isinstance(prompts, Tensor) and prompts.dim() < 2)
-        or is_chat(prompts)
-    )
-    is_one = is_one or (
-        isinstance(prompts, (list, tuple)) and bool(prompts) and is_whole(prompts[0])
-    )
-    if attention_mask is not None and not is_one:
-        if not isinstance(prompts, Tensor) or prompts.dim() != 2:
-            raise ValueError(
-                "`attention_mask` goes with one tensor of shape (rows, length); a mapping holds"
-                " its own"
-            )
-        prompts = {"input_ids": prompts, "attention_mask": attention_mask}
-    if isinstance(prompts, Mapping) and has_inputs(prompts):
-        ids = prompts.get("input_ids")
-        if not isinstance(ids, Tensor) or ids.dim() != 2 or len(ids) != 1:
-            raise ValueError(
-                "the mapping of prompts has inputs beside `input_ids` and `attention_mask`, whose"
-                " rows are unknown: pass a list of such mappings, one a prompt, with `input_ids` of"
-                " shape (1, length)"
-            )
-        prompts = [prompts]
-    elif isinstance(prompts, Mapping):
-        prompts, is_one = _mapped(prompts)
-    if is_one:
-        raise ValueError(
-            f"{reprlib.repr(prompts)} is one prompt: pass a list of prompts, or call `add_request`"
-        )
-    if not isinstance(prompts, Iterable):
-        raise ValueError(f"`prompts` is {shown(prompts)}: pass a list of prompts")
-    prompts = list(prompts)
-    configs = (
-        generation_config if isinstance(generation_config, (list, tuple)) else [generation_config]
-    )
-    if len(configs) == 1:
-        configs = list(configs) * len(prompts)
-    if len(configs) != len(prompts):
-        raise ValueError(
-            f"{len(configs)} generation configs were passed for {len(prompts)} prompts: pass one,"
-            " or one for each"
-        )
-    return list(zip(prompts, configs))
-
-
-def _unpadded(rows: list[Any], masks: list[Any]) -> list[Prompt]:
-    prompts = []
-    for row, (ids, mask) in enumerate(zip(rows, masks)):
-        places = [place for place, is_token in enumerate(mask) if is_token]
-        if places and places[-1] - places[0] >= len(places):
-            raise ValueError(
-                f"the attention mask hides tokens inside of row {row}: it may hide padding at its"
-                " ends"
-            )
-        prompts.append([ids[place] for place in places])
-    return prompts
-
-
-def _mapped(inputs: Mapping[str, Any]) -> tuple[list[Prompt], bool]:
-    """Returns, from a tokenizer's output, the unpadded ids of every text, and whether it was a
-    single text."""
-    if "input_ids" not in inputs:
-        raise ValueError(
-            f"the mapping of prompts has no `input_ids`, only {_quoted(map(str, inputs))}: tokenize"
-            " the texts"
-        )
-    ids = _listed("input_ids", inputs["input_ids"])
-    is_one = bool(ids) and not isinstance(ids[0], (list, tuple))
-    ids = [ids] if is_one else ids
-    if inputs.get("attention_mask") is None:
-        return ids, is_one
-    masks = _listed("attention_mask", inputs["attention_mask"])
-    masks = [masks] if is_one else masks
-    if any(not isinstance(mask, (list, tuple)) for mask in masks) or [*map(len, masks)] != [
-        *map(len, ids)
-    ]:
-        raise ValueError(
-            "the attention mask has other lengths than `input_ids`: pass both as the tokenizer made"
-            " them"
-        )
-    return _unpadded(ids, masks), is_one
-
-
-def _listed(name: str, value: Any) -> list[Any]:
-    value = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(value, (list, tuple)):
-        raise ValueError(
-            f"`{name}` of the mapping of prompts is {reprlib.repr(value)}: pass lists or a tensor"
-        )
-    return [each.tolist() if hasattr(each, "tolist") else each for each in value]

@@ -17,22 +17,20 @@ from ..interrupts import guarded
 from ..model.forwards import compute_device
 from ..model.loading import load_model, load_tokenizer
 from .arguments import (
-    Prompt,
     RequestOptions,
     check_config,
     check_generates,
     check_path,
     check_tokenizer,
-    prompt_ids,
     refuse_arguments,
     refuse_options,
-    split_inputs,
 )
 from .engine_core import EngineCore
 from .engine_reports import EngineReports
 from .execution.adapter_files import adapter_namespace, resolve_adapter
 from .execution.adapters import base_model
 from .execution.executor import Window
+from .prompt_forms import Prompt, prompt_ids, split_inputs
 from .results import RequestOutput, RequestResult
 from .saved_prefixes import load, save, saved_to
 from .streams import RequestStream

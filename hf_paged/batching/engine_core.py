@@ -33,14 +33,11 @@ from ..timing import counted, counting
 from ..topics import Topic
 from .admission import Admission, check_led
 from .arguments import (
-    Prompt,
     RequestOptions,
     as_list,
     asked_new_tokens,
     check_assistant,
     check_names,
-    prompt_ids,
-    split_inputs,
 )
 from .decoding.grammar import Grammars
 from .engine_loop import EngineLoop
@@ -52,6 +49,7 @@ from .factory import (
 from .generation import Generation, Output, RequestState
 from .loop import StepLoop
 from .pauses import Pauses
+from .prompt_forms import Prompt, prompt_ids, split_inputs
 from .ranks import lead
 from .request import Request, Sequence
 from .results import FIRST_TOKEN_SECONDS, OUTPUT_TOKEN_SECONDS, RequestOutput, RequestResult

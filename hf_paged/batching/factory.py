@@ -76,9 +76,6 @@ def make_loop(
     reason = set_tier(model, memory, blocks, config, layout)
     guard = WeightsGuard(model, memory, blocks)
     swapper = BlockSwapper(memory.groups_of(blocks), blocks.flush_copies)
-    cost = None
-    if config.preemption == "auto":
-        cost = CostModel()
     preemption = Preemption(
         blocks,
         config.preemption,
@@ -87,22 +84,12 @@ def make_loop(
         chunks=is_packed,
         replays=layout.replays,
         encoder_blocks=runner.encoder_blocks,
-        cost=cost,
+        cost=CostModel() if config.preemption == "auto" else None,
     )
     max_tokens = config.max_num_batched_tokens if is_packed else UNLIMITED
-    rope = runner.rope if isinstance(runner, PackedRunner) else None
     max_chunk = config.max_chunk_tokens
     if max_chunk is None and compute_device(model).type == "cpu":
         max_chunk = CPU_CHUNK_TOKENS
-    adapter_pages = AdapterPages(blocks)
-    scheduler = Scheduler(
-        preemption,
-        max_tokens,
-        max_num_seqs,
-        max_chunk if is_packed else None,
-        rope=rope,
-        adapters=adapter_pages,
-    )
 
     def make_assistant(assistant: PreTrainedModel) -> Assistant:
         draft_cache = assistant_cache(assistant, memory)
@@ -136,13 +123,22 @@ def make_loop(
             max_tokens,
         )
 
+    speculator = Speculator(model, make_assistant, heads)
+    adapters = AdapterPages(blocks)
+    scheduler = Scheduler(
+        preemption,
+        max_tokens,
+        max_num_seqs,
+        max_chunk if is_packed else None,
+        rope=runner.rope if isinstance(runner, PackedRunner) else None,
+        reclaim=speculator.reclaim,
+        adapters=adapters,
+    )
     # it holds the speculator: a cycle would keep the model and its memory alive
     proxy = weakref.proxy(scheduler)
-    speculator = Speculator(model, make_assistant, heads)
-    scheduler.reclaim = speculator.reclaim
     executor = Executor(model, memory, runner, scheduler, guard)
     ranks = executor.ranks
-    executor.adapters = Adapters(model, cache, make_runner, adapter_pages)
+    executor.adapters = Adapters(model, cache, make_runner, adapters)
     if leader is not None and isinstance(runner, PackedRunner):
         runner.mirror = executor.adapters.mirror = leader
         guard.fingerprint, executor.together = leader.fingerprint, leader.forward
@@ -200,24 +196,26 @@ def set_tier(
     layout: Layout,
 ) -> str | None:
     """Sets the tier that keeps blocks evicted from the prefix cache, by `config.prefix_tiers`.
-    Returns why a wanted tier cannot be set, else `None`."""
-    wanted = PrefixTiers.coerce(config.prefix_tiers)
+    Returns why a requested tier cannot be set, else `None`."""
+    requested = PrefixTiers.coerce(config.prefix_tiers)
+    if requested is None:
+        blocks.set_tier(None)
+        return None
     reason = reason_against_saving(memory, blocks)
-    if wanted is not None and wanted.disk_path is None and compute_device(model).type == "cpu":
+    if requested.disk_path is None and compute_device(model).type == "cpu":
         reason = Topic.PREFIX_TIERS(
             "the pool is in host memory already, so only a disk tier helps: set `disk_path`"
         )
-    if wanted is None or reason is not None:
+    tier = blocks.tier
+    if reason is not None:
         blocks.set_tier(None)
-    else:
-        tier = blocks.tier
-        fits = isinstance(tier, PrefixStore) and (tier.config, tier.expected) == (
-            wanted,
-            layout.layers,
-        )
-        if not fits:
-            blocks.set_tier(make_store(model, memory, blocks, wanted, layout))
-    return None if wanted is None else reason
+    elif (
+        not isinstance(tier, PrefixStore)
+        or tier.config != requested
+        or tier.expected != layout.layers
+    ):
+        blocks.set_tier(make_store(model, memory, blocks, requested, layout))
+    return reason
 
 
 def reason_against_saving(memory: PagedMemory, blocks: BlockManager) -> str | None:
@@ -240,9 +238,8 @@ def make_store(
 ) -> PrefixStore:
     """Makes the store that copies and names this manager's cached blocks."""
     devices = {parameter.device for parameter in model.parameters()} - {torch.device("meta")}
-    device = None  # layers' devices are known from the first forward
-    if len(devices) < 2:
-        device = compute_device(model)
+    # those of layers on several are known from the first forward
+    device = compute_device(model) if len(devices) < 2 else None
     return PrefixStore(tiers, memory, memory.groups_of(blocks), device, layout.layers)
 
 

@@ -21,7 +21,6 @@ from ..cache.block_files import (
     write_private,
 )
 from ..cache.block_pool import OutOfBlocksError
-from ..cache.swap import HostLayer
 from ..cache.tier_prefixes import TierError, adopt, missing, num_tokens_of
 from ..cache.tiers import PrefixStore
 from ..config import PrefixTiers, is_whole
@@ -45,14 +44,15 @@ def _between_steps(core: EngineCore) -> Iterator[tuple[StepLoop, PrefixStore]]:
             raise ValueError(
                 f"prefixes of {type(core.model).__name__} are neither saved nor loaded: {reason}"
             )
+        executor = loop.executor
         is_idle = not core.requests
         window = Window()
         if is_idle:
-            loop.executor.begin()
+            executor.begin()
         try:
-            loop.executor.open(window)
-            with loop.executor.lock:
-                loop.executor.guard.vouch()
+            executor.open(window)
+            with executor.lock:
+                executor.guard.vouch()
             if core.memory.fingerprint is None:
                 raise ValueError(
                     Topic.PREFIX_CACHE(
@@ -64,17 +64,11 @@ def _between_steps(core: EngineCore) -> Iterator[tuple[StepLoop, PrefixStore]]:
                     loop,
                     make_store(core.model, core.memory, loop.blocks, PrefixTiers(), core.layout),
                 )
-            loop.executor.settle(window)
+            executor.settle(window)
         finally:
-            loop.executor.leave(window)
+            executor.leave(window)
             if is_idle:
-                loop.executor.rest()
-
-
-def _needed(loop: StepLoop, num_nodes: int) -> list[range]:
-    """Returns, for each group, the positions of the blocks that a sequence after so many nodes
-    needs."""
-    return [loop.blocks.index.needed(group, num_nodes) for group in range(len(loop.blocks.groups))]
+                executor.rest()
 
 
 def saved_to(path: Any) -> Path:
@@ -115,8 +109,8 @@ def save(
                 f" stayed in the pool: raise `num_blocks` ({core.config.num_blocks})"
             )
         parts: dict[int, Layers] = {}
-        for group, numbers in enumerate(_needed(loop, num_nodes)):
-            nodes = [links[number].node for number in numbers]
+        for group in range(len(manager.groups)):
+            nodes = [links[number].node for number in manager.index.needed(group, num_nodes)]
             ids = [
                 block
                 for node in nodes
@@ -167,9 +161,12 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
         manager = loop.blocks
         outline = Outline()
         num_nodes = len(token_ids) // manager.index.block_size
-        numbers = _needed(loop, num_nodes)
+        # for each group, the positions of the blocks that a sequence after so many nodes needs
+        groups = range(len(manager.groups))
+        numbers = [manager.index.needed(group, num_nodes) for group in groups]
         for group, needed in enumerate(numbers):
-            outline |= outline_of(group, store.layers(group), len(needed)) if needed else {}
+            if needed:
+                outline |= outline_of(group, store.layers(group), len(needed))
         parts = file.read(outline)
         links = manager.index.reach(token_ids, namespace, num_nodes, lambda group, digest: True)
         if num_tokens_of(manager, links) != len(token_ids) or links[-1].digest.hex() != digest:
@@ -178,7 +175,7 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
         for group, needed in enumerate(numbers):
             absent = set(missing(manager, group, links))
             contents.append(
-                {n: _row(parts[group], place) for place, n in enumerate(needed) if n in absent}
+                {n: _row(parts[group], row) for row, n in enumerate(needed) if n in absent}
             )
         try:
             with core.memory.changing():
@@ -200,10 +197,10 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-def _row(layers: Layers, place: int) -> Layers:
-    """Cuts the block at `place` out of each layer."""
-    cut = {
-        i: (layer, [tensor[place : place + 1] for tensor in layer.blocks.data])
-        for i, layer in layers.items()
-    }
-    return {i: HostLayer(layer.blocks.like(data), layer.device) for i, (layer, data) in cut.items()}
+def _row(layers: Layers, row: int) -> Layers:
+    """Cuts one block out of each layer."""
+    cut: Layers = {}
+    for index, layer in layers.items():
+        data = [tensor[row : row + 1] for tensor in layer.blocks.data]
+        cut[index] = layer._replace(blocks=layer.blocks.like(data))
+    return cut

@@ -131,8 +131,8 @@ class SharedLoop:
         (`run_ahead`)."""
         with self._lock:
             if len(self._callers) > 1 or self._stepper is not None:
-                found: list[int] = tokens.tolist()
-                return found
+                on_host: list[int] = tokens.tolist()
+                return on_host
             self._stepper = caller
         try:
             return run_ahead(tokens)
@@ -174,13 +174,12 @@ class SharedLoop:
     def _delay(self) -> float:
         """Returns how many seconds the next step waits for callers that sample, or for blocks."""
         since = [
-            each.samples_since
-            for each in self._callers.values()
-            if each.samples_since and not each.is_late
+            caller.samples_since
+            for caller in self._callers.values()
+            if caller.samples_since and not caller.is_late
         ]
-        return (
-            max(self._retry_at, max(since) + self._patience if since else 0.0) - time.perf_counter()
-        )
+        begins = max(self._retry_at, max(since, default=0.0) + self._patience)
+        return begins - time.perf_counter()
 
     def _is_short(self) -> bool:
         """Whether to wait for blocks that others hold: calls of other threads go on, or other
@@ -194,7 +193,7 @@ class SharedLoop:
         """As `cache.waits.Holder`. A loop that is short of blocks has preempted its requests, which
         hold none."""
         stepper = self._stepper
-        callers = [each for each in list(self._callers.values()) if each.thread != thread]
+        callers = [caller for caller in list(self._callers.values()) if caller.thread != thread]
         if any(caller.samples_since is not None for caller in callers):
             return True
         if stepper is not None and stepper.thread == thread:
@@ -203,16 +202,18 @@ class SharedLoop:
         return bool(callers) and (stepper is not None or self._shortage is None)
 
     @property
+    def _waiting(self) -> list[Caller]:
+        """The callers that wait for logits."""
+        return [caller for caller in self._callers.values() if caller.samples_since is None]
+
+    @property
     def _keeper(self) -> Generation | None:
         """The first generation that waits for logits and keeps blocks of rows that ended."""
-        waiting = [
-            generation
-            for generation, caller in self._callers.items()
-            if caller.samples_since is None
-        ]
-        return next(
-            (each for each in waiting if any(part.kept for part in each.parts or [each])), None
-        )
+        for caller in self._waiting:
+            generation = caller.generation
+            if any(part.kept for part in generation.parts or [generation]):
+                return generation
+        return None
 
     def _step(self) -> None:
         start = time.perf_counter()
@@ -253,9 +254,8 @@ class SharedLoop:
                 owner = self._callers.get(generation.whole or generation)
                 if owner is not None:  # else it has left meanwhile
                     owner.ready.append((generation, logits))
-                    owner.samples_since = (
-                        now if owner.samples_since is None else owner.samples_since
-                    )
+                    if owner.samples_since is None:
+                        owner.samples_since = now
             for caller in self._callers.values():
                 if caller.ready or caller.error is not None:
                     caller.wake.notify()
@@ -280,11 +280,8 @@ class SharedLoop:
 
     def _hand_over(self) -> None:
         """Wakes a caller that waits for logits, to take the next step."""
-        waiting = next(
-            (each for each in self._callers.values() if each.samples_since is None), None
-        )
-        if waiting is not None:
-            waiting.wake.notify()
+        for caller in self._waiting[:1]:
+            caller.wake.notify()
 
     def _leave(self, generation: Generation) -> None:
         with self._lock:

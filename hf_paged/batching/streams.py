@@ -18,9 +18,10 @@ from tqdm.auto import tqdm
 from ..config import is_whole
 from ..interrupts import is_interrupt
 from ..topics import Topic
-from .arguments import RequestOptions, prompt_ids, refuse_arguments, split_inputs, split_prompts
+from .arguments import RequestOptions, refuse_arguments
 from .engine_core import EngineCore
 from .execution.executor import Window
+from .prompt_forms import prompt_ids, split_inputs, split_prompts
 from .results import RequestOutput, RequestResult
 
 logger = logging.getLogger(__name__)
@@ -62,27 +63,21 @@ class RequestStream:
                 )
         seed: Any = options.get("seed")
         if is_whole(seed) and -(2**63) <= seed < 2**64:  # others are refused, for each prompt
-            seeds = []
-            for place in range(count):
-                row_seed = int(seed) + place
-                if row_seed >= 2**64:
-                    row_seed -= 2**64
-                seeds.append(row_seed)
-            options = {**options, "seed": seeds}
+            # negative seeds draw as their two's complement does
+            options = {**options, "seed": [(int(seed) + i) % 2**64 for i in range(count)]}
         lists = {}
         for name in _ONE_EACH:
             values = options.get(name)
             if isinstance(values, (list, tuple)):
                 lists[name] = values
-        for name, values in lists.items():
-            if len(values) != count:
-                raise ValueError(
-                    f"{len(values)} values of `{name}` were passed for {count} prompts: pass one"
-                    " for each"
-                )
+                if len(values) != count:
+                    raise ValueError(
+                        f"{len(values)} values of `{name}` were passed for {count} prompts: pass"
+                        " one for each"
+                    )
         self._queue = []
-        for place, (prompt, config) in enumerate(queue):
-            row_options = {name: values[place] for name, values in lists.items()}
+        for index, (prompt, config) in enumerate(queue):
+            row_options = {name: values[index] for name, values in lists.items()}
             request_options = RequestOptions(**{**options, **row_options})
             self._queue.append((prompt, config, request_options))
         self.outbox: deque[RequestOutput] = deque()  # the engine adds the requests' outputs here
@@ -92,7 +87,7 @@ class RequestStream:
 
     def _run(self) -> Iterator[RequestOutput | None]:
         """Yields `None` once all requests are added, then their outputs."""
-        for place, (prompt, config, options) in enumerate(self._queue):
+        for index, (prompt, config, options) in enumerate(self._queue):
             try:
                 name = self.engine.add(
                     self.tokenizer,
@@ -107,17 +102,14 @@ class RequestStream:
                     raise
                 given = options.request_id
                 ids = list[int]()
-                if isinstance(given, str):
-                    name = given
-                else:
-                    name = self.engine.make_id()
+                name = given if isinstance(given, str) else self.engine.make_id()
                 with contextlib.suppress(Exception):  # an invalid prompt may raise anything
                     text_or_ids, _ = split_inputs(prompt, None)
                     ids = prompt_ids(text_or_ids, None)
                 self.outbox.append(
                     RequestOutput(name, result=RequestResult(name, ids, error=error))
                 )
-            self.places[name] = place
+            self.places[name] = index
         self.unfinished.update(self.places)
         yield None
         while self.unfinished or self.outbox:
@@ -155,16 +147,14 @@ class RequestStream:
         if it takes long."""
         self.window.is_call = True
         results: dict[int, RequestResult] = {}
-        is_shown = progress
-        delay = 0.0
-        if is_shown is None:
-            is_shown = _has_viewer()
-            delay = SLOW_SECONDS
+        is_shown = _has_viewer() if progress is None else progress
+        delay = SLOW_SECONDS if progress is None else 0.0
         start = time.perf_counter()
         bar: Any = None
+        outputs = self._closing()
         with contextlib.ExitStack() as stack:
             try:
-                for output in self._run():
+                for output in outputs:
                     # no bar before it is shown: tqdm takes a lock, which a forked child may
                     # find held
                     if is_shown and bar is None and time.perf_counter() - start >= delay:
@@ -176,17 +166,12 @@ class RequestStream:
                             )
                         )
                     if output is not None and output.result is not None:
-                        place = self.places[output.request_id]
-                        results[place] = output.result
+                        results[self.places[output.request_id]] = output.result
                         if bar is not None:
                             bar.update(1)
             finally:
-                try:
-                    self.engine.close(self.outbox, self.window)
-                except BaseException:  # an interrupt may have kept it from beginning
-                    self.engine.close(self.outbox, self.window)
-                    raise
-        ordered = [results[place] for place in sorted(results)]
+                outputs.close()
+        ordered = [results[index] for index in sorted(results)]
         errors = [result.error for result in ordered if result.error is not None]
         if errors:
             message = (

@@ -10,9 +10,11 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+Action = Callable[[ModuleType], None]
+
 
 class _AfterImport(MetaPathFinder):
-    def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
+    def __init__(self, name: str, action: Action) -> None:
         self.name, self.action = name, action
 
     def find_spec(
@@ -36,23 +38,21 @@ class _AfterImport(MetaPathFinder):
         return spec
 
 
-def after_import(name: str, action: Callable[[ModuleType], None]) -> None:
+def after_import(name: str, action: Action) -> None:
     """Runs `action` with the module `name`: now if it has been imported, and whenever it is
     imported or reloaded. Idempotent."""
     if name in sys.modules:
         action(import_module(name))  # waits for another thread that is importing it
-    if not any(
-        isinstance(finder, _AfterImport) and finder.action == action for finder in sys.meta_path
-    ):
+    if not _finders(action):
         sys.meta_path.insert(0, _AfterImport(name, action))
 
 
-def forget_import(action: Callable[[ModuleType], None]) -> None:
+def forget_import(action: Action) -> None:
     """Undoes `after_import` for later imports."""
-    waiting = [
-        finder
-        for finder in sys.meta_path
-        if isinstance(finder, _AfterImport) and finder.action == action
-    ]
-    for finder in waiting:
+    for finder in _finders(action):
         sys.meta_path.remove(finder)
+
+
+def _finders(action: Action) -> list[_AfterImport]:
+    ours = [finder for finder in sys.meta_path if isinstance(finder, _AfterImport)]
+    return [finder for finder in ours if finder.action == action]

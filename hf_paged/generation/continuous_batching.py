@@ -13,29 +13,25 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from tqdm.auto import tqdm
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
-from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestStatus
+from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from .. import compat, forks
 from ..attention.switch import NAME
-from ..batching.arguments import check_generation_config, prompt_ids
-from ..batching.decoding.prepare import num_embeddings
+from ..batching.arguments import check_generation_config
 from ..batching.engine import PagedEngine
 from ..batching.execution.adapters import base_model, check_served
 from ..batching.results import RequestResult
-from ..config import PagedConfig
-from ..interrupts import guarded
-from ..model.forwards import compute_device
 from ..topics import Topic
 from .manager_config import paged_config
-from .manager_thread import ManagerThread, Pending, served
+from .manager_thread import ManagerThread
+from .one_call import Effective, sample_together
+from .pending import Pending, output_names
 
 logger = logging.getLogger(__name__)
 
@@ -81,23 +77,21 @@ class PagedBatchingManager(ContinuousBatchingManager):
         self.generation_config = generation_config
         self.continuous_batching_config = continuous_batching_config
         config = paged_config(continuous_batching_config, _cache_config(model, generation_config))
-        self._thread = ManagerThread(
-            model,
-            config,
-            continuous_batching_config.max_queue_size,
-            continuous_batching_config.return_logprobs,
-        )
+        self._thread = ManagerThread(model, config, continuous_batching_config.max_queue_size)
         # for seeds, and for default request ids
         self._numbers = itertools.count()
         self._names = itertools.count()
-        # unless a request says otherwise
-        self.num_return_sequences = generation_config.num_return_sequences or 1
         self.warmed_up = False
         weakref.finalize(self, self._thread.is_abandoned.set).atexit = False
 
     def __reduce__(self) -> Any:
         # copies and checkpoints of a model leave the manager out, as they do its memory
         return type(None), ()
+
+    @property
+    def num_return_sequences(self) -> int:
+        """Of requests that do not say otherwise."""
+        return self.generation_config.num_return_sequences or 1
 
     @property
     def engine(self) -> PagedEngine:
@@ -109,9 +103,9 @@ class PagedBatchingManager(ContinuousBatchingManager):
         return self._thread.fatal_error
 
     @property
-    def background_thread_status(self) -> SimpleNamespace:
+    def background_thread_status(self) -> Any:
         """`fatal_error` under transformers' name."""
-        return SimpleNamespace(fatal_error=self.fatal_error)
+        return self._thread
 
     def warmup(self) -> None:
         """Does nothing but set `warmed_up`: graphs are captured when their steps first occur."""
@@ -223,10 +217,10 @@ class PagedBatchingManager(ContinuousBatchingManager):
             queue.Full: if the queue stays full (`max_queue_size` requests) for 10 seconds.
         """
         if request_id is None:
-            request_id = self._make_name()
-        first_seed = self.continuous_batching_config.seed
-        if seed is None and first_seed is not None:
-            seed = first_seed + next(self._numbers)
+            request_id = f"req_{next(self._names)}"
+        cb_config = self.continuous_batching_config
+        if seed is None and cb_config.seed is not None:
+            seed = cb_config.seed + next(self._numbers)
         options |= {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
         given = {option: value for option, value in options.items() if value is not None}
         given.setdefault("num_return_sequences", self.num_return_sequences)
@@ -239,14 +233,11 @@ class PagedBatchingManager(ContinuousBatchingManager):
             is_streaming=streaming,
             records_times=record_timestamps,
             tokenizer=tokenizer,
-            options=request_options or {},
+            options={"return_logprobs": cb_config.return_logprobs, **(request_options or {})},
             on_result=on_result,
         )
         self._thread.add(request)
         return request_id
-
-    def _make_name(self) -> str:
-        return f"req_{next(self._names)}"
 
     def add_requests(
         self,
@@ -304,22 +295,8 @@ class PagedBatchingManager(ContinuousBatchingManager):
         until the last. The request may be added later, to this manager while it runs."""
         with self._thread.lock:
             self._thread.handlers[request_id] = callback, asyncio.get_running_loop()
-            waiting = self._thread.outputs.pop(request_id, ())
-            self._thread.deliver(waiting)
-
-
-def output_names(request_id: str, num_sequences: int) -> list[str]:
-    """The ids of a request's outputs, by row."""
-    further = [f"{request_id}__child#{i}" for i in range(num_sequences - 1)]
-    return [*further, request_id]
-
-
-def _effective(model: PreTrainedModel, config: GenerationConfig, name: str) -> Any:
-    """The value of an option, from the model's generation config if `config` leaves it unset."""
-    value = getattr(config, name)
-    if value is None:
-        value = getattr(model.generation_config, name)
-    return value
+            for output in self._thread.outputs.pop(request_id, ()):
+                self._thread.deliver(output)
 
 
 def _request_config(
@@ -328,32 +305,31 @@ def _request_config(
     """The configuration of one request. Raises `ValueError` for options that `GenerationConfig`
     does not have."""
     check_generation_config(options)
-    made = copy.deepcopy(config)
+    request_config = copy.deepcopy(config)
     for name in (
         "cache_implementation",
         "cache_config",
         "compile_config",
         "continuous_batching_config",
     ):
-        if hasattr(made, name):  # options for how transformers would run it
-            setattr(made, name, None)
+        if hasattr(request_config, name):  # options for how transformers would run it
+            setattr(request_config, name, None)
     for name, value in options.items():
-        setattr(made, name, value)
-    num_beams = _effective(model, made, "num_beams") or 1
-    if num_beams == 1 and not _effective(model, made, "do_sample"):
-        made.num_return_sequences = 1  # greedy sequences are all equal
+        setattr(request_config, name, value)
+    effective = Effective(model, request_config)
+    if (effective.num_beams or 1) == 1 and not effective.do_sample:
+        request_config.num_return_sequences = 1  # greedy sequences are all equal
     else:
-        made.num_return_sequences = made.num_return_sequences or 1
-    max_new_tokens = _effective(model, made, "max_new_tokens")
-    if max_new_tokens is None and _effective(model, made, "max_length") is None:
+        request_config.num_return_sequences = request_config.num_return_sequences or 1
+    if effective.max_new_tokens is None and effective.max_length is None:
         text_config = model.config.get_text_config(decoder=True)
         limit = getattr(text_config, "max_position_embeddings", None)
         if limit is None:
             raise ValueError(
                 "neither the call nor the model's config limits the length: pass `max_new_tokens`"
             )
-        made.max_length = limit
-    return made
+        request_config.max_length = limit
+    return request_config
 
 
 # -- replacements of methods of transformers' `ContinuousMixin` ----------------------------------
@@ -367,41 +343,38 @@ def _cb_config(
 
 
 def _cache_config(model: PreTrainedModel, config: GenerationConfig) -> Any:
-    implementation = _effective(model, config, "cache_implementation")
-    if implementation not in (None, "paged", NAME):
+    effective = Effective(model, config)
+    if effective.cache_implementation not in (None, "paged", NAME):
         return None
-    return _effective(model, config, "cache_config")
+    return effective.cache_config
 
 
 def _init(
-    original: Callable[..., Any],
     model: Any,
     generation_config: GenerationConfig | None = None,
     continuous_batching_config: ContinuousBatchingConfig | None = None,
     workload_hints: Any = None,
 ) -> PagedBatchingManager:
-    config = model.generation_config if generation_config is None else generation_config
+    config = generation_config or model.generation_config
     cb_config = _cb_config(config, continuous_batching_config)
     cached = getattr(model, compat.CACHED_MANAGER, None)
     if isinstance(cached, PagedBatchingManager) and not cached.is_running():
         if continuous_batching_config is None or cb_config == cached.continuous_batching_config:
             cached.generation_config = config
-            cached.num_return_sequences = config.num_return_sequences or 1
             return cached
         model.destroy_cached_continuous_batching_manager()  # it was made for another config
     return PagedBatchingManager(model, config, cb_config, workload_hints)
 
 
-def _destroy_cached(original: Callable[..., Any], model: Any) -> None:
+def _destroy_cached(model: Any) -> None:
     cached = getattr(model, compat.CACHED_MANAGER, None)
     if cached is not None:
-        cached.destroy()
         delattr(model, compat.CACHED_MANAGER)
+        cached.destroy()
 
 
 @contextlib.contextmanager
 def _context(
-    original: Callable[..., Any],
     model: Any,
     generation_config: GenerationConfig | None = None,
     block: bool = True,
@@ -423,7 +396,6 @@ def _context(
 
 
 def _generate_batch(
-    original: Callable[..., Any],
     model: Any,
     inputs: list[list[int]],
     generation_config: GenerationConfig | None = None,
@@ -438,19 +410,19 @@ def _generate_batch(
         return {}
     # one `generate` call would compute no more than the layers in the model
     check_served(base_model(model), None)
-    base = model.generation_config if generation_config is None else generation_config
+    base = generation_config or model.generation_config
     given = {name: value for name, value in options.items() if value is not None}
     generation_options = {name: value for name, value in given.items() if name != "tokenizer"}
     config = _request_config(model, base, generation_options)
+    effective = Effective(model, config)
     # one `generate` call does not tell where a stop string ended a row
-    has_stop_strings = bool(_effective(model, config, "stop_strings"))
-    is_plain = not (record_timestamps or persistent_manager or has_stop_strings)
-    num_beams = _effective(model, config, "num_beams") or 1
-    if is_plain and num_beams == 1 and _effective(model, config, "do_sample"):
+    needs_requests = record_timestamps or persistent_manager or effective.stop_strings
+    if not needs_requests and (effective.num_beams or 1) == 1 and effective.do_sample:
         cb_config = _cb_config(base, continuous_batching_config)
         paged = paged_config(cb_config, _cache_config(model, base))
-        if _fits_one_call(model, inputs, config, cb_config, paged):
-            return _sample_together(model, inputs, config, paged)
+        sampled = sample_together(model, inputs, config, cb_config, paged)
+        if sampled is not None:
+            return sampled
     context = model.continuous_batching_context_manager(
         generation_config,
         continuous_batching_config=continuous_batching_config,
@@ -481,84 +453,12 @@ def _generate_batch(
     return outputs
 
 
-def _fits_one_call(
-    model: PreTrainedModel,
-    inputs: Sequence[Any],
-    config: GenerationConfig,
-    cb_config: ContinuousBatchingConfig,
-    paged: PagedConfig,
-) -> bool:
-    """Whether these prompts can be the rows of one `generate` call that returns everything
-    requested."""
-    if cb_config.return_logprobs or cb_config.seed is not None or model.config.is_encoder_decoder:
-        return False
-    num_rows = len(inputs) * (config.num_return_sequences or 1)
-    if num_rows > paged.max_num_seqs or _effective(model, config, "max_new_tokens") is None:
-        return False
-    try:  # if a prompt is invalid, the engine serves the others and reports its error
-        prompts = [prompt_ids(prompt, None) for prompt in inputs]
-        size = num_embeddings(model)
-    except ValueError:
-        return False
-    return all(prompt and min(prompt) >= 0 and max(prompt) < size for prompt in prompts)
-
-
-@guarded
-def _sample_together(
-    model: PreTrainedModel, inputs: Sequence[Any], config: GenerationConfig, paged: PagedConfig
-) -> dict[str, GenerationOutput]:
-    """Runs the prompts as rows of one `generate` call, with one random number stream: a seed gives
-    plain's tokens."""
-    created = time.perf_counter()
-    device = compute_device(model)
-    prompts = [prompt_ids(prompt, None) for prompt in inputs]
-    pad = _effective(model, config, "pad_token_id") or 0
-    width = max(map(len, prompts))
-    padded = []
-    masks = []
-    for prompt in prompts:
-        num_padding = width - len(prompt)
-        padded.append([pad] * num_padding + prompt)
-        masks.append([0] * num_padding + [1] * len(prompt))
-    ids = torch.tensor(padded, device=device)
-    mask = torch.tensor(masks, device=device)
-    config.cache_implementation, config.cache_config = NAME, paged.to_dict()
-    with served(model):
-        generated = model.generate(
-            input_ids=ids,
-            attention_mask=mask,
-            generation_config=config,
-        )
-        rows = generated[:, width:].tolist()
-    ended = time.perf_counter()
-    num_sequences = config.num_return_sequences or 1
-    eos = _effective(model, config, "eos_token_id")
-    ends = set(eos) if isinstance(eos, (list, tuple)) else {eos}
-    outputs: dict[str, GenerationOutput] = {}
-    for place, prompt in enumerate(prompts):
-        for name in output_names(f"req_{place}", num_sequences):
-            tokens = rows[len(outputs)]
-            lengths = (index + 1 for index, token in enumerate(tokens) if token in ends)
-            length = next(lengths, len(tokens))
-            outputs[name] = GenerationOutput(
-                name,
-                prompt,
-                tokens[:length],
-                status=RequestStatus.FINISHED,
-                created_time=created,
-                lifespan=(created, ended),
-            )
-    return outputs
-
-
 def destroy_kept() -> None:
     """Destroys managers kept on models for a next session; transformers' own methods would
     otherwise use them."""
     for model in list(_kept):
-        cached = getattr(model, compat.CACHED_MANAGER, None)
-        if isinstance(cached, PagedBatchingManager):
-            delattr(model, compat.CACHED_MANAGER)
-            cached.destroy()
+        if isinstance(getattr(model, compat.CACHED_MANAGER, None), PagedBatchingManager):
+            _destroy_cached(model)
     _kept.clear()
 
 

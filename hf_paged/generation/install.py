@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import functools
 import inspect
@@ -13,9 +12,8 @@ from typing import Any
 
 import torch
 import transformers
-from torch.nn.modules import module as torch_module
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation.continuous_batching import ContinuousMixin
 from transformers.generation.utils import GenerationMixin
 
@@ -35,47 +33,41 @@ from ..batching.arguments import (
 from ..batching.decoding.prepare import LoopCall, capturing
 from ..batching.decoding.sample import ObservedCriteria, RowStreamers
 from ..batching.factory import not_invariant
-from ..cache.memory import PagedMemory
 from ..cache.paged_cache import PagedCache
 from ..config import INSTALL_VARIABLE, PagedConfig, shown
 from ..interrupts import guarded
-from ..model.forwards import has_foreign_hook
-from ..model.own_loop import ROW_INPUTS, cache_parts, mismatched_rows
+from ..model.own_loop import cache_parts
 from ..model.rank_signals import deferring
 from ..model.ranks import ranks_of
 from ..model.registry import memory_for, warn_once
+from ..switches import NOTHING
 from ..topics import Topic
 from . import continuous_batching as _continuous_batching
 from . import manager_config
 from .after_import import after_import, forget_import
-from .call import Call, batch_of, current, first_rows, prepared, rows_per_prompt
+from .batch_call import batch_of
+from .call import Call, caches_in, current, prepared, rows_per_prompt
+from .invocation import Invocation, Method
+from .prefill import share_prefill
 
 REQUESTED = ("paged", NAME)
+_RENAMED = "past_key_values"  # an argument that newer versions of transformers rename
 
 _lock = forks.lock()
 _is_default = False  # calls that name no cache are paged
 
 
-# -- replacements of GenerationMixin methods: functions of the original method and its arguments -
+# -- replacements of GenerationMixin methods -----------------------------------------------------
 
 
-def _generate(
-    original: Callable[..., Any],
-    model: Any,
-    /,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    positional = None
-    if len(args) > 1:
-        positional = args[1]
-    config = kwargs.get("generation_config", positional)
-    requested = _option("cache_implementation", model, config, kwargs)
+def _generate(generate: Invocation) -> Any:
+    model = generate.model
+    kwargs = generate.kwargs
+    requested = generate.option("cache_implementation")
     asks = requested in REQUESTED
     if asks:
-        _check_arguments(model, config, args, kwargs)
-        given_config = _option("cache_config", model, config, kwargs)
-        cache_config = PagedConfig.coerce(given_config)
+        _check_arguments(generate)
+        cache_config = PagedConfig.coerce(generate.option("cache_config"))
         if kwargs.get("cache_config") is not None:
             kwargs["cache_config"] = cache_config.to_dict()
         if kwargs.get("cache_implementation") == "paged":
@@ -85,55 +77,46 @@ def _generate(
         streamer = kwargs.get("streamer")
         if isinstance(streamer, (list, tuple)):
             kwargs["streamer"] = RowStreamers(streamer, kwargs.get("attention_mask"))
-    elif requested is None and not _is_default:
-        if _option("cache_config", model, config, kwargs) is not None:
-            warn_once(
-                model,
-                Topic.NOT_PAGED(
-                    "got a `cache_config` without a `cache_implementation`, so transformers' own"
-                    " cache is used and the config has no effect: add"
-                    ' cache_implementation="paged", or leave `cache_config` out'
-                ),
-            )
-    if not asks and isinstance(requested, str):
+    elif isinstance(requested, str):
         close = difflib.get_close_matches(requested.lower(), REQUESTED, n=1)
         if close:
             raise ValueError(f"`cache_implementation` is {requested!r}: did you mean {close[0]!r}?")
+    elif requested is None and not _is_default and generate.option("cache_config") is not None:
+        warn_once(
+            model,
+            Topic.NOT_PAGED(
+                "got a `cache_config` without a `cache_implementation`, so transformers' own"
+                " cache is used and the config has no effect: add"
+                ' cache_implementation="paged", or leave `cache_config` out'
+            ),
+        )
     prepared.set(None)
     _wrap_overrides(type(model))
     run = _run_untraced if asks or _is_default else _run
-    return run(original, model, args, kwargs, asks)
+    return run(generate, asks)
 
 
 @guarded
-def _run(
-    original: Callable[..., Any],
-    model: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    asks: bool,
-) -> Any:
-    call = Call(model)
+def _run(generate: Invocation, asks: bool) -> Any:
+    call = Call(generate.model)
     if asks:
         call.ask(
-            f"{type(model).__name__} prepares its cache itself",
+            f"{type(generate.model).__name__} prepares its cache itself",
             "Use a model that generates as transformers does",
         )
     with call.running():
-        return original(model, *args, **kwargs)
+        return generate.run()
 
 
 _run_untraced = torch.compiler.disable(_run)  # a compiled function may call `generate`
 
 
-def _check_arguments(
-    model: Any,
-    config: GenerationConfig | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
+def _check_arguments(generate: Invocation) -> None:
     """Raises `ValueError` early for arguments that would fail after allocation, or with an error
     that names none."""
+    model = generate.model
+    kwargs = generate.kwargs
+    config = generate.generation_config
     check_weights(model)
     misplaced = kwargs.keys() & PagedConfig.__annotations__.keys()
     if misplaced:
@@ -142,27 +125,8 @@ def _check_arguments(
         raise TypeError(
             f"the paged cache takes these options in its config: pass cache_config={{{given}}}"
         )
-    positional = None
-    if args:
-        positional = args[0]
-    inputs = kwargs.get("inputs", positional)
-    ids = kwargs.get("input_ids", inputs)
-    if isinstance(ids, Mapping):
-        raise ValueError(
-            "`inputs` is a mapping, as tokenizers return it: unpack it, `model.generate(**inputs,"
-            " ...)`"
-        )
-    # transformers renames the first
-    cache_names = dict.fromkeys(("past_key_values", *compat.CACHE_NAMES))
-    main_input = getattr(model, "main_input_name", None)
-    if main_input == "input_ids" and not model.config.is_encoder_decoder:
-        others = ("inputs_embeds", *cache_names)
-        is_alone = all(kwargs.get(name) is None for name in others)
-        mask = None
-        if is_alone:
-            mask = kwargs.get("attention_mask")
-        check_ids(ids, mask, is_alone)
-    for name in cache_names:
+    ids = _checked_ids(generate)
+    for name in (_RENAMED, *compat.CACHE_NAMES):
         cache = kwargs.get(name)
         if isinstance(cache, (str, Mapping, PagedConfig)):
             raise ValueError(
@@ -175,117 +139,81 @@ def _check_arguments(
             f"`generation_config` is {shown(config)}: pass a `GenerationConfig`, or the options as"
             " keyword arguments"
         )
-    options: dict[str, Any] = {}
-    if config is not None:
-        options = vars(config)
+    options = {} if config is None else vars(config)
     check_numbers({**options, **kwargs}, check_range=False)
     for name in ("logits_processor", "stopping_criteria"):
         as_list(name, kwargs.get(name))
     streamer = kwargs.get("streamer")
-    if isinstance(streamer, (list, tuple)):
-        for row_streamer in streamer:
-            check_streamer(row_streamer)
-    else:
-        check_streamer(streamer)
+    streamers = streamer if isinstance(streamer, (list, tuple)) else [streamer]
+    for row_streamer in streamers:
+        check_streamer(row_streamer)
     if streamer is not None and isinstance(ids, torch.Tensor):
-        repeats = _option("num_return_sequences", model, config, kwargs) or 1
+        repeats = generate.option("num_return_sequences") or 1
         check_streamed_rows(streamer, len(ids) * repeats, "pass a list of streamers, one a row")
 
 
-def _option(
-    name: str,
-    model: Any,
-    config: GenerationConfig | None,
-    kwargs: dict[str, Any],
-) -> Any:
-    """An option's value from the keyword, which may unset it, the config passed or the model's
-    config, in this order; `None` if unset."""
-    if name in kwargs:
-        return kwargs[name]
-    model_config = getattr(model, "generation_config", None)
-    for source in (config, model_config):
-        value = getattr(source, name, None)
-        if value is not None:
-            return value
-    return None
+def _checked_ids(generate: Invocation) -> Any:
+    """The prompts' token ids, whatever they are. Raises `ValueError` for what is none, if the model
+    takes ids alone."""
+    model = generate.model
+    kwargs = generate.kwargs
+    positional = generate.args[0] if generate.args else None
+    ids = kwargs.get("input_ids", kwargs.get("inputs", positional))
+    if isinstance(ids, Mapping):
+        raise ValueError(
+            "`inputs` is a mapping, as tokenizers return it: unpack it, `model.generate(**inputs,"
+            " ...)`"
+        )
+    main_input = getattr(model, "main_input_name", None)
+    if main_input == "input_ids" and not model.config.is_encoder_decoder:
+        has_more = any(kwargs.get(name) is not None for name in ("inputs_embeds", _RENAMED))
+        is_alone = not has_more and not caches_in(kwargs)
+        mask = kwargs.get("attention_mask") if is_alone else None
+        check_ids(ids, mask, is_alone)
+    return ids
 
 
-def _prepare_cache(
-    original: Callable[..., Any],
-    model: Any,
-    /,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    capture = capturing.get()
-    if capture is not None and capture.model is model:
+def _prepare_cache(prepare: Invocation) -> Any:
+    if prepare.noted(capturing) is not None:
         return None  # no loop will use it
-    signature = inspect.signature(original)
-    bound = signature.bind(model, *args, **kwargs)
-    arguments = bound.arguments
+    model = prepare.model
+    arguments = prepare.bound.arguments
     generation_config = arguments["generation_config"]
     model_kwargs = arguments["model_kwargs"]
-    call = current.get()
-    passed = any(model_kwargs.get(name) is not None for name in compat.CACHE_NAMES)
+    call = prepare.noted(current)
+    passed = bool(caches_in(model_kwargs))
+    uses_default = _is_default and not passed and generation_config.use_cache is not False
     chosen = generation_config.cache_implementation
-    is_unset = chosen is None and not passed
-    uses_cache = generation_config.use_cache is not False
-    is_default = _is_default and is_unset and uses_cache
-    requested = chosen in REQUESTED or is_default
     config = None
-    if requested:
+    if chosen in REQUESTED or (chosen is None and uses_default):
         config = PagedConfig.coerce(generation_config.cache_config)
         # not "dynamic": assistants copy this config, and transformers refuses that value for them
         generation_config.cache_implementation = None
-    result = original(model, *args, **kwargs)
+    result = prepare.run()
     with deferring(model):
-        if call is None or call.model is not model:
+        if call is None:
             call = Call(model)
             prepared.set(call)
         if config is not None and not passed:
-            length = arguments.get("max_cache_length") or 0
-            num_prompts = arguments.get("batch_size") or 1
-            num_rows = num_prompts * rows_per_prompt(generation_config)
-            if call.is_running:
-                ranks = ranks_of(model)
-                if ranks is not None:
-                    call.stack.enter_context(ranks.alone())
-            lengths: list[int] = []
-            if length:
-                lengths = [length] * num_rows
-            call.memory = memory = memory_for(model, config, lengths)
-            if call.is_running:
-                memory.begin_call(call)
-            is_assistant = generation_config.is_assistant
-            _swap(memory, length, num_rows, model_kwargs, is_assistant)
-        caches: list[PagedCache] = []
-        for name in compat.CACHE_NAMES:
-            parts = cache_parts(model_kwargs.get(name))
-            caches += [part for part in parts if isinstance(part, PagedCache)]
+            _page(call, config, arguments)
+        parts = [part for cache in caches_in(model_kwargs) for part in cache_parts(cache)]
+        caches = [part for part in parts if isinstance(part, PagedCache)]
         if caches:
             call.use(caches, generation_config, is_built=not passed)
-        elif requested:
-            reason, remedy = _why_not_paged(model, passed, generation_config, model_kwargs)
-            call.ask(reason, remedy)
-        is_invariant = config is not None and config.batch_invariant
-        if is_invariant and not call.built:
+        elif config is not None:
+            call.ask(*_why_not_paged(model, passed, arguments))
+        if config is not None and config.batch_invariant and not call.built:
             raise not_invariant(model, call.reason)
     return result
 
 
-def _why_not_paged(
-    model: Any,
-    passed: bool,
-    config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-) -> tuple[str, str]:
+def _why_not_paged(model: Any, passed: bool, arguments: dict[str, Any]) -> tuple[str, str]:
     """Why a call that asked for a paged cache has none, and what to change."""
     if passed:
         return "the caller's own cache is used", "Pass no cache, or a `hf_paged.PagedCache`"
-    if config.use_cache is False:
+    if arguments["generation_config"].use_cache is False:
         return "use_cache is False", "Leave `use_cache=False` out"
-    has_cache = any(model_kwargs.get(name) is not None for name in compat.CACHE_NAMES)
-    if has_cache or not compat.supports_dynamic_cache(model):
+    if caches_in(arguments["model_kwargs"]) or not compat.supports_dynamic_cache(model):
         return "the model has a cache of its own", "Use a model whose cache is a `DynamicCache`"
     return (
         f"transformers {transformers.__version__} made no cache that hf_paged can see",
@@ -293,15 +221,23 @@ def _why_not_paged(
     )
 
 
-def _swap(
-    memory: PagedMemory,
-    length: int,
-    num_rows: int,
-    model_kwargs: dict[str, Any],
-    is_assistant: bool,
-) -> None:
-    """Replaces each `DynamicCache` that the model just built by a `PagedCache`, for rows of up to
-    `length` tokens."""
+def _page(call: Call, config: PagedConfig, arguments: dict[str, Any]) -> None:
+    """Gives the call memory, and replaces each `DynamicCache` that the model just built by a
+    `PagedCache` on it."""
+    model = call.model
+    generation_config = arguments["generation_config"]
+    model_kwargs = arguments["model_kwargs"]
+    length = arguments.get("max_cache_length") or 0
+    num_prompts = arguments.get("batch_size") or 1
+    num_rows = num_prompts * rows_per_prompt(generation_config)
+    if call.is_running:
+        ranks = ranks_of(model)
+        if ranks is not None:
+            call.stack.enter_context(ranks.alone())
+    lengths = [length] * num_rows if length else []
+    call.memory = memory = memory_for(model, config, lengths)
+    if call.is_running:
+        memory.begin_call(call)
 
     def paged(cache: Any, kind: str) -> Any:
         if type(cache) is not DynamicCache:
@@ -310,7 +246,7 @@ def _swap(
         if kind == "self":
             blocks_per_row = length // memory.block_size + 1
             twin.reserve(num_rows * blocks_per_row, num_rows)
-        if is_assistant:
+        if generation_config.is_assistant:
             twin.activate_past_recording()
         return twin
 
@@ -323,133 +259,16 @@ def _swap(
             model_kwargs[name] = paged(cache, "self")
 
 
-def _prefill(
-    original: Callable[..., Any],
-    model: Any,
-    /,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Computes rows that were expanded from one prompt once, where that gives the same results."""
-    call = current.get()
-    signature = inspect.signature(original)
-    bound = signature.bind(model, *args, **kwargs)
-    first = None
-    given = bound.arguments
-    # chunked prefill is left to the original
-    is_whole = given["generation_config"].prefill_chunk_size is None
-    if call is not None and call.model is model and call.caches:
-        if call.repeats > 1 and is_whole:
-            input_ids = given["input_ids"]
-            model_kwargs = given["model_kwargs"]
-            if mismatched_rows(model_kwargs, len(input_ids)) is None:
-                first = _of_first_rows(input_ids, model_kwargs, call.repeats)
-    if call is None or first is None or not _rows_are_independent(model):
-        return original(model, *args, **kwargs)
-    ids, inputs = first
-    given["input_ids"] = ids
-    given["model_kwargs"] = inputs
-    outputs = original(*bound.args, **bound.kwargs)
-    # the model may have created one
-    caches = [value for value in outputs.values() if isinstance(value, Cache)]
-    if not caches:
-        caches = [value for value in inputs.values() if isinstance(value, Cache)]
-    num_prompts = len(ids)
-    repeats = call.repeats
-    for cache in caches:
-        # every cache layer can reorder its rows, which includes repeating one
-        prompts = torch.arange(num_prompts, device=ids.device)
-        cache.reorder_cache(prompts.repeat_interleave(repeats))
-    for name, value in outputs.items():
-        if not isinstance(value, Cache):
-            are_states = name.endswith("hidden_states")
-            outputs[name] = _repeat(value, num_prompts, repeats, are_states)
-    call.details["prefills_shared"] = True
-    return outputs
-
-
-def _of_first_rows(
-    input_ids: torch.Tensor,
-    model_kwargs: dict[str, Any],
-    repeats: int,
-) -> tuple[torch.Tensor, dict[str, Any]] | None:
-    """The inputs of every `repeats`-th row; `None` if the rows between differ or something is
-    cached."""
-    ids = first_rows(input_ids, repeats)
-    inputs = dict(model_kwargs)
-    for name, value in model_kwargs.items():
-        if isinstance(value, Cache):
-            for part in cache_parts(value):
-                if not isinstance(part, PagedCache) or not part.is_empty:
-                    return None
-            continue
-        is_scalar = isinstance(value, (bool, int, float, str))
-        if value is not None and not is_scalar:
-            # scalars have no rows
-            if name not in ROW_INPUTS:
-                return None
-            if name.endswith("position_ids") and value.dim() != 2:
-                return None
-            rows = first_rows(value, repeats)
-            if rows is None:
-                return None
-            inputs[name] = rows
-    return None if ids is None else (ids, inputs)
-
-
-def _rows_are_independent(model: Any) -> bool:
-    """Whether rows do not affect one another: no dropout, batch-wide experts, user code or per-row
-    module state."""
-    config = model.config.get_text_config(decoder=True)
-    if hasattr(config, "expert_capacity"):
-        return False
-    if getattr(config, "output_router_logits", False):
-        return False
-    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
-        return False
-    for module in model.modules():
-        if module.training or has_foreign_hook(module):
-            return False
-        if "forward" in vars(module) or compat.attribute(module, "_setup_cache"):
-            return False
-    return True
-
-
-def _repeat(value: Any, rows: int, repeats: int, are_states: bool) -> Any:
-    """Repeats an output's rows. Hidden states, `(..., rows, length, width)`, may have an axis in
-    front (Gemma3n)."""
-    if isinstance(value, tuple):
-        return tuple(_repeat(part, rows, repeats, are_states) for part in value)
-    if not isinstance(value, torch.Tensor) or not value.dim():
-        return value
-    axis = 0
-    if are_states:
-        axis = max(0, value.dim() - 3)
-    if value.shape[axis] != rows:
-        return value
-    return value.repeat_interleave(repeats, dim=axis)
-
-
-def _expand_inputs(
-    original: Callable[..., Any],
-    model: Any,
-    /,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    call = current.get()
-    if call is not None and call.model is model:
-        inputs = dict(kwargs)
-        inputs.pop("expand_size", None)
-        inputs.pop("is_encoder_decoder", None)
-        input_ids = inputs.pop("input_ids", None)
-        call.note_inputs(input_ids, inputs)
-        expanded = original(model, *args, **kwargs)
-        if compat.ENCODE_MEDIA is None and not model.config.is_encoder_decoder:
-            _, repeated = expanded
-            call.swaps_pictures |= _swaps_pictures(kwargs, repeated)
-        return expanded
-    return original(model, *args, **kwargs)
+def _expand_inputs(expand: Invocation) -> Any:
+    call = expand.noted(current)
+    if call is None:
+        return expand.run()
+    call.note_inputs(**expand.kwargs)
+    expanded = expand.run()
+    if compat.ENCODE_MEDIA is None and not expand.model.config.is_encoder_decoder:
+        _, repeated = expanded
+        call.swaps_pictures |= _swaps_pictures(expand.kwargs, repeated)
+    return expanded
 
 
 def _swaps_pictures(given: dict[str, Any], inputs: dict[str, Any]) -> bool:
@@ -460,117 +279,90 @@ def _swaps_pictures(given: dict[str, Any], inputs: dict[str, Any]) -> bool:
     if size == 1 or not isinstance(rows, torch.Tensor):
         return False
     for name, value in given.items():
-        if not isinstance(value, torch.Tensor) or not value.dim():
-            continue
         expanded = inputs.get(name)
-        if len(value) == len(rows) or not isinstance(expanded, torch.Tensor):
-            continue
-        one_by_one = value.repeat_interleave(size, dim=0)
-        if torch.equal(expanded, one_by_one):
-            return True
+        are_tensors = isinstance(value, torch.Tensor) and isinstance(expanded, torch.Tensor)
+        if are_tensors and value.dim() and len(value) != len(rows):
+            one_by_one = value.repeat_interleave(size, dim=0)
+            if torch.equal(expanded, one_by_one):
+                return True
     return False
 
 
+def _loop_call(decode: Invocation, call: Call | None) -> LoopCall:
+    unexpanded = None if call is None else call.unexpanded
+    return LoopCall(decode.original.__name__, decode.bound.arguments, unexpanded)
+
+
 @guarded
-def _decode(
-    original: Callable[..., Any],
-    model: Any,
-    /,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    call = current.get()
-    capture = capturing.get()
-    if capture is not None and capture.model is model:
-        signature = inspect.signature(original)
-        bound = signature.bind(model, *args, **kwargs)
-        arguments = bound.arguments
-        unexpanded = None if call is None else call.unexpanded
-        loop_call = LoopCall(original.__name__, arguments, unexpanded)
-        return capture.add(loop_call)
-    call = prepared.get()
-    running: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if call is not None and call.model is model:
+def _decode(decode: Invocation) -> Any:
+    call = decode.noted(current)
+    capture = decode.noted(capturing)
+    if capture is not None:
+        return capture.add(_loop_call(decode, call))
+    waiting = decode.noted(prepared)
+    running = NOTHING
+    if waiting is not None:
         prepared.set(None)
+        call = waiting
         running = call.running()
-    else:
-        call = current.get()
     with running:
-        if call is not None and call.model is model and call.built:
-            signature = inspect.signature(original)
-            bound = signature.bind(model, *args, **kwargs)
-            arguments = bound.arguments
-            with deferring(model):
-                batch = batch_of(call, original.__name__, arguments)
+        if call is not None and call.built:
+            loop_call = _loop_call(decode, call)
+            with deferring(decode.model):
+                batch = batch_of(call, loop_call)
                 if batch:
                     return batch.run()
+            arguments = loop_call.arguments
             streamer = arguments.get("streamer")
             if isinstance(streamer, RowStreamers):
                 criteria = arguments["stopping_criteria"]
-                kwargs["stopping_criteria"] = ObservedCriteria(criteria, streamer)
-            call.claim_blocks(
-                arguments["input_ids"],
-                arguments["generation_config"],
-                arguments.get("model_kwargs", {}),
-            )
-        return original(model, *args, **kwargs)
+                decode.kwargs["stopping_criteria"] = ObservedCriteria(criteria, streamer)
+            call.claim_blocks(arguments)
+        return decode.run()
 
 
-def _encode_media(
-    original: Callable[..., Any],
-    model: Any,
-    /,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    capture = capturing.get()
-    if capture is None or capture.model is not model:
-        return original(model, *args, **kwargs)
-    if model.config.is_encoder_decoder:
-        return original(model, *args, **kwargs)
-    signature = inspect.signature(original)
-    bound = signature.bind(model, *args, **kwargs)
-    arguments = bound.arguments
-    return arguments["model_kwargs"]
+def _encode_media(encode: Invocation) -> Any:
+    if encode.noted(capturing) is None or encode.model.config.is_encoder_decoder:
+        return encode.run()
+    return encode.bound.arguments["model_kwargs"]
 
 
-def _warn_of_padding(
-    original: Callable[..., Any],
-    model: Any,
-    /,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def _warn_of_padding(warn: Invocation) -> Any:
     """Skips the warning in our steps, which have a mask or no padding: the check waits for the
     device."""
-    if compat.attention_of(model.config) == NAME:
+    if compat.attention_of(warn.model.config) == NAME:
         return None
-    return original(model, *args, **kwargs)
+    return warn.run()
 
 
-_REPLACEMENTS: dict[str, Callable[..., Any]] = {
+_OF_GENERATION: dict[str, Callable[[Invocation], Any]] = {
     "generate": _generate,
     **({} if compat.ENCODE_MEDIA is None else {compat.ENCODE_MEDIA: _encode_media}),
     compat.EXPAND_INPUTS: _expand_inputs,
     compat.PREPARE_CACHE: _prepare_cache,
-    compat.PREFILL: _prefill,
+    compat.PREFILL: share_prefill,
     compat.SAMPLE: _decode,
     compat.BEAM_SEARCH: _decode,
     compat.ASSISTED_DECODING: _decode,
+}
+_REPLACEMENTS: dict[str, Callable[[Invocation], Any]] = {
+    **_OF_GENERATION,
     compat.WARN_OF_PADDING: _warn_of_padding,
 }
-_installed: dict[tuple[type, str], tuple[Callable[..., Any] | None, Callable[..., Any]]] = {}
+for _name, _function in _continuous_batching.REPLACEMENTS.items():
+    _REPLACEMENTS[_name] = functools.partial(Invocation.run, function=_function)
+_installed: dict[tuple[type, str], tuple[Method | None, Method]] = {}
 """By class and name of each replaced method: the original, if there was one, and the wrapper that
 replaced it."""
 
 
-def _wrapper(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+def _wrapper(original: Method, replacement: Callable[[Invocation], Any]) -> Method:
     """Wraps a method, and what its decorators (`no_grad`, `deprecate_kwarg`) wrap: a caller who
     takes `generate` out of them gets ours."""
 
     @functools.wraps(original)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return replacement(original, self, *args, **kwargs)
+        return replacement(Invocation(original, self, args, kwargs))
 
     if hasattr(original, "__wrapped__"):
         wrapper.__wrapped__ = _wrapper(original.__wrapped__, replacement)
@@ -580,53 +372,39 @@ def _wrapper(original: Callable[..., Any], replacement: Callable[..., Any]) -> C
     return wrapper
 
 
-def _method(owner: type, name: str) -> Callable[..., Any]:
+def _method(owner: type, name: str) -> Method:
     """A method of a class as a function that takes the model first; transformers 5.17 has a static
     method."""
-    function: Callable[..., Any] = getattr(owner, name)
-    is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
-    if not is_static:
-        return function
+    function: Method = getattr(owner, name)
 
-    def method(model: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def without_model(model: Any, /, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    signature = inspect.signature(function)
-    first = inspect.Parameter("model", inspect.Parameter.POSITIONAL_ONLY)
-    parameters = [first, *signature.parameters.values()]
-    method.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return method
+    is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+    return without_model if is_static else function
 
 
-def _replace(
-    owner: type,
-    name: str,
-    replacement: Callable[..., Any] | None = None,
-) -> None:
-    """For use within `_lock`."""
-    method = _method(owner, name)
-    wrapper = _wrapper(method, replacement or _REPLACEMENTS[name])
-    original = inspect.getattr_static(owner, name)
-    _installed[owner, name] = (original, wrapper)
-    setattr(owner, name, wrapper)
+def _replace(owner: type, name: str, wrapper: Method | None = None) -> None:
+    """Replaces a method, unless it has been, by `wrapper`, or by one of its `_REPLACEMENTS`. For
+    use within `_lock`."""
+    if (owner, name) not in _installed:
+        if wrapper is None:
+            wrapper = _wrapper(_method(owner, name), _REPLACEMENTS[name])
+        _installed[owner, name] = (vars(owner).get(name), wrapper)
+        setattr(owner, name, wrapper)
 
 
 def _add_to_peft(module: Any) -> None:
     """Adds the names of continuous batching to `PeftModel`, which passes them on to the model
     inside."""
-    owner = module.PeftModel
     with _lock:
         for name in (
             "init_continuous_batching",
             "continuous_batching_context_manager",
             "generate_batch",
         ):
-            is_replaced = (ContinuousMixin, name) in _installed
-            if is_replaced and (owner, name) not in _installed:
-                wrapper = _continuous_batching.through_wrapper(name)
-                original = vars(owner).get(name)
-                _installed[owner, name] = (original, wrapper)
-                setattr(owner, name, wrapper)
+            if (ContinuousMixin, name) in _installed:
+                _replace(module.PeftModel, name, _continuous_batching.through_wrapper(name))
 
 
 def _wrap_overrides(model_class: type) -> None:
@@ -636,7 +414,7 @@ def _wrap_overrides(model_class: type) -> None:
     owner = next(base for base in model_class.__mro__ if name in vars(base))
     if (owner, name) not in _installed:
         with _lock:
-            if _installed and (owner, name) not in _installed:
+            if _installed:
                 _replace(owner, name)
 
 
@@ -663,19 +441,16 @@ def install(
         if not _installed:
             interface.register()
             compat.allow_cache_implementation(NAME, True)
-            for name in _REPLACEMENTS:
-                owner: type = GenerationMixin
-                if name == compat.WARN_OF_PADDING:
-                    owner = PreTrainedModel
-                _replace(owner, name)
+            for name in _OF_GENERATION:
+                _replace(GenerationMixin, name)
+            _replace(PreTrainedModel, compat.WARN_OF_PADDING)
         _is_default |= by_default
         if continuous_batching is not False:
             given = None if continuous_batching is True else continuous_batching
             config = PagedConfig.coerce(given, "continuous_batching")
             manager_config.set_default(config)
-            for name, replacement in _continuous_batching.REPLACEMENTS.items():
-                if (ContinuousMixin, name) not in _installed:
-                    _replace(ContinuousMixin, name, replacement)
+            for name in _continuous_batching.REPLACEMENTS:
+                _replace(ContinuousMixin, name)
     if continuous_batching is not False:
         after_import("peft.peft_model", _add_to_peft)
 

@@ -106,6 +106,10 @@ def paged_config(
 
 def _given(cb_config: ContinuousBatchingConfig) -> dict[str, Any]:
     """Values of the fields that are not at their defaults."""
-    defaults = {f.name: f.default if f.default is not MISSING else None for f in fields(cb_config)}
-    values = {name: getattr(cb_config, name) for name in defaults}
-    return {name: value for name, value in values.items() if value != defaults[name]}
+    given = {}
+    for field in fields(cb_config):
+        default = None if field.default is MISSING else field.default
+        value = getattr(cb_config, field.name)
+        if value != default:
+            given[field.name] = value
+    return given

@@ -11,25 +11,24 @@ import queue
 import threading
 import time
 import weakref
-from collections import OrderedDict, deque
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.generation.continuous_batching import RequestStatus
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from .. import compat, forks
-from ..batching.arguments import prompt_ids
 from ..batching.engine import PagedEngine
-from ..batching.results import RequestOutput, RequestResult
+from ..batching.results import RequestOutput
 from ..config import PagedConfig
 from ..interrupts import restoring
 from ..model.forwards import compute_device
+from ..switches import NOTHING
 from ..threads import begin, make, wait
 from ..topics import Topic
+from .pending import Pending
 
 logger = logging.getLogger(__name__)
 
@@ -40,135 +39,40 @@ EXIT_SECONDS = 10.0  # how long the interpreter's exit waits for the step in pro
 OWN_ATTENTION = "paged|"  # prefix of attention functions that only transformers' own loop can call
 
 
-@dataclass(eq=False)
-class Pending:
-    """An unfinished request of a manager; `names` are the ids of its outputs, `names[-1]` is the
-    engine's id."""
-
-    names: list[str]
-    prompt: Any
-    # run in the engine's thread: its errors end this request
-    make_config: Callable[[], GenerationConfig]
-    seed: int | None
-    is_streaming: bool
-    records_times: bool
-    tokenizer: Any = None  # for stop strings; the engine's if None
-    # further arguments of `PagedEngine.add_request`
-    options: Mapping[str, Any] = field(default_factory=dict)
-    # called in the engine's thread, before its last outputs
-    on_result: Callable[[RequestResult], None] | None = None
-    created: float = field(default_factory=time.perf_counter)
-    started: float = -1.0
-    # generated so far, by row of the engine's request
-    tokens: dict[int, list[int]] = field(default_factory=dict)
-    times: dict[int, list[float]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        try:
-            self.prompt_ids = prompt_ids(self.prompt, None)
-        except Exception:  # the engine reports the error
-            self.prompt_ids = []
-
-    def add(self, output: RequestOutput) -> list[GenerationOutput]:
-        """Records a step's output and returns the outputs to deliver."""
-        now = time.perf_counter()
-        if self.started < 0:
-            self.started = now
-        for row, token in output.new_tokens.items():
-            self.tokens.setdefault(row, []).append(token)
-            self.times.setdefault(row, []).append(now)
-        if output.result is not None:
-            return self.end(output.result)
-        outputs = []
-        if self.is_streaming:
-            for row in range(len(self.names)):
-                if self._row(row) in output.new_tokens:
-                    outputs.append(self._output(row, RequestStatus.DECODING))
-        return outputs
-
-    def end(self, result: RequestResult) -> list[GenerationOutput]:
-        if self.on_result is not None:
-            try:
-                self.on_result(result)
-            except Exception as caught:  # the outputs are delivered all the same
-                logger.error(Topic.CONTINUOUS_BATCHING("`on_result` raised"), exc_info=caught)
-        now = time.perf_counter()
-        error = result.error
-        if error is None and result.finish_reason == "cancelled":
-            error = RuntimeError("the request was cancelled")
-        if result.timings.queued is not None:
-            self.started = self.created + result.timings.queued
-        status = RequestStatus.FINISHED if error is None else RequestStatus.FAILED
-        outputs = []
-        for row in range(len(self.names)):
-            output = self._output(row, status)
-            if error is not None:
-                output.error = str(error)
-            output.lifespan = (self.started, now)
-            if result.sequences:
-                last = len(result.sequences) - 1
-                sequence = result.sequences[min(row, last)]
-                # tokens of beams are final only now
-                output.generated_tokens = list(sequence.token_ids)
-                output.logprobs = [processed for _, processed in sequence.logprobs or ()]
-            outputs.append(output)
-        return outputs
-
-    def _row(self, row: int) -> int:
-        """The row of the engine's request, which has only row 0 where all rows would be equal
-        (greedy search)."""
-        return row if row in self.tokens else 0
-
-    def _output(self, row: int, status: RequestStatus) -> GenerationOutput:
-        engine_row = self._row(row)
-        timestamps = None
-        if self.records_times:
-            timestamps = list(self.times.get(engine_row, ()))
-        return GenerationOutput(
-            self.names[row],
-            prompt_ids=self.prompt_ids,
-            generated_tokens=list(self.tokens.get(engine_row, ())),
-            status=status,
-            created_time=self.created,
-            lifespan=(self.started, -1),
-            timestamps=timestamps,
-        )
-
-
 class ManagerThread:
     """The engine's thread and the state that it shares with callers. Holds no reference to the
     manager, which can be garbage-collected."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        config: PagedConfig,
-        max_queue_size: int,
-        return_logprobs: bool,
-    ) -> None:
-        self.engine = PagedEngine(model, config)
+    def __init__(self, model: PreTrainedModel, config: PagedConfig, max_queue_size: int) -> None:
         self.max_queue_size = max_queue_size
-        self.return_logprobs = return_logprobs
         self.lock = forks.rlock()
+        self.fatal_error: BaseException | None = None  # the error that ended the thread
+        self.is_flushing = self.is_stopping = self.is_paused = self.keeps_memory = False
+        # set by the manager's finalizer, which thus holds no model
+        self.is_abandoned = threading.Event()
+        self._reset(PagedEngine(model, config))
+        forks.in_child(self)
+
+    def _reset(self, engine: PagedEngine) -> None:
+        """Begins without a thread and without requests."""
+        self.engine = engine
         # Signals everything below, which the lock guards. `with` takes the lock itself: a
         # condition's `__enter__` and `__exit__` are Python code, in which a signal would leave the
         # lock taken.
         self.changed = threading.Condition(self.lock)
         self.thread: threading.Thread | None = None
-        self.fatal_error: BaseException | None = None  # the error that ended the thread
         self.pending: dict[str, Pending] = {}  # unfinished requests, by the ids of their outputs
         self.inbox: deque[Pending] = deque()  # requests not yet given to the engine
         self.cancelled: deque[str] = deque()
-        self.outputs: OrderedDict[str, deque[GenerationOutput]] = OrderedDict()  # not read yet
+        self.outputs: dict[str, deque[GenerationOutput]] = {}  # not read yet
         self.handlers: dict[
             str, tuple[Callable[[GenerationOutput], None], asyncio.AbstractEventLoop]
         ] = {}
-        self.is_flushing = self.is_stopping = self.keeps_memory = False
         self.pausing: list[int] = []  # ids of threads that pause the engine
-        self.is_paused = False
-        # set by the manager's finalizer, which thus holds no model
-        self.is_abandoned = threading.Event()
-        forks.in_child(self)
+
+    def after_fork(self, freed: set[Any]) -> None:
+        """Resets the state in a child process, which has neither the thread nor its requests."""
+        self._reset(PagedEngine(self.engine.model, self.engine.config))
 
     # -- in callers' threads ----------------------------------------------------------------------
 
@@ -211,9 +115,12 @@ class ManagerThread:
         return not self.is_alive
 
     def add(self, request: Pending) -> None:
+        def is_over() -> bool:
+            return self.is_flushing or self._has_vanished
+
         def has_room() -> bool:
-            is_over = self.is_flushing or self._has_vanished
-            return is_over or not self.max_queue_size or len(self.inbox) < self.max_queue_size
+            limit = self.max_queue_size
+            return is_over() or not limit or len(self.inbox) < limit
 
         with self.lock:
             is_in_time = self._wait_for(has_room, QUEUE_SECONDS)
@@ -222,8 +129,8 @@ class ManagerThread:
                 raise ValueError(
                     f"request id {used[-1]!r} is in use by an unfinished request: choose another"
                 )
-            is_over = self.is_flushing or self._has_vanished
-            if is_over or not is_in_time:
+            is_refused = is_over()
+            if is_refused or not is_in_time:
                 for name in request.names:  # registered before the request, which is refused
                     self.handlers.pop(name, None)
             if not is_in_time:
@@ -231,7 +138,7 @@ class ManagerThread:
                     f"{len(self.inbox)} requests wait, the limit of `max_queue_size`: raise it, or"
                     " retry later"
                 )
-            if is_over:
+            if is_refused:
                 why = "it was stopped"
                 if self._has_vanished:
                     why = "its thread vanished, for want of memory"
@@ -293,13 +200,13 @@ class ManagerThread:
             wait(self.changed, self.lock, left)
         return True
 
-    def deliver(self, outputs: Iterable[GenerationOutput]) -> None:
+    def deliver(self, output: GenerationOutput) -> None:
         with self.lock:
-            for output in outputs:
-                callback, loop = self.handlers.get(output.request_id, (None, None))
-                if callback is None or loop is None:
-                    self.outputs.setdefault(output.request_id, deque()).append(output)
-                    continue
+            handler = self.handlers.get(output.request_id)
+            if handler is None:
+                self.outputs.setdefault(output.request_id, deque()).append(output)
+            else:
+                callback, loop = handler
                 if output.is_finished():
                     del self.handlers[output.request_id]
                 try:
@@ -333,18 +240,6 @@ class ManagerThread:
                 self.pausing.remove(me)
                 self.changed.notify_all()
 
-    def after_fork(self, freed: set[Any]) -> None:
-        """Resets the state in a child process, which has neither the thread nor its requests."""
-        self.changed = threading.Condition(self.lock)
-        self.pending.clear()
-        self.inbox.clear()
-        self.cancelled.clear()
-        self.outputs.clear()
-        self.handlers.clear()
-        self.pausing.clear()
-        self.thread = None
-        self.engine = PagedEngine(self.engine.model, self.engine.config)
-
     # -- in the engine's thread -------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -364,10 +259,7 @@ class ManagerThread:
                         logger.error(
                             Topic.FAILED_REQUESTS("a step of the engine raised"), exc_info=caught
                         )
-                        if has_failed:
-                            self._drop_requests(caught)
-                        else:
-                            self._fail_lost(caught)
+                        self._fail_given(caught, has_failed)
                         has_failed = not has_failed
         except BaseException as caught:
             error = caught
@@ -403,32 +295,27 @@ class ManagerThread:
         with self.lock:
             num_new = min(len(self.inbox), MAX_NEW)
             cancelled = set(self.cancelled)
-            dropped = list[Pending]()
             self.cancelled.clear()
             requests = [self.inbox.popleft() for _ in range(num_new)]
-            if cancelled and self.inbox:
-                dropped = [request for request in self.inbox if request.names[-1] in cancelled]
-                self.inbox = deque(
-                    request for request in self.inbox if request.names[-1] not in cancelled
-                )
+            dropped = [request for request in self.inbox if request.names[-1] in cancelled]
+            for request in dropped:
+                self.inbox.remove(request)
             self.changed.notify_all()  # the queue has room
         for request in dropped:
-            self._fail(request, RuntimeError("the request was cancelled"))
+            self._tell(request.fail(RuntimeError("the request was cancelled")))
         for request in requests:
             if request.tokenizer is not None:
                 self.engine.tokenizer = request.tokenizer
             try:
-                config = request.make_config()
-                options = {"return_logprobs": self.return_logprobs, **request.options}
                 self.engine.add_request(
                     request.prompt,
-                    config,
+                    request.make_config(),
                     request_id=request.names[-1],
                     seed=request.seed,
-                    **options,
+                    **request.options,
                 )
             except Exception as error:
-                self._fail(request, error)
+                self._tell(request.fail(error))
         for name in cancelled:
             with contextlib.suppress(ValueError):  # the request has ended
                 self.engine.cancel(name)
@@ -444,35 +331,27 @@ class ManagerThread:
                 outputs += request.add(step)
             except Exception as error:
                 self.cancelled.append(step.request_id)
-                outputs += request.end(RequestResult(step.request_id, [], error=error))
+                outputs += request.fail(error)
         return outputs
 
-    def _fail(self, request: Pending, error: Exception) -> None:
-        result = RequestResult(request.names[-1], [], error=error)
-        self._tell(request.end(result))
-
-    def _fail_given(self, error: Exception, kept: Container[Hashable] = ()) -> None:
-        """Fails the requests that do not wait in the inbox, except those with the ids `kept`."""
+    def _fail_given(self, error: Exception, frees: bool) -> None:
+        """Fails requests that the engine does not have and whose result it will not output. If it
+        could not end those that it has either, fails all but those in the inbox, and frees it."""
+        core = self.engine._core
+        kept = set[Hashable]()
+        if not frees:
+            with core.lock:
+                kept = {*core.requests, *(output.request_id for output in core.unread)}
         with self.lock:
-            waiting = set(self.inbox)
+            kept |= {request.names[-1] for request in self.inbox}
             requests = dict.fromkeys(self.pending.values())
         for request in requests:
-            if request not in waiting and request.names[-1] not in kept:
+            if request.names[-1] not in kept:
                 if request.started < 0:  # it was not refused
                     request.started = time.perf_counter()
-                self._fail(request, error)
-
-    def _fail_lost(self, error: Exception) -> None:
-        """Fails requests that the engine does not have and whose result it will not output."""
-        core = self.engine._core
-        with core.lock:
-            unread = [output.request_id for output in core.unread]
-            kept = {*core.requests, *unread}
-        self._fail_given(error, kept)
-
-    def _drop_requests(self, error: Exception) -> None:
-        """Fails all requests that the engine has, which could not end them, and frees it."""
-        self._fail_given(error)
+                self._tell(request.fail(error))
+        if not frees:
+            return
         try:
             self.engine.free()
         except Exception as caught:
@@ -484,12 +363,11 @@ class ManagerThread:
             self.changed.wait(POLL_SECONDS)
 
     def _tell(self, outputs: list[GenerationOutput]) -> None:
-        if outputs:
-            with self.lock:
-                for output in outputs:
-                    self.deliver([output])
-                    if output.is_finished():
-                        self.pending.pop(output.request_id, None)
+        with self.lock:
+            for output in outputs:
+                self.deliver(output)
+                if output.is_finished():
+                    self.pending.pop(output.request_id, None)
 
     def _end(self, error: BaseException | None) -> None:
         with self.lock:
@@ -504,7 +382,7 @@ class ManagerThread:
                 why = RuntimeError(f"the engine's thread died: {error!r}")
             requests = list(dict.fromkeys(self.pending.values()))
             for request in requests:
-                self._fail(request, why)
+                self._tell(request.fail(why))
             self.handlers.clear()  # the rest are for ids without a request
         try:
             if error is None and self.keeps_memory:
@@ -539,12 +417,9 @@ class _Served:
     def __init__(self, model: PreTrainedModel) -> None:
         self.count = 0
         self.training: list[torch.nn.Module] = []
-        configs = {}
+        self.attention: list[tuple[PreTrainedConfig, str]] = []
         for module in model.modules():
-            if hasattr(module, "config"):
-                configs[id(module.config)] = module.config
-        self.attention = []
-        for config in configs.values():
+            config = getattr(module, "config", None)
             if isinstance(config, PreTrainedConfig):
                 name = compat.attention_of(config)
                 if isinstance(name, str) and name.startswith(OWN_ATTENTION):
@@ -580,10 +455,7 @@ def served(model: PreTrainedModel) -> Iterator[None]:
             for config, name in before.attention:
                 compat.set_attention(config, name.removeprefix(OWN_ATTENTION))
         # set per thread
-        on_device: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if device.type == "cuda":
-            on_device = torch.cuda.device(device)
-        with on_device:
+        with torch.cuda.device(device) if device.type == "cuda" else NOTHING:
             yield
     finally:
         with _served_lock:

@@ -19,7 +19,7 @@ import hf_paged
 from hf_paged import PagedConfig, PagedEngine, compat
 from hf_paged.batching.decoding.speculation import StepCosts
 from hf_paged.batching.execution.mtp import MtpHeads
-from hf_paged.generation import call
+from hf_paged.generation import batch_call
 from tests.support import models
 from tests.support.engine_helpers import (
     MODES,
@@ -326,7 +326,9 @@ def test_recorded_steps_keep_hidden_states(
 ) -> None:
     """Calls share a memory and recordings: with hidden states, and without."""
     model, watch = load(folder, 2), Watch(monkeypatch)
-    monkeypatch.setattr(call, "MIN_CACHED_TOKENS", 0)  # cached blocks keep their memory, and graphs
+    monkeypatch.setattr(
+        batch_call, "MIN_CACHED_TOKENS", 0
+    )  # cached blocks keep their memory, and graphs
     config = {"cache_implementation": "paged", "cache_config": {**CONFIG, "capture": captures}}
     hf_paged.free(model)
     options, mtp = {**GREEDY, "max_new_tokens": 40}, {"use_mtp": True}

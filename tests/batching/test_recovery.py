@@ -29,7 +29,7 @@ from hf_paged.cache.block_pool import BlockPool, BlockTable
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.prefix_index import PrefixIndex
 from hf_paged.cache.swap import BlockSwapper
-from hf_paged.generation import call
+from hf_paged.generation import batch_call
 from tests.support import interrupts, models
 from tests.support.engine_helpers import (
     assert_drained,
@@ -411,7 +411,7 @@ def test_a_call_leaves_no_blocks_that_failed_while_it_completed_the_returned_cac
         **models.PAGED,
     }
     first = int(model.generate(**inputs, **options).sequences[0, 12])
-    schedule = call._schedule
+    schedule = batch_call._schedule
 
     def scheduled(*args: Any) -> Any:
         with monkeypatch.context() as patch:
@@ -419,7 +419,7 @@ def test_a_call_leaves_no_blocks_that_failed_while_it_completed_the_returned_cac
             return schedule(*args)
 
     with monkeypatch.context() as patch, pytest.raises(MemoryError, match="on purpose"):
-        patch.setattr(call, "_schedule", scheduled)
+        patch.setattr(batch_call, "_schedule", scheduled)
         model.generate(**inputs, **options, eos_token_id=first, pad_token_id=0)
     gc.collect()
     hf_paged.check_integrity(model)

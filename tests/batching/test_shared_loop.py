@@ -24,7 +24,7 @@ from hf_paged.batching.execution import executor
 from hf_paged.batching.loop import StepLoop
 from hf_paged.cache import waits
 from hf_paged.cache.waits import claims_on
-from hf_paged.generation import call
+from hf_paged.generation import batch_call, candidate
 from tests.batching.test_rectangles import build, forwards
 from tests.support import models
 from tests.support.checks import in_threads, model_state
@@ -385,7 +385,7 @@ def test_a_returned_cache_is_computed_again_in_the_blocks_of_its_call(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its last rows may have been preempted just before they ended."""
-    model, lose = models.build(name), call.BatchCall._result
+    model, lose = models.build(name), batch_call.BatchCall._result
     options = {"do_sample": False, "max_new_tokens": 40, "return_dict_in_generate": True}
 
     def losing(self: Any, generation: Any, loop: StepLoop) -> Any:
@@ -394,7 +394,7 @@ def test_a_returned_cache_is_computed_again_in_the_blocks_of_its_call(
             generation.kept[row] = loop.blocks.new(), 0
         return lose(self, generation, loop)
 
-    monkeypatch.setattr(call.BatchCall, "_result", losing)
+    monkeypatch.setattr(batch_call.BatchCall, "_result", losing)
     plain = generate(model, 1, **options)
     few = {"cache_config": {"block_size": 8, "num_blocks": {"llama": 7, "gemma3": 10}[name]}}
     found = paged(model, 1, **options, **few)
@@ -550,10 +550,10 @@ def test_a_call_that_joined_during_a_step_takes_the_next(monkeypatch: pytest.Mon
 
 def test_a_call_runs_by_its_own_config(monkeypatch: pytest.MonkeyPatch) -> None:
     model, made = models.build("llama"), []
-    make, choose = call.make_loop, call.choose_layout
+    make, choose = batch_call.make_loop, candidate.choose_layout
 
     def choosing(*args: Any) -> Any:
-        monkeypatch.setattr(call, "choose_layout", choose)
+        monkeypatch.setattr(candidate, "choose_layout", choose)
         in_threads(lambda: paged(model, 1))
         return choose(*args)
 
@@ -561,8 +561,8 @@ def test_a_call_runs_by_its_own_config(monkeypatch: pytest.MonkeyPatch) -> None:
         made.append(make(*args, **kwargs))
         return made[-1]
 
-    monkeypatch.setattr(call, "choose_layout", choosing)
-    monkeypatch.setattr(call, "make_loop", making)
+    monkeypatch.setattr(candidate, "choose_layout", choosing)
+    monkeypatch.setattr(batch_call, "make_loop", making)
     paged(
         model,
         0,

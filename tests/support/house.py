@@ -56,7 +56,12 @@ ROOMS = {
     "virtual": ["cache/virtual.py", "cache/pages.py", "cache/places.py"],
     "tape": ["tape/*"],
     "grammar": ["batching/decoding/grammar.py"],
-    "native": ["generation/continuous_batching.py", "generation/manager_*.py"],
+    "native": [
+        "generation/continuous_batching.py",
+        "generation/manager_*.py",
+        "generation/one_call.py",
+        "generation/pending.py",
+    ],
     "tools": ["tools/*", "inspect.py", "__main__.py"],
     "ray": ["ray.py"],
     "kernels": ["kernels/*"],

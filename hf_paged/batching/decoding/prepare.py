@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import pickle
 import sys
 import weakref
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -42,6 +44,8 @@ from .sample import SampleDecoding
 from .speculation import Assistance
 from .stop_strings import StopStrings
 
+Keywords = dict[str, Any]
+
 _ASSISTED = "assisted_generation"
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample", _ASSISTED)
 _REPORTS = ("output_attentions", "output_hidden_states")
@@ -68,9 +72,20 @@ class LoopCall(NamedTuple):
     """A decoding loop that `generate` would call, with its arguments."""
 
     method: str  # method name in `GenerationMixin`
-    arguments: dict[str, Any]
+    arguments: Keywords
     # token ids and other model inputs, before rows are repeated
-    unexpanded: tuple[Tensor, dict[str, Any]] | None
+    unexpanded: tuple[Tensor, Keywords] | None
+
+    def inputs(self, *recording: Any) -> LoopInputs:
+        """The loop's inputs, with further fields of `LoopInputs`."""
+        given = self.arguments
+        return LoopInputs(
+            given["input_ids"],
+            given["logits_processor"],
+            given["stopping_criteria"],
+            given["generation_config"],
+            *recording,
+        )
 
 
 class Capture:
@@ -86,9 +101,7 @@ class Capture:
         config = call.arguments["generation_config"]
         ids = call.arguments["input_ids"]
         eos = compat.special_token(config, "eos")
-        last = 0
-        if eos is not None:
-            last = int(eos.flatten()[0])
+        last = 0 if eos is None else int(eos.flatten()[0])
         column = torch.full_like(ids[:, :1], last)
         return torch.cat([ids, column], dim=1)
 
@@ -101,18 +114,18 @@ def captured_call(model: PreTrainedModel, **arguments: Any) -> LoopCall:
     with raw images, which the first forward encodes. Runs no decoding loop and allocates no paged
     memory. Raises `generate`'s errors, and `ValueError` if `generate` runs more than one loop. For
     use under the model's `step_lock`."""
-    options: dict[str, Any] = {"cache_implementation": "dynamic"}
     config = arguments.get("generation_config")
-    if config is not None:
+    if config is None:
+        arguments["cache_implementation"] = "dynamic"
+    else:
         # transformers then accepts no options beside it
         config = copy.deepcopy(config)
         config.cache_implementation = "dynamic"
         arguments["generation_config"] = config
-        options = {}
     capture = Capture(model)
     token = capturing.set(capture)
     try:
-        model.generate(**{**arguments, **options})
+        model.generate(**arguments)
     except Exception:
         # the model's own `generate` may fail on the fake result after the captured call
         if not capture.calls:
@@ -139,7 +152,6 @@ def request_decoding(
     captured loop call. Raises `ValueError` for an empty prompt, ids outside the vocabulary, and
     options that only `generate` serves or that it rejects."""
     generator = None
-    streamer = options.streamer
     if options.seed is not None:
         # as torch does
         seed = as_whole(
@@ -151,13 +163,15 @@ def request_decoding(
         )
         generator = torch.Generator(device=compute_device(model))
         generator.manual_seed(seed)
-    check_streamer(streamer)
-    record_logprobs = options.return_logprobs
+    check_streamer(options.streamer)
     num_top = check_logprobs(options)
-    given_processors = as_list("logits_processor", options.logits_processor)
-    given_criteria = as_list("stopping_criteria", options.stopping_criteria)
-    callers_processors = LogitsProcessorList(given_processors)
-    criteria = StoppingCriteriaList(given_criteria)
+    processors = as_list("logits_processor", options.logits_processor)
+    criteria = as_list("stopping_criteria", options.stopping_criteria)
+    options = dataclasses.replace(
+        options,
+        logits_processor=LogitsProcessorList(processors),
+        stopping_criteria=StoppingCriteriaList(criteria),
+    )
     if not len(input_ids) and not options.inputs:
         raise ValueError(
             "the prompt is empty: pass at least one token id, the model's BOS token for instance"
@@ -171,46 +185,41 @@ def request_decoding(
                 f"`stop_strings` is {shown(stop_strings)}, which needs a tokenizer: make the engine"
                 " with `tokenizer=`"
             )
-    if options.inputs is not None or model.config.is_encoder_decoder:
-        call = _captured_request(
-            model,
-            input_ids,
-            keywords,
-            options,
-            callers_processors,
-            criteria,
-            tokenizer,
-        )
-        _check_stock(model, compat.REPLACED_METHODS[call.method])
-        inputs = LoopInputs(
-            call.arguments["input_ids"],
-            call.arguments["logits_processor"],
-            call.arguments["stopping_criteria"],
-            call.arguments["generation_config"],
-            generator,
-            record_logprobs,
-            num_top,
-        )
-        if call.method == compat.SAMPLE:
-            return SampleDecoding(inputs, streamer), call
-        _check_no_streamer(streamer)
-        return BeamDecoding(model, inputs), call
+    takes_ids = options.inputs is None and not model.config.is_encoder_decoder
+    prepare = _prepared_request if takes_ids else _captured_request
+    call = prepare(model, input_ids, keywords, options, tokenizer)
+    inputs = call.inputs(generator, options.return_logprobs, num_top)
+    decoding: SampleDecoding | BeamDecoding
+    if call.method == compat.SAMPLE:
+        decoding = SampleDecoding(inputs, options.streamer)
+    else:
+        if options.streamer is not None:
+            raise ValueError(
+                "a streamer does not work with beam search, whose tokens are final only at the end:"
+                " leave it out"
+            )
+        decoding = BeamDecoding(model, inputs)
+    return decoding, None if takes_ids else call
+
+
+def _prepared_request(
+    model: PreTrainedModel,
+    input_ids: Sequence[int],
+    keywords: Keywords,
+    options: RequestOptions,
+    tokenizer: Any,
+) -> LoopCall:
+    """The loop call of a prompt of token ids, as `generate` would prepare it."""
     last = num_embeddings(model) - 1
     low = min(input_ids)
     high = max(input_ids)
     if low < 0 or high > last:
-        wrong = high
-        if low < 0:
-            wrong = low
+        wrong = low if low < 0 else high
         raise ValueError(
             f"token id {wrong} is outside the vocabulary: ids from 0 to {last} have an embedding"
         )
-    ids = torch.tensor(
-        [list(input_ids)],
-        dtype=torch.long,
-        device=compute_device(model),
-    )
-    assisting: dict[str, Any] = {}
+    ids = _row(model, input_ids)
+    assisting: Keywords = {}
     if options.assistant_model is not None:
         assisting["assistant_model"] = options.assistant_model
     if options.assistant_tokenizer is not None:
@@ -218,67 +227,58 @@ def request_decoding(
         if tokenizer is not None:
             assisting["tokenizer"] = tokenizer
     config = _prepared_config(model, ids, keywords, assisting)
-    uses_beams = config.num_beams > 1
-    loop = compat.BEAM_SEARCH if uses_beams else compat.SAMPLE
+    loop = compat.BEAM_SEARCH if config.num_beams > 1 else compat.SAMPLE
     _check_stock(model, (loop, *compat.REPLACED_METHODS[loop]))
-    if uses_beams:
-        _check_no_streamer(streamer)
-    num_rows = max(config.num_beams, config.num_return_sequences)
-    rows = ids.repeat_interleave(num_rows, dim=0)
-    processors = compat.get_logits_processor(
+    all_processors = compat.get_logits_processor(
         model,
         config,
         ids.shape[1],
         ids,
-        logits_processor=callers_processors,
+        logits_processor=options.logits_processor,
         device=ids.device,
         model_kwargs={},
     )
+    criteria = options.stopping_criteria
     if config.stop_strings is not None and tokenizer is not None:
         criteria.append(StopStrings(tokenizer, config.stop_strings))
         config.stop_strings = None
-    criteria = compat.get_stopping_criteria(model, config, criteria, tokenizer)
-    inputs = LoopInputs(
-        rows,
-        processors,
-        criteria,
-        config,
-        generator,
-        record_logprobs,
-        num_top,
-    )
-    if uses_beams:
-        return BeamDecoding(model, inputs), None
-    return SampleDecoding(inputs, streamer), None
+    num_rows = max(config.num_beams, config.num_return_sequences)
+    arguments = {
+        "input_ids": ids.repeat_interleave(num_rows, dim=0),
+        "logits_processor": all_processors,
+        "stopping_criteria": compat.get_stopping_criteria(model, config, criteria, tokenizer),
+        "generation_config": config,
+    }
+    return LoopCall(loop, arguments, None)
+
+
+def _row(model: PreTrainedModel, input_ids: Sequence[int]) -> Tensor:
+    """Token ids, `(1, length)` int64."""
+    return torch.tensor([list(input_ids)], dtype=torch.long, device=compute_device(model))
 
 
 def _captured_request(
     model: PreTrainedModel,
     input_ids: Sequence[int],
-    keywords: dict[str, Any],
+    keywords: Keywords,
     options: RequestOptions,
-    own: LogitsProcessorList,
-    criteria: StoppingCriteriaList,
     tokenizer: Any,
 ) -> LoopCall:
     """Captures the loop call of a prompt with inputs beside token ids; there may be no token
     ids."""
-    given: dict[str, Any] = {}
+    device = compute_device(model)
+    given: Keywords = {}
     for name, value in (options.inputs or {}).items():
-        given[name] = _on(compute_device(model), value)
+        given[name] = value.to(device) if isinstance(value, Tensor) else value
     if len(input_ids):
-        given["input_ids"] = torch.tensor(
-            [list(input_ids)],
-            dtype=torch.long,
-            device=compute_device(model),
-        )
+        given["input_ids"] = _row(model, input_ids)
     stop_strings = _given(keywords, "stop_strings")
     config = keywords["generation_config"]
     if stop_strings is not None:
         if config is not None and model.generation_config.stop_strings is not None:
             given["tokenizer"] = tokenizer  # `generate` would fill in the model's own strings
         else:
-            criteria.append(StopStrings(tokenizer, stop_strings))
+            options.stopping_criteria.append(StopStrings(tokenizer, stop_strings))
             if config is None:
                 keywords = {**keywords, "stop_strings": None}
             else:
@@ -290,18 +290,17 @@ def _captured_request(
             model,
             **given,
             **keywords,
-            logits_processor=own,
-            stopping_criteria=criteria,
+            logits_processor=options.logits_processor,
+            stopping_criteria=options.stopping_criteria,
         )
     config = call.arguments["generation_config"]
-    _check_mode(config)
+    _engine_mode(config)
     if getattr(config, "return_timestamps", False):
         raise ValueError(
             "`return_timestamps` runs several decoding loops, and an engine's request has one:"
             ' call `model.generate(..., cache_implementation="paged")`'
         )
-    for name in (*_REPORTS, *_OUTPUTS):
-        setattr(config, name, False)
+    _check_stock(model, compat.REPLACED_METHODS[call.method])
     return call
 
 
@@ -314,49 +313,31 @@ def _check_stock(model: PreTrainedModel, methods: Iterable[str]) -> None:
             )
 
 
-def _on(device: torch.device, value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    return value
-
-
-def _check_no_streamer(streamer: Any) -> None:
-    if streamer is not None:
-        raise ValueError(
-            "a streamer does not work with beam search, whose tokens are final only at the end:"
-            " leave it out"
-        )
-
-
 def _keywords(
     host: Any,
     generation_config: GenerationConfig | Mapping[str, Any] | None,
-) -> dict[str, Any]:
+) -> Keywords:
     """Returns the generation config as keyword arguments of `generate`, where None in a dict
     differs from a missing option. Raises `ValueError` for options that cannot be served."""
     check_generation_config(generation_config)
-    keywords: dict[str, Any] = {"generation_config": generation_config}
-    if isinstance(generation_config, Mapping):
-        keywords = {"generation_config": None, **generation_config}
-        if is_saved(generation_config):
-            saved = keywords
-            keywords = {"generation_config": saved["generation_config"]}
-            for name in generation_options():
-                if generation_config.get(name) is not None:
-                    keywords[name] = saved[name]
+    keywords: Keywords = {"generation_config": generation_config}
     defaults = host.generation_config
+    if isinstance(generation_config, Mapping):
+        given = dict(generation_config)
+        if is_saved(given):
+            options = generation_options()
+            given = {name: given[name] for name in options if given.get(name) is not None}
+        elif given.get("max_length", 0) is None:
+            if given.get("max_new_tokens", defaults.max_new_tokens) is None:
+                raise ValueError("`max_length` is None: leave it out, or set `max_new_tokens`")
+        keywords = {"generation_config": None, **given}
     if generation_config is not None:
         for name, (harmless, why) in _REFUSED.items():
             value = _given(keywords, name)
             default = getattr(defaults, name, None)
             if value != default and value not in harmless:
                 raise ValueError(f"`{name}` is {shown(value)}: {why}")
-    if not isinstance(generation_config, Mapping) or is_saved(generation_config):
-        return keywords
-    if generation_config.get("max_length", 0) is None:
-        if generation_config.get("max_new_tokens", defaults.max_new_tokens) is None:
-            raise ValueError("`max_length` is None: leave it out, or set `max_new_tokens`")
-    kept: dict[str, Any] = {}
+    kept: Keywords = {}
     for name, value in keywords.items():
         if value is not None or name not in _REFUSED:
             kept[name] = value
@@ -369,12 +350,12 @@ def check_options(model: PreTrainedModel, generation_config: Any) -> None:
     compat.prepare_generation_config(model, **keywords)
 
 
-def _given(keywords: dict[str, Any], name: str) -> Any:
+def _given(keywords: Keywords, name: str) -> Any:
     in_config = getattr(keywords["generation_config"], name, None)
     return keywords.get(name, in_config)
 
 
-def _check_mode(config: Any, assistance: Assistance | None = None) -> Any:
+def _engine_mode(config: Any, assistance: Assistance | None = None) -> Any:
     assistance = assistance or Assistance()
     mode = config.get_generation_mode(assistance.model)
     if mode.value not in _MODES:
@@ -389,102 +370,57 @@ def _check_mode(config: Any, assistance: Assistance | None = None) -> Any:
         )
     if config.token_healing:
         raise ValueError("an engine has no `token_healing`: leave it out, or call `generate`")
+    for name in (*_REPORTS, *_OUTPUTS):
+        # the model's defaults: they concern only the output of `generate`
+        setattr(config, name, False)
     return mode
 
 
-class _Prepared(NamedTuple):
-    """What transformers made of a model's configs and a request's options."""
-
-    # attributes of the configs, as they were: the model's, then those with options
-    sources: list[dict[str, Any]]
-    types: Any  # of the values of those with options (`_types`)
-    config: GenerationConfig
-    containers: list[str]  # its attributes that a copy must not share
-
-
-# by model and options, the last used last
-_prepared: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, _Prepared]] = (
-    weakref.WeakKeyDictionary()
-)
+# by model, and by the content of its configs and the options: the config, the last used last
+_prepared: weakref.WeakKeyDictionary[PreTrainedModel, dict[bytes | None, bytes]]
+_prepared = weakref.WeakKeyDictionary()
 _MAX_PREPARED = 64
-_PLAIN = frozenset((type(None), bool, int, float, str))
 
 
-def _generation_config(host: Any, keywords: dict[str, Any]) -> GenerationConfig:
+def _generation_config(host: Any, keywords: Keywords) -> GenerationConfig:
     """Returns transformers' config for these options, to be changed at will. It is remembered,
     since making it copies and checks some seventy attributes twice: a request with the same
-    options, of a model with equal configs, gets a copy."""
-    given = keywords["generation_config"]
-    key = _key(keywords)
-    configs = [host.generation_config]
-    if given is not None:
-        configs.append(given)
+    options, of a model with equal configs, gets a copy. Pickled, configs with equal bytes are
+    equal, down to the types of values: `True == 1 == 1.0`, and transformers' checks ask for
+    types."""
+    configs = (host.generation_config, keywords["generation_config"])
     # a subclass may make its options of more than its attributes
-    are_known = all(type(config) is GenerationConfig for config in configs)
-    if key is None or not are_known or not is_stock(host, compat.PREPARE_CONFIG):
-        config, _ = compat.prepare_generation_config(host, **keywords)
-        return config
-    sources = [object.__getattribute__(config, "__dict__") for config in [host.config, *configs]]
+    are_known = all(config is None or type(config) is GenerationConfig for config in configs)
+    key = None
+    if are_known and is_stock(host, compat.PREPARE_CONFIG):
+        key = _pickled((keywords, host.config, host.generation_config))
     of_model = _prepared.setdefault(host, {})
     prepared = of_model.pop(key, None)
-    if prepared is None or not _is_of(prepared, sources):
+    config: GenerationConfig
+    if prepared is None:
         config, _ = compat.prepare_generation_config(host, **keywords)
-        attributes = vars(config).items()
-        containers = [name for name, value in attributes if type(value) not in _PLAIN]
-        try:
-            kept = copy.deepcopy((sources, config))
-        except Exception:  # the model's config holds what cannot be copied, such as a lock
+        prepared = _pickled(config)
+        if key is None or prepared is None:
             return config
-        prepared = _Prepared(kept[0], _types(kept[0][1:]), kept[1], containers)
     of_model[key] = prepared
     while len(of_model) > _MAX_PREPARED:
         of_model.pop(next(iter(of_model)), None)
-    config = GenerationConfig.__new__(GenerationConfig)
-    vars(config).update(vars(prepared.config))
-    for name in prepared.containers:
-        setattr(config, name, copy.deepcopy(getattr(config, name)))
+    config = pickle.loads(prepared)
     return config
 
 
-def _key(keywords: dict[str, Any]) -> Hashable | None:
-    """Names the options; `None` if one of them is no plain value, nor a list of such."""
-    parts: list[Hashable] = []
-    for name, value in keywords.items():
-        if name == "generation_config":
-            parts.append((name, value is None))
-        elif type(value) in _PLAIN:
-            parts.append((name, type(value), value))
-        elif type(value) is list and _PLAIN.issuperset(map(type, value)):
-            parts.append((name, list, repr(value)))
-        else:
-            return None
-    return tuple(parts)
-
-
-def _is_of(prepared: _Prepared, sources: list[dict[str, Any]]) -> bool:
-    """Whether it was prepared from configs of equal attributes."""
+def _pickled(value: Any) -> bytes | None:
     try:
-        is_equal = prepared.sources == sources
-        return bool(is_equal and prepared.types == _types(sources[1:]))
-    except (RuntimeError, ValueError):  # an array or a tensor, which has no single truth value
-        return False
-
-
-def _types(value: Any) -> Any:
-    """The types of a value and of all that lists, tuples and dicts in it hold: `True == 1 == 1.0`,
-    and transformers' checks ask for types."""
-    if isinstance(value, dict):
-        return type(value), {key: _types(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value), [_types(part) for part in value]
-    return type(value)
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    except Exception:  # it holds what cannot be copied, such as a lock
+        return None
 
 
 def _prepared_config(
     host: Any,
     ids: Tensor,
-    keywords: dict[str, Any],
-    assisting: dict[str, Any],
+    keywords: Keywords,
+    assisting: Keywords,
 ) -> Any:
     """Returns the config that transformers' loops would get for `(1, length)` ids. Raises
     `ValueError` for options that cannot be served."""
@@ -493,10 +429,7 @@ def _prepared_config(
     default_min = defaults.min_length is None and _given(keywords, "min_length") is None
     config = _generation_config(host, keywords)
     assistance = Assistance(assisting.get("assistant_model"))
-    mode = _check_mode(config, assistance)
-    for name in (*_REPORTS, *_OUTPUTS):
-        # the model's defaults: they concern only the output of `generate`
-        setattr(config, name, False)
+    mode = _engine_mode(config, assistance)
     compat.validate_generation_mode(host, mode, config, assisting)
     compat.prepare_special_tokens(host, config, True, device=ids.device, batch_size=1)
     length = ids.shape[1]

@@ -1,0 +1,307 @@
+"""A `generate` call on the engine: rows in, transformers' shapes out."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from .. import compat
+from ..batching.decoding.base import Decoding
+from ..batching.decoding.beam import BeamDecoding
+from ..batching.decoding.prepare import LoopCall
+from ..batching.decoding.sample import SampleDecoding
+from ..batching.decoding.speculation import Assistance
+from ..batching.execution.adapters import adapter_names, without_adapter_names
+from ..batching.factory import UNLIMITED, empty_cache, make_loop, not_invariant
+from ..batching.generation import Generation
+from ..batching.loop import StepLoop
+from ..batching.request import Request, Sequence
+from ..batching.shared_loop import shared_loop
+from ..cache.block_manager import UNCACHED
+from ..cache.block_pool import OutOfBlocksError
+from ..cache.memory import autocast_dtype
+from ..cache.paged_cache import PagedCache
+from ..cache.waits import Shortage, claimed
+from ..config import PagedConfig
+from ..interrupts import num_modes
+from ..model.forwards import compute_device
+from ..model.own_loop import cache_parts
+from ..model.ranks import is_sharded
+from ..plan import StepPlan
+from ..switches import NOTHING
+from ..topics import Topic
+from .call import Call, caches_in
+from .candidate import RIGHT_PADDED, Candidate
+
+# Computing fewer tokens takes about as long as fingerprinting all weights, which the prefix cache
+# needs.
+MIN_CACHED_TOKENS = 128
+# Running fewer steps without replay takes no longer than reading the model's state, which replays
+# need.
+MIN_REPLAYED_STEPS = 16
+
+
+def batch_of(call: Call, loop: LoopCall) -> BatchCall | None:
+    """A decoding loop of a call for the engine; `None`, with the reason noted, if the engine cannot
+    serve it. Raises `ValueError` if `batch_invariant` is set then: only the engine supports it."""
+    with contextlib.ExitStack() as stack:
+        names = adapter_names(call.model)
+        if names is not None:
+            # else PEFT would take them as adapters of a forward's rows, which differ from the
+            # call's
+            stack.enter_context(without_adapter_names(call.model))
+        batch = _batch_of(call, loop, names)
+        if batch is not None:
+            call.stack.push(stack.pop_all())
+    if batch is None:
+        generation_config = loop.arguments["generation_config"]
+        config = PagedConfig.coerce(generation_config.cache_config)
+        if config.batch_invariant:
+            raise not_invariant(call.model, call.reason)
+    return batch
+
+
+def _batch_of(call: Call, loop: LoopCall, adapters: list[str] | None) -> BatchCall | None:
+    caches = caches_in(loop.arguments.get("model_kwargs", {}))
+    if loop.method not in compat.REPLACED_METHODS or not call.reads_in_place or not caches:
+        return None
+    parts = cache_parts(caches[0])
+    cache = parts[0]
+    if cache not in call.built or not all(part.is_empty for part in parts):
+        return None
+    crosses = [part for part in parts[1:] if isinstance(part, PagedCache)]
+    cache.cross = crosses[0].empty_twin(cache.memory, kind="cross") if crosses else None
+    batch = BatchCall(call, loop, cache, adapters)
+    reason = batch.reason_against()
+    if loop.arguments.get("synced_gpus"):
+        reason = Topic.OPTIONS("`synced_gpus` is set")
+    if RIGHT_PADDED in f"{reason} {batch.layout.unsupported_reason}":
+        call.slowed_by.add(RIGHT_PADDED)
+    if reason is not None:
+        call.reason += f"; not on the engine: {reason}"
+        return None
+    call.road, call.reason = "engine", batch.layout.reason
+    call.details |= dict(
+        is_packed=batch.layout.unsupported_reason is None,
+        prefills_shared=call.repeats > 1,
+    )
+    return batch
+
+
+class BatchCall(Candidate):
+    """A decoding loop of a `generate` call that the engine serves."""
+
+    def run(self) -> Any:
+        """Returns or raises what `_sample` or `_beam_search` would have."""
+        call = self.call
+        memory = self.cache.memory
+        decoding: Decoding
+        if self.uses_beams:
+            decoding = BeamDecoding(self.model, self.inputs)
+        else:
+            decoding = SampleDecoding(self.inputs, self.streamer)
+        # the prefix cache pays off if it can save more time than fingerprinting the weights takes
+        num_tokens = len(self.paddings) * decoding.max_length
+        num_steps = decoding.max_length - decoding.length
+        keeps_prefixes = num_tokens >= MIN_CACHED_TOKENS
+        replays = keeps_prefixes or num_steps >= MIN_REPLAYED_STEPS
+        generation = self._generation(decoding, keeps_prefixes)
+        self._let_speculate(generation)
+        call.built.clear()  # the loop may take over these caches
+        make = functools.partial(
+            make_loop,
+            self.model,
+            self.cache,
+            self.layout,
+            self.paged_config,
+            max_num_seqs=UNLIMITED,
+        )
+        with shared_loop(memory, self._loop_key(), make) as shared:
+            executor = shared.loop.executor
+            finish = functools.partial(self._result, generation)
+            claim = NOTHING
+            if generation.keep_blocks:  # rows that ended keep theirs until the whole call ends
+                preemption = shared.loop.scheduler.preemption
+                needed = sum(map(preemption.num_needed, generation.requests))
+                claim = claimed(memory, needed, lambda: shared.loop.blocks.num_total)
+            try:
+                with claim:
+                    return shared.run(generation, keeps_prefixes, replays, finish, make)
+            finally:
+                rows = generation.parts or [generation]
+                drafts = [row.speculation for row in rows if row.speculation is not None]
+                call.details |= dict(
+                    num_captured_steps=executor.runner.num_captured_steps,
+                    num_draft_tokens=sum(draft.num_proposed for draft in drafts),
+                    num_accepted_tokens=sum(draft.num_accepted for draft in drafts),
+                )
+                call.counters.append(executor.runner.counters)
+                call.slowed_by |= executor.slowed_by
+
+    def _let_speculate(self, generation: Generation) -> None:
+        """Sets up speculation: rows with drafts are split to advance separately. N-grams are used
+        only where that changes no random draw."""
+        decoding = generation.decoding
+        is_alone = len(generation.rows) == 1
+        assistance = self.assistance
+        if is_sharded(self.model):  # its processes would measure different times
+            return
+        may_use_ngrams = assistance is None and self.paged_config.speculation == "ngram"
+        if may_use_ngrams and self.layout.reason_against_drafts is None:
+            if isinstance(decoding, SampleDecoding) and self.prompts is None:
+                if is_alone or (generation.can_split and not decoding.do_sample):
+                    assistance = Assistance(ngrams=True)
+        generation.assistance = assistance
+        if assistance is not None and not is_alone:
+            generation.split()
+
+    def _loop_key(self) -> Hashable:
+        """A key: calls with equal keys can share a forward, whichever thread computes it."""
+        device = compute_device(self.model)
+        config = dataclasses.replace(self.paged_config, cache_salt=None, idle_release_seconds=None)
+        stream = None
+        if device.type == "cuda":
+            stream = torch.cuda.current_stream(device).cuda_stream
+        return (
+            config,
+            self.layout,
+            tuple(self.cache.groups),
+            self.model.training,
+            autocast_dtype(device),
+            torch.is_inference_mode_enabled(),
+            stream,
+            # modes of torch's overrides belong to a thread
+            threading.get_ident() if any(num_modes()) else None,
+        )
+
+    def _generation(self, decoding: Decoding, keeps_prefixes: bool) -> Generation:
+        repeats = self.call.repeats
+        layout = self.layout
+        prompts = self.prompts
+        keys = None
+        if prompts is not None and keeps_prefixes and self.verdict.can_reuse:
+            keys = prompts.keys(self.model.config)
+        rows: list[tuple[Request, int]] = []
+        for row in range(0, len(self.paddings), repeats):
+            adapter = self._adapter(row)
+            # as for engine requests
+            namespace: Hashable = UNCACHED
+            if keeps_prefixes:
+                namespace = (adapter, self.paged_config.cache_salt)
+            request = Request(
+                f"row {row}",
+                [Sequence(self._tokens(self.inputs.input_ids, row))],
+                decoding.max_length + self.num_unseen - self.paddings[row],
+                num_rows=repeats,
+                namespace=namespace,
+                adapter=adapter,
+            )
+            prompt = row // repeats
+            shift = 0
+            if prompts is not None:
+                shift = prompts.shift(prompt, layout.replays)
+            request.limit_positions(layout.max_positions, shift)
+            if prompts is not None:
+                prompts.give(request, prompt, keys, self.verdict.begins_behind_text)
+            rows += [(request, index) for index in range(repeats)]
+        return Generation(decoding, rows, keep_blocks=bool(self.config.return_dict_in_generate))
+
+    def _adapter(self, row: int) -> str | None:
+        """The adapter of a row. `adapters` has a name per row (PEFT repeats names if the arguments
+        ask for beams) or per prompt."""
+        names = self.adapters
+        if names is None:
+            return None
+        return names[row * len(names) // len(self.paddings)]
+
+    def _tokens(self, ids: torch.Tensor, row: int) -> list[int]:
+        """Token ids of a row of `ids` without padding, 0 for each token given as an embedding."""
+        hidden = self.paddings[row] - self.num_unseen
+        tokens: list[int] = ids[row, max(0, hidden) :].tolist()
+        return [0] * -hidden + tokens
+
+    def _result(self, generation: Generation, loop: StepLoop) -> Any:
+        decoding = generation.decoding
+        parts = generation.parts
+        num_rows = len(self.paddings)
+        if parts:
+            decoding = decoding.join([part.decoding for part in parts])
+        length = self.num_unseen + decoding.length - 1  # nothing computes the last token
+        self.call.sizes = {"self": (num_rows, length)}
+        if self.prompts is not None:
+            self.call.sizes["cross"] = num_rows, self.prompts.num_encoder_tokens
+        if not generation.keep_blocks:
+            return decoding.result()
+        # the returned cache is as plain `generate` leaves it: rows that ended early get K/V of the
+        # padding that follows
+        kept = [part.kept[0] for part in parts] or [generation.kept[row] for row in range(num_rows)]
+        ids = decoding.input_ids  # (rows, cached tokens + 1)
+        sequences = []
+        for row, (blocks, num_tokens) in enumerate(kept):
+            sequence = Sequence(self._tokens(ids, row))
+            sequence.request = generation.rows[row][0]
+            sequence.blocks = blocks
+            sequence.num_computed_tokens = num_tokens
+            sequences.append(sequence)
+        executor = loop.executor
+        shortage = Shortage(loop.memory)
+        while True:
+            late = [row for row in sequences if row.num_computed_tokens < row.num_tokens - 1]
+            if not late:
+                break
+            with executor.lock, executor.attention():
+                executor.check_model()
+                plan = _schedule(loop, late)
+                if len(plan):
+                    executor.run_by_adapter(plan)
+                    for sequence, count in zip(plan.sequences, plan.counts):
+                        sequence.num_computed_tokens += count
+            if not len(plan) and not shortage.wait():
+                first = late[0]
+                count = first.num_tokens - 1 - first.num_computed_tokens
+                needed = sum(table.num_needed(count) for table in first.blocks.tables)
+                raise OutOfBlocksError(
+                    f"the returned cache needs {needed} blocks, {loop.blocks.num_free} are free:"
+                    " raise `num_blocks`, or leave `return_dict_in_generate` out"
+                )
+        cache = empty_cache(self.model, loop.memory)
+        # transformers' frames hold it, too, and an exception keeps these
+        self.call.built.append(cache)
+        with loop.memory.changing():
+            cache.take(
+                [loop.blocks.fork(blocks) for blocks, _ in kept],
+                tuple(self.paddings),
+                length,
+            )
+        return decoding.result(cache)
+
+
+def _schedule(loop: StepLoop, sequences: list[Sequence]) -> StepPlan:
+    """Plans one step towards computing all tokens but the last of each sequence, as far as
+    there are blocks."""
+    items = []
+    left = loop.scheduler.max_num_batched_tokens
+    with loop.memory.changing():
+        for sequence in sequences:
+            num_left = sequence.num_tokens - 1 - sequence.num_computed_tokens
+            count = min(left, num_left)
+            if not count:
+                break
+            has_room = loop.blocks.append(sequence.blocks, count)
+            if not has_room and loop.speculator.reclaim():
+                has_room = loop.blocks.append(sequence.blocks, count)
+            if not has_room:
+                count = 1  # token by token, blocks leave windows
+                if not loop.blocks.append(sequence.blocks, count):
+                    break
+            items.append((sequence, count))
+            left -= count
+        loop.blocks.flush_copies()
+        loop.memory.note_peak()
+    return StepPlan.of(sorted(items, key=lambda item: item[1] != 1))

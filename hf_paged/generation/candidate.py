@@ -1,0 +1,361 @@
+"""Whether the engine can serve a `generate` call: the reasons against it, in tables."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from .. import compat
+from ..batching.decoding.prepare import LoopCall
+from ..batching.decoding.sample import SampleDecoding
+from ..batching.decoding.scores import are_row_wise
+from ..batching.decoding.speculation import Assistance
+from ..batching.execution.prompts import Prompts, is_unset, prompts_of
+from ..batching.factory import (
+    check_prompts,
+    choose_layout,
+    how_rows_join,
+    max_positions,
+    reason_against_assistance,
+    reason_against_rows,
+)
+from ..cache.paged_cache import PagedCache
+from ..config import PagedConfig
+from ..model.capability import TOGETHER, Layout, PromptsVerdict, is_stock, overridden
+from ..model.own_loop import mismatched_rows
+from ..model.ranks import is_sharded
+from ..model.rope import find_length_rope
+from ..topics import Topic
+from .call import Call, first_rows
+
+RIGHT_PADDED = Topic.RIGHT_PADDING(
+    "the batch is right-padded: set `tokenizer.padding_side = 'left'`"
+)
+# Model inputs that the engine handles or ignores; `labels` too, where transformers' stock code
+# drops them.
+_SERVED_INPUTS = {
+    *compat.CACHE_NAMES,
+    "use_cache",
+    "logits_to_keep",
+    "tokenizer",
+    "attention_mask",
+    "position_ids",
+}
+
+
+def _applying(reasons: dict[str, Any]) -> Iterator[str]:
+    """The reasons whose condition holds."""
+    return itertools.compress(reasons, reasons.values())
+
+
+class Candidate:
+    """A decoding loop of a `generate` call, with what the engine needs to know of it. The layout,
+    the paddings, the prompts and the verdict are set by `reason_against`."""
+
+    def __init__(
+        self, call: Call, loop: LoopCall, cache: PagedCache, adapters: list[str] | None
+    ) -> None:
+        arguments = loop.arguments
+        self.call = call
+        self.model = call.model
+        self.cache = cache  # empty, built for the call
+        self.adapters = adapters  # one per row or per prompt, if the call names them
+        self.inputs = loop.inputs()  # each prompt `call.repeats` times
+        self.config = self.inputs.generation_config
+        # the memory's config may be that of another thread's call
+        self.paged_config = PagedConfig.coerce(self.config.cache_config)
+        # for the model's forward
+        self.model_kwargs: dict[str, Any] = arguments.get("model_kwargs", {})
+        self.streamer = arguments.get("streamer")
+        self.uses_beams = loop.method == compat.BEAM_SEARCH
+        self.assistance: Assistance | None = None
+        if loop.method == compat.ASSISTED_DECODING:
+            self.assistance = Assistance(
+                arguments.get("assistant_model"),
+                arguments.get("tokenizer"),
+                arguments.get("assistant_tokenizer"),
+            )
+        self.layout = Layout()
+        self.paddings: list[int] = []  # left padding of each row
+        # the prompts, each once, if they are more than token ids with consecutive positions
+        self.prompts: Prompts | None = None
+        self.verdict = PromptsVerdict(can_reuse=True)  # on these prompts
+
+    def reason_against(self) -> str | None:
+        """Why the engine cannot serve the call; `None` if it can."""
+        return next(self._reasons(), None)
+
+    def _reasons(self) -> Iterator[str]:
+        """Yields reasons, of which the first counts: later ones may rely on what it denies."""
+        yield from self._reasons_against_options()
+        reason = next(self._reasons_against_joining(), None)
+        is_invariant = self.paged_config.batch_invariant
+        if reason is None:
+            if is_invariant and self.prompts is not None:
+                yield Topic.INPUTS("prompts are more than token ids")
+        elif is_invariant:
+            yield reason
+        else:
+            yield from self._reasons_against_staying(reason)
+        if self.adapters is not None:
+            num_rows = len(self.paddings)
+            is_packed = self.layout.unsupported_reason is None
+            yield from _applying(
+                {
+                    Topic.ADAPTERS("`adapter_names` needs packed forwards of token ids"): (
+                        not is_packed or self.prompts is not None
+                    ),
+                    Topic.ADAPTERS("`adapter_names` needs one name per prompt"): (
+                        len(self.adapters) not in (num_rows, num_rows // self.call.repeats)
+                    ),
+                }
+            )
+        if self.assistance is not None:
+            yield from self._reasons_against_drafts(self.assistance)
+
+    def _reasons_against_options(self) -> Iterator[str]:
+        model = self.model
+        config = self.config
+        given = self.model_kwargs
+        override = overridden(model, compat.BEAM_SEARCH) if self.uses_beams else None
+        reports = config.output_attentions or config.output_hidden_states
+        is_chunked = config.prefill_chunk_size is not None
+        mismatch = None
+        if not model.config.is_encoder_decoder:  # may have fewer rows in the encoder (Dia)
+            mismatch = mismatched_rows(given, len(self.inputs.input_ids))
+        return _applying(
+            {
+                Topic.MODEL_CODE(f"it overrides `{override}`"): override is not None,
+                # in `generate` without its decorators
+                Topic.OPTIONS("gradients are recorded"): torch.is_grad_enabled(),
+                Topic.OPTIONS("`output_attentions` or `output_hidden_states` is set"): (
+                    config.return_dict_in_generate and reports
+                ),
+                # transformers' loop then sends all tokens in every step
+                Topic.OPTIONS(f"`use_cache` is {given.get('use_cache')!r}"): (
+                    not given.get("use_cache", True)
+                ),
+                Topic.OPTIONS("`is_assistant`, `prefill_chunk_size` or `low_memory` is set"): (
+                    config.is_assistant or is_chunked or config.low_memory
+                ),
+                Topic.RANKS("`max_time` would end rows by each rank's own clock"): (
+                    config.max_time is not None and is_sharded(model)
+                ),
+                Topic.INPUTS("transformers repeats images one by one instead of per row"): (
+                    self.call.swaps_pictures
+                ),
+                Topic.INPUTS(str(mismatch)): mismatch is not None,
+            }
+        )
+
+    def _reasons_against_joining(self) -> Iterator[str]:
+        """Yields why rows can neither be packed nor run beside those of other calls."""
+        yield from self._reasons_against_prompts()
+        model = self.model
+        others = self._other_inputs()
+        layout = choose_layout(model, self.cache, self.paged_config.batch_invariant)
+        self.layout = layout
+        reason = layout.unsupported_reason
+        if others is not None:
+            self.prompts = prompts = self._find_prompts()
+            if prompts is None:
+                yield others
+            elif reason is None:
+                prompts.find_positions(model)
+                self.verdict = check_prompts(model, self.cache, prompts)
+                reason = self.verdict.unsupported_reason
+            if reason is not None:
+                yield f"{others}, and {reason}"
+        is_padded = not layout.mixed_lengths and any(self.paddings)
+        if reason is None:
+            yield from _applying(
+                {
+                    Topic.PADDING("padding changes the rows' results"): is_padded,
+                    Topic.POSITIONS(
+                        "its table of positions grows only in forwards that are not packed"
+                    ): self._outgrows_table(),
+                    Topic.BATCH("the longest row decides the rotary factors of all"): (
+                        self._shares_factors()
+                    ),
+                }
+            )
+        elif not layout.side_by_side or self.config.return_dict_in_generate:
+            yield reason
+        elif is_padded:
+            yield Topic.PADDING(f"padding changes the rows' results, and {reason}")
+
+    def _reasons_against_prompts(self) -> Iterator[str]:
+        """Yields why the prompts are not rows of tokens with left padding alone. If none,
+        `paddings` is set."""
+        given = self.model_kwargs
+        ids = self.inputs.input_ids
+        keep = given.get("logits_to_keep")
+        keeps_last = isinstance(keep, int) and keep == 1
+        has_rows = ids.dim() == 2
+        num_tokens = ids.shape[1] + self.num_unseen if has_rows else 0
+        yield from _applying(
+            {
+                Topic.ENCODER("the model has an encoder"): self.model.config.is_encoder_decoder,
+                Topic.OPTIONS("`logits_to_keep` is set"): keep is not None and not keeps_last,
+                Topic.INPUTS("there are no token ids"): not num_tokens,
+                Topic.INPUTS("`inputs_embeds` and token ids differ in length"): (
+                    has_rows and self.num_unseen and ids.shape[1]
+                ),
+            }
+        )
+        shape = torch.Size((len(ids), num_tokens))
+        mask = given.get("attention_mask")
+        if mask is None:
+            hidden = torch.zeros(shape, dtype=torch.bool, device=ids.device)
+        else:
+            hidden = mask == 0
+        if hidden.shape != shape:
+            yield Topic.INPUTS("the attention mask has another shape than the token ids")
+        ends = hidden[:, 1:] & ~hidden[:, :-1]
+        positions = given.get("position_ids")
+        repeats = self.call.repeats
+        yield from _applying(
+            {
+                RIGHT_PADDED: bool(hidden[:, -1].any()),
+                Topic.INPUTS("the attention mask hides tokens inside a row"): bool(ends.any()),
+                Topic.INPUTS("there is not one position id per token"): (
+                    positions is not None
+                    and (positions.dim() not in (2, 3) or positions.shape[-1] != num_tokens)
+                ),
+                Topic.INPUTS("the rows expanded from one prompt differ"): repeats > 1
+                and any(first_rows(value, repeats) is None for value in (ids, hidden)),
+            }
+        )
+        self.paddings = hidden.sum(-1).tolist()
+
+    def _other_inputs(self) -> str | None:
+        """What the prompts have beyond token ids with consecutive positions; `None` if nothing."""
+        others = {name for name, value in self.model_kwargs.items() if not is_unset(value)}
+        others -= _SERVED_INPUTS
+        if is_stock(self.model, "prepare_inputs_for_generation"):
+            others.discard("labels")
+        if others:
+            return Topic.INPUTS(f"model inputs other than token ids: {', '.join(sorted(others))}")
+        positions = self.model_kwargs.get("position_ids")
+        if positions is not None:
+            # (rows, length), or with axes in front
+            device = positions.device
+            columns = torch.arange(positions.shape[-1], device=device)
+            paddings = torch.tensor(self.paddings, device=device)
+            consecutive = columns - paddings[:, None]
+            differs = (positions != consecutive) & (consecutive >= 0)
+            if bool(differs.any()):
+                return Topic.INPUTS("the position ids are not 0, 1, 2, ... in each row")
+        return None
+
+    def _find_prompts(self) -> Prompts | None:
+        """Each prompt once; `None` if the model overrides how rows are repeated."""
+        unexpanded = self.call.unexpanded
+        if unexpanded is None and self.call.repeats == 1:
+            unexpanded = self.inputs.input_ids, self.model_kwargs
+        if unexpanded is None:
+            return None
+        is_decoder = bool(self.model.config.is_encoder_decoder)
+        return prompts_of(unexpanded, self.model_kwargs, is_decoder)
+
+    def _outgrows_table(self) -> bool:
+        """Whether a row may need more positions than the model's table has in packed forwards."""
+        most = self.layout.max_positions
+        if most is None or not self.layout.grows_unpacked:
+            return False
+        longest = self.config.max_length + self.num_unseen - min(self.paddings)
+        return longest > most + 1
+
+    def _shares_factors(self) -> bool:
+        """Whether rows of different lengths would get other rotary factors than each gets alone."""
+        if not any(self.paddings):
+            return False
+        rope = find_length_rope(self.model, self.model.modules())
+        if rope is None:
+            return False
+        unpadded = self.inputs.input_ids.shape[1] - max(self.paddings)
+        shortest = rope.factors(unpadded + self.num_unseen)
+        return shortest != rope.factors(self.config.max_length + self.num_unseen)
+
+    @property
+    def num_unseen(self) -> int:
+        """The number of tokens of each prompt that are given as embeddings only, without token
+        ids."""
+        embeds = self.model_kwargs.get("inputs_embeds")
+        if embeds is None or self.model.config.is_encoder_decoder:
+            return 0
+        num_tokens = self.inputs.input_ids.shape[1]
+        return int(embeds.shape[1] - num_tokens)
+
+    def _reasons_against_staying(self, reason: str) -> Iterator[str]:
+        """Yields why rows cannot stay in their batch on the engine; `reason` is why they cannot
+        join others. If none, the layout is that of such rows."""
+        model = self.model
+        repeats = self.call.repeats
+        self.prompts = prompts = self.prompts or self._find_prompts()
+        if prompts is None:
+            yield Topic.MODEL_CODE(f"{reason}, and the model overrides how rows are repeated")
+            return
+        positions = prompts.position_ids
+        num_repeated = len(prompts.input_ids) * repeats
+        yield from _applying(
+            {
+                Topic.OPTIONS(
+                    f"the cache is returned (`return_dict_in_generate`), and {reason}"
+                ): self.config.return_dict_in_generate,
+                Topic.INPUTS(
+                    f"{reason}, and it is unknown which rows belong to which prompt"
+                ): repeats > 1 and num_repeated != len(self.inputs.input_ids),
+                Topic.INPUTS(f"{reason}, and there is not one position id per token"): (
+                    positions is not None and positions.shape[-1] != prompts.length
+                ),
+            }
+        )
+        why = reason_against_rows(model, self.cache, prompts)
+        if why and any(prompts.paddings):  # a model may attend to padding
+            prompts.paddings = [0] * len(prompts.paddings)
+            why = reason_against_rows(model, self.cache, prompts)
+        if why:
+            yield why if why in reason else f"{reason}, and {why}"
+        prompts.set_joins(how_rows_join(model, self.cache, prompts))
+        count = max_positions(model, self.cache, prompts)
+        self.layout = TOGETHER._replace(unsupported_reason=reason, max_positions=count)
+        self.paddings = [padding for padding in prompts.paddings for _ in range(repeats)]
+
+    def _reasons_against_drafts(self, assistance: Assistance) -> Iterator[str]:
+        """Yields why rows of a call that the engine serves cannot use assisted decoding."""
+        model = self.model
+        config = self.config
+        num_rows = len(self.paddings)
+        is_alone = num_rows == 1
+        returns_scores = config.return_dict_in_generate and (
+            config.output_scores or config.output_logits
+        )
+        reason = self.layout.reason_against_drafts
+        yield from _applying(
+            {
+                Topic.RANKS("each rank would time the drafts by its own clock"): is_sharded(model),
+                Topic.ASSISTED(
+                    "a single row is sampled or streamed as transformers' own loop does it"
+                ): is_alone and (config.do_sample or self.streamer is not None),
+                # such as guidance, whose cache then holds them
+                Topic.ASSISTED(
+                    "a stateful processor must see rejected drafts too, as in transformers' own"
+                    " loop"
+                ): is_alone and not are_row_wise(self.inputs.logits_processor, num_rows),
+                Topic.ASSISTED("`output_scores` or `output_logits` is set"): returns_scores,
+                str(reason): reason is not None,
+                Topic.INPUTS("prompts are more than token ids"): self.prompts is not None,
+                Topic.ASSISTED("rotary factors depend on a row's length"): (
+                    find_length_rope(model, model.modules()) is not None
+                ),
+            }
+        )
+        if not is_alone and not SampleDecoding(self.inputs, self.streamer).can_split:
+            yield Topic.ASSISTED("a processor or criterion of the caller sees all rows at once")
+        reason = reason_against_assistance(model, config, assistance)
+        if reason is not None:
+            yield reason

@@ -1,0 +1,53 @@
+"""Calls of methods of transformers that hf_paged has replaced."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+Method = Callable[..., Any]
+
+
+@dataclass
+class Invocation:
+    """A call of a method that `install` has replaced."""
+
+    original: Method
+    model: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def run(self, function: Method | None = None) -> Any:
+        """Runs the original method, or another function, with the arguments."""
+        return (function or self.original)(self.model, *self.args, **self.kwargs)
+
+    @functools.cached_property
+    def bound(self) -> inspect.BoundArguments:
+        return inspect.signature(self.original).bind(self.model, *self.args, **self.kwargs)
+
+    def noted(self, variable: ContextVar[Any]) -> Any:
+        """The variable's value if it is of this model, else `None`."""
+        value = variable.get()
+        return value if value is not None and value.model is self.model else None
+
+    @property
+    def generation_config(self) -> Any:
+        """That of a call of `generate`."""
+        positional = self.args[1] if len(self.args) > 1 else None
+        return self.kwargs.get("generation_config", positional)
+
+    def option(self, name: str) -> Any:
+        """The value of an option of `generate`, from the keyword, which may unset it, the config
+        passed or the model's config, in this order; `None` if unset."""
+        if name in self.kwargs:
+            return self.kwargs[name]
+        model_config = getattr(self.model, "generation_config", None)
+        for source in (self.generation_config, model_config):
+            value = getattr(source, name, None)
+            if value is not None:
+                return value
+        return None

@@ -1,0 +1,89 @@
+"""Batches of `generate_batch` that are the rows of one `generate` call."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers.generation.continuous_batching import RequestStatus
+from transformers.generation.continuous_batching.requests import GenerationOutput
+
+from ..attention.switch import NAME
+from ..batching.decoding.prepare import num_embeddings
+from ..batching.prompt_forms import prompt_ids
+from ..config import PagedConfig
+from ..interrupts import guarded
+from ..model.forwards import compute_device
+from .manager_thread import served
+from .pending import output_names
+
+
+class Effective:
+    """The options of a config; of the model's generation config where that leaves them unset."""
+
+    def __init__(self, model: PreTrainedModel, config: GenerationConfig) -> None:
+        self._configs = config, model.generation_config
+
+    def __getattr__(self, name: str) -> Any:
+        values = (getattr(config, name) for config in self._configs)
+        return next((value for value in values if value is not None), None)
+
+
+@guarded
+def sample_together(
+    model: PreTrainedModel,
+    inputs: Sequence[Any],
+    config: GenerationConfig,
+    cb_config: ContinuousBatchingConfig,
+    paged: PagedConfig,
+) -> dict[str, GenerationOutput] | None:
+    """Runs the prompts as rows of one `generate` call, with one random number stream: a seed gives
+    plain's tokens. `None` if such a call does not return everything requested."""
+    effective = Effective(model, config)
+    num_sequences = config.num_return_sequences or 1
+    if cb_config.return_logprobs or cb_config.seed is not None or model.config.is_encoder_decoder:
+        return None
+    if len(inputs) * num_sequences > paged.max_num_seqs or effective.max_new_tokens is None:
+        return None
+    try:  # if a prompt is invalid, the engine serves the others and reports its error
+        prompts = [prompt_ids(prompt, None) for prompt in inputs]
+        size = num_embeddings(model)
+    except ValueError:
+        return None
+    if not all(prompt and min(prompt) >= 0 and max(prompt) < size for prompt in prompts):
+        return None
+    created = time.perf_counter()
+    rows = [torch.tensor(prompt, device=compute_device(model)) for prompt in prompts]
+    pad = functools.partial(pad_sequence, batch_first=True, padding_side="left")
+    ids = pad(rows, padding_value=effective.pad_token_id or 0)
+    config.cache_implementation = NAME
+    config.cache_config = paged.to_dict()
+    with served(model):
+        generated = model.generate(
+            input_ids=ids,
+            attention_mask=pad([torch.ones_like(row) for row in rows]),
+            generation_config=config,
+        )
+        answers = generated[:, ids.shape[1] :].tolist()
+    ended = time.perf_counter()
+    eos = effective.eos_token_id
+    ends = set(eos) if isinstance(eos, (list, tuple)) else {eos}
+    outputs: dict[str, GenerationOutput] = {}
+    for index, prompt in enumerate(prompts):
+        for name in output_names(f"req_{index}", num_sequences):
+            tokens = answers[len(outputs)]
+            lengths = (length for length, token in enumerate(tokens, 1) if token in ends)
+            outputs[name] = GenerationOutput(
+                name,
+                prompt,
+                tokens[: next(lengths, None)],
+                status=RequestStatus.FINISHED,
+                created_time=created,
+                lifespan=(created, ended),
+            )
+    return outputs

@@ -1,0 +1,106 @@
+"""One prefill for the rows of a prompt, under transformers' own loop."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_module
+from transformers.cache_utils import Cache
+
+from .. import compat
+from ..cache.paged_cache import PagedCache
+from ..model.forwards import has_foreign_hook
+from ..model.own_loop import ROW_INPUTS, cache_parts, map_tensors, mismatched_rows
+from .call import current, first_rows
+from .invocation import Invocation
+
+
+def share_prefill(prefill: Invocation) -> Any:
+    """Computes rows that were expanded from one prompt once, where that gives the same results."""
+    call = prefill.noted(current)
+    given = prefill.bound.arguments
+    first = None
+    # chunked prefill is left to the original
+    is_whole = given["generation_config"].prefill_chunk_size is None
+    if call is not None and call.caches and call.repeats > 1 and is_whole:
+        first = _of_first_rows(given["input_ids"], given["model_kwargs"], call.repeats)
+    if first is None or not _rows_are_independent(prefill.model):
+        return prefill.run()
+    ids, inputs = first
+    given["input_ids"] = ids
+    given["model_kwargs"] = inputs
+    outputs = prefill.original(*prefill.bound.args, **prefill.bound.kwargs)
+    # the model may have created one
+    caches = [value for value in outputs.values() if isinstance(value, Cache)]
+    if not caches:
+        caches = [value for value in inputs.values() if isinstance(value, Cache)]
+    num_prompts = len(ids)
+    repeats = call.repeats
+    prompts = torch.arange(num_prompts, device=ids.device)
+    for cache in caches:
+        # every cache layer can reorder its rows, which includes repeating one
+        cache.reorder_cache(prompts.repeat_interleave(repeats))
+    for name, value in outputs.items():
+        repeated = functools.partial(
+            _repeated, num_prompts, repeats, are_states=name.endswith("hidden_states")
+        )
+        outputs[name] = map_tensors(repeated, value)
+    call.details["prefills_shared"] = True
+    return outputs
+
+
+def _of_first_rows(
+    input_ids: torch.Tensor,
+    model_kwargs: dict[str, Any],
+    repeats: int,
+) -> tuple[torch.Tensor, dict[str, Any]] | None:
+    """The inputs of every `repeats`-th row; `None` if the rows between differ or something is
+    cached."""
+    if mismatched_rows(model_kwargs, len(input_ids)) is not None:
+        return None
+    ids = first_rows(input_ids, repeats)
+    inputs = dict(model_kwargs)
+    for name, value in model_kwargs.items():
+        if isinstance(value, Cache):
+            for part in cache_parts(value):
+                if not isinstance(part, PagedCache) or not part.is_empty:
+                    return None
+            continue
+        is_scalar = isinstance(value, (bool, int, float, str))
+        if value is not None and not is_scalar:
+            # scalars have no rows
+            if name not in ROW_INPUTS:
+                return None
+            if name.endswith("position_ids") and value.dim() != 2:
+                return None
+            inputs[name] = first_rows(value, repeats)
+            if inputs[name] is None:
+                return None
+    return None if ids is None else (ids, inputs)
+
+
+def _rows_are_independent(model: Any) -> bool:
+    """Whether rows do not affect one another: no dropout, batch-wide experts, user code or per-row
+    module state."""
+    config = model.config.get_text_config(decoder=True)
+    if hasattr(config, "expert_capacity") or getattr(config, "output_router_logits", False):
+        return False
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return False
+    for module in model.modules():
+        if module.training or has_foreign_hook(module):
+            return False
+        if "forward" in vars(module) or compat.attribute(module, "_setup_cache"):
+            return False
+    return True
+
+
+def _repeated(rows: int, repeats: int, output: torch.Tensor, are_states: bool) -> torch.Tensor:
+    """Repeats an output's rows. Hidden states, `(..., rows, length, width)`, may have an axis in
+    front (Gemma3n)."""
+    axis = max(0, output.dim() - 3) if are_states else 0
+    if not output.dim() or output.shape[axis] != rows:
+        return output
+    return output.repeat_interleave(repeats, dim=axis)

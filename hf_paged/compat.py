@@ -288,10 +288,10 @@ def special_token(config: Any, name: str) -> Any:
     return getattr(config, f"_{name}_token_tensor")
 
 
-_made = getattr(getattr(GenerationMixin, "_prepare_special_tokens", None), "__code__", None)
+_prepares = getattr(getattr(GenerationMixin, "_prepare_special_tokens", None), "__code__", None)
 for _attribute in ("_pad_token_tensor", "_eos_token_tensor"):
     # attributes that `_prepare_special_tokens` sets
-    if _made is not None and _attribute not in _made.co_names:
+    if _prepares is not None and _attribute not in _prepares.co_names:
         _missing.append(f"GenerationConfig.{_attribute}")
 
 _IMPLEMENTATION = _name(PreTrainedConfig(), "_attn_implementation_internal")
@@ -333,10 +333,10 @@ def set_attention(config: PreTrainedConfig, implementation: Any) -> None:
 def mask_function(implementation: str) -> Callable[..., Any] | None:
     """Returns the globally registered mask function of an implementation, or `None`; ignores
     per-instance overrides."""
-    known = ALL_MASK_ATTENTION_FUNCTIONS
-    if implementation not in getattr(known, _MAPPING):
+    functions = ALL_MASK_ATTENTION_FUNCTIONS
+    if implementation not in getattr(functions, _MAPPING):
         return None
-    return known[implementation]
+    return functions[implementation]
 
 
 def forget_attention(implementation: str) -> None:
@@ -347,8 +347,8 @@ def forget_attention(implementation: str) -> None:
 
 def allow_cache_implementation(name: str, is_allowed: bool) -> None:
     """Sets whether `GenerationConfig` accepts the cache implementation `name`."""
-    known = getattr(configuration_utils, _CACHES)
-    allowed = tuple(value for value in known if value != name)
+    names = getattr(configuration_utils, _CACHES)
+    allowed = tuple(value for value in names if value != name)
     if is_allowed:
         allowed = (*allowed, name)
     setattr(configuration_utils, _CACHES, allowed)

@@ -76,8 +76,8 @@ def find_model(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     with contextlib.suppress(OSError, ValueError):  # not cached on this machine
         config = AutoConfig.from_pretrained(name, local_files_only=True)
         return _with_class(config)
-    known = [*CONFIG_MAPPING.keys(), *dir(transformers)]
-    close = ", ".join(difflib.get_close_matches(name, known, n=5))
+    names = [*CONFIG_MAPPING.keys(), *dir(transformers)]
+    close = ", ".join(difflib.get_close_matches(name, names, n=5))
     raise ValueError(
         f"{name!r} is no path here, no model type and no class of transformers"
         f" {transformers.__version__}. Close to it: {close or 'nothing'}. Give a folder with a"

@@ -437,9 +437,9 @@ def _strip(key: Hashable, states: list[int]) -> str:
     label = escape(label)
     squares = ""
     for index, kind in enumerate(KINDS):
-        places = [place for place, cell in enumerate(cells) if cell == index]
-        if places:
-            squares += _squares(kind, places)
+        of_kind = [position for position, cell in enumerate(cells) if cell == index]
+        if of_kind:
+            squares += _squares(kind, of_kind)
     return (
         f'<div style="margin-top:4px">{label}</div>'
         f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" '
@@ -447,11 +447,11 @@ def _strip(key: Hashable, states: list[int]) -> str:
     )
 
 
-def _squares(kind: Kind, places: Iterable[int]) -> str:
+def _squares(kind: Kind, positions: Iterable[int]) -> str:
     side = _CELL - 1
     squares = ""
-    for place in places:
-        row, column = divmod(place, COLUMNS)
+    for position in positions:
+        row, column = divmod(position, COLUMNS)
         squares += f"M{_CELL * column} {_CELL * row}h{side}v{side}h-{side}z"
     fill = f'fill="{kind.colour}"'
     if kind.label == "free":

@@ -149,12 +149,13 @@ class EngineGenerateManager(utils.CBGenerateManager):
         self.manager.engine.tokenizer = tokenizer
         shared = self.manager.generation_config
         num_choices = request.fields.num_choices
-        generation = {}
-        for name, value in vars(gen_config).items():
-            if name[0] == "_" or name in HOW_TO_RUN:
-                continue
-            if value not in (None, getattr(shared, name, None)):
-                generation[name] = value
+        generation = {
+            name: value
+            for name, value in vars(gen_config).items()
+            if name[0] != "_"
+            and name not in HOW_TO_RUN
+            and value not in (None, getattr(shared, name, None))
+        }
         request.generation = {
             **generation,
             **request.fields.generation,
@@ -164,8 +165,8 @@ class EngineGenerateManager(utils.CBGenerateManager):
         biases = request.generation.get("sequence_bias")
         if isinstance(biases, Mapping):
             # transformers takes floats
-            as_floats = {ids: float(bias) for ids, bias in biases.items()}
-            request.generation["sequence_bias"] = as_floats
+            biases = {ids: float(bias) for ids, bias in biases.items()}
+            request.generation["sequence_bias"] = biases
         check_beams(gen_config, request.generation)
         check_allows_tokens(model, gen_config, request.generation)
         core = self.manager.engine._core
@@ -178,8 +179,7 @@ class EngineGenerateManager(utils.CBGenerateManager):
                 _compile(functools.partial(make, options, request.tokenizer, model))
         except (ImportError, IndexError, OutOfBlocksError, ValueError) as error:
             raise Refused(str(error)) from None
-        names = output_names(request.name, num_choices)
-        return names[current_choice.get()]
+        return output_names(request.name, num_choices)[current_choice.get()]
 
 
 def _compile(function: Callable[[], Any]) -> None:
@@ -277,11 +277,11 @@ class EngineGenerationState(utils.GenerationState):
             return manager
 
     def engines(self) -> dict[str, PagedEngine]:
-        engines = {}
-        for name, served in self._served.items():
-            if served.manager is not None:
-                engines[name] = served.manager.engine
-        return engines
+        return {
+            name: served.manager.engine
+            for name, served in self._served.items()
+            if served.manager is not None
+        }
 
 
 def build_server(model_manager: Any, chat_handler: Any, **others: Any) -> Any:

@@ -99,9 +99,7 @@ def command_of(tool: str, is_module: bool) -> list[str]:
     folders = scripts().split(os.pathsep)
     names = [path.name for folder in folders for path in Path(folder).glob("*")]
     close = ", ".join(difflib.get_close_matches(tool, names))
-    hint = "install it, or write the path of a script"
-    if close:
-        hint = f"did you mean {close}?"
+    hint = f"did you mean {close}?" if close else "install it, or write the path of a script"
     raise ValueError(
         f"{tool!r} is no console script, file or module of {sys.executable}, nor on PATH: {hint}"
     )
@@ -157,12 +155,10 @@ def command_of_file(path: str) -> list[str]:
     content = Path(path).read_bytes()
     if os.access(path, os.X_OK) and (named or b"\0" in content):  # a binary
         return [path]
-    try:
+    with contextlib.suppress(SyntaxError, ValueError):
         if not named:
             ast.parse(content)
             return [sys.executable, path]
-    except (SyntaxError, ValueError):
-        pass
     raise ValueError(
         f"{path!r} is no Python script, and no executable file that names its interpreter in its"
         " first line (`#!`): `chmod +x` makes a script with that line one"
@@ -178,9 +174,8 @@ def environment(settings: dict[str, Any], options: list[str]) -> dict[str, str]:
     outer_options = os.environ.get(config.INSTALL_VARIABLE, "").split(",")
     all_options = [*filter(None, outer_options), *options]
     is_server = OPTIONS["engine"] in options and "OMP_WAIT_POLICY" not in os.environ
-    waiting = WAITING if is_server else {}
     return {
-        **waiting,
+        **(WAITING if is_server else {}),
         **os.environ,
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
         config.VARIABLE: json.dumps({**outer, **settings}),
@@ -272,8 +267,7 @@ def main(arguments: list[str] | None = None) -> int:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:
-        full_command = [*command, *options.arguments]
-        os.execve(command[0], full_command, environment(settings, names))
+        os.execve(command[0], [*command, *options.arguments], environment(settings, names))
     except OSError as error:  # built for another machine, or its interpreter is missing
         run.error(f"{command[0]!r} cannot be run: {error}")
 

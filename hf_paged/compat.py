@@ -86,12 +86,7 @@ with_experts_of_decodes = _method("_optimize_model_for_decode")
 _STATEFUL = _name(PreTrainedModel, "_is_stateful")
 
 
-def validate_generation_mode(
-    model: Any,
-    mode: Any,
-    config: Any,
-    given: dict[str, Any],
-) -> None:
+def validate_generation_mode(model: Any, mode: Any, config: Any, given: dict[str, Any]) -> None:
     """Validates as transformers does, but allows assisted generation of stateful models: the engine
     restores states."""
     if getattr(model, _STATEFUL):
@@ -139,11 +134,11 @@ def _replaced_methods(*loops: str) -> tuple[str, ...]:
     for name in (*BEAM_METHODS, UPDATE_INPUTS):
         names.pop(name, None)
     # some models alone define those that a loop looks up by `hasattr`
-    replaced: list[str] = []
-    for name, code in names.items():
-        if hasattr(GenerationMixin, name) or name in code.co_consts:
-            replaced.append(name)
-    return tuple(replaced)
+    return tuple(
+        name
+        for name, code in names.items()
+        if hasattr(GenerationMixin, name) or name in code.co_consts
+    )
 
 
 REPLACED_METHODS = {
@@ -158,32 +153,27 @@ _of_top_k = inspect.signature(
 ).parameters
 
 
-def top_k_continuations(
-    model: Any,
-    log_probs: Any,
-    **given: Any,
-) -> tuple[Any, Any, Any]:
+def top_k_continuations(model: Any, log_probs: Any, **given: Any) -> tuple[Any, Any, Any]:
     """Returns the best continuations of running beams, or drawn ones: their scores, sequences and
     beam indices, by prompt. `log_probs`: `(prompts, beams * vocab_size)`, with the beams'
     scores."""
     if "vocab_size" in _of_top_k:  # up to 5.17
         given["vocab_size"] = log_probs.shape[-1] // given["num_beams"]
-    result: tuple[Any, Any, Any] = _top_k_continuations(
-        model,
-        accumulated_log_probs=log_probs,
-        **given,
-    )
-    return result
+    return _top_k_continuations(model, accumulated_log_probs=log_probs, **given)
 
 
-# Whether `StopStringCriteria` compares bytes, by the kind of decoder; older versions compare text.
-_stop_mode = getattr(StopStringCriteria, "_get_stop_string_matching_mode", None)
+_STOP_MODE = _name(StopStringCriteria, "_get_stop_string_matching_mode")
+
+
+def _stop_mode(tokenizer: Any) -> str | None:
+    """Whether `StopStringCriteria` compares bytes, by the kind of decoder, or text (`None`)."""
+    return getattr(StopStringCriteria, _STOP_MODE)(tokenizer)
 
 
 def stop_texts(tokenizer: Any, strings: tuple[str, ...]) -> tuple[Any, ...]:
     """Returns stop strings in the form in which `StopStringCriteria` compares them: bytes, or
     text."""
-    if _stop_mode is None or _stop_mode(tokenizer) is None:
+    if _stop_mode(tokenizer) is None:
         return strings
     return tuple(string.encode() for string in strings)
 
@@ -207,11 +197,10 @@ class _OneToken:
 
 def token_text(tokenizer: Any, name: str, token: int) -> Any:
     """Returns the text of a token, in the form of `stop_texts`."""
-    given: dict[str, Any] = {}
-    if _stop_mode is not None:
-        given["stop_string_matching_mode"] = _stop_mode(tokenizer)
     one_token = _OneToken(tokenizer, {name: token})
-    (text,), _ = StopStringCriteria.clean_tokenizer_vocab(one_token, **given)
+    (text,), _ = StopStringCriteria.clean_tokenizer_vocab(
+        one_token, stop_string_matching_mode=_stop_mode(tokenizer)
+    )
     return text
 
 
@@ -221,20 +210,12 @@ READS_TARGETS_CACHE = ("Gemma4Assistant", "Gemma4UnifiedAssistant")
 
 
 def assisted_candidates(
-    input_ids: Any,
-    assistant: Any,
-    config: Any,
-    processors: Any,
+    input_ids: Any, assistant: Any, config: Any, processors: Any
 ) -> tuple[Any, Any]:
     """Returns transformers' candidate generator for an assistant with the target's vocabulary, and
     the logits processors that its `generate` would build: the assistant's and the target's."""
-    inputs = {"use_cache": True}
     generator = AssistedCandidateGenerator(
-        input_ids,
-        assistant,
-        config,
-        inputs,
-        logits_processor=processors,
+        input_ids, assistant, config, {"use_cache": True}, logits_processor=processors
     )
     assistant_config = copy.copy(generator.generation_config)
     assistant_config.min_length = 0
@@ -307,10 +288,10 @@ def special_token(config: Any, name: str) -> Any:
     return getattr(config, f"_{name}_token_tensor")
 
 
-_made = getattr(getattr(GenerationMixin, "_prepare_special_tokens", None), "__code__", None)
+_prepares = getattr(getattr(GenerationMixin, "_prepare_special_tokens", None), "__code__", None)
 for _attribute in ("_pad_token_tensor", "_eos_token_tensor"):
     # attributes that `_prepare_special_tokens` sets
-    if _made is not None and _attribute not in _made.co_names:
+    if _prepares is not None and _attribute not in _prepares.co_names:
         _missing.append(f"GenerationConfig.{_attribute}")
 
 _IMPLEMENTATION = _name(PreTrainedConfig(), "_attn_implementation_internal")
@@ -352,10 +333,10 @@ def set_attention(config: PreTrainedConfig, implementation: Any) -> None:
 def mask_function(implementation: str) -> Callable[..., Any] | None:
     """Returns the globally registered mask function of an implementation, or `None`; ignores
     per-instance overrides."""
-    known = ALL_MASK_ATTENTION_FUNCTIONS
-    if implementation not in getattr(known, _MAPPING):
+    functions = ALL_MASK_ATTENTION_FUNCTIONS
+    if implementation not in getattr(functions, _MAPPING):
         return None
-    return known[implementation]
+    return functions[implementation]
 
 
 def forget_attention(implementation: str) -> None:
@@ -366,8 +347,8 @@ def forget_attention(implementation: str) -> None:
 
 def allow_cache_implementation(name: str, is_allowed: bool) -> None:
     """Sets whether `GenerationConfig` accepts the cache implementation `name`."""
-    known = getattr(configuration_utils, _CACHES)
-    allowed = tuple(value for value in known if value != name)
+    names = getattr(configuration_utils, _CACHES)
+    allowed = tuple(value for value in names if value != name)
     if is_allowed:
         allowed = (*allowed, name)
     setattr(configuration_utils, _CACHES, allowed)
@@ -389,10 +370,8 @@ def shard_ranks(model: Any) -> list[int] | None:
     names = mesh.mesh_dim_names or ()
     if "fsdp" in names and mesh["fsdp"].size() > 1:
         mesh = mesh["tp"]
-    members: list[int] = mesh.mesh.flatten().tolist()
-    if len(members) < 2:
-        return None
-    return members
+    members = mesh.mesh.flatten().tolist()
+    return members if len(members) > 1 else None
 
 
 def shard_style(model: Any, name: str) -> str | None:
@@ -400,8 +379,7 @@ def shard_style(model: Any, name: str) -> str | None:
     they are whole."""
     plan = getattr(model, "tp_plan", None) or {}
     pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
-    style: str | None = plan.get(pattern)
-    return style
+    return plan.get(pattern)
 
 
 def layer_configs(config: Any) -> Sequence[Any]:
@@ -409,8 +387,7 @@ def layer_configs(config: Any) -> Sequence[Any]:
     `[config]`."""
     if not getattr(config, "is_heterogeneous", False):
         return [config]
-    layers: Sequence[Any] = config.per_layer_config
-    return layers
+    return config.per_layer_config
 
 
 def split_heads(model: Any) -> tuple[int, int] | None:
@@ -418,19 +395,11 @@ def split_heads(model: Any) -> tuple[int, int] | None:
     the processes they are sharded over; `None` if they are not sharded."""
     plan = getattr(model, "tp_plan", None) or {}
     size = getattr(model, "tp_size", None) or 1
-    projections = "k_proj", "qkv_proj", "query_key_value"
-    if size < 2:
+    split = {name.rpartition(".")[2] for name, style in plan.items() if style == "colwise"}
+    if size < 2 or split.isdisjoint(("k_proj", "qkv_proj", "query_key_value")):
         return None
-    is_split = False
-    for name, how in plan.items():
-        module = name.rsplit(".", 1)[-1]
-        if module in projections and how == "colwise":
-            is_split = True
-    if not is_split:
-        return None
-    config = model.config.get_text_config(decoder=True)
     counts: list[int] = []
-    for layer in layer_configs(config):
+    for layer in layer_configs(model.config.get_text_config(decoder=True)):
         count = getattr(layer, "num_key_value_heads", None)
         if not count:
             count = getattr(layer, "num_attention_heads", None)

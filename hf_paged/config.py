@@ -45,36 +45,41 @@ def meant(names: Iterable[str], known: Iterable[str]) -> str:
     else an empty string."""
     names = sorted(names)
     known = list(known)
-    close = {
-        name: difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-        for name in names
-        if name not in known
-    }
-    hints = [
-        f"`{match}`{f' instead of `{name}`' * (len(names) > 1)}"
-        for name, matches in close.items()
-        for match in matches
-    ]
+    hints = []
+    for name in names:
+        if name not in known:
+            instead = f" instead of `{name}`" if len(names) > 1 else ""
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+            hints += [f"`{match}`{instead}" for match in close]
     return f": did you mean {', '.join(hints)}?" if hints else ""
 
 
-def _unknown(what: str, names: Iterable[Any], known: Iterable[str]) -> str | None:
-    """Returns the message for those of the `names` that are not known; `None` if all are."""
+def _check_known(
+    what: str, names: Iterable[Any], known: Iterable[str], error: type[Exception] = ValueError
+) -> None:
+    """Raises an error about those of the `names` that are not known."""
     known = list(known)
     unknown = sorted(str(name) for name in names if name not in known)
     if not unknown:
-        return None
+        return
     # not at the top: a command starts other programs without transformers
     from transformers import GenerationConfig
 
     quoted = ", ".join(f"`{name}`" for name in unknown)
     of_generate = set(unknown) & set(vars(GenerationConfig()))
-    hint = (
-        f": `{min(of_generate)}` is an argument of `generate`."
-        if of_generate
-        else meant(unknown, known) or "."
-    )
-    return f"{what} has no option {quoted}{hint} The options are {', '.join(known)}"
+    hint = meant(unknown, known) or "."
+    if of_generate:
+        hint = f": `{min(of_generate)}` is an argument of `generate`."
+    raise error(f"{what} has no option {quoted}{hint} The options are {', '.join(known)}")
+
+
+def _from_dict(cls: type[T], name: str, value: Any, allowed: str) -> T:
+    """Makes the options that the argument `name` holds as a dict. `allowed` says what else it may
+    be."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"`{name}` is {shown(value)}: it must be {allowed}")
+    _check_known(f"`{name}`", value, cls.__annotations__)
+    return cls(**value)
 
 
 def _refuses_unknown(cls: type[T]) -> type[T]:
@@ -83,8 +88,7 @@ def _refuses_unknown(cls: type[T]) -> type[T]:
 
     @functools.wraps(init)
     def checked(self: T, *args: Any, **options: Any) -> None:
-        if message := _unknown(f"`{cls.__name__}`", options, cls.__annotations__):
-            raise TypeError(message)
+        _check_known(f"`{cls.__name__}`", options, cls.__annotations__, TypeError)
         init(self, *args, **options)
 
     cls.__init__ = checked  # type: ignore[assignment, method-assign]
@@ -109,8 +113,7 @@ def _with_defaults_of_environment(cls: type) -> type:
         raise ValueError(
             f'{VARIABLE} is {text!r}: it must be a JSON object, such as {{"num_blocks": 4096}}'
         )
-    if message := _unknown(VARIABLE, defaults, cls.__annotations__):
-        raise ValueError(message)
+    _check_known(VARIABLE, defaults, cls.__annotations__)
     with _naming_variable():
         for name, value in defaults.items():
             if isinstance(value, (list, dict)) and name not in _NESTED:
@@ -175,15 +178,9 @@ class PrefixTiers:
         if value is None or isinstance(value, cls):
             return value
         if isinstance(value, (str, os.PathLike)):
-            return cls(disk_path=os.fspath(value))
-        if not isinstance(value, Mapping):
-            raise ValueError(
-                f"`prefix_tiers` is {shown(value)}: it must be None, a folder's path or a"
-                " `PrefixTiers`"
-            )
-        if message := _unknown("`prefix_tiers`", value, cls.__annotations__):
-            raise ValueError(message)
-        return cls(**value)
+            return cls(value)
+        allowed = "None, a folder's path or a `PrefixTiers`"
+        return _from_dict(cls, "prefix_tiers", value, allowed)
 
 
 @_refuses_unknown
@@ -252,13 +249,7 @@ class VirtualStorage:
             return value
         if value == "virtual":
             return cls()
-        if not isinstance(value, Mapping):
-            raise ValueError(
-                f"`storage` is {shown(value)}: it must be 'blocks', 'virtual' or a `VirtualStorage`"
-            )
-        if message := _unknown("`storage`", value, cls.__annotations__):
-            raise ValueError(message)
-        return cls(**value)
+        return _from_dict(cls, "storage", value, "'blocks', 'virtual' or a `VirtualStorage`")
 
 
 _NESTED: dict[str, Any] = {"prefix_tiers": PrefixTiers, "storage": VirtualStorage}
@@ -382,60 +373,41 @@ class PagedConfig:
 
     def __post_init__(self) -> None:
         size: Any = self.block_size
-        fraction = self.memory_fraction
         most = MAX_BLOCK_SIZE if self.storage == "blocks" else MAX_VIRTUAL_BLOCK_SIZE
         is_size = is_whole(size) and MIN_BLOCK_SIZE <= size <= most and not size & (size - 1)
         is_auto = isinstance(size, str) and size == AUTO
         allowed = f"'auto', or a power of two from {MIN_BLOCK_SIZE} to {most} (tokens)"
         self._check("block_size", is_size or is_auto, allowed)
+        count = "a whole number of at least 1"
         for name in ("num_blocks", "max_chunk_tokens"):
             value = getattr(self, name)
-            self._check(
-                name, value is None or _is_count(value), "None or a whole number of at least 1"
-            )
+            self._check(name, value is None or _is_count(value), f"None or {count}")
         allowed = (
             "None with `block_size` 'auto', whose blocks differ in size: limit bytes by"
-            " `memory_fraction`"
+            " `memory_fraction` or `hf_paged.budget`"
         )
-        self._check(
-            "num_blocks", self.num_blocks is None or not is_auto, f"{allowed} or `hf_paged.budget`"
-        )
-        if fraction is not None:
-            is_number = isinstance(fraction, Real) and not isinstance(fraction, bool)
-            self._check(
-                "memory_fraction",
-                is_number and 0 < fraction <= 1,
-                "None or a number above 0 and at most 1",
-            )
+        self._check("num_blocks", self.num_blocks is None or not is_auto, allowed)
+        share = self.memory_fraction
+        is_share = share is None or (_is_number(share) and 0 < share <= 1)
+        self._check("memory_fraction", is_share, "None or a number above 0 and at most 1")
         for name in ("prefix_caching", "capture", "batch_invariant"):
             self._check(name, isinstance(getattr(self, name), bool), "True or False")
         for name in ("max_num_batched_tokens", "max_num_seqs"):
-            self._check(name, _is_count(getattr(self, name)), "a whole number of at least 1")
+            self._check(name, _is_count(getattr(self, name)), count)
         is_dtype = self.kv_dtype is None or self.kv_dtype in KV_DTYPES
         self._check("kv_dtype", is_dtype, f"None or one of {', '.join(map(repr, KV_DTYPES))}")
-        self._check(
-            "preemption",
-            self.preemption in PREEMPTION,
-            f"one of {', '.join(map(repr, PREEMPTION))}",
-        )
+        choices = f"one of {', '.join(map(repr, PREEMPTION))}"
+        self._check("preemption", self.preemption in PREEMPTION, choices)
         self._check("speculation", self.speculation in SPECULATION, "None or 'ngram'")
         check_cache_salt(self.cache_salt)
         seconds = self.idle_release_seconds
-        is_time = (
-            isinstance(seconds, Real)
-            and not isinstance(seconds, bool)
-            and 0 <= seconds < float("inf")
-        )
-        self._check(
-            "idle_release_seconds",
-            seconds is None or is_time,
-            "None or a finite number of at least 0 (seconds)",
-        )
+        is_time = seconds is None or (_is_number(seconds) and 0 <= seconds < float("inf"))
+        allowed = "None or a finite number of at least 0 (seconds)"
+        self._check("idle_release_seconds", is_time, allowed)
         object.__setattr__(self, "prefix_tiers", PrefixTiers.coerce(self.prefix_tiers))
         has_caching = self.prefix_tiers is None or self.prefix_caching
-        self._check(
-            "prefix_tiers", has_caching, "None with `prefix_caching=False`, which keeps no blocks"
-        )
+        allowed = "None with `prefix_caching=False`, which keeps no blocks"
+        self._check("prefix_tiers", has_caching, allowed)
         object.__setattr__(self, "storage", VirtualStorage.coerce(self.storage))
         allowed = (
             "None with `storage` 'virtual', since quantized blocks cannot be viewed as plain"
@@ -457,14 +429,8 @@ class PagedConfig:
             return cls()
         if isinstance(value, cls):
             return value
-        if not isinstance(value, Mapping):
-            raise ValueError(
-                f"`{name}` is {shown(value)}: it must be None, a `PagedConfig` or a dict of its"
-                ' options, such as {"num_blocks": 4096}'
-            )
-        if message := _unknown(f"`{name}`", value, cls.__annotations__):
-            raise ValueError(message)
-        return cls(**value)
+        allowed = 'None, a `PagedConfig` or a dict of its options, such as {"num_blocks": 4096}'
+        return _from_dict(cls, name, value, allowed)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plain dict that a `GenerationConfig` stores and saves."""
@@ -481,6 +447,10 @@ def check_cache_salt(value: Any) -> None:
         raise ValueError(
             f"`cache_salt` is {value!r}: it must be None or text of at least one character"
         )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _is_count(value: Any) -> bool:

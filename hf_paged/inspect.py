@@ -86,12 +86,9 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         fields = asdict(self)
-        route = fields.pop("route")
-        fields["road"] = {
-            "name": route["road"],
-            "reason": route["reason"],
-            "in_place": route["in_place"],
-        }
+        del fields["route"]
+        route = self.route
+        fields["road"] = {"name": route.road, "reason": route.reason, "in_place": route.in_place}
         return fields
 
 
@@ -122,18 +119,16 @@ def examine(
     max_positions = getattr(text, "max_position_embeddings", None)
     length = length or min(2048, max_positions or 2048)
     is_auto = block_size == AUTO
-    costs = None
-    if is_auto:
-        costs = Costs(*find_costs(device, dtype, kv_dtype))
+    costs = Costs(*find_costs(device, dtype, kv_dtype)) if is_auto else None
     sizes = BlockSizes(costs, [length])
     size_of = sizes.of if is_auto else lambda spec: int(block_size)
     stored, other_layers = measure(built, size_of, kv_dtype)
     route = find_route(built)
     kernel_device = device if route.in_place else None
-    groups = []
-    for spec, blocks in stored.items():
-        group = _group(built, spec, blocks, kernel_device, sizes.chosen.get(spec))
-        groups.append(group)
+    groups = [
+        _group(built, spec, blocks, kernel_device, sizes.chosen.get(spec))
+        for spec, blocks in stored.items()
+    ]
     weight_bytes = built.get_memory_footprint()
     free = free_bytes(device)
     left_bytes = max(0, free - weight_bytes)
@@ -141,9 +136,7 @@ def examine(
     fits = []
     for fit_length in dict.fromkeys((length, max_positions or length)):
         sequence_bytes = sum(group.num_blocks(fit_length) * group.block_bytes for group in groups)
-        count = 0
-        if sequence_bytes:
-            count = left_bytes // sequence_bytes
+        count = left_bytes // sequence_bytes if sequence_bytes else 0
         fits.append(
             {
                 "length": fit_length,
@@ -177,15 +170,12 @@ def _group(
     spec: GroupSpec,
     blocks: list[KVBlocks],
     device: torch.device | None,
-    choice: Choice | None = None,
+    choice: Choice | None,
 ) -> Group:
     is_latent = stores_latents(model, blocks)
     block_size = blocks[0].keys.shape[2]
     block_bytes = sum(layer.block_bytes for layer in blocks)
     shapes = Counter(_shape(layer, is_latent) for layer in blocks)
-    names: dict[str, str] = {}
-    if device is not None:
-        names = kernels(blocks[0], spec.window, is_latent, device)
     return Group(
         name=group_label(spec.label),
         kind=spec.kind,
@@ -197,7 +187,7 @@ def _group(
         reason=None if choice is None else choice.reason,
         block_bytes=block_bytes,
         token_bytes=block_bytes // block_size,
-        kernels=names,
+        kernels=kernels(blocks[0], spec.window, is_latent, device) if device is not None else {},
     )
 
 
@@ -214,17 +204,14 @@ def _shape(layer: KVBlocks, is_latent: bool) -> str:
 def print_report(report: Report) -> None:
     """Prints the report in lines of at most 80 columns."""
     groups = report.groups
-    weights = format_bytes(report.weight_bytes)
-    free = format_bytes(report.free_bytes)
-    lines = [f"{report.model} ({report.model_type}), {report.dtype}, on {report.device}"]
-    lines.append(f"{report.num_parameters:,} parameters, {weights} of weights")
     stored = ""
     if report.kv_dtype is not None:
         stored = f", stored as {report.kv_dtype} with a scale a token and head"
-    if groups:
-        lines.append(f"Keys and values{stored}:")
-    else:
-        lines.append("It keeps no keys and values in blocks.")
+    lines = [
+        f"{report.model} ({report.model_type}), {report.dtype}, on {report.device}",
+        f"{report.num_parameters:,} parameters, {format_bytes(report.weight_bytes)} of weights",
+        f"Keys and values{stored}:" if groups else "It keeps no keys and values in blocks.",
+    ]
     for group in groups:
         shapes = ", ".join(f"{count} x {shape}" for shape, count in group.layers.items())
         lines.append(f"  {group.num_layers} layers with {group.name}: {shapes}")
@@ -237,18 +224,17 @@ def print_report(report: Report) -> None:
     for name, num_layers in report.other_layers.items():
         lines.append(f"{num_layers} layers hold a state of their own, not in blocks ({name}).")
     if groups:
-        lines.append(
-            f"What fits: {free} are free, {format_bytes(report.left_bytes)} beside the weights"
-        )
-    fits = report.fits if groups else []
-    for fit in fits:
-        blocks = sum(group.num_blocks(fit["length"]) for group in groups)
-        lines.append(
-            f"  {fit['sequences']:,} sequences of {fit['length']:,} tokens, {fit['tokens']:,}"
-            " tokens in all"
-        )
-        lines.append(f"    each {blocks:,} blocks, {format_bytes(fit['sequence_bytes'])}")
-    if groups:
+        free = format_bytes(report.free_bytes)
+        left = format_bytes(report.left_bytes)
+        lines.append(f"What fits: {free} are free, {left} beside the weights")
+        for fit in report.fits:
+            length = fit["length"]
+            blocks = sum(group.num_blocks(length) for group in groups)
+            lines.append(
+                f"  {fit['sequences']:,} sequences of {length:,} tokens, {fit['tokens']:,}"
+                " tokens in all"
+            )
+            lines.append(f"    each {blocks:,} blocks, {format_bytes(fit['sequence_bytes'])}")
         lines.append(
             f"A GiB of `hf_paged.budget`, or of `prefix_tiers`, holds {report.tokens_per_gib:,}"
             " tokens"
@@ -272,10 +258,9 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     devices = ["cpu"]
-    if torch.accelerator.is_available():
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is not None:
-            devices.append(accelerator.type)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        devices.append(accelerator.type)
 
     def device(name: str) -> torch.device:
         with contextlib.suppress(RuntimeError):  # not a device name

@@ -68,12 +68,12 @@ class _Worker:
             # keep its `None` values, as `PagedEngine.add_request` does
             self._options = dict(generation_config)
 
-    def _config(self, own: Any) -> Any:
+    def _config(self, options: Any) -> Any:
         """Merges a request's options over the defaults. Returns invalid types as they are, for the
         engine to refuse."""
-        if not isinstance(own, (GenerationConfig, Mapping, type(None))):
-            return own
-        return {**self._options, **_options(own)}
+        if not isinstance(options, (GenerationConfig, Mapping, type(None))):
+            return options
+        return {**self._options, **_options(options)}
 
 
 class LLMPredictor(_Worker):
@@ -160,9 +160,7 @@ class LLMPredictor(_Worker):
         read = [self.prompt_column, *given_options]
         accessor = BlockAccessor.for_block(table.select(read))
         rows = list(accessor.iter_rows(public_row_format=True))
-        columns: dict[str, Any] = {}
-        for name in read:
-            columns[name] = [_plain(row[name]) for row in rows]
+        columns: dict[str, Any] = {name: [_plain(row[name]) for row in rows] for name in read}
         prompts = columns.pop(self.prompt_column)
         row_configs = columns.pop("generation_config", [None] * len(rows))
         seed = self.options.get("seed")
@@ -170,8 +168,7 @@ class LLMPredictor(_Worker):
             # the samples must not depend on a row's place in a batch
             columns.setdefault("seed", [seed] * len(rows))
         configs = [self._config(config) for config in row_configs]
-        options = {**self.options, **columns}
-        results = self.engine.generate(prompts, configs, **options)
+        results = self.engine.generate(prompts, configs, **{**self.options, **columns})
         for result in results:
             if isinstance(result.error, torch.AcceleratorError):
                 raise result.error  # the process has lost the device: all rows would fail
@@ -239,25 +236,20 @@ class LLMServer(_Worker):
                     f"the body has unknown fields {sorted(unknown)}: known are {sorted(_FIELDS)}"
                     " and stream"
                 )
-            prompt = body.pop("prompt")
-            outputs = self.generate(prompt, **body)
+            outputs = self.generate(body.pop("prompt"), **body)
             first = await anext(outputs)
         except (KeyError, TypeError, ValueError) as error:  # `JSONDecodeError` is one of these
             return Response(_json({"error": error}), 400, media_type="application/json")
         has_failed = first.result is not None and first.result.error is not None
         if is_stream and not has_failed:
             return StreamingResponse(_events(first, outputs), media_type="text/event-stream")
-        results = [first.result]
+        result = first.result
         async for output in outputs:
-            results.append(output.result)
-        [result] = [result for result in results if result is not None]
-        refusals = IndexError, OutOfBlocksError, TypeError, ValueError
-        if isinstance(result.error, refusals):
+            result = output.result
+        assert result is not None  # of the last output
+        status = 200 if result.error is None else 500
+        if isinstance(result.error, (IndexError, OutOfBlocksError, TypeError, ValueError)):
             status = 400
-        elif result.error is not None:
-            status = 500
-        else:
-            status = 200
         return Response(_json(result), status, media_type="application/json")
 
 

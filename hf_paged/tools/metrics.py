@@ -18,86 +18,54 @@ except ImportError as error:
         name=error.name,
     ) from error
 
-Values = Callable[[EngineStats], float]
-
 # Names follow vLLM (`vllm:num_requests_running`) where it has the metric, with our prefix and
 # Prometheus' conventions: base units, and no colon, which is reserved for recording rules.
 # prometheus_client appends `_total` to counters.
-GAUGES: dict[str, tuple[str, Values]] = {
-    "num_requests_running": ("Requests in the batch.", lambda stats: stats.num_running),
-    "num_requests_waiting": ("Requests that wait for room.", lambda stats: stats.num_waiting),
-    "kv_cache_bytes": (
-        "Bytes of the blocks that sequences hold, over all layers.",
-        lambda stats: stats.used_bytes,
-    ),
-    "kv_cache_peak_bytes": ("The most of these bytes so far.", lambda stats: stats.peak_bytes),
-    "tier_host_bytes": (
-        "Bytes of host memory that hold prefix blocks.",
-        lambda stats: stats.tier_host_bytes,
-    ),
-    "tier_disk_bytes": (
-        "Bytes of the files that hold prefix blocks.",
-        lambda stats: stats.tier_disk_bytes,
-    ),
+METRICS: dict[Any, dict[str, tuple[str, str]]] = {
+    prometheus.GaugeMetricFamily: {
+        "kv_cache_max_blocks": ("Most of them, where a limit is set.", "num_blocks"),
+        "num_requests_running": ("Requests in the batch.", "num_running"),
+        "num_requests_waiting": ("Requests that wait for room.", "num_waiting"),
+        "kv_cache_bytes": (
+            "Bytes of the blocks that sequences hold, over all layers.",
+            "used_bytes",
+        ),
+        "kv_cache_peak_bytes": ("The most of these bytes so far.", "peak_bytes"),
+        "tier_host_bytes": ("Bytes of host memory that hold prefix blocks.", "tier_host_bytes"),
+        "tier_disk_bytes": ("Bytes of the files that hold prefix blocks.", "tier_disk_bytes"),
+    },
+    prometheus.CounterMetricFamily: {
+        "requests_finished": ("Requests that ended, whatever ended them.", "num_finished"),
+        "prompt_tokens": ("Tokens of prompts.", "num_prompt_tokens"),
+        "generation_tokens": ("Tokens generated.", "num_generated_tokens"),
+        "prefix_cache_hit_tokens": (
+            "Tokens of prompts that were found in the prefix cache, of requests that ended.",
+            "num_prefix_hit_tokens",
+        ),
+        "preemptions": ("Requests that gave their blocks up for others.", "num_preemptions"),
+        "swaps": ("Of these, the ones whose blocks went to host memory.", "num_swaps"),
+        "tier_kept_blocks": ("Prefix blocks that went below the pool.", "tier_kept_blocks"),
+        "tier_restored_blocks": ("Prefix blocks that came back.", "tier_restored_blocks"),
+        "steps": ("Forwards of the batch.", "num_steps"),
+        "captured_steps": ("Of these, replays of a recorded step.", "num_captured_steps"),
+        "drafts": ("Verifications of candidates, a row and step each.", "num_drafts"),
+        "draft_tokens": ("Candidates for tokens that forwards verified.", "num_draft_tokens"),
+        "accepted_tokens": ("Of these, the ones that became tokens.", "num_accepted_tokens"),
+        "step_seconds": ("Time spent in steps.", "seconds"),
+    },
+    prometheus.HistogramMetricFamily: {
+        "time_to_first_token_seconds": (
+            "From a request's arrival to its first new token, of requests that ended.",
+            "first_token_seconds",
+        ),
+        "time_per_output_token_seconds": (
+            "A request's average time for a token after the first, of requests that ended.",
+            "output_token_seconds",
+        ),
+    },
 }
-BLOCKS: dict[str, Values] = {
-    "one_sequence": lambda stats: stats.used_blocks - stats.shared_blocks,
-    "shared": lambda stats: stats.shared_blocks,
-    "cached": lambda stats: stats.cached_blocks,
-}
-COUNTERS: dict[str, tuple[str, Values]] = {
-    "requests_finished": (
-        "Requests that ended, whatever ended them.",
-        lambda stats: stats.num_finished,
-    ),
-    "prompt_tokens": ("Tokens of prompts.", lambda stats: stats.num_prompt_tokens),
-    "generation_tokens": ("Tokens generated.", lambda stats: stats.num_generated_tokens),
-    "prefix_cache_hit_tokens": (
-        "Tokens of prompts that were found in the prefix cache, of requests that ended.",
-        lambda stats: stats.num_prefix_hit_tokens,
-    ),
-    "preemptions": (
-        "Requests that gave their blocks up for others.",
-        lambda stats: stats.num_preemptions,
-    ),
-    "swaps": (
-        "Of these, the ones whose blocks went to host memory.",
-        lambda stats: stats.num_swaps,
-    ),
-    "tier_kept_blocks": (
-        "Prefix blocks that went below the pool.",
-        lambda stats: stats.tier_kept_blocks,
-    ),
-    "tier_restored_blocks": (
-        "Prefix blocks that came back.",
-        lambda stats: stats.tier_restored_blocks,
-    ),
-    "steps": ("Forwards of the batch.", lambda stats: stats.num_steps),
-    "captured_steps": (
-        "Of these, replays of a recorded step.",
-        lambda stats: stats.num_captured_steps,
-    ),
-    "drafts": ("Verifications of candidates, a row and step each.", lambda stats: stats.num_drafts),
-    "draft_tokens": (
-        "Candidates for tokens that forwards verified.",
-        lambda stats: stats.num_draft_tokens,
-    ),
-    "accepted_tokens": (
-        "Of these, the ones that became tokens.",
-        lambda stats: stats.num_accepted_tokens,
-    ),
-    "step_seconds": ("Time spent in steps.", lambda stats: stats.seconds),
-}
-HISTOGRAMS: dict[str, tuple[str, Callable[[EngineStats], Histogram]]] = {
-    "time_to_first_token_seconds": (
-        "From a request's arrival to its first new token, of requests that ended.",
-        lambda stats: stats.first_token_seconds,
-    ),
-    "time_per_output_token_seconds": (
-        "A request's average time for a token after the first, of requests that ended.",
-        lambda stats: stats.output_token_seconds,
-    ),
-}
+"""By kind and name: what a metric counts, and the field of `EngineStats` that holds it. A limit
+that is not set (`None`) has no value."""
 
 
 class EngineCollector(Collector):
@@ -143,41 +111,27 @@ class EngineCollector(Collector):
         def family(kind: Any, name: str, text: str, *labels: str) -> Any:
             return kind(f"hf_paged_{name}", text, labels=["model_name", *labels])
 
-        for name, (text, value) in GAUGES.items():
-            metric = family(prometheus.GaugeMetricFamily, name, text)
-            for model, stats in read.items():
-                metric.add_metric([model], value(stats))
-            yield metric
-        metric = family(
+        blocks = family(
             prometheus.GaugeMetricFamily,
             "kv_cache_blocks",
             "Blocks that are in use, by use.",
             "use",
         )
         for model, stats in read.items():
-            for use, value in BLOCKS.items():
-                metric.add_metric([model, use], value(stats))
-        yield metric
-        metric = family(
-            prometheus.GaugeMetricFamily,
-            "kv_cache_max_blocks",
-            "Most of them, where a limit is set.",
-        )
-        for model, stats in read.items():
-            if stats.num_blocks is not None:
-                metric.add_metric([model], stats.num_blocks)
-        yield metric
-        for name, (text, value) in COUNTERS.items():
-            metric = family(prometheus.CounterMetricFamily, name, text)
-            for model, stats in read.items():
-                metric.add_metric([model], value(stats))
-            yield metric
-        for name, (text, histogram) in HISTOGRAMS.items():
-            metric = family(prometheus.HistogramMetricFamily, name, text)
-            for model, stats in read.items():
-                counted = histogram(stats)
-                metric.add_metric([model], buckets(counted), counted.total)
-            yield metric
+            blocks.add_metric([model, "one_sequence"], stats.used_blocks - stats.shared_blocks)
+            blocks.add_metric([model, "shared"], stats.shared_blocks)
+            blocks.add_metric([model, "cached"], stats.cached_blocks)
+        yield blocks
+        for kind, metrics in METRICS.items():
+            for name, (text, field) in metrics.items():
+                metric = family(kind, name, text)
+                for model, stats in read.items():
+                    value = getattr(stats, field)
+                    if isinstance(value, Histogram):
+                        metric.add_metric([model], buckets(value), value.total)
+                    elif value is not None:
+                        metric.add_metric([model], value)
+                yield metric
 
 
 def buckets(histogram: Histogram) -> list[tuple[str, int]]:

@@ -52,24 +52,19 @@ def find_model(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     `ValueError` for other names."""
     path = Path(name)
     if path.exists():
-        file = path
-        if path.is_dir():
-            file = path / "config.json"
+        file = path / "config.json" if path.is_dir() else path
         if not file.is_file():
             raise ValueError(f"{path} is a folder without a config.json")
         try:
             config = AutoConfig.from_pretrained(str(file), local_files_only=True)
         except (OSError, ValueError) as error:
-            message = (
+            raise ValueError(
                 f"{file} is no configuration that this transformers can read: {first_line(error)}"
-            )
-            raise ValueError(message) from error
+            ) from error
         return _with_class(config)
-    cls: Any
+    cls: Any = getattr(transformers, name, None)
     if name in CONFIG_MAPPING:
         cls = CONFIG_MAPPING[name]
-    else:
-        cls = getattr(transformers, name, None)
     if _is_a(cls, PreTrainedConfig) and cls is not PreTrainedConfig:
         return _with_class(cls())
     if _is_a(cls, PreTrainedModel) and cls.config_class is not None:
@@ -81,8 +76,8 @@ def find_model(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     with contextlib.suppress(OSError, ValueError):  # not cached on this machine
         config = AutoConfig.from_pretrained(name, local_files_only=True)
         return _with_class(config)
-    known = [*CONFIG_MAPPING.keys(), *dir(transformers)]
-    close = ", ".join(difflib.get_close_matches(name, known, n=5))
+    names = [*CONFIG_MAPPING.keys(), *dir(transformers)]
+    close = ", ".join(difflib.get_close_matches(name, names, n=5))
     raise ValueError(
         f"{name!r} is no path here, no model type and no class of transformers"
         f" {transformers.__version__}. Close to it: {close or 'nothing'}. Give a folder with a"
@@ -118,8 +113,8 @@ def _with_class(config: PreTrainedConfig) -> tuple[PreTrainedConfig, type[PreTra
     raise ValueError(f"{type(config).__name__}: transformers has no class for it that generates")
 
 
-def _is_a(found: Any, base: type) -> bool:
-    return isinstance(found, type) and issubclass(found, base)
+def _is_a(value: Any, base: type) -> bool:
+    return isinstance(value, type) and issubclass(value, base)
 
 
 def build(
@@ -145,17 +140,10 @@ def measure(
     """For each layer group of a model on the meta device, one block of every layer with
     `block_size(spec)` tokens and the shapes that a forward caches; and the number of layers without
     K/V blocks, by class. Raises `ValueError` if the forward fails."""
-    cache = _forward_cache(model)
-    parts: dict[str, DynamicCache] = {"self": cache}
-    if isinstance(cache, EncoderDecoderCache):
-        parts = {
-            "self": cache.self_attention_cache,
-            "cross": cache.cross_attention_cache,
-        }
     groups: defaultdict[GroupSpec, list[KVBlocks]] = defaultdict(list)
     others: Counter[str] = Counter()
-    for kind, part in parts.items():
-        for layer in part.layers:
+    for kind, cache in _forward_caches(model).items():
+        for layer in cache.layers:
             spec = spec_of(layer, kind)
             if spec is None:
                 others[type(layer).__name__] += 1
@@ -180,9 +168,9 @@ def stores_latents(model: PreTrainedModel, blocks: list[KVBlocks]) -> bool:
     return all(keys[1] == 1 and keys[3] != values[3] for keys, values in shapes)
 
 
-def _forward_cache(model: PreTrainedModel) -> DynamicCache | EncoderDecoderCache:
-    """The cache after a forward on the meta device; if that needs values, with random weights on
-    the CPU."""
+def _forward_caches(model: PreTrainedModel) -> dict[str, DynamicCache]:
+    """The caches, by kind, after a forward on the meta device; if that needs values, with random
+    weights on the CPU."""
     devices = ["meta"]
     if model.get_memory_footprint() <= MAX_RUN_BYTES:
         devices.append("cpu")
@@ -198,35 +186,28 @@ def _forward_cache(model: PreTrainedModel) -> DynamicCache | EncoderDecoderCache
     ) from failure
 
 
-def _run(model: PreTrainedModel) -> DynamicCache | EncoderDecoderCache:
+def _run(model: PreTrainedModel) -> dict[str, DynamicCache]:
     text = model.config.get_text_config(decoder=True)
     # some models search ids for it, which fails on "meta"
     model.config.pad_token_id = text.pad_token_id = None
-    cache: DynamicCache | EncoderDecoderCache = DynamicCache(config=text)
+    caches = {"self": DynamicCache(config=text)}
+    cache: DynamicCache | EncoderDecoderCache = caches["self"]
     ids = torch.zeros(1, _LENGTH, dtype=torch.long, device=model.device)
     inputs: dict[str, object] = {"input_ids": ids}
     if model.config.is_encoder_decoder:
-        cache = EncoderDecoderCache(cache, DynamicCache(config=text))
-        inputs = {
-            "decoder_input_ids": ids,
-            "encoder_outputs": _encoded(model),
-        }
+        caches["cross"] = DynamicCache(config=text)
+        cache = EncoderDecoderCache(*caches.values())
+        inputs = {"decoder_input_ids": ids, "encoder_outputs": _encoded(model)}
     model.set_experts_implementation("batched_mm")  # does not count the tokens of an expert
     with torch.no_grad():
         model(**inputs, **{compat.cache_name(model): cache}, use_cache=True)
-    return cache
+    return caches
 
 
 def _encoded(model: PreTrainedModel) -> BaseModelOutput:
     """An encoder output for a short input, filled with zeros."""
     width = getattr(model.config, "d_model", None) or model.config.hidden_size
-    states = torch.zeros(
-        1,
-        _LENGTH,
-        width,
-        dtype=model.dtype,
-        device=model.device,
-    )
+    states = torch.zeros(1, _LENGTH, width, dtype=model.dtype, device=model.device)
     return BaseModelOutput(states)
 
 
@@ -245,18 +226,9 @@ def kernels(
     names = {}
     for step_name, length in (("decode", 1), ("prefill chunk", _CHUNK)):
         step = StepMetadata.rectangle(
-            tables,
-            (length,),
-            block_size,
-            query_len=length,
-            window=window,
+            tables, (length,), block_size, query_len=length, window=window
         )
-        query = torch.zeros(
-            length,
-            *heads_and_width,
-            dtype=first.dtypes[0],
-            device=device,
-        )
+        query = torch.zeros(length, *heads_and_width, dtype=first.dtypes[0], device=device)
         with torch.no_grad():
             call = AttentionCall(query, blocks, step, scale=1.0)
             chosen = backends.select(call)
@@ -278,19 +250,14 @@ def find_route(model: PreTrainedModel) -> Route:
     )
     for cut in ("", " and fewer layers"):
         try:
-            config = model.config
-            if cut:
-                config = _cut(config)
+            config = _cut(model.config) if cut else model.config
             empty = build(config, type(model), torch.float32, "meta")
             if empty.get_memory_footprint() > MAX_CHECK_BYTES:
                 continue
             small = build(config, type(model), torch.float32, "cpu")
             small.generation_config.use_cache = model.generation_config.use_cache
             ids = torch.ones(1, _LENGTH, dtype=torch.long)
-            inputs = {
-                "input_ids": ids,
-                "attention_mask": torch.ones_like(ids),
-            }
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
             if config.is_encoder_decoder:
                 inputs = {"encoder_outputs": _encoded(small)}
             GenerationMixin.generate(
@@ -322,20 +289,14 @@ def _cut(config: PreTrainedConfig) -> PreTrainedConfig:
     layers = DynamicCache(config=text).layers
     kinds = [(type(layer), spec_of(layer, "self")) for layer in layers]
     before = text.num_hidden_layers
-    count = next(n for n in range(1, len(kinds) + 1) if set(kinds[:n]) == set(kinds))
+    count = 1 + max(map(kinds.index, kinds))
     count = min(max(2, count), before)
     text.num_hidden_layers = count
-    most = {
-        "intermediate_size": 128,
-        "moe_intermediate_size": 128,
-        "vocab_size": 4096,
-    }
-    largest_id = most["vocab_size"] - 1
+    most = {"intermediate_size": 128, "moe_intermediate_size": 128, "vocab_size": 4096}
     for name, value in vars(text).items():
-        is_limited = name in most or name.endswith("token_id")
+        limit = most["vocab_size"] - 1 if name.endswith("token_id") else most.get(name)
         if isinstance(value, list) and len(value) == before:
             setattr(text, name, value[:count])
-        elif isinstance(value, int) and is_limited:
-            limit = most.get(name, largest_id)
+        elif isinstance(value, int) and limit is not None:
             setattr(text, name, min(value, limit))
     return config

@@ -8,37 +8,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..batching.arguments import as_whole, check_stop_strings, shown
+from ..batching.arguments import as_whole, shown
 
 # arguments of `build_server`
 CHAT, COMPLETION, RESPONSE = "chat_handler", "completion_handler", "response_handler"
 MAX_CHOICES, MAX_TOP_LOGPROBS, MAX_TOKENS = 128, 20, 2**31 - 1  # the first two are OpenAI's limits
-# logits divided by less, or with more, may overflow
-LEAST_TEMPERATURE, MAX_TEMPERATURE, MAX_BIAS = 1e-5, 1e5, 1e5
+MAX_TEMPERATURE = 1e5
 # the time to compile grows with the cube of the depth
 MAX_SCHEMA_VALUES, MAX_SCHEMA_DEPTH = 2000, 50
 MAX_SCHEMA_CHARACTERS = 1 << 16  # as JSON
 
-# Options that each step of all requests waits for, or that take memory at once:
+# Further limits on options, which the steps of all requests may wait for: `openai_limits.py`.
 MAX_OPTION_VALUES, MAX_OPTION_DEPTH = 4096, 10  # in `generation_config` and `logit_bias`
 MAX_OPTION_CHARACTERS = 1 << 17  # of `generation_config`: reading a longer text holds up streams
-MAX_SEQUENCES = 256  # of several tokens, biased or banned: transformers looks for one after another
-MAX_BEAM_TOKENS = 1 << 24  # of all beams and their candidates
-MOST = {
-    "num_beams": MAX_CHOICES,
-    "max_matching_ngram_size": 32,
-    "prompt_lookup_num_tokens": 128,
-    "num_assistant_tokens": 128,
-    "context_history_size": 1 << 16,
-    "sampling_table_size": 1 << 20,
-    "context_width": 32,
-    "ngram_len": 32,
-}
-"""Options of a generation config that are numbers, and those of its `watermarking_config`: the
-largest value."""
-NUMBERS = "max_time", "length_penalty", "guidance_scale", "bias", "exponential_decay_length_penalty"
-"""Further options that are numbers, or lists of them: transformers does not check them before it
-computes with them."""
 
 TEMPLATE_ARGUMENTS = {
     "conversation",
@@ -143,45 +125,54 @@ _EFFORT = (
     " template takes it"
 )
 
-REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "access_programs": ((), "the server has no such programs: leave it out"),
-    "audio": ((), _TEXT),
-    "background": ((False,), "the server answers while the client waits: leave it out"),
-    "background_options": ((), "the server answers while the client waits: leave it out"),
-    "best_of": ((1,), "all choices are returned: pass `n`"),
-    "context_management": (([],), _KEPT),
-    "conversation": ((), _KEPT),
-    "echo": (
-        (False,),
-        "the answer holds the new tokens alone: put the prompt before it, on your side",
-    ),
-    "function_call": (("auto", "none"), "pass `tools` and `tool_choice`"),
-    "functions": (([],), "pass `tools`"),
-    "image": ((), _TEXT),
-    "include": (([],), "responses hold nothing more: /v1/chat/completions serves `logprobs`"),
-    "max_tool_calls": ((), "the server runs no tools: count the calls on your side"),
-    "modalities": ((["text"],), _TEXT),
-    "moderation": ((), "the server does not judge texts: leave it out"),
-    "parallel_tool_calls": (
-        (True,),
-        "the number of calls is the model's: take the first one, on your side",
-    ),
-    "presence_penalty": ((0,), _PENALTY),
-    "previous_response_id": ((), _KEPT),
-    "prompt": ((), "the server stores no prompts: pass `input` and `instructions`"),
-    "reasoning": (({},), _EFFORT),
-    "reasoning_effort": ((), _EFFORT),
-    "stream_options": (
-        ({}, {"include_obfuscation": False}),
-        "events of /v1/responses have no options: leave it out",
-    ),
-    "top_logprobs": ((0,), "/v1/chat/completions serves `logprobs` and `top_logprobs`"),
-    "truncation": (("disabled",), "prompts are not cut: send fewer tokens"),
-    "verbosity": (("medium",), "ask for short or long answers in a message"),
-    "web_search_options": ((), "the server searches nothing: leave it out"),
+REFUSED = {
+    "access_programs": "the server has no such programs: leave it out",
+    "audio": _TEXT,
+    "background": "the server answers while the client waits: leave it out",
+    "background_options": "the server answers while the client waits: leave it out",
+    "best_of": "all choices are returned: pass `n`",
+    "context_management": _KEPT,
+    "conversation": _KEPT,
+    "echo": "the answer holds the new tokens alone: put the prompt before it, on your side",
+    "function_call": "pass `tools` and `tool_choice`",
+    "functions": "pass `tools`",
+    "image": _TEXT,
+    "include": "responses hold nothing more: /v1/chat/completions serves `logprobs`",
+    "max_tool_calls": "the server runs no tools: count the calls on your side",
+    "modalities": _TEXT,
+    "moderation": "the server does not judge texts: leave it out",
+    "parallel_tool_calls": "the number of calls is the model's: take the first one, on your side",
+    "presence_penalty": _PENALTY,
+    "previous_response_id": _KEPT,
+    "prompt": "the server stores no prompts: pass `input` and `instructions`",
+    "reasoning": _EFFORT,
+    "reasoning_effort": _EFFORT,
+    "stream_options": "events of /v1/responses have no options: leave it out",
+    "top_logprobs": "/v1/chat/completions serves `logprobs` and `top_logprobs`",
+    "truncation": "prompts are not cut: send fewer tokens",
+    "verbosity": "ask for short or long answers in a message",
+    "web_search_options": "the server searches nothing: leave it out",
 }
-"""By field: the values, beside null, that ask for nothing; what to do in place of any other
-value."""
+"""By field: what to do in place of it."""
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "background": (False,),
+    "best_of": (1,),
+    "context_management": ([],),
+    "echo": (False,),
+    "function_call": ("auto", "none"),
+    "functions": ([],),
+    "include": ([],),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
+    "presence_penalty": (0,),
+    "reasoning": ({},),
+    "stream_options": ({}, {"include_obfuscation": False}),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+    "verbosity": ("medium",),
+}
+"""Values of these fields, beside null, that ask for nothing and so are not refused."""
 
 
 class Refused(Exception):
@@ -205,8 +196,8 @@ def translate(endpoint: str, body: Mapping[str, Any]) -> Translation:
     fields and values that are not served."""
     asked = {name: value for name, value in body.items() if value is not None}
     _check_served(endpoint, asked)
-    _check_values(asked)
     try:
+        _check_values(asked)
         return _translation(endpoint, asked)
     except (RecursionError, TypeError, ValueError) as error:
         raise Refused(str(error)) from None
@@ -217,9 +208,8 @@ def _check_served(endpoint: str, asked: Mapping[str, Any]) -> None:
     for name in asked.keys() - served:
         if name not in REFUSED:
             raise Refused(f"`{name}` is not among the fields that are served: leave it out")
-        harmless, remedy = REFUSED[name]
-        if asked[name] not in harmless:
-            raise Refused(f"`{name}` is {shown(asked[name])}: {remedy}")
+        if asked[name] not in NEUTRAL.get(name, ()):
+            raise Refused(f"`{name}` is {shown(asked[name])}: {REFUSED[name]}")
 
 
 def _check_values(asked: Mapping[str, Any]) -> None:
@@ -233,74 +223,59 @@ def _check_values(asked: Mapping[str, Any]) -> None:
             raise Refused(
                 f"`{name}` is {shown(value)}: it must be a number from {low:g} to {high:g}"
             )
+    for name in _TOKENS:
+        as_whole(name, asked.get(name, 1), 1, MAX_TOKENS, after=" (tokens)")
+    as_whole("seed", asked.get("seed", 0), -(2**63), 2**64 - 1)
+    asked.get("suffix", "").encode()  # raises `UnicodeEncodeError` for half a surrogate pair
 
 
 def _translation(endpoint: str, asked: dict[str, Any]) -> Translation:
     served_by_app = SERVED_BY_APP[endpoint]
     to_app = {name: value for name, value in asked.items() if name in served_by_app}
-    made = Translation(to_app)
-    text = to_app.get("generation_config") or "{}"
-    if len(text) > MAX_OPTION_CHARACTERS:
-        raise Refused(
-            f"`generation_config` has {len(text)} characters: it may have at most"
-            f" {MAX_OPTION_CHARACTERS}"
-        )
-    config = json.loads(text)
-    if not isinstance(config, dict):
-        raise Refused(f"`generation_config` is {shown(config)}: it must be an object, as JSON text")
-    biases = asked.get("logit_bias")
-    _check_size("`generation_config`", config, MAX_OPTION_VALUES, MAX_OPTION_DEPTH)
-    _check_size("`logit_bias`", biases, MAX_OPTION_VALUES, MAX_OPTION_DEPTH)
+    translation = Translation(to_app)
+    config = _generation_config(to_app)
+    _check_size("`logit_bias`", asked.get("logit_bias"), MAX_OPTION_VALUES, MAX_OPTION_DEPTH)
     template_arguments = to_app.get("chat_template_kwargs", {})
     refused = TEMPLATE_ARGUMENTS & template_arguments.keys()
     if refused:
         names = ", ".join(sorted(refused))
         raise Refused(f"`chat_template_kwargs` holds {names}: pass only the template's variables")
-    for name in _TOKENS:
-        if name in to_app:
-            as_whole(name, to_app[name], 1, MAX_TOKENS, after=" (tokens)")
-    to_app.get("suffix", "").encode()  # raises `UnicodeEncodeError` for half a surrogate pair
-    if "seed" in to_app:
-        as_whole("seed", to_app["seed"], -(2**63), 2**64 - 1)
     if to_app.get("stop") == []:
         del to_app["stop"]
-    if _is_sampled(to_app, config):
-        made.generation["do_sample"] = True
+    # the app only sets the temperature, which a greedy model would not read
+    if to_app.get("temperature", 0) > 0 and "do_sample" not in config:
+        translation.generation["do_sample"] = True
     num_sequences = config.pop("num_return_sequences", None)
-    made.num_choices = _num_choices(endpoint, asked, num_sequences)
+    translation.num_choices = _num_choices(endpoint, asked, num_sequences)
     if num_sequences is not None:  # the app answers for each choice by itself
         to_app["generation_config"] = json.dumps(config)
     if endpoint == COMPLETION and "logit_bias" in asked:
         sequence_bias = {(int(token),): bias for token, bias in asked["logit_bias"].items()}
-        made.generation["sequence_bias"] = sequence_bias
+        translation.generation["sequence_bias"] = sequence_bias
     if endpoint != RESPONSE:
-        made.options |= _logprobs(endpoint, asked)
+        translation.options |= _logprobs(endpoint, asked)
         stream_options = asked.get("stream_options", {})
-        made.includes_usage = bool(stream_options.get("include_usage"))
+        translation.includes_usage = bool(stream_options.get("include_usage"))
     schema = _schema(endpoint, asked)
     if schema is not None:
-        _check_size("the JSON schema", schema, MAX_SCHEMA_VALUES, MAX_SCHEMA_DEPTH)
-        length = len(json.dumps(schema))
-        if length > MAX_SCHEMA_CHARACTERS:
-            raise Refused(
-                f"the JSON schema has {length} characters: it may have at most"
-                f" {MAX_SCHEMA_CHARACTERS}"
-            )
-        made.options["schema"] = schema
+        translation.options["schema"] = schema
     tool_choice = asked.get("tool_choice", "auto")
     if endpoint != COMPLETION and tool_choice != "auto":
         if tool_choice != "none":
             raise Refused(f"`tool_choice` is {shown(tool_choice)}: {_TOOLS}")
         to_app.pop("tools", None)
-    return made
+    return translation
 
 
-def _is_sampled(body: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    """Whether the temperature asks for samples; the app only sets it, and a greedy model would not
-    read it."""
-    temperature = body.get("temperature")
-    is_positive = isinstance(temperature, (int, float)) and temperature > 0
-    return is_positive and "do_sample" not in config
+def _generation_config(to_app: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of the field `generation_config`."""
+    text = to_app.get("generation_config") or "{}"
+    _check_length("`generation_config`", text, MAX_OPTION_CHARACTERS)
+    config = json.loads(text)
+    if not isinstance(config, dict):
+        raise Refused(f"`generation_config` is {shown(config)}: it must be an object, as JSON text")
+    _check_size("`generation_config`", config, MAX_OPTION_VALUES, MAX_OPTION_DEPTH)
+    return config
 
 
 def _num_choices(endpoint: str, asked: Mapping[str, Any], num_sequences: Any) -> int:
@@ -315,33 +290,15 @@ def _num_choices(endpoint: str, asked: Mapping[str, Any], num_sequences: Any) ->
     return sequences
 
 
-def _mapping(asked: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = asked.get(name) or {}
-    if not isinstance(value, Mapping):
-        raise Refused(f"`{name}` is {shown(value)}: it must be an object")
-    return value
-
-
 def _logprobs(endpoint: str, asked: Mapping[str, Any]) -> dict[str, Any]:
-    if endpoint == COMPLETION:  # a number of alternatives
-        if "logprobs" not in asked:
-            return {}
-        count = as_whole(
-            "logprobs",
-            asked["logprobs"],
-            0,
-            MAX_TOP_LOGPROBS,
-            after=" (alternatives of a token)",
-        )
-        return {"return_logprobs": True, "top_logprobs": count}
-    count = as_whole(
-        "top_logprobs",
-        asked.get("top_logprobs", 0),
-        0,
-        MAX_TOP_LOGPROBS,
-        after=" (alternatives)",
-    )
+    name = "top_logprobs"
+    unit = " (alternatives)"
     has_logprobs = asked.get("logprobs", False)
+    if endpoint == COMPLETION:  # a number of alternatives
+        name = "logprobs"
+        unit = " (alternatives of a token)"
+        has_logprobs = name in asked
+    count = as_whole(name, asked.get(name, 0), 0, MAX_TOP_LOGPROBS, after=unit)
     if not isinstance(has_logprobs, bool):
         raise Refused(
             f"`logprobs` is {shown(has_logprobs)}: it must be true or false; `top_logprobs` is the"
@@ -356,14 +313,20 @@ def _logprobs(endpoint: str, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 def _schema(endpoint: str, asked: Mapping[str, Any]) -> Any:
     """The JSON schema that the answer must follow; `None` without one."""
+
+    def part(name: str) -> Mapping[str, Any]:
+        value = outer.get(name) or {}
+        if not isinstance(value, Mapping):
+            raise Refused(f"`{name}` is {shown(value)}: it must be an object")
+        return value
+
     name = "response_format" if endpoint == CHAT else "text"
-    form: Any = _mapping(asked, name)
-    if name == "text":
-        verbosity = form.get("verbosity", "medium")
+    outer = form = asked.get(name, {})
+    if endpoint == RESPONSE:
+        verbosity = outer.get("verbosity", "medium")
         if verbosity != "medium":
-            _, remedy = REFUSED["verbosity"]
-            raise Refused(f"`text.verbosity` is {shown(verbosity)}: {remedy}")
-        form = _mapping(form, "format")
+            raise Refused(f"`text.verbosity` is {shown(verbosity)}: {REFUSED['verbosity']}")
+        form = part("format")
     kind = form.get("type", "text")
     if kind == "text":
         return None
@@ -374,14 +337,21 @@ def _schema(endpoint: str, asked: Mapping[str, Any]) -> Any:
             f'the type of `{name}` is {shown(kind)}: it must be "text", "json_object" or'
             ' "json_schema"'
         )
-    if name == "response_format":
-        form = _mapping(form, "json_schema")
+    if endpoint == CHAT:
+        form = part("json_schema")
     schema = form.get("schema")
     if not isinstance(schema, Mapping):
         raise Refused(
             f"the `schema` in `{name}` is {shown(schema)}: it must be a JSON schema, an object"
         )
-    return dict(schema)
+    _check_size("the JSON schema", schema, MAX_SCHEMA_VALUES, MAX_SCHEMA_DEPTH)
+    _check_length("the JSON schema", json.dumps(schema), MAX_SCHEMA_CHARACTERS)
+    return schema
+
+
+def _check_length(what: str, text: str, most: int) -> None:
+    if len(text) > most:
+        raise Refused(f"{what} has {len(text)} characters: it may have at most {most}")
 
 
 def _check_size(what: str, value: Any, most_values: int, most_levels: int) -> None:
@@ -390,8 +360,8 @@ def _check_size(what: str, value: Any, most_values: int, most_levels: int) -> No
     num_values = 0
     depth = 0
     while level:
-        num_values = num_values + len(level)
-        depth = depth + 1
+        num_values += len(level)
+        depth += 1
         if num_values > most_values or depth > most_levels:
             raise Refused(
                 f"{what} has more than {most_values} values or {most_levels} levels: shorten it"
@@ -422,126 +392,3 @@ def check_parts(modality: str, body: Mapping[str, Any]) -> None:
                     f"a message has a part of type {shown(kind)}, and this model reads"
                     f" {', '.join(sorted(read))}: leave it out, or ask another model"
                 )
-
-
-def check_extremes(options: Mapping[str, Any]) -> None:
-    """Raises `Refused` for options with which logits overflow, or which would make all requests
-    wait."""
-    temperature = options.get("temperature")
-    if isinstance(temperature, (int, float)) and 0 < temperature < LEAST_TEMPERATURE:
-        raise Refused(
-            f"`temperature` is {temperature}: it must be 0, for the most probable tokens, or from"
-            f" {LEAST_TEMPERATURE:g}"
-        )
-    biases = options.get("sequence_bias")
-    bias_values = biases.values() if isinstance(biases, Mapping) else ()
-    for bias in bias_values:
-        if isinstance(bias, (int, float)) and not bias <= MAX_BIAS:
-            raise Refused(
-                f"`logit_bias` holds {shown(bias)}: a bias must be a number up to {MAX_BIAS:g}"
-            )
-    mark = options.get("watermarking_config") or {}
-    if not isinstance(mark, Mapping):
-        mark = vars(mark)
-    numbers = {**options, **mark}
-    for name, most in MOST.items():
-        value = numbers.get(name)
-        if isinstance(value, (int, float)) and not value <= most:
-            raise Refused(f"`{name}` is {shown(value)}: it must be a whole number up to {most}")
-    for name in NUMBERS:
-        value = numbers.get(name)
-        parts = value if isinstance(value, (list, tuple)) else [value]
-        for part in parts:
-            if not isinstance(part, (int, float, type(None))):
-                raise Refused(f"`{name}` holds {shown(part)}: it must be a number")
-    pairs = biases or ()
-    if isinstance(biases, Mapping):
-        pairs = list(biases.items())
-    firsts = [pair[0] for pair in pairs if isinstance(pair, (list, tuple)) and pair]
-    bad_words = options.get("bad_words_ids") or ()
-    for sequences in (firsts, bad_words):
-        lists = [ids for ids in sequences if isinstance(ids, (list, tuple))]
-        several = [ids for ids in lists if len(ids) > 1]
-        if len(several) > MAX_SEQUENCES:
-            raise Refused(
-                f"`sequence_bias` or `bad_words_ids` has {len(several)} sequences of several"
-                f" tokens: pass at most {MAX_SEQUENCES}"
-            )
-    stops = options.get("stop_strings")
-    if stops is not None:
-        try:
-            check_stop_strings(stops, "stop")
-        except ValueError as error:
-            raise Refused(str(error)) from None
-        texts = [stops] if isinstance(stops, str) else stops
-        if not all(texts):
-            raise Refused("`stop` holds an empty text, which is found at once: leave it out")
-
-
-def check_beams(config: Any, options: Mapping[str, Any]) -> None:
-    """Raises `Refused` if beams would take much memory: it is reserved for all their tokens and
-    candidates at once."""
-    beams = options.get("num_beams")
-    num_tokens = config.max_new_tokens
-    ends = config.eos_token_id
-    if not isinstance(beams, int) or beams < 2 or not isinstance(num_tokens, int):
-        return
-    num_ends = len(ends) if isinstance(ends, (list, tuple)) else 1
-    num_candidates = beams * (1 + num_ends)
-    if num_candidates * num_tokens > MAX_BEAM_TOKENS:
-        raise Refused(
-            f"`num_beams` is {beams} for {num_tokens} new tokens, with {num_candidates} candidates"
-            f" a step: candidates and tokens together may be at most {MAX_BEAM_TOKENS}. Lower"
-            " `max_tokens` or `num_beams`"
-        )
-
-
-def check_allows_tokens(model: Any, config: Any, options: Mapping[str, Any]) -> None:
-    """Raises `Refused` if a request with this generation config, and these options over it, can
-    have no first token, or not as many tokens as it must have."""
-    least = options.get("min_new_tokens") or 0
-    num_tokens = config.max_new_tokens
-    if num_tokens is not None and least > num_tokens:
-        raise Refused(
-            f"`min_new_tokens` is {least}, above the limit of {num_tokens} new tokens: lower it, or"
-            " raise that"
-        )
-    suppressed = options.get("suppress_tokens") or ()
-    suppressed_first = options.get("begin_suppress_tokens") or ()
-    bad_words = options.get("bad_words_ids") or ()
-    banned = {*suppressed, *suppressed_first}
-    banned.update(ids[0] for ids in bad_words if len(ids) == 1)
-    biases = options.get("sequence_bias") or {}
-    pairs = biases.items() if isinstance(biases, Mapping) else biases
-    size = model.config.get_text_config(decoder=True).vocab_size
-    named = {
-        "logit_bias": [ids for ids, _ in pairs],
-        "bad_words_ids": bad_words,
-    }
-    for name in ("forced_bos_token_id", "forced_eos_token_id"):
-        ids = options.get(name)
-        if ids is None:
-            ids = []
-        elif not isinstance(ids, (list, tuple)):
-            ids = [ids]
-        named[name] = [ids]
-    for name, sequences in named.items():
-        tokens = [token for ids in sequences for token in ids]
-        unknown = [token for token in tokens if not 0 <= token < size]
-        if unknown:
-            raise Refused(
-                f"`{name}` names the token {unknown[0]}: the model's tokens are 0 to {size - 1}"
-            )
-    banned.update(ids[0] for ids, bias in pairs if len(ids) == 1 and bias == float("-inf"))
-    if least:
-        ends = config.eos_token_id
-        if ends is None:
-            ends = model.generation_config.eos_token_id
-        if isinstance(ends, int):
-            ends = [ends]
-        banned.update(ends or ())
-    if len(banned) >= size and banned.issuperset(range(size)):
-        raise Refused(
-            "`bad_words_ids`, `suppress_tokens`, `logit_bias` and `min_new_tokens` together allow"
-            " no token: allow one"
-        )

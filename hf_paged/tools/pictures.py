@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import importlib
 import io
-from bisect import bisect_right
+import itertools
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from html import escape
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
 WIDTH, DPI = 8.0, 100  # inches; 800 pixels
 # of all groups of a picture together; in larger pools a cell stands for several blocks
 MAX_CELLS = 128 * 64
-# up to this number of cells, this number of columns
-_NUM_COLUMNS = ((512, 32), (2048, 64), (MAX_CELLS, 128))
+# numbers of columns; the most cells that are drawn with one of them and not with the next
+_NUM_COLUMNS = (32, 64, 128)
+_CELLS_IN_COLUMNS = (512, 2048)
 _NUMBERED_COLUMNS = 32  # with more columns the number of holders does not fit into a cell
 _HEADING = 1 / 20  # of the width: height of a group's heading if there are several groups
 
@@ -127,9 +129,9 @@ def require(module: str) -> Any:
         raise ImportError(message, name="matplotlib") from error
 
 
-def _new_axes(height: float) -> Any:
+def _new_axes() -> Any:
     make_figure = require("matplotlib.figure").Figure
-    figure = make_figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
+    figure = make_figure(figsize=(WIDTH, 1), dpi=DPI, layout="constrained")
 
     def png() -> bytes:
         buffer = io.BytesIO()
@@ -140,9 +142,26 @@ def _new_axes(height: float) -> Any:
     return figure.add_subplot()
 
 
-def _add_legend(ax: Any, handles: list[Any], columns: int) -> None:
+def _add_boxes(ax: Any, boxes: Iterable[tuple[float, float, float, float]], **style: Any) -> None:
+    """Draws boxes, each from its left, right, top and bottom, except those of no width."""
+    corners = [
+        [(left, top), (right, top), (right, bottom), (left, bottom)]
+        for left, right, top, bottom in boxes
+        if right > left
+    ]
+    if corners:
+        poly_collection = require("matplotlib.collections").PolyCollection
+        ax.add_collection(poly_collection(corners, **style))
+
+
+def _add_legend(
+    ax: Any, styles: Mapping[str, Mapping[str, Any]], columns: int, lines: Sequence[Any] = ()
+) -> None:
+    """Adds a legend of boxes, by their labels, and of lines that have labels."""
+    patch = require("matplotlib.patches").Patch
+    boxes = [patch(label=label, **style) for label, style in styles.items()]
     ax.legend(
-        handles=handles,
+        handles=[*boxes, *lines],
         ncols=columns,
         fontsize=8.5,
         handlelength=1.1,
@@ -159,94 +178,74 @@ def plot_block_map(block_map: Mapping[Any, list[int]], title: str = "", ax: Any 
     where there is room. Returns a figure outside of pyplot. `block_map`: the number of holders of
     every block (0: free, -1: cached), by the group's window or by kind and window. Raises
     `ImportError` without matplotlib."""
-    groups = {key: states for key, states in block_map.items() if states}
-    num_blocks = sum(map(len, groups.values()))
+    panels = {key: states for key, states in block_map.items() if states}
+    num_blocks = sum(map(len, panels.values()))
     size = max(1, -(-num_blocks // MAX_CELLS))  # blocks in a cell
-    panels = [(key, states, to_cells(states, size)) for key, states in groups.items()]
-    num_cells = sum(len(cells) for *_, cells in panels)
-    _, widest = _NUM_COLUMNS[-1]
-    columns = next((number for most, number in _NUM_COLUMNS if num_cells <= most), widest)
-    heading = 0.0
-    if len(panels) > 1:
-        heading = _HEADING * columns
-    heights = [-(-len(cells) // columns) + heading for *_, cells in panels]
-    rows = sum(heights) or 1.0
-    if ax is None:
-        height = rows * 0.97 * WIDTH / columns + 0.9
-        if title:
-            height += 0.3
-        ax = _new_axes(height)
-    poly_collection = require("matplotlib.collections").PolyCollection
+    num_cells = sum(-(-len(states) // size) for states in panels.values())
+    columns = _NUM_COLUMNS[bisect_left(_CELLS_IN_COLUMNS, num_cells)]
+    heading = _HEADING * columns if len(panels) > 1 else 0.0
     is_wide = columns <= _NUMBERED_COLUMNS
-    line = 1.5 if is_wide else 0.5
+    is_numbered = is_wide and size == 1
+    is_new = ax is None
+    if is_new:
+        ax = _new_axes()
     top = 0.0
     ticks: dict[float, int] = {}  # by their height in cells, the first block id of rows
-    for key, states, cells in panels:
+    for key, states in panels.items():
         if heading:
-            ax.text(
-                0,
-                top + 0.85 * heading,
-                f"{group_label(key)}: {len(states):,} blocks",
-                fontsize=9,
-                va="bottom",
-            )
+            caption = f"{group_label(key)}: {len(states):,} blocks"
+            ax.text(0, top + 0.85 * heading, caption, fontsize=9, va="bottom")
             top += heading
-        squares = []
-        for place in range(len(cells)):
-            row, left = divmod(place, columns)
+        cells = to_cells(states, size)
+        boxes = []
+        for index in range(len(cells)):
+            row, left = divmod(index, columns)
             high = top + row
-            right = left + 1
-            low = high + 1
-            squares.append([(left, high), (right, high), (right, low), (left, low)])
-        faces = [KINDS[cell].colour for cell in cells]
-        collection = poly_collection(
-            squares,
-            facecolors=faces,
-            edgecolors="white",
-            linewidths=line,
-        )
-        ax.add_collection(collection)
-        numbered_states = states if size == 1 and is_wide else ()
-        for block_id, state in enumerate(numbered_states):
-            if state > 1:
-                row, column = divmod(block_id, columns)
+            boxes.append((left, left + 1, high, high + 1))
+            if is_numbered and states[index] > 1:
                 ax.text(
-                    column + 0.5,
-                    top + row + 0.52,
-                    f"{state}",
+                    left + 0.5,
+                    high + 0.52,
+                    f"{states[index]}",
                     ha="center",
                     va="center",
                     fontsize=8,
                     weight="bold",
                 )
+        _add_boxes(
+            ax,
+            boxes,
+            facecolors=[KINDS[cell].colour for cell in cells],
+            edgecolors="white",
+            linewidths=1.5 if is_wide else 0.5,
+        )
         num_rows = -(-len(cells) // columns)
         for row in range(0, num_rows, -(-columns // 50)):
             ticks[top + row + 0.5] = row * columns * size
         top += num_rows
+    rows = top or 1.0
+    if is_new:
+        ax.figure.set_figheight(rows * 0.97 * WIDTH / columns + (1.2 if title else 0.9))
     ax.set(xlim=(0, columns), ylim=(rows, 0), aspect="equal")
     ax.tick_params(length=0, labelsize=8)
     ax.spines[:].set_visible(False)
     row_labels = [f"{block_id:,}" for block_id in ticks.values()]
     ax.set_yticks(list(ticks), row_labels)
-    numbered = range(0, columns, columns // 4) if ticks else range(0)
+    numbered = range(0, columns, columns // 4) if panels else range(0)
     centres = [column + 0.5 for column in numbered]
     column_labels = [f"{column * size:,}" for column in numbered]
     ax.set_xticks(centres, column_labels)
     if panels:
-        scale = ""
-        if size > 1:
-            scale = f"; {size} blocks to a cell"
+        scale = f"; {size} blocks to a cell" if size > 1 else ""
         ax.set_xlabel(f"block id: number at the row + number below the column{scale}", fontsize=9)
     else:
         ax.text(columns / 2, 0.5, "no blocks yet", ha="center", va="center")
     ax.set_title(title, loc="left", fontsize=10, pad=44, parse_math=False)
-    counts = count_kinds(state for states in groups.values() for state in states)
-    patch = require("matplotlib.patches").Patch
-    handles = []
-    for kind, count in zip(KINDS, counts):
-        label = f"{kind.label}: {count:,}"
-        handles.append(patch(color=kind.colour, label=label))
-    _add_legend(ax, handles, columns=3)
+    counts = count_kinds(itertools.chain.from_iterable(panels.values()))
+    styles = {
+        f"{kind.label}: {count:,}": {"color": kind.colour} for kind, count in zip(KINDS, counts)
+    }
+    _add_legend(ax, styles, columns=3)
     return ax.figure
 
 
@@ -270,49 +269,41 @@ def plot_intervals(
     rows = {number: row for row, number in enumerate(numbers[-max_requests:])}
     intervals = [interval for interval in intervals if interval.number in rows]
     if ax is None:
-        row_height = min(0.24, 10 / max(1, len(rows)))
-        ax = _new_axes(row_height * len(rows) + 1.1)
+        ax = _new_axes()
+        ax.figure.set_figheight(min(0.24 * len(rows), 10) + 1.1)
     origin = min((interval.start for interval in intervals), default=0.0)
 
-    def span(interval: Interval) -> tuple[float, float]:
-        if unit == "steps":
-            return interval.first_step, interval.end_step
-        return interval.start - origin, interval.end - origin
+    def to_x(step: int, seconds: float) -> float:
+        return step if unit == "steps" else seconds - origin
 
-    patch = require("matplotlib.patches").Patch
-    handles: list[Any] = []
+    def box(
+        part: Interval | Verification, first_step: int, end_step: int, low: float, height: float
+    ) -> tuple[float, float, float, float]:
+        low += rows[part.number]
+        return to_x(first_step, part.start), to_x(end_step, part.end), low - height, low
+
+    styles = {}
     for activity, style in _STYLES.items():
-        of_activity = [interval for interval in intervals if interval.activity.value == activity]
+        bars = [interval for interval in intervals if interval.activity.value == activity]
         height = _BAR if activity in _IN_BATCH else _NARROW_BAR
-        for number, row in rows.items():
-            row_intervals = [interval for interval in of_activity if interval.number == number]
-            spans = [span(interval) for interval in row_intervals]
-            bars = [(start, end - start) for start, end in spans if end > start]
-            if bars:
-                ax.broken_barh(bars, (row - height / 2, height), **style)
-        if of_activity:
-            handles.append(patch(label=activity, **style))
-    verifications = [draft for draft in verifications if draft.number in rows]
-    most = max((draft.num_draft_tokens for draft in verifications), default=0)
-    drafts = _DRAFTS if verifications else {}
-    for counted, (label, colour) in drafts.items():
-        columns = []
-        for draft in verifications:
-            left: float = draft.step
-            right: float = draft.step + 1
-            if unit == "seconds":
-                left = draft.start - origin
-                right = draft.end - origin
-            low = rows[draft.number] + _BAR / 2
-            high = low - _BAR * getattr(draft, counted) / most
-            columns.append([(left, low), (left, high), (right, high), (right, low)])
-        poly_collection = require("matplotlib.collections").PolyCollection
-        ax.add_collection(poly_collection(columns, facecolor=colour))
-        total = sum(getattr(draft, counted) for draft in verifications)
-        handles.append(patch(color=colour, label=f"{label}: {total:,}"))
+        boxes = [box(bar, bar.first_step, bar.end_step, height / 2, height) for bar in bars]
+        _add_boxes(ax, boxes, **style)
+        if bars:
+            styles[activity] = style
+    drafts = [draft for draft in verifications if draft.number in rows]
+    most = max((draft.num_draft_tokens for draft in drafts), default=0)
+    for field, (label, colour) in _DRAFTS.items():
+        counts = [getattr(draft, field) for draft in drafts]
+        boxes = [
+            box(draft, draft.step, draft.step + 1, _BAR / 2, _BAR * count / most)
+            for draft, count in zip(drafts, counts)
+        ]
+        _add_boxes(ax, boxes, facecolor=colour)
+        if drafts:
+            styles[f"{label}: {sum(counts):,}"] = {"color": colour}
     ends = [interval for interval in intervals if interval.is_last]
     marks = ax.plot(
-        [span(interval)[1] for interval in ends],
+        [to_x(interval.end_step, interval.end) for interval in ends],
         [rows[interval.number] for interval in ends],
         label="ended",
         color="black",
@@ -321,23 +312,13 @@ def plot_intervals(
         markersize=9,
         markeredgewidth=1.8,
     )
-    if ends:
-        handles += marks
     names = {rows[interval.number]: str(interval.request_id) for interval in intervals}
-    rows_a_tick = max(1, -(-len(rows) // 60))
-    ticks = sorted(names)[::rows_a_tick]
-    labels = []
-    for row in ticks:
-        name = names[row]
-        if len(name) > _MAX_NAME:
-            name = f"{name[: _MAX_NAME - 1]}\N{HORIZONTAL ELLIPSIS}"
-        labels.append(name)
-    ax.set_yticks(ticks, labels, fontsize=8, parse_math=False)
-    left = min((span(interval)[0] for interval in intervals), default=0)
+    ticks = range(0, len(rows), max(1, -(-len(rows) // 60)))
+    ax.set_yticks(ticks, [_short(names[row]) for row in ticks], fontsize=8, parse_math=False)
+    left = min((to_x(interval.first_step, interval.start) for interval in intervals), default=0)
     bottom = max(1, len(rows)) - 0.4
     ax.set(xlim=(left, None), ylim=(bottom, -0.6), axisbelow=True)
-    label = "step" if unit == "steps" else "seconds"
-    ax.set_xlabel(label, fontsize=9)
+    ax.set_xlabel(unit.replace("steps", "step"), fontsize=9)
     ax.tick_params(axis="x", labelsize=8)
     ax.tick_params(axis="y", length=0)
     ax.spines[["top", "right", "left"]].set_visible(False)
@@ -346,8 +327,14 @@ def plot_intervals(
         ax.text(0.5, 0.5, "no requests yet", transform=ax.transAxes, ha="center", va="center")
     if len(rows) < len(numbers):
         ax.set_ylabel(f"the last {len(rows)} of {len(numbers)} requests")
-    _add_legend(ax, handles, columns=7)
+    _add_legend(ax, styles, columns=7, lines=marks if ends else ())
     return ax.figure
+
+
+def _short(name: str) -> str:
+    if len(name) <= _MAX_NAME:
+        return name
+    return f"{name[: _MAX_NAME - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 
 def _used(stats: MemoryStats | EngineStats, limit: str = "") -> dict[str, str]:
@@ -450,9 +437,9 @@ def _strip(key: Hashable, states: list[int]) -> str:
     label = escape(label)
     squares = ""
     for index, kind in enumerate(KINDS):
-        places = [place for place, cell in enumerate(cells) if cell == index]
-        if places:
-            squares += _squares(kind, places)
+        of_kind = [position for position, cell in enumerate(cells) if cell == index]
+        if of_kind:
+            squares += _squares(kind, of_kind)
     return (
         f'<div style="margin-top:4px">{label}</div>'
         f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" '
@@ -460,11 +447,11 @@ def _strip(key: Hashable, states: list[int]) -> str:
     )
 
 
-def _squares(kind: Kind, places: Iterable[int]) -> str:
+def _squares(kind: Kind, positions: Iterable[int]) -> str:
     side = _CELL - 1
     squares = ""
-    for place in places:
-        row, column = divmod(place, COLUMNS)
+    for position in positions:
+        row, column = divmod(position, COLUMNS)
         squares += f"M{_CELL * column} {_CELL * row}h{side}v{side}h-{side}z"
     fill = f'fill="{kind.colour}"'
     if kind.label == "free":

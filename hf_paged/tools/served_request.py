@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import uuid
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -15,7 +14,7 @@ from ..batching.results import RequestResult
 from .openai_answers import chat_logprobs, completion_logprobs
 from .openai_fields import CHAT, Translation
 
-CACHE_SALT = b"x-cache-salt"  # header with the `cache_salt` of a request
+CACHE_SALT = "x-cache-salt"  # header with the `cache_salt` of a request
 MAX_BODY_BYTES = 32 << 20  # of a JSON body, which nothing else runs beside while it is parsed
 
 
@@ -80,15 +79,12 @@ class ServedRequest:
         self.result = result
 
     def logprobs(self, choice: int) -> dict[str, Any] | None:
-        if (
-            "return_logprobs" not in self.fields.options
-            or self.result is None
-            or not self.result.sequences
-        ):
+        # a single one if all choices are equal (greedy search)
+        sequences = self.result.sequences if self.result is not None else []
+        if "return_logprobs" not in self.fields.options or not sequences:
             return None
-        sequences = self.result.sequences  # a single one if all choices are equal (greedy search)
-        made = chat_logprobs if self.endpoint == CHAT else completion_logprobs
-        return made(self.tokenizer, sequences[min(choice, len(sequences) - 1)])
+        form = chat_logprobs if self.endpoint == CHAT else completion_logprobs
+        return form(self.tokenizer, sequences[min(choice, len(sequences) - 1)])
 
 
 # Of the current asyncio task:
@@ -111,38 +107,37 @@ class ClientWatch:
         self.app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        from starlette.datastructures import Headers
+
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        salts = [value for name, value in scope["headers"] if name == CACHE_SALT]
+        headers = Headers(scope=scope)
+        salts = headers.getlist(CACHE_SALT)
         # several headers are one with commas: what a client adds to its proxy's makes no other
         # tenant's salt
-        client = Client(b",".join(salts).decode("latin-1") if salts else None)
+        client = Client(",".join(salts) if salts else None)
         current_client.set(client)
         most = float("inf") if scope["path"].startswith("/v1/audio/") else MAX_BODY_BYTES
-        lengths = [
-            value
-            for name, value in scope["headers"]
-            if name == b"content-length" and value.isdigit()
-        ]
+        lengths = filter(str.isdecimal, headers.getlist("content-length"))
         if any(int(length) > most for length in lengths):
-            await _refuse_body(send)
+            message = f"the body has more than {MAX_BODY_BYTES} bytes: shorten it"
+            await error_response(413, message, connection="close")(scope, receive, send)
             return
         # a body is read at the app's pace
         messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue(maxsize=1)
 
         async def read() -> None:
-            message: dict[str, Any] = {"type": ""}
-            while message["type"] != "http.disconnect":
+            while True:
                 message = await receive()
                 client.num_bytes += len(message.get("body", b""))
-                if client.num_bytes > most:  # sent in chunks, without a length
-                    message = {"type": "http.disconnect"}
-                if message["type"] == "http.disconnect":
-                    client.leave()
+                # a body that is sent in chunks has no length
+                if message["type"] == "http.disconnect" or client.num_bytes > most:
+                    break
                 await messages.put(message)
+            client.leave()
             while True:  # for all who ask
-                await messages.put(message)
+                await messages.put({"type": "http.disconnect"})
 
         reader = asyncio.ensure_future(read())
         try:
@@ -151,11 +146,9 @@ class ClientWatch:
             reader.cancel()
 
 
-async def _refuse_body(send: Any) -> None:
-    error = {
-        "message": f"the body has more than {MAX_BODY_BYTES} bytes: shorten it",
-        "type": "invalid_request_error",
-    }
-    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-    await send({"type": "http.response.start", "status": 413, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps({"error": error}).encode()})
+def error_response(status: int, message: str, **headers: str) -> Any:
+    """An answer that refuses a request, in OpenAI's form."""
+    from starlette.responses import JSONResponse
+
+    error = {"message": message, "type": "invalid_request_error"}
+    return JSONResponse({"error": error}, status, headers)

@@ -7,10 +7,10 @@ import asyncio
 import contextlib
 import functools
 import gc
-import inspect
 import json
 import logging
 import threading
+import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -30,14 +30,13 @@ from ..threads import start
 from ..topics import Topic
 from .openai_answers import joined, joined_streams
 from .openai_fields import (
+    CHAT,
     SERVED_HERE,
     Refused,
-    check_allows_tokens,
-    check_beams,
-    check_extremes,
     check_parts,
     translate,
 )
+from .openai_limits import check_allows_tokens, check_beams, check_extremes
 from .served_request import (
     ClientGone,
     ClientWatch,
@@ -45,6 +44,7 @@ from .served_request import (
     current_choice,
     current_client,
     current_request,
+    error_response,
     request_or_none,
 )
 
@@ -58,6 +58,7 @@ LONG_BODY_BYTES = 1 << 20
 
 # options that the app passes itself, or for its loop
 HOW_TO_RUN = ("max_new_tokens", "eos_token_id", "use_cache", "cache_implementation")
+TEXT_INPUTS = ("input_ids", "attention_mask")  # the others are images and sound
 
 
 class ServedManager(PagedBatchingManager):
@@ -118,26 +119,14 @@ class EngineGenerateManager(utils.CBGenerateManager):
                 setattr(self, compat.SERVED_MANAGER, self.manager)
                 self.manager.start()
 
-    def generate_streaming(
-        self,
-        model: Any,
-        processor: Any,
-        inputs: Any,
-        gen_config: GenerationConfig,
-        request_id: str,
-        response_parser: Any = None,
-    ) -> Any:
-        name = self._begin(model, processor, inputs, gen_config)
-        return super().generate_streaming(
-            model, processor, inputs, gen_config, name, response_parser
-        )
+    def generate_streaming(self, *arguments: Any, request_id: str, **options: Any) -> Any:
+        name = self._begin(*arguments)
+        return super().generate_streaming(*arguments, name, **options)
 
-    async def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, request_id: str
-    ) -> Any:
-        name = self._begin(model, processor, inputs, gen_config)
+    async def generate_non_streaming(self, *arguments: Any, request_id: str) -> Any:
+        name = self._begin(*arguments)
         try:
-            return await super().generate_non_streaming(model, processor, inputs, gen_config, name)
+            return await super().generate_non_streaming(*arguments, name)
         except utils.CBWorkerDeadError:
             raise
         except RuntimeError as error:
@@ -161,12 +150,13 @@ class EngineGenerateManager(utils.CBGenerateManager):
         self.manager.engine.tokenizer = tokenizer
         shared = self.manager.generation_config
         num_choices = request.fields.num_choices
-        generation = {}
-        for name, value in vars(gen_config).items():
-            if name[0] == "_" or name in HOW_TO_RUN:
-                continue
-            if value not in (None, getattr(shared, name, None)):
-                generation[name] = value
+        generation = {
+            name: value
+            for name, value in vars(gen_config).items()
+            if name[0] != "_"
+            and name not in HOW_TO_RUN
+            and value not in (None, getattr(shared, name, None))
+        }
         request.generation = {
             **generation,
             **request.fields.generation,
@@ -176,8 +166,8 @@ class EngineGenerateManager(utils.CBGenerateManager):
         biases = request.generation.get("sequence_bias")
         if isinstance(biases, Mapping):
             # transformers takes floats
-            as_floats = {ids: float(bias) for ids, bias in biases.items()}
-            request.generation["sequence_bias"] = as_floats
+            biases = {ids: float(bias) for ids, bias in biases.items()}
+            request.generation["sequence_bias"] = biases
         check_beams(gen_config, request.generation)
         check_allows_tokens(model, gen_config, request.generation)
         core = self.manager.engine._core
@@ -190,8 +180,7 @@ class EngineGenerateManager(utils.CBGenerateManager):
                 _compile(functools.partial(make, options, request.tokenizer, model))
         except (ImportError, IndexError, OutOfBlocksError, ValueError) as error:
             raise Refused(str(error)) from None
-        names = output_names(request.name, num_choices)
-        return names[current_choice.get()]
+        return output_names(request.name, num_choices)[current_choice.get()]
 
 
 def _compile(function: Callable[[], Any]) -> None:
@@ -199,12 +188,11 @@ def _compile(function: Callable[[], Any]) -> None:
     nothing can stop it, and while it runs on, fewer others are compiled at a time."""
     if not _compiling.acquire(timeout=COMPILE_SECONDS):
         raise ValueError("other JSON schemas are still being compiled: try again later")
-    result: Future[None] = Future()
+    result: Future[Any] = Future()
 
     def run() -> None:
         try:
-            function()
-            result.set_result(None)
+            result.set_result(function())
         except BaseException as error:
             result.set_exception(error)
         finally:
@@ -227,45 +215,29 @@ class MediaGenerateManager(utils.GenerateManager):
 
     get_engine: Callable[[], EngineGenerateManager]
 
-    def generate_streaming(
-        self,
-        model: Any,
-        processor: Any,
-        inputs: Any,
-        gen_config: GenerationConfig,
-        request_id: str,
-        response_parser: Any = None,
-    ) -> Any:
-        rest = (gen_config, request_id, response_parser)
-        engine = self._start_engine(model, gen_config)
-        if engine is None:
-            return super().generate_streaming(model, processor, inputs, *rest)
-        return engine.generate_streaming(model, processor, _split(inputs), *rest)
+    def generate_streaming(self, model: Any, *arguments: Any, **options: Any) -> Any:
+        manager, arguments = self._manager_of(model, *arguments)
+        return manager.generate_streaming(model, *arguments, **options)
 
-    async def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, request_id: str
-    ) -> Any:
-        engine = self._start_engine(model, gen_config)
-        if engine is None:
-            return await super().generate_non_streaming(
-                model, processor, inputs, gen_config, request_id
-            )
-        return await engine.generate_non_streaming(
-            model, processor, _split(inputs), gen_config, request_id
-        )
+    async def generate_non_streaming(self, model: Any, *arguments: Any, **options: Any) -> Any:
+        manager, arguments = self._manager_of(model, *arguments)
+        return await manager.generate_non_streaming(model, *arguments, **options)
 
-    def _start_engine(
-        self, model: Any, gen_config: GenerationConfig
-    ) -> EngineGenerateManager | None:
-        """Returns the model's engine; `None` if `generate` serves the request. Raises `Refused` if
-        neither does."""
+    def _manager_of(
+        self, model: Any, processor: Any, inputs: Mapping[str, Any], gen_config: GenerationConfig
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """Returns the manager that serves a request, the model's engine or `generate`, and the
+        arguments for it. Raises `Refused` if neither serves it."""
         request = current_request()
         if not request.is_plain and not hasattr(model, "has_talker"):
             # a talker's `generate` runs several models
             engine = self.get_engine()
             with contextlib.suppress(ServedByGenerateError):
                 engine.init_cb(model, gen_config)
-                return engine
+                others = {name: value for name, value in inputs.items() if name not in TEXT_INPUTS}
+                request.inputs = others or None
+                ids = inputs["input_ids"][0].tolist()
+                return engine, (processor, {"input_ids": ids}, gen_config)
         if request.fields.num_choices > 1 or request.options:
             raise Refused(
                 f"the engine does not serve this request to {type(model).__name__}, and `generate`"
@@ -274,20 +246,7 @@ class MediaGenerateManager(utils.GenerateManager):
             )
         vars(gen_config).update(request.fields.generation)
         request.is_plain = request.is_read = True
-        return None
-
-
-def _split(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the token ids of a processor's output as a list; the other inputs go to the current
-    request."""
-    request = current_request()
-    others = {}
-    for name, value in inputs.items():
-        if name not in ("input_ids", "attention_mask"):
-            others[name] = value
-    request.inputs = others or None
-    ids = inputs["input_ids"][0].tolist()
-    return {"input_ids": ids}
+        return super(), (processor, inputs, gen_config)
 
 
 class EngineGenerationState(utils.GenerationState):
@@ -319,44 +278,34 @@ class EngineGenerationState(utils.GenerationState):
             return manager
 
     def engines(self) -> dict[str, PagedEngine]:
-        engines = {}
-        for name, served in self._served.items():
-            if served.manager is not None:
-                engines[name] = served.manager.engine
-        return engines
+        return {
+            name: served.manager.engine
+            for name, served in self._served.items()
+            if served.manager is not None
+        }
 
 
-def build_server(*args: Any, generation_state: EngineGenerationState, **kwargs: Any) -> Any:
+def build_server(model_manager: Any, chat_handler: Any, **others: Any) -> Any:
     """Builds the app; it refuses (400) requests that cannot be read or served, ends those whose
     client leaves, and has /metrics if prometheus_client is installed."""
     from fastapi import Response
-    from fastapi.responses import JSONResponse
 
-    app = _build_server(*args, generation_state=generation_state, **kwargs)
-    signature = inspect.signature(_build_server)
-    bound = signature.bind(*args, generation_state=generation_state, **kwargs)
-    given = bound.arguments
-    for endpoint in SERVED_HERE.keys() & given.keys():
-        handler = given[endpoint]
-        handle = handler.handle_request
-        handler.handle_request = functools.partial(_serve, generation_state, endpoint, handle)
-    model_manager = given["model_manager"]
+    handlers = {CHAT: chat_handler, **others}
+    app = _build_server(model_manager, **handlers)
+    state: EngineGenerationState = others["generation_state"]
+    for endpoint in SERVED_HERE.keys() & handlers.keys():
+        handler = handlers[endpoint]
+        handler.handle_request = functools.partial(_serve, state, endpoint, handler.handle_request)
     load = model_manager.load_model_and_processor
-    model_manager.load_model_and_processor = _loading(load)
+    model_manager.load_model_and_processor = functools.partial(_load, load)
 
-    async def refuse(request: Any, error: Exception) -> JSONResponse:
+    async def refuse(request: Any, error: Exception) -> Response:
         logger.warning(Topic.SERVING("refused %s: %s"), request.url.path, error)
         # debug level: clients may send many bad requests
         logger.debug("it was raised here", exc_info=error)
         # of texts with half a surrogate pair
         message = str(error).encode(errors="backslashreplace").decode()
-        content = {
-            "error": {
-                "message": message,
-                "type": "invalid_request_error",
-            }
-        }
-        return JSONResponse(content, status_code=400)
+        return error_response(400, message)
 
     async def drop(request: Any, error: Exception) -> Response:
         return Response(status_code=499)  # as nginx logs it; nobody reads it
@@ -376,7 +325,7 @@ def build_server(*args: Any, generation_state: EngineGenerationState, **kwargs: 
         logger.warning(Topic.SERVING('no /metrics: pip install "hf_paged[serve]"'))
         return app
     registry = CollectorRegistry()
-    registry.register(EngineCollector(generation_state.engines))
+    registry.register(EngineCollector(state.engines))
 
     @app.get("/metrics")
     def metrics() -> Response:
@@ -407,24 +356,19 @@ async def _serve(
     return await _answer(plain_request, handle, request_id, turn)
 
 
-class _Rest:
+@types.coroutine
+def _rest(coroutine: Coroutine[Any, Any, Any], future: Any) -> Generator[Any, Any, Any]:
     """The rest of a coroutine that has run up to its first wait, for `future`."""
-
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], future: Any) -> None:
-        self._coroutine, self._future = coroutine, future
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        future, go_on = self._future, self._coroutine.send
-        try:
-            while True:
-                try:
-                    value = yield future
-                except BaseException as error:
-                    future = self._coroutine.throw(error)
-                else:
-                    future = go_on(value)
-        except StopIteration as end:
-            return end.value
+    try:
+        while True:
+            try:
+                yield future
+            except BaseException as error:
+                future = coroutine.throw(error)
+            else:
+                future = coroutine.send(None)
+    except StopIteration as end:
+        return end.value
 
 
 async def _begun(coroutine: Coroutine[Any, Any, Any]) -> Awaitable[Any]:
@@ -436,7 +380,7 @@ async def _begun(coroutine: Coroutine[Any, Any, Any]) -> Awaitable[Any]:
     def begin() -> Awaitable[Any]:
         asyncio._set_running_loop(loop)  # the app asks for it
         try:
-            return _Rest(coroutine, coroutine.send(None))
+            return _rest(coroutine, coroutine.send(None))
         except StopIteration as end:
             done: asyncio.Future[Any] = loop.create_future()
             done.set_result(end.value)
@@ -492,22 +436,20 @@ async def _answer(
     return JSONResponse(joined(bodies, request.logprobs))
 
 
-def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
-    def load_model_and_processor(*args: Any, **kwargs: Any) -> Any:
-        request = request_or_none.get()
-        if request is None:  # not for a request
-            return load(*args, **kwargs)
-        request.is_read = True
-        try:
-            loaded = load(*args, **kwargs)
-        except OSError as error:
-            if error.errno is None:  # not the system's: transformers finds no such model
-                raise Refused(str(error)) from error
-            raise
-        request.is_read = False  # only the model's name has been read
-        return loaded
-
-    return load_model_and_processor
+def _load(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Loads a model and its processor by the app's `load`."""
+    request = request_or_none.get()
+    if request is None:  # not for a request
+        return load(*args, **kwargs)
+    request.is_read = True
+    try:
+        loaded = load(*args, **kwargs)
+    except OSError as error:
+        if error.errno is None:  # not the system's: transformers finds no such model
+            raise Refused(str(error)) from error
+        raise
+    request.is_read = False  # only the model's name has been read
+    return loaded
 
 
 def set_seed(seed: int) -> None:

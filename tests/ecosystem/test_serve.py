@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -266,7 +267,8 @@ def test_only_the_bodys_errors_are_the_clients(
         monkeypatch.setattr(chat_completion, "CompletionUsage", broken)
         with pytest.raises(KeyError, match="a bug"):
             app.post(**BODY)
-        monkeypatch.setattr(app.manager, "load_model_and_processor", serving._loading(broken))
+        load = functools.partial(serving._load, broken)
+        monkeypatch.setattr(app.manager, "load_model_and_processor", load)
         with pytest.raises(KeyError, match="a bug"):
             app.post(**{**BODY, "messages": None})
 

@@ -3,6 +3,7 @@ refused."""
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -131,9 +132,10 @@ def test_schemas_that_take_long_are_refused(app: App, monkeypatch: pytest.Monkey
 def test_a_loading_model_stops_no_other(
     tmp_path: Path, app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = serving._loading  # wraps the app's own, which loads in the request's thread
     held = Held(lambda *args, **kwargs: 1 / 0, lambda *args: True)
-    monkeypatch.setattr(app.manager, "load_model_and_processor", load(held.method()))
+    # in place of the app's own, which loads in the request's thread
+    load = functools.partial(serving._load, held.method())
+    monkeypatch.setattr(app.manager, "load_model_and_processor", load)
     with ThreadPoolExecutor(2) as pool:
         answer = pool.submit(app.post, messages=messages("x"), max_tokens=2)
         try:

@@ -16,12 +16,10 @@ from hf_paged.tools.openai_fields import (
     SERVED_BY_APP,
     SERVED_HERE,
     Refused,
-    check_allows_tokens,
-    check_beams,
-    check_extremes,
     check_parts,
     translate,
 )
+from hf_paged.tools.openai_limits import check_allows_tokens, check_beams, check_extremes
 
 from ..support import models
 

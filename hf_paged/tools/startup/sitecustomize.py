@@ -33,10 +33,10 @@ class AfterImport(MetaPathFinder):
             return spec_from_file_location(name, init, submodule_search_locations=[PACKAGE])
         if name not in (*MODELS, SERVER):
             return None
-        others = (each for each in sys.meta_path if each is not self)
-        spec = next(
-            (found for each in others if (found := each.find_spec(name, path, target))), None
+        specs = (
+            finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self
         )
+        spec = next(filter(None, specs), None)
         if spec is not None and spec.loader is not None:
             loader: Any = spec.loader
             run = loader.exec_module
@@ -52,7 +52,7 @@ class AfterImport(MetaPathFinder):
     def imported(self, name: str) -> None:
         if name == SERVER and "continuous_batching" in os.environ.get("HF_PAGED_INSTALL", ""):
             importlib.import_module("hf_paged.tools.serving").install()
-        elif name != SERVER and all(each == name or is_complete(each) for each in MODELS):
+        elif name != SERVER and all(model == name or is_complete(model) for model in MODELS):
             importlib.import_module("hf_paged")
 
 

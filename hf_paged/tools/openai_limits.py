@@ -72,10 +72,7 @@ def _check_overflows(options: Mapping[str, Any]) -> None:
             f"`temperature` is {temperature}: it must be 0, for the most probable tokens, or from"
             f" {LEAST_TEMPERATURE:g}"
         )
-    biases = options.get("sequence_bias")
-    if not isinstance(biases, Mapping):
-        return
-    for bias in biases.values():
+    for _, bias in _biases(options):
         if isinstance(bias, (int, float)) and not bias <= MAX_BIAS:
             raise Refused(
                 f"`logit_bias` holds {shown(bias)}: a bias must be a number up to {MAX_BIAS:g}"

@@ -147,6 +147,8 @@ def test_what_is_not_served_is_refused(endpoint: str, body: dict[str, Any], mess
         ({"temperature": 1e-40}, "`temperature` is 1e-40"),
         ({"sequence_bias": {(1,): float("nan")}}, "`logit_bias` holds nan"),
         ({"sequence_bias": {(1,): float("inf")}}, "`logit_bias` holds inf"),
+        ({"sequence_bias": [[[5], float("inf")]]}, "`logit_bias` holds inf"),
+        ({"sequence_bias": [[[5], 3e38]]}, r"`logit_bias` holds 3e\+38"),
         ({"stop_strings": "a" * 4097}, "`stop` has 4097 characters"),
         ({"stop_strings": ["a"] * 65}, "`stop` has 65 texts"),
         ({"stop_strings": ["end", ""]}, "`stop` holds an empty text"),

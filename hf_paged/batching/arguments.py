@@ -18,9 +18,9 @@ from transformers.generation.streamers import TextStreamer
 
 from .. import compat
 from ..config import PagedConfig, is_whole, meant, shown
-from ..model.capability import is_stock
 from ..model.forwards import compute_device
 from ..model.own_loop import mismatched_rows
+from ..model.structure import is_stock
 
 # list[int], 1-D or (1, length) tensor, a tokenizer's output for one text; with a tokenizer also str
 # or chat messages

@@ -27,8 +27,8 @@ from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.paged_cache import PagedCache
 from ..config import AUTO, PagedConfig
 from ..interrupts import ends_with_calls, guarded, is_interrupt, restoring
-from ..model.capability import Layout
 from ..model.forwards import compute_device
+from ..model.layout import Layout
 from ..model.rank_signals import PatientLock
 from ..model.ranks import RankLostError, is_sharded
 from ..model.registry import Route, block_sizes, note_route, route_of

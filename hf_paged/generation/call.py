@@ -60,12 +60,13 @@ from ..cache.waits import Shortage, claimed
 from ..compiled import running_eagerly
 from ..config import PagedConfig
 from ..interrupts import ends_with_calls, restoring
-from ..model.capability import TOGETHER, Layout, is_stock, overridden
 from ..model.forwards import compute_device
+from ..model.layout import TOGETHER, Layout
 from ..model.own_loop import cache_parts, mismatched_rows
 from ..model.ranks import is_sharded
 from ..model.registry import note_route, route_of, warn_once
 from ..model.rope import find_length_rope
+from ..model.structure import is_stock, overridden
 from ..plan import StepPlan
 from ..step import ReadCounters
 from ..timing import counted

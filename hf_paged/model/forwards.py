@@ -25,6 +25,12 @@ _LIBRARIES = (
 )
 
 
+def tensors_of_module(module: nn.Module) -> list[torch.Tensor]:
+    """The parameters and buffers that a module holds itself."""
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return [tensor for tensor in tensors if tensor is not None]
+
+
 def is_idle_hook(hook: Callable[..., Any]) -> bool:
     """Whether transformers left the hook after a call with `output_hidden_states`; it does nothing
     in other calls."""
@@ -60,9 +66,9 @@ def code_of(function: Any, seen: set[int] | None = None) -> Any:
     code, the scalars in its closure or attributes, and likewise of callables there. Equal for
     callables made alike; keeps code and classes alive."""
     kind = type(function)
-    seen = set() if seen is None else seen
     if kind in _SCALARS:
         return function
+    seen = set() if seen is None else seen
     if id(function) in seen:  # some functions close over themselves
         return kind
     seen.add(id(function))

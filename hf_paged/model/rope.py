@@ -128,20 +128,32 @@ def _put_back(before: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
 def find_length_rope(model: PreTrainedModel, modules: Iterable[nn.Module]) -> LengthRope | None:
     """The [`LengthRope`] of a model; `None` if its factors are the same for all lengths. Raises the
     errors of the model's `prepare_inputs_for_generation`."""
-    kinds: dict[nn.Module, list[tuple[str, int]]] = {}
+    limits: dict[nn.Module, list[tuple[str, int]]] = {}
     for module in modules:
-        own: Any = compat.attribute(module, "rope_type")
-        for layer_type, kind in own.items() if isinstance(own, dict) else [(None, own)]:
+        for layer_type, kind in length_types(module):
             if kind == "longrope":
                 parameters: Any = module.config.rope_parameters
-                parameters = parameters if layer_type is None else parameters[layer_type]
+                if layer_type is not None:
+                    parameters = parameters[layer_type]
                 limit = parameters["original_max_position_embeddings"]
-            elif "dynamic" in str(kind):
-                limit = module.original_max_seq_len
             else:
-                continue
-            kinds.setdefault(module, []).append((kind, int(limit)))
-    return LengthRope(model, kinds) if kinds else None
+                limit = module.original_max_seq_len
+            limits.setdefault(module, []).append((kind, int(limit)))
+    return LengthRope(model, limits) if limits else None
+
+
+def length_types(module: nn.Module) -> list[tuple[str | None, str]]:
+    """The types of a rotary embedding whose factors depend on the length, with the types of layers
+    that have them, if these differ."""
+    types: Any = compat.attribute(module, "rope_type")
+    if not types:  # the usual case
+        return []
+    by_layer = types if isinstance(types, dict) else {None: types}
+    return [
+        (layer_type, kind)
+        for layer_type, kind in by_layer.items()
+        if kind == "longrope" or "dynamic" in str(kind)
+    ]
 
 
 class _Held(DynamicCache):

@@ -33,9 +33,9 @@ from ...interrupts import is_interrupt, restoring
 from ...kernels import VARIABLE, forced, uses_triton
 from ...kernels.cpp.build import batch_invariant
 from ...kernels.triton.cascade import CascadeCosts, SharedPrefix, default_costs, plan_cascade
-from ...model.capability import TOLERANCE, first_line, half_tolerance
 from ...model.ranks import is_sharded
 from ...model.state import ModelState, plain_tensors
+from ...model.trial import TOLERANCE, first_line, half_tolerance
 from ...model.writes import taken_back
 from ...step import NotCapturable, StepMetadata
 from ...switches import NOTHING

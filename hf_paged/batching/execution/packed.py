@@ -21,11 +21,12 @@ from ...attention.switch import calls_interface
 from ...cache.block_manager import UNCACHED
 from ...cache.hidden_states import HiddenStates
 from ...cache.paged_cache import PagedCache
-from ...model.capability import note_unpackable, structural_reason
+from ...model.capability import note_unpackable
 from ...model.forwards import compute_device
 from ...model.own_loop import pad_token_id
 from ...model.rope import find_length_rope
 from ...model.state import ModelState
+from ...model.structure import structural_reason
 from ...plan import StepPlan
 from ...step import StepMetadata, to_device
 from ...switches import NOTHING

@@ -45,11 +45,10 @@ from .trial import (
     ForwardFailedError,
     MakeRunner,
     Trial,
-    forwards,
     product_precision,
     sample_tokens,
 )
-from .writes import Key, Writes, copied, is_same, judge, noted_writes
+from .writes import Key, Writes, copied, is_same, judge
 
 _lock = forks.lock()
 _REFUSED, _OPEN, _KNOWN = range(3)  # state of a check in one process: refused, not run yet, done
@@ -76,12 +75,11 @@ modules `_look` takes 1 ms, `_glance` 0.15 ms."""
 def choose_layout(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> Layout:
     """The best layout in which each sequence gets the results that it gets alone; `cache`, built
     for the model, stays empty."""
-    trial = Trial(model, cache, make)
     with step_lock(model):  # steps of other threads with several adapters have hooks on the model
-        packed = _find(self_check, "packed", trial)
+        packed = _find(self_check, "packed", Trial(model, cache, make))
         if isinstance(packed, Layout):
             return packed
-        layout = _find(side_check, "side by side", trial)
+        layout = _find(side_check, "side by side", Trial(model, cache, make))
         if not isinstance(layout, Layout):
             layout = TOGETHER
         if layout is TOGETHER and not model.config.is_encoder_decoder:
@@ -276,7 +274,6 @@ def _look(check: Callable[[Trial], Any], layout: str, trial: Trial, kind: Any) -
             return reason or Topic.RANKS("another rank cannot use this layout")
     if state == _KNOWN:
         return verdicts[key]
-    noting = noted_writes.set([])
     try:
         with step_lock(model), timed("self_check"):
             verdict = check(trial)
@@ -285,8 +282,6 @@ def _look(check: Callable[[Trial], Any], layout: str, trial: Trial, kind: Any) -
         verdict = Topic.SELF_CHECK(str(error))
         if not error.lasts:  # the cause may be temporary: the next call checks again
             return verdict
-    finally:
-        noted_writes.reset(noting)
     _note(model, _key(check, kind, model, trial.cache, modules), verdict)
     return verdict
 
@@ -294,18 +289,13 @@ def _look(check: Callable[[Trial], Any], layout: str, trial: Trial, kind: Any) -
 def _judge_writes(trial: Trial, verdict: Any) -> None:
     """If a check allows that prefixes are shared, finds out whether what its forwards wrote into
     the model matters to later ones (`writes.judge`)."""
-    model = trial.model
-    if isinstance(verdict, PromptsVerdict):
-        shares = verdict.can_reuse
-    else:
-        shares = isinstance(verdict, Layout)
-    writes = noted_writes.get()
-    if not shares or not writes:
+    shares = isinstance(verdict, Layout) or getattr(verdict, "can_reuse", False)
+    if not shares or not trial.writes:
         return
 
     def compute(given: Writes) -> tuple[Tensor | None, set[Key]]:
-        with contextlib.suppress(ForwardFailedError), forwards(model):
-            row = sample_tokens(model)[:1, : _FIRST + 1]
+        with contextlib.suppress(ForwardFailedError), trial.forwards():
+            row = sample_tokens(trial.model)[:1, : _FIRST + 1]
             for write in given.values():
                 write.table[write.name] = copied(write.after)
             prompts = trial.prompts
@@ -320,7 +310,7 @@ def _judge_writes(trial: Trial, verdict: Any) -> None:
             return logits, overwritten
         return None, set()
 
-    judge(model, writes, compute)
+    judge(trial.model, trial.writes, compute)
 
 
 def _key(

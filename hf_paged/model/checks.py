@@ -37,10 +37,10 @@ from .trial import (
     Trial,
     TrialRow,
     TrialRunner,
-    forwards,
     sample_tokens,
     scratch_memory,
 )
+from .writes import is_same
 
 # prompt tokens of the first two sequences
 _FIRST = 8
@@ -84,7 +84,7 @@ def self_check(trial: Trial) -> Layout | str:
     out-of-memory errors pass through."""
     model = trial.model
     trial.dtypes.add(model.dtype)
-    with forwards(model):
+    with trial.forwards():
         rows = sample_tokens(model)
         whole = model(input_ids=rows, use_cache=False, return_dict=True).logits
         decoded = trial.plain(rows[:, : _FIRST + 2], _FIRST)
@@ -108,7 +108,7 @@ def self_check(trial: Trial) -> Layout | str:
     # the model may count padding among positions
     unpadded = decoded[:2].flatten(0, 1)
     mixed_lengths = trial.difference(unpadded, padded.flatten(0, 1)) is None
-    fixed, growing = num_positions(model)
+    fixed, growing = num_positions(trial)
     if not rows.is_cpu and uses_triton(rows):
         run_kernels(trial)
     grows = growing is not None and (fixed is None or growing < fixed)
@@ -197,22 +197,15 @@ def side_check(trial: Trial) -> Layout:
     prompts = _FIRST, _SECOND, _THIRD
     in_steps = []
     at_once = []
-    with forwards(model):
+    with trial.forwards():
         rows = sample_tokens(model)
         for row, prompt, end in zip(rows.split(1), prompts, _SIDE_ENDS):
             in_steps.append(trial.plain(row[:, :end], prompt)[:, 0])
             at_once.append(trial.plain(row[:, :end], end)[0, 0])
-    short, middle, long = in_steps
     decoded = torch.stack([logits[-1] for logits in in_steps])
     replays = trial.difference(decoded, torch.stack(at_once)) is not None
-    expected = torch.stack(
-        [
-            *(short[0], long[0]),
-            *(short[1], long[1]),
-            *(middle[0], short[2], long[2]),
-            *(middle[1], short[3]),
-        ]
-    )
+    logits_of_row = list(map(iter, in_steps))
+    expected = torch.stack([next(logits_of_row[row]) for step in _SIDE_STEPS for row, _ in step])
     can_continue = not replays and compat.supports_dynamic_cache(model)
     for mixed_lengths in (True, False):
         layout = Layout("not packed", mixed_lengths, replays=replays)
@@ -222,7 +215,7 @@ def side_check(trial: Trial) -> Layout:
             if trial.difference(expected, computed) is None:
                 return layout._replace(
                     continues=can_continue and _continues(trial, layout, rows, at_once),
-                    max_positions=num_positions(model)[0],
+                    max_positions=num_positions(trial)[0],
                     layers=memory.layers(),
                 )
     return TOGETHER
@@ -245,7 +238,7 @@ def rows_check(trial: Trial) -> str | None:
     prompts = copy.deepcopy(trial.prompts)
     others = copy.deepcopy(prompts)
     plain: list[Tensor] = []
-    with forwards(model, by_engine=True):
+    with trial.forwards(by_engine=True):
         ids = prompts.input_ids
         twin = trial.cache.empty_twin(memory)
         inputs = {**others.model_kwargs, compat.cache_name(model): with_cross(twin)}
@@ -262,10 +255,8 @@ def rows_check(trial: Trial) -> str | None:
             )
     after = tensors_of(others.model_kwargs)
     before = tensors_of(prompts.model_kwargs)
-    for x, y in zip(after, before):
-        is_kept = (x == y) | (x != x)
-        if not bool(is_kept.all()):
-            return Topic.MODEL_CODE("its forward writes to its inputs")
+    if not all(map(is_same, after, before)):
+        return Topic.MODEL_CODE("its forward writes to its inputs")
     runner = TrialRunner(trial, TOGETHER._replace(unsupported_reason="rows leave"), memory)
     rows = runner.add_prompts(prompts, ids[:, -3:])
     order = sorted(range(len(rows)), key=prompts.paddings.__getitem__)
@@ -362,7 +353,7 @@ def positions_check(trial: Trial) -> int | None:
     if trial.model.config.is_encoder_decoder:
         inputs = first_row(copy.deepcopy(trial.prompts))
         given = {name: value for name, value in inputs.items() if "decoder_" not in name}
-    return num_positions(trial.model, given)[0]
+    return num_positions(trial, given)[0]
 
 
 def prompts_check(trial: Trial) -> PromptsVerdict:
@@ -372,9 +363,9 @@ def prompts_check(trial: Trial) -> PromptsVerdict:
     step computed without the other content. Raises as `self_check`."""
     model, prompts = trial.model, trial.prompts
     new = sample_tokens(model)[:1, :2]  # stand for generated tokens
-    with forwards(model):
+    with trial.forwards():
         plain = trial.decode(prompts.input_ids, prompts.model_kwargs, new)
-    with forwards(model, by_engine=True):
+    with trial.forwards(by_engine=True):
         runner = TrialRunner(trial, Layout())
         if runner.runner.rope is not None:
             return PromptsVerdict(
@@ -390,7 +381,7 @@ def prompts_check(trial: Trial) -> PromptsVerdict:
     begins_behind_text = False
     num_text = prompts.num_text(model.config)
     if num_text:
-        with contextlib.suppress(ForwardFailedError), forwards(model, by_engine=True):
+        with contextlib.suppress(ForwardFailedError), trial.forwards(by_engine=True):
             behind = _behind_text(TrialRunner(trial, Layout()), prompts, new, num_text)
             begins_behind_text = trial.difference(plain[:2, 0], behind) is None
     return PromptsVerdict(None, True, begins_behind_text)
@@ -432,11 +423,11 @@ def merge_check(trial: Trial) -> bool:
     first, new = sample_tokens(model)[:1, :2].split(1, dim=1)
     longer = prompts.longer(int(first))
     try:
-        with forwards(model):
+        with trial.forwards():
             plain = [
                 trial.decode(part.input_ids, part.model_kwargs, new) for part in (prompts, longer)
             ]
-        with forwards(model, by_engine=True):
+        with trial.forwards(by_engine=True):
             together = prompts.merged((longer,), pad_token_id(model))
             longer.find_positions(model)
             together.find_positions(model)

@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 
 from .. import compat
 from .forwards import tensors_of_module
 from .own_loop import first_inputs, next_logits
-from .trial import ForwardFailedError, forwards, sample_tokens, stock_cache
+from .trial import ForwardFailedError, Trial, sample_tokens, stock_cache
 
 _aten = torch.ops.aten
 # tokens of a prompt, and of steps behind it, that show which tables are read
@@ -130,17 +129,17 @@ def shorten(model: nn.Module, size: int, length: int) -> bool:
 
 
 def num_positions(
-    model: PreTrainedModel, given: dict[str, Any] | None = None
+    trial: Trial, given: dict[str, Any] | None = None
 ) -> tuple[int | None, int | None]:
     """Returns how many positions the model's tables hold: those that end, and those that its
     forward makes longer when needed; `None` without any, or if a forward fails. `given`: inputs of
     a model with an encoder. A table is an axis of which each step reads one place, the one that
     follows that of the step before."""
     try:
-        tables = _tables(model, given)
+        tables = _tables(trial, given)
     except ForwardFailedError:
         return None, None
-    growing = {table for table in tables if _grows(model, given, table)}
+    growing = {table for table in tables if _grows(trial, given, table)}
     return _least(tables - growing), _least(growing)
 
 
@@ -149,20 +148,21 @@ def _least(tables: set[Table]) -> int | None:
     return min((table.size - table.offset for table in tables), default=None)
 
 
-def _grows(model: PreTrainedModel, given: dict[str, Any] | None, table: Table) -> bool:
+def _grows(trial: Trial, given: dict[str, Any] | None, table: Table) -> bool:
     """Whether forwards make a table longer that is cut to one place less than they need."""
     if not table.is_parameter:
         with contextlib.suppress(ForwardFailedError):
-            _tables(model, given, table.size, table.offset + _NUM_PROBED + _NUM_STEPS - 1)
+            _tables(trial, given, table.size, table.offset + _NUM_PROBED + _NUM_STEPS - 1)
             return True
     return False
 
 
 def _tables(
-    model: PreTrainedModel, given: dict[str, Any] | None, size: int = 0, length: int = 0
+    trial: Trial, given: dict[str, Any] | None, size: int = 0, length: int = 0
 ) -> set[Table]:
     """The tables that decode steps read, with buffers of `size` cut to `length`."""
-    with forwards(model):
+    model = trial.model
+    with trial.forwards():
         if size and not shorten(model, size, length):
             raise IndexError("the table is no buffer")
         columns = [0] * (_NUM_PROBED + _NUM_STEPS)

@@ -29,7 +29,7 @@ from ..topics import Topic
 from .forwards import compute_device
 from .layout import Layout
 from .own_loop import first_inputs, next_logits
-from .writes import Snapshot
+from .writes import Snapshot, Write
 
 # `execution.executor.Runner`
 MakeRunner = Callable[[PreTrainedModel, PagedCache, Layout], tuple[BlockManager, Any]]
@@ -88,6 +88,49 @@ class Trial:
     prompts: Any = None  # `execution.prompts.Prompts`, if the check is of a call's prompts
     # in which the compared logits were computed: a model may turn on autocast by itself
     dtypes: set[torch.dtype | None] = dataclasses.field(default_factory=set)
+    writes: list[Write] = dataclasses.field(default_factory=list)  # of its forwards
+
+    @restoring
+    def forwards(self, by_engine: bool = False) -> Iterator[None]:
+        """Takes back what forwards write into modules, which it adds to `writes`, and the random
+        state; layers with a cache run without compiled code, as in steps. `by_engine`: these are
+        forwards of the engine, which call our attention, and not plain ones. Raises
+        `ForwardFailedError` for any error but out of memory, for a forward that draws random
+        numbers, and for one whose writes cannot be taken back."""
+        model = self.model
+        device = compute_device(model)
+        devices: list[torch.device] = []
+        if device.type not in ("cpu", "meta"):
+            devices.append(device)
+        modules = list(model.modules())
+        attention = NOTHING
+        if by_engine:
+            wrap_expansions(modules)
+            attention = use_paged_attention(switchable_configs(modules))
+        with (
+            torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"),
+            torch.no_grad(),
+            running_eagerly(compiled_layers(modules)),
+            attention,
+        ):
+            snapshot = Snapshot(model)
+            drawn = _random_states(devices)
+            try:
+                yield
+                if snapshot.has_drawn or not all(map(torch.equal, drawn, _random_states(devices))):
+                    # rows of one prompt would share the draws
+                    raise RuntimeError("it draws random numbers")
+            except Exception as error:
+                if is_interrupt(error) or is_out_of_memory(error):
+                    raise
+                raise ForwardFailedError(f"its forward fails: {first_line(error)}") from error
+            finally:
+                surely(functools.partial(snapshot.restore, by_engine, self.writes))
+            num_bytes = snapshot.num_lost_bytes
+            if num_bytes:
+                raise WritesLostError(
+                    f"its forward writes to {num_bytes} bytes of buffers, too many to copy"
+                )
 
     def decode(self, ids: Tensor, inputs: dict[str, Any], new: Tensor) -> Tensor:
         """Plain logits `(1 + n, rows, vocab_size)` after `ids`, and after each of the tokens `new`
@@ -121,7 +164,7 @@ class Trial:
     ) -> Tensor:
         """Logits `(n, vocab_size)` of all `steps` of rows with these `tokens`, of which the first
         `prompts` are their prompts; in `memory` or one made for them."""
-        with forwards(self.model, by_engine=True):
+        with self.forwards(by_engine=True):
             runner = TrialRunner(self, layout, memory)
             rows = list[TrialRow]()
             for token_ids, prompt in zip(tokens.tolist(), prompts):
@@ -187,7 +230,7 @@ class TrialRunner:
     """A runner of steps of rows in `layout`, in `memory` or one made for them."""
 
     def __init__(self, trial: Trial, layout: Layout, memory: PagedMemory | None = None) -> None:
-        self._model = trial.model
+        self._trial = trial
         self._is_packed = layout.unsupported_reason is None
         cache = trial.cache.empty_twin(memory or scratch_memory())
         self.manager, self.runner = trial.make(trial.model, cache, layout)
@@ -247,49 +290,8 @@ class TrialRunner:
     def advance_apart(self, *rows: TrialRow) -> Tensor:
         """As `advance`; modules are restored after the step, as if another call had run in
         between."""
-        with forwards(self._model, by_engine=True):
+        with self._trial.forwards(by_engine=True):
             return self.advance(rows)
-
-
-@restoring
-def forwards(model: PreTrainedModel, by_engine: bool = False) -> Iterator[None]:
-    """Takes back what forwards write into modules, and the random state; layers with a cache run
-    without compiled code, as in steps. `by_engine`: these are forwards of the engine, which call
-    our attention, and not plain ones. Raises `ForwardFailedError` for any error but out of memory,
-    for a forward that draws random numbers, and for one whose writes cannot be taken back."""
-    device = compute_device(model)
-    devices: list[torch.device] = []
-    if device.type not in ("cpu", "meta"):
-        devices.append(device)
-    modules = list(model.modules())
-    attention = NOTHING
-    if by_engine:
-        wrap_expansions(modules)
-        attention = use_paged_attention(switchable_configs(modules))
-    with (
-        torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"),
-        torch.no_grad(),
-        running_eagerly(compiled_layers(modules)),
-        attention,
-    ):
-        snapshot = Snapshot(model)
-        drawn = _random_states(devices)
-        try:
-            yield
-            if snapshot.has_drawn or not all(map(torch.equal, drawn, _random_states(devices))):
-                # rows of one prompt would share the draws
-                raise RuntimeError("it draws random numbers")
-        except Exception as error:
-            if is_interrupt(error) or is_out_of_memory(error):
-                raise
-            raise ForwardFailedError(f"its forward fails: {first_line(error)}") from error
-        finally:
-            surely(functools.partial(snapshot.restore, by_engine))
-        num_bytes = snapshot.num_lost_bytes
-        if num_bytes:
-            raise WritesLostError(
-                f"its forward writes to {num_bytes} bytes of buffers, too many to copy"
-            )
 
 
 def _random_states(devices: list[torch.device]) -> list[Tensor]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -44,12 +43,6 @@ class Write(NamedTuple):
 
 Key = tuple[int, str]  # the id of a table, and a name in it
 Writes = dict[Key, Write]
-
-noted_writes: ContextVar[list[Write] | None] = ContextVar(
-    "noted_writes",
-    default=None,
-)
-"""Collects what [`Snapshot`]s take back."""
 
 
 class Snapshot:
@@ -136,20 +129,19 @@ class Snapshot:
                 num_bytes += tensor.nbytes
         return num_bytes
 
-    def restore(self, by_engine: bool) -> None:
+    def restore(self, by_engine: bool, writes: list[Write] | None = None) -> None:
         """Puts everything back but transformers' notes to itself; adds the differences to
-        `noted_writes`."""
+        `writes`."""
         changed = [(x, copy) for x, copy in self._copies if not _is_equal(x, copy)]
         refilled = [
             (value, listed)
             for value, listed in self._containers.values()
             if not _is_listed(value, listed)
         ]
-        noted = noted_writes.get()
-        if noted is not None:
+        if writes is not None:
             changed_ids = {id(x) for x, _ in changed}
             refilled_ids = {id(value) for value, _ in refilled}
-            noted += self._writes(changed_ids, refilled_ids, by_engine)
+            writes += self._writes(changed_ids, refilled_ids, by_engine)
         for generator, state in self._generators:
             generator.set_state(state)
         for value, listed in refilled:
@@ -161,10 +153,8 @@ class Snapshot:
                 else:  # resized
                     x.set_(copy)
         for _, now, known in self._tables:
-            kept = {name: x for name, x in now.items() if name in NOTES}
-            for name in now.keys() - known.keys():
-                del now[name]
-            now.update({**known, **kept})
+            notes = {name: x for name, x in now.items() if name in NOTES}
+            put_back(now, {**known, **notes})
 
     def _writes(
         self,
@@ -188,6 +178,13 @@ class Snapshot:
                         after=copied(after),
                         by_engine=by_engine,
                     )
+
+
+def put_back(now: dict[str, Any], before: dict[str, Any]) -> None:
+    """Makes a dict hold what it held before."""
+    for name in now.keys() - before.keys():
+        del now[name]
+    now.update(before)
 
 
 @restoring

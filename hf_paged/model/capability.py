@@ -39,28 +39,15 @@ from .checks import (
 from .forwards import code_of, compute_device, hooks_of, tensors_of_module
 from .layout import TOGETHER, Layout, PromptsVerdict
 from .ranks import ranks_of
-from .state import unread_names
 from .structure import KV_LAYERS, Modules, reasons
-from .trial import (
-    ForwardFailedError,
-    MakeRunner,
-    Trial,
-    product_precision,
-    sample_tokens,
-)
-from .writes import Key, Writes, copied, is_same, judge
+from .trial import ForwardFailedError, MakeRunner, Trial, product_precision, sample_tokens
+from .writes import Key, Writes, copied, is_same, judge, unread_names
 
 _lock = forks.lock()
 _REFUSED, _OPEN, _KNOWN = range(3)  # state of a check in one process: refused, not run yet, done
 # Types of module attributes that determine what a forward computes, such as a `forward` that
 # replaces the class's.
-_TOLD = {
-    bool,
-    str,
-    types.FunctionType,
-    types.MethodType,
-    functools.partial,
-}
+_TOLD = {bool, str, types.FunctionType, types.MethodType, functools.partial}
 _MAX_VERDICTS = 16  # per model, which may switch between training and evaluation mode
 _FIRST = 8  # prompt tokens of a forward that shows which writes matter
 _verdicts: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Any]] = (

@@ -20,14 +20,7 @@ from ..kernels import uses_triton
 from ..topics import Topic
 from .forwards import compute_device
 from .layout import TOGETHER, Layout, PromptsVerdict
-from .own_loop import (
-    map_tensors,
-    next_logits,
-    pad_token_id,
-    select_rows,
-    tensors_of,
-    with_cross,
-)
+from .own_loop import map_tensors, next_logits, pad_token_id, select_rows, tensors_of, with_cross
 from .positions import num_positions
 from .trial import (
     CONFIG,

@@ -89,8 +89,8 @@ def _reads(kind: Any, args: tuple[Any, ...]) -> list[tuple[int, set[int]]]:
     if kind in (_aten.gather, _aten.index_select) and args[0].dim():
         return [(args[0].shape[args[1]], _values(args[2]))]
     if kind is _aten.index:
-        indices = enumerate(args[1])
-        return [(args[0].shape[axis], _values(index)) for axis, index in indices if _counts(index)]
+        indices = zip(args[0].shape, args[1])
+        return [(size, _values(index)) for size, index in indices if _counts(index)]
     if kind is _aten.slice:
         axis, start, end = (*args[1:], 0, None, None)[:3] if len(args) > 3 else (0, 0, None)
         size = args[0].shape[axis]

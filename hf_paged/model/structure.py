@@ -41,17 +41,16 @@ def reasons(
     packs = layout == "packed"
     joins = layout != "together"
     attends_itself = not calls_interface(modules)
-    yield from _of_inputs(model, packs, joins, attends_itself)
-    yield from _of_cache(model, cache, packs, joins)
-    yield from _of_methods(model, modules, joins)
-    yield from _of_attention(model, modules, packs, attends_itself)
+    yield from _of_inputs(model, cache, packs, joins, attends_itself)
+    yield from _of_code(model, modules, packs, joins, attends_itself)
     yield from _of_hooks(model, modules)
     yield from _of_rows(model, modules, packs)
 
 
 def _of_inputs(
-    model: PreTrainedModel, packs: bool, joins: bool, attends_itself: bool
+    model: PreTrainedModel, cache: PagedCache, packs: bool, joins: bool, attends_itself: bool
 ) -> Iterator[str]:
+    """Of the arguments of a forward, the cache among them."""
     if compat.is_pipeline(model):
         yield Topic.DEVICES("its layers are in several processes")
     parameters = inspect.signature(model.forward).parameters
@@ -65,9 +64,6 @@ def _of_inputs(
         yield Topic.ENCODER("the model has an encoder")
     if packs and missing:
         yield Topic.MODEL_CODE(f"its forward takes no {' and no '.join(missing)}")
-
-
-def _of_cache(model: PreTrainedModel, cache: PagedCache, packs: bool, joins: bool) -> Iterator[str]:
     knows_layers = cache.layer_class_to_replicate is None and cache.layers
     if not knows_layers or not (packs or compat.supports_dynamic_cache(model)):
         yield Topic.CACHE("its cache does not know its layers before the first forward")
@@ -80,7 +76,10 @@ def _of_cache(model: PreTrainedModel, cache: PagedCache, packs: bool, joins: boo
             yield Topic.CACHE(f"its cache has layers that hold more than keys and values: {names}")
 
 
-def _of_methods(model: PreTrainedModel, modules: Modules, joins: bool) -> Iterator[str]:
+def _of_code(
+    model: PreTrainedModel, modules: Modules, packs: bool, joins: bool, attends_itself: bool
+) -> Iterator[str]:
+    """Of methods that replace transformers', and of the code of attention."""
     # overrides may pass inputs that the engine does not know, or end the loop at another time
     if joins and not is_stock(model, compat.UPDATE_INPUTS):
         yield Topic.MODEL_CODE(f"it overrides `{compat.UPDATE_INPUTS}`")
@@ -92,11 +91,6 @@ def _of_methods(model: PreTrainedModel, modules: Modules, joins: bool) -> Iterat
         yield Topic.CACHE("it keeps states in its modules, outside any cache")
     if "prepare_inputs_for_generation" in vars(model):
         yield Topic.MODEL_CODE("its `prepare_inputs_for_generation` was replaced")
-
-
-def _of_attention(
-    model: PreTrainedModel, modules: Modules, packs: bool, attends_itself: bool
-) -> Iterator[str]:
     config = model.config.get_text_config(decoder=True)
     is_loaded_with_ours = compat.attention_of(config) == NAME
     must_switch = packs and not attends_itself and not is_loaded_with_ours
@@ -109,6 +103,7 @@ def _of_attention(
 
 
 def _of_hooks(model: PreTrainedModel, modules: Modules) -> Iterator[str]:
+    """Of what is around modules, and where their weights are."""
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         yield Topic.HOOKS("there are global forward hooks")
     for module in modules:

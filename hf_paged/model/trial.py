@@ -39,15 +39,9 @@ Step = tuple[tuple[int, int], ...]  # of each row its number and how many tokens
 # a fifth of these values, and a router may then choose another expert for a token or two: there
 # half of the tokens must be close.
 TOLERANCE = 1e-3
-HALF_TOLERANCE = {
-    torch.bfloat16: 5e-2,
-    torch.float16: 1e-2,
-}
+HALF_TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2}
 # Half precision with as many bits as torch's options leave to operands of float32 products.
-_ROUNDED = {
-    "tf32": torch.float16,
-    "bf16": torch.bfloat16,
-}
+_ROUNDED = {"tf32": torch.float16, "bf16": torch.bfloat16}
 
 # of blocks of the usual size, so that a GPU compiles kernels once for the checks and the calls
 CONFIG = PagedConfig(block_size=16, kv_dtype=None, storage="blocks")
@@ -332,10 +326,11 @@ def sample_tokens(model: PreTrainedModel) -> Tensor:
     """Token ids `(3, LENGTH)` int64, no special tokens among them."""
     config = model.config.get_text_config(decoder=True)
     attributes = {**vars(model.config), **vars(config)}
-    special = set[int]()
-    for name, value in attributes.items():
-        if name.endswith("token_id") and isinstance(value, int):
-            special.add(value)
+    special = {
+        value
+        for name, value in attributes.items()
+        if name.endswith("token_id") and isinstance(value, int)
+    }
     num_embeddings = model.get_input_embeddings().weight.shape[0]
     num_tried = min(num_embeddings, getattr(config, "vocab_size", num_embeddings), 4096)
     usable = [token for token in range(num_tried) if token not in special]

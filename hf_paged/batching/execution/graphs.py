@@ -34,8 +34,9 @@ from ...kernels import VARIABLE, forced, uses_triton
 from ...kernels.cpp.build import batch_invariant
 from ...kernels.triton.cascade import CascadeCosts, SharedPrefix, default_costs, plan_cascade
 from ...model.ranks import is_sharded
-from ...model.state import ModelState, plain_tensors
+from ...model.state import ModelState
 from ...model.trial import TOLERANCE, first_line, half_tolerance
+from ...model.values import plain_tensors
 from ...model.writes import taken_back
 from ...step import NotCapturable, StepMetadata
 from ...switches import NOTHING

@@ -150,8 +150,7 @@ class ModelState(Reading):
             self._is_doubted = False
             places = list(map(Tensor.data_ptr, self._all_tensors))
             parts = self._read_parts()
-            has_parts = len(parts) == len(self._parts)
-            has_parts = has_parts and _pointers(parts) == _pointers(self._parts)
+            has_parts = _pointers(parts) == _pointers(self._parts)
             self._is_in_place = has_parts and places == self._places
         return self._is_in_place
 

@@ -204,9 +204,9 @@ class TrialRow:
     tokens: list[int]  # of the prompt, and those that follow
     num_prompt_tokens: int
     blocks: SequenceBlocks
-    inputs: Any  # `Prompts` and the number of the row in them, if the prompt is one of these
-    encoded: SequenceBlocks
-    row: int
+    inputs: Any = None  # `Prompts` and the row's number in them, if the prompt is one of these
+    encoded: Any = NO_BLOCKS
+    row: int = 0
     token_ids: list[int] = dataclasses.field(default_factory=list)
     num_computed_tokens: int = 0
     num_text: int = 0
@@ -229,16 +229,9 @@ class TrialRunner:
         cache = trial.cache.empty_twin(memory or scratch_memory())
         self.manager, self.runner = trial.make(trial.model, cache, layout)
 
-    def add(
-        self,
-        tokens: list[int],
-        num_prompt_tokens: int,
-        inputs: Any = None,
-        encoded: SequenceBlocks = NO_BLOCKS,
-        row: int = 0,
-    ) -> TrialRow:
+    def add(self, tokens: list[int], num_prompt_tokens: int, **others: Any) -> TrialRow:
         """A row that continues its prompt with the other `tokens`."""
-        return TrialRow(tokens, num_prompt_tokens, self.manager.new(), inputs, encoded, row)
+        return TrialRow(tokens, num_prompt_tokens, self.manager.new(), **others)
 
     def add_prompts(self, prompts: Any, new: Tensor) -> list[TrialRow]:
         """The rows of `Prompts`, each with the tokens `new` `(rows or 1, n)` behind its prompt."""
@@ -255,7 +248,7 @@ class TrialRunner:
                 encoded = encoders.new()
                 encoders.append(encoded, prompts.num_encoder_tokens)
             tokens = token_ids + tokens_behind[number]
-            rows.append(self.add(tokens, length, (prompts, number), encoded))
+            rows.append(self.add(tokens, length, inputs=(prompts, number), encoded=encoded))
         return rows
 
     def compute(self, rows: Sequence[tuple[TrialRow, int]]) -> Tensor:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
-from ..model.capability import Layout
+from ..model.layout import Layout
 from ..model.ranks import is_sharded
 from ..topics import Topic
 from .arguments import RequestOptions, ServedByGenerateError

@@ -16,8 +16,8 @@ from transformers.generation.streamers import TextStreamer
 
 from .. import compat
 from ..config import PagedConfig, is_whole, meant, shown
-from ..model.capability import is_stock
 from ..model.forwards import compute_device
+from ..model.structure import is_stock
 
 
 class ServedByGenerateError(ValueError):

@@ -25,7 +25,7 @@ from ..cache.idle import begin_use, end_use
 from ..cache.memory import PagedMemory
 from ..config import PagedConfig
 from ..interrupts import ends_with_calls, guarded, is_interrupt, restoring
-from ..model.capability import Layout
+from ..model.layout import Layout
 from ..model.rank_signals import PatientLock
 from ..model.ranks import RankLostError
 from ..model.registry import Route, note_route

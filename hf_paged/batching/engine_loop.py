@@ -12,8 +12,8 @@ from ..cache.block_sizes import BlockSizes
 from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.paged_cache import PagedCache
 from ..config import AUTO, PagedConfig
-from ..model.capability import Layout
 from ..model.forwards import compute_device
+from ..model.layout import Layout
 from ..model.registry import Route, block_sizes, route_of
 from .factory import MANY_BLOCKS, choose_layout, empty_cache, make_loop
 from .loop import StepLoop

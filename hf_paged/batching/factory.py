@@ -23,8 +23,9 @@ from ..cache.swap import BlockSwapper
 from ..cache.tiers import PrefixStore
 from ..config import PagedConfig, PrefixTiers
 from ..model import capability
-from ..model.capability import Layout
 from ..model.forwards import compute_device
+from ..model.layout import Layout
+from ..model.structure import overridden
 from ..model.weights import WeightsGuard
 from ..topics import Topic
 from .decoding.speculation import Assistance
@@ -164,7 +165,7 @@ def reason_against_assistance(
     """Returns why the engine cannot assist rows with this generation config, layout aside; `None`
     if it can."""
     assistant = assistance.model
-    method = capability.overridden(model, compat.ASSISTED_DECODING)
+    method = overridden(model, compat.ASSISTED_DECODING)
     if method is not None:
         return Topic.ASSISTED(f"it overrides `{method}`")
     if config.speculation_type is not None:

@@ -24,10 +24,11 @@ from ..batching.factory import (
 )
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
-from ..model.capability import TOGETHER, Layout, PromptsVerdict, is_stock, overridden
+from ..model.layout import TOGETHER, Layout, PromptsVerdict
 from ..model.own_loop import mismatched_rows
 from ..model.ranks import is_sharded
 from ..model.rope import find_length_rope
+from ..model.structure import is_stock, overridden
 from ..topics import Topic
 from .call import Call, first_rows
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,6 +23,12 @@ _LIBRARIES = (
     "transformers.",
     "trl.",
 )
+
+
+def tensors_of_module(module: nn.Module) -> list[torch.Tensor]:
+    """The parameters and buffers that a module holds itself."""
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def is_idle_hook(hook: Callable[..., Any]) -> bool:
@@ -60,41 +66,32 @@ def code_of(function: Any, seen: set[int] | None = None) -> Any:
     code, the scalars in its closure or attributes, and likewise of callables there. Equal for
     callables made alike; keeps code and classes alive."""
     kind = type(function)
-    seen = set() if seen is None else seen
     if kind in _SCALARS:
         return function
+    seen = set() if seen is None else seen
     if id(function) in seen:  # some functions close over themselves
         return kind
     seen.add(id(function))
-    if kind is types.MethodType:
-        return (
-            kind,
-            code_of(function.__func__, seen),
-            _told(getattr(function.__self__, "__dict__", {}), seen),
-        )
+    head: Any = kind
+    parts: Iterable[Any] = ()
     if kind is types.FunctionType:
-        cells = (_content(cell) for cell in function.__closure__ or ())
-        return function.__code__, *(
-            code_of(x, seen) for x in (*cells, *(function.__defaults__ or ()))
-        )
-    if kind is functools.partial:
-        parts = (function.func, *function.args, *function.keywords.values())
-        return kind, *(code_of(part, seen) for part in parts)
-    if kind is torch.autocast:
-        return kind, function.device, function.fast_dtype, function._enabled
-    if kind is types.BuiltinFunctionType:
-        return kind, function.__qualname__
-    if kind is dict:
-        return kind, _told(function, seen)
-    if isinstance(function, (nn.Module, type)) or not callable(function):
-        return kind
-    return kind, _told(getattr(function, "__dict__", {}), seen)
-
-
-def _told(attributes: dict[Any, Any], seen: set[int]) -> Any:
-    """Keys of the attributes that are scalars or callables, with their names."""
-    told = ((name, x) for name, x in attributes.items() if type(x) in _SCALARS or callable(x))
-    return tuple((str(name), code_of(x, seen)) for name, x in told)
+        head = function.__code__
+        cells = map(_content, function.__closure__ or ())
+        parts = (*cells, *(function.__defaults__ or ()))
+    elif kind is types.MethodType:
+        parts = function.__func__, getattr(function.__self__, "__dict__", {})
+    elif kind is functools.partial:
+        parts = function.func, *function.args, *function.keywords.values()
+    elif kind is torch.autocast:
+        parts = function.device, function.fast_dtype, function._enabled
+    elif kind is types.BuiltinFunctionType:
+        parts = (function.__qualname__,)
+    elif kind is dict:
+        named = ((name, x) for name, x in function.items() if type(x) in _SCALARS or callable(x))
+        parts = (part for name, x in named for part in (str(name), x))
+    elif callable(function) and not isinstance(function, (nn.Module, type)):
+        parts = (getattr(function, "__dict__", {}),)
+    return head, *(code_of(part, seen) for part in parts)
 
 
 def _content(cell: types.CellType) -> Any:

@@ -22,8 +22,9 @@ _SOURCE = {
     "proxies",
     "revision",
     "subfolder",
+    "token",
+    "trust_remote_code",
 }
-_SOURCE |= {"token", "trust_remote_code"}
 
 
 def load_model(name_or_path: str | os.PathLike[str], **loading: Any) -> Any:
@@ -36,10 +37,9 @@ def load_model(name_or_path: str | os.PathLike[str], **loading: Any) -> Any:
     except (OSError, ValueError):
         # an adapter without a config, or nothing: `from_pretrained` raises then
         architectures = None
-    found = getattr(transformers, (architectures or [""])[0], None)
-    return (AutoModelForCausalLM if found is None else found).from_pretrained(
-        name_or_path, **loading
-    )
+    name = (architectures or [""])[0]
+    model_class = getattr(transformers, name, AutoModelForCausalLM)
+    return model_class.from_pretrained(name_or_path, **loading)
 
 
 def load_tokenizer(name_or_path: str | os.PathLike[str], model: Any, **loading: Any) -> Any:
@@ -47,16 +47,16 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], model: Any, **loading: 
     there is none."""
     source = {name: loading[name] for name in _SOURCE if name in loading}
     error: Exception | None = None
-    for place in dict.fromkeys((str(name_or_path), model.name_or_path)):
+    for name in dict.fromkeys((str(name_or_path), model.name_or_path)):
         try:
-            found = AutoTokenizer.from_pretrained(place, **source)
+            tokenizer = AutoTokenizer.from_pretrained(name, **source)
         except (OSError, ValueError) as failure:
             error = error or failure
         else:
             # without files transformers makes a tokenizer of its class's special tokens and T5's
             # space marker
-            if len(found) > len(found.added_tokens_decoder) + 1:
-                return found
+            if len(tokenizer) > len(tokenizer.added_tokens_decoder) + 1:
+                return tokenizer
     message = (
         "no tokenizer was found, so prompts and results are token ids: pass `tokenizer=` for text"
         " (%s)"

@@ -66,13 +66,14 @@ def next_logits(
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """Applies `function` to all tensors in an input of a model."""
-    if isinstance(value, ModelOutput):
-        return type(value)(**{name: map_tensors(function, held) for name, held in value.items()})
+    if isinstance(value, Tensor):
+        return function(value)
     if isinstance(value, dict):
-        return {name: map_tensors(function, held) for name, held in value.items()}
+        mapped = {name: map_tensors(function, part) for name, part in value.items()}
+        return type(value)(**mapped) if isinstance(value, ModelOutput) else mapped
     if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(function, held) for held in value)
-    return function(value) if isinstance(value, Tensor) else value
+        return type(value)(map_tensors(function, part) for part in value)
+    return value
 
 
 # inputs whose rows are their first dimension in every model, but for positions with axes in front
@@ -82,8 +83,10 @@ ROW_INPUTS = {
     "inputs_embeds",
     "position_ids",
     "token_type_ids",
+    "decoder_attention_mask",
+    "decoder_input_ids",
+    "decoder_position_ids",
 }
-ROW_INPUTS |= {"decoder_attention_mask", "decoder_input_ids", "decoder_position_ids"}
 
 
 def mismatched_rows(inputs: Mapping[str, Any], rows: int) -> str | None:
@@ -104,11 +107,9 @@ def select_rows(name: str, value: Any, rows: Tensor, count: int) -> Any:
     def select(x: Tensor) -> Tensor:
         # where transformers repeats rows
         axis = 1 if name.endswith("position_ids") and x.dim() == 3 else 0
-        return (
-            x.index_select(axis, rows.to(x.device))
-            if x.dim() > axis and x.shape[axis] == count
-            else x
-        )
+        if x.dim() > axis and x.shape[axis] == count:
+            return x.index_select(axis, rows.to(x.device))
+        return x
 
     return map_tensors(select, value)
 
@@ -137,11 +138,9 @@ def join_rows(values: Sequence[Any], widths: Sequence[int], width: int) -> Any:
 
 def _aligned(x: Tensor, width: int) -> Tensor:
     missing = width - x.shape[1]
-    return (
-        x[:, -missing:]
-        if missing < 0
-        else torch.cat([x.new_zeros((len(x), missing, *x.shape[2:])), x], dim=1)
-    )
+    if missing < 0:
+        return x[:, -missing:]
+    return torch.cat([x.new_zeros((len(x), missing, *x.shape[2:])), x], dim=1)
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:

@@ -1,15 +1,25 @@
-"""Tables of positions that a model's forward reads: how they are recognised, and which of them
-end."""
+"""Tables of positions that a model's forward reads: how they are recognised, which of them end, and
+how many positions they hold."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.cache_utils import EncoderDecoderCache
+
+from .. import compat
+from .forwards import tensors_of_module
+from .own_loop import first_inputs, next_logits
+from .trial import ForwardFailedError, Trial, sample_tokens, stock_cache
 
 _aten = torch.ops.aten
+# tokens of a prompt, and of steps behind it, that show which tables are read
+_NUM_PROBED = 4
+_NUM_STEPS = 3
 
 
 class Table(NamedTuple):
@@ -30,8 +40,11 @@ class PositionReads(TorchDispatchMode):
         super().__init__()
         self.position = position
         self.tables = set[Table]()
-        held = (x for module in model.modules() for part in _parts(module) for x in part.values())
-        self._addresses = {x.untyped_storage().data_ptr() for x in held if _is_plain(x)}
+        self._addresses = set[int]()
+        for module in model.modules():
+            for x in (*tensors_of_module(module), *vars(module).values()):
+                if _is_plain(x):
+                    self._addresses.add(x.untyped_storage().data_ptr())
 
     def __torch_dispatch__(
         self,
@@ -58,10 +71,6 @@ class PositionReads(TorchDispatchMode):
         return _is_plain(tensor) and tensor.untyped_storage().data_ptr() in self._addresses
 
 
-def _parts(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    return module._parameters, module._buffers, vars(module)
-
-
 def _is_plain(value: Any) -> bool:
     return type(value) in (Tensor, nn.Parameter, nn.Buffer) and value.layout is torch.strided
 
@@ -80,8 +89,8 @@ def _reads(kind: Any, args: tuple[Any, ...]) -> list[tuple[int, set[int]]]:
     if kind in (_aten.gather, _aten.index_select) and args[0].dim():
         return [(args[0].shape[args[1]], _values(args[2]))]
     if kind is _aten.index:
-        indices = enumerate(args[1])
-        return [(args[0].shape[axis], _values(index)) for axis, index in indices if _counts(index)]
+        indices = zip(args[0].shape, args[1])
+        return [(size, _values(index)) for size, index in indices if _counts(index)]
     if kind is _aten.slice:
         axis, start, end = (*args[1:], 0, None, None)[:3] if len(args) > 3 else (0, 0, None)
         size = args[0].shape[axis]
@@ -107,7 +116,7 @@ def shorten(model: nn.Module, size: int, length: int) -> bool:
     places; returns whether there are any. For use where attributes of modules are restored."""
     is_shorter = False
     for module in model.modules():
-        for held in _parts(module)[1:]:
+        for held in (module._buffers, vars(module)):
             for name, value in list(held.items()):
                 if (
                     isinstance(value, Tensor)
@@ -117,3 +126,62 @@ def shorten(model: nn.Module, size: int, length: int) -> bool:
                     held[name] = value.narrow(value.shape.index(size), 0, length)
                     is_shorter = True
     return is_shorter
+
+
+def num_positions(
+    trial: Trial, given: dict[str, Any] | None = None
+) -> tuple[int | None, int | None]:
+    """Returns how many positions the model's tables hold: those that end, and those that its
+    forward makes longer when needed; `None` without any, or if a forward fails. `given`: inputs of
+    a model with an encoder. A table is an axis of which each step reads one place, the one that
+    follows that of the step before."""
+    try:
+        tables = _tables(trial, given)
+    except ForwardFailedError:
+        return None, None
+    growing = {table for table in tables if _grows(trial, given, table)}
+    return _least(tables - growing), _least(growing)
+
+
+def _least(tables: set[Table]) -> int | None:
+    """How many positions all of these tables hold."""
+    return min((table.size - table.offset for table in tables), default=None)
+
+
+def _grows(trial: Trial, given: dict[str, Any] | None, table: Table) -> bool:
+    """Whether forwards make a table longer that is cut to one place less than they need."""
+    if not table.is_parameter:
+        with contextlib.suppress(ForwardFailedError):
+            _tables(trial, given, table.size, table.offset + _NUM_PROBED + _NUM_STEPS - 1)
+            return True
+    return False
+
+
+def _tables(
+    trial: Trial, given: dict[str, Any] | None, size: int = 0, length: int = 0
+) -> set[Table]:
+    """The tables that decode steps read, with buffers of `size` cut to `length`."""
+    model = trial.model
+    with trial.forwards():
+        if size and not shorten(model, size, length):
+            raise IndexError("the table is no buffer")
+        columns = [0] * (_NUM_PROBED + _NUM_STEPS)
+        ids = sample_tokens(model)[:1, columns]
+        cache: Any = None
+        if compat.supports_dynamic_cache(model):
+            cache = stock_cache(model)
+            if given:
+                cache = EncoderDecoderCache(cache, stock_cache(model))
+        prompt = ids[:, :_NUM_PROBED]
+        inputs = first_inputs(model, prompt, torch.ones_like(prompt), cache)
+        if given:
+            del inputs["attention_mask"]  # it would be the encoder's
+            inputs |= given
+        tables_by_step: list[set[Table]] = []
+        for end in range(_NUM_PROBED, ids.shape[1] + 1):
+            # a slice of the model's own code would be read as a table
+            tokens = ids[:, :end].clone()
+            with PositionReads(end - 1, model) as reads:
+                _, inputs = next_logits(model, tokens, inputs, begins=end == _NUM_PROBED)
+            tables_by_step.append(reads.tables)
+        return set.intersection(*tables_by_step[1:])

@@ -6,12 +6,13 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
+import struct
 import threading
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from .. import compat, forks
 from ..topics import Topic, TopicError
@@ -78,43 +79,38 @@ class Ranks:
 
     def send(self, message: bytes) -> None:
         """Sends a message from the first member to the others, which call `receive`."""
-        head = len(message).to_bytes(8, "little") + message[: _MESSAGE - 8]
-        self._broadcast(torch.frombuffer(bytearray(head.ljust(_MESSAGE, b"\0")), dtype=torch.uint8))
-        if len(message) > _MESSAGE - 8:
-            self._broadcast(torch.frombuffer(bytearray(message[_MESSAGE - 8 :]), dtype=torch.uint8))
+        framed = len(message).to_bytes(8, "little") + message
+        self._broadcast(bytearray(framed[:_MESSAGE].ljust(_MESSAGE, b"\0")))
+        if len(framed) > _MESSAGE:
+            self._broadcast(bytearray(framed[_MESSAGE:]))
 
     def receive(self) -> bytes:
-        head = (
-            self._broadcast(torch.empty(_MESSAGE, dtype=torch.uint8, device="cpu"))
-            .numpy()
-            .tobytes()
-        )
-        length = int.from_bytes(head[:8], "little")
-        message = head[8 : 8 + length]
-        left = length - (_MESSAGE - 8)
-        if left > 0:
-            message += (
-                self._broadcast(torch.empty(left, dtype=torch.uint8, device="cpu"))
-                .numpy()
-                .tobytes()
-            )
+        framed = bytearray(_MESSAGE)
+        self._broadcast(framed)
+        end = 8 + int.from_bytes(framed[:8], "little")
+        message = bytes(framed[8:end])
+        if end > _MESSAGE:
+            rest = bytearray(end - _MESSAGE)
+            self._broadcast(rest)
+            message += rest
         return message
 
-    def _broadcast(self, tensor: Tensor) -> Tensor:
+    def _broadcast(self, content: bytearray) -> None:
+        """Sends the content from the first member, or replaces it by what is sent."""
         with self._reaching():
-            dist.broadcast(tensor, self._first, group=self._group)
-        return tensor
+            shared = torch.frombuffer(content, dtype=torch.uint8)
+            dist.broadcast(shared, self._first, group=self._group)
 
     def gather(self, *numbers: int) -> list[list[int]]:
         """Returns the int64 numbers that each member passes, by rank."""
-        own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        found = [torch.empty_like(own) for _ in range(self.size)]
+        passed = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        gathered = [torch.empty_like(passed) for _ in range(self.size)]
         with self._reaching():
-            dist.all_gather(found, own, group=self._group)
-        return [each.tolist() for each in found]
+            dist.all_gather(gathered, passed, group=self._group)
+        return [row.tolist() for row in gathered]
 
     def least(self, number: int) -> int:
-        return min(each for (each,) in self.gather(number))
+        return min(self.gather(number))[0]
 
     def of_first(self, number: int) -> int:
         """Returns the number that the first member passes."""
@@ -122,8 +118,8 @@ class Ranks:
 
     def check_same(self, number: int, what: str) -> None:
         """Raises [`RankLostError`] in every member unless all pass the same number."""
-        found = [each for (each,) in self.gather(number)]
-        others = [rank for rank, each in enumerate(found) if each != found[0]]
+        numbers = self.gather(number)
+        others = [rank for rank, passed in enumerate(numbers) if passed != numbers[0]]
         if others:
             raise RankLostError(
                 f"ranks {others} of {self.size} have {what} than rank 0: make the same calls in"
@@ -132,20 +128,11 @@ class Ranks:
 
     def fingerprint(self, model: nn.Module, state: ModelState | None = None) -> bytes | None:
         """`state.fingerprint` over the shards of all members; `None` if one cannot be read."""
-        own = fingerprint(model, state)
-        words = (
-            [own[start : start + 8] for start in range(0, len(own), 8)]
-            if own is not None
-            else [b"\0" * 8] * 4
-        )
-        found = self.gather(
-            own is not None, *(int.from_bytes(word, "little", signed=True) for word in words)
-        )
-        return (
-            hashlib.blake2b(repr(found).encode(), digest_size=32).digest()
-            if all(x[0] for x in found)
-            else None
-        )
+        shard = fingerprint(model, state)
+        numbers = self.gather(shard is not None, *struct.unpack("<4q", shard or bytes(32)))
+        if not all(is_read for is_read, *_ in numbers):
+            return None
+        return hashlib.blake2b(repr(numbers).encode(), digest_size=32).digest()
 
     def check_failed(self) -> None:
         """After a forward failed here: raises [`RankLostError`] unless it failed in every
@@ -187,10 +174,9 @@ def is_sharded(model: nn.Module) -> bool:
 def check_heads(model: nn.Module) -> None:
     """Raises `ValueError` if the K/V heads do not divide evenly among the processes that share the
     attention."""
-    found = compat.split_heads(model)
-    if found is None or found[0] % found[1] == 0:
+    heads, size = compat.split_heads(model) or (0, 1)
+    if heads % size == 0:
         return
-    heads, size = found
     counts = " or ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)
     raise ValueError(
         f"{type(model).__name__} has {heads} key/value heads, which {size} processes cannot share"
@@ -204,8 +190,9 @@ def ranks_of(model: nn.Module) -> Ranks | None:
     members = compat.shard_ranks(model)
     if members is None:
         return None
-    found = _known.get(tuple(members))
-    if found is None or found.world is not dist.group.WORLD:
+    key = tuple(members)
+    ranks = _known.get(key)
+    if ranks is None or ranks.world is not dist.group.WORLD:
         # or it belongs to an earlier `init_process_group`
-        found = _known[tuple(members)] = Ranks(members)
-    return found
+        ranks = _known[key] = Ranks(members)
+    return ranks

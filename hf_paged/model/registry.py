@@ -77,17 +77,16 @@ def route_of(
     **others: Any,
 ) -> Route:
     """The [`Route`] of work with these counters of K/V reads; `others` are further fields of it."""
-    gathers = Topic.GATHERED(f"keys and values are gathered in decode steps ({reason})")
+    slow = sorted(slowed_by)
+    if any(c.gathered_decodes for c in counters):
+        slow.append(Topic.GATHERED(f"keys and values are gathered in decode steps ({reason})"))
+    reads_in_place = any(c.in_place for c in counters) and not any(c.gathered for c in counters)
     return Route(
         name,
         reason,
-        in_place=is_packed
-        or (any(c.in_place for c in counters) and not any(c.gathered for c in counters)),
+        in_place=is_packed or reads_in_place,
         latent=any(c.latent for c in counters),
-        slowed_by=(
-            *sorted(slowed_by),
-            *([gathers] if any(c.gathered_decodes for c in counters) else []),
-        ),
+        slowed_by=tuple(slow),
         **others,
     )
 
@@ -113,19 +112,17 @@ def block_sizes(
 ) -> BlockSizes:
     """The inputs of `block_size="auto"`: the lengths `seen` or `expected`, and the kernel's times.
     Blocks have the default size where other processes or calls need the same one."""
+    reason = None
     if config.prefix_tiers is not None:
-        return BlockSizes(
-            Costs({}, "blocks of `prefix_tiers` are found by processes that saw other lengths")
-        )
-    if config.batch_invariant:
-        return BlockSizes(
-            Costs({}, "`batch_invariant` gives the same bits whatever lengths were seen")
-        )
-    if ranks_of(model) is not None:
-        return BlockSizes(Costs({}, "shards of a block lie in several processes"))
-    costs = find_costs(
-        compute_device(model), autocast_dtype(compute_device(model)) or model.dtype, config.kv_dtype
-    )
+        reason = "blocks of `prefix_tiers` are found by processes that saw other lengths"
+    elif config.batch_invariant:
+        reason = "`batch_invariant` gives the same bits whatever lengths were seen"
+    elif ranks_of(model) is not None:
+        reason = "shards of a block lie in several processes"
+    if reason is not None:
+        return BlockSizes(Costs({}, reason))
+    device = compute_device(model)
+    costs = find_costs(device, autocast_dtype(device) or model.dtype, config.kv_dtype)
     return BlockSizes(Costs(*costs), expected, seen)
 
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from .. import compat
 from ..interrupts import restoring
+from .writes import put_back
 
 
 class LengthRope:
@@ -30,10 +31,10 @@ class LengthRope:
         """`kinds`: for each rotary embedding its types, each with the length up to which the
         factors are those of 0."""
         self._modules = list(kinds)
-        found = {kind for each in kinds.values() for kind in each}
+        limits = {kind_and_limit for of_module in kinds.values() for kind_and_limit in of_module}
         # every length beyond has different factors
-        self._dynamic = sorted(limit for kind, limit in found if kind != "longrope")
-        self._limits = sorted((limit for _, limit in found), reverse=True)
+        self._dynamic = sorted(limit for kind, limit in limits if kind != "longrope")
+        self._limits = sorted((limit for _, limit in limits), reverse=True)
         self.restarts = any(_drops_cache(model, limit) for limit in self._limits)
         """Whether plain `generate` recomputes all tokens when a sequence's factors change."""
 
@@ -69,19 +70,18 @@ class LengthRope:
         """A context for a packed forward of tokens with these factors; without any, those that the
         modules have. It leaves the modules unchanged: the forward writes to copies."""
         places: dict[int, list[int]] = {}
-        for place, each in enumerate(factors):
-            places.setdefault(each, []).append(place)
+        for place, kind in enumerate(factors):
+            places.setdefault(kind, []).append(place)
 
         def rotate(
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
         ) -> Any:
             return self._rotate(module, places, args, kwargs)
 
-        held_by = [x for module in self._modules for x in (vars(module), module._buffers)]
-        before = [(attributes, dict(attributes)) for attributes in held_by]
         with contextlib.ExitStack() as stack:
-            stack.callback(_put_back, before)
             for module in self._modules:
+                for held in (vars(module), module._buffers):
+                    stack.callback(put_back, held, dict(held))
                 module._buffers.update(
                     {name: x if x is None else x.clone() for name, x in module._buffers.items()}
                 )
@@ -103,45 +103,53 @@ class LengthRope:
             *args,
             *(kwargs.pop(name) for name in ("x", "position_ids") if name in kwargs),
         )
-        order = [place for each in sorted(places) for place in places[each]]
-        parts: list[Any] = []
-        for each in sorted(places):
+        outputs: list[Any] = []
+        order: list[int] = []
+        for kind in sorted(places):
             # as after a short sequence
             module.forward(x, torch.zeros_like(positions[..., :1]), *others, **kwargs)
-            own = positions[..., torch.tensor(places[each], device=positions.device)]
-            longest = torch.full_like(own[..., :1], max(each - 1, 0))
-            found = module.forward(x, torch.cat([own, longest], dim=-1), *others, **kwargs)
-            parts.append(tree_map_only(Tensor, lambda table: table[..., :-1, :], found))
+            chosen = positions[..., torch.tensor(places[kind], device=positions.device)]
+            longest = torch.full_like(chosen[..., :1], max(kind - 1, 0))
+            ending = torch.cat([chosen, longest], dim=-1)
+            outputs.append(module.forward(x, ending, *others, **kwargs))
+            order += places[kind]
         back = torch.tensor(order, device=positions.device).argsort()
-        if isinstance(parts[0], Tensor):
-            return torch.cat(parts, dim=-2)[..., back, :]
-        return tuple(torch.cat(tables, dim=-2)[..., back, :] for tables in zip(*parts))
 
+        def join(*tables: Tensor) -> Tensor:
+            return torch.cat([table[..., :-1, :] for table in tables], dim=-2)[..., back, :]
 
-def _put_back(before: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    for now, known in before:
-        for name in now.keys() - known.keys():
-            del now[name]
-        now.update(known)
+        return tree_map(join, *outputs)
 
 
 def find_length_rope(model: PreTrainedModel, modules: Iterable[nn.Module]) -> LengthRope | None:
     """The [`LengthRope`] of a model; `None` if its factors are the same for all lengths. Raises the
     errors of the model's `prepare_inputs_for_generation`."""
-    kinds: dict[nn.Module, list[tuple[str, int]]] = {}
+    limits: dict[nn.Module, list[tuple[str, int]]] = {}
     for module in modules:
-        own: Any = compat.attribute(module, "rope_type")
-        for layer_type, kind in own.items() if isinstance(own, dict) else [(None, own)]:
+        for layer_type, kind in length_types(module):
             if kind == "longrope":
                 parameters: Any = module.config.rope_parameters
-                parameters = parameters if layer_type is None else parameters[layer_type]
+                if layer_type is not None:
+                    parameters = parameters[layer_type]
                 limit = parameters["original_max_position_embeddings"]
-            elif "dynamic" in str(kind):
-                limit = module.original_max_seq_len
             else:
-                continue
-            kinds.setdefault(module, []).append((kind, int(limit)))
-    return LengthRope(model, kinds) if kinds else None
+                limit = module.original_max_seq_len
+            limits.setdefault(module, []).append((kind, int(limit)))
+    return LengthRope(model, limits) if limits else None
+
+
+def length_types(module: nn.Module) -> list[tuple[str | None, str]]:
+    """The types of a rotary embedding whose factors depend on the length, with the types of layers
+    that have them, if these differ."""
+    types: Any = compat.attribute(module, "rope_type")
+    if not types:  # the usual case
+        return []
+    by_layer = types if isinstance(types, dict) else {None: types}
+    return [
+        (layer_type, kind)
+        for layer_type, kind in by_layer.items()
+        if kind == "longrope" or "dynamic" in str(kind)
+    ]
 
 
 class _Held(DynamicCache):

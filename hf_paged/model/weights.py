@@ -22,12 +22,7 @@ class WeightsGuard:
     whose lock guards `blocks`. Before a window ends (`settle`), its blocks get a fingerprint, or
     the executor watches the model (`is_watched`); else they are forgotten."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        memory: PagedMemory,
-        blocks: BlockManager,
-    ) -> None:
+    def __init__(self, model: nn.Module, memory: PagedMemory, blocks: BlockManager) -> None:
         self._model = model
         self._memory = memory
         self._blocks = blocks
@@ -75,11 +70,7 @@ class WeightsGuard:
         window; if not, they are dropped."""
         return self._blocks.is_vouched_for or self._compare()
 
-    def settle(
-        self,
-        is_call: bool,
-        state: ModelState | None = None,
-    ) -> None:
+    def settle(self, is_call: bool, state: ModelState | None = None) -> None:
         """Before the end of a window (a step or call): fingerprints the blocks that it computed, if
         caching is on. `state`: the model's, if it has just been read."""
         try:

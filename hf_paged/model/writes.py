@@ -4,30 +4,19 @@ check; which of it a forward reads decides whether the prefix cache serves the m
 from __future__ import annotations
 
 import operator
-from collections import deque
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..interrupts import restoring
-from .state import (
-    ABSENT,
-    NOTES,
-    SCALARS,
-    is_users_object,
-    note_write,
-    plain_tensors,
-)
+from .values import ABSENT, CONTAINERS, NOTES, PLUMBING, SCALARS, is_users_object, plain_tensors
 
 MAX_COPIED = 256 << 20
 """Bytes of tensors, the smallest first, that a [`Snapshot`] copies."""
 
-# Attributes of every module that torch keeps itself; buffers are visited in their table.
-_PLUMBING = frozenset({*vars(nn.Module()), *NOTES})
-_CONTAINERS = (dict, list, deque, set)
 _MAX_CONTAINERS = 10_000  # in one attribute, whose objects may reach half the process
 
 
@@ -44,12 +33,60 @@ class Write(NamedTuple):
 
 Key = tuple[int, str]  # the id of a table, and a name in it
 Writes = dict[Key, Write]
+Modes = tuple[bool, ...]  # of a model's modules
 
-noted_writes: ContextVar[list[Write] | None] = ContextVar(
-    "noted_writes",
-    default=None,
-)
-"""Collects what [`Snapshot`]s take back."""
+_unread: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, Modes], Any]]
+_unread = weakref.WeakKeyDictionary()
+"""Of modules: attributes that each forward writes and none reads, with the modes of the model's
+modules in which this holds, and what a [`ModelState`] reads in their place."""
+_carried: weakref.WeakKeyDictionary[nn.Module, dict[Modes, str]]
+_carried = weakref.WeakKeyDictionary()
+"""Of models: an attribute that forwards read and earlier ones wrote, by the modes of the
+modules."""
+
+
+def _modes(model: nn.Module) -> Modes:
+    return tuple(module.training for module in model.modules())
+
+
+def note_write(model: nn.Module, write: Write, is_read: bool) -> None:
+    """Notes that in the present modes each forward of `model` makes this write. If no forward reads
+    what another wrote, the attribute is not part of the model's state; else no prefix of the model
+    is cached."""
+    modes = _modes(model)
+    if is_read:
+        _carried.setdefault(model, {})[modes] = f"{type(write.module).__name__}.{write.name}"
+        return
+    told = "written"
+    if write.before is ABSENT or type(write.before) in SCALARS:
+        told = write.before  # from before the first forward, it is the same in every process
+    _unread.setdefault(write.module, {}).setdefault((write.name, modes), told)
+
+
+def unread_names(module: nn.Module) -> set[str]:
+    """Attributes that each forward writes and none reads, in some modes."""
+    return {name for name, _ in _unread.get(module, ())}
+
+
+def unread_modes(model: nn.Module) -> Modes:
+    """The present modes, for `unread_values`; empty if there are none of any model."""
+    return _modes(model) if _unread else ()
+
+
+def unread_values(module: nn.Module, modes: Modes) -> dict[str, Any]:
+    """What a [`ModelState`] reads in place of attributes that in these modes each forward writes
+    and none reads."""
+    if not modes:
+        return {}
+    notes = _unread.get(module, {})
+    return {name: value for (name, noted), value in notes.items() if noted == modes}
+
+
+def carried_name(model: nn.Module) -> str | None:
+    """An attribute that forwards read and earlier ones wrote, in the present modes."""
+    if model not in _carried:
+        return None
+    return _carried[model].get(_modes(model))
 
 
 class Snapshot:
@@ -58,46 +95,43 @@ class Snapshot:
     Tensors beyond `MAX_COPIED` are not copied."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._tables: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
-        for module in model.modules():
-            for table in (vars(module), module._buffers):
-                # attributes of a traced or scripted module are no dicts, and its code sets none
-                if isinstance(table, dict):
-                    known = dict(table)
-                    self._tables.append((module, table, known))
+        self._tables = [
+            (module, table, dict(table))
+            for module in model.modules()
+            for table in (vars(module), module._buffers)
+            # attributes of a traced or scripted module are no dicts, and its code sets none
+            if isinstance(table, dict)
+        ]
         self._containers: dict[int, tuple[Any, list[Any]]] = {}
-        tensors: dict[int, Tensor] = {}
-        generators: dict[int, torch.Generator] = {}
+        parts: list[Any] = []
         for _, _, known in self._tables:
             for name, value in known.items():
-                if name in _PLUMBING:
-                    continue
-                for part in self._reached(value):
-                    if isinstance(part, torch.Generator):
-                        generators[id(part)] = part
-                    elif isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
-                        for tensor in plain_tensors(part):
-                            if tensor.layout is torch.strided:
-                                tensors[id(tensor)] = tensor
-        self._generators: list[tuple[torch.Generator, Tensor]] = []
-        for generator in generators.values():
-            state = generator.get_state()
-            self._generators.append((generator, state))
+                if name not in PLUMBING:
+                    parts += self._reached(value)
+        generators = {id(part): part for part in parts if isinstance(part, torch.Generator)}
+        self._generators = [(x, x.get_state()) for x in generators.values()]
+        tensors: dict[int, Tensor] = {}
+        for part in parts:
+            if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
+                for tensor in plain_tensors(part):
+                    if tensor.layout is torch.strided and not tensor.is_meta:
+                        tensors[id(tensor)] = tensor
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._uncopied: list[tuple[Tensor, int]] = []
         left = MAX_COPIED
-        stored = (tensor for tensor in tensors.values() if not tensor.is_meta)
-        for tensor in sorted(stored, key=lambda tensor: tensor.nbytes):
+        for tensor in sorted(tensors.values(), key=lambda tensor: tensor.nbytes):
             left -= tensor.nbytes
-            try:
-                if left >= 0:
-                    copy = tensor.detach().clone()
-                    self._copies.append((tensor, copy))
-                    continue
-            except RuntimeError:  # out of memory
+            if left < 0 or not self._copy(tensor):
                 left = 0
-            if not tensor.is_inference():
-                self._uncopied.append((tensor, tensor._version))
+                if not tensor.is_inference():
+                    self._uncopied.append((tensor, tensor._version))
+
+    def _copy(self, tensor: Tensor) -> bool:
+        try:
+            self._copies.append((tensor, tensor.detach().clone()))
+        except RuntimeError:  # out of memory
+            return False
+        return True
 
     def _reached(self, value: Any) -> Iterator[Any]:
         """A value, or what containers and objects of user classes hold, whose elements are
@@ -108,7 +142,7 @@ class Snapshot:
             value = pending.pop()
             if is_users_object(value):
                 value = vars(value)
-            if not isinstance(value, (*_CONTAINERS, tuple)):
+            if not isinstance(value, (*CONTAINERS, tuple)):
                 yield value
             elif id(value) not in self._containers and len(self._containers) < limit:
                 try:
@@ -122,34 +156,26 @@ class Snapshot:
     @property
     def has_drawn(self) -> bool:
         """Whether a generator of a module has drawn numbers."""
-        for generator, state in self._generators:
-            if not torch.equal(generator.get_state(), state):
-                return True
-        return False
+        return not all(torch.equal(x.get_state(), state) for x, state in self._generators)
 
     @property
     def num_lost_bytes(self) -> int:
         """Bytes of the tensors that were not copied, and were written to."""
-        num_bytes = 0
-        for tensor, version in self._uncopied:
-            if tensor._version != version:
-                num_bytes += tensor.nbytes
-        return num_bytes
+        return sum(x.nbytes for x, version in self._uncopied if x._version != version)
 
-    def restore(self, by_engine: bool) -> None:
+    def restore(self, by_engine: bool, writes: list[Write] | None = None) -> None:
         """Puts everything back but transformers' notes to itself; adds the differences to
-        `noted_writes`."""
+        `writes`."""
         changed = [(x, copy) for x, copy in self._copies if not _is_equal(x, copy)]
         refilled = [
             (value, listed)
             for value, listed in self._containers.values()
             if not _is_listed(value, listed)
         ]
-        noted = noted_writes.get()
-        if noted is not None:
+        if writes is not None:
             changed_ids = {id(x) for x, _ in changed}
             refilled_ids = {id(value) for value, _ in refilled}
-            noted += self._writes(changed_ids, refilled_ids, by_engine)
+            writes += self._writes(changed_ids, refilled_ids, by_engine)
         for generator, state in self._generators:
             generator.set_state(state)
         for value, listed in refilled:
@@ -161,17 +187,10 @@ class Snapshot:
                 else:  # resized
                     x.set_(copy)
         for _, now, known in self._tables:
-            kept = {name: x for name, x in now.items() if name in NOTES}
-            for name in now.keys() - known.keys():
-                del now[name]
-            now.update({**known, **kept})
+            notes = {name: x for name, x in now.items() if name in NOTES}
+            put_back(now, {**known, **notes})
 
-    def _writes(
-        self,
-        changed: set[int],
-        refilled: set[int],
-        by_engine: bool,
-    ) -> Iterator[Write]:
+    def _writes(self, changed: set[int], refilled: set[int], by_engine: bool) -> Iterator[Write]:
         for module, now, known in self._tables:
             for name, after in now.items():
                 before = known.get(name, ABSENT)
@@ -179,15 +198,15 @@ class Snapshot:
                 is_written = is_other or id(after) in refilled
                 if not is_written and changed:
                     is_written = any(_is_among(part, changed) for part in _parts(after))
-                if is_written and name not in _PLUMBING:
-                    yield Write(
-                        module=module,
-                        table=now,
-                        name=name,
-                        before=before,
-                        after=copied(after),
-                        by_engine=by_engine,
-                    )
+                if is_written and name not in PLUMBING:
+                    yield Write(module, now, name, before, copied(after), by_engine)
+
+
+def put_back(now: dict[str, Any], before: dict[str, Any]) -> None:
+    """Makes a dict hold what it held before."""
+    for name in now.keys() - before.keys():
+        del now[name]
+    now.update(before)
 
 
 @restoring
@@ -223,32 +242,22 @@ def judge(
         attribute = type(write.module), write.name
         groups.setdefault(attribute, []).append(key)
     for keys in groups.values():
-        others: Writes = {}
+        given = dict(last)
         for key in keys:
             other = _mapped(_other, last[key].after)
-            others[key] = last[key]._replace(after=other)
-        are_same = all(is_same(others[key].after, last[key].after) for key in keys)
-        if are_same:
+            given[key] = last[key]._replace(after=other)
+        if all(is_same(given[key].after, last[key].after) for key in keys):
             continue  # there is no other value of this type
-        given = {**last, **others}
         logits, overwritten = compute(given)
         is_read = logits is None or not torch.equal(logits, expected)
         for key in keys:
-            is_noted = key in overwritten and (not is_read or key in by_engine)
-            if is_noted:
-                write = last[key]
-                note_write(
-                    model,
-                    write.module,
-                    write.name,
-                    write.before,
-                    is_read,
-                )
+            if key in overwritten and (not is_read or key in by_engine):
+                note_write(model, last[key], is_read)
 
 
 def _parts(value: Any) -> Sequence[Any]:
     """The elements of a container, else the value itself."""
-    if isinstance(value, _CONTAINERS):
+    if isinstance(value, CONTAINERS):
         return _elements(value)
     return (value,)
 
@@ -261,9 +270,7 @@ def _elements(value: Any) -> list[Any]:
 
 def _is_listed(value: Any, listed: list[Any]) -> bool:
     now = _elements(value)
-    if len(now) != len(listed):
-        return False
-    return all(map(operator.is_, now, listed))
+    return len(now) == len(listed) and all(map(operator.is_, now, listed))
 
 
 def _refill(value: Any, listed: list[Any]) -> None:
@@ -286,10 +293,8 @@ def _is_among(part: Any, ids: set[int]) -> bool:
 def is_same(a: Any, b: Any) -> bool:
     """Whether two values are equal; for containers, whether their elements are. NaN is equal to
     itself."""
-    if isinstance(a, _CONTAINERS) and type(a) is type(b):
-        if len(a) != len(b):
-            return False
-        return all(map(_is_equal, _elements(a), _elements(b)))
+    if isinstance(a, CONTAINERS) and type(a) is type(b):
+        return len(a) == len(b) and all(map(_is_equal, _elements(a), _elements(b)))
     return _is_equal(a, b)
 
 
@@ -297,9 +302,7 @@ def _is_equal(a: Any, b: Any) -> bool:
     if a is b:
         return True
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        form_of_a = a.dtype, a.shape, a.device
-        form_of_b = b.dtype, b.shape, b.device
-        if form_of_a != form_of_b:
+        if (a.dtype, a.shape, a.device) != (b.dtype, b.shape, b.device):
             return False
         if torch.equal(a, b):
             return True
@@ -326,7 +329,7 @@ def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, dict):
         values = map(function, value.values())
         return dict(zip(value, values))
-    if isinstance(value, _CONTAINERS):
+    if isinstance(value, CONTAINERS):
         kind = type(value)
         return kind(map(function, value))
     return function(value)
@@ -342,6 +345,4 @@ def _other(value: Any) -> Any:
         return not value
     if isinstance(value, (int, float, complex)):
         return value + 1
-    if isinstance(value, str):
-        return value + " "
-    return value
+    return value + " " if isinstance(value, str) else value

@@ -29,8 +29,8 @@ from ..attention.switch import foreign_attention, switchable_configs
 from ..cache.groups import GroupSpec
 from ..cache.stand_ins import spec_of
 from ..cache.storage import KVBlocks
-from ..model.capability import first_line
 from ..model.registry import Route, last_route
+from ..model.trial import first_line
 from ..step import StepMetadata
 
 MAX_RUN_BYTES = 4 << 30  # largest model that is run on the CPU to find shapes

@@ -17,7 +17,7 @@ from hf_paged.batching.execution.prompts import Prompts, _digest, prompts_of
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.kernels import cpp
 from hf_paged.kernels.hashing import hash_tensors
-from hf_paged.model.capability import PromptsVerdict
+from hf_paged.model.layout import PromptsVerdict
 from tests.kernels.test_hashing import scramble
 from tests.support import models
 from tests.support.architecture_configs import tiny_model

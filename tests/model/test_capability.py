@@ -29,7 +29,7 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedCache
 from hf_paged.config import PagedConfig
 from hf_paged.kernels import cpp
-from hf_paged.model import capability
+from hf_paged.model import capability, trial
 from hf_paged.model.capability import note_unpackable
 from hf_paged.topics import Topic
 from tests.model import test_positions as tables
@@ -80,9 +80,9 @@ def test_products_less_precise_than_their_dtype_are_packable_if_torch_is_set_so(
     ("dtype", "precision", "expected"),
     [
         (torch.float32, "highest", None),
-        (torch.float32, "high", capability.HALF_TOLERANCE[torch.float16]),
-        (torch.float32, "medium", capability.HALF_TOLERANCE[torch.bfloat16]),
-        (torch.float16, "medium", capability.HALF_TOLERANCE[torch.float16]),
+        (torch.float32, "high", trial.HALF_TOLERANCE[torch.float16]),
+        (torch.float32, "medium", trial.HALF_TOLERANCE[torch.bfloat16]),
+        (torch.float16, "medium", trial.HALF_TOLERANCE[torch.float16]),
     ],
 )
 def test_the_tolerance_is_that_of_the_products(
@@ -90,7 +90,7 @@ def test_the_tolerance_is_that_of_the_products(
 ) -> None:
     with default_precision():
         torch.set_float32_matmul_precision(precision)
-        assert capability.half_tolerance({dtype, None}, torch.device("cpu")) == expected
+        assert trial.half_tolerance({dtype, None}, torch.device("cpu")) == expected
 
 
 def test_sums_in_float16_are_less_precise() -> None:
@@ -99,9 +99,7 @@ def test_sums_in_float16_are_less_precise() -> None:
     try:
         for sums_in_half, dtype in ((False, torch.float16), (True, torch.bfloat16)):
             options.allow_fp16_accumulation = sums_in_half
-            assert (
-                capability.half_tolerance({torch.float16}, gpu) == capability.HALF_TOLERANCE[dtype]
-            )
+            assert trial.half_tolerance({torch.float16}, gpu) == trial.HALF_TOLERANCE[dtype]
     finally:
         options.allow_fp16_accumulation = before
 

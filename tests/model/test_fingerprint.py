@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_paged import PagedEngine, kernels
 from hf_paged.kernels import cpp
 from hf_paged.kernels.hashing import hash_portable, hash_tensors
-from hf_paged.model import state
+from hf_paged.model.code import code_hash
 from hf_paged.model.state import ModelState, fingerprint
 from tests.support import models
 from tests.support.kernels.device import DEVICE, available, interpreted
@@ -486,7 +486,7 @@ def test_code_is_told_by_what_it_does_and_not_by_where_it_is() -> None:
     def hash_of(text: str, path: str = "here.py") -> str:
         found: dict[str, Any] = {}
         exec(compile(text, path, "exec"), found)
-        return state._code_hash(found["forward"].__code__)
+        return code_hash(found["forward"].__code__)
 
     assert hash_of(SOURCE) == hash_of("\n\n" + SOURCE, "there.py")
     others = (
@@ -499,11 +499,12 @@ def test_code_is_told_by_what_it_does_and_not_by_where_it_is() -> None:
 
 _IN_ANOTHER = """
 import sys
-from hf_paged.model.state import _code_hash, fingerprint
+from hf_paged.model.code import code_hash
+from hf_paged.model.state import fingerprint
 from tests.support import models
 exec(sys.argv[1])
 names = "llama", "gemma2", "qwen3_next"
-print(_code_hash(forward.__code__), *(fingerprint(models.build(name)).hex() for name in names))
+print(code_hash(forward.__code__), *(fingerprint(models.build(name)).hex() for name in names))
 """
 
 

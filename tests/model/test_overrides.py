@@ -10,6 +10,7 @@ import torch
 
 import hf_paged
 from hf_paged import PagedEngine, compat
+from hf_paged.model.structure import overridden
 from tests.support import models
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -52,7 +53,7 @@ def test_the_methods_are_those_that_the_engine_does_not_call() -> None:
     assert not called & LOOPS.keys()
     model = models.get("llama")
     for loop in OPTIONS:  # what stock models have is no override
-        assert hf_paged.model.capability.overridden(model, loop) is None
+        assert overridden(model, loop) is None
 
 
 @pytest.mark.parametrize("where", ["class", "instance"])

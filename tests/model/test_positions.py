@@ -11,8 +11,8 @@ import transformers
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from hf_paged.model.capability import _num_positions
-from hf_paged.model.positions import PositionReads, Table, shorten
+from hf_paged.model.positions import PositionReads, Table, num_positions, shorten
+from hf_paged.model.trial import Trial
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
 from tests.support.checks import model_state
@@ -147,7 +147,7 @@ def test_a_table_of_positions_is_found_by_what_is_read(name: str) -> None:
         model_state(model),
         {key: value.clone() for key, value in model.named_buffers()},
     )
-    assert _num_positions(model) == (
+    assert num_positions(Trial(model, None, None)) == (
         NUM if name in LEARNED else None,
         NUM if name == "xglm" else None,
     )
@@ -158,7 +158,7 @@ def test_a_table_of_positions_is_found_by_what_is_read(name: str) -> None:
 @pytest.mark.parametrize("name", ENCODERS)
 def test_a_table_of_positions_of_a_decoder_behind_an_encoder(name: str) -> None:
     encoded = BaseModelOutput(last_hidden_state=torch.randn(1, 16, 48))
-    found = _num_positions(get(name), {"encoder_outputs": encoded})
+    found = num_positions(Trial(get(name), None, None), {"encoder_outputs": encoded})
     assert found[0] == (None if name in ("m2m", "t5") else NUM)
 
 
@@ -169,13 +169,16 @@ def test_masks_and_chosen_tokens_are_no_tables(name: str) -> None:
     """They are indexed by positions, too, or cut there."""
     model = tiny_model(getattr(transformers, name))
     most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    assert _num_positions(model)[0] in (None, most)
+    assert num_positions(Trial(model, None, None))[0] in (None, most)
 
 
 def test_a_model_that_fails_has_no_table() -> None:
     """Fewer positions than the check computes: the forward's own error is raised later."""
     config = transformers.GPT2Config(**{**_IDS, **_GPT, "n_positions": 5})
-    assert _num_positions(transformers.GPT2LMHeadModel(config).eval()) == (None, None)
+    assert num_positions(Trial(transformers.GPT2LMHeadModel(config).eval(), None, None)) == (
+        None,
+        None,
+    )
 
 
 def test_each_way_to_read_one_place() -> None:

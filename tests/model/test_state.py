@@ -15,7 +15,8 @@ from transformers import TextIteratorStreamer
 from hf_paged import PagedConfig, PagedEngine, last_route
 from hf_paged.batching.loop import StepLoop
 from hf_paged.kernels import cpp
-from hf_paged.model.state import ModelState, note_write, read_state
+from hf_paged.model.state import ModelState, read_state
+from hf_paged.model.writes import Write, note_write
 from tests.batching.test_changing_models import AT, SIMPLE, WIDTH, Processor
 from tests.model.test_fingerprint import CHANGES, FACTORS, WRITES, Small, llama
 from tests.support import models
@@ -103,7 +104,8 @@ def test_what_a_forward_wrote_is_accepted_unless_it_replaced_a_tensor(small: Any
 
 
 def test_what_no_forward_reads_may_be_replaced(small: Any) -> None:
-    note_write(small, small, "kept", small.kept, is_read=False)
+    write = Write(small, vars(small), "kept", small.kept, small.kept, by_engine=True)
+    note_write(small, write, is_read=False)
     state = watched(small)
     small.kept = small.kept.clone()
     state.accept()

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
 
 from ... import compat
-from ...model.capability import is_stock
+from ...model.structure import is_stock
 from .base import Alternatives, Decoding, LoopInputs, SampledTokens, stop_string_hits
 from .scores import are_row_wise, values_at
 

@@ -22,8 +22,8 @@ from transformers import (
 
 from ... import compat
 from ...config import shown
-from ...model.capability import is_stock
 from ...model.forwards import compute_device
+from ...model.structure import is_stock
 from ...threads import step_lock
 from ..arguments import (
     RequestOptions,

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...cache.storage import is_out_of_memory
-from ...model.capability import first_line
+from ...model.trial import first_line
 from ...tape.record import HostFirst, KnownAgain, NothingUnrecorded
 
 if TYPE_CHECKING:

@@ -23,7 +23,8 @@ from ...cache.storage import is_out_of_memory
 from ...interrupts import is_interrupt, restoring
 from ...kernels.lora import Deltas, LoraWeights, RecordedDeltas, can_record
 from ...model import capability
-from ...model.capability import Layout, MakeRunner
+from ...model.layout import Layout
+from ...model.trial import MakeRunner
 from ...plan import StepPlan
 from ...topics import Topic
 from .adapter_files import AdapterFile, AdapterStore, linear_shape

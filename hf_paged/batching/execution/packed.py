@@ -20,10 +20,11 @@ from ...attention.switch import calls_interface
 from ...cache.hidden_states import HiddenStates
 from ...cache.paged_cache import PagedCache
 from ...interrupts import restoring
-from ...model.capability import note_unpackable, structural_reason
+from ...model.capability import note_unpackable
 from ...model.forwards import compute_device
 from ...model.rope import find_length_rope
 from ...model.state import ModelState
+from ...model.structure import structural_reason
 from ...plan import StepPlan
 from ...step import StepMetadata, to_device
 from ...switches import NOTHING

@@ -24,8 +24,9 @@ from ...cache.layers import PagedLayer
 from ...cache.paged_cache import PagedCache
 from ...cache.prefix_index import MARSHAL_VERSION
 from ...interrupts import is_interrupt
-from ...model.capability import is_stock, stock_cache
 from ...model.own_loop import map_tensors, next_logits, tensors_of
+from ...model.structure import is_stock
+from ...model.trial import stock_cache
 from ..request import Request
 
 # Inputs without prompt content, or with one value per token.

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from ...attention.backends import cpp
 from ...interrupts import restoring
 from ...kernels import forced, uses_triton
-from ...model.capability import TOLERANCE, first_line, half_tolerance
-from ...model.state import plain_tensors
+from ...model.trial import TOLERANCE, first_line, half_tolerance
+from ...model.values import plain_tensors
 from ...step import NotCapturable
 from ...switches import NOTHING
 from ...tape.tape import Tape

@@ -22,8 +22,8 @@ from ...cache.block_manager import NO_BLOCKS, BlockManager, SequenceBlocks
 from ...cache.paged_cache import PagedCache
 from ...cache.states import StateStorage, gather_states, num_state_bytes, state_layers
 from ...interrupts import is_interrupt
-from ...model.capability import Layout
 from ...model.forwards import compute_device
+from ...model.layout import Layout
 from ...model.own_loop import (
     cache_parts,
     first_inputs,

@@ -24,7 +24,8 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.kernels import hashing, lora
 from hf_paged.kernels.triton import cascade as cascade_plans
 from hf_paged.kernels.triton import launch
-from hf_paged.model import capability
+from hf_paged.model.checks import run_kernels
+from hf_paged.model.trial import Trial
 from hf_paged.step import NotCapturable
 from tests.attention.test_backends import Case, build
 from tests.kernels.triton import test_cascade, test_lora
@@ -364,7 +365,7 @@ def test_kernels_that_do_not_run_at_a_models_sizes_are_known_before_requests(
     model = models.build("llama", num_hidden_layers=1)
     launches.fail = lambda name, number: errors()["resources"]
     for config, count in ((PagedConfig(), 0), (PagedConfig(block_size=32, kv_dtype="int8"), 3)):
-        capability.run_kernels(model, empty_cache(model, PagedMemory(config)), make_runner)
+        run_kernels(Trial(model, empty_cache(model, PagedMemory(config)), make_runner))
         assert launches.counts.total() == count, (
             "a store, a prompt and a decode step, if the check has other blocks"
         )

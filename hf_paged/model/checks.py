@@ -1,0 +1,435 @@
+"""Checks of what a layout computes: short forwards on random tokens, or on a call's prompts,
+compared with plain ones."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import compat
+from ..cache.memory import PagedMemory, autocast_dtype
+from ..cache.storage import is_out_of_memory
+from ..interrupts import is_interrupt
+from ..kernels import uses_triton
+from ..topics import Topic
+from .forwards import compute_device
+from .layout import TOGETHER, Layout, PromptsVerdict
+from .own_loop import map_tensors, next_logits, pad_token_id, select_rows, tensors_of, with_cross
+from .positions import num_positions
+from .trial import (
+    CONFIG,
+    LENGTH,
+    ForwardFailedError,
+    Step,
+    Trial,
+    TrialRow,
+    TrialRunner,
+    sample_tokens,
+    scratch_memory,
+)
+from .writes import is_same
+
+# prompt tokens of the first two sequences
+_FIRST = 8
+_SECOND = 9
+# tokens of the third's first chunk, of its prompt without chunks
+_CHUNK = 18
+_THIRD = 13
+_PACKED_PROMPTS = (_FIRST, _SECOND, LENGTH)
+# Prompts side by side; decodes beside a chunk after cached tokens; nothing but decodes, of which
+# all logits are wanted.
+_PACKED_STEPS: tuple[Step, ...] = (
+    ((0, _FIRST), (1, _SECOND), (2, _CHUNK)),
+    ((0, 1), (1, 1), (2, LENGTH - _CHUNK)),
+    ((0, 1), (1, 1)),
+)
+_PACKED_ENDS = (
+    *((0, _FIRST), (1, _SECOND)),
+    *((0, _FIRST + 1), (1, _SECOND + 1), (2, LENGTH)),
+    *((0, _FIRST + 2), (1, _SECOND + 2)),
+)
+"""The row of each of these steps' logits, and the number of tokens that precede them."""
+# A short and a long row; a row that joins them; one that has left.
+_SIDE_STEPS = (
+    ((0, _FIRST), (2, _THIRD)),
+    ((0, 1), (2, 1)),
+    ((1, _SECOND), (0, 1), (2, 1)),
+    ((1, 1), (0, 1)),
+)
+_SIDE_ENDS = (11, 10, 15)  # of the rows' continuations
+# Prompts in two chunks; the second ones of equal length run side by side: shorter than a
+# convolution's kernel, and longer.
+_CONTINUING_STEPS = (
+    ((0, _FIRST), (2, 12), (1, 4)),
+    ((0, 3), (2, 3), (1, 6)),
+)
+
+
+def self_check(trial: Trial) -> Layout | str:
+    """Compares packed steps with plain forwards, of whole sequences and of decode steps: the packed
+    `Layout`, or why they differ. Raises `ForwardFailedError` if a plain forward fails;
+    out-of-memory errors pass through."""
+    model = trial.model
+    trial.dtypes.add(model.dtype)
+    with trial.forwards():
+        rows = sample_tokens(model)
+        whole = model(input_ids=rows, use_cache=False, return_dict=True).logits
+        decoded = trial.plain(rows[:, : _FIRST + 2], _FIRST)
+        padded_rows = rows[:, [0, 0, *range(_FIRST + 1)]]
+        padded = trial.plain(padded_rows, _FIRST + 2, padding=2)
+    memory = scratch_memory()
+    try:
+        packed = trial.run(Layout(), rows, _PACKED_PROMPTS, _PACKED_STEPS, memory)
+    except ForwardFailedError as error:
+        return Topic.SELF_CHECK(f"packed, {error}")
+    alone = torch.stack([whole[row, end - 1] for row, end in _PACKED_ENDS])
+    in_steps = torch.stack([decoded[1, 0], decoded[2, 1], decoded[2, 0]])
+    reason = trial.difference(alone, packed) or trial.difference(
+        in_steps, packed[[2, 3, 5]], "logits of decode steps"
+    )
+    if reason is None:
+        # the model's `prepare_inputs_for_generation` may give a first forward other inputs
+        reason = trial.difference(decoded[0], whole[:, _FIRST - 1], "first logits")
+    if reason is not None:
+        return reason
+    # the model may count padding among positions
+    unpadded = decoded[:2].flatten(0, 1)
+    mixed_lengths = trial.difference(unpadded, padded.flatten(0, 1)) is None
+    fixed, growing = num_positions(trial)
+    if not rows.is_cpu and uses_triton(rows):
+        run_kernels(trial)
+    grows = growing is not None and (fixed is None or growing < fixed)
+    return Layout(
+        mixed_lengths=mixed_lengths,
+        max_positions=growing if grows else fixed,
+        grows_unpacked=grows,
+        layers=memory.layers(),
+    )
+
+
+def run_kernels(trial: Trial) -> None:
+    """Computes a packed prompt and a decode step in blocks of the size and dtype that the model's
+    cache has, unless the checks have the same: kernels that cannot run are then known before a
+    request needs them (`kernels.triton.launch`)."""
+    memory = trial.cache.memory
+    like = dataclasses.replace(
+        CONFIG,
+        block_size=memory.config.block_size,
+        kv_dtype=memory.config.kv_dtype,
+        storage=memory.config.storage,
+    )
+    if like == CONFIG:
+        return
+    end = LENGTH - 1
+    steps = ((0, end),), ((0, 1),)
+    try:
+        rows = sample_tokens(trial.model)
+        like_memory = PagedMemory(like, is_bounded=False, sizes=memory.sizes)
+        trial.run(Layout(), rows, (end,), steps, like_memory)
+    except Exception as error:
+        # there may be no memory for large blocks, which requests then wait for
+        if not _is_expected(error):
+            raise
+
+
+def _is_expected(error: Exception) -> bool:
+    """Whether a forward failed, or memory did not suffice for it."""
+    return isinstance(error, ForwardFailedError) or (
+        is_out_of_memory(error) and not is_interrupt(error)
+    )
+
+
+def invariance_check(trial: Trial) -> str | None:
+    """Why the logits of a step are not bitwise equal to those of each row alone, or prefill to
+    decode; `None` if they are. Raises as `self_check`."""
+    layout = self_check(trial)
+    if isinstance(layout, str):
+        return layout
+    rows = sample_tokens(trial.model)
+    end = _FIRST + 2
+    at_once = trial.run(Layout(), rows, (end, _SECOND, LENGTH), [((0, end),)])
+    together, alone = _together_and_alone(trial, rows)
+    decoded = alone[_PACKED_ENDS.index((0, end))]
+    if torch.equal(together, alone) and torch.equal(at_once[0], decoded):
+        return None
+    return Topic.BATCH_INVARIANT("its forward does not compute every row by itself")
+
+
+def mixing_check(trial: Trial) -> str | None:
+    """Why rows in a step have other logits than alone; `None` if they agree. Raises as
+    `self_check`."""
+    trial.dtypes.add(trial.model.dtype)
+    together, alone = _together_and_alone(trial, sample_tokens(trial.model))
+    return trial.difference(alone, together, how="with several adapters in a forward")
+
+
+def _together_and_alone(trial: Trial, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits of `_PACKED_STEPS`, and of each row in steps of its own, `(len(_PACKED_ENDS),
+    vocab_size)` each."""
+    together = trial.run(Layout(), rows, _PACKED_PROMPTS, _PACKED_STEPS)
+    alone = torch.empty_like(together)
+    for row, prompt in enumerate(_PACKED_PROMPTS):
+        places = [place for place, (number, _) in enumerate(_PACKED_ENDS) if number == row]
+        prefill = ((row, prompt),)
+        decodes = [((row, 1),)] * (len(places) - 1)
+        alone[places] = trial.run(Layout(), rows, _PACKED_PROMPTS, [prefill, *decodes])
+    return together, alone
+
+
+def side_check(trial: Trial) -> Layout:
+    """Compares rows side by side, joining and leaving, with plain forwards. Raises as
+    `self_check`."""
+    model = trial.model
+    trial.dtypes.add(model.dtype)
+    prompts = _FIRST, _SECOND, _THIRD
+    in_steps = []
+    at_once = []
+    with trial.forwards():
+        rows = sample_tokens(model)
+        for row, prompt, end in zip(rows.split(1), prompts, _SIDE_ENDS):
+            in_steps.append(trial.plain(row[:, :end], prompt)[:, 0])
+            at_once.append(trial.plain(row[:, :end], end)[0, 0])
+    decoded = torch.stack([logits[-1] for logits in in_steps])
+    replays = trial.difference(decoded, torch.stack(at_once)) is not None
+    logits_of_row = list(map(iter, in_steps))
+    expected = torch.stack([next(logits_of_row[row]) for step in _SIDE_STEPS for row, _ in step])
+    can_continue = not replays and compat.supports_dynamic_cache(model)
+    for mixed_lengths in (True, False):
+        layout = Layout("not packed", mixed_lengths, replays=replays)
+        memory = scratch_memory()
+        with contextlib.suppress(ForwardFailedError):
+            computed = trial.run(layout, rows, prompts, _SIDE_STEPS, memory)
+            if trial.difference(expected, computed) is None:
+                return layout._replace(
+                    continues=can_continue and _continues(trial, layout, rows, at_once),
+                    max_positions=num_positions(trial)[0],
+                    layers=memory.layers(),
+                )
+    return TOGETHER
+
+
+def _continues(trial: Trial, layout: Layout, rows: Tensor, at_once: list[Tensor]) -> bool:
+    """Whether prompts in chunks have the logits of prompts `at_once`."""
+    short, middle, long = at_once
+    with contextlib.suppress(ForwardFailedError):
+        computed = trial.run(layout, rows, _SIDE_ENDS, _CONTINUING_STEPS)
+        return trial.difference(torch.stack([short, long, middle]), computed) is None
+    return False
+
+
+def rows_check(trial: Trial) -> str | None:
+    """Compares rows of `Prompts`, some of which leave or fork, with the whole batch in the model's
+    own loop: why they differ, or `None`. Raises as `self_check`."""
+    model = trial.model
+    memory = scratch_memory()
+    prompts = copy.deepcopy(trial.prompts)
+    others = copy.deepcopy(prompts)
+    plain: list[Tensor] = []
+    with trial.forwards(by_engine=True):
+        ids = prompts.input_ids
+        twin = trial.cache.empty_twin(memory)
+        inputs = {**others.model_kwargs, compat.cache_name(model): with_cross(twin)}
+        for step in range(3):
+            logits, inputs = next_logits(model, ids, inputs, begins=not step)
+            plain.append(logits)
+            new = logits.argmax(-1, keepdim=True)
+            ids = torch.cat([ids, new], dim=1)
+    if twin.cross is not None:
+        num_attended = twin.cross.get_seq_length()
+        if num_attended not in (0, prompts.num_encoder_tokens):
+            return Topic.ENCODER(
+                "its decoder attends to another number of tokens than its encoder returns"
+            )
+    after = tensors_of(others.model_kwargs)
+    before = tensors_of(prompts.model_kwargs)
+    if not all(map(is_same, after, before)):
+        return Topic.MODEL_CODE("its forward writes to its inputs")
+    runner = TrialRunner(trial, TOGETHER._replace(unsupported_reason="rows leave"), memory)
+    rows = runner.add_prompts(prompts, ids[:, -3:])
+    order = sorted(range(len(rows)), key=prompts.paddings.__getitem__)
+    a, b = order[-1], order[0]  # rows with the most padding and with the least
+    try:
+        all_rows = runner.advance_apart(*rows)
+        fork = dataclasses.replace(rows[b], blocks=runner.manager.fork(rows[b].blocks))
+        forked = runner.advance_apart(rows[b], fork)
+        alone = plain[1][[a]]
+        if a != b:
+            alone = runner.advance_apart(rows[a])
+        fork_alone = runner.advance_apart(fork)
+    except ForwardFailedError as error:
+        return Topic.SELF_CHECK(f"without all rows of its batch, {error}")
+    computed = torch.cat([all_rows, forked, alone, fork_alone])
+    at_first, at_second, at_third = plain
+    expected = torch.cat([at_first, at_second[[b, b, a]], at_third[[b]]])
+    trial.dtypes |= {model.dtype, autocast_dtype(compute_device(model))}
+    trial.dtypes |= {getattr(layer, "dtype", None) for layer in twin.layers}
+    return trial.difference(expected, computed, how="without all rows of its batch")
+
+
+def join_check(trial: Trial) -> tuple[bool, bool] | None:
+    """Compares rows of two prompts side by side with each alone. Returns whether their lengths, and
+    those of their encoders, must be equal; `None` if the rows may not join. Raises as
+    `self_check`."""
+    model = trial.model
+    width = trial.prompts.num_encoder_tokens
+    first = _single(trial.prompts, width, 1)
+    like = _single(trial.prompts, width, -1)
+    shorter = _single(trial.prompts, max(1, width - 3), -1)
+    new = sample_tokens(model)[:1, :3]
+    layout = TOGETHER._replace(unsupported_reason="rows join")
+
+    def compute(second: Any, verdict: tuple[bool, bool], joins: bool) -> Tensor:
+        """Logits of both rows, which begin together; then one gets a token more unless lengths must
+        be equal."""
+        for single in (first, second):
+            single.joins = None
+            single.set_joins(verdict if joins else None)
+        runner = TrialRunner(trial, layout)
+        (a,) = runner.add_prompts(first, new)
+        (b,) = runner.add_prompts(second, new.flip(1))
+        logits = [runner.advance_apart(a, b)]
+        if not verdict[0]:
+            logits.append(runner.advance_apart(a))
+        logits.append(runner.advance_apart(a, b))
+        logits.append(runner.advance_apart(a, b))
+        return torch.cat(logits)
+
+    trial.dtypes |= {model.dtype, autocast_dtype(compute_device(model))}
+    encoders_must_be_equal = (False, True) if width > 1 else (True,)
+    for verdict in itertools.product((False, True), encoders_must_be_equal):
+        second = like if verdict[1] else shorter
+        with contextlib.suppress(ForwardFailedError):
+            alone = compute(second, verdict, joins=False)
+            joined = compute(second, verdict, joins=True)
+            if first.joins is not None and trial.difference(alone, joined) is None:
+                return verdict
+    return None
+
+
+def _single(prompts: Any, width: int, sign: int) -> Any:
+    """The first row of `Prompts` with its encoder's tokens cut to `width`. Another `sign` makes its
+    content differ: swapped rows are noticed."""
+    num_encoded = prompts.num_encoder_tokens
+    single = copy.deepcopy(prompts)
+
+    def shorten(x: Tensor) -> Tensor:
+        if x.is_floating_point():
+            x = sign * x
+        if x.dim() > 1 and x.shape[1] == num_encoded:
+            return x[:, :width]
+        return x
+
+    single.model_kwargs = map_tensors(shorten, first_row(single))
+    single.input_ids = single.input_ids[:1]
+    single.paddings = single.paddings[:1]
+    return single
+
+
+def first_row(prompts: Any) -> dict[str, Any]:
+    """The inputs of the first row of `Prompts`."""
+    row = torch.zeros(1, dtype=torch.long, device=prompts.input_ids.device)
+    num_rows = len(prompts.paddings)
+    inputs = prompts.model_kwargs.items()
+    return {name: select_rows(name, value, row, num_rows) for name, value in inputs}
+
+
+def positions_check(trial: Trial) -> int | None:
+    """How many tokens a table of positions allows in a row; of a model with an encoder, one of
+    `Prompts`."""
+    given = {}
+    if trial.model.config.is_encoder_decoder:
+        inputs = first_row(copy.deepcopy(trial.prompts))
+        given = {name: value for name, value in inputs.items() if "decoder_" not in name}
+    return num_positions(trial, given)[0]
+
+
+def prompts_check(trial: Trial) -> PromptsVerdict:
+    """Compares prompts that the model's own forward computes, and packed decode steps after them,
+    with plain forwards; then recomputes each prompt's end packed, after its tokens for other
+    content, and a single prompt by the model's own forward behind its first text, which a packed
+    step computed without the other content. Raises as `self_check`."""
+    model, prompts = trial.model, trial.prompts
+    new = sample_tokens(model)[:1, :2]  # stand for generated tokens
+    with trial.forwards():
+        plain = trial.decode(prompts.input_ids, prompts.model_kwargs, new)
+    with trial.forwards(by_engine=True):
+        runner = TrialRunner(trial, Layout())
+        if runner.runner.rope is not None:
+            return PromptsVerdict(
+                Topic.BATCH("its rotary embedding depends on the longest position of a prompt")
+            )
+        rows = runner.add_prompts(prompts, new)
+        packed = runner.advance(rows, num_steps=3)
+        reason = trial.difference(plain.flatten(0, 1), packed, "logits after a prompt")
+        if reason is not None or not _forget_ends(runner, rows, prompts.keys(model.config)):
+            return PromptsVerdict(reason)
+        if trial.difference(plain[0], runner.advance(rows)) is not None:
+            return PromptsVerdict()
+    begins_behind_text = False
+    num_text = prompts.num_text(model.config)
+    if num_text:
+        with contextlib.suppress(ForwardFailedError), trial.forwards(by_engine=True):
+            behind = _behind_text(TrialRunner(trial, Layout()), prompts, new, num_text)
+            begins_behind_text = trial.difference(plain[:2, 0], behind) is None
+    return PromptsVerdict(None, True, begins_behind_text)
+
+
+def _forget_ends(runner: TrialRunner, rows: list[TrialRow], keys: Any) -> bool:
+    """Drops what rows computed behind the other content of their prompts; `False` if that cannot be
+    computed again."""
+    if keys is None:
+        return False
+    firsts = [max(1, key.num_content) for key in keys]
+    for row, first in zip(rows, firsts):
+        if first >= row.num_prompt_tokens:
+            return False
+        for group, table in zip(runner.manager.groups, row.blocks.tables):
+            if table.first_token > group.spec.first_visible(first):
+                return False
+    for row, first in zip(rows, firsts):
+        runner.manager.truncate(row.blocks, first)
+        row.num_computed_tokens = first
+    return True
+
+
+def _behind_text(runner: TrialRunner, prompts: Any, new: Tensor, num_text: int) -> Tensor:
+    """Logits of two steps of the only row of `Prompts`, whose first text was a prompt before."""
+    (row,) = runner.add_prompts(prompts, new)
+    text = runner.add(row.tokens, num_text)
+    runner.advance([text])
+    row = dataclasses.replace(
+        row, blocks=text.blocks, num_computed_tokens=num_text, num_text=num_text
+    )
+    return runner.advance([row], num_steps=2)
+
+
+def merge_check(trial: Trial) -> bool:
+    """Compares one forward of prompts and of longer ones with other images, and a packed decode
+    step after it, with plain forwards of each."""
+    model, prompts = trial.model, trial.prompts
+    first, new = sample_tokens(model)[:1, :2].split(1, dim=1)
+    longer = prompts.longer(int(first))
+    try:
+        with trial.forwards():
+            plain = [
+                trial.decode(part.input_ids, part.model_kwargs, new) for part in (prompts, longer)
+            ]
+        with trial.forwards(by_engine=True):
+            together = prompts.merged((longer,), pad_token_id(model))
+            longer.find_positions(model)
+            together.find_positions(model)
+            if together.axes != [*prompts.axes, *longer.axes]:
+                return False  # padding counts among its positions
+            runner = TrialRunner(trial, Layout())
+            packed = runner.advance(runner.add_prompts(together, new), num_steps=2)
+        return trial.difference(torch.cat(plain, dim=1).flatten(0, 1), packed) is None
+    except Exception as error:  # memory may suffice for each alone
+        if not _is_expected(error):
+            raise
+        return False

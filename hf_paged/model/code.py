@@ -1,0 +1,68 @@
+"""Code of functions: what it does, as a hash that is equal in every process, and which names it
+reads."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import marshal
+import types
+from typing import Any
+
+from .values import SCALARS
+
+# of a code object, without file names and lines; the table of exceptions is from Python 3.11 on
+_PARTS = (
+    "co_code",
+    "co_exceptiontable",
+    "co_names",
+    "co_varnames",
+    "co_freevars",
+    "co_cellvars",
+    "co_argcount",
+    "co_posonlyargcount",
+    "co_kwonlyargcount",
+    "co_flags",
+    "co_name",
+    "co_consts",
+)
+
+
+def home_of(function: Any) -> str:
+    """The name of the Python module whose globals a function reads; `__module__` may be that of a
+    wrapped one."""
+    return str(function.__globals__.get("__name__"))
+
+
+@functools.lru_cache(maxsize=8192)
+def names_of(code: types.CodeType) -> frozenset[str]:
+    """The names of globals and attributes in code, and in functions, comprehensions and generators
+    within it; also its short texts, which may name attributes."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if type(constant) is str and constant.isidentifier():
+            names.add(constant)
+        elif isinstance(constant, types.CodeType):
+            names |= names_of(constant)
+    return frozenset(names)
+
+
+@functools.lru_cache(maxsize=8192)
+def code_hash(code: types.CodeType) -> str:
+    # version 2 of the format does not depend on reference counts
+    return hashlib.sha256(marshal.dumps(_described(code), 2)).hexdigest()
+
+
+def _described(value: Any) -> Any:
+    """A constant of code, or code, as values that are equal in every process: without hash
+    order."""
+    if isinstance(value, types.CodeType):
+        return [_described(getattr(value, name, b"")) for name in _PARTS]
+    if isinstance(value, (tuple, frozenset)):
+        parts = [_described(item) for item in value]
+        if isinstance(value, frozenset):
+            parts = sorted(parts, key=repr)
+        return type(value).__name__, parts
+    if type(value) in SCALARS:
+        return value
+    return repr(value)

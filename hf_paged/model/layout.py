@@ -1,0 +1,60 @@
+"""Results of a model's checks: how its rows may go through forwards."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..cache.storage import LayerKV
+
+
+class Layout(NamedTuple):
+    """How rows go through a model's forward: packed, or as rectangles if `unsupported_reason` is
+    set."""
+
+    unsupported_reason: str | None = None
+    # padding changes no result: prompts of different lengths may share a forward; else only those
+    # of equal length
+    mixed_lengths: bool = True
+    # rows of any requests may share a forward; else rows stay with the batch that they began in,
+    # and with all that the model's own loop carries (`TOGETHER`)
+    side_by_side: bool = True
+    continues: bool = False  # a prompt may be computed in chunks, and begin after cached tokens
+    # prefill and token-by-token decode give different logits: a recompute splits the tokens as the
+    # first run did
+    replays: bool = False
+    # tokens of a sequence that a table of positions allows; `None`: any number
+    max_positions: int | None = None
+    # whether forwards that are not packed make that table longer when they need it
+    grows_unpacked: bool = False
+    # what the layers of its cache store, if rows may join and leave
+    layers: tuple[LayerKV, ...] = ()
+
+    @property
+    def reason_against_drafts(self) -> str | None:
+        """Why a row cannot verify several draft tokens in one forward and roll back rejected
+        ones."""
+        if self.side_by_side and self.continues:
+            return None
+        return self.unsupported_reason
+
+    @property
+    def reason(self) -> str:
+        """The `reason` of a [`Route`] with this layout."""
+        if self.unsupported_reason is None:
+            return "packed forwards under the engine's scheduler"
+        how = "rows stay in their original batch under the engine's scheduler"
+        if self.side_by_side:
+            how = "rows side by side under the engine's scheduler, not packed"
+        return f"{how}: {self.unsupported_reason}"
+
+
+class PromptsVerdict(NamedTuple):
+    """Whether decoding may run packed after the model's own forward computed prompts that are more
+    than token ids."""
+
+    unsupported_reason: str | None = None
+    can_reuse: bool = False  # whether other prompts may use a prompt's cached prefix
+    begins_behind_text: bool = False  # whether the model's own forward may begin behind cached text
+
+
+TOGETHER = Layout(mixed_lengths=False, side_by_side=False, replays=True)

@@ -1,0 +1,486 @@
+"""Reads everything in a model that its forward depends on."""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import datetime
+import enum
+import functools
+import gc
+import hashlib
+import itertools
+import marshal
+import numbers
+import pathlib
+import threading
+import types
+import uuid
+from collections import deque
+from collections.abc import Iterable
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from .. import compat
+from ..compiled import replaced_forward
+from .code import code_hash, home_of, names_of
+from .forwards import is_idle_hook
+from .values import (
+    ABSENT,
+    CONTAINERS,
+    LIBRARIES,
+    NOTES,
+    PLUMBING,
+    SCALARS,
+    STANDARD,
+    attributes_of,
+    is_users,
+    package_of,
+)
+from .writes import unread_modes, unread_values
+
+_NAMED = (type, types.ModuleType)
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_TORCH_SCALARS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_MAX_DEPTH = 8  # of nested containers: some hold themselves
+MARSHAL_VERSION = 2  # its bytes depend on values alone; later versions look at reference counts
+# Attributes that do not affect the forward: also where the model was loaded from.
+_IGNORED = PLUMBING | {"_compiled_call_impl", "name_or_path", compat.CACHED_MANAGER}
+# Classes of these modules do loading, saving or generation; no forward depends on them.
+_UNRELATED = (
+    "abc",
+    "builtins",
+    "torch.nn.modules.module",
+    "transformers.generation",
+    "transformers.integrations",
+    "transformers.modeling_utils",
+    "transformers.utils",
+)
+# Objects of the standard library that their text describes.
+_SHOWN: tuple[type, ...] = (
+    numbers.Number,
+    datetime.date,
+    datetime.time,
+    datetime.timedelta,
+    pathlib.PurePath,
+    uuid.UUID,
+    range,
+    slice,
+    ctypes._SimpleCData,
+)
+_CONTAINERS = (*CONTAINERS, tuple, frozenset, types.MappingProxyType)
+_DICTS = (dict, types.MappingProxyType)
+_ARRAYS = (np.ndarray, bytearray, array.array)
+# Values that differ between threads, and modules of the standard library whose functions give
+# changing values.
+_UNSEEN = (ContextVar, threading.local)
+_CHANGING = {"contextvars", "random", "threading", "time"}
+_ENVIRONMENT = {"environ", "getenv"}  # of `os`
+_REPRESENTED = (bool, int, float, str, np.generic, *_TORCH_SCALARS)
+# What user classes and modules hold that is read, beside scalars.
+_DATA: tuple[type, ...] = (
+    *_CONTAINERS,
+    types.SimpleNamespace,
+    Tensor,
+    np.generic,
+    *_ARRAYS,
+    enum.Enum,
+    *_TORCH_SCALARS,
+    *_SHOWN,
+    *_UNSEEN,
+)
+# methods that no forward calls
+_SETUP = {"__init__", "__init_subclass__", "__new__", "_init_weights"}
+_MAX_PLAIN_OBJECTS = 1000  # most objects whose attributes are read
+_MAX_ITEMS = 1000  # most items of a container that a closure or a Python module holds
+_GLOBAL_HOOKS = (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)
+
+
+class Reading:
+    """What a model consists of, as `structure`, and what holds it, to be read again."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.unseen: str | None = None  # what user code reads whose changes cannot be seen
+        self.tensors = list[Tensor]()  # the distinct ones, which `structure` names by number
+        self._all_tensors = list[Tensor]()  # including several views of the same memory
+        self._objects = list[Any]()  # modules, configs and plain objects, in the order met
+        self._tensor_numbers = dict[Any, int]()
+        self._object_numbers = dict[int, int]()
+        self._num_plain = 0
+        self._kinds = set[type]()  # the classes met
+        self._packages = set[str]()  # of user code
+        # that code names
+        self._names = {"__call__", "__getattr__", "forward"}
+        # of user classes, whose names no code has named yet
+        self._methods = dict[str, list[Any]]()
+        self._functions = deque[Any]()  # to be followed
+        self._followed = set[Any]()
+        self._reads_mode = False  # whether user code reads `training`
+        self._closed = list[Any]()  # what closures hold, which a hook may collect
+        # modules' parameters, buffers and modules, where they have some
+        self._tables = list[dict[str, Any]]()
+        self._num_parts = 0  # in `_tables`, and the places of those that no forward reads
+        self._unread_places = list[int]()
+        # modules, dicts, lists, functions of user code, cells: what they refer to
+        self._owners = list[Any]()
+        self._iterated = list[Iterable[Any]]()  # dicts whose keys count, values behind proxies
+        # with the names at the same places of `_global_names`
+        self._globals = list[dict[str, Any]]()
+        self._global_names = list[str]()
+        self._arrays = list[Any]()
+        self._training = unread_modes(model)
+        self._number(model)
+        described = [self._value(hooks) for hooks in _GLOBAL_HOOKS]
+        num_described = 0
+        while num_described < len(self._objects) or self._functions:
+            if num_described < len(self._objects):
+                item = self._objects[num_described]
+                num_described += 1
+                described.append(self._object(item))
+            else:
+                described.append(self._follow(self._functions.popleft()))
+        self._modules = [item for item in self._objects if isinstance(item, nn.Module)]
+        self._modes = [module.training for module in self._modules]
+        if self._reads_mode:
+            described.append(self._modes)
+        self.structure = marshal.dumps(described, MARSHAL_VERSION)
+
+    def _object(self, item: Any) -> tuple[Any, Any]:
+        if isinstance(item, type):
+            return "class", self._class(item)
+        kind = self._class(type(item))
+        self._owners.append(item)  # its class and slots
+        if hasattr(item, "__dict__"):
+            self._owners.append(vars(item))
+        if isinstance(item, nn.Module):
+            return kind, self._module(item)
+        # a config's private attributes are notes of transformers
+        is_config = hasattr(item, "to_dict")
+        attributes = []
+        for name, value in attributes_of(item):
+            if not (is_config and name[:1] == "_"):
+                attributes.append((name, self._value(value)))
+        return kind, attributes
+
+    def _number(self, item: Any) -> int:
+        count = len(self._objects)
+        number = self._object_numbers.setdefault(id(item), count)
+        if number == count:
+            self._objects.append(item)
+        return number
+
+    def _class(self, kind: type) -> list[Any]:
+        """The functions and scalars of a class and its bases, the first time it is met; also what
+        user classes hold."""
+        described: list[Any] = [kind.__qualname__]
+        if kind in self._kinds:
+            return described
+        self._kinds.add(kind)
+        for base in kind.__mro__:
+            if base.__module__.startswith(_UNRELATED):
+                continue
+            self._owners += gc.get_referents(vars(base))  # the dict behind the proxy
+            is_of_user = is_users(base.__module__)
+            if is_of_user:
+                self._packages.add(package_of(base.__module__))
+            for name, value in vars(base).items():
+                if isinstance(value, (staticmethod, classmethod)):
+                    value = value.__func__
+                elif isinstance(value, property):
+                    value = value.fget
+                if isinstance(value, types.FunctionType):
+                    self._method(name, value)
+                    described.append((name, self._function(value, 0)))
+                elif name[:2] == "__" or name in NOTES:
+                    continue
+                elif type(value) in SCALARS or (is_of_user and isinstance(value, _DATA)):
+                    described.append((name, self._value(value)))
+        return described
+
+    def _module(self, module: nn.Module) -> list[Any]:
+        unread = unread_values(module, self._training)
+        described: list[Any] = []
+        for name, value in vars(module).items():
+            if name in _IGNORED:
+                continue
+            value = unread.get(name, value)
+            if name == "forward":
+                replaced = replaced_forward(module)
+                value = ABSENT if replaced is None else replaced
+            if type(value) in SCALARS:
+                described.append((name, value))
+            elif name == "config" and hasattr(value, "to_dict"):
+                described.append((name, self._number(value)))
+            elif value is not ABSENT:
+                described.append((name, self._value(value)))
+        for held in (module._parameters, module._buffers, module._modules):
+            if not held:
+                self._owners.append(held)
+            else:
+                described += self._table(held, unread)
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            self._owners.append(hooks)
+            for hook in hooks.values():
+                if not is_idle_hook(hook):
+                    described.append(("hook", self._value(hook)))
+        return described
+
+    def _table(self, held: dict[str, Any], unread: dict[str, Any]) -> list[tuple[str, Any]]:
+        """The parameters, buffers or modules that a module has."""
+        is_dict = isinstance(held, dict)  # not in traced modules
+        watched = self._tables if is_dict else self._owners
+        watched.append(held)
+        described = []
+        for name, part in held.items():
+            if name in unread:
+                self._unread_places.append(self._num_parts)
+                part = unread[name]
+            self._num_parts += is_dict
+            if part is not ABSENT:
+                described.append((name, self._value(part)))
+        return described
+
+    def _value(self, value: Any, depth: int = 0) -> Any:
+        kind = type(value)
+        if kind in SCALARS:
+            return value
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, nn.Module):
+            return "module", self._number(value)
+        if isinstance(value, _CONTAINERS):
+            return self._container(value, depth)
+        if isinstance(value, enum.Enum):
+            return kind.__qualname__, value.name
+        if isinstance(value, _REPRESENTED):
+            return kind.__qualname__, repr(value)
+        if isinstance(value, _ARRAYS):
+            return self._array(value)
+        if depth == _MAX_DEPTH:  # functions may hold one another
+            return "object", kind.__qualname__
+        if isinstance(value, _FUNCTIONS):
+            return self._callable(value, depth)
+        if isinstance(value, (types.BuiltinFunctionType, *_NAMED)):
+            return self._named(value)
+        return self._other(value, depth)
+
+    def _inner(self, depth: int, *items: Any) -> list[Any]:
+        """The values of what a value of this depth holds."""
+        return [self._value(item, depth + 1) for item in items]
+
+    def _container(self, value: Any, depth: int) -> Any:
+        self._watch_container(value)
+        kind = type(value)
+        if depth == _MAX_DEPTH:
+            return kind.__qualname__, len(value)
+        if isinstance(value, _DICTS):
+            value = itertools.chain.from_iterable(value.items())
+        items = [*value]  # a vocabulary may have millions
+        if not SCALARS.issuperset(map(type, items)):
+            items = self._inner(depth, *items)
+        if issubclass(kind, (set, frozenset)):
+            items = sorted(items, key=repr)
+        return kind.__qualname__, items
+
+    def _array(self, value: Any) -> Any:
+        self._arrays.append(value)
+        value = np.asarray(value)
+        if value.dtype.hasobject:
+            return "array", self._value(value.tolist())
+        content = hashlib.blake2b(value.tobytes(), digest_size=16).digest()
+        return "array", str(value.dtype), value.shape, content
+
+    def _callable(self, value: Any, depth: int) -> Any:
+        if isinstance(value, functools.partial):
+            return "partial", self._inner(depth, value.func, value.args, value.keywords)
+        if isinstance(value, types.MethodType):
+            return "method", self._inner(depth, value.__func__, value.__self__)
+        self._functions.append(value)
+        return self._function(value, depth)
+
+    def _named(self, value: Any) -> Any:
+        if isinstance(value, types.ModuleType):
+            return "named", value.__name__
+        if isinstance(value, type) and is_users(value.__module__):
+            return "class", self._number(value)
+        return "named", value.__module__, value.__qualname__
+
+    def _other(self, value: Any, depth: int) -> Any:
+        """An object that is neither data nor code."""
+        kind = type(value)
+        if isinstance(value, _UNSEEN):
+            self.unseen = f"its code reads a {kind.__qualname__}, which may change between steps"
+            return "object", kind.__qualname__
+        is_numbered = id(value) in self._object_numbers
+        if package_of(kind.__module__) in STANDARD and not is_numbered:
+            return "object", kind.__qualname__, self._standard(value, depth)
+        is_read = is_users(kind.__module__) and self._num_plain < _MAX_PLAIN_OBJECTS
+        if is_read or is_numbered:
+            self._num_plain += not is_numbered
+            return "object", self._number(value)
+        return "object", self._called(value, depth)
+
+    def _watch_container(self, value: Any) -> None:
+        if isinstance(value, types.MappingProxyType):
+            self._iterated.append(value.values())
+        elif isinstance(value, CONTAINERS):
+            self._owners.append(value)
+            if isinstance(value, dict):
+                self._iterated.append(value)
+
+    def _standard(self, value: Any, depth: int) -> Any:
+        """Describes an object of the standard library: by its text if that says all, else by its
+        scalars."""
+        if isinstance(value, _SHOWN):
+            return repr(value)
+        if type(value).__module__ == "collections" and hasattr(value, "__dict__"):
+            # `UserDict`, `ChainMap`
+            return self._value(vars(value), depth + 1)
+        return self._called(value, depth), self._scalars(value)
+
+    def _scalars(self, value: Any) -> Any:
+        """The scalars in a container, or among an object's attributes; of other values the type."""
+        held = value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", {})
+        self._watch_container(held)
+        items: Iterable[Any] = held.items() if isinstance(held, _DICTS) else enumerate(held)
+        scalars = []
+        for key, item in itertools.islice(items, _MAX_ITEMS):
+            if type(key) not in SCALARS:
+                key = repr(type(key))
+            if type(item) not in SCALARS:
+                item = type(item).__qualname__
+            scalars.append((key, item))
+        return scalars
+
+    def _function(self, function: Any, depth: int) -> Any:
+        attributes = None
+        if is_users(home_of(function)):
+            self._owners.append(function)
+            attributes = self._value(vars(function), depth + 1)
+        defaults = (function.__defaults__, function.__kwdefaults__)
+        described_defaults = self._value(defaults, depth + 1)
+        cells = [self._cell(cell, depth + 1) for cell in function.__closure__ or ()]
+        code = code_hash(function.__code__)
+        return "function", function.__qualname__, code, described_defaults, cells, attributes
+
+    def _method(self, name: str, function: Any) -> None:
+        """Notes a function of a class, to be followed once code names it."""
+        if name in _SETUP:
+            return
+        if not is_users(home_of(function)):
+            # library code calls what user classes override
+            self._name(names_of(function.__code__))
+        elif name in self._names:
+            self._functions.append(function)
+        else:
+            self._methods.setdefault(name, []).append(function)
+
+    def _name(self, names: frozenset[str]) -> None:
+        for name in sorted(names & self._methods.keys()):
+            self._functions += self._methods.pop(name)
+        self._names |= names
+
+    def _follow(self, function: Any) -> Any:
+        """Describes what a function of user code reads by name from its Python module."""
+        home = home_of(function)
+        if function in self._followed or not is_users(home):
+            return None
+        self._followed.add(function)
+        self._packages.add(package_of(home))
+        names = names_of(function.__code__)
+        self._reads_mode |= "training" in names
+        self._name(names)
+        space = function.__globals__
+        read = sorted(names & space.keys())
+        return [(name, self._global(space, name, names)) for name in read]
+
+    def _global(self, space: dict[str, Any], name: str, names: frozenset[str]) -> Any:
+        """Describes a global of user code; `names`: what the function that reads it names."""
+        value = space[name]
+        kind = type(value)
+        is_module = isinstance(value, types.ModuleType)
+        self._globals.append(space)
+        self._global_names.append(name)
+        owner = type(getattr(value, "__self__", None))  # of a method, as `random.random`
+        if is_module:
+            home = value.__name__
+        else:
+            home = getattr(value, "__module__", None) or owner.__module__
+        reads_environment = home == "os" and bool(names & _ENVIRONMENT)
+        is_changing = home in _CHANGING or reads_environment
+        if is_changing and (is_module or callable(value)):
+            self.unseen = f"its code reads {name!r}, whose values change"
+        is_followed = package_of(home) in self._packages
+        if is_module:
+            is_other = is_followed and vars(value) is not space
+            read = sorted(names & vars(value).keys()) if is_other else []
+            parts = [(part, self._global(vars(value), part, names - {part})) for part in read]
+            return "module", home, parts
+        if isinstance(value, type):
+            return self._class(value) if is_followed else self._value(value)
+        if kind is types.FunctionType and not is_followed:
+            return "function", value.__qualname__, code_hash(value.__code__)
+        is_data = kind in SCALARS or isinstance(value, (*_DATA, nn.Module, *_FUNCTIONS))
+        is_of_library = package_of(kind.__module__) in LIBRARIES
+        is_described = is_data or callable(value) or is_followed or is_of_library
+        is_large = isinstance(value, _CONTAINERS) and len(value) > _MAX_ITEMS
+        if not is_described or is_large:
+            self.unseen = f"its code reads the global {name!r}, changes of which cannot be seen"
+        elif is_data or is_followed or not callable(value):
+            return self._value(value)
+        return kind.__qualname__
+
+    def _cell(self, cell: types.CellType, depth: int) -> Any:
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not bound yet
+            return "empty"
+        self._owners.append(cell)
+        kind = type(value)
+        is_read = isinstance(value, (Tensor, nn.Module, *_NAMED, *_FUNCTIONS, *_UNSEEN))
+        if is_read or kind in SCALARS:
+            return self._value(value, depth)
+        # other objects may be what a hook collects; these do not change what is cached
+        if package_of(kind.__module__) in STANDARD or is_users(kind.__module__):
+            self._closed.append(self._scalars(value))
+        return self._called(value, depth)
+
+    def _called(self, value: Any, depth: int) -> Any:
+        """Describes a library object: autocast, a wrapper around a function (as accelerate's), or
+        its type alone."""
+        name = type(value).__qualname__
+        if type(value) is torch.autocast:
+            return name, value.device, str(value.fast_dtype), value._enabled
+        wrapped = getattr(value, "__dict__", {}).get("__wrapped__")
+        return name, self._value(wrapped, depth + 1)
+
+    def _tensor(self, tensor: Tensor) -> Any:
+        kind = type(tensor)
+        dtype = str(tensor.dtype)
+        if kind not in (nn.Parameter, Tensor):
+            # a subclass, described by its parts
+            if not hasattr(tensor, "__tensor_flatten__"):
+                raise ValueError(
+                    f"a tensor of type {kind.__qualname__}, which has no `__tensor_flatten__`"
+                )
+            names, context = tensor.__tensor_flatten__()
+            parts = [(name, self._value(getattr(tensor, name))) for name in names]
+            shape = tuple(tensor.shape)
+            return kind.__qualname__, dtype, shape, parts, self._value(context)
+        is_plain = tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
+        if not is_plain:
+            raise ValueError(f"a tensor of layout {tensor.layout} on {tensor.device}")
+        if tensor.is_conj() or tensor.is_neg():  # views whose elements are computed on reading
+            raise ValueError("a lazily conjugated or negated tensor")
+        self._all_tensors.append(tensor)
+        form = dtype, tuple(tensor.shape), tensor.stride(), tensor.get_device()
+        count = len(self.tensors)
+        number = self._tensor_numbers.setdefault((tensor.data_ptr(), form), count)
+        if number == count:
+            self.tensors.append(tensor)
+        return "tensor", number, form

@@ -1,0 +1,359 @@
+"""Short forwards of a model, plain ones and steps as an engine runs them, and how far their logits
+differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from .. import compat
+from ..attention.latent import wrap_expansions
+from ..attention.switch import compiled_layers, switchable_configs, use_paged_attention
+from ..cache.block_manager import NO_BLOCKS, UNCACHED, BlockManager, SequenceBlocks
+from ..cache.memory import PagedMemory, autocast_dtype
+from ..cache.paged_cache import PagedCache
+from ..cache.storage import is_out_of_memory
+from ..compiled import running_eagerly
+from ..config import PagedConfig
+from ..interrupts import is_interrupt, restoring, surely
+from ..plan import StepPlan
+from ..switches import NOTHING
+from ..topics import Topic
+from .forwards import compute_device
+from .layout import Layout
+from .own_loop import first_inputs, next_logits
+from .writes import Snapshot, Write
+
+# `execution.executor.Runner`
+MakeRunner = Callable[[PreTrainedModel, PagedCache, Layout], tuple[BlockManager, Any]]
+Step = tuple[tuple[int, int], ...]  # of each row its number and how many tokens are computed
+
+# In standard deviations of the logits. Half precision rounds differently with every shape, by about
+# a fifth of these values, and a router may then choose another expert for a token or two: there
+# half of the tokens must be close.
+TOLERANCE = 1e-3
+HALF_TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2}
+# Half precision with as many bits as torch's options leave to operands of float32 products.
+_ROUNDED = {"tf32": torch.float16, "bf16": torch.bfloat16}
+
+# of blocks of the usual size, so that a GPU compiles kernels once for the checks and the calls
+CONFIG = PagedConfig(block_size=16, kv_dtype=None, storage="blocks")
+# Checks use a separate memory, since the model's may be bounded and full. `hf_paged.budget` does
+# not count it: a check that runs out of memory would say that the model cannot be packed.
+scratch_memory = functools.partial(PagedMemory, CONFIG, is_bounded=False)
+
+LENGTH = 22
+"""Tokens of each of the three sequences: above the block size, and the windows of a test's
+model."""
+
+
+class ForwardFailedError(Exception):
+    """A forward failed in a check. If it `lasts`, later checks would fail as well."""
+
+    lasts = False
+
+
+class WritesLostError(ForwardFailedError):
+    """A forward wrote what cannot be taken back."""
+
+    lasts = True
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type's name."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+@dataclasses.dataclass
+class Trial:
+    """A model under check."""
+
+    model: PreTrainedModel
+    cache: PagedCache  # built for the model; stays empty
+    make: MakeRunner
+    prompts: Any = None  # `execution.prompts.Prompts`, if the check is of a call's prompts
+    # in which the compared logits were computed: a model may turn on autocast by itself
+    dtypes: set[torch.dtype | None] = dataclasses.field(default_factory=set)
+    writes: list[Write] = dataclasses.field(default_factory=list)  # of its forwards
+
+    @restoring
+    def forwards(self, by_engine: bool = False) -> Iterator[None]:
+        """Takes back what forwards write into modules, which it adds to `writes`, and the random
+        state; layers with a cache run without compiled code, as in steps. `by_engine`: these are
+        forwards of the engine, which call our attention, and not plain ones. Raises
+        `ForwardFailedError` for any error but out of memory, for a forward that draws random
+        numbers, and for one whose writes cannot be taken back."""
+        model = self.model
+        device = compute_device(model)
+        devices: list[torch.device] = []
+        if device.type not in ("cpu", "meta"):
+            devices.append(device)
+        modules = list(model.modules())
+        attention = NOTHING
+        if by_engine:
+            wrap_expansions(modules)
+            attention = use_paged_attention(switchable_configs(modules))
+        with (
+            torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"),
+            torch.no_grad(),
+            running_eagerly(compiled_layers(modules)),
+            attention,
+        ):
+            snapshot = Snapshot(model)
+            drawn = _random_states(devices)
+            try:
+                yield
+                if snapshot.has_drawn or not all(map(torch.equal, drawn, _random_states(devices))):
+                    # rows of one prompt would share the draws
+                    raise RuntimeError("it draws random numbers")
+            except Exception as error:
+                if is_interrupt(error) or is_out_of_memory(error):
+                    raise
+                raise ForwardFailedError(f"its forward fails: {first_line(error)}") from error
+            finally:
+                surely(functools.partial(snapshot.restore, by_engine, self.writes))
+            num_bytes = snapshot.num_lost_bytes
+            if num_bytes:
+                raise WritesLostError(
+                    f"its forward writes to {num_bytes} bytes of buffers, too many to copy"
+                )
+
+    def decode(self, ids: Tensor, inputs: dict[str, Any], new: Tensor) -> Tensor:
+        """Plain logits `(1 + n, rows, vocab_size)` after `ids`, and after each of the tokens `new`
+        `(rows or 1, n)` behind them. Adds to `dtypes`."""
+        model = self.model
+        config = model.config.get_text_config(decoder=True)
+        inputs = {**inputs, compat.cache_name(model): _ObservedCache(config, self.dtypes)}
+        new = new.expand(len(ids), -1)
+        logits = []
+        for count in range(new.shape[1] + 1):
+            tokens = torch.cat([ids, new[:, :count]], dim=1)
+            step_logits, inputs = next_logits(model, tokens, inputs, begins=not count)
+            logits.append(step_logits)
+        return torch.stack(logits)
+
+    def plain(self, rows: Tensor, prompt: int, padding: int = 0) -> Tensor:
+        """As `decode`, after the first `prompt` tokens of rows, of which the first `padding` are
+        masked, and after each later token."""
+        ids = rows[:, :prompt]
+        mask = torch.ones_like(ids)
+        mask[:, :padding] = 0
+        return self.decode(ids, first_inputs(self.model, ids, mask, None), rows[:, prompt:])
+
+    def run(
+        self,
+        layout: Layout,
+        tokens: Tensor,
+        prompts: Sequence[int],
+        steps: Iterable[Step],
+        memory: PagedMemory | None = None,
+    ) -> Tensor:
+        """Logits `(n, vocab_size)` of all `steps` of rows with these `tokens`, of which the first
+        `prompts` are their prompts; in `memory` or one made for them."""
+        with self.forwards(by_engine=True):
+            runner = TrialRunner(self, layout, memory)
+            rows = list[TrialRow]()
+            for token_ids, prompt in zip(tokens.tolist(), prompts):
+                rows.append(runner.add(token_ids, prompt, row=len(rows)))
+            logits = []
+            for step in steps:
+                counted = [(rows[number], count) for number, count in step]
+                logits.append(runner.compute(counted))
+            return torch.cat(logits)
+
+    def difference(
+        self, plain: Tensor, computed: Tensor, what: str = "logits", how: str = "packed"
+    ) -> str | None:
+        """Says how far logits `(n, vocab_size)` differ if that exceeds the tolerance, else `None`;
+        NaN and infinities must be at the same places."""
+        finite = plain.isfinite()
+        plain = plain.float()
+        computed = computed.float()
+        gap = torch.full((len(plain),), float("inf"), device=plain.device)
+        if torch.equal(finite, computed.isfinite()):
+            # root mean square of each row, in standard deviations
+            errors = torch.where(finite, plain - computed, 0.0)
+            root_mean_square = errors.square().mean(1).sqrt()
+            gap = root_mean_square / plain[finite].std().clamp_min(1e-6)
+        dtypes = self.dtypes - {None}
+        stored = {spec.storage_dtype(dtype) for spec in self.cache.groups for dtype in dtypes}
+        half = half_tolerance(dtypes | stored, plain.device)
+        if half is None:
+            worst = float(gap.max())
+        else:
+            worst = float(gap.sort().values[len(gap) // 2])  # the median
+        if worst <= (half or TOLERANCE):  # not so for NaN
+            return None
+        return Topic.SELF_CHECK(
+            f"{how}, its {what} are {worst:.1e} standard deviations from those of a sequence alone"
+        )
+
+
+@dataclasses.dataclass(eq=False)
+class TrialRow:
+    """Stands for a sequence of a [`TrialRunner`], and for its request."""
+
+    tokens: list[int]  # of the prompt, and those that follow
+    num_prompt_tokens: int
+    blocks: SequenceBlocks
+    inputs: Any = None  # `Prompts` and the row's number in them, if the prompt is one of these
+    encoded: Any = NO_BLOCKS
+    row: int = 0
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_text: int = 0
+    namespace: Any = UNCACHED
+    # the same for all
+    draft: ClassVar[list[int]] = []
+    prompt_logprobs: ClassVar[None] = None
+
+    @property
+    def request(self) -> TrialRow:
+        return self
+
+
+class TrialRunner:
+    """A runner of steps of rows in `layout`, in `memory` or one made for them."""
+
+    def __init__(self, trial: Trial, layout: Layout, memory: PagedMemory | None = None) -> None:
+        self._trial = trial
+        self._is_packed = layout.unsupported_reason is None
+        cache = trial.cache.empty_twin(memory or scratch_memory())
+        self.manager, self.runner = trial.make(trial.model, cache, layout)
+
+    def add(self, tokens: list[int], num_prompt_tokens: int, **others: Any) -> TrialRow:
+        """A row that continues its prompt with the other `tokens`."""
+        return TrialRow(tokens, num_prompt_tokens, self.manager.new(), **others)
+
+    def add_prompts(self, prompts: Any, new: Tensor) -> list[TrialRow]:
+        """The rows of `Prompts`, each with the tokens `new` `(rows or 1, n)` behind its prompt."""
+        encoders = self.runner.encoder_blocks
+        rows = []
+        tokens_behind = new.expand(len(prompts.paddings), -1).tolist()
+        for number, padding in enumerate(prompts.paddings):
+            length = prompts.length - padding
+            token_ids = prompts.input_ids[number, padding:].tolist()
+            if not token_ids:  # there are embeddings in place of them
+                token_ids = [0] * length
+            encoded = NO_BLOCKS
+            if encoders is not None:
+                encoded = encoders.new()
+                encoders.append(encoded, prompts.num_encoder_tokens)
+            tokens = token_ids + tokens_behind[number]
+            rows.append(self.add(tokens, length, inputs=(prompts, number), encoded=encoded))
+        return rows
+
+    def compute(self, rows: Sequence[tuple[TrialRow, int]]) -> Tensor:
+        """Logits of a step that computes so many more tokens of each row."""
+        for row, count in rows:
+            skips = not self._is_packed or row.inputs is not None
+            self.manager.append(row.blocks, count, skips=skips)
+            end = max(row.num_prompt_tokens, row.num_computed_tokens + count)
+            row.token_ids = row.tokens[:end]
+        self.manager.flush_copies()
+        logits: Tensor = self.runner.run(StepPlan.of(rows))
+        for row, count in rows:
+            row.num_computed_tokens += count
+        return logits
+
+    def advance(self, rows: Sequence[TrialRow], num_steps: int = 1) -> Tensor:
+        """Logits `(num_steps * n, vocab_size)` of steps that compute the rest of each row's prompt,
+        or one more token."""
+        logits = []
+        for _ in range(num_steps):
+            left = [row.num_prompt_tokens - row.num_computed_tokens for row in rows]
+            step = [(row, max(1, count)) for row, count in zip(rows, left)]
+            logits.append(self.compute(step))
+        return torch.cat(logits)
+
+    def advance_apart(self, *rows: TrialRow) -> Tensor:
+        """As `advance`; modules are restored after the step, as if another call had run in
+        between."""
+        with self._trial.forwards(by_engine=True):
+            return self.advance(rows)
+
+
+def _random_states(devices: list[torch.device]) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    for device in devices:
+        device_module = torch.get_device_module(device)
+        states.append(device_module.get_rng_state(device))
+    return states
+
+
+class _ObservedCache(DynamicCache):
+    """Collects in `dtypes` the dtypes that a forward computes in when it caches."""
+
+    def __init__(self, config: PreTrainedConfig, dtypes: set[torch.dtype | None]) -> None:
+        super().__init__(config=config)
+        self.dtypes = dtypes
+
+    def _observed(name: str) -> Callable[..., Any]:
+        def method(self: _ObservedCache, *args: Any, **kwargs: Any) -> Any:
+            for x in (*args, *kwargs.values()):
+                if isinstance(x, Tensor) and x.is_floating_point():
+                    self.dtypes |= {x.dtype, autocast_dtype(x.device)}
+            return getattr(DynamicCache, name)(self, *args, **kwargs)
+
+        return method
+
+    update = _observed("update")
+    update_conv_state = _observed("update_conv_state")
+    update_recurrent_state = _observed("update_recurrent_state")
+
+
+def stock_cache(model: PreTrainedModel) -> DynamicCache:
+    config = model.config.get_text_config(decoder=True)
+    return DynamicCache(config=config)
+
+
+def sample_tokens(model: PreTrainedModel) -> Tensor:
+    """Token ids `(3, LENGTH)` int64, no special tokens among them."""
+    config = model.config.get_text_config(decoder=True)
+    attributes = {**vars(model.config), **vars(config)}
+    special = {
+        value
+        for name, value in attributes.items()
+        if name.endswith("token_id") and isinstance(value, int)
+    }
+    num_embeddings = model.get_input_embeddings().weight.shape[0]
+    num_tried = min(num_embeddings, getattr(config, "vocab_size", num_embeddings), 4096)
+    usable = [token for token in range(num_tried) if token not in special]
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.randint(len(usable), (3, LENGTH), generator=generator, device="cpu")
+    tokens = torch.tensor(usable, device="cpu")[chosen]
+    return tokens.to(compute_device(model))
+
+
+def product_precision(device: torch.device) -> tuple[str, bool]:
+    """Torch's options for products on `device`: of float32, and whether those of float16 are summed
+    in float16."""
+    backend: Any = torch.backends.cuda
+    if device.type in ("cpu", "xpu"):
+        backend = torch.backends.mkldnn
+    of_float32 = backend.matmul.fp32_precision
+    sums_in_half = False
+    if device.type == "cuda":
+        sums_in_half = backend.matmul.allow_fp16_accumulation
+    return of_float32, sums_in_half
+
+
+def half_tolerance(dtypes: Iterable[torch.dtype | None], device: torch.device) -> float | None:
+    """The tolerance of logits computed in `dtypes` on `device`; `None` if all products have
+    float32's precision."""
+    of_float32, sums_in_half = product_precision(device)
+    computed = set(dtypes)
+    if torch.float32 in computed:
+        computed.add(_ROUNDED.get(of_float32))
+    if torch.float16 in computed and sums_in_half:
+        computed.add(torch.bfloat16)
+    tolerances = (HALF_TOLERANCE[dtype] for dtype in computed if dtype in HALF_TOLERANCE)
+    return max(tolerances, default=None)

@@ -1,0 +1,86 @@
+"""Kinds of values that modules hold, as both the state of a model and the writes of its forward see
+them."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+SCALARS = frozenset({bool, int, float, complex, str, bytes, types.NoneType})
+CONTAINERS = (dict, list, deque, set)
+"""Those that code changes in place."""
+# Attributes that transformers sets on a model or its class as notes to itself.
+NOTES = frozenset(
+    {
+        "_auto_class",
+        "_can_set_attn_implementation_cached_value",
+        "_can_set_experts_implementation_cached_value",
+        "_is_hf_initialized",
+        "_output_capturing_hooks_installed",
+        "warnings_issued",
+    }
+)
+PLUMBING = NOTES.union(vars(nn.Module()))
+"""Attributes that do not affect a forward: notes, and what torch keeps in every module (parameters,
+buffers, modules and forward hooks are visited separately)."""
+# Objects of these packages, except modules, tensors and configs, do not affect a forward, and reach
+# half the process.
+STANDARD = sys.stdlib_module_names - {"__main__", "types"}
+LIBRARIES = STANDARD | {"accelerate", "hf_paged", "numpy", "peft", "torch", "transformers"}
+
+ABSENT = object()  # stands for an attribute that is not there
+
+
+@functools.cache
+def package_of(name: str) -> str:
+    return name.partition(".")[0]
+
+
+@functools.cache
+def is_users(name: str) -> bool:
+    """Whether a Python module of this name holds user code."""
+    return package_of(name) not in LIBRARIES
+
+
+def is_users_object(value: Any) -> bool:
+    """Whether a value is an object of a user class, other than a module, tensor or class, with
+    attributes."""
+    if not is_users(type(value).__module__):
+        return False
+    if isinstance(value, (nn.Module, Tensor, type, tuple, frozenset, *CONTAINERS)):
+        return False
+    return hasattr(value, "__dict__")
+
+
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors that a tensor consists of: itself, or the parts named by its
+    `__tensor_flatten__`."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    names = tensor.__tensor_flatten__()[0]
+    for name in names:
+        yield from plain_tensors(getattr(tensor, name))
+
+
+def attributes_of(item: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values of an object's `__dict__` and slots."""
+    yield from getattr(item, "__dict__", {}).items()
+    for name in _slots(type(item)):  # type: ignore[arg-type]
+        if hasattr(item, name):
+            yield name, getattr(item, name)
+
+
+@functools.cache
+def _slots(kind: type) -> tuple[str, ...]:
+    names: list[str] = []
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else slots
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))

@@ -408,7 +408,7 @@ class CudaPages:
         self._size = 0  # of the offset space
 
     def _call(self, name: str, *args: Any) -> Any:
-        # threads in the background have no context, and others may have another device's
+        # other threads may have no context, or another device's
         self._checked("cuCtxPushCurrent", self._context)
         try:
             return self._checked(name, *args)

@@ -263,26 +263,6 @@ class Places:
         num_blocks = self.region.num_mapped - block_id
         return max(0, min(num_positions, num_blocks))
 
-    def map_ahead(self, slot: int, row: Row, ahead: int) -> None:
-        """Maps `ahead` blocks after those of a row, unless mapped already. Raises `MemoryError`."""
-        is_mapped = self.versions[slot] == row.version
-        if not is_mapped or not row.block_ids:
-            return
-        position = row.first + len(row.block_ids)
-        block_id = row.block_ids[-1] + 1
-        have = self.mapped[slot][position : position + ahead]
-        num_mapped = 0
-        for mapped_id in have:
-            if mapped_id != block_id + num_mapped:
-                break
-            num_mapped += 1
-        position += num_mapped
-        block_id += num_mapped
-        room = self._room(position, block_id)
-        count = min(ahead - num_mapped, room)
-        if count > 0:
-            self._map(slot, position, block_id, count)
-
     def drop(self, slot: int) -> None:
         """Unmaps a slot."""
         have = self.mapped[slot]

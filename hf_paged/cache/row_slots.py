@@ -123,11 +123,6 @@ class RowSlots:
         firsts = [first * size for first, _ in rows]
         return Placement(slots, firsts)
 
-    @property
-    def is_full(self) -> bool:
-        """Whether the next steps must gather."""
-        return bool(self._num_full)
-
     def fill(self) -> None:
         """Makes the next `FULL_STEPS` steps gather, since mapping failed."""
         self._num_full = FULL_STEPS

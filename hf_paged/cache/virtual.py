@@ -25,7 +25,6 @@ from .. import compat
 from ..config import MAX_BLOCK_SIZE, MAX_VIRTUAL_BLOCK_SIZE, PagedConfig, VirtualStorage
 from ..step import StepMetadata
 from ..topics import Topic
-from . import background
 from .block_pool import BlockPool
 from .copies import copy_portable
 from .groups import GroupSpec
@@ -173,7 +172,6 @@ class LayerRows:
         returns the region's places. Raises `MemoryError`."""
         slots = self.slots
         config = self.config
-        ahead = 0 if config.background else config.blocks_ahead
         places = region.places
         if places is not None:
             size = (places.num_slots, places.max_len)
@@ -185,9 +183,7 @@ class LayerRows:
             stale = placement.slots
         for slot in stale:
             row = slots.rows[slot]
-            region.places.follow(slot, row, ahead, config.keep_mappings)
-        if config.background:
-            background.submit(self, stale)
+            region.places.follow(slot, row, config.blocks_ahead, config.keep_mappings)
         return region.places
 
     def drop(self, some: Sequence[int]) -> None:
@@ -198,17 +194,6 @@ class LayerRows:
             for slot in some:
                 if region.places is not None and slot < region.places.num_slots:
                     region.places.drop(slot)
-
-    def map_ahead(self, some: Sequence[int]) -> None:
-        """Maps the next blocks of the rows in these slots, while the step computes."""
-        for region in self.regions:
-            for slot in some:
-                with self.slots.lock:
-                    places = region.places
-                    if places is None or slot >= places.num_slots or self.slots.is_full:
-                        continue
-                    row = self.slots.rows[slot]
-                    places.map_ahead(slot, row, self.config.blocks_ahead)
 
     def lend(self, step: StepMetadata, is_value: bool) -> Tensor | None:
         """Returns all `step.columns` of every row as a view `(rows, heads, len(columns), dim)`,

@@ -293,11 +293,11 @@ def test_idle_rows_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None
     for first in (0, 5, 10, 0, 7):
         assert rows.place(step_of(tables[first : first + 5])) is not None
         assert pages.extents.count <= pages.extents.limit
-    assert rows.place(step_of(tables)) is None and storage.slots.is_full
+    assert rows.place(step_of(tables)) is None and storage.slots._num_full
     for _ in range(FULL_STEPS):
         assert rows.place(step_of(tables[:5])) is None
     placement, *_ = rows.place(step_of(tables[:5]))
-    assert placement is not None and not storage.slots.is_full
+    assert placement is not None and not storage.slots._num_full
 
 
 def test_pages_go_with_their_last_user(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,37 +37,19 @@ class Addresses:
         address: int,
         size: int,
         view: Callable[[Addresses], Tensor],
+        memory: Any = None,
     ) -> None:
+        """`memory`: an object whose end gives up the range."""
         self.address = address
         self.size = size
         self._view = view
+        self._memory = memory
         self.holds: Any = None  # what must live as long, as the pages that are mapped there
-
-    @classmethod
-    def reserve(
-        cls,
-        size: int,
-        view: Callable[[Addresses], Tensor],
-        reserve: Callable[[list[int]], None],
-        give_up: Callable[[int, int], None],
-    ) -> Addresses:
-        """Returns the range whose address `reserve` puts into a list, and that `give_up(address,
-        size)` ends. The statement that reserves it must be the one that puts it there, so that an
-        error leaks no addresses."""
-        addresses = cls(0, size, view)
-        reserved = [0]  # the address, once there is one
-        finalizer = weakref.finalize(addresses, _give_up, reserved, size, give_up)
-        finalizer.atexit = False
-        reserve(reserved)
-        addresses.address = reserved[0]
-        return addresses
 
     def lend(self, start: int, size: int) -> Addresses:
         """Returns `size` bytes of the range as a new object, whose lifetime shows when its tensors
         are freed."""
-        lent = Addresses(self.address + start, size, self._view)
-        lent.holds = self
-        return lent
+        return Addresses(self.address + start, size, self._view, self)
 
     def tensor(self, dtype: torch.dtype) -> Tensor:
         """Returns the range as a one-dimensional tensor of `dtype`, writable where pages are
@@ -74,12 +57,6 @@ class Addresses:
         with torch.inference_mode(False):  # the tensor outlives the call
             memory = self._view(self)
             return memory.view(dtype)
-
-
-def _give_up(reserved: list[int], size: int, give_up: Callable[[int, int], None]) -> None:
-    (address,) = reserved
-    if address:
-        give_up(address, size)
 
 
 class Backing:
@@ -111,15 +88,6 @@ class Extents:
     def __init__(self, limit: float = math.inf) -> None:
         self.limit = limit
         self.count = 0
-
-    @classmethod
-    def of_linux(cls) -> Extents:
-        path = Path("/proc/sys/vm/max_map_count")
-        try:
-            limit = int(path.read_text())
-        except (OSError, ValueError):  # not readable: use Linux's default
-            limit = 65530
-        return cls(limit // 2)
 
     def add(self, count: int) -> None:
         self.count += count
@@ -230,18 +198,17 @@ def _libc() -> Any:
         ctypes.c_int,
         ctypes.c_int64,
     )
-    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
     libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     return libc
 
 
-def _reserve(size: int, protection: int, reserved: list[int]) -> None:
-    """Maps `size` bytes without memory, and puts their address into the list."""
+def _reserve(size: int, protection: int) -> mmap.mmap:
+    """Reserves addresses, without memory until they are written to. Raises `MemoryError`."""
     flags = _PRIVATE | _ANONYMOUS | _NORESERVE
-    reserved[0] = _libc().mmap(None, size, protection, flags, -1, 0)
-    if reserved[0] == _FAILED:
-        reserved[0] = 0
-        raise _not_mapped(size)
+    try:
+        return mmap.mmap(-1, size, flags, protection)
+    except OSError as error:
+        raise _not_mapped(size, error.errno) from error
 
 
 def _map_over(
@@ -254,32 +221,31 @@ def _map_over(
 ) -> None:
     """Maps in place of others: threads that read there see either. Raises `MemoryError`."""
     if _libc().mmap(address, size, protection, flags | _FIXED, fd, offset) == _FAILED:
-        raise _not_mapped(size)
+        raise _not_mapped(size, ctypes.get_errno())
 
 
-def _not_mapped(size: int) -> MemoryError:
-    error = os.strerror(ctypes.get_errno())
+def _not_mapped(size: int, number: int | None) -> MemoryError:
+    error = os.strerror(number or 0)
     return MemoryError(
         f"{size:,} bytes of addresses cannot be mapped: {error} (ulimit -v, vm.max_map_count)"
     )
 
 
-def _munmap(address: int, size: int) -> None:
-    _libc().munmap(address, size)
-
-
 @functools.cache
 def _extents() -> Extents:
-    return Extents.of_linux()
+    path = Path("/proc/sys/vm/max_map_count")
+    try:
+        limit = int(path.read_text())
+    except (OSError, ValueError):  # not readable: use Linux's default
+        limit = 65530
+    return Extents(limit // 2)
 
 
 def reserved(size: int) -> Tensor:
     """Returns `(size,)` bytes of host memory on Linux, committed when written to. They never make
     `fork` fail: Linux counts other reservations as copied by it, and refuses more than the machine
     has. Raises `MemoryError`."""
-    reserve = functools.partial(_reserve, size, _READ | _WRITE)
-    addresses = Addresses.reserve(size, MemoryFile._tensor, reserve, _munmap)
-    return addresses.tensor(torch.uint8)
+    return torch.frombuffer(_reserve(size, _READ | _WRITE), dtype=torch.uint8)
 
 
 def _close(files: list[int]) -> None:
@@ -307,8 +273,9 @@ class MemoryFile:
         return self._files[0]
 
     def reserve(self, size: int) -> Addresses:
-        reserve = functools.partial(_reserve, size, _READ)
-        return Addresses.reserve(size, self._tensor, reserve, _munmap)
+        memory = _reserve(size, _READ)
+        address = np.frombuffer(memory, np.uint8).ctypes.data
+        return Addresses(address, size, self._tensor, memory)
 
     @staticmethod
     def _tensor(addresses: Addresses) -> Tensor:
@@ -430,14 +397,19 @@ class CudaPages:
         return results[0]
 
     def reserve(self, size: int) -> Addresses:
-        def reserve(reserved: list[int]) -> None:
-            reserved[0] = int(self._call("cuMemAddressReserve", size, 0, 0, 0))
+        addresses = Addresses(0, size, self._tensor)
+        reserved: list[int] = []  # the address: noted by the call's statement, so that no error
+        # leaks it
+        finalizer = weakref.finalize(addresses, self._give_up, reserved, size)
+        finalizer.atexit = False
+        reserved.append(int(self._call("cuMemAddressReserve", size, 0, 0, 0)))
+        addresses.address = reserved[0]
+        return addresses
 
-        return Addresses.reserve(size, self._tensor, reserve, self._give_up)
-
-    def _give_up(self, address: int, size: int) -> None:
-        self.unmap(address, size)
-        self._call("cuMemAddressFree", address, size)
+    def _give_up(self, reserved: list[int], size: int) -> None:
+        for address in reserved:
+            self.unmap(address, size)
+            self._call("cuMemAddressFree", address, size)
 
     def _tensor(self, addresses: Addresses) -> Tensor:
         return torch.as_tensor(_CudaArray(addresses), device=self.device)

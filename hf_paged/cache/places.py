@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..config import VirtualStorage
 from .pages import PLANE_BYTES, Addresses, Backing, Extents, Pages
-from .row_slots import Row
+from .row_slots import Placement, Row, RowSlots
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,10 @@ class Planes:
     @property
     def block_bytes(self) -> int:
         return self.block_size * self.unit * self.dtype.itemsize
+
+    def offset(self, plane: int, block_id: int) -> int:
+        """Returns where a block's page begins, in bytes after the first block's in plane 0."""
+        return plane * PLANE_BYTES + block_id * self.block_bytes
 
     @classmethod
     def fit(
@@ -64,10 +70,11 @@ class Region:
         pages: Pages,
         planes: Planes,
         num_blocks: int,
+        num_backed: int,
         backing: Backing | None = None,
     ) -> None:
-        """Uses the pages of `backing`, by default new ones. Raises `MemoryError` without free
-        addresses."""
+        """Uses the pages of `backing`, by default new ones, and maps those of `num_backed` blocks,
+        of all if that takes no memory. Raises `MemoryError` without free addresses."""
         self.pages = pages
         self.planes = planes
         self.num_blocks = num_blocks
@@ -93,10 +100,7 @@ class Region:
             (block_step, head_step, planes.unit, 1),
         )
         self.places: Places | None = None
-
-    def offset_of(self, plane: int, block_id: int) -> int:
-        plane_offset = self.backing.offset + plane * PLANE_BYTES
-        return plane_offset + block_id * self.planes.block_bytes
+        self.back(num_blocks if pages.is_sparse else num_backed)
 
     def back(self, num_blocks: int) -> None:
         """Maps the pages of the first `num_blocks` blocks, so that they can be written. Raises
@@ -108,19 +112,47 @@ class Region:
             for plane in range(self.planes.count):
                 first_row = plane * self.num_blocks + first
                 address = self.address + first_row * size
-                offset = self.offset_of(plane, first)
+                offset = self.backing.offset + self.planes.offset(plane, first)
                 self.pages.map(address, offset, num_new * size)
             self.num_mapped = num_blocks
 
     def grown(self, num_blocks: int) -> Region:
         """Returns a region with the same pages at new addresses, with room for `num_blocks`
         blocks."""
-        num_backed = self.num_mapped
-        if self.pages.is_sparse:
-            num_backed = num_blocks
-        region = Region(self.pages, self.planes, num_blocks, self.backing)
-        region.back(num_backed)
-        return region
+        return Region(self.pages, self.planes, num_blocks, self.num_mapped, self.backing)
+
+    def follow(self, placement: Placement, slots: RowSlots, config: VirtualStorage) -> Places:
+        """Maps what is not mapped yet of the placed rows. Raises `MemoryError`."""
+        shape = (slots.num_slots, slots.max_len)
+        stale = placement.slots
+        if self.places is not None and self.places.shape == shape:
+            versions = self.places.versions
+            rows = slots.rows
+            stale = [slot for slot in stale if versions[slot] != rows[slot].version]
+            if not stale:
+                return self.places
+        self.settle()
+        if self.places is not None and self.places.shape != shape:
+            self.places = None
+        if self.places is None:
+            self.places = Places(self, *shape)
+            stale = placement.slots
+        for slot in stale:
+            self.places.follow(slot, slots.rows[slot], config, self.num_mapped)
+        return self.places
+
+    def settle(self) -> None:
+        """Preserves lent views that are still alive. Call before mapping over, or writing to,
+        blocks."""
+        if self.places is not None and self.places.preserve():
+            self.places = None
+
+    def drop(self, slots: Sequence[int]) -> None:
+        """Unmaps these slots."""
+        self.settle()
+        for slot in slots:
+            if self.places is not None and slot < self.places.shape[0]:
+                self.places.drop(slot)
 
     def map_fresh(self, pages: Pages) -> None:
         """In a child process: maps other pages at the same addresses."""
@@ -136,8 +168,7 @@ class Region:
         size = self.planes.block_bytes
         plane_size = self.num_blocks * size
         places = self.places
-        if places is not None:
-            places.settle()
+        self.settle()
         self.places = None
         if not self.pages.maps_over:
             if places is not None:
@@ -163,16 +194,17 @@ class Places:
     be merged into one dimension if planes have one head."""
 
     def __init__(self, region: Region, num_slots: int, max_len: int) -> None:
-        planes = region.planes
-        # no cycle: pages are freed with their last user, not by the next collection
-        self._region = weakref.ref(region)
-        self.num_slots = num_slots
-        self.max_len = max_len
+        # not the region, for no cycle: pages are freed with their last user, not by the next
+        # collection
+        self.planes = planes = region.planes
+        self.pages = region.pages
+        self._first_offset = region.backing.offset
+        self.shape = (num_slots, max_len)
         self.heads = planes.count // planes.parts  # planes per part
         token_bytes = planes.unit * planes.dtype.itemsize
         self.row_bytes = max_len * token_bytes  # per plane
         num_rows = planes.count * num_slots
-        addresses = region.pages.reserve(num_rows * self.row_bytes)
+        addresses = self.pages.reserve(num_rows * self.row_bytes)
         self.address = addresses.address
         self.size = addresses.size
         addresses.holds = region.backing
@@ -183,85 +215,69 @@ class Places:
         self.versions = [0] * num_slots
         self.owners = [0] * num_slots
         self._num_extents = [0]
-        extents = region.pages.extents
-        finalizer = weakref.finalize(addresses, _forget, extents, self._num_extents)
+        finalizer = weakref.finalize(addresses, _forget, self.pages.extents, self._num_extents)
         finalizer.atexit = False
         self.loans: list[Loan] = []
         self._is_left = False  # rows must get new addresses
 
-    @property
-    def region(self) -> Region:
-        region = self._region()
-        assert region is not None, "places are used by their region alone"
-        return region
-
     def _views(self, addresses: Addresses) -> tuple[Tensor, ...]:
-        planes = self.region.planes
+        planes = self.planes
+        num_slots, max_len = self.shape
         flat = addresses.tensor(planes.dtype)
-        row = self.max_len * planes.unit
+        row = max_len * planes.unit
         slot_step = self.heads * row
         head_step = row if planes.inner == 1 else planes.width
         heads = self.heads * planes.inner
-        num_slots = self.num_slots
-        shape = (num_slots, heads, self.max_len, planes.width)
+        shape = (num_slots, heads, max_len, planes.width)
         strides = (slot_step, head_step, planes.unit, 1)
         part_step = num_slots * slot_step
         offsets = (part * part_step for part in range(planes.parts))
         return tuple(flat.as_strided(shape, strides, offset) for offset in offsets)
 
-    def _at(self, slot: int, plane: int) -> int:
-        part, head = divmod(plane, self.heads)
-        slot += part * self.num_slots
-        row = slot * self.heads + head
-        return self.address + row * self.row_bytes
+    def _spots(self, slot: int, position: int) -> list[int]:
+        """Returns the address of a block's position in each plane."""
+        num_slots, _ = self.shape
+        first = self.address + position * self.planes.block_bytes
+        spots = []
+        for part in range(self.planes.parts):
+            row = (part * num_slots + slot) * self.heads
+            spots += [first + (row + head) * self.row_bytes for head in range(self.heads)]
+        return spots
 
-    def follow(
-        self,
-        slot: int,
-        row: Row,
-        ahead: int,
-        keeps: bool,
-    ) -> None:
-        """Maps a row's blocks in a slot, and `ahead` blocks after them. Raises `MemoryError`."""
+    def follow(self, slot: int, row: Row, config: VirtualStorage, num_blocks: int) -> None:
+        """Maps a row's blocks in a slot, and `blocks_ahead` blocks after them, if there are as many
+        of `num_blocks`. Raises `MemoryError`."""
         have = self.mapped[slot]
         want = row.block_ids
         end = row.first + len(want)
-        if self.owners[slot] != row.owner and not keeps:
+        if self.owners[slot] != row.owner and not config.keep_mappings:
             self._unmap(slot, 0, len(have))
         if row.hides:  # padding reads as zeros
-            num_hidden = min(row.first, len(have))
-            for position in range(num_hidden):
-                if have[position] is not None:
+            for position, block_id in enumerate(have[: row.first]):
+                if block_id is not None:
                     self._unmap(slot, position, 1)
-        # consecutive positions with consecutive block ids: position, block id, count
-        runs: list[list[int]] = []
-        for position in range(row.first, end):
-            block_id = want[position - row.first]
-            if position < len(have) and have[position] == block_id:
+        have += [None] * (end - len(have))
+        position = row.first
+        while position < end:
+            # consecutive positions with consecutive block ids are mapped at once
+            first_id = want[position - row.first]
+            count = 0
+            while position + count < end:
+                block_id = want[position + count - row.first]
+                if block_id != first_id + count or block_id == have[position + count]:
+                    break
+                count += 1
+            if not count:  # mapped already
+                position += 1
                 continue
-            continues = False
-            if runs:
-                run_position, run_id, run_length = runs[-1]
-                follows_position = run_position + run_length == position
-                follows_id = run_id + run_length == block_id
-                continues = follows_position and follows_id
-            if continues:
-                runs[-1][2] += 1
-            else:
-                runs.append([position, block_id, 1])
-        for position, block_id, count in runs:
-            if ahead and position + count == end:
-                room = self._room(position + count, block_id + count)
-                count += min(ahead, room)
-            self._map(slot, position, block_id, count)
+            num_mapped = count
+            if position + count == end:
+                num_positions = self.shape[1] // self.planes.block_size
+                room = min(num_positions - end, num_blocks - (first_id + count))
+                num_mapped += max(0, min(config.blocks_ahead, room))
+            self._map(slot, position, first_id, num_mapped)
+            position += count
         self.versions[slot], self.owners[slot] = row.version, row.owner
-
-    def _room(self, position: int, block_id: int) -> int:
-        """Returns how many blocks from `block_id` on exist and fit from `position` on."""
-        positions = self.max_len // self.region.planes.block_size
-        num_positions = positions - position
-        num_blocks = self.region.num_mapped - block_id
-        return max(0, min(num_positions, num_blocks))
 
     def drop(self, slot: int) -> None:
         """Unmaps a slot."""
@@ -277,45 +293,37 @@ class Places:
         block_id: int,
         count: int,
     ) -> None:
-        region = self.region
-        pages = region.pages
-        size = region.planes.block_bytes
+        pages = self.pages
+        size = self.planes.block_bytes
         block_ids: list[int | None] = list(range(block_id, block_id + count))
         if not pages.maps_over:
             self._unmap(slot, position, count)
         try:
             self._note(slot, position, block_ids)
             pages.extents.check()
-            for plane in range(region.planes.count):
-                address = self._at(slot, plane) + position * size
-                offset = region.offset_of(plane, block_id)
+            for plane, address in enumerate(self._spots(slot, position)):
+                offset = self._first_offset + self.planes.offset(plane, block_id)
                 pages.map(address, offset, count * size)
         except BaseException:
             self._note(slot, position, [None] * count)  # some planes may be mapped
             raise
 
     def _unmap(self, slot: int, position: int, count: int) -> None:
-        region = self.region
-        size = region.planes.block_bytes
-        have = self.mapped[slot]
-        num_known = max(0, len(have) - position)
-        num_noted = min(count, num_known)
         if count:
-            for plane in range(region.planes.count):
-                address = self._at(slot, plane) + position * size
-                region.pages.unmap(address, count * size)
-        self._note(slot, position, [None] * num_noted)
+            for address in self._spots(slot, position):
+                self.pages.unmap(address, count * self.planes.block_bytes)
+        self._note(slot, position, [None] * count)
 
-    def _note(self, slot: int, position: int, found: list[int | None]) -> None:
+    def _note(self, slot: int, position: int, block_ids: list[int | None]) -> None:
         """Records what is mapped from `position` on, and counts extents."""
         have = self.mapped[slot]
-        end = position + len(found)
+        end = position + len(block_ids)
         have += [None] * (end - len(have))
         before = _num_ends(have, position, end)
-        have[position:end] = found
-        more = (_num_ends(have, position, end) - before) * self.region.planes.count
+        have[position:end] = block_ids
+        more = (_num_ends(have, position, end) - before) * self.planes.count
         self._num_extents[0] += more
-        self.region.pages.extents.add(more)
+        self.pages.extents.add(more)
 
     def lend(
         self,
@@ -326,7 +334,7 @@ class Places:
     ) -> Tensor:
         """Returns a view of tokens `[first, end)` of consecutive slots, for the model's own
         code."""
-        planes = self.region.planes
+        planes = self.planes
         rows = self.views[part]
         view = rows[slots.start : slots.stop, :, first:end]
         # only what the view spans: torch saves whole storages
@@ -344,35 +352,26 @@ class Places:
         flat = lent.tensor(planes.dtype)
         return flat.as_strided(view.shape, view.stride())
 
-    def settle(self) -> None:
-        """Preserves lent views that are still alive: copies their content at the same addresses
-        (`Pages.detach`); rows get new addresses. Call before mapping over, or writing to,
-        blocks."""
-        size = self.region.planes.block_bytes
-        pages = self.region.pages
-        spots: dict[int, None] = {}  # addresses of mapped blocks
+    def preserve(self) -> bool:
+        """Copies the content of lent views that are still alive, at the same addresses
+        (`Pages.detach`). Returns whether rows must get new addresses."""
+        spots: set[int] = set()  # addresses of mapped blocks
         for loan in self.loans:
             if loan.addresses() is None:
                 continue
             first_plane = loan.part * self.heads
-            planes = range(first_plane, first_plane + self.heads)
+            planes = slice(first_plane, first_plane + self.heads)
             for slot in loan.slots:
                 have = self.mapped[slot]
-                positions = []
                 for position in loan.positions:
                     if position < len(have) and have[position] is not None:
-                        positions.append(position)
-                for plane in planes:
-                    start = self._at(slot, plane)
-                    addresses = (start + position * size for position in positions)
-                    spots.update(dict.fromkeys(addresses))
+                        spots.update(self._spots(slot, position)[planes])
         if spots:
             # whatever is raised: some pages may be copies then
             self._is_left = True
-            pages.detach(self._addresses, list(spots), size)
-        if self._is_left:
-            self.region.places = None
+            self.pages.detach(self._addresses, sorted(spots), self.planes.block_bytes)
         self.loans = []
+        return self._is_left
 
 
 def _num_ends(have: list[int | None], first: int, end: int) -> int:

@@ -503,9 +503,13 @@ class Storage:
 
     def block_bytes_of(self, keys: Tensor, values: Tensor) -> int:
         """Returns the bytes of a block of a layer with K/V like these."""
+        return self._outline(keys, values).block_bytes
+
+    def _outline(self, keys: Tensor, values: Tensor) -> KVBlocks:
+        """Returns a block of a layer with K/V like these, on the meta device."""
         no_keys = keys[:, :, :0].to("meta")
         no_values = values[:, :, :0].to("meta")
-        return self._allocate(1, no_keys, no_values).block_bytes
+        return self._allocate(1, no_keys, no_values)
 
     def outline(self, layers: Iterable[LayerKV]) -> dict[int, KVBlocks]:
         """Returns a block of each of these layers that has this spec, on the meta device."""

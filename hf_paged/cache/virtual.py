@@ -35,6 +35,10 @@ from .storage import KVBlocks, Storage, limits_addresses
 
 logger = logging.getLogger(__name__)
 
+Parts = list[tuple[Places, int]]
+"""Of a layer: its rows, and in which part of them keys and values are; one with both, or one with
+each."""
+
 # of addresses for the blocks of a layer; growth beyond it maps them at other addresses
 MAX_ROOM_BYTES = 64 << 30
 
@@ -117,16 +121,15 @@ class LayerRows:
             placed = self._place(step, together=False)
         if placed is None:
             return None
-        placement, places_by_region = placed
-        views = [view for places in places_by_region for view in places.views]
+        placement, parts = placed
+        views = [places.views[part] for places, part in parts]
         if len(views) == 2:
             return PlacedRows(placement, *views)
-        data = views[0]
-        both = KVBlocks.view((data,), *self._form)
+        both = KVBlocks.view(tuple(views), *self._form)
         return PlacedRows(placement, both.keys, both.values)
 
-    def _place(self, step: StepMetadata, together: bool) -> tuple[Placement, list[Places]] | None:
-        """Maps each row of a step; returns the slots, and the places of each region. Needs the
+    def _place(self, step: StepMetadata, together: bool) -> tuple[Placement, Parts] | None:
+        """Maps each row of a step; returns the slots, and what holds keys and values. Needs the
         slots' lock."""
         placement: Placement | None = step.plan(self.slots.place, together)
         if placement is None:
@@ -143,57 +146,18 @@ class LayerRows:
                 self.slots.fill()
                 return None
 
-    def _follow(self, placement: Placement) -> list[Places]:
-        """Maps what is not mapped yet; returns the places of each region. Raises `MemoryError`."""
-        mapped = []
+    def _follow(self, placement: Placement) -> Parts:
+        """Maps what is not mapped yet. Raises `MemoryError`."""
+        parts = []
         for region in self.regions:
-            places = region.places
-            stale = placement.slots
-            if places is not None:
-                stale = self._stale(places, placement.slots)
-            if stale:
-                places = self._map(region, stale, placement)
-            assert places is not None
-            mapped.append(places)
-        return mapped
+            places = region.follow(placement, self.slots, self.config)
+            parts += [(places, part) for part in range(region.planes.parts)]
+        return parts
 
-    def _stale(self, places: Places, some: list[int]) -> list[int]:
-        """Returns which of these slots are not mapped as their rows are now."""
-        slots = self.slots
-        size = (places.num_slots, places.max_len)
-        if size != (slots.num_slots, slots.max_len):
-            return some
-        versions = places.versions
-        rows = slots.rows
-        return [slot for slot in some if versions[slot] != rows[slot].version]
-
-    def _map(self, region: Region, stale: list[int], placement: Placement) -> Places:
-        """Maps the rows in the slots `stale`, or, at new addresses, in all slots of the placement;
-        returns the region's places. Raises `MemoryError`."""
-        slots = self.slots
-        config = self.config
-        places = region.places
-        if places is not None:
-            size = (places.num_slots, places.max_len)
-            places.settle()
-            if size != (slots.num_slots, slots.max_len):
-                region.places = None
-        if region.places is None:
-            region.places = Places(region, slots.num_slots, slots.max_len)
-            stale = placement.slots
-        for slot in stale:
-            row = slots.rows[slot]
-            region.places.follow(slot, row, config.blocks_ahead, config.keep_mappings)
-        return region.places
-
-    def drop(self, some: Sequence[int]) -> None:
+    def drop(self, slots: Sequence[int]) -> None:
         """Unmaps these slots. Needs the slots' lock."""
         for region in self.regions:
-            if region.places is not None:
-                region.places.settle()
-            for slot in some:
-                if region.places is not None and slot < region.places.num_slots:
-                    region.places.drop(slot)
+            region.drop(slots)
 
     def lend(self, step: StepMetadata, is_value: bool) -> Tensor | None:
         """Returns all `step.columns` of every row as a view `(rows, heads, len(columns), dim)`,
@@ -217,28 +181,23 @@ class LayerRows:
             placed = self._place(step, together=True)
             if placed is None:
                 return None
-            placement, places_by_region = placed
-            first_slot = placement.slots[0]
-            last_slot = placement.slots[-1]
-            slots = range(first_slot, last_slot + 1)
-            number = int(is_value)
-            if len(places_by_region) == 2:
-                return places_by_region[number].lend(0, slots, first, end)
-            places = places_by_region[0]
-            if self.regions[0].planes.parts == 2:
-                return places.lend(number, slots, first, end)
-            data = places.lend(0, slots, first, end)
+            placement, parts = placed
+            slots = range(placement.slots[0], placement.slots[-1] + 1)
+            if len(parts) == 2:
+                places, part = parts[is_value]
+                return places.lend(part, slots, first, end)
+            places, part = parts[0]
+            data = places.lend(part, slots, first, end)
             both = KVBlocks.view((data,), *self._form)
             return both.values if is_value else both.keys
 
     def settle(self) -> None:
-        """Preserves lent views before blocks are written to (`Places.settle`)."""
+        """Preserves lent views before blocks are written to (`Region.settle`)."""
         for region in self.regions:
             places = region.places  # read once: another thread may change it
             if places is not None and places.loans:
                 with self.slots.lock:
-                    if region.places is not None:
-                        region.places.settle()
+                    region.settle()
 
     def grow(self, num_blocks: int) -> None:
         """Gives the regions addresses for `num_blocks` blocks. Raises `MemoryError`, with nothing
@@ -246,8 +205,7 @@ class LayerRows:
         regions = [region.grown(num_blocks) for region in self.regions]
         with self.slots.lock:
             for region in self.regions:  # readers of older blocks read these rows, too
-                if region.places is not None:
-                    region.places.settle()
+                region.settle()
             self.regions = regions
 
     def close(self) -> None:
@@ -281,6 +239,10 @@ class MappedStorage(Storage):
         _storages.add(self)
 
     @property
+    def _regions(self) -> list[Region]:
+        return [region for rows in self._mapped for region in rows.regions]
+
+    @property
     def _mapped(self) -> list[LayerRows]:
         layers = list(self.layers.values())
         return [layer.rows for layer in layers if layer.rows is not None]
@@ -294,8 +256,7 @@ class MappedStorage(Storage):
 
     @property
     def num_rows(self) -> int:
-        regions = (region for rows in self._mapped for region in rows.regions)
-        backed = [region.num_mapped for region in regions]
+        backed = [region.num_mapped for region in self._regions]
         return min([super().num_rows, *backed])
 
     @property
@@ -324,23 +285,18 @@ class MappedStorage(Storage):
     def _allocate(self, num_blocks: int, keys: Tensor, values: Tensor) -> KVBlocks:
         if keys.device.type == "meta":
             return super()._allocate(num_blocks, keys, values)
-        no_keys = keys[:, :, :0].to("meta")
-        no_values = values[:, :, :0].to("meta")
-        like = super()._allocate(1, no_keys, no_values)
+        like = self._outline(keys, values)
         if self.pages is None:
             self.pages = pages_for(keys.device, self.config.page_bytes)
         page = self.pages.granularity
         heads = like.data[0].shape[1]
         has_both = len(like.data) == 1 and heads == 2 * like.keys.shape[1]
         parts = 2 if has_both else 1
-        planes_by_tensor = []
-        for tensor in like.data:
-            shape = tuple(tensor.shape[1:])
-            planes = Planes.fit(shape, tensor.dtype, parts, page)
-            if planes is not None:
-                planes_by_tensor.append(planes)
-        if len(planes_by_tensor) < len(like.data):
-            shapes = [tuple(tensor.shape[1:]) for tensor in like.data]
+        shapes = [tuple(tensor.shape[1:]) for tensor in like.data]
+        tensors = zip(shapes, like.data)
+        layouts = [Planes.fit(shape, tensor.dtype, parts, page) for shape, tensor in tensors]
+        fitting = [layout for layout in layouts if layout is not None]
+        if len(fitting) < len(layouts):
             logger.warning(
                 Topic.VIRTUAL_STORAGE(
                     "blocks of %d tokens of %s do not fill whole pages of %d bytes and are"
@@ -351,12 +307,7 @@ class MappedStorage(Storage):
                 page,
             )
             return super()._allocate(num_blocks, keys, values)
-        regions = [Region(self.pages, planes, num_blocks) for planes in planes_by_tensor]
-        num_backed = self.capacity
-        if self.pages.is_sparse:
-            num_backed = num_blocks
-        for region in regions:
-            region.back(num_backed)
+        regions = [Region(self.pages, layout, num_blocks, self.capacity) for layout in fitting]
         rows = LayerRows(self, regions, like.form)
         self._made.add(rows)
         return self._over(like, rows)
@@ -376,9 +327,8 @@ class MappedStorage(Storage):
 
     def grow(self, num_blocks: int, most: int) -> None:
         super().grow(num_blocks, most)
-        for rows in self._mapped:
-            for region in rows.regions:
-                region.back(num_blocks)
+        for region in self._regions:
+            region.back(num_blocks)
 
     def promote(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks:
         self.before_move()

@@ -17,6 +17,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from ctypes import c_int, c_int64, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -59,6 +60,13 @@ class Addresses:
             return memory.view(dtype)
 
 
+def when_freed(owner: Any, call: Callable[..., None], *arguments: Any) -> Any:
+    """Calls `call(*arguments)` once `owner` is freed, unless the interpreter ends before."""
+    finalizer = weakref.finalize(owner, call, *arguments)
+    finalizer.atexit = False
+    return finalizer
+
+
 class Backing:
     """Pages from `offset` on, returned to the system with the last addresses that hold this object,
     or by `release`."""
@@ -66,8 +74,7 @@ class Backing:
     def __init__(self, pages: Pages, offset: int, size: int) -> None:
         self.offset = offset
         self.size = size
-        self.release = weakref.finalize(self, pages.release, offset, size)
-        self.release.atexit = False
+        self.release = when_freed(self, pages.release, offset, size)
         _backings.add(self)
 
 
@@ -183,22 +190,15 @@ _FIXED = 0x10
 _ANONYMOUS = 0x20
 _NORESERVE = 0x4000
 _PUNCH_HOLE_KEEP_SIZE = 3
-_FAILED = ctypes.c_void_p(-1).value
+_FAILED = c_void_p(-1).value
 
 
 @functools.cache
 def _libc() -> Any:
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int64,
-    )
-    libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    libc.mmap.restype = c_void_p
+    libc.mmap.argtypes = (c_void_p, c_size_t, c_int, c_int, c_int, c_int64)
+    libc.fallocate.argtypes = (c_int, c_int, c_int64, c_int64)
     return libc
 
 
@@ -264,8 +264,7 @@ class MemoryFile:
         self.extents = _extents()
         self._size = 0
         self._files: list[int] = []  # the descriptor
-        finalizer = weakref.finalize(self, _close, self._files)  # first: an error leaks none
-        finalizer.atexit = False
+        when_freed(self, _close, self._files)  # first: an error leaks none
         self._files.append(os.memfd_create("hf_paged"))
 
     @property
@@ -400,8 +399,7 @@ class CudaPages:
         addresses = Addresses(0, size, self._tensor)
         reserved: list[int] = []  # the address: noted by the call's statement, so that no error
         # leaks it
-        finalizer = weakref.finalize(addresses, self._give_up, reserved, size)
-        finalizer.atexit = False
+        when_freed(addresses, self._give_up, reserved, size)
         reserved.append(int(self._call("cuMemAddressReserve", size, 0, 0, 0)))
         addresses.address = reserved[0]
         return addresses
@@ -453,7 +451,7 @@ class CudaPages:
         total = len(spots) * size
         offset = self.extend(total)
         # first: an error leaks no pages
-        weakref.finalize(addresses, self._drop, spots, size, offset).atexit = False
+        when_freed(addresses, self._drop, spots, size, offset)
         copies = self.reserve(total)
         self.map(copies.address, offset, total)
         target = copies.tensor(torch.uint8).view(-1, size)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..config import VirtualStorage
-from .pages import PLANE_BYTES, Addresses, Backing, Extents, Pages
+from .pages import PLANE_BYTES, Addresses, Backing, Extents, Pages, when_freed
 from .row_slots import Placement, Row, RowSlots
 
 
@@ -215,8 +215,7 @@ class Places:
         self.versions = [0] * num_slots
         self.owners = [0] * num_slots
         self._num_extents = [0]
-        finalizer = weakref.finalize(addresses, _forget, self.pages.extents, self._num_extents)
-        finalizer.atexit = False
+        when_freed(addresses, _forget, self.pages.extents, self._num_extents)
         self.loans: list[Loan] = []
         self._is_left = False  # rows must get new addresses
 

@@ -26,7 +26,7 @@ from ..config import MAX_BLOCK_SIZE, MAX_VIRTUAL_BLOCK_SIZE, PagedConfig, Virtua
 from ..step import StepMetadata
 from ..topics import Topic
 from .block_pool import BlockPool
-from .copies import copy_portable
+from .copies import BlockCopies
 from .groups import GroupSpec
 from .pages import Pages, leave_to_parent, pages_for
 from .places import Places, Planes, Region
@@ -226,6 +226,7 @@ class MappedStorage(Storage):
         pool: BlockPool,
     ) -> None:
         super().__init__(block_size, spec)
+        self._copies = BlockCopies(launches=False)
         self.config = config
         self.slots = RowSlots(config.keep_mappings)
         self._pool = pool
@@ -344,10 +345,7 @@ class MappedStorage(Storage):
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         for rows in self._mapped:
             rows.settle()
-        pairs = torch.tensor(copies, dtype=torch.int64, device="cpu")
-        for layer in self.layers.values():
-            device = layer.keys.device
-            copy_portable(layer.data, pairs.to(device))
+        super().copy_blocks(copies)
 
     def before_fork(self) -> None:
         """Copies the content of blocks for the child, since mapped pages stay shared with the

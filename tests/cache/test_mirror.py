@@ -27,13 +27,13 @@ WRITERS: dict[str, set[str]] = {
     },
     "copy_blocks": {
         "GroupMemory.copy_blocks",  # mirrored
+        "MappedStorage.copy_blocks",  # called by it
         "BlockManager.flush_copies",  # both are called by the one before
         "BlockManager.extend",
         "BlockCopies._launch",  # of tensors
     },
     "put_back": {
         "put_back",
-        "HostStates.put_back",
         "PrefixStore.put_back",
         "BlockSwapper.swap_in",
         "BlockManager.adopt",

@@ -19,7 +19,8 @@ from .block_pool import OutOfBlocksError
 from .groups import GroupSpec
 from .handles import READ_ONLY, PagedTensor, RowTensor, read_rows
 from .rows import LayerGroup
-from .storage import KVBlocks, Look, looks
+from .storage import KVBlocks
+from .store import Look, looks
 from .waits import Shortage
 
 # Up to 5.17, `crop` also accepted the length to keep, as a positive number.

@@ -139,10 +139,6 @@ class Pages(Protocol):
     def physical_bytes(self) -> int:
         """Returns the bytes of physical memory that pages take."""
 
-    def fresh(self) -> Pages:
-        """Returns a twin with the same offsets but no pages, for a child process to map instead of
-        its parent's."""
-
 
 def pages_for(device: torch.device, page_bytes: int | None = None) -> Pages:
     """Returns the `Pages` of this device, in groups of `page_bytes`. Raises `ValueError` if the
@@ -331,6 +327,8 @@ class MemoryFile:
         return os.fstat(self._fd).st_blocks * 512
 
     def fresh(self) -> MemoryFile:
+        """Returns a twin with the same offsets but no pages, for a child process to map instead of
+        its parent's."""
         twin = MemoryFile(self.granularity)
         twin.extend(self._size)
         return twin
@@ -469,12 +467,6 @@ class CudaPages:
 
     def physical_bytes(self) -> int:
         return len(self._handles) * self.granularity
-
-    def fresh(self) -> CudaPages:
-        twin = CudaPages(self.device, self._api)
-        twin.granularity = self.granularity
-        twin._size = self._size
-        return twin
 
 
 class _CudaArray:

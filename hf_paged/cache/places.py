@@ -1,4 +1,4 @@
-"""The pages of one block tensor of a layer, and the places: the rows' address ranges, where they
+"""The pages of the block tensors of a layer, and the places: the rows' address ranges, where they
 are mapped again."""
 
 from __future__ import annotations
@@ -7,13 +7,14 @@ import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..config import VirtualStorage
 from .pages import PLANE_BYTES, Addresses, Backing, Extents, Pages, when_freed
-from .row_slots import Placement, Row, RowSlots
+from .row_slots import Row
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,6 @@ class Planes:
     def block_bytes(self) -> int:
         return self.block_size * self.unit * self.dtype.itemsize
 
-    def offset(self, plane: int, block_id: int) -> int:
-        """Returns where a block's page begins, in bytes after the first block's in plane 0."""
-        return plane * PLANE_BYTES + block_id * self.block_bytes
-
     @classmethod
     def fit(
         cls,
@@ -62,8 +59,7 @@ class Planes:
 
 
 class Region:
-    """One block tensor of a layer, `(num_blocks, heads, block_size, width)`, and the places of its
-    rows."""
+    """One block tensor of a layer, `(num_blocks, heads, block_size, width)`."""
 
     def __init__(
         self,
@@ -99,8 +95,11 @@ class Region:
             (num_blocks, heads, size, width),
             (block_step, head_step, planes.unit, 1),
         )
-        self.places: Places | None = None
         self.back(num_blocks if pages.is_sparse else num_backed)
+
+    def offset_of(self, plane: int, block_id: int) -> int:
+        plane_offset = self.backing.offset + plane * PLANE_BYTES
+        return plane_offset + block_id * self.planes.block_bytes
 
     def back(self, num_blocks: int) -> None:
         """Maps the pages of the first `num_blocks` blocks, so that they can be written. Raises
@@ -112,8 +111,7 @@ class Region:
             for plane in range(self.planes.count):
                 first_row = plane * self.num_blocks + first
                 address = self.address + first_row * size
-                offset = self.backing.offset + self.planes.offset(plane, first)
-                self.pages.map(address, offset, num_new * size)
+                self.pages.map(address, self.offset_of(plane, first), num_new * size)
             self.num_mapped = num_blocks
 
     def grown(self, num_blocks: int) -> Region:
@@ -121,43 +119,10 @@ class Region:
         blocks."""
         return Region(self.pages, self.planes, num_blocks, self.num_mapped, self.backing)
 
-    def follow(self, placement: Placement, slots: RowSlots, config: VirtualStorage) -> Places:
-        """Maps what is not mapped yet of the placed rows. Raises `MemoryError`."""
-        shape = (slots.num_slots, slots.max_len)
-        stale = placement.slots
-        if self.places is not None and self.places.shape == shape:
-            versions = self.places.versions
-            rows = slots.rows
-            stale = [slot for slot in stale if versions[slot] != rows[slot].version]
-            if not stale:
-                return self.places
-        self.settle()
-        if self.places is not None and self.places.shape != shape:
-            self.places = None
-        if self.places is None:
-            self.places = Places(self, *shape)
-            stale = placement.slots
-        for slot in stale:
-            self.places.follow(slot, slots.rows[slot], config, self.num_mapped)
-        return self.places
-
-    def settle(self) -> None:
-        """Preserves lent views that are still alive. Call before mapping over, or writing to,
-        blocks."""
-        if self.places is not None and self.places.preserve():
-            self.places = None
-
-    def drop(self, slots: Sequence[int]) -> None:
-        """Unmaps these slots."""
-        self.settle()
-        for slot in slots:
-            if self.places is not None and slot < self.places.shape[0]:
-                self.places.drop(slot)
-
     def map_fresh(self, pages: Pages) -> None:
         """In a child process: maps other pages at the same addresses."""
         num_mapped = self.num_mapped
-        self.pages, self.num_mapped, self.places = pages, 0, None
+        self.pages, self.num_mapped = pages, 0
         self._addresses.holds = self.backing = Backing(
             pages, self.backing.offset, self.backing.size
         )
@@ -166,21 +131,27 @@ class Region:
     def close(self) -> None:
         """Returns its pages to the system. No table may hold a block."""
         size = self.planes.block_bytes
-        plane_size = self.num_blocks * size
-        places = self.places
-        self.settle()
-        self.places = None
         if not self.pages.maps_over:
-            if places is not None:
-                self.pages.unmap(places.address, places.size)
             for plane in range(self.planes.count):
-                address = self.address + plane * plane_size
+                address = self.address + plane * self.num_blocks * size
                 self.pages.unmap(address, self.num_mapped * size)
         self.backing.release()
 
 
-@dataclass(eq=False)
-class Loan:
+class RowsOfPlane(NamedTuple):
+    """Where the rows of one plane are, one in each slot."""
+
+    address: int  # of the first slot
+    slot_bytes: int
+    block_bytes: int
+    offset: int  # of the page of block 0
+    part: int  # which of the views it belongs to
+
+    def at(self, slot: int, position: int) -> int:
+        return self.address + slot * self.slot_bytes + position * self.block_bytes
+
+
+class Loan(NamedTuple):
     """A view of rows lent to the model's own code."""
 
     addresses: weakref.ref[Addresses]  # dead once all its tensors are freed
@@ -190,58 +161,53 @@ class Loan:
 
 
 class Places:
-    """The rows of a region: `views[part]` `(num_slots, heads, max_len, width)`. Slots and heads can
-    be merged into one dimension if planes have one head."""
+    """The rows of a layer: `views[part]` `(num_slots, heads, max_len, width)`, one part with keys
+    and one with values, or one with both. Slots and heads can be merged into one dimension if
+    planes have one head."""
 
-    def __init__(self, region: Region, num_slots: int, max_len: int) -> None:
-        # not the region, for no cycle: pages are freed with their last user, not by the next
-        # collection
-        self.planes = planes = region.planes
-        self.pages = region.pages
-        self._first_offset = region.backing.offset
+    def __init__(self, regions: Sequence[Region], num_slots: int, max_len: int) -> None:
         self.shape = (num_slots, max_len)
-        self.heads = planes.count // planes.parts  # planes per part
-        token_bytes = planes.unit * planes.dtype.itemsize
-        self.row_bytes = max_len * token_bytes  # per plane
-        num_rows = planes.count * num_slots
-        addresses = self.pages.reserve(num_rows * self.row_bytes)
-        self.address = addresses.address
-        self.size = addresses.size
-        addresses.holds = region.backing
-        self._addresses = addresses
-        self.views = self._views(addresses)
+        self.pages = regions[0].pages
+        self.block_size = regions[0].planes.block_size
         # block ids of each slot, by position
         self.mapped: list[list[int | None]] = [[] for _ in range(num_slots)]
         self.versions = [0] * num_slots
         self.owners = [0] * num_slots
-        self._num_extents = [0]
-        when_freed(addresses, _forget, self.pages.extents, self._num_extents)
         self.loans: list[Loan] = []
+        self._num_ends = [0]  # extents of each plane
         self._is_left = False  # rows must get new addresses
+        self.planes: list[RowsOfPlane] = []
+        self.views: list[Tensor] = []
+        self.ranges: list[Addresses] = []  # of each part; parts of a region share one
+        for region in regions:
+            self._reserve(region)
 
-    def _views(self, addresses: Addresses) -> tuple[Tensor, ...]:
-        planes = self.planes
+    def _reserve(self, region: Region) -> None:
+        # the region is not kept, for no cycle: pages are freed with their last user, not by the
+        # next collection
+        planes = region.planes
         num_slots, max_len = self.shape
-        flat = addresses.tensor(planes.dtype)
+        heads = planes.count // planes.parts  # planes per part
         row = max_len * planes.unit
-        slot_step = self.heads * row
+        row_bytes = row * planes.dtype.itemsize  # per plane
+        addresses = self.pages.reserve(planes.count * num_slots * row_bytes)
+        addresses.holds = region.backing
+        when_freed(addresses, _forget, self.pages.extents, self._num_ends, planes.count)
+        flat = addresses.tensor(planes.dtype)
         head_step = row if planes.inner == 1 else planes.width
-        heads = self.heads * planes.inner
-        shape = (num_slots, heads, max_len, planes.width)
-        strides = (slot_step, head_step, planes.unit, 1)
-        part_step = num_slots * slot_step
-        offsets = (part * part_step for part in range(planes.parts))
-        return tuple(flat.as_strided(shape, strides, offset) for offset in offsets)
-
-    def _spots(self, slot: int, position: int) -> list[int]:
-        """Returns the address of a block's position in each plane."""
-        num_slots, _ = self.shape
-        first = self.address + position * self.planes.block_bytes
-        spots = []
-        for part in range(self.planes.parts):
-            row = (part * num_slots + slot) * self.heads
-            spots += [first + (row + head) * self.row_bytes for head in range(self.heads)]
-        return spots
+        shape = (num_slots, heads * planes.inner, max_len, planes.width)
+        strides = (heads * row, head_step, planes.unit, 1)
+        for plane in range(planes.count):
+            part, head = divmod(plane, heads)
+            first_row = part * num_slots * heads + head
+            if not head:
+                self.views.append(flat.as_strided(shape, strides, first_row * row))
+                self.ranges.append(addresses)
+            address = addresses.address + first_row * row_bytes
+            offset = region.offset_of(plane, 0)
+            number = len(self.views) - 1
+            rows = RowsOfPlane(address, heads * row_bytes, planes.block_bytes, offset, number)
+            self.planes.append(rows)
 
     def follow(self, slot: int, row: Row, config: VirtualStorage, num_blocks: int) -> None:
         """Maps a row's blocks in a slot, and `blocks_ahead` blocks after them, if there are as many
@@ -271,7 +237,7 @@ class Places:
                 continue
             num_mapped = count
             if position + count == end:
-                num_positions = self.shape[1] // self.planes.block_size
+                num_positions = self.shape[1] // self.block_size
                 room = min(num_positions - end, num_blocks - (first_id + count))
                 num_mapped += max(0, min(config.blocks_ahead, room))
             self._map(slot, position, first_id, num_mapped)
@@ -285,6 +251,12 @@ class Places:
         have.clear()
         self.versions[slot] = -1
 
+    def close(self) -> None:
+        """Unmaps all slots, where pages that are mapped cannot be released."""
+        if not self.pages.maps_over:
+            for addresses in self.ranges:
+                self.pages.unmap(addresses.address, addresses.size)
+
     def _map(
         self,
         slot: int,
@@ -293,24 +265,23 @@ class Places:
         count: int,
     ) -> None:
         pages = self.pages
-        size = self.planes.block_bytes
         block_ids: list[int | None] = list(range(block_id, block_id + count))
         if not pages.maps_over:
             self._unmap(slot, position, count)
         try:
             self._note(slot, position, block_ids)
             pages.extents.check()
-            for plane, address in enumerate(self._spots(slot, position)):
-                offset = self._first_offset + self.planes.offset(plane, block_id)
-                pages.map(address, offset, count * size)
+            for plane in self.planes:
+                size = plane.block_bytes
+                pages.map(plane.at(slot, position), plane.offset + block_id * size, count * size)
         except BaseException:
             self._note(slot, position, [None] * count)  # some planes may be mapped
             raise
 
     def _unmap(self, slot: int, position: int, count: int) -> None:
         if count:
-            for address in self._spots(slot, position):
-                self.pages.unmap(address, count * self.planes.block_bytes)
+            for plane in self.planes:
+                self.pages.unmap(plane.at(slot, position), count * plane.block_bytes)
         self._note(slot, position, [None] * count)
 
     def _note(self, slot: int, position: int, block_ids: list[int | None]) -> None:
@@ -320,9 +291,9 @@ class Places:
         have += [None] * (end - len(have))
         before = _num_ends(have, position, end)
         have[position:end] = block_ids
-        more = (_num_ends(have, position, end) - before) * self.planes.count
-        self._num_extents[0] += more
-        self.pages.extents.add(more)
+        more = _num_ends(have, position, end) - before
+        self._num_ends[0] += more
+        self.pages.extents.add(more * len(self.planes))
 
     def lend(
         self,
@@ -333,43 +304,40 @@ class Places:
     ) -> Tensor:
         """Returns a view of tokens `[first, end)` of consecutive slots, for the model's own
         code."""
-        planes = self.planes
-        rows = self.views[part]
-        view = rows[slots.start : slots.stop, :, first:end]
+        view = self.views[part][slots.start : slots.stop, :, first:end]
         # only what the view spans: torch saves whole storages
         start = view.storage_offset()
         axes = zip(view.shape, view.stride())
         last = sum((size - 1) * step for size, step in axes)
         num_spanned = last + 1
-        itemsize = planes.dtype.itemsize
-        lent = self._addresses.lend(start * itemsize, num_spanned * itemsize)
-        size = planes.block_size
+        itemsize = view.dtype.itemsize
+        lent = self.ranges[part].lend(start * itemsize, num_spanned * itemsize)
+        size = self.block_size
         positions = range(first // size, -(-end // size))
-        addresses = weakref.ref(lent)
-        loan = Loan(addresses, part, slots, positions)
-        self.loans.append(loan)
-        flat = lent.tensor(planes.dtype)
+        self.loans.append(Loan(weakref.ref(lent), part, slots, positions))
+        flat = lent.tensor(view.dtype)
         return flat.as_strided(view.shape, view.stride())
 
     def preserve(self) -> bool:
         """Copies the content of lent views that are still alive, at the same addresses
         (`Pages.detach`). Returns whether rows must get new addresses."""
-        spots: set[int] = set()  # addresses of mapped blocks
-        for loan in self.loans:
-            if loan.addresses() is None:
-                continue
-            first_plane = loan.part * self.heads
-            planes = slice(first_plane, first_plane + self.heads)
-            for slot in loan.slots:
-                have = self.mapped[slot]
-                for position in loan.positions:
-                    if position < len(have) and have[position] is not None:
-                        spots.update(self._spots(slot, position)[planes])
-        if spots:
-            # whatever is raised: some pages may be copies then
-            self._is_left = True
-            self.pages.detach(self._addresses, sorted(spots), self.planes.block_bytes)
-        self.loans = []
+        lent = [loan for loan in self.loans if loan.addresses() is not None]
+        for part, addresses in enumerate(self.ranges):
+            blocks: set[tuple[int, int]] = set()  # that are mapped, by slot and position
+            for loan in lent:
+                if loan.part == part:
+                    for slot in loan.slots:
+                        have = enumerate(self.mapped[slot])
+                        mapped = [at for at, block_id in have if block_id is not None]
+                        blocks.update((slot, at) for at in mapped if at in loan.positions)
+            planes = [plane for plane in self.planes if plane.part == part]
+            if blocks:
+                # whatever is raised: some pages may be copies then
+                self._is_left = True
+                spots = sorted(plane.at(*block) for plane in planes for block in blocks)
+                self.pages.detach(addresses, spots, planes[0].block_bytes)
+        if not self._is_left:
+            self.loans = []
         return self._is_left
 
 
@@ -387,5 +355,5 @@ def _num_ends(have: list[int | None], first: int, end: int) -> int:
     return num_ends
 
 
-def _forget(extents: Extents, count: list[int]) -> None:
-    extents.add(-count[0])
+def _forget(extents: Extents, num_ends: list[int], num_planes: int) -> None:
+    extents.add(-num_ends[0] * num_planes)

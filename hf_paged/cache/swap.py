@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..interrupts import is_interrupt
-from .memory import GroupMemory, mirrored
+from .group_memory import GroupMemory, mirrored
 from .storage import KVBlocks, Storage
 
 

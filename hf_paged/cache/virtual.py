@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,17 +27,14 @@ from ..step import StepMetadata
 from ..topics import Topic
 from .block_pool import BlockPool
 from .copies import BlockCopies
+from .free_memory import address_limit
 from .groups import GroupSpec
-from .pages import Pages, leave_to_parent, pages_for
+from .pages import MemoryFile, Pages, leave_to_parent, pages_for
 from .places import Places, Planes, Region
 from .row_slots import PlacedRows, Placement, RowSlots
-from .storage import KVBlocks, Storage, limits_addresses
+from .storage import KVBlocks, Storage
 
 logger = logging.getLogger(__name__)
-
-Parts = list[tuple[Places, int]]
-"""Of a layer: its rows, and in which part of them keys and values are; one with both, or one with
-each."""
 
 # of addresses for the blocks of a layer; growth beyond it maps them at other addresses
 MAX_ROOM_BYTES = 64 << 30
@@ -111,6 +108,7 @@ class LayerRows:
         self.slots = storage.slots
         self.config = storage.config
         self.regions = list(regions)
+        self.places: Places | None = None
         self._form = form
         self.is_read = True  # whether the model's own code accepts tensors that are not contiguous
 
@@ -121,16 +119,14 @@ class LayerRows:
             placed = self._place(step, together=False)
         if placed is None:
             return None
-        placement, parts = placed
-        views = [places.views[part] for places, part in parts]
-        if len(views) == 2:
-            return PlacedRows(placement, *views)
-        both = KVBlocks.view(tuple(views), *self._form)
+        placement, places = placed
+        if len(places.views) == 2:
+            return PlacedRows(placement, *places.views)
+        both = KVBlocks.view(tuple(places.views), *self._form)
         return PlacedRows(placement, both.keys, both.values)
 
-    def _place(self, step: StepMetadata, together: bool) -> tuple[Placement, Parts] | None:
-        """Maps each row of a step; returns the slots, and what holds keys and values. Needs the
-        slots' lock."""
+    def _place(self, step: StepMetadata, together: bool) -> tuple[Placement, Places] | None:
+        """Maps each row of a step; returns the slots, and where they are. Needs the slots' lock."""
         placement: Placement | None = step.plan(self.slots.place, together)
         if placement is None:
             return None
@@ -146,18 +142,34 @@ class LayerRows:
                 self.slots.fill()
                 return None
 
-    def _follow(self, placement: Placement) -> Parts:
+    def _follow(self, placement: Placement) -> Places:
         """Maps what is not mapped yet. Raises `MemoryError`."""
-        parts = []
-        for region in self.regions:
-            places = region.follow(placement, self.slots, self.config)
-            parts += [(places, part) for part in range(region.planes.parts)]
-        return parts
+        slots = self.slots
+        shape = (slots.num_slots, slots.max_len)
+        stale = placement.slots
+        if self.places is not None and self.places.shape == shape:
+            versions = self.places.versions
+            rows = slots.rows
+            stale = [slot for slot in stale if versions[slot] != rows[slot].version]
+            if not stale:
+                return self.places
+        self.settle()
+        if self.places is not None and self.places.shape != shape:
+            self.places = None
+        if self.places is None:
+            self.places = Places(self.regions, *shape)
+            stale = placement.slots
+        num_blocks = min(region.num_mapped for region in self.regions)
+        for slot in stale:
+            self.places.follow(slot, slots.rows[slot], self.config, num_blocks)
+        return self.places
 
-    def drop(self, slots: Sequence[int]) -> None:
+    def drop(self, slots: Iterable[int]) -> None:
         """Unmaps these slots. Needs the slots' lock."""
-        for region in self.regions:
-            region.drop(slots)
+        self.settle()
+        for slot in slots:
+            if self.places is not None and slot < len(self.places.mapped):
+                self.places.drop(slot)
 
     def lend(self, step: StepMetadata, is_value: bool) -> Tensor | None:
         """Returns all `step.columns` of every row as a view `(rows, heads, len(columns), dim)`,
@@ -181,37 +193,48 @@ class LayerRows:
             placed = self._place(step, together=True)
             if placed is None:
                 return None
-            placement, parts = placed
+            placement, places = placed
             slots = range(placement.slots[0], placement.slots[-1] + 1)
-            if len(parts) == 2:
-                places, part = parts[is_value]
-                return places.lend(part, slots, first, end)
-            places, part = parts[0]
-            data = places.lend(part, slots, first, end)
+            if len(places.views) == 2:
+                return places.lend(int(is_value), slots, first, end)
+            data = places.lend(0, slots, first, end)
             both = KVBlocks.view((data,), *self._form)
             return both.values if is_value else both.keys
 
     def settle(self) -> None:
-        """Preserves lent views before blocks are written to (`Region.settle`)."""
-        for region in self.regions:
-            places = region.places  # read once: another thread may change it
-            if places is not None and places.loans:
-                with self.slots.lock:
-                    region.settle()
+        """Preserves lent views that are still alive (`Places.preserve`). Call before mapping over,
+        or writing to, blocks."""
+        places = self.places  # read once: another thread may change it
+        if places is not None and places.loans:
+            with self.slots.lock:
+                if self.places is not None and self.places.preserve():
+                    self.places = None
 
     def grow(self, num_blocks: int) -> None:
         """Gives the regions addresses for `num_blocks` blocks. Raises `MemoryError`, with nothing
         changed."""
         regions = [region.grown(num_blocks) for region in self.regions]
         with self.slots.lock:
-            for region in self.regions:  # readers of older blocks read these rows, too
-                region.settle()
+            self.settle()  # readers of older blocks read these rows, too
             self.regions = regions
 
     def close(self) -> None:
+        """Returns its pages to the system. No table may hold a block."""
         with self.slots.lock:
+            places = self.places
+            self.settle()
+            self.places = None
+            if places is not None:
+                places.close()
             for region in self.regions:
                 region.close()
+
+    def map_fresh(self, pages: Pages, slots: RowSlots) -> None:
+        """In a child process: maps other pages at the blocks' addresses."""
+        self.slots = slots
+        self.places = None
+        for region in self.regions:
+            region.map_fresh(pages)
 
 
 class MappedStorage(Storage):
@@ -278,7 +301,7 @@ class MappedStorage(Storage):
         """Reserves much more address space, which costs nothing, so that blocks need not move as
         they grow."""
         room = 0
-        if not limits_addresses():
+        if address_limit() is None:
             room = MAX_ROOM_BYTES // max(block_bytes, 1)
         num_reserved = super()._num_reserved(block_bytes, device)
         return max(room, num_reserved)
@@ -350,7 +373,7 @@ class MappedStorage(Storage):
     def before_fork(self) -> None:
         """Copies the content of blocks for the child, since mapped pages stay shared with the
         parent."""
-        if self.pages is None or not self.pages.is_sparse:
+        if not isinstance(self.pages, MemoryFile):
             return
         for rows in list(self._made):
             rows.settle()
@@ -365,7 +388,7 @@ class MappedStorage(Storage):
 
     def after_in_child(self) -> None:
         """Maps new pages at the same addresses and restores the blocks' content."""
-        if self.pages is None or not self.pages.is_sparse:
+        if not isinstance(self.pages, MemoryFile):
             return
         contents = self._for_child
         pages = self.pages.fresh()
@@ -373,9 +396,7 @@ class MappedStorage(Storage):
         self._for_child = {}
         for index, layer in self.layers.items():
             if layer.rows is not None:
-                layer.rows.slots = self.slots
-                for region in layer.rows.regions:
-                    region.map_fresh(self.pages)
+                layer.rows.map_fresh(pages, self.slots)
                 if index in contents:
                     layer.put_blocks(*contents[index])
 

@@ -39,6 +39,7 @@ from ..attention.switch import (
     use_paged_attention,
 )
 from ..cache.block_manager import NO_BLOCKS, UNCACHED, BlockManager
+from ..cache.free_memory import is_out_of_memory
 from ..cache.layers import (
     EMPTY_LAYERS,
     PagedHybridLayer,
@@ -47,7 +48,7 @@ from ..cache.layers import (
 )
 from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.paged_cache import PagedCache
-from ..cache.storage import LayerKV, is_out_of_memory
+from ..cache.storage import LayerKV
 from ..compiled import FUNCTIONS, replaced_forward, running_eagerly
 from ..config import PagedConfig
 from ..interrupts import is_interrupt, restoring, surely

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import hf_paged
+from hf_paged.cache.group_memory import MOVES
 from hf_paged.cache.groups import GroupSpec
-from hf_paged.cache.memory import MOVES, PagedMemory
+from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.swap import HostBlocks, copy_out, put_back
 from hf_paged.config import PagedConfig
 

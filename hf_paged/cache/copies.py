@@ -47,12 +47,12 @@ class BlockCopies:
         num_blocks = min(map(len, tensors))
         if last >= num_blocks:
             raise IndexError(f"a copy from or to block {last}, there are {num_blocks}")
-        places = copy.describe(tensors)
-        known, table = self._tables.get(pairs.device, (None, None))
-        if table is None or known != places:
-            table = torch.tensor(places, dtype=torch.int64, device="cpu").to(pairs.device)
-            self._tables[pairs.device] = places, table
-        copy.copy_blocks(places, table, pairs)
+        addresses = copy.describe(tensors)
+        of_table, table = self._tables.get(pairs.device, (None, None))
+        if table is None or of_table != addresses:
+            table = torch.tensor(addresses, dtype=torch.int64, device="cpu").to(pairs.device)
+            self._tables[pairs.device] = addresses, table
+        copy.copy_blocks(addresses, table, pairs)
 
 
 def copy_portable(tensors: Iterable[Tensor], pairs: Tensor) -> None:

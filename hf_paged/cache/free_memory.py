@@ -71,11 +71,11 @@ class Reservation:
         left = self._budget // max(block_bytes, 1)
         counts = self._num_layers.items()
         others = sorted(most[other] for other, count in counts for _ in range(count))
-        for number, wanted in enumerate(others):
+        for number, num_blocks in enumerate(others):
             even = left // (len(others) - number)
-            if wanted > even:
+            if num_blocks > even:
                 return min(most[spec], even)
-            left -= wanted
+            left -= num_blocks
         return most[spec]
 
 

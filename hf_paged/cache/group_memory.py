@@ -84,11 +84,15 @@ class GroupMemory(BlockGroup):
             return StateStorage(self.pool)
         if isinstance(config.storage, VirtualStorage):
             self.pool.run_length = 1 + config.storage.blocks_ahead
-            storage = MappedStorage(self.block_size, self.spec, config.storage, self.pool)
             memory = self.memory
-            storage.before_move = lambda: memory.gather_handles()  # `memory` is a weak proxy
-            return storage
-        return Storage(self.block_size, self.spec, config.kv_dtype)
+            return MappedStorage(
+                self.block_size,
+                self.pool,
+                self.spec,
+                config.storage,
+                before_move=lambda: memory.gather_handles(),  # `memory` is a weak proxy
+            )
+        return Storage(self.block_size, self.pool, self.spec, config.kv_dtype)
 
     @property
     def block_bytes(self) -> int:
@@ -157,7 +161,6 @@ class GroupMemory(BlockGroup):
         if self._is_short:  # the call that failed has freed its blocks since
             self._is_short = False
             pool.shrink()
-            self.storage.capacity = pool.num_blocks
             if not pool.num_blocks:
                 self.storage.layers.clear()
         memory.make_place(num_blocks, self)
@@ -317,7 +320,7 @@ class GroupMemory(BlockGroup):
         except (MemoryError, RuntimeError) as error:  # torch raises the latter
             if is_interrupt(error):
                 raise
-            raise self._no_memory(f"{self.storage.capacity} blocks", error) from error
+            raise self._no_memory(f"{self.pool.num_blocks} blocks", error) from error
         self._is_short = False
         budget.note(self.memory)
         return layer

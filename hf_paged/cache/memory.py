@@ -142,20 +142,18 @@ class PagedMemory:
             if specs not in self.managers:
                 memory = weakref.proxy(self)  # no cycle
                 groups = [self.group(spec) for spec in specs]
-                made = BlockManager(
+                manager = BlockManager(
                     groups,
                     self.block_size,
                     lambda: memory.num_obtainable(groups),
                     num_total=lambda: memory.num_obtainable(groups, if_unused=True),
                 )
                 if self.sizes is not None:
-                    made.note_length = self.sizes.note
-                made.num_withheld, made.release_unused = (
-                    lambda: memory.num_withheld,
-                    lambda: memory.release_unused(),
-                )
-                made.is_used = lambda: memory.is_used
-                self.managers[specs] = made
+                    manager.note_length = self.sizes.note
+                manager.num_withheld = lambda: memory.num_withheld
+                manager.release_unused = lambda: memory.release_unused()
+                manager.is_used = lambda: memory.is_used
+                self.managers[specs] = manager
             return self.managers[specs]
 
     def abandon(self, manager: BlockManager, rows: list[SequenceBlocks], handles: Handles) -> None:

@@ -37,7 +37,6 @@ class StateStorage:
     runner keeps steps alive that are holders (`holders`); the storage keeps `StateRows` alive."""
 
     def __init__(self, pool: BlockPool) -> None:
-        self.capacity = 0
         self.block_bytes = 0
         self.nbytes = 0
         self.num_rows = 0
@@ -47,11 +46,11 @@ class StateStorage:
         self._rows: dict[int, tuple[Callable[[], Any], int]] = {}
 
     def grow(self, num_blocks: int, most: int) -> None:
-        self.capacity = max(self.capacity, num_blocks)
+        """Does nothing: the holders have the memory."""
 
     def clear(self) -> None:
         """Forgets all states. No slot may be used or kept."""
-        self._rows, self.capacity = {}, 0
+        self._rows = {}
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies the state of slot `source` to slot `target`, for each pair; all are read before

@@ -16,6 +16,7 @@ from ..interrupts import is_interrupt
 from ..kernels import quantized
 from ..kernels.cpp import attention as cpp_attention
 from . import pages
+from .block_pool import BlockPool
 from .copies import BlockCopies
 from .free_memory import Reservation, commits_when_touched
 from .groups import FULL_ATTENTION, GroupSpec
@@ -295,18 +296,20 @@ _IS_ELASTIC = operator.attrgetter("is_elastic")
 
 class Storage:
     """The block tensors of one layer group, one `KVBlocks` per layer, allocated when the layer
-    first writes, at the reserved size. When full they grow to the reserved size, or by half."""
+    first writes, for all blocks of the pool, or at the reserved size. When full they grow to the
+    reserved size, or by half."""
 
     def __init__(
         self,
         block_size: int,
+        pool: BlockPool,
         spec: GroupSpec = FULL_ATTENTION,
         kv_dtype: str | None = None,
     ) -> None:
         self.block_size = block_size
+        self._pool = pool  # which has all blocks that may be used
         self.spec = spec
         self.kv_dtype = kv_dtype
-        self.capacity = 0
         self.layers: dict[int, KVBlocks] = {}
         self._reservation: Reservation | None = None
         self._copies = BlockCopies()
@@ -375,7 +378,7 @@ class Storage:
             num_blocks = layer.keys.shape[0]
             promoted = self._allocate(num_blocks, no_keys, no_values)
             # later blocks were never written: copying would commit their memory
-            used = slice(self.capacity)
+            used = slice(self._pool.num_blocks)
             promoted.keys[used] = layer.keys[used]
             promoted.values[used] = layer.values[used]
         self.layers[index] = promoted
@@ -389,14 +392,13 @@ class Storage:
             if rows < num_blocks:
                 reserved = self._num_reserved(layer.block_bytes, layer.keys.device)
                 with_headroom = max(rows + rows // 2, reserved)
-                wanted = max(num_blocks, min(with_headroom, most))
+                num_rows = max(num_blocks, min(with_headroom, most))
                 try:
-                    self.layers[index] = self._grown(layer, wanted)
+                    self.layers[index] = self._grown(layer, num_rows)
                 except (MemoryError, RuntimeError) as error:  # torch raises the latter
                     if is_interrupt(error):
                         raise
                     self.layers[index] = self._grown(layer, num_blocks)
-        self.capacity = max(self.capacity, num_blocks)
 
     def _grown(self, layer: KVBlocks, num_blocks: int) -> KVBlocks:
         return layer.grown(num_blocks)
@@ -441,28 +443,29 @@ class Storage:
     def make(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks:
         block_bytes = self.block_bytes_of(keys, values)
         num_reserved = self._num_reserved(block_bytes, keys.device)
-        num_blocks = wanted = max(self.capacity, num_reserved)
+        num_least = self._pool.num_blocks
+        num_blocks = num_expected = max(num_least, num_reserved)
         layer: KVBlocks | None = None
         while layer is None:
             try:
                 layer = self._allocate(num_blocks, keys, values)
             except (MemoryError, RuntimeError) as error:  # torch raises the latter
-                if num_blocks == self.capacity or is_interrupt(error):
+                if num_blocks == num_least or is_interrupt(error):
                     raise
-                num_blocks = max(self.capacity, num_blocks // 2)
-        if num_blocks < wanted and self._reservation is not None:
+                num_blocks = max(num_least, num_blocks // 2)
+        if num_blocks < num_expected and self._reservation is not None:
             # less memory than the system reports: divide what there is among the layers
             layer = None
             self._reservation.limit(num_blocks * block_bytes)
             num_reserved = self._num_reserved(block_bytes, keys.device)
-            num_blocks = max(self.capacity, num_reserved)
+            num_blocks = max(num_least, num_reserved)
             layer = self._allocate(num_blocks, keys, values)
         self.layers[index] = layer
         return layer
 
     def clear(self) -> None:
         """Frees all memory. No table may hold a block."""
-        self.layers, self.capacity = {}, 0
+        self.layers = {}
         if self._reservation is not None:
             self._reservation.renew()
 

@@ -244,22 +244,22 @@ class MappedStorage(Storage):
     def __init__(
         self,
         block_size: int,
+        pool: BlockPool,
         spec: GroupSpec,
         config: VirtualStorage,
-        pool: BlockPool,
+        before_move: Callable[[], None],
     ) -> None:
-        super().__init__(block_size, spec)
+        """`before_move`: gathers all handles. Called before blocks move, since a child process gets
+        pages of its own at the blocks' addresses alone."""
+        super().__init__(block_size, pool, spec)
         self._copies = BlockCopies(launches=False)
         self.config = config
         self.slots = RowSlots(config.keep_mappings)
-        self._pool = pool
         self.pages: Pages | None = None
         self._for_child: dict[int, tuple[list[int], KVBlocks]] = {}
         # also of former layers, which views may hold
         self._made: weakref.WeakSet[LayerRows] = weakref.WeakSet()
-        # Gathers all handles. Called before blocks move, since a child process gets pages of its
-        # own at the blocks' addresses alone.
-        self.before_move: Callable[[], None] = lambda: None
+        self._before_move = before_move
         _storages.add(self)
 
     @property
@@ -331,7 +331,8 @@ class MappedStorage(Storage):
                 page,
             )
             return super()._allocate(num_blocks, keys, values)
-        regions = [Region(self.pages, layout, num_blocks, self.capacity) for layout in fitting]
+        num_backed = self._pool.num_blocks
+        regions = [Region(self.pages, layout, num_blocks, num_backed) for layout in fitting]
         rows = LayerRows(self, regions, like.form)
         self._made.add(rows)
         return self._over(like, rows)
@@ -345,7 +346,7 @@ class MappedStorage(Storage):
     def _grown(self, layer: KVBlocks, num_blocks: int) -> KVBlocks:
         if layer.rows is None:
             return super()._grown(layer, num_blocks)
-        self.before_move()
+        self._before_move()
         layer.rows.grow(num_blocks)
         return self._over(layer, layer.rows)
 
@@ -355,7 +356,7 @@ class MappedStorage(Storage):
             region.back(num_blocks)
 
     def promote(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks:
-        self.before_move()
+        self._before_move()
         return super().promote(index, keys, values)
 
     def clear(self) -> None:

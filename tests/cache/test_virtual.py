@@ -42,7 +42,7 @@ def make_storage(
     """With one layer, of no blocks yet."""
     monkeypatch.setattr(virtual, "pages_for", lambda device, page_bytes: pages)
     pool = BlockPool()
-    storage = MappedStorage(size, FULL_ATTENTION, VirtualStorage(**options), pool)
+    storage = MappedStorage(size, pool, FULL_ATTENTION, VirtualStorage(**options), lambda: None)
     states = [torch.zeros(1, HEADS, 0, dim, device=device) for dim in dims]
     return storage, pool, storage.make(0, *states)
 

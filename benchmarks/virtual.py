@@ -42,7 +42,6 @@ MECHANISMS: dict[str, dict[str, Any]] = {
     "on demand, nothing kept": {"keep_mappings": False},
     "on demand": {},
     "7 blocks ahead": {"blocks_ahead": 7},
-    "7 blocks ahead, in the background": {"blocks_ahead": 7, "background": True},
     "page groups of 64 KiB": {"page_bytes": 1 << 16},
 }
 TARGETS = {"gpt_neo": 0.95, "gptj": 0.95, "bloom": 1.15}

@@ -68,7 +68,7 @@ if not _is_command():
     from .batching.results import SequenceResult as SequenceResult
     from .cache.block_pool import OutOfBlocksError as OutOfBlocksError
     from .cache.budget import budget as budget
-    from .cache.memory import MemoryStats as MemoryStats
+    from .cache.memory_stats import MemoryStats as MemoryStats
     from .cache.paged_cache import PagedCache as PagedCache
     from .config import PagedConfig as PagedConfig
     from .config import PrefixTiers as PrefixTiers

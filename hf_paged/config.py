@@ -21,6 +21,10 @@ SPECULATION = (None, "ngram")
 PREEMPTION = ("auto", "recompute", "swap")
 KV_DTYPES = ("int8", "fp8_e4m3", "fp8_e5m2")
 MAX_PAGE_BYTES = 2 << 20
+REMOVED = {
+    "background": "remove it. Mapping in a thread took longer than mapping on demand, and"
+    " `blocks_ahead` maps ahead without a thread",
+}
 # environment variable: JSON that overrides the defaults in this process
 VARIABLE = "HF_PAGED_CONFIG"
 # environment variable: options of `install` that the import uses
@@ -62,6 +66,9 @@ def _check_known(
     unknown = sorted(str(name) for name in names if name not in known)
     if not unknown:
         return
+    for option in unknown:
+        if option in REMOVED:
+            raise error(f"{what} has no option `{option}` any more: {REMOVED[option]}")
     # not at the top: a command starts other programs without transformers
     from transformers import GenerationConfig
 
@@ -207,9 +214,6 @@ class VirtualStorage:
         blocks_ahead (`int`, defaults to 0):
             How many extra blocks to map after a row's last one in the same call (eager mapping):
             those that follow it in the pool, which then allocates blocks in contiguous runs.
-        background (`bool`, defaults to `False`):
-            Map `blocks_ahead` in a thread while the step computes (section 6.1.1); needs
-            `blocks_ahead` of at least 1.
 
     Raises:
         ValueError: if a value is out of range.
@@ -218,7 +222,6 @@ class VirtualStorage:
     page_bytes: int | None = None
     keep_mappings: bool = True
     blocks_ahead: int = 0
-    background: bool = False
 
     def __post_init__(self) -> None:
         size = self.page_bytes
@@ -233,13 +236,8 @@ class VirtualStorage:
             raise ValueError(
                 f"`blocks_ahead` is {self.blocks_ahead!r}: it must be a whole number of at least 0"
             )
-        for name in ("keep_mappings", "background"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"`{name}` is {getattr(self, name)!r}: it must be True or False")
-        if self.background and not self.blocks_ahead:
-            raise ValueError(
-                "`background` is True, but `blocks_ahead` is 0: set `blocks_ahead` to at least 1"
-            )
+        if not isinstance(self.keep_mappings, bool):
+            raise ValueError(f"`keep_mappings` is {self.keep_mappings!r}: it must be True or False")
 
     @classmethod
     def coerce(cls, value: Any) -> VirtualStorage | str:

@@ -24,8 +24,9 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from .cache.block_sizes import BlockSizes, Choice, Costs
+from .cache.free_memory import free_bytes
 from .cache.groups import GroupSpec
-from .cache.storage import KVBlocks, free_bytes
+from .cache.storage import KVBlocks
 from .config import AUTO, KV_DTYPES, PagedConfig
 from .kernels.costs import find_costs
 from .model.registry import Route

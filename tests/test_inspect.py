@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import hf_paged
-from hf_paged.cache.storage import free_bytes
+from hf_paged.cache.free_memory import free_bytes
 from hf_paged.inspect import Report, examine, main
 from tests.support import models
 

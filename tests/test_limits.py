@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ import hf_paged
 from hf_paged import PagedConfig, PagedEngine, PrefixTiers, threads
 from hf_paged.attention.backends import cpp
 from hf_paged.batching.execution.adapter_files import AdapterStore
-from hf_paged.cache import background, idle
+from hf_paged.cache import idle
 from tests.support import limits, models
 
 GREEDY = limits.GREEDY
@@ -82,26 +81,6 @@ def test_generate_without_an_idle_release(threadless: pytest.MonkeyPatch) -> Non
     threadless.undo()
     assert torch.equal(model.generate(PROMPT, **GREEDY, **paged), expected)
     assert idle._is_running
-
-
-def test_rows_are_not_mapped_ahead(threadless: pytest.MonkeyPatch) -> None:
-    class Rows:
-        def map_ahead(self, slots: list[int]) -> None:
-            mapped.append(slots)
-            is_mapped.set()
-
-    mapped: list[list[int]] = []
-    is_mapped, rows = threading.Event(), Rows()
-    threadless.setattr(background, "IDLE_SECONDS", 0.01)
-    ends = time.monotonic() + 10
-    while background._is_running:  # of an earlier test
-        assert time.monotonic() < ends
-        time.sleep(0.01)
-    background.submit(rows, [1])
-    assert not background._is_running and not background._waiting
-    threadless.undo()
-    background.submit(rows, [2])
-    assert is_mapped.wait(10) and mapped == [[2]]
 
 
 def test_tiers_write_once_there_are_threads(threadless: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -173,6 +173,16 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] 
         TypeError,
         ("`VirtualStorage` has no option `block_ahead`", "did you mean `blocks_ahead`?"),
     ),
+    "an option that was removed": (
+        lambda: VirtualStorage(blocks_ahead=1, background=True),  # type: ignore[call-arg]
+        TypeError,
+        ("`VirtualStorage` has no option `background` any more", "remove it", "`blocks_ahead`"),
+    ),
+    "an option that was removed, in a dict": (
+        lambda: PagedConfig(storage={"blocks_ahead": 1, "background": True}),
+        ValueError,
+        ("`storage` has no option `background` any more", "remove it"),
+    ),
     "typo in tiers": (
         lambda: PrefixTiers(path="folder"),  # type: ignore[call-arg]
         TypeError,

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..cache.storage import trim
+from ..cache.free_memory import trim
 from ..cache.tiers import check_tiers
 from ..cache.virtual import fit_blocks
 from ..config import PagedConfig

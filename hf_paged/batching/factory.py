@@ -14,11 +14,11 @@ from transformers.cache_utils import DynamicCache
 from .. import compat
 from ..cache.adapter_pages import AdapterPages
 from ..cache.block_manager import BlockManager
+from ..cache.free_memory import commits_when_touched
 from ..cache.groups import StateSpec
 from ..cache.memory import PagedMemory
 from ..cache.paged_cache import PagedCache
 from ..cache.states import state_layers
-from ..cache.storage import commits_when_touched
 from ..cache.swap import BlockSwapper
 from ..cache.tiers import PrefixStore
 from ..config import PagedConfig, PrefixTiers

@@ -17,7 +17,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..cache import budget
-from ..cache.memory import MOVES, GroupMemory, PagedMemory, autocast_dtype
+from ..cache.group_memory import MOVES, GroupMemory
+from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.swap import HostBlocks
 from ..config import PagedConfig
 from ..model.forwards import compute_device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from typing import Any
 
@@ -100,9 +101,8 @@ def make_way(memory: Any) -> None:
     with _lock:
         if _limit is None:
             return
-        for pool in _others(memory):
-            if pool.charged_bytes and not pool.is_used:
-                _release(pool)
+        for pool in _idle(_others(memory)):
+            _release(pool)
 
 
 def settle() -> None:
@@ -118,6 +118,12 @@ def _others(memory: Any) -> list[Any]:
     return [pool for pool in pools if pool is not None and pool.lock is not lock]
 
 
+def _idle(pools: list[Any]) -> list[Any]:
+    """Returns those that could be freed, least recently used first."""
+    idle = [pool for pool in pools if pool.charged_bytes and not pool.is_used]
+    return sorted(idle, key=operator.attrgetter("last_used"))
+
+
 def _shrink(needed: int, memory: Any) -> bool:
     """Frees idle pools until `needed` bytes and the other pools fit in the budget; returns whether
     they do."""
@@ -127,10 +133,7 @@ def _shrink(needed: int, memory: Any) -> bool:
         excess = needed + charged_bytes - total
         if excess <= 0:
             return True
-        idle = [pool for pool in others if pool.charged_bytes and not pool.is_used]
-        # least recently used first
-        by_age = sorted(idle, key=lambda pool: float(pool.last_used))
-        if not any(_release(pool) for pool in by_age):
+        if not any(_release(pool) for pool in _idle(others)):
             return False
     return True
 

@@ -16,15 +16,16 @@ from ..step import to_device
 class BlockCopies:
     """Copies blocks in all tensors of a storage: on a GPU with one transfer of the ids and one
     launch per device. For that it keeps a table of the tensors' addresses on the device, rebuilt
-    when they change."""
+    when they change. Without `launches`, and so for tensors that are not contiguous, in PyTorch."""
 
-    def __init__(self) -> None:
+    def __init__(self, launches: bool = True) -> None:
+        self._launches = launches
         self._tables: dict[torch.device, tuple[list[tuple[int, int]], Tensor]] = {}
 
     def make(self, tensors: Iterable[Tensor], copies: Sequence[tuple[int, int]]) -> None:
-        """Copies block `source` of each contiguous tensor `(num_blocks, ...)` to its block
-        `target`, for each pair of ids (at least one); all are read before one is written. Raises
-        `IndexError` for blocks out of range."""
+        """Copies block `source` of each tensor `(num_blocks, ...)` to its block `target`, for each
+        pair of ids (at least one); all are read before one is written. Raises `IndexError` for
+        blocks out of range."""
         by_device: dict[torch.device, list[Tensor]] = {}
         for tensor in tensors:
             by_device.setdefault(tensor.device, []).append(tensor)
@@ -33,7 +34,7 @@ class BlockCopies:
         for device, held in by_device.items():
             ids = torch.tensor(copies, dtype=torch.int64, device="cpu")
             pairs = to_device(ids, device)
-            if not is_ordered and uses_triton(held[0]):
+            if self._launches and not is_ordered and uses_triton(held[0]):
                 with contextlib.suppress(LaunchFailedError):
                     last = max(map(max, copies))
                     self._launch(held, pairs, last)
@@ -46,12 +47,12 @@ class BlockCopies:
         num_blocks = min(map(len, tensors))
         if last >= num_blocks:
             raise IndexError(f"a copy from or to block {last}, there are {num_blocks}")
-        places = copy.describe(tensors)
-        known, table = self._tables.get(pairs.device, (None, None))
-        if table is None or known != places:
-            table = torch.tensor(places, dtype=torch.int64, device="cpu").to(pairs.device)
-            self._tables[pairs.device] = places, table
-        copy.copy_blocks(places, table, pairs)
+        addresses = copy.describe(tensors)
+        of_table, table = self._tables.get(pairs.device, (None, None))
+        if table is None or of_table != addresses:
+            table = torch.tensor(addresses, dtype=torch.int64, device="cpu").to(pairs.device)
+            self._tables[pairs.device] = addresses, table
+        copy.copy_blocks(addresses, table, pairs)
 
 
 def copy_portable(tensors: Iterable[Tensor], pairs: Tensor) -> None:

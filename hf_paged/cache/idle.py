@@ -73,13 +73,14 @@ def _serve() -> None:
     global _is_running
     while True:
         with _lock:
-            due, delay = _take_due()
-            if delay is None and not due:
+            due = _take_due()
+            if not due and not _deadlines:
                 _is_running = False
                 _condition.notify_all()
                 return
             if not due:
-                _condition.wait(delay)
+                delay = min(_deadlines.values(), default=0.0) - time.monotonic()
+                _condition.wait(min(max(delay, 0.0), _MAX_WAIT))
         for ref in due:
             try:
                 _release(ref)
@@ -87,17 +88,13 @@ def _serve() -> None:
                 logger.warning(Topic.MEMORY("an idle pool could not be released"), exc_info=True)
 
 
-def _take_due() -> tuple[list[weakref.ref[PagedMemory]], float | None]:
-    """Removes and returns weak references to pools past their deadline, and the seconds to the next
-    deadline."""
+def _take_due() -> list[weakref.ref[PagedMemory]]:
+    """Removes and returns weak references to pools past their deadline."""
     now = time.monotonic()
     due = [memory for memory, deadline in _deadlines.items() if deadline <= now]
     for memory in due:
         del _deadlines[memory]
-    delay = min((deadline - now for deadline in _deadlines.values()), default=None)
-    return [weakref.ref(memory) for memory in due], None if delay is None else min(
-        max(delay, 0.0), _MAX_WAIT
-    )
+    return [weakref.ref(memory) for memory in due]
 
 
 def _release(ref: weakref.ref[PagedMemory]) -> None:

@@ -19,7 +19,8 @@ from .gradients import GraphStates, is_transformed
 from .handles import PagedTensor, RowTensor
 from .layer_group import LayerGroup
 from .reading import read_rows
-from .storage import KVBlocks, Look, looks
+from .storage import KVBlocks
+from .store import Look, looks
 from .waits import Shortage
 
 # Up to 5.17, `crop` also accepted the length to keep, as a positive number.

@@ -17,13 +17,14 @@ from ..config import PagedConfig, shown
 from ..step import ReadCounters, StepMetadata
 from ..tools.pictures import cache_html, plot_block_map
 from .block_manager import SequenceBlocks
+from .free_memory import Reservation
 from .groups import GroupSpec
 from .layer_group import LayerGroup
 from .layers import PagedLayer, num_state_rows, row_numbers
-from .memory import MemoryStats, PagedMemory
+from .memory import PagedMemory
+from .memory_stats import MemoryStats
 from .rows import CacheRows
 from .stand_ins import spec_of, stand_in
-from .storage import Reservation
 from .virtual import fit_blocks
 
 # Attributes of a layer that belong to one cache, and are not copied to another's layer.

@@ -17,9 +17,11 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from ctypes import c_int, c_int64, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,37 +38,19 @@ class Addresses:
         address: int,
         size: int,
         view: Callable[[Addresses], Tensor],
+        memory: Any = None,
     ) -> None:
+        """`memory`: an object whose end gives up the range."""
         self.address = address
         self.size = size
         self._view = view
+        self._memory = memory
         self.holds: Any = None  # what must live as long, as the pages that are mapped there
-
-    @classmethod
-    def reserve(
-        cls,
-        size: int,
-        view: Callable[[Addresses], Tensor],
-        reserve: Callable[[list[int]], None],
-        give_up: Callable[[int, int], None],
-    ) -> Addresses:
-        """Returns the range whose address `reserve` puts into a list, and that `give_up(address,
-        size)` ends. The statement that reserves it must be the one that puts it there, so that an
-        error leaks no addresses."""
-        addresses = cls(0, size, view)
-        reserved = [0]  # the address, once there is one
-        finalizer = weakref.finalize(addresses, _give_up, reserved, size, give_up)
-        finalizer.atexit = False
-        reserve(reserved)
-        addresses.address = reserved[0]
-        return addresses
 
     def lend(self, start: int, size: int) -> Addresses:
         """Returns `size` bytes of the range as a new object, whose lifetime shows when its tensors
         are freed."""
-        lent = Addresses(self.address + start, size, self._view)
-        lent.holds = self
-        return lent
+        return Addresses(self.address + start, size, self._view, self)
 
     def tensor(self, dtype: torch.dtype) -> Tensor:
         """Returns the range as a one-dimensional tensor of `dtype`, writable where pages are
@@ -76,10 +60,11 @@ class Addresses:
             return memory.view(dtype)
 
 
-def _give_up(reserved: list[int], size: int, give_up: Callable[[int, int], None]) -> None:
-    (address,) = reserved
-    if address:
-        give_up(address, size)
+def when_freed(owner: Any, call: Callable[..., None], *arguments: Any) -> Any:
+    """Calls `call(*arguments)` once `owner` is freed, unless the interpreter ends before."""
+    finalizer = weakref.finalize(owner, call, *arguments)
+    finalizer.atexit = False
+    return finalizer
 
 
 class Backing:
@@ -89,8 +74,7 @@ class Backing:
     def __init__(self, pages: Pages, offset: int, size: int) -> None:
         self.offset = offset
         self.size = size
-        self.release = weakref.finalize(self, pages.release, offset, size)
-        self.release.atexit = False
+        self.release = when_freed(self, pages.release, offset, size)
         _backings.add(self)
 
 
@@ -111,15 +95,6 @@ class Extents:
     def __init__(self, limit: float = math.inf) -> None:
         self.limit = limit
         self.count = 0
-
-    @classmethod
-    def of_linux(cls) -> Extents:
-        path = Path("/proc/sys/vm/max_map_count")
-        try:
-            limit = int(path.read_text())
-        except (OSError, ValueError):  # not readable: use Linux's default
-            limit = 65530
-        return cls(limit // 2)
 
     def add(self, count: int) -> None:
         self.count += count
@@ -163,10 +138,6 @@ class Pages(Protocol):
 
     def physical_bytes(self) -> int:
         """Returns the bytes of physical memory that pages take."""
-
-    def fresh(self) -> Pages:
-        """Returns a twin with the same offsets but no pages, for a child process to map instead of
-        its parent's."""
 
 
 def pages_for(device: torch.device, page_bytes: int | None = None) -> Pages:
@@ -215,33 +186,25 @@ _FIXED = 0x10
 _ANONYMOUS = 0x20
 _NORESERVE = 0x4000
 _PUNCH_HOLE_KEEP_SIZE = 3
-_FAILED = ctypes.c_void_p(-1).value
+_FAILED = c_void_p(-1).value
 
 
 @functools.cache
 def _libc() -> Any:
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int64,
-    )
-    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    libc.mmap.restype = c_void_p
+    libc.mmap.argtypes = (c_void_p, c_size_t, c_int, c_int, c_int, c_int64)
+    libc.fallocate.argtypes = (c_int, c_int, c_int64, c_int64)
     return libc
 
 
-def _reserve(size: int, protection: int, reserved: list[int]) -> None:
-    """Maps `size` bytes without memory, and puts their address into the list."""
+def _reserve(size: int, protection: int) -> mmap.mmap:
+    """Reserves addresses, without memory until they are written to. Raises `MemoryError`."""
     flags = _PRIVATE | _ANONYMOUS | _NORESERVE
-    reserved[0] = _libc().mmap(None, size, protection, flags, -1, 0)
-    if reserved[0] == _FAILED:
-        reserved[0] = 0
-        raise _not_mapped(size)
+    try:
+        return mmap.mmap(-1, size, flags, protection)
+    except OSError as error:
+        raise _not_mapped(size, error.errno) from error
 
 
 def _map_over(
@@ -254,32 +217,31 @@ def _map_over(
 ) -> None:
     """Maps in place of others: threads that read there see either. Raises `MemoryError`."""
     if _libc().mmap(address, size, protection, flags | _FIXED, fd, offset) == _FAILED:
-        raise _not_mapped(size)
+        raise _not_mapped(size, ctypes.get_errno())
 
 
-def _not_mapped(size: int) -> MemoryError:
-    error = os.strerror(ctypes.get_errno())
+def _not_mapped(size: int, number: int | None) -> MemoryError:
+    error = os.strerror(number or 0)
     return MemoryError(
         f"{size:,} bytes of addresses cannot be mapped: {error} (ulimit -v, vm.max_map_count)"
     )
 
 
-def _munmap(address: int, size: int) -> None:
-    _libc().munmap(address, size)
-
-
 @functools.cache
 def _extents() -> Extents:
-    return Extents.of_linux()
+    path = Path("/proc/sys/vm/max_map_count")
+    try:
+        limit = int(path.read_text())
+    except (OSError, ValueError):  # not readable: use Linux's default
+        limit = 65530
+    return Extents(limit // 2)
 
 
 def reserved(size: int) -> Tensor:
     """Returns `(size,)` bytes of host memory on Linux, committed when written to. They never make
     `fork` fail: Linux counts other reservations as copied by it, and refuses more than the machine
     has. Raises `MemoryError`."""
-    reserve = functools.partial(_reserve, size, _READ | _WRITE)
-    addresses = Addresses.reserve(size, MemoryFile._tensor, reserve, _munmap)
-    return addresses.tensor(torch.uint8)
+    return torch.frombuffer(_reserve(size, _READ | _WRITE), dtype=torch.uint8)
 
 
 def _close(files: list[int]) -> None:
@@ -298,8 +260,7 @@ class MemoryFile:
         self.extents = _extents()
         self._size = 0
         self._files: list[int] = []  # the descriptor
-        finalizer = weakref.finalize(self, _close, self._files)  # first: an error leaks none
-        finalizer.atexit = False
+        when_freed(self, _close, self._files)  # first: an error leaks none
         self._files.append(os.memfd_create("hf_paged"))
 
     @property
@@ -307,8 +268,9 @@ class MemoryFile:
         return self._files[0]
 
     def reserve(self, size: int) -> Addresses:
-        reserve = functools.partial(_reserve, size, _READ)
-        return Addresses.reserve(size, self._tensor, reserve, _munmap)
+        memory = _reserve(size, _READ)
+        address = np.frombuffer(memory, np.uint8).ctypes.data
+        return Addresses(address, size, self._tensor, memory)
 
     @staticmethod
     def _tensor(addresses: Addresses) -> Tensor:
@@ -365,6 +327,8 @@ class MemoryFile:
         return os.fstat(self._fd).st_blocks * 512
 
     def fresh(self) -> MemoryFile:
+        """Returns a twin with the same offsets but no pages, for a child process to map instead of
+        its parent's."""
         twin = MemoryFile(self.granularity)
         twin.extend(self._size)
         return twin
@@ -408,7 +372,7 @@ class CudaPages:
         self._size = 0  # of the offset space
 
     def _call(self, name: str, *args: Any) -> Any:
-        # threads in the background have no context, and others may have another device's
+        # other threads may have no context, or another device's
         self._checked("cuCtxPushCurrent", self._context)
         try:
             return self._checked(name, *args)
@@ -430,14 +394,18 @@ class CudaPages:
         return results[0]
 
     def reserve(self, size: int) -> Addresses:
-        def reserve(reserved: list[int]) -> None:
-            reserved[0] = int(self._call("cuMemAddressReserve", size, 0, 0, 0))
+        addresses = Addresses(0, size, self._tensor)
+        reserved: list[int] = []  # the address: noted by the call's statement, so that no error
+        # leaks it
+        when_freed(addresses, self._give_up, reserved, size)
+        reserved.append(int(self._call("cuMemAddressReserve", size, 0, 0, 0)))
+        addresses.address = reserved[0]
+        return addresses
 
-        return Addresses.reserve(size, self._tensor, reserve, self._give_up)
-
-    def _give_up(self, address: int, size: int) -> None:
-        self.unmap(address, size)
-        self._call("cuMemAddressFree", address, size)
+    def _give_up(self, reserved: list[int], size: int) -> None:
+        for address in reserved:
+            self.unmap(address, size)
+            self._call("cuMemAddressFree", address, size)
 
     def _tensor(self, addresses: Addresses) -> Tensor:
         return torch.as_tensor(_CudaArray(addresses), device=self.device)
@@ -481,7 +449,7 @@ class CudaPages:
         total = len(spots) * size
         offset = self.extend(total)
         # first: an error leaks no pages
-        weakref.finalize(addresses, self._drop, spots, size, offset).atexit = False
+        when_freed(addresses, self._drop, spots, size, offset)
         copies = self.reserve(total)
         self.map(copies.address, offset, total)
         target = copies.tensor(torch.uint8).view(-1, size)
@@ -499,12 +467,6 @@ class CudaPages:
 
     def physical_bytes(self) -> int:
         return len(self._handles) * self.granularity
-
-    def fresh(self) -> CudaPages:
-        twin = CudaPages(self.device, self._api)
-        twin.granularity = self.granularity
-        twin._size = self._size
-        return twin
 
 
 class _CudaArray:

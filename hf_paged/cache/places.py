@@ -1,16 +1,19 @@
-"""The pages of one block tensor of a layer, and the places: the rows' address ranges, where they
+"""The pages of the block tensors of a layer, and the places: the rows' address ranges, where they
 are mapped again."""
 
 from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .pages import PLANE_BYTES, Addresses, Backing, Extents, Pages
+from ..config import VirtualStorage
+from .pages import PLANE_BYTES, Addresses, Backing, Extents, Pages, when_freed
 from .row_slots import Row
 
 
@@ -56,18 +59,18 @@ class Planes:
 
 
 class Region:
-    """One block tensor of a layer, `(num_blocks, heads, block_size, width)`, and the places of its
-    rows."""
+    """One block tensor of a layer, `(num_blocks, heads, block_size, width)`."""
 
     def __init__(
         self,
         pages: Pages,
         planes: Planes,
         num_blocks: int,
+        num_backed: int,
         backing: Backing | None = None,
     ) -> None:
-        """Uses the pages of `backing`, by default new ones. Raises `MemoryError` without free
-        addresses."""
+        """Uses the pages of `backing`, by default new ones, and maps those of `num_backed` blocks,
+        of all if that takes no memory. Raises `MemoryError` without free addresses."""
         self.pages = pages
         self.planes = planes
         self.num_blocks = num_blocks
@@ -92,7 +95,7 @@ class Region:
             (num_blocks, heads, size, width),
             (block_step, head_step, planes.unit, 1),
         )
-        self.places: Places | None = None
+        self.back(num_blocks if pages.is_sparse else num_backed)
 
     def offset_of(self, plane: int, block_id: int) -> int:
         plane_offset = self.backing.offset + plane * PLANE_BYTES
@@ -108,24 +111,18 @@ class Region:
             for plane in range(self.planes.count):
                 first_row = plane * self.num_blocks + first
                 address = self.address + first_row * size
-                offset = self.offset_of(plane, first)
-                self.pages.map(address, offset, num_new * size)
+                self.pages.map(address, self.offset_of(plane, first), num_new * size)
             self.num_mapped = num_blocks
 
     def grown(self, num_blocks: int) -> Region:
         """Returns a region with the same pages at new addresses, with room for `num_blocks`
         blocks."""
-        num_backed = self.num_mapped
-        if self.pages.is_sparse:
-            num_backed = num_blocks
-        region = Region(self.pages, self.planes, num_blocks, self.backing)
-        region.back(num_backed)
-        return region
+        return Region(self.pages, self.planes, num_blocks, self.num_mapped, self.backing)
 
     def map_fresh(self, pages: Pages) -> None:
         """In a child process: maps other pages at the same addresses."""
         num_mapped = self.num_mapped
-        self.pages, self.num_mapped, self.places = pages, 0, None
+        self.pages, self.num_mapped = pages, 0
         self._addresses.holds = self.backing = Backing(
             pages, self.backing.offset, self.backing.size
         )
@@ -134,22 +131,27 @@ class Region:
     def close(self) -> None:
         """Returns its pages to the system. No table may hold a block."""
         size = self.planes.block_bytes
-        plane_size = self.num_blocks * size
-        places = self.places
-        if places is not None:
-            places.settle()
-        self.places = None
         if not self.pages.maps_over:
-            if places is not None:
-                self.pages.unmap(places.address, places.size)
             for plane in range(self.planes.count):
-                address = self.address + plane * plane_size
+                address = self.address + plane * self.num_blocks * size
                 self.pages.unmap(address, self.num_mapped * size)
         self.backing.release()
 
 
-@dataclass(eq=False)
-class Loan:
+class RowsOfPlane(NamedTuple):
+    """Where the rows of one plane are, one in each slot."""
+
+    address: int  # of the first slot
+    slot_bytes: int
+    block_bytes: int
+    offset: int  # of the page of block 0
+    part: int  # which of the views it belongs to
+
+    def at(self, slot: int, position: int) -> int:
+        return self.address + slot * self.slot_bytes + position * self.block_bytes
+
+
+class Loan(NamedTuple):
     """A view of rows lent to the model's own code."""
 
     addresses: weakref.ref[Addresses]  # dead once all its tensors are freed
@@ -159,129 +161,88 @@ class Loan:
 
 
 class Places:
-    """The rows of a region: `views[part]` `(num_slots, heads, max_len, width)`. Slots and heads can
-    be merged into one dimension if planes have one head."""
+    """The rows of a layer: `views[part]` `(num_slots, heads, max_len, width)`, one part with keys
+    and one with values, or one with both. Slots and heads can be merged into one dimension if
+    planes have one head."""
 
-    def __init__(self, region: Region, num_slots: int, max_len: int) -> None:
-        planes = region.planes
-        # no cycle: pages are freed with their last user, not by the next collection
-        self._region = weakref.ref(region)
-        self.num_slots = num_slots
-        self.max_len = max_len
-        self.heads = planes.count // planes.parts  # planes per part
-        token_bytes = planes.unit * planes.dtype.itemsize
-        self.row_bytes = max_len * token_bytes  # per plane
-        num_rows = planes.count * num_slots
-        addresses = region.pages.reserve(num_rows * self.row_bytes)
-        self.address = addresses.address
-        self.size = addresses.size
-        addresses.holds = region.backing
-        self._addresses = addresses
-        self.views = self._views(addresses)
+    def __init__(self, regions: Sequence[Region], num_slots: int, max_len: int) -> None:
+        self.shape = (num_slots, max_len)
+        self.pages = regions[0].pages
+        self.block_size = regions[0].planes.block_size
         # block ids of each slot, by position
         self.mapped: list[list[int | None]] = [[] for _ in range(num_slots)]
         self.versions = [0] * num_slots
         self.owners = [0] * num_slots
-        self._num_extents = [0]
-        extents = region.pages.extents
-        finalizer = weakref.finalize(addresses, _forget, extents, self._num_extents)
-        finalizer.atexit = False
         self.loans: list[Loan] = []
+        self._num_ends = [0]  # extents of each plane
         self._is_left = False  # rows must get new addresses
+        self.planes: list[RowsOfPlane] = []
+        self.views: list[Tensor] = []
+        self.ranges: list[Addresses] = []  # of each part; parts of a region share one
+        for region in regions:
+            self._reserve(region)
 
-    @property
-    def region(self) -> Region:
-        region = self._region()
-        assert region is not None, "places are used by their region alone"
-        return region
-
-    def _views(self, addresses: Addresses) -> tuple[Tensor, ...]:
-        planes = self.region.planes
+    def _reserve(self, region: Region) -> None:
+        # the region is not kept, for no cycle: pages are freed with their last user, not by the
+        # next collection
+        planes = region.planes
+        num_slots, max_len = self.shape
+        heads = planes.count // planes.parts  # planes per part
+        row = max_len * planes.unit
+        row_bytes = row * planes.dtype.itemsize  # per plane
+        addresses = self.pages.reserve(planes.count * num_slots * row_bytes)
+        addresses.holds = region.backing
+        when_freed(addresses, _forget, self.pages.extents, self._num_ends, planes.count)
         flat = addresses.tensor(planes.dtype)
-        row = self.max_len * planes.unit
-        slot_step = self.heads * row
         head_step = row if planes.inner == 1 else planes.width
-        heads = self.heads * planes.inner
-        num_slots = self.num_slots
-        shape = (num_slots, heads, self.max_len, planes.width)
-        strides = (slot_step, head_step, planes.unit, 1)
-        part_step = num_slots * slot_step
-        offsets = (part * part_step for part in range(planes.parts))
-        return tuple(flat.as_strided(shape, strides, offset) for offset in offsets)
+        shape = (num_slots, heads * planes.inner, max_len, planes.width)
+        strides = (heads * row, head_step, planes.unit, 1)
+        for plane in range(planes.count):
+            part, head = divmod(plane, heads)
+            first_row = part * num_slots * heads + head
+            if not head:
+                self.views.append(flat.as_strided(shape, strides, first_row * row))
+                self.ranges.append(addresses)
+            address = addresses.address + first_row * row_bytes
+            offset = region.offset_of(plane, 0)
+            number = len(self.views) - 1
+            rows = RowsOfPlane(address, heads * row_bytes, planes.block_bytes, offset, number)
+            self.planes.append(rows)
 
-    def _at(self, slot: int, plane: int) -> int:
-        part, head = divmod(plane, self.heads)
-        slot += part * self.num_slots
-        row = slot * self.heads + head
-        return self.address + row * self.row_bytes
-
-    def follow(
-        self,
-        slot: int,
-        row: Row,
-        ahead: int,
-        keeps: bool,
-    ) -> None:
-        """Maps a row's blocks in a slot, and `ahead` blocks after them. Raises `MemoryError`."""
+    def follow(self, slot: int, row: Row, config: VirtualStorage, num_blocks: int) -> None:
+        """Maps a row's blocks in a slot, and `blocks_ahead` blocks after them, if there are as many
+        of `num_blocks`. Raises `MemoryError`."""
         have = self.mapped[slot]
         want = row.block_ids
         end = row.first + len(want)
-        if self.owners[slot] != row.owner and not keeps:
+        if self.owners[slot] != row.owner and not config.keep_mappings:
             self._unmap(slot, 0, len(have))
         if row.hides:  # padding reads as zeros
-            num_hidden = min(row.first, len(have))
-            for position in range(num_hidden):
-                if have[position] is not None:
+            for position, block_id in enumerate(have[: row.first]):
+                if block_id is not None:
                     self._unmap(slot, position, 1)
-        # consecutive positions with consecutive block ids: position, block id, count
-        runs: list[list[int]] = []
-        for position in range(row.first, end):
-            block_id = want[position - row.first]
-            if position < len(have) and have[position] == block_id:
+        have += [None] * (end - len(have))
+        position = row.first
+        while position < end:
+            # consecutive positions with consecutive block ids are mapped at once
+            first_id = want[position - row.first]
+            count = 0
+            while position + count < end:
+                block_id = want[position + count - row.first]
+                if block_id != first_id + count or block_id == have[position + count]:
+                    break
+                count += 1
+            if not count:  # mapped already
+                position += 1
                 continue
-            continues = False
-            if runs:
-                run_position, run_id, run_length = runs[-1]
-                follows_position = run_position + run_length == position
-                follows_id = run_id + run_length == block_id
-                continues = follows_position and follows_id
-            if continues:
-                runs[-1][2] += 1
-            else:
-                runs.append([position, block_id, 1])
-        for position, block_id, count in runs:
-            if ahead and position + count == end:
-                room = self._room(position + count, block_id + count)
-                count += min(ahead, room)
-            self._map(slot, position, block_id, count)
+            num_mapped = count
+            if position + count == end:
+                num_positions = self.shape[1] // self.block_size
+                room = min(num_positions - end, num_blocks - (first_id + count))
+                num_mapped += max(0, min(config.blocks_ahead, room))
+            self._map(slot, position, first_id, num_mapped)
+            position += count
         self.versions[slot], self.owners[slot] = row.version, row.owner
-
-    def _room(self, position: int, block_id: int) -> int:
-        """Returns how many blocks from `block_id` on exist and fit from `position` on."""
-        positions = self.max_len // self.region.planes.block_size
-        num_positions = positions - position
-        num_blocks = self.region.num_mapped - block_id
-        return max(0, min(num_positions, num_blocks))
-
-    def map_ahead(self, slot: int, row: Row, ahead: int) -> None:
-        """Maps `ahead` blocks after those of a row, unless mapped already. Raises `MemoryError`."""
-        is_mapped = self.versions[slot] == row.version
-        if not is_mapped or not row.block_ids:
-            return
-        position = row.first + len(row.block_ids)
-        block_id = row.block_ids[-1] + 1
-        have = self.mapped[slot][position : position + ahead]
-        num_mapped = 0
-        for mapped_id in have:
-            if mapped_id != block_id + num_mapped:
-                break
-            num_mapped += 1
-        position += num_mapped
-        block_id += num_mapped
-        room = self._room(position, block_id)
-        count = min(ahead - num_mapped, room)
-        if count > 0:
-            self._map(slot, position, block_id, count)
 
     def drop(self, slot: int) -> None:
         """Unmaps a slot."""
@@ -290,6 +251,12 @@ class Places:
         have.clear()
         self.versions[slot] = -1
 
+    def close(self) -> None:
+        """Unmaps all slots, where pages that are mapped cannot be released."""
+        if not self.pages.maps_over:
+            for addresses in self.ranges:
+                self.pages.unmap(addresses.address, addresses.size)
+
     def _map(
         self,
         slot: int,
@@ -297,45 +264,36 @@ class Places:
         block_id: int,
         count: int,
     ) -> None:
-        region = self.region
-        pages = region.pages
-        size = region.planes.block_bytes
+        pages = self.pages
         block_ids: list[int | None] = list(range(block_id, block_id + count))
         if not pages.maps_over:
             self._unmap(slot, position, count)
         try:
             self._note(slot, position, block_ids)
             pages.extents.check()
-            for plane in range(region.planes.count):
-                address = self._at(slot, plane) + position * size
-                offset = region.offset_of(plane, block_id)
-                pages.map(address, offset, count * size)
+            for plane in self.planes:
+                size = plane.block_bytes
+                pages.map(plane.at(slot, position), plane.offset + block_id * size, count * size)
         except BaseException:
             self._note(slot, position, [None] * count)  # some planes may be mapped
             raise
 
     def _unmap(self, slot: int, position: int, count: int) -> None:
-        region = self.region
-        size = region.planes.block_bytes
-        have = self.mapped[slot]
-        num_known = max(0, len(have) - position)
-        num_noted = min(count, num_known)
         if count:
-            for plane in range(region.planes.count):
-                address = self._at(slot, plane) + position * size
-                region.pages.unmap(address, count * size)
-        self._note(slot, position, [None] * num_noted)
+            for plane in self.planes:
+                self.pages.unmap(plane.at(slot, position), count * plane.block_bytes)
+        self._note(slot, position, [None] * count)
 
-    def _note(self, slot: int, position: int, found: list[int | None]) -> None:
+    def _note(self, slot: int, position: int, block_ids: list[int | None]) -> None:
         """Records what is mapped from `position` on, and counts extents."""
         have = self.mapped[slot]
-        end = position + len(found)
+        end = position + len(block_ids)
         have += [None] * (end - len(have))
         before = _num_ends(have, position, end)
-        have[position:end] = found
-        more = (_num_ends(have, position, end) - before) * self.region.planes.count
-        self._num_extents[0] += more
-        self.region.pages.extents.add(more)
+        have[position:end] = block_ids
+        more = _num_ends(have, position, end) - before
+        self._num_ends[0] += more
+        self.pages.extents.add(more * len(self.planes))
 
     def lend(
         self,
@@ -346,53 +304,41 @@ class Places:
     ) -> Tensor:
         """Returns a view of tokens `[first, end)` of consecutive slots, for the model's own
         code."""
-        planes = self.region.planes
-        rows = self.views[part]
-        view = rows[slots.start : slots.stop, :, first:end]
+        view = self.views[part][slots.start : slots.stop, :, first:end]
         # only what the view spans: torch saves whole storages
         start = view.storage_offset()
         axes = zip(view.shape, view.stride())
         last = sum((size - 1) * step for size, step in axes)
         num_spanned = last + 1
-        itemsize = planes.dtype.itemsize
-        lent = self._addresses.lend(start * itemsize, num_spanned * itemsize)
-        size = planes.block_size
+        itemsize = view.dtype.itemsize
+        lent = self.ranges[part].lend(start * itemsize, num_spanned * itemsize)
+        size = self.block_size
         positions = range(first // size, -(-end // size))
-        addresses = weakref.ref(lent)
-        loan = Loan(addresses, part, slots, positions)
-        self.loans.append(loan)
-        flat = lent.tensor(planes.dtype)
+        self.loans.append(Loan(weakref.ref(lent), part, slots, positions))
+        flat = lent.tensor(view.dtype)
         return flat.as_strided(view.shape, view.stride())
 
-    def settle(self) -> None:
-        """Preserves lent views that are still alive: copies their content at the same addresses
-        (`Pages.detach`); rows get new addresses. Call before mapping over, or writing to,
-        blocks."""
-        size = self.region.planes.block_bytes
-        pages = self.region.pages
-        spots: dict[int, None] = {}  # addresses of mapped blocks
-        for loan in self.loans:
-            if loan.addresses() is None:
-                continue
-            first_plane = loan.part * self.heads
-            planes = range(first_plane, first_plane + self.heads)
-            for slot in loan.slots:
-                have = self.mapped[slot]
-                positions = []
-                for position in loan.positions:
-                    if position < len(have) and have[position] is not None:
-                        positions.append(position)
-                for plane in planes:
-                    start = self._at(slot, plane)
-                    addresses = (start + position * size for position in positions)
-                    spots.update(dict.fromkeys(addresses))
-        if spots:
-            # whatever is raised: some pages may be copies then
-            self._is_left = True
-            pages.detach(self._addresses, list(spots), size)
-        if self._is_left:
-            self.region.places = None
-        self.loans = []
+    def preserve(self) -> bool:
+        """Copies the content of lent views that are still alive, at the same addresses
+        (`Pages.detach`). Returns whether rows must get new addresses."""
+        lent = [loan for loan in self.loans if loan.addresses() is not None]
+        for part, addresses in enumerate(self.ranges):
+            blocks: set[tuple[int, int]] = set()  # that are mapped, by slot and position
+            for loan in lent:
+                if loan.part == part:
+                    for slot in loan.slots:
+                        have = enumerate(self.mapped[slot])
+                        mapped = [at for at, block_id in have if block_id is not None]
+                        blocks.update((slot, at) for at in mapped if at in loan.positions)
+            planes = [plane for plane in self.planes if plane.part == part]
+            if blocks:
+                # whatever is raised: some pages may be copies then
+                self._is_left = True
+                spots = sorted(plane.at(*block) for plane in planes for block in blocks)
+                self.pages.detach(addresses, spots, planes[0].block_bytes)
+        if not self._is_left:
+            self.loans = []
+        return self._is_left
 
 
 def _num_ends(have: list[int | None], first: int, end: int) -> int:
@@ -409,5 +355,5 @@ def _num_ends(have: list[int | None], first: int, end: int) -> int:
     return num_ends
 
 
-def _forget(extents: Extents, count: list[int]) -> None:
-    extents.add(-count[0])
+def _forget(extents: Extents, num_ends: list[int], num_planes: int) -> None:
+    extents.add(-num_ends[0] * num_planes)

@@ -123,11 +123,6 @@ class RowSlots:
         firsts = [first * size for first, _ in rows]
         return Placement(slots, firsts)
 
-    @property
-    def is_full(self) -> bool:
-        """Whether the next steps must gather."""
-        return bool(self._num_full)
-
     def fill(self) -> None:
         """Makes the next `FULL_STEPS` steps gather, since mapping failed."""
         self._num_full = FULL_STEPS
@@ -174,16 +169,14 @@ class RowSlots:
             if not self._grow(first + missing):
                 return None
             spare += range(first, len(self.rows))
-        kept = [slot for slot in spare if self.rows[slot].mapped]
         slots = []
         for slot, (first, ids) in zip(previous, rows):
             if slot is None:
-                num_saved = functools.partial(self._num_saved, first=first, ids=ids)
-                slot = max(kept, key=num_saved, default=spare[0])
-                if not num_saved(slot):
-                    slot = spare[0]
+                slot = spare[0]
+                if self._keeps:
+                    num_saved = functools.partial(self._num_saved, first=first, ids=ids)
+                    slot = max(spare, key=num_saved)
                 spare.remove(slot)
-                kept = [other for other in kept if other != slot]
             slots.append(slot)
         return slots
 

@@ -25,6 +25,11 @@ class StateRows:
         self.state_layers = [SimpleNamespace() for _ in layers]
         gather_states(self.state_layers, parts, device)
 
+    def put_back(self, storage: StateStorage, index: int, block_ids: dict[int, int]) -> None:
+        """Makes copies of row `row` the state of slot `block_ids[row]`, on the original device."""
+        rows = StateRows([(self.state_layers, list(block_ids))])
+        storage.keep(block_ids.values(), rows)
+
 
 class StateStorage:
     """The storage of a group of states: maps each slot, a block id of `pool`, to the row and holder
@@ -32,7 +37,6 @@ class StateStorage:
     runner keeps steps alive that are holders (`holders`); the storage keeps `StateRows` alive."""
 
     def __init__(self, pool: BlockPool) -> None:
-        self.capacity = 0
         self.block_bytes = 0
         self.nbytes = 0
         self.num_rows = 0
@@ -42,11 +46,11 @@ class StateStorage:
         self._rows: dict[int, tuple[Callable[[], Any], int]] = {}
 
     def grow(self, num_blocks: int, most: int) -> None:
-        self.capacity = max(self.capacity, num_blocks)
+        """Does nothing: the holders have the memory."""
 
     def clear(self) -> None:
         """Forgets all states. No slot may be used or kept."""
-        self._rows, self.capacity = {}, 0
+        self._rows = {}
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies the state of slot `source` to slot `target`, for each pair; all are read before
@@ -57,13 +61,16 @@ class StateStorage:
                 copied.append((target, self._rows[source]))
         self._rows.update(copied)
 
-    def put(self, slots: Sequence[int], holder: Any, row_bytes: int) -> None:
+    def put(self, slots: Iterable[int], holder: Any, row_bytes: int) -> None:
         """Makes row `i` of `holder.state_layers` (see `gather_states`) the state of `slots[i]`.
         `row_bytes`: bytes of one row over all layers."""
         ref = weakref.ref(holder)
-        rows = enumerate(slots)
-        self._rows.update((slot, (ref, row)) for row, slot in rows)
+        self._rows.update((slot, (ref, row)) for row, slot in enumerate(slots))
         self.block_bytes = row_bytes
+
+    def keep(self, slots: Iterable[int], rows: StateRows) -> None:
+        """Makes row `i` of these copies the state of `slots[i]`, and keeps them alive."""
+        self._rows.update((slot, (lambda: rows, row)) for row, slot in enumerate(slots))
 
     def find(self, slot: int) -> tuple[Any, int]:
         """Returns the holder and the row of a slot's state. Raises `KeyError` if it has none."""
@@ -96,8 +103,7 @@ class StateStorage:
             else:
                 if not isinstance(holder, StateRows):
                     part = (holder.state_layers, [row])
-                    rows = StateRows([part])
-                    self._keep([slot], rows)
+                    self.keep([slot], StateRows([part]))
 
     def copy_out(self, slots: Iterable[int]) -> StateRows:
         """Copies the states of these slots (at least one) to host memory. Raises `KeyError` if one
@@ -107,15 +113,6 @@ class StateStorage:
             holder, row = self.find(slot)
             parts.append((holder.state_layers, [row]))
         return StateRows(parts, torch.device("cpu"))
-
-    def put_back(self, host: StateRows, slots: dict[int, int]) -> None:
-        """Makes row `row` of the copies the state of `slots[row]`, on the original device."""
-        part = (host.state_layers, list(slots))
-        rows = StateRows([part])
-        self._keep(list(slots.values()), rows)
-
-    def _keep(self, slots: Sequence[int], rows: StateRows) -> None:
-        self._rows.update((slot, (lambda: rows, row)) for row, slot in enumerate(slots))
 
 
 def state_layers(cache: Any) -> list[Any]:
@@ -133,6 +130,14 @@ def num_state_bytes(layers: Sequence[Any]) -> int:
     return num_bytes
 
 
+_DICTS = (
+    "is_conv_states_initialized",
+    "is_recurrent_states_initialized",
+    "has_previous_state",
+    "conv_kernel_size",
+)
+
+
 def gather_states(
     layers: Sequence[Any],
     parts: Sequence[tuple[Sequence[Any], list[int]]],
@@ -145,29 +150,18 @@ def gather_states(
         sources = [(held[index], rows) for held, rows in parts]
         like, _ = sources[0]
         target = like.device if device is None else device
-        for name in (
-            "is_conv_states_initialized",
-            "is_recurrent_states_initialized",
-            "has_previous_state",
-        ):
+        for name in _DICTS:
             flags = getattr(like, name)
             setattr(layer, name, dict(flags))
-        layer.conv_kernel_size, layer.dtype, layer.device = (
-            dict(like.conv_kernel_size),
-            like.dtype,
-            like.device,
-        )
+        layer.dtype = like.dtype
+        layer.device = like.device
         for name in ("conv_states", "recurrent_states"):
             states: dict[int, Tensor | None] = {}
             for number, state in getattr(like, name).items():
-                state_parts = []
-                for source, rows in sources:
-                    source_states = getattr(source, name)
-                    state_parts.append((source_states[number], rows))
-                if state is None:
-                    states[number] = None
-                else:
-                    states[number] = _rows(state_parts).to(target)
+                states[number] = None
+                if state is not None:
+                    stored = [(getattr(source, name)[number], rows) for source, rows in sources]
+                    states[number] = _rows(stored).to(target)
             setattr(layer, name, states)
 
 

@@ -1,42 +1,31 @@
-"""Block tensors of the layers of one layer group: allocation, growth, block copies and the K/V
-store."""
+"""Block tensors of the layers of one layer group: allocation, growth and block copies."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import functools
 import math
 import operator
 import sys
-import threading
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
-import psutil
 import torch
 from torch import Tensor
 
 from ..interrupts import is_interrupt
-from ..kernels import cpp, quantized, uses_triton
+from ..kernels import quantized
 from ..kernels.cpp import attention as cpp_attention
-from ..kernels.triton import DTYPES
-from ..kernels.triton.launch import LaunchFailedError
-from . import budget, pages
+from . import pages
+from .block_pool import BlockPool
 from .copies import BlockCopies
+from .free_memory import Reservation, commits_when_touched
 from .groups import FULL_ATTENTION, GroupSpec
+from .store import Look, Store, choose_store
 
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
 MIN_RESERVED_BYTES = 32 << 20  # the C library also maps larger allocations individually
-_UNLIMITED = -1 if resource is None else resource.RLIM_INFINITY
 
-Look: TypeAlias = tuple[Any, ...]
-Store: TypeAlias = Callable[[Tensor, Tensor, Tensor], None]
+Kind: TypeAlias = tuple[int, int, torch.dtype]
+"""Heads, head dim and dtype of a token's keys or values."""
 
 
 @dataclass(eq=False)
@@ -92,6 +81,11 @@ class KVBlocks:
         return (self.keys, key_dtype), (self.values, value_dtype)
 
     @property
+    def kinds(self) -> list[Kind]:
+        """Those of the keys and of the values that the model computes."""
+        return [(blocks.shape[1], blocks.shape[3], dtype) for blocks, dtype in self.pair]
+
+    @property
     def is_exact(self) -> bool:
         """Whether blocks hold every number of K/V of `dtypes`: they are neither quantized nor of a
         narrower dtype."""
@@ -105,11 +99,8 @@ class KVBlocks:
     @property
     def tiles(self) -> tuple[Tensor, ...]:
         """`data` as `(num_blocks, heads, block_size, dim)`."""
-        dtype = self.quantized_dtype
-        if dtype is None:
-            return self.data
-        block_size = self.keys.shape[2]
-        return tuple(quantized.codes(tensor, block_size, dtype) for tensor in self.data)
+        *_, codes = self.form
+        return _tiles(self.data, codes)
 
     def store(
         self,
@@ -135,29 +126,22 @@ class KVBlocks:
     def no_states(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Returns empty keys and values (no rows, no tokens) with the heads, dims and dtypes of the
         stored ones."""
-        empty = []
-        for blocks, dtype in self.pair:
-            _, heads, _, dim = blocks.shape
-            states = blocks.new_empty(0, heads, 0, dim, dtype=dtype, device=device)
-            empty.append(states)
-        keys, values = empty
-        return keys, values
+        return _no_states(self.kinds, device)
 
     def at(self, block_ids: list[int]) -> KVBlocks:
         """Returns copies of some blocks."""
         return self.like([tensor[block_ids] for tensor in self.data])
 
-    def put_blocks(self, block_ids: Tensor | list[int], found: KVBlocks) -> None:
-        """Writes all blocks of `found`, of the same heads and dims on any device, to
-        `block_ids`."""
+    def put_blocks(self, block_ids: Tensor | list[int], blocks: KVBlocks) -> None:
+        """Writes all of `blocks`, of the same heads and dims on any device, to `block_ids`."""
         if self.rows is not None:
             self.rows.settle()
         if self.quantized_dtype is not None:
-            for target, source in zip(self.data, found.data):
+            for target, source in zip(self.data, blocks.data):
                 target[block_ids] = source.to(target.device)
         else:
-            keys = found.keys.to(self.keys)
-            values = found.values.to(self.values)
+            keys = blocks.keys.to(self.keys)
+            values = blocks.values.to(self.values)
             self.keys[block_ids], self.values[block_ids] = keys, values
 
     @property
@@ -172,11 +156,7 @@ class KVBlocks:
     def plain_token_bytes(self) -> int:
         """Bytes of a token in the dtypes that the model computes, as transformers' own cache stores
         it."""
-        num_bytes = 0
-        for blocks, dtype in self.pair:
-            _, heads, _, dim = blocks.shape
-            num_bytes += heads * dim * dtype.itemsize
-        return num_bytes
+        return sum(heads * dim * dtype.itemsize for heads, dim, dtype in self.kinds)
 
     @classmethod
     def allocate(
@@ -194,37 +174,32 @@ class KVBlocks:
         heads, key_dim = keys.shape[1::2]
         value_heads, value_dim = values.shape[1::2]
         dtypes = (keys.dtype, values.dtype)
-        device = keys.device
-        if kv_dtype is not None:
-            if (heads, key_dim) == (value_heads, value_dim):
-                widths = [(2 * heads, key_dim)]
-            elif heads == value_heads == 1:
-                widths = [(1, key_dim + value_dim)]
-            else:
-                widths = [(heads, key_dim), (value_heads, value_dim)]
-            shapes = []
-            for count, dim in widths:
-                quantized.check_sizes(block_size, dim)
-                num_bytes = quantized.tile_bytes(block_size, dim)
-                shapes.append((num_blocks, count, num_bytes))
-            tiles = tuple(_empty(shape, torch.uint8, device) for shape in shapes)
-            codes = (block_size, quantized.DTYPES[kv_dtype])
-            return cls.view(tiles, heads, key_dim, dtypes, codes)
-        attended = _attended(*dtypes)
-        stored = [spec.storage_dtype(dtype) for dtype in attended]
-        key_dtype, value_dtype = stored
-        if (heads, key_dtype) != (value_heads, value_dtype):
-            shapes = [
-                (heads, block_size, key_dim),
-                (value_heads, block_size, value_dim),
-            ]
-        elif key_dim == value_dim:
-            shapes = [(2 * heads, block_size, key_dim)]
+        if kv_dtype is None:
+            stored = [spec.storage_dtype(dtype) for dtype in _attended(*dtypes)]
         else:
-            shapes = [(heads, block_size, key_dim + value_dim)]
+            stored = [quantized.DTYPES[kv_dtype]] * 2
+        key_dtype, value_dtype = stored
+        are_alike = (heads, key_dtype) == (value_heads, value_dtype)
+        if are_alike and key_dim == value_dim:
+            widths = [(2 * heads, key_dim)]
+        elif are_alike and (kv_dtype is None or heads == 1):
+            widths = [(heads, key_dim + value_dim)]
+        else:
+            widths = [(heads, key_dim), (value_heads, value_dim)]
+        codes = None
+        shapes: list[tuple[int, ...]] = []
+        for count, dim in widths:
+            if kv_dtype is None:
+                shapes.append((num_blocks, count, block_size, dim))
+            else:
+                quantized.check_sizes(block_size, dim)
+                shapes.append((num_blocks, count, quantized.tile_bytes(block_size, dim)))
+        if kv_dtype is not None:
+            codes = (block_size, key_dtype)
+            stored = [torch.uint8] * 2
         tensors = zip(shapes, stored)
-        data = tuple(_empty((num_blocks, *shape), dtype, device) for shape, dtype in tensors)
-        return cls.view(data, heads, key_dim, dtypes)
+        data = tuple(_empty(shape, dtype, keys.device) for shape, dtype in tensors)
+        return cls.view(data, heads, key_dim, dtypes, codes)
 
     @classmethod
     def view(
@@ -237,9 +212,7 @@ class KVBlocks:
     ) -> KVBlocks:
         """Makes blocks whose keys, of `heads` and `key_dim`, and values are views of `data`. For
         quantized blocks, `codes` is the block size and the codes' dtype."""
-        tiles = data
-        if codes is not None:
-            tiles = tuple(quantized.codes(tensor, *codes) for tensor in data)
+        tiles = _tiles(data, codes)
         if len(tiles) == 2:
             return cls(data, *tiles, dtypes)
         (both,) = tiles
@@ -264,8 +237,7 @@ class KVBlocks:
         return heads, dim, self.dtypes, codes
 
     def __reduce__(self) -> tuple[Any, ...]:
-        arguments = (self.data, *self.form)
-        return KVBlocks.view, arguments
+        return KVBlocks.view, (self.data, *self.form)
 
     def grown(self, num_blocks: int) -> KVBlocks:
         tensors = [
@@ -278,13 +250,18 @@ class KVBlocks:
 
 
 class LayerKV(NamedTuple):
-    """What a layer stores of each token: heads, head dim and dtype of its keys, and of its
-    values."""
+    """What a layer stores of each token."""
 
     spec: GroupSpec
     layer: int
-    keys: tuple[int, int, torch.dtype]
-    values: tuple[int, int, torch.dtype]
+    keys: Kind
+    values: Kind
+
+
+def _tiles(data: tuple[Tensor, ...], codes: tuple[int, torch.dtype] | None) -> tuple[Tensor, ...]:
+    if codes is None:
+        return data
+    return tuple(quantized.codes(tensor, *codes) for tensor in data)
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -298,73 +275,18 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         return torch.empty(shape, dtype=dtype, device=device)
 
 
+def _no_states(kinds: Iterable[Kind], device: torch.device) -> tuple[Tensor, Tensor]:
+    keys, values = (
+        torch.empty(0, heads, 0, dim, dtype=dtype, device=device) for heads, dim, dtype in kinds
+    )
+    return keys, values
+
+
 def _sizes(keys: Tensor, values: Tensor) -> list[tuple[int, int, torch.device]]:
     return [
         (keys.shape[1], keys.shape[3], keys.device),
         (values.shape[1], values.shape[3], values.device),
     ]
-
-
-class Reservation:
-    """Expected memory use of a call or an engine, so that memory need not grow step by step:
-    `num_blocks[spec]` blocks per layer, within `share` of the memory that is free when the first
-    layer is allocated. On devices where allocation commits memory, at most `live[spec]` blocks,
-    which running sequences hold. Memory that layers do not need is divided among the other layers,
-    of which `num_layers[spec]` have that spec."""
-
-    def __init__(
-        self,
-        num_blocks: dict[GroupSpec, int],
-        live: dict[GroupSpec, int],
-        num_layers: dict[GroupSpec, int],
-        share: float,
-    ) -> None:
-        self.num_blocks = num_blocks
-        self._live = live
-        self._num_layers = num_layers
-        self._share = share
-        self._budget = -1  # bytes; -1: not known yet
-
-    def limit(self, free: int) -> None:
-        """Sets the budget from `free` bytes of memory."""
-        self._budget = int(self._share * free)
-
-    def renew(self) -> None:
-        """Makes the next `num_rows` query free memory again."""
-        self._budget = -1
-
-    def num_rows(self, spec: GroupSpec, block_bytes: int, device: torch.device) -> int:
-        """Returns the blocks to allocate for a layer with this spec, whose blocks take
-        `block_bytes`."""
-        if self._budget < 0:
-            try:
-                self.limit(free_bytes(device))
-            except ValueError:  # unknown: allocate blocks as they are used
-                self.limit(0)
-            left = budget.left()
-            if left is not None and not commits_when_touched(device):
-                self._budget = min(self._budget, left)
-        most = self.num_blocks
-        if not commits_when_touched(device):
-            most = {}
-            for other, count in self._live.items():
-                most[other] = min(self.num_blocks[other], count)
-        left = self._budget // max(block_bytes, 1)
-        others: list[int] = []
-        for other, count in self._num_layers.items():
-            others.extend(most[other] for _ in range(count))
-        others.sort()
-        for number, wanted in enumerate(others):
-            even = left // (len(others) - number)
-            if wanted > even:
-                return min(most[spec], even)
-            left -= wanted
-        return most[spec]
-
-
-def commits_when_touched(device: torch.device) -> bool:
-    """Whether allocated memory is committed only when first written to."""
-    return device.type == "cpu"
 
 
 _BLOCK_BYTES = operator.attrgetter("block_bytes")
@@ -374,18 +296,20 @@ _IS_ELASTIC = operator.attrgetter("is_elastic")
 
 class Storage:
     """The block tensors of one layer group, one `KVBlocks` per layer, allocated when the layer
-    first writes, at the reserved size. When full they grow to the reserved size, or by half."""
+    first writes, for all blocks of the pool, or at the reserved size. When full they grow to the
+    reserved size, or by half."""
 
     def __init__(
         self,
         block_size: int,
+        pool: BlockPool,
         spec: GroupSpec = FULL_ATTENTION,
         kv_dtype: str | None = None,
     ) -> None:
         self.block_size = block_size
+        self._pool = pool  # which has all blocks that may be used
         self.spec = spec
         self.kv_dtype = kv_dtype
-        self.capacity = 0
         self.layers: dict[int, KVBlocks] = {}
         self._reservation: Reservation | None = None
         self._copies = BlockCopies()
@@ -433,17 +357,16 @@ class Storage:
         """Converts layer `index` to dtypes that hold both the stored and the new K/V, and returns
         its blocks. Raises `ValueError` if heads, dims or device differ."""
         layer = self.layers[index]
-        held_sizes = _sizes(layer.keys, layer.values)
-        new_sizes = _sizes(keys, values)
-        for held, new in zip(held_sizes, new_sizes):
+        sizes = zip(_sizes(layer.keys, layer.values), _sizes(keys, values))
+        for held, new in sizes:
             if held != new:
                 raise ValueError(
                     f"layer {index} holds states of (heads, dim, device) {held}, the new ones have"
                     f" {new}: use one cache per model"
                 )
-        key_dtype, value_dtype = layer.dtypes
-        key_dtype = torch.promote_types(key_dtype, keys.dtype)
-        value_dtype = torch.promote_types(value_dtype, values.dtype)
+        held_keys, held_values = layer.dtypes
+        key_dtype = torch.promote_types(held_keys, keys.dtype)
+        value_dtype = torch.promote_types(held_values, values.dtype)
         dtypes = (key_dtype, value_dtype)
         if dtypes == layer.dtypes:
             return layer
@@ -455,7 +378,7 @@ class Storage:
             num_blocks = layer.keys.shape[0]
             promoted = self._allocate(num_blocks, no_keys, no_values)
             # later blocks were never written: copying would commit their memory
-            used = slice(self.capacity)
+            used = slice(self._pool.num_blocks)
             promoted.keys[used] = layer.keys[used]
             promoted.values[used] = layer.values[used]
         self.layers[index] = promoted
@@ -469,25 +392,22 @@ class Storage:
             if rows < num_blocks:
                 reserved = self._num_reserved(layer.block_bytes, layer.keys.device)
                 with_headroom = max(rows + rows // 2, reserved)
-                wanted = max(num_blocks, min(with_headroom, most))
+                num_rows = max(num_blocks, min(with_headroom, most))
                 try:
-                    self.layers[index] = self._grown(layer, wanted)
+                    self.layers[index] = self._grown(layer, num_rows)
                 except (MemoryError, RuntimeError) as error:  # torch raises the latter
                     if is_interrupt(error):
                         raise
                     self.layers[index] = self._grown(layer, num_blocks)
-        self.capacity = max(self.capacity, num_blocks)
 
     def _grown(self, layer: KVBlocks, num_blocks: int) -> KVBlocks:
         return layer.grown(num_blocks)
 
     def find(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks | None:
         layer = self.layers.get(index)
-        dtypes = (keys.dtype, values.dtype)
-        if layer is None or layer.dtypes != dtypes:
+        if layer is None or layer.dtypes != (keys.dtype, values.dtype):
             return None
-        held_sizes = _sizes(layer.keys, layer.values)
-        if held_sizes != _sizes(keys, values):
+        if _sizes(layer.keys, layer.values) != _sizes(keys, values):
             return None
         return layer
 
@@ -503,51 +423,49 @@ class Storage:
 
     def block_bytes_of(self, keys: Tensor, values: Tensor) -> int:
         """Returns the bytes of a block of a layer with K/V like these."""
+        return self._outline(keys, values).block_bytes
+
+    def _outline(self, keys: Tensor, values: Tensor) -> KVBlocks:
+        """Returns a block of a layer with K/V like these, on the meta device."""
         no_keys = keys[:, :, :0].to("meta")
         no_values = values[:, :, :0].to("meta")
-        return self._allocate(1, no_keys, no_values).block_bytes
+        return self._allocate(1, no_keys, no_values)
 
     def outline(self, layers: Iterable[LayerKV]) -> dict[int, KVBlocks]:
         """Returns a block of each of these layers that has this spec, on the meta device."""
-
-        def like(heads: int, dim: int, dtype: torch.dtype) -> Tensor:
-            return torch.empty(1, heads, 0, dim, dtype=dtype, device="meta")
-
         blocks = {}
         for layer in layers:
             if layer.spec == self.spec:
-                keys = like(*layer.keys)
-                values = like(*layer.values)
-                index = layer.layer
-                blocks[index] = self._allocate(1, keys, values)
+                states = _no_states((layer.keys, layer.values), torch.device("meta"))
+                blocks[layer.layer] = self._allocate(1, *states)
         return blocks
 
     def make(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks:
         block_bytes = self.block_bytes_of(keys, values)
         num_reserved = self._num_reserved(block_bytes, keys.device)
-        num_blocks = max(self.capacity, num_reserved)
-        wanted = num_blocks
+        num_least = self._pool.num_blocks
+        num_blocks = num_expected = max(num_least, num_reserved)
         layer: KVBlocks | None = None
         while layer is None:
             try:
                 layer = self._allocate(num_blocks, keys, values)
             except (MemoryError, RuntimeError) as error:  # torch raises the latter
-                if num_blocks == self.capacity or is_interrupt(error):
+                if num_blocks == num_least or is_interrupt(error):
                     raise
-                num_blocks = max(self.capacity, num_blocks // 2)
-        if num_blocks < wanted and self._reservation is not None:
+                num_blocks = max(num_least, num_blocks // 2)
+        if num_blocks < num_expected and self._reservation is not None:
             # less memory than the system reports: divide what there is among the layers
             layer = None
             self._reservation.limit(num_blocks * block_bytes)
             num_reserved = self._num_reserved(block_bytes, keys.device)
-            num_blocks = max(self.capacity, num_reserved)
+            num_blocks = max(num_least, num_reserved)
             layer = self._allocate(num_blocks, keys, values)
         self.layers[index] = layer
         return layer
 
     def clear(self) -> None:
         """Frees all memory. No table may hold a block."""
-        self.layers, self.capacity = {}, 0
+        self.layers = {}
         if self._reservation is not None:
             self._reservation.renew()
 
@@ -559,82 +477,6 @@ class Storage:
         self._copies.make(tensors, copies)
 
 
-def free_bytes(device: torch.device) -> int:
-    """Returns the bytes of free memory on `device`, with those that torch's allocator holds in
-    reserve; on the CPU at most what the process may still map (`ulimit -v`). Raises `ValueError`
-    for a device whose free memory torch does not report."""
-    if device.type == "mps":
-        most = torch.mps.recommended_max_memory()
-        allocated = torch.mps.driver_allocated_memory()
-        return max(0, most - allocated)
-    if device.type != "cpu":
-        module: Any = getattr(torch, device.type, None)
-        if not hasattr(module, "mem_get_info"):
-            message = (
-                f"torch does not tell how much memory is free on {device}: leave `memory_fraction`"
-                " out, set "
-            )
-            raise ValueError(message + "`num_blocks`")
-        # freed tensors' memory, which the allocator reuses, or returns to the device before it runs
-        # out
-        reserved = module.memory_reserved(device)
-        reserve = reserved - module.memory_allocated(device)
-        free = int(module.mem_get_info(device)[0])
-        return free + max(0, reserve)
-    free = int(psutil.virtual_memory().available)
-    limit = _UNLIMITED
-    if resource is not None:
-        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit == _UNLIMITED:
-        return free
-    process = psutil.Process()
-    unmapped = limit - process.memory_info().vms
-    return max(0, min(free, unmapped))
-
-
-def limits_addresses() -> bool:
-    """Whether the process's address space is limited (`ulimit -v`)."""
-    if resource is None:
-        return False
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    return limit != _UNLIMITED
-
-
-def trim() -> None:
-    """Returns freed host memory that the C library still holds to the system. (It unmaps large
-    tensors when they are freed, but keeps the memory of small ones.)"""
-    malloc_trim = _malloc_trim()
-    if malloc_trim is not None:
-        malloc_trim(0)
-
-
-@functools.cache
-def _malloc_trim() -> Any:
-    try:
-        return ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):  # not glibc
-        return None
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error`, or its cause, says that an allocation failed: torch has no single type for
-    that."""
-    cause = error.__cause__
-    if cause is not None and is_out_of_memory(cause):
-        return True
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    if not isinstance(error, RuntimeError):
-        return False
-    message = str(error)
-    return any(words in message for words in _OUT_OF_MEMORY)
-
-
-# from the CPU allocators (Linux and macOS, Windows) and from devices that raise a plain
-# RuntimeError
-_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
-
-
 def _attended(keys: torch.dtype, values: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
     """Returns the dtypes of K and V in attention. Under autocast, rotated keys stay in float32
     beside values in half precision, and attention rounds both to half precision."""
@@ -642,125 +484,3 @@ def _attended(keys: torch.dtype, values: torch.dtype) -> tuple[torch.dtype, torc
     if keys is torch.float32 and is_half:
         return values, values
     return keys, values
-
-
-def looks(keys: Tensor, values: Tensor) -> Look:
-    """Returns a key that is equal for K/V that fit the same blocks and the same store function."""
-    return (
-        keys.shape,
-        keys.stride(),
-        keys.dtype,
-        keys.device,
-        values.shape,
-        values.stride(),
-        values.dtype,
-    )
-
-
-def choose_store(
-    keys: Tensor,
-    values: Tensor,
-    key_blocks: Tensor,
-    value_blocks: Tensor,
-    slots: Tensor,
-) -> Store:
-    """Returns a function that writes K/V `(batch, heads, n, dim)`, any strides, into blocks
-    `(num_blocks, heads, block_size, dim)`, in their dtype or quantized, for arguments with the same
-    `looks`. `slots` `(batch, n)` int64: `block_id * block_size + offset` of each token, each at
-    most once; negative for tokens that are not stored."""
-    chosen: Callable[..., None] = store_portable
-    fits = keys.size(1) == values.size(1)
-    if uses_triton(key_blocks):
-        tensors = (keys, values, key_blocks, value_blocks)
-        taken = (*DTYPES, *quantized.LARGEST)
-        device = key_blocks.device
-        if fits and all(x.dtype in taken and x.device == device for x in tensors):
-            chosen = _store_triton
-    elif fits and cpp.is_available():
-        dtypes = (keys.dtype, values.dtype)
-        stored_dtypes = (key_blocks.dtype, value_blocks.dtype)
-        if quantized.is_quantized(key_blocks):
-            with contextlib.suppress(TypeError):  # the kernel does not support such K/V
-                return cpp_attention.Store(keys, values, key_blocks, value_blocks, slots)
-            return _store_again(chosen, key_blocks, value_blocks)
-        with contextlib.suppress(TypeError):  # the kernel does not support such tensors
-            stored_keys = keys.to(key_blocks.dtype)
-            stored_values = values.to(value_blocks.dtype)
-            store: Store = cpp_attention.Store(
-                stored_keys, stored_values, key_blocks, value_blocks, slots
-            )
-            if dtypes == stored_dtypes:
-                return store
-            return _cast_first(store, *stored_dtypes)
-
-    return _store_again(chosen, key_blocks, value_blocks)
-
-
-def _store_triton(*tensors: Tensor) -> None:
-    from ..kernels.triton import store as triton  # needs Triton
-
-    try:
-        triton.store(*tensors)
-    except LaunchFailedError:
-        store_portable(*tensors)
-
-
-def _store_again(
-    chosen: Callable[..., None],
-    key_blocks: Tensor,
-    value_blocks: Tensor,
-) -> Store:
-    return lambda keys, values, slots: chosen(keys, values, key_blocks, value_blocks, slots)
-
-
-def _cast_first(
-    store: Store,
-    key_dtype: torch.dtype,
-    value_dtype: torch.dtype,
-) -> Store:
-    return lambda keys, values, slots: store(keys.to(key_dtype), values.to(value_dtype), slots)
-
-
-def store_portable(
-    keys: Tensor,
-    values: Tensor,
-    key_blocks: Tensor,
-    value_blocks: Tensor,
-    slots: Tensor,
-) -> None:
-    """Writes K/V as `choose_store` describes, in plain PyTorch on any device."""
-    block_size = key_blocks.shape[2]
-    index, tokens = _places(slots, block_size, key_blocks.device)
-    for blocks, states in ((key_blocks, keys), (value_blocks, values)):
-        packed = states.transpose(1, 2).flatten(0, 1)  # [batch * n, heads, dim]
-        if tokens is not None:
-            packed = packed[tokens]
-        quantized.write(blocks, index, packed)
-
-
-# the arguments and the result of `_places` for the last store: layers share a step's slots
-_last = threading.local()
-
-
-def _places(
-    slots: Tensor,
-    block_size: int,
-    device: torch.device,
-) -> tuple[Any, Tensor | None]:
-    """Returns the index of the stored tokens in blocks, and which tokens these are, `None` for all.
-    Waits for the device."""
-    version = None if slots.is_inference() else slots._version
-    key = (block_size, device, version)
-    is_known = getattr(_last, "key", None) == key and _last.slots() is slots
-    if not is_known:
-        packed = slots.to(device).flatten()
-        tokens = None
-        is_skipped = packed < 0
-        if bool(is_skipped.any()):
-            tokens = (packed >= 0).nonzero().squeeze(1)
-            packed = packed[tokens]
-        index = (packed // block_size, slice(None), packed % block_size)
-        # together: an error must not leave the key of other places
-        _last.slots, _last.key, _last.places = weakref.ref(slots), key, (index, tokens)
-    places: tuple[Any, Tensor | None] = _last.places
-    return places

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..interrupts import is_interrupt
-from .memory import GroupMemory, mirrored
-from .states import StateRows, StateStorage
+from .group_memory import GroupMemory, mirrored
 from .storage import KVBlocks, Storage
 
 
@@ -44,17 +43,8 @@ class HostLayer(NamedTuple):
         target.put_blocks(ids, self.blocks.like(moved))
 
 
-class HostStates(NamedTuple):
-    """Host copies of the states of some slots."""
-
-    rows: StateRows
-
-    def put_back(self, storage: StateStorage, index: int, block_ids: dict[int, int]) -> None:
-        storage.put_back(self.rows, block_ids)
-
-
 class HostBlocks(dict[int, Any]):
-    """Host copies of a group's blocks: a [`HostLayer`] by layer index, or one [`HostStates`] for a
+    """Host copies of a group's blocks: a [`HostLayer`] by layer index, or one [`StateRows`] for a
     group of states."""
 
 
@@ -67,8 +57,7 @@ def copy_out(group: GroupMemory, block_ids: list[int]) -> HostBlocks:
         return HostBlocks(copies)
     if not block_ids:
         return HostBlocks({})
-    states = group.storage.copy_out(block_ids)
-    return HostBlocks({0: HostStates(states)})
+    return HostBlocks({0: group.storage.copy_out(block_ids)})
 
 
 @mirrored

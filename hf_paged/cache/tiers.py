@@ -19,8 +19,10 @@ from ..config import PagedConfig, PrefixTiers
 from ..interrupts import is_interrupt
 from ..threads import start
 from .block_files import FORMAT, DiskFolder, Layers, check_folder, form_of, num_bytes, outline_of
-from .memory import GroupMemory, PagedMemory
-from .storage import KVBlocks, LayerKV, free_bytes
+from .free_memory import free_bytes
+from .group_memory import GroupMemory
+from .memory import PagedMemory
+from .storage import KVBlocks, LayerKV
 from .swap import HostBlocks, HostLayer, put_back
 
 QUEUE_BYTES = 256 << 20  # that may wait to be written or confirmed even if little memory is free

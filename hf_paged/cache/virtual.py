@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,14 +25,14 @@ from .. import compat
 from ..config import MAX_BLOCK_SIZE, MAX_VIRTUAL_BLOCK_SIZE, PagedConfig, VirtualStorage
 from ..step import StepMetadata
 from ..topics import Topic
-from . import background
 from .block_pool import BlockPool
-from .copies import copy_portable
+from .copies import BlockCopies
+from .free_memory import address_limit
 from .groups import GroupSpec
-from .pages import Pages, leave_to_parent, pages_for
+from .pages import MemoryFile, Pages, leave_to_parent, pages_for
 from .places import Places, Planes, Region
 from .row_slots import PlacedRows, Placement, RowSlots
-from .storage import KVBlocks, Storage, limits_addresses
+from .storage import KVBlocks, Storage
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +108,7 @@ class LayerRows:
         self.slots = storage.slots
         self.config = storage.config
         self.regions = list(regions)
+        self.places: Places | None = None
         self._form = form
         self.is_read = True  # whether the model's own code accepts tensors that are not contiguous
 
@@ -118,17 +119,14 @@ class LayerRows:
             placed = self._place(step, together=False)
         if placed is None:
             return None
-        placement, places_by_region = placed
-        views = [view for places in places_by_region for view in places.views]
-        if len(views) == 2:
-            return PlacedRows(placement, *views)
-        data = views[0]
-        both = KVBlocks.view((data,), *self._form)
+        placement, places = placed
+        if len(places.views) == 2:
+            return PlacedRows(placement, *places.views)
+        both = KVBlocks.view(tuple(places.views), *self._form)
         return PlacedRows(placement, both.keys, both.values)
 
-    def _place(self, step: StepMetadata, together: bool) -> tuple[Placement, list[Places]] | None:
-        """Maps each row of a step; returns the slots, and the places of each region. Needs the
-        slots' lock."""
+    def _place(self, step: StepMetadata, together: bool) -> tuple[Placement, Places] | None:
+        """Maps each row of a step; returns the slots, and where they are. Needs the slots' lock."""
         placement: Placement | None = step.plan(self.slots.place, together)
         if placement is None:
             return None
@@ -144,71 +142,34 @@ class LayerRows:
                 self.slots.fill()
                 return None
 
-    def _follow(self, placement: Placement) -> list[Places]:
-        """Maps what is not mapped yet; returns the places of each region. Raises `MemoryError`."""
-        mapped = []
-        for region in self.regions:
-            places = region.places
-            stale = placement.slots
-            if places is not None:
-                stale = self._stale(places, placement.slots)
-            if stale:
-                places = self._map(region, stale, placement)
-            assert places is not None
-            mapped.append(places)
-        return mapped
-
-    def _stale(self, places: Places, some: list[int]) -> list[int]:
-        """Returns which of these slots are not mapped as their rows are now."""
+    def _follow(self, placement: Placement) -> Places:
+        """Maps what is not mapped yet. Raises `MemoryError`."""
         slots = self.slots
-        size = (places.num_slots, places.max_len)
-        if size != (slots.num_slots, slots.max_len):
-            return some
-        versions = places.versions
-        rows = slots.rows
-        return [slot for slot in some if versions[slot] != rows[slot].version]
-
-    def _map(self, region: Region, stale: list[int], placement: Placement) -> Places:
-        """Maps the rows in the slots `stale`, or, at new addresses, in all slots of the placement;
-        returns the region's places. Raises `MemoryError`."""
-        slots = self.slots
-        config = self.config
-        ahead = 0 if config.background else config.blocks_ahead
-        places = region.places
-        if places is not None:
-            size = (places.num_slots, places.max_len)
-            places.settle()
-            if size != (slots.num_slots, slots.max_len):
-                region.places = None
-        if region.places is None:
-            region.places = Places(region, slots.num_slots, slots.max_len)
+        shape = (slots.num_slots, slots.max_len)
+        stale = placement.slots
+        if self.places is not None and self.places.shape == shape:
+            versions = self.places.versions
+            rows = slots.rows
+            stale = [slot for slot in stale if versions[slot] != rows[slot].version]
+            if not stale:
+                return self.places
+        self.settle()
+        if self.places is not None and self.places.shape != shape:
+            self.places = None
+        if self.places is None:
+            self.places = Places(self.regions, *shape)
             stale = placement.slots
+        num_blocks = min(region.num_mapped for region in self.regions)
         for slot in stale:
-            row = slots.rows[slot]
-            region.places.follow(slot, row, ahead, config.keep_mappings)
-        if config.background:
-            background.submit(self, stale)
-        return region.places
+            self.places.follow(slot, slots.rows[slot], self.config, num_blocks)
+        return self.places
 
-    def drop(self, some: Sequence[int]) -> None:
+    def drop(self, slots: Iterable[int]) -> None:
         """Unmaps these slots. Needs the slots' lock."""
-        for region in self.regions:
-            if region.places is not None:
-                region.places.settle()
-            for slot in some:
-                if region.places is not None and slot < region.places.num_slots:
-                    region.places.drop(slot)
-
-    def map_ahead(self, some: Sequence[int]) -> None:
-        """Maps the next blocks of the rows in these slots, while the step computes."""
-        for region in self.regions:
-            for slot in some:
-                with self.slots.lock:
-                    places = region.places
-                    if places is None or slot >= places.num_slots or self.slots.is_full:
-                        continue
-                    row = self.slots.rows[slot]
-                    places.map_ahead(slot, row, self.config.blocks_ahead)
+        self.settle()
+        for slot in slots:
+            if self.places is not None and slot < len(self.places.mapped):
+                self.places.drop(slot)
 
     def lend(self, step: StepMetadata, is_value: bool) -> Tensor | None:
         """Returns all `step.columns` of every row as a view `(rows, heads, len(columns), dim)`,
@@ -232,43 +193,48 @@ class LayerRows:
             placed = self._place(step, together=True)
             if placed is None:
                 return None
-            placement, places_by_region = placed
-            first_slot = placement.slots[0]
-            last_slot = placement.slots[-1]
-            slots = range(first_slot, last_slot + 1)
-            number = int(is_value)
-            if len(places_by_region) == 2:
-                return places_by_region[number].lend(0, slots, first, end)
-            places = places_by_region[0]
-            if self.regions[0].planes.parts == 2:
-                return places.lend(number, slots, first, end)
+            placement, places = placed
+            slots = range(placement.slots[0], placement.slots[-1] + 1)
+            if len(places.views) == 2:
+                return places.lend(int(is_value), slots, first, end)
             data = places.lend(0, slots, first, end)
             both = KVBlocks.view((data,), *self._form)
             return both.values if is_value else both.keys
 
     def settle(self) -> None:
-        """Preserves lent views before blocks are written to (`Places.settle`)."""
-        for region in self.regions:
-            places = region.places  # read once: another thread may change it
-            if places is not None and places.loans:
-                with self.slots.lock:
-                    if region.places is not None:
-                        region.places.settle()
+        """Preserves lent views that are still alive (`Places.preserve`). Call before mapping over,
+        or writing to, blocks."""
+        places = self.places  # read once: another thread may change it
+        if places is not None and places.loans:
+            with self.slots.lock:
+                if self.places is not None and self.places.preserve():
+                    self.places = None
 
     def grow(self, num_blocks: int) -> None:
         """Gives the regions addresses for `num_blocks` blocks. Raises `MemoryError`, with nothing
         changed."""
         regions = [region.grown(num_blocks) for region in self.regions]
         with self.slots.lock:
-            for region in self.regions:  # readers of older blocks read these rows, too
-                if region.places is not None:
-                    region.places.settle()
+            self.settle()  # readers of older blocks read these rows, too
             self.regions = regions
 
     def close(self) -> None:
+        """Returns its pages to the system. No table may hold a block."""
         with self.slots.lock:
+            places = self.places
+            self.settle()
+            self.places = None
+            if places is not None:
+                places.close()
             for region in self.regions:
                 region.close()
+
+    def map_fresh(self, pages: Pages, slots: RowSlots) -> None:
+        """In a child process: maps other pages at the blocks' addresses."""
+        self.slots = slots
+        self.places = None
+        for region in self.regions:
+            region.map_fresh(pages)
 
 
 class MappedStorage(Storage):
@@ -278,22 +244,27 @@ class MappedStorage(Storage):
     def __init__(
         self,
         block_size: int,
+        pool: BlockPool,
         spec: GroupSpec,
         config: VirtualStorage,
-        pool: BlockPool,
+        before_move: Callable[[], None],
     ) -> None:
-        super().__init__(block_size, spec)
+        """`before_move`: gathers all handles. Called before blocks move, since a child process gets
+        pages of its own at the blocks' addresses alone."""
+        super().__init__(block_size, pool, spec)
+        self._copies = BlockCopies(launches=False)
         self.config = config
         self.slots = RowSlots(config.keep_mappings)
-        self._pool = pool
         self.pages: Pages | None = None
         self._for_child: dict[int, tuple[list[int], KVBlocks]] = {}
         # also of former layers, which views may hold
         self._made: weakref.WeakSet[LayerRows] = weakref.WeakSet()
-        # Gathers all handles. Called before blocks move, since a child process gets pages of its
-        # own at the blocks' addresses alone.
-        self.before_move: Callable[[], None] = lambda: None
+        self._before_move = before_move
         _storages.add(self)
+
+    @property
+    def _regions(self) -> list[Region]:
+        return [region for rows in self._mapped for region in rows.regions]
 
     @property
     def _mapped(self) -> list[LayerRows]:
@@ -309,8 +280,7 @@ class MappedStorage(Storage):
 
     @property
     def num_rows(self) -> int:
-        regions = (region for rows in self._mapped for region in rows.regions)
-        backed = [region.num_mapped for region in regions]
+        backed = [region.num_mapped for region in self._regions]
         return min([super().num_rows, *backed])
 
     @property
@@ -331,7 +301,7 @@ class MappedStorage(Storage):
         """Reserves much more address space, which costs nothing, so that blocks need not move as
         they grow."""
         room = 0
-        if not limits_addresses():
+        if address_limit() is None:
             room = MAX_ROOM_BYTES // max(block_bytes, 1)
         num_reserved = super()._num_reserved(block_bytes, device)
         return max(room, num_reserved)
@@ -339,23 +309,18 @@ class MappedStorage(Storage):
     def _allocate(self, num_blocks: int, keys: Tensor, values: Tensor) -> KVBlocks:
         if keys.device.type == "meta":
             return super()._allocate(num_blocks, keys, values)
-        no_keys = keys[:, :, :0].to("meta")
-        no_values = values[:, :, :0].to("meta")
-        like = super()._allocate(1, no_keys, no_values)
+        like = self._outline(keys, values)
         if self.pages is None:
             self.pages = pages_for(keys.device, self.config.page_bytes)
         page = self.pages.granularity
         heads = like.data[0].shape[1]
         has_both = len(like.data) == 1 and heads == 2 * like.keys.shape[1]
         parts = 2 if has_both else 1
-        planes_by_tensor = []
-        for tensor in like.data:
-            shape = tuple(tensor.shape[1:])
-            planes = Planes.fit(shape, tensor.dtype, parts, page)
-            if planes is not None:
-                planes_by_tensor.append(planes)
-        if len(planes_by_tensor) < len(like.data):
-            shapes = [tuple(tensor.shape[1:]) for tensor in like.data]
+        shapes = [tuple(tensor.shape[1:]) for tensor in like.data]
+        tensors = zip(shapes, like.data)
+        layouts = [Planes.fit(shape, tensor.dtype, parts, page) for shape, tensor in tensors]
+        fitting = [layout for layout in layouts if layout is not None]
+        if len(fitting) < len(layouts):
             logger.warning(
                 Topic.VIRTUAL_STORAGE(
                     "blocks of %d tokens of %s do not fill whole pages of %d bytes and are"
@@ -366,12 +331,8 @@ class MappedStorage(Storage):
                 page,
             )
             return super()._allocate(num_blocks, keys, values)
-        regions = [Region(self.pages, planes, num_blocks) for planes in planes_by_tensor]
-        num_backed = self.capacity
-        if self.pages.is_sparse:
-            num_backed = num_blocks
-        for region in regions:
-            region.back(num_backed)
+        num_backed = self._pool.num_blocks
+        regions = [Region(self.pages, layout, num_blocks, num_backed) for layout in fitting]
         rows = LayerRows(self, regions, like.form)
         self._made.add(rows)
         return self._over(like, rows)
@@ -385,18 +346,17 @@ class MappedStorage(Storage):
     def _grown(self, layer: KVBlocks, num_blocks: int) -> KVBlocks:
         if layer.rows is None:
             return super()._grown(layer, num_blocks)
-        self.before_move()
+        self._before_move()
         layer.rows.grow(num_blocks)
         return self._over(layer, layer.rows)
 
     def grow(self, num_blocks: int, most: int) -> None:
         super().grow(num_blocks, most)
-        for rows in self._mapped:
-            for region in rows.regions:
-                region.back(num_blocks)
+        for region in self._regions:
+            region.back(num_blocks)
 
     def promote(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks:
-        self.before_move()
+        self._before_move()
         return super().promote(index, keys, values)
 
     def clear(self) -> None:
@@ -409,15 +369,12 @@ class MappedStorage(Storage):
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         for rows in self._mapped:
             rows.settle()
-        pairs = torch.tensor(copies, dtype=torch.int64, device="cpu")
-        for layer in self.layers.values():
-            device = layer.keys.device
-            copy_portable(layer.data, pairs.to(device))
+        super().copy_blocks(copies)
 
     def before_fork(self) -> None:
         """Copies the content of blocks for the child, since mapped pages stay shared with the
         parent."""
-        if self.pages is None or not self.pages.is_sparse:
+        if not isinstance(self.pages, MemoryFile):
             return
         for rows in list(self._made):
             rows.settle()
@@ -432,7 +389,7 @@ class MappedStorage(Storage):
 
     def after_in_child(self) -> None:
         """Maps new pages at the same addresses and restores the blocks' content."""
-        if self.pages is None or not self.pages.is_sparse:
+        if not isinstance(self.pages, MemoryFile):
             return
         contents = self._for_child
         pages = self.pages.fresh()
@@ -440,9 +397,7 @@ class MappedStorage(Storage):
         self._for_child = {}
         for index, layer in self.layers.items():
             if layer.rows is not None:
-                layer.rows.slots = self.slots
-                for region in layer.rows.regions:
-                    region.map_fresh(self.pages)
+                layer.rows.map_fresh(pages, self.slots)
                 if index in contents:
                     layer.put_blocks(*contents[index])
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from .. import compat
+from ..cache.free_memory import is_out_of_memory
 from ..cache.memory import PagedMemory, autocast_dtype
-from ..cache.storage import is_out_of_memory
 from ..interrupts import is_interrupt
 from ..kernels import uses_triton
 from ..topics import Topic

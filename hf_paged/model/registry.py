@@ -15,9 +15,10 @@ from transformers import PreTrainedModel
 from .. import forks
 from ..cache.block_sizes import BlockSizes, Costs
 from ..cache.budget import limit
+from ..cache.free_memory import trim
 from ..cache.idle import begin_use
-from ..cache.memory import MemoryStats, PagedMemory, autocast_dtype
-from ..cache.storage import trim
+from ..cache.memory import PagedMemory, autocast_dtype
+from ..cache.memory_stats import MemoryStats
 from ..cache.tiers import check_tiers
 from ..cache.virtual import fit_blocks
 from ..config import AUTO, PagedConfig, shown

@@ -17,9 +17,9 @@ from .. import compat
 from ..attention.latent import wrap_expansions
 from ..attention.switch import compiled_layers, switchable_configs, use_paged_attention
 from ..cache.block_manager import NO_BLOCKS, UNCACHED, BlockManager, SequenceBlocks
+from ..cache.free_memory import is_out_of_memory
 from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.paged_cache import PagedCache
-from ..cache.storage import is_out_of_memory
 from ..compiled import running_eagerly
 from ..config import PagedConfig
 from ..interrupts import is_interrupt, restoring, surely

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from ..batching.results import EngineStats
     from ..batching.scheduling.timeline import Interval, Verification
-    from ..cache.memory import MemoryStats
+    from ..cache.memory_stats import MemoryStats
 
 WIDTH, DPI = 8.0, 100  # inches; 800 pixels
 # of all groups of a picture together; in larger pools a cell stands for several blocks

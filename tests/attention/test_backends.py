@@ -19,7 +19,7 @@ from hf_paged import kernels
 from hf_paged.attention import backends
 from hf_paged.attention.backends import gather, reference
 from hf_paged.attention.backends.reference import AttentionCall
-from hf_paged.cache import storage
+from hf_paged.cache.store import choose_store, store_portable
 from hf_paged.kernels import cpp
 from hf_paged.kernels.cpp.attention import Attention, Store
 from hf_paged.step import StepMetadata
@@ -413,14 +413,14 @@ def test_plan_lives_as_long_as_its_step() -> None:
 
 
 def chosen_store(*inputs: torch.Tensor) -> None:
-    storage.choose_store(*inputs)(*inputs[:2], inputs[4])
+    choose_store(*inputs)(*inputs[:2], inputs[4])
 
 
 def cpp_store(*inputs: torch.Tensor) -> None:
     Store(*inputs)(*inputs[:2], inputs[4])
 
 
-STORES = [chosen_store, storage.store_portable, *([cpp_store] if cpp.is_available() else [])]
+STORES = [chosen_store, store_portable, *([cpp_store] if cpp.is_available() else [])]
 
 
 @pytest.mark.parametrize("block", [8, 16, 100])

@@ -13,8 +13,8 @@ from hf_paged import kernels
 from hf_paged.attention import backends
 from hf_paged.attention.backends import gather
 from hf_paged.attention.backends.reference import AttentionCall
-from hf_paged.cache import storage
 from hf_paged.cache.storage import KVBlocks
+from hf_paged.cache.store import store_portable
 from hf_paged.kernels import cpp
 from hf_paged.step import StepMetadata
 from tests.attention.test_backends import Case, build
@@ -158,9 +158,9 @@ def test_slots_are_looked_up_once_for_all_layers() -> None:
     first, second = torch.zeros(4, 6, 4, 8).chunk(2, dim=1)
     with Operations() as operations:
         for _ in range(3):
-            storage.store_portable(keys, keys, first, second, slots)
+            store_portable(keys, keys, first, second, slots)
     assert operations.counts["nonzero"] == 1
     assert torch.equal(first[1, :, 1], keys[0, :, 0]) and first.count_nonzero() == 24
     slots[1] = 7  # the same tensor
-    storage.store_portable(keys, keys, first, second, slots)
+    store_portable(keys, keys, first, second, slots)
     assert torch.equal(first[1, :, 3], keys[1, :, 0])

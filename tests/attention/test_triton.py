@@ -14,7 +14,7 @@ import hf_paged
 from hf_paged import kernels
 from hf_paged.attention import backends
 from hf_paged.attention.backends import gather
-from hf_paged.cache import storage
+from hf_paged.cache.store import choose_store
 from hf_paged.kernels import triton
 from tests.attention.test_backends import Case, build
 from tests.support import models
@@ -119,5 +119,5 @@ def test_cpu_tensors_are_not_interpreted_unless_asked(monkeypatch: pytest.Monkey
     pool, states = torch.zeros(4, 4, 8, 16), torch.ones(1, 2, 1, 16)
     monkeypatch.setattr(store, "store", None)
     slots = torch.tensor([[3]])
-    storage.choose_store(states, states, pool[:, :2], pool[:, 2:], slots)(states, states, slots)
+    choose_store(states, states, pool[:, :2], pool[:, 2:], slots)(states, states, slots)
     assert (pool[0, :, 3] == 1).all()

@@ -24,7 +24,7 @@ from hf_paged.batching.execution import graphs as recording
 from hf_paged.batching.execution.graph_keys import Key, bucket
 from hf_paged.batching.execution.graphs import StepGraphs
 from hf_paged.batching.execution.torch_options import torch_options
-from hf_paged.cache import storage
+from hf_paged.cache import free_memory, storage
 from hf_paged.cache.storage import KVBlocks
 from hf_paged.kernels import cpp
 from hf_paged.model.registry import memory_for
@@ -937,7 +937,8 @@ def grown(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ones."""
     sizes: list[int] = []
     right = KVBlocks.grown
-    monkeypatch.setattr(storage, "commits_when_touched", lambda device: False)
+    for module in (free_memory, storage):
+        monkeypatch.setattr(module, "commits_when_touched", lambda device: False)
     monkeypatch.setattr(
         KVBlocks, "grown", lambda self, size: (sizes.append(size), right(self, size))[1]
     )
@@ -956,7 +957,7 @@ def test_memory_of_a_device_is_taken_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     free = 64 << 20
-    monkeypatch.setattr(storage, "free_bytes", lambda device: free)
+    monkeypatch.setattr(free_memory, "free_bytes", lambda device: free)
     monkeypatch.setattr(graph_keys, "MIN_TABLE_TOKENS", 1024)
     model = models.get(name)
     lengths = [(5, 140), (19, 90), (9, 120), (30, 150)]

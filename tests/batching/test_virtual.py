@@ -30,7 +30,7 @@ from transformers.masking_utils import sdpa_mask
 
 import hf_paged
 from hf_paged import PagedCache, PagedEngine, VirtualStorage, compat
-from hf_paged.cache import background, pages, virtual
+from hf_paged.cache import pages, virtual
 from hf_paged.model import registry
 from tests.support import models
 from tests.support.models import VOCAB_SIZE, init_weights
@@ -159,7 +159,6 @@ def test_the_route_says_how_a_function_of_the_callers_gets_rows(
 MECHANISMS: dict[str, dict[str, Any]] = {
     "nothing kept": {"keep_mappings": False},
     "ahead": {"blocks_ahead": 3},
-    "in the background": {"blocks_ahead": 2, "background": True},
     "larger groups": {"page_bytes": 1 << 14},
 }
 
@@ -169,7 +168,6 @@ def test_each_mechanism_gives_the_same_tokens(
     built: dict[str, PreTrainedModel], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_PAGED_ATTENTION", "gather")
-    monkeypatch.setattr(background, "IDLE_SECONDS", 0.1)
     for name in ("llama", "gpt_neo"):
         model = copy.deepcopy(built[name])
         for rows in (3, 5):
@@ -179,10 +177,6 @@ def test_each_mechanism_gives_the_same_tokens(
                 ids, max_new_tokens=150, do_sample=False, **virtual_call(**options)
             )
             assert torch.equal(found, expected)
-    end = time.monotonic() + 5
-    while (is_running := background._is_running) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert not is_running, "the thread ends once it has nothing to do"
 
 
 def num_mappings(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, **options: Any) -> int:

@@ -21,4 +21,4 @@ def test_pages_of_beams_and_samples_are_counted() -> None:
 def test_every_part_runs(capsys: pytest.CaptureFixture[str]) -> None:
     virtual.main(["--quick", "--only", "decode step of gpt_neo|mechanisms|decode 8x512, qwen"])
     out = capsys.readouterr().out
-    assert "decode step of gpt_neo" in out and "in the background" in out
+    assert "decode step of gpt_neo" in out and "7 blocks ahead" in out

@@ -15,8 +15,9 @@ import torch
 
 import hf_paged
 from hf_paged.cache import budget as budgets
+from hf_paged.cache.group_memory import GroupMemory
 from hf_paged.cache.groups import FULL_ATTENTION
-from hf_paged.cache.memory import GroupMemory, PagedMemory
+from hf_paged.cache.memory import PagedMemory
 from hf_paged.model import registry
 from tests.support import models
 from tests.support.engine_helpers import assert_drained, lone_run, prompts, run_all

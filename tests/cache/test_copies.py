@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_paged import kernels
+from hf_paged.cache.block_pool import BlockPool
 from hf_paged.cache.copies import BlockCopies, copy_portable
 from hf_paged.cache.storage import Storage
 from tests.support.kernels.device import DEVICE, available
@@ -36,8 +37,9 @@ def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def storage_of(num_layers: int) -> Storage:
     """Layers of unequal dims, the last of two tensors; block `b` of tensor `t` holds `10 * t +
     b`."""
-    storage = Storage(block_size=4)
-    storage.grow(6, 6)
+    pool = BlockPool()
+    storage = Storage(4, pool)
+    pool.grow(6)
     for index in range(num_layers):
         keys = torch.zeros(1, 2, 0, 3 + index, device=DEVICE)
         storage.make(
@@ -109,7 +111,7 @@ def test_blocks_that_are_not_there(launches: list[Any] | None) -> None:
 
 
 def test_no_layers() -> None:
-    Storage(block_size=4).copy_blocks([(0, 1)])
+    Storage(4, BlockPool()).copy_blocks([(0, 1)])
     BlockCopies().make([], [(3, 3)])
 
 

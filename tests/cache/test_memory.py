@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hf_paged
-from hf_paged.cache import memory
+from hf_paged.cache import group_memory
 from hf_paged.model.own_loop import cache_parts
 from tests.support import models
 
@@ -159,7 +159,7 @@ def test_an_engines_pool_grows_to_three_blocks_for_each_of_its_peak(
 ) -> None:
     """Without a limit, while requests come and go; of each layer group, with sliding windows,
     too."""
-    monkeypatch.setattr(memory, "GROWTH_STEP", 0)  # blocks beyond those that are missing
+    monkeypatch.setattr(group_memory, "GROWTH_STEP", 0)  # blocks beyond those that are missing
     draw, num_reached = random.Random(0), 0
     with hf_paged.PagedEngine(models.build(name), {"block_size": 8}) as engine:
         for seed in range(12):
@@ -179,7 +179,7 @@ def test_an_engines_pool_grows_to_three_blocks_for_each_of_its_peak(
 
 
 def test_cached_blocks_give_way_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 0)
+    monkeypatch.setattr(group_memory, "free_bytes", lambda device: 0)
     with hf_paged.PagedEngine(models.build("llama")) as engine:
         for seed in range(4):
             engine.generate([text(70, seed)], GREEDY)

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import hf_paged
+from hf_paged.cache.group_memory import MOVES
 from hf_paged.cache.groups import GroupSpec
-from hf_paged.cache.memory import MOVES, PagedMemory
+from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.swap import HostBlocks, copy_out, put_back
 from hf_paged.config import PagedConfig
 
@@ -27,13 +28,13 @@ WRITERS: dict[str, set[str]] = {
     },
     "copy_blocks": {
         "GroupMemory.copy_blocks",  # mirrored
+        "MappedStorage.copy_blocks",  # called by it
         "BlockManager.flush_copies",  # both are called by the one before
         "BlockManager.extend",
         "BlockCopies._launch",  # of tensors
     },
     "put_back": {
         "put_back",
-        "HostStates.put_back",
         "PrefixStore.put_back",
         "BlockSwapper.swap_in",
         "BlockManager.adopt",

@@ -25,8 +25,8 @@ import hf_paged
 from hf_paged import OutOfBlocksError, PagedCache
 from hf_paged.cache import storage
 from hf_paged.cache.block_pool import BlockTable
+from hf_paged.cache.group_memory import GroupMemory
 from hf_paged.cache.layer_group import LayerGroup
-from hf_paged.cache.memory import GroupMemory
 from hf_paged.cache.storage import KVBlocks
 from hf_paged.step import StepMetadata
 

@@ -3,8 +3,10 @@ pages of Linux, which a failure at any line leaves without a loss."""
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,30 +44,15 @@ def test_any_thread_maps_pages_and_its_context_stays(before: list[Any]) -> None:
     assert after == before and not driver.broken
 
 
-class Libc:
-    """The C library, with the addresses that it chose and that are still mapped."""
+class Reserved(mmap.mmap):
+    """Addresses that are reserved until the object's end."""
 
-    def __init__(self, own: Any) -> None:
-        self.own = own
-        self.chosen: dict[int, int] = {}  # sizes by address
+    living: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.own, name)
-
-    def mmap(self, address: int | None, size: int, *rest: int) -> int:
-        mapped: int = self.own.mmap(address, size, *rest)
-        if address is None:
-            self.chosen[mapped] = size
-        return mapped
-
-    def munmap(self, address: int, size: int) -> None:
-        self.own.munmap(address, size)
-        self.chosen.pop(address, None)
-
-    def mremap(self, address: int, *rest: int) -> int:
-        del self.chosen[address]
-        moved: int = self.own.mremap(address, *rest)
-        return moved
+    def __new__(cls, *args: Any) -> Any:
+        reserved = super().__new__(cls, *args)
+        cls.living.add(reserved)
+        return reserved
 
 
 def fails_at(number: int, call: Callable[[], None], path: str) -> bool:
@@ -76,7 +63,7 @@ def fails_at(number: int, call: Callable[[], None], path: str) -> bool:
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal left
         code = frame.f_code
-        if code.co_filename != path or code.co_name in ("_close", "_give_up", "_munmap"):
+        if code.co_filename != path or code.co_name == "_close":
             return None
         if event == "line":
             left -= 1
@@ -105,8 +92,7 @@ def test_a_failure_at_any_line_leaks_no_addresses_and_no_file(
     file = linux.MemoryFile()
     addresses = file.reserve(4 * size)
     content = addresses.tensor(torch.uint8)
-    libc = Libc(linux._libc())
-    monkeypatch.setattr(linux, "_libc", lambda: libc)
+    monkeypatch.setattr(linux.mmap, "mmap", Reserved)
 
     def call() -> None:
         if operation == "file":
@@ -124,7 +110,7 @@ def test_a_failure_at_any_line_leaks_no_addresses_and_no_file(
     has_failed = True
     while has_failed:
         has_failed = fails_at(number, call, linux.__file__)
-        assert not libc.chosen, f"line {number}"
+        assert not Reserved.living, f"line {number}"
         assert len(os.listdir("/proc/self/fd")) == num_files, f"line {number}"
         offset = file.extend(4 * size)
         file.map(addresses.address, offset, 4 * size)

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import hf_paged
-from hf_paged.cache import storage
+from hf_paged.cache import free_memory, storage
+from hf_paged.cache.free_memory import Reservation, free_bytes
 from hf_paged.cache.groups import FULL_ATTENTION, GroupSpec
-from hf_paged.cache.storage import KVBlocks, Reservation, free_bytes
+from hf_paged.cache.storage import KVBlocks
 from hf_paged.config import MIN_BLOCK_SIZE
 from hf_paged.kernels import quantized
 from tests.support import models
@@ -24,7 +25,7 @@ MPS = torch.device("mps")
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "free_bytes", lambda device: 200_000)
+    monkeypatch.setattr(free_memory, "free_bytes", lambda device: 200_000)
 
 
 def rows(most: int, live: int, device: torch.device = MPS) -> tuple[int, int]:
@@ -48,7 +49,7 @@ def test_layers_with_windows_leave_what_they_do_not_need_to_the_others(free: Non
 
 def test_what_is_free_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     told = iter((1000, 10))
-    monkeypatch.setattr(storage, "free_bytes", lambda device: next(told))
+    monkeypatch.setattr(free_memory, "free_bytes", lambda device: next(told))
     reservation = Reservation(
         {FULL_ATTENTION: 1 << 30}, {FULL_ATTENTION: 1 << 30}, {FULL_ATTENTION: 2}, 0.5
     )
@@ -83,8 +84,9 @@ def test_a_device_of_which_nothing_is_known_grows_step_by_step(
     def unknown(device: torch.device) -> int:
         raise ValueError(f"torch does not tell how much memory is free on {device}")
 
-    monkeypatch.setattr(storage, "commits_when_touched", lambda device: False)
-    monkeypatch.setattr(storage, "free_bytes", unknown)
+    for module in (free_memory, storage):
+        monkeypatch.setattr(module, "commits_when_touched", lambda device: False)
+    monkeypatch.setattr(free_memory, "free_bytes", unknown)
     model = models.build("llama")
     inputs = models.padded_prompt("llama", (20, 7))
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 30}

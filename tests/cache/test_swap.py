@@ -13,8 +13,9 @@ import torch
 
 from hf_paged.cache import swap
 from hf_paged.cache.block_pool import OutOfBlocksError
+from hf_paged.cache.group_memory import GroupMemory
 from hf_paged.cache.groups import GroupSpec
-from hf_paged.cache.memory import GroupMemory, PagedMemory
+from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.storage import KVBlocks, Storage
 from hf_paged.cache.swap import BlockSwapper, HostLayer
 from hf_paged.config import PagedConfig

@@ -17,7 +17,7 @@ from hf_paged.cache import virtual
 from hf_paged.cache.block_pool import BlockPool, BlockTable
 from hf_paged.cache.groups import FULL_ATTENTION
 from hf_paged.cache.pages import CudaPages, Extents, MemoryFile, Pages
-from hf_paged.cache.places import Region
+from hf_paged.cache.places import Places
 from hf_paged.cache.reading import gather
 from hf_paged.cache.row_slots import FULL_STEPS, RowSlots
 from hf_paged.cache.storage import KVBlocks
@@ -42,7 +42,7 @@ def make_storage(
     """With one layer, of no blocks yet."""
     monkeypatch.setattr(virtual, "pages_for", lambda device, page_bytes: pages)
     pool = BlockPool()
-    storage = MappedStorage(size, FULL_ATTENTION, VirtualStorage(**options), pool)
+    storage = MappedStorage(size, pool, FULL_ATTENTION, VirtualStorage(**options), lambda: None)
     states = [torch.zeros(1, HEADS, 0, dim, device=device) for dim in dims]
     return storage, pool, storage.make(0, *states)
 
@@ -168,23 +168,23 @@ class Model:
 
     def check(self) -> None:
         self.pool.check_integrity([table.block_ids for table, _ in self.rows])
-        for region in self.layer.rows.regions if self.layer.rows is not None else ():
-            if region.places is not None:
-                assert region.places._num_extents[0] == num_extents(region)
+        places = self.layer.rows.places if self.layer.rows is not None else None
+        if places is not None:
+            assert places._num_ends[0] * len(places.planes) == num_extents(places)
         for found, expected in self.loans:
             assert torch.equal(found, expected)
 
 
-def num_extents(region: Region) -> int:
+def num_extents(places: Places) -> int:
     """Number of separate contiguous mappings."""
     found = 0
-    for have in region.places.mapped:
+    for have in places.mapped:
         beside = zip([None, *have], [*have, None])
         found += sum(
             new != (None if old is None else old + 1) and (old, new) != (None, None)
             for old, new in beside
         )
-    return found * region.planes.count
+    return found * len(places.planes)
 
 
 def walk(model: Model, count: int) -> None:
@@ -273,10 +273,8 @@ def test_extents_are_what_linux_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     storage, tables = grown(monkeypatch, pages)
     rows = storage.layers[0].rows
     assert rows.place(step_of(tables)) is not None
-    counts = [
-        (mapped(region.places.address, region.places.size), num_extents(region))
-        for region in rows.regions
-    ]
+    (addresses,) = set(rows.places.ranges)
+    counts = [(mapped(addresses.address, addresses.size), num_extents(rows.places))]
     assert counts == [(5 * 7 * HEADS * 2, 5 * 8 * HEADS * 2)], (
         "seven runs in each row, and what is behind them"
     )
@@ -293,11 +291,11 @@ def test_idle_rows_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None
     for first in (0, 5, 10, 0, 7):
         assert rows.place(step_of(tables[first : first + 5])) is not None
         assert pages.extents.count <= pages.extents.limit
-    assert rows.place(step_of(tables)) is None and storage.slots.is_full
+    assert rows.place(step_of(tables)) is None and storage.slots._num_full
     for _ in range(FULL_STEPS):
         assert rows.place(step_of(tables[:5])) is None
     placement, *_ = rows.place(step_of(tables[:5]))
-    assert placement is not None and not storage.slots.is_full
+    assert placement is not None and not storage.slots._num_full
 
 
 def test_pages_go_with_their_last_user(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,7 +161,7 @@ def test_placed_rows_stay_readable_while_others_are_placed() -> None:
     placed = layer.rows.place(step)
     assert placed is not None
     layer.rows.settle()
-    assert all(region.places is None for region in layer.rows.regions)
+    assert layer.rows.places is None
     slot, first = placed.placement.slots[0], placed.placement.firsts[0]
     assert torch.equal(placed.keys[slot : slot + 1, :, first : first + 70], expected)
     assert torch.equal(placed.values[slot : slot + 1, :, first : first + 70], -expected)
@@ -437,7 +437,7 @@ def test_keys_of_a_narrower_dtype_outlive_a_promotion() -> None:
 
 def test_views_survive_blocks_that_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under `ulimit -v` no room is reserved, so that blocks get other addresses as they grow."""
-    monkeypatch.setattr(virtual, "limits_addresses", lambda: True)
+    monkeypatch.setattr(virtual, "address_limit", lambda: 1 << 40)
     cache, expected = filled(VIRTUAL)
     view, keys = lent(cache), cache.layers[0].keys
     rows = storage_of(cache).layers[0].rows
@@ -457,7 +457,7 @@ def test_views_survive_blocks_that_move(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_keys_of_blocks_that_moved_outlive_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(virtual, "limits_addresses", lambda: True)
+    monkeypatch.setattr(virtual, "address_limit", lambda: 1 << 40)
     cache, expected = filled(VIRTUAL)
     keys, more = cache.layers[0].keys, numbers(64 * 40, 1)
     cache.update(more, -more, 0)
@@ -481,7 +481,7 @@ def test_a_saved_slice_does_not_bring_all_rows() -> None:
     cache, expected = filled(VIRTUAL)
     part, file = cache.layers[0].keys[:, :, :10], io.BytesIO()
     torch.save(part, file)
-    whole = storage_of(cache).layers[0].rows.regions[0].places.size
+    whole = storage_of(cache).layers[0].rows.places.ranges[0].size
     assert file.tell() < whole / 50
     file.seek(0)
     assert torch.equal(torch.load(file), expected[:, :, :10])

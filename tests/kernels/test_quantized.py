@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_paged.cache import storage
 from hf_paged.cache.storage import KVBlocks
+from hf_paged.cache.store import store_portable
 from hf_paged.kernels import cpp, quantized
 from hf_paged.kernels.cpp.attention import Store
 from tests.support.kernels.device import interpreted
@@ -68,7 +68,7 @@ def by_triton(
 
 
 STORES = [
-    storage.store_portable,
+    store_portable,
     pytest.param(by_cpp, marks=pytest.mark.skipif(not cpp.is_available(), reason="no compiler")),
     pytest.param(by_triton, marks=interpreted),
 ]
@@ -86,7 +86,7 @@ def test_every_store_writes_the_same_bytes(
     if found.shares_scales:  # as `KVBlocks.store` does
         keys = values = torch.cat((keys, values), dim=3)
         found, expected = found.latents, expected.latents
-    storage.store_portable(keys, values, expected.keys, expected.values, slots)
+    store_portable(keys, values, expected.keys, expected.values, slots)
     store(keys, values, found.keys, found.values, slots)
     kept = slots[slots >= 0]
     for ours, theirs, exact in zip(stored(found, kept), stored(expected, kept), (keys, values)):

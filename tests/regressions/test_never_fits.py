@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_paged import OutOfBlocksError, PagedConfig, PagedEngine
-from hf_paged.cache import memory, storage
+from hf_paged.cache import free_memory, storage
 from tests.support import models
 from tests.support.engine_helpers import assert_drained, assert_same_as_lone, lone_run, prompts
 
@@ -21,7 +21,7 @@ BLOCK_BYTES = 8 * 2 * 2 * 16 * 4 * 2
 @pytest.fixture
 def free_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five blocks of memory are free, whatever the machine."""
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 5 * BLOCK_BYTES + 64)
+    monkeypatch.setattr(free_memory, "free_bytes", lambda device: 5 * BLOCK_BYTES + 64)
 
 
 @pytest.mark.usefixtures("free_blocks")

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from hf_paged.attention.backends import reference
 from hf_paged.attention.backends.reference import AttentionCall
-from hf_paged.cache import storage
 from hf_paged.cache.storage import KVBlocks
+from hf_paged.cache.store import store_portable
 from hf_paged.kernels import cpp, quantized
 from hf_paged.kernels.cpp.attention import Attention, Store, gather
 from hf_paged.kernels.cpp.build import NAMES, best_path, kernel
@@ -204,7 +204,7 @@ def store(draws: Draws) -> None:
     expected = KVBlocks(
         data := tuple(x.clone() for x in blocks.data), *_views(blocks, data), blocks.dtypes
     )
-    storage.store_portable(keys, values, expected.keys, expected.values, slots)
+    store_portable(keys, values, expected.keys, expected.values, slots)
     made = Store(keys, values, blocks.keys, blocks.values, slots)
     made(keys, values, slots)
     for ours, its in zip(blocks.data, expected.data):

@@ -41,7 +41,7 @@ import torch
 
 import hf_paged
 from hf_paged import OutOfBlocksError, PagedEngine, PrefixTiers, RequestOutput
-from hf_paged.cache.storage import trim
+from hf_paged.cache.free_memory import trim
 from tests.batching.test_invariance import count_chunks
 from tests.support import load_cases, models
 from tests.support.engine_helpers import assert_drained, assert_same_as_lone

@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from ...cache.storage import free_bytes
+from ...cache.free_memory import free_bytes
 from ...kernels.lora import LoraWeights
 from ...threads import start
 from .adapter_shards import own_part

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from ...cache.storage import is_out_of_memory
+from ...cache.free_memory import is_out_of_memory
 from ...model.trial import first_line
 from ...tape.record import HostFirst, KnownAgain, NothingUnrecorded
 

@@ -22,9 +22,11 @@ from transformers import PreTrainedModel
 
 from ...attention.backends import obstacles
 from ...attention.switch import model_attention
-from ...cache.memory import GroupMemory, autocast_dtype
+from ...cache.free_memory import is_out_of_memory
+from ...cache.group_memory import GroupMemory
+from ...cache.memory import autocast_dtype
 from ...cache.paged_cache import PagedCache
-from ...cache.storage import KVBlocks, is_out_of_memory
+from ...cache.storage import KVBlocks
 from ...interrupts import is_interrupt
 from ...kernels import VARIABLE
 from ...kernels.cpp.build import batch_invariant

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from ...cache.adapter_pages import AdapterPages
 from ...cache.block_manager import BlockManager
+from ...cache.free_memory import is_out_of_memory
 from ...cache.paged_cache import PagedCache
-from ...cache.storage import is_out_of_memory
 from ...interrupts import is_interrupt, restoring
 from ...kernels.lora import Deltas, LoraWeights, RecordedDeltas, can_record
 from ...model import capability

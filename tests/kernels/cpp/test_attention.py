@@ -15,7 +15,7 @@ import torch
 
 from hf_paged import kernels
 from hf_paged.attention import backends
-from hf_paged.cache import storage
+from hf_paged.cache.store import choose_store
 from hf_paged.kernels import cpp
 from tests.attention.test_backends import Case, build, check
 from tests.support.attention import attend
@@ -113,7 +113,7 @@ def test_portable_path_serves_where_the_build_fails(
     torch.testing.assert_close(out.double(), call.expected, atol=2e-5, rtol=2e-5)
     keys = torch.ones(1, 2, 1, 64)
     slots = torch.tensor([[3]])
-    storage.choose_store(keys, keys, call.key_blocks, call.value_blocks, slots)(keys, keys, slots)
+    choose_store(keys, keys, call.key_blocks, call.value_blocks, slots)(keys, keys, slots)
     assert (call.key_blocks[0, :, 3] == 1).all()
     monkeypatch.setenv(kernels.VARIABLE, "cpp")
     with pytest.raises(RuntimeError, match="could not be built"):

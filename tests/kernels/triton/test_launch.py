@@ -18,9 +18,9 @@ from hf_paged import PagedConfig, PagedEngine, kernels
 from hf_paged.attention import backends
 from hf_paged.batching.execution import cuda_graphs
 from hf_paged.batching.factory import empty_cache, make_runner
-from hf_paged.cache import storage
 from hf_paged.cache.copies import BlockCopies
 from hf_paged.cache.memory import PagedMemory
+from hf_paged.cache.store import choose_store, store_portable
 from hf_paged.kernels import hashing, lora
 from hf_paged.kernels.triton import cascade as cascade_plans
 from hf_paged.kernels.triton import launch
@@ -150,10 +150,8 @@ def cascade() -> tuple[Any, Any]:
 def store() -> tuple[Any, Any]:
     states, slots = torch.randn(2, 3, 4, 8), torch.tensor([[0, 9, -1, 3], [4, 5, 6, 23]])
     pools = [torch.zeros(3, 6, 8, 8) for _ in range(2)]
-    storage.choose_store(states, -states, pools[0][:, :3], pools[0][:, 3:], slots)(
-        states, -states, slots
-    )
-    storage.store_portable(states, -states, pools[1][:, :3], pools[1][:, 3:], slots)
+    choose_store(states, -states, pools[0][:, :3], pools[0][:, 3:], slots)(states, -states, slots)
+    store_portable(states, -states, pools[1][:, :3], pools[1][:, 3:], slots)
     return pools[0], pools[1]
 
 
@@ -245,7 +243,7 @@ def test_other_kernels_and_shapes_are_still_launched(launches: Launches) -> None
     assert launches.counts == {"_store_kernel": 1, "_copy_kernel": 1}
     pool, states = torch.zeros(4, 4, 8, 16), torch.ones(1, 2, 1, 16)
     slots = torch.tensor([[3]])
-    storage.choose_store(states, states, pool[:, :2], pool[:, 2:], slots)(states, states, slots)
+    choose_store(states, states, pool[:, :2], pool[:, 2:], slots)(states, states, slots)
     assert launches.counts["_store_kernel"] == 2 and (pool[0, :, 3] == 1).all()
 
 

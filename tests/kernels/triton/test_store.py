@@ -1,11 +1,12 @@
-"""The Triton store kernel against the PyTorch one of `cache.storage`."""
+"""The Triton store kernel against the PyTorch one of `cache.store`."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from hf_paged.cache import storage
+from hf_paged.cache import store
+from hf_paged.cache.store import choose_store, store_portable
 from tests.support.kernels.device import DEVICE, available
 
 pytestmark = available
@@ -53,9 +54,7 @@ def test_stores_what_the_plain_one_stores(
     slots[1, :2] = -1
     pool = torch.randn(num_blocks, heads, block, key_dim + value_dim).to(target)
     expected = pool.clone()
-    storage.store_portable(
-        keys, values, expected[..., :key_dim], expected[..., key_dim:], slots.long()
-    )
+    store_portable(keys, values, expected[..., :key_dim], expected[..., key_dim:], slots.long())
     found, slots = pool.to(DEVICE), slots.to(DEVICE)
     blocks = found[..., :key_dim], found[..., key_dim:]
     keys, values = keys.to(DEVICE), values.to(DEVICE)
@@ -96,12 +95,12 @@ def test_refuses_what_it_would_get_wrong(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def is_taken(keys: torch.Tensor, values: torch.Tensor, value_blocks: torch.Tensor) -> bool:
         taken.clear()
-        storage.choose_store(keys, values, key_blocks, value_blocks, slots)(keys, values, slots)
+        choose_store(keys, values, key_blocks, value_blocks, slots)(keys, values, slots)
         return bool(taken)
 
     taken: list[object] = []
     monkeypatch.setattr(kernel, "store", lambda *inputs: taken.append(inputs))
-    monkeypatch.setattr(storage, "uses_triton", lambda tensor: True)
+    monkeypatch.setattr(store, "uses_triton", lambda tensor: True)
     key_blocks, value_blocks = (torch.zeros(4, 2, 8, 16, device=DEVICE) for _ in range(2))
     states, slots = (
         torch.zeros(1, 2, 1, 16, device=DEVICE),

@@ -23,7 +23,7 @@ from benchmarks.chips import CHIPS
 from hf_paged.attention.backends import reference
 from hf_paged.attention.backends import triton as backend
 from hf_paged.attention.backends.reference import AttentionCall
-from hf_paged.cache.storage import store_portable
+from hf_paged.cache.store import store_portable
 from hf_paged.kernels import VARIABLE, triton
 from hf_paged.kernels.triton import store
 

@@ -1,0 +1,165 @@
+"""Free memory of a device: how much there is, how much of it a call reserves, and which errors say
+that there is none."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import psutil
+import torch
+
+from . import budget
+from .groups import GroupSpec
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
+
+def commits_when_touched(device: torch.device) -> bool:
+    """Whether allocated memory is committed only when first written to."""
+    return device.type == "cpu"
+
+
+class Reservation:
+    """Expected memory use of a call or an engine, so that memory need not grow step by step:
+    `num_blocks[spec]` blocks per layer, within `share` of the memory that is free when the first
+    layer is allocated. On devices where allocation commits memory, at most `live[spec]` blocks,
+    which running sequences hold. Memory that layers do not need is divided among the other layers,
+    of which `num_layers[spec]` have that spec."""
+
+    def __init__(
+        self,
+        num_blocks: dict[GroupSpec, int],
+        live: dict[GroupSpec, int],
+        num_layers: dict[GroupSpec, int],
+        share: float,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self._live = live
+        self._num_layers = num_layers
+        self._share = share
+        self._budget = -1  # bytes; -1: not known yet
+
+    def limit(self, free: int) -> None:
+        """Sets the budget from `free` bytes of memory."""
+        self._budget = int(self._share * free)
+
+    def renew(self) -> None:
+        """Makes the next `num_rows` query free memory again."""
+        self._budget = -1
+
+    def num_rows(self, spec: GroupSpec, block_bytes: int, device: torch.device) -> int:
+        """Returns the blocks to allocate for a layer with this spec, whose blocks take
+        `block_bytes`."""
+        if self._budget < 0:
+            try:
+                self.limit(free_bytes(device))
+            except ValueError:  # unknown: allocate blocks as they are used
+                self.limit(0)
+            left = budget.left()
+            if left is not None and not commits_when_touched(device):
+                self._budget = min(self._budget, left)
+        most = self.num_blocks
+        if not commits_when_touched(device):
+            live = self._live.items()
+            most = {other: min(most[other], count) for other, count in live}
+        left = self._budget // max(block_bytes, 1)
+        counts = self._num_layers.items()
+        others = sorted(most[other] for other, count in counts for _ in range(count))
+        for number, num_blocks in enumerate(others):
+            even = left // (len(others) - number)
+            if num_blocks > even:
+                return min(most[spec], even)
+            left -= num_blocks
+        return most[spec]
+
+
+def free_bytes(device: torch.device) -> int:
+    """Returns the bytes of free memory on `device`, with those that torch's allocator holds in
+    reserve; on the CPU at most what the process may still map (`ulimit -v`). Raises `ValueError`
+    for a device whose free memory torch does not report."""
+    if device.type == "mps":
+        most = torch.mps.recommended_max_memory()
+        allocated = torch.mps.driver_allocated_memory()
+        return max(0, most - allocated)
+    if device.type != "cpu":
+        module: Any = getattr(torch, device.type, None)
+        if not hasattr(module, "mem_get_info"):
+            raise ValueError(
+                f"torch does not tell how much memory is free on {device}: leave `memory_fraction`"
+                " out, set `num_blocks`"
+            )
+        # freed tensors' memory, which the allocator reuses, or returns to the device before it runs
+        # out
+        reserved = module.memory_reserved(device)
+        reserve = reserved - module.memory_allocated(device)
+        free = int(module.mem_get_info(device)[0])
+        return free + max(0, reserve)
+    free = int(psutil.virtual_memory().available)
+    limit = address_limit()
+    if limit is None:
+        return free
+    unmapped = limit - psutil.Process().memory_info().vms
+    return max(0, min(free, unmapped))
+
+
+def free_bytes_of_all(block_bytes: Mapping[torch.device, int]) -> int:
+    """Returns the bytes of blocks for which there is free memory, given the bytes of one on each
+    device: the device that fills up first decides."""
+    total = sum(block_bytes.values())
+    of_devices = []
+    for device, count in block_bytes.items():
+        device_bytes = free_bytes(device)
+        if count:
+            device_bytes = device_bytes * total // count
+        of_devices.append(device_bytes)
+    return min(of_devices) if of_devices else free_bytes(torch.device("cpu"))
+
+
+def address_limit() -> int | None:
+    """Returns the bytes of addresses that the process may map (`ulimit -v`); `None` without a
+    limit."""
+    if resource is None:
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def trim() -> None:
+    """Returns freed host memory that the C library still holds to the system. (It unmaps large
+    tensors when they are freed, but keeps the memory of small ones.)"""
+    malloc_trim = _malloc_trim()
+    if malloc_trim is not None:
+        malloc_trim(0)
+
+
+@functools.cache
+def _malloc_trim() -> Any:
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):  # not glibc
+        return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error`, or its cause, says that an allocation failed: torch has no single type for
+    that."""
+    cause = error.__cause__
+    if cause is not None and is_out_of_memory(cause):
+        return True
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    message = str(error)
+    return any(words in message for words in _OUT_OF_MEMORY)
+
+
+# from the CPU allocators (Linux and macOS, Windows) and from devices that raise a plain
+# RuntimeError
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")

@@ -1,0 +1,361 @@
+"""`GroupMemory`: the pool and the storage of one layer group; how they grow within a memory's
+limits."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from ..config import PagedConfig, VirtualStorage
+from ..interrupts import is_interrupt
+from . import budget
+from .block_pool import BlockPool, BlockTable, OutOfBlocksError
+from .free_memory import commits_when_touched, free_bytes
+from .groups import UNBOUNDED, BlockGroup, GroupSpec, StateSpec
+from .states import StateStorage
+from .storage import KVBlocks, Storage
+from .virtual import MappedStorage
+
+if TYPE_CHECKING:
+    from .memory import PagedMemory
+
+# New block ids are added a few at a time, so that freed blocks, whose pages are warm, are used
+# again first.
+GROWTH_STEP = 16
+MANY_RUNS = 16  # runs of blocks that a pool with virtual storage adds at once, for rows to begin in
+KEPT_STATES = 16  # state snapshots up to which a pool without a budget grows rather than evicts
+# An engine's pool without a budget keeps this many cached blocks for each block of its peak use,
+# and grows beside them.
+CACHED_RATIO = 2
+
+
+class Mirror(Protocol):
+    """Is notified, in order, of all changes to the content of blocks except what forwards write."""
+
+    def moved(self, name: str, group: GroupMemory, arguments: tuple[Any, ...], result: Any) -> None:
+        """Called after `MOVES[name](group, *arguments)` returned `result`."""
+
+
+MOVES: dict[str, Callable[..., Any]] = {}
+"""Functions that move the content of a group's blocks, by name (`mirrored`)."""
+
+
+def mirrored(move: Callable[..., Any]) -> Any:
+    """Decorates a function of a [`GroupMemory`] that moves the content of its blocks, to notify the
+    memory's mirror. Only such functions may call code that writes to blocks
+    (`tests/cache/test_mirror.py` checks the callers)."""
+    MOVES[move.__name__] = move
+
+    @functools.wraps(move)
+    def both(group: GroupMemory, *arguments: Any) -> Any:
+        result = move(group, *arguments)
+        if (mirror := group.memory.mirror) is not None:
+            mirror.moved(move.__name__, group, arguments, result)
+        return result
+
+    return both
+
+
+class GroupMemory(BlockGroup):
+    can_grow = True
+
+    def __init__(self, memory: PagedMemory, spec: GroupSpec) -> None:
+        self.holds_states = isinstance(spec, StateSpec)  # blocks are slots for states
+        block_size = UNBOUNDED
+        if not self.holds_states:
+            block_size = memory.block_size_of(spec)
+        super().__init__(BlockPool(), spec, block_size)
+        self.is_counted = spec.is_counted
+        # weak, to avoid a cycle: the pool is freed with the memory's last user, not by the garbage
+        # collector
+        self.memory: PagedMemory = weakref.proxy(memory)
+        self.storage: Any = self._make_storage(memory.config)
+        self._expected_bytes = 0  # of a block over all layers, estimated from the first layer
+        self._is_short = False  # a layer could not be allocated for all blocks of the pool
+        self._is_making = False  # a layer is being made, without content for cached blocks
+
+    def _make_storage(self, config: PagedConfig) -> Storage | StateStorage:
+        if self.holds_states:
+            return StateStorage(self.pool)
+        if isinstance(config.storage, VirtualStorage):
+            self.pool.run_length = 1 + config.storage.blocks_ahead
+            memory = self.memory
+            return MappedStorage(
+                self.block_size,
+                self.pool,
+                self.spec,
+                config.storage,
+                before_move=lambda: memory.gather_handles(),  # `memory` is a weak proxy
+            )
+        return Storage(self.block_size, self.pool, self.spec, config.kv_dtype)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        return max(self._expected_bytes, self.storage.block_bytes)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the pool's blocks; with runs of blocks at most the storage's physical bytes."""
+        block_bytes = self.storage.block_bytes if self._is_short else self.block_bytes
+        held = self.pool.num_blocks * block_bytes
+        if self.pool.run_length > 1:
+            return min(held, self.storage.physical_bytes)
+        return held
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes that are no longer free."""
+        if self.storage.is_elastic:
+            return self.held_bytes
+        return max(self.held_bytes, self.storage.nbytes)
+
+    @property
+    def is_sized(self) -> bool:
+        """Whether the bytes of a block are known, or do not matter."""
+        if budget.limit(self.memory) is None or self.holds_states:
+            return True
+        return self.block_bytes > 0
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether the layers hold only part of a cached block's content."""
+        return self._is_making or not self.storage.layers
+
+    def expect(self, block_bytes: int) -> None:
+        """Notes a block's bytes over all layers. Raises `OutOfBlocksError` if the pool is then over
+        the budget."""
+        expected_bytes = max(block_bytes, self._expected_bytes)
+        self._expected_bytes, self._is_short = expected_bytes, False
+        if not budget.charge(self.memory):
+            self._is_short = True
+            raise OutOfBlocksError(
+                f"needs {self.pool.num_blocks:,} blocks of {self.block_size} tokens of"
+                f" {self.block_bytes:,} bytes: {_budget_text()}"
+            )
+
+    def has_free(self, num_blocks: int) -> bool:
+        memory = self.memory
+        pool = self.pool
+        if memory.config.num_blocks is not None:  # which counts the blocks of all groups
+            return False
+        if self._is_short or pool.has_lost or memory.is_recovery_due:
+            return False
+        return num_blocks <= pool.num_free
+
+    def make_room(self, num_blocks: int) -> None:
+        """Makes `num_blocks` blocks allocatable. Raises `OutOfBlocksError`. With a budget the pool
+        grows up to it before it evicts cached blocks, unless that needs larger tensors; without one
+        it evicts first, except that it keeps a few snapshots of states, and cached blocks of an
+        engine (`PagedMemory.keeps_cached`) while the machine has memory for them."""
+        if self.has_free(num_blocks):
+            return
+        memory = self.memory
+        pool = self.pool
+        memory.free_abandoned()
+        if self._is_short:  # the call that failed has freed its blocks since
+            self._is_short = False
+            pool.shrink()
+            if not pool.num_blocks:
+                self.storage.layers.clear()
+        memory.make_place(num_blocks, self)
+        missing = num_blocks - pool.num_free
+        if missing > 0:
+            missing -= self._num_evicted(missing)
+        if missing > 0:
+            self._grow(num_blocks, missing)
+
+    @property
+    def _has_limit(self) -> bool:
+        memory = self.memory
+        config = memory.config
+        has_option = config.num_blocks is not None or config.memory_fraction is not None
+        return has_option or budget.limit(memory) is not None
+
+    def _num_evicted(self, missing: int) -> int:
+        """Returns how many cached blocks to evict before the pool grows."""
+        pool = self.pool
+        num_cached = pool.num_cached
+        has_limit = self._has_limit
+        has_rows = pool.num_blocks + missing <= self.storage.num_rows
+        if self.holds_states:
+            keeps_all = has_limit or num_cached < KEPT_STATES
+        else:
+            keeps_all = has_limit and (has_rows or self.storage.is_elastic)
+        if keeps_all:
+            return 0
+        keeps_some = self.memory.keeps_cached and has_rows and not has_limit
+        if keeps_some and not self.holds_states and self._has_spare_memory:
+            return max(0, num_cached - CACHED_RATIO * pool.peak_used)
+        return num_cached
+
+    def _growth_step(self, affordable: int) -> int:
+        """Returns how many blocks to add at least, of those that can be had."""
+        pool = self.pool
+        if pool.run_length > 1 and self.storage.is_elastic and not self._has_limit:
+            # only ids: blocks take no memory before they are written to
+            return MANY_RUNS * pool.run_length
+        if self.holds_states or not self.is_sized:
+            return 0
+        if affordable < sys.maxsize and len(self.memory.groups) > 1:
+            return 0  # leave the rest to other groups
+        return min(GROWTH_STEP, pool.num_blocks)
+
+    def _grow(self, num_blocks: int, missing: int) -> None:
+        """Adds at least `missing` blocks, for `num_blocks` that are to be taken."""
+        memory = self.memory
+        pool = self.pool
+        storage = self.storage
+        affordable = memory.num_affordable(self)
+        step = self._growth_step(affordable)
+        spare = storage.num_rows - pool.num_blocks
+        if missing <= spare:
+            step = min(step, spare)
+        added = max(missing, step)
+        num_obtainable = pool.num_available + max(0, affordable)
+        if num_blocks > num_obtainable and memory.release_unused(self):
+            affordable = memory.num_affordable(self)
+        if added > affordable:
+            added = max(0, min(missing, affordable))
+        if num_blocks > pool.num_available + added:
+            free = max(0, affordable) + pool.num_available
+            raise self._over_budget(num_blocks, free)
+        if not added:
+            return
+        new_rows = added if storage.is_elastic else max(0, added - spare)
+        if not budget.charge(memory, new_rows * self.block_bytes):
+            # another thread took the budget meanwhile
+            raise self._over_budget(num_blocks, pool.num_available)
+        try:
+            left = budget.left()
+            most = affordable
+            if left is not None:
+                num_left = left // max(1, self.block_bytes)
+                most = min(affordable, added + num_left)
+            storage.grow(pool.num_blocks + added, most=pool.num_blocks + most)
+        except (MemoryError, RuntimeError) as error:  # torch raises the latter
+            if is_interrupt(error):
+                raise
+            raise self._no_memory(f"{added} more blocks", error) from error
+        else:
+            pool.grow(added)
+        finally:
+            budget.note(memory)
+
+    @property
+    def _has_spare_memory(self) -> bool:
+        """Whether cached blocks take at most half of the memory that would be free without them.
+        Memory of a storage that is not elastic is taken already."""
+        cached_bytes = self.pool.num_cached * self.block_bytes
+        if not (cached_bytes and self.storage.is_elastic):
+            return True
+        return cached_bytes <= free_bytes(torch.device("cpu"))
+
+    def _over_budget(self, needed: int, free: int) -> OutOfBlocksError:
+        config = self.memory.config
+        if budget.limit(self.memory) is not None:
+            return OutOfBlocksError(
+                f"needs {needed} blocks of {self.block_size} tokens, {free} available:"
+                f" {_budget_text()}"
+            )
+        option = f"`memory_fraction` ({config.memory_fraction})"
+        return over_budget(needed, self.memory.block_size, free, free + self.pool.num_used, option)
+
+    def _no_memory(self, what: str, error: Exception) -> OutOfBlocksError:
+        return OutOfBlocksError(
+            f"needs {what} of {self.block_size} tokens, for which there is no memory: free some, or"
+            f" limit the pool by `num_blocks` ({self.memory.config.num_blocks}) or"
+            f" `memory_fraction` ({self.memory.config.memory_fraction}) in `cache_config`, or in an"
+            f" engine's `PagedConfig` ({error})"
+        )
+
+    @mirrored
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Copies block `source` to block `target` in every layer, and counts them."""
+        self.storage.copy_blocks(copies)
+        self.memory.num_copied += len(copies)
+
+    def layer(
+        self,
+        index: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        num_layers: int,
+        num_begun: int | None,
+    ) -> KVBlocks:
+        """Returns the blocks of layer `index` of `num_layers` for K/V like these, allocated on
+        first use. `num_begun`: tables with blocks that the step writes to, `None` if any has
+        content. Raises `ValueError` if the layer's blocks have other heads, dims or device,
+        `OutOfBlocksError` if there is no memory."""
+        layer: KVBlocks | None = self.storage.find(index, keys, values)
+        if layer is not None:
+            return layer
+        if index in self.storage.layers:
+            has_content = num_begun is None
+            if num_begun is not None:
+                num_live = sum(bool(table.block_ids) for table in self.live_tables())
+                has_content = num_live > num_begun
+            if has_content:
+                layer = self.storage.promote(index, keys, values)
+                budget.note(self.memory)
+                return layer
+        self._is_making = True
+        try:
+            # cached blocks have no content in the new layer
+            self.pool.evict(self.pool.num_cached)
+        finally:
+            self._is_making = False
+        self._expected_bytes = 0
+        self.expect(num_layers * self.storage.block_bytes_of(keys, values))
+        self._is_short = True
+        if not commits_when_touched(keys.device):
+            budget.make_way(self.memory)
+        try:
+            layer = self.storage.make(index, keys, values)
+        except (MemoryError, RuntimeError) as error:  # torch raises the latter
+            if is_interrupt(error):
+                raise
+            raise self._no_memory(f"{self.pool.num_blocks} blocks", error) from error
+        self._is_short = False
+        budget.note(self.memory)
+        return layer
+
+    @mirrored
+    def release(self) -> None:
+        """Frees all memory, if no table holds a block. Remembers the bytes of a block."""
+        self.pool.shrink()
+        self._expected_bytes, self._is_short = self.block_bytes, False
+        self.storage.clear()
+
+    def live_tables(self) -> Iterable[BlockTable]:
+        """Yields the group's tables of all living sequences."""
+        for manager in self.memory.managers.values():
+            if self in manager.groups:
+                number = manager.groups.index(self)
+                yield from manager.tables(number)
+
+
+def over_budget(
+    needed: int,
+    block_size: int,
+    free: int,
+    total: int,
+    option: str,
+) -> OutOfBlocksError:
+    return OutOfBlocksError(
+        f"needs {needed} blocks of {block_size} tokens, {free} of {total} are free: raise {option}"
+        " in `cache_config`, or lower the batch size, the prompt length or `max_new_tokens`"
+    )
+
+
+def _budget_text() -> str:
+    return (
+        f"`hf_paged.budget` allows {budget.limit() or 0:,} bytes for all models together. Raise it,"
+        " end other models' requests, or lower the batch size, the prompt length or"
+        " `max_new_tokens`"
+    )

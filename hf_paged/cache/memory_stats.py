@@ -1,0 +1,136 @@
+"""`MemoryStats`: the figures of a memory; as text and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..tools.pictures import group_label, memory_figures, memory_html
+from . import budget
+from .block_sizes import Choice
+
+if TYPE_CHECKING:
+    from .group_memory import GroupMemory
+    from .memory import PagedMemory
+
+_TITLE = "Memory for keys and values"
+
+
+@dataclass(frozen=True, repr=False)
+class MemoryStats:
+    """
+    Memory statistics. "Peak" is since the memory was created or since the last reset.
+
+    Args:
+        block_size (`int`): Tokens per block; with `"auto"` of the largest.
+        block_sizes (`dict`): With `"auto"`, the `block_size` of each layer group by its name, and
+            the `reason` of the choice (`cache.block_sizes.Choice`).
+        kv_dtype (`str`, *optional*): The dtype of stored keys and values (`PagedConfig.kv_dtype`).
+        used_blocks, peak_blocks (`int`): Blocks in use, over all layer groups.
+        used_bytes, peak_bytes (`int`): Bytes of those blocks, over all layers.
+        call_bytes (`int`): The most bytes of keys and values in use at once during the last
+            `generate` call that no other call on the model overlapped; states of linear attention
+            are not counted.
+        plain_bytes (`int`): Bytes of keys and values that plain's `DynamicCache` would hold at the
+            end of that call: every row as long as the longest, with padding, and one copy for each
+            sample or beam.
+        held_bytes (`int`): Bytes of all blocks that were ever in use and not given back since.
+        waste (`float`): Share of the allocated slots that were unused at the peak.
+        copied_blocks (`int`): Blocks copied by copy-on-write.
+        cached_blocks (`int`): Blocks that no table holds, kept for the prefix cache until evicted.
+        shared_blocks (`int`): Blocks in use that more than one block table holds.
+        budget_bytes (`int`, *optional*): Limit of `hf_paged.budget` on all pools of the process
+            together.
+        tier_host_bytes (`int`): Bytes of evicted prefix blocks in host memory.
+        tier_disk_bytes (`int`): Bytes of the files in the folder of `prefix_tiers`, as far as this
+            process knows.
+        tier_kept_blocks, tier_restored_blocks (`int`): Blocks copied to the tiers, and restored
+            from them.
+    """
+
+    block_size: int = 0
+    used_blocks: int = 0
+    peak_blocks: int = 0
+    used_bytes: int = 0
+    peak_bytes: int = 0
+    call_bytes: int = 0
+    plain_bytes: int = 0
+    held_bytes: int = 0
+    waste: float = 0.0
+    copied_blocks: int = 0
+    cached_blocks: int = 0
+    shared_blocks: int = 0
+    kv_dtype: str | None = None
+    budget_bytes: int | None = None
+    tier_host_bytes: int = 0
+    tier_disk_bytes: int = 0
+    tier_kept_blocks: int = 0
+    tier_restored_blocks: int = 0
+    block_sizes: dict[str, Choice] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        figures = memory_figures(self)
+        width = max(map(len, figures))
+        lines = (f"  {label:{width}}  {text}" for label, text in figures.items())
+        return "\n".join([_TITLE, *lines])
+
+    def _repr_html_(self) -> str:
+        return memory_html(_TITLE, memory_figures(self), {})
+
+
+def stats_of(memory: PagedMemory) -> MemoryStats:
+    """Returns the current figures of a memory whose lock is held."""
+    groups = memory.groups.values()
+    managers = memory.managers.values()
+    tiers: list[Any] = [manager.tier for manager in managers if manager.tier is not None]
+    return MemoryStats(
+        block_size=memory.block_size,
+        block_sizes=_choices(memory),
+        kv_dtype=memory.config.kv_dtype,
+        used_blocks=memory.num_used,
+        peak_blocks=memory.peak_blocks,
+        used_bytes=sum(group.pool.num_used * group.storage.block_bytes for group in groups),
+        peak_bytes=memory.peak_bytes,
+        call_bytes=memory.call_bytes,
+        plain_bytes=memory.plain_bytes,
+        held_bytes=sum(group.held_bytes for group in groups),
+        waste=memory.waste,
+        copied_blocks=memory.num_copied,
+        cached_blocks=memory.num_cached,
+        shared_blocks=sum(group.pool.num_shared for group in groups),
+        budget_bytes=budget.limit(),
+        tier_host_bytes=sum(tier.host_bytes for tier in tiers),
+        # all share one folder
+        tier_disk_bytes=max((tier.disk_bytes for tier in tiers), default=0),
+        tier_kept_blocks=sum(tier.num_kept for tier in tiers),
+        tier_restored_blocks=sum(tier.num_restored for tier in tiers),
+    )
+
+
+def share_of_unused_slots(groups: Iterable[GroupMemory]) -> float:
+    """Returns the share of the slots of used blocks that hold no token, except those of states."""
+    slots = unused = 0
+    for group in groups:
+        if group.holds_states:
+            continue
+        tails = {
+            table.block_ids[-1]: table.num_unused_slots
+            for table in group.live_tables()
+            if table.block_ids
+        }
+        slots += group.pool.num_used * group.block_size
+        unused += sum(tails.values())
+    return unused / slots if slots else 0.0
+
+
+def _choices(memory: PagedMemory) -> dict[str, Choice]:
+    choices: dict[str, Choice] = {}
+    if memory.sizes is None:
+        return choices
+    for spec, choice in memory.sizes.chosen.items():
+        prefix = ""
+        if spec.kind.startswith("assistant"):
+            prefix = f"{spec.kind}, "
+        choices[f"{prefix}{group_label(spec.label)}"] = choice
+    return choices

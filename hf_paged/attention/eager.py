@@ -14,11 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..cache.handles import DeferredTensor, RowTensor
-from ..cache.storage import KVBlocks
 from ..kernels import quantized
 from ..step import NotCapturable, NotPackable, StepMetadata, row_groups
 from . import backends
-from .backends.reference import AttentionCall
+from .backends.reference import AttentionCall, pair
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 HIDDEN = -1e4  # a bias of this or less hides a key
@@ -173,13 +172,13 @@ def _transpose(function: Any, x: Any, *dims: Any) -> Any:
 @defer("view", "reshape")
 def _view(function: Any, x: Any, *shape: Any) -> Any:
     """Adds or removes the first axis, of length 1."""
-    wanted = flat(shape)
-    ndim = len(wanted)
+    asked = flat(shape)
+    ndim = len(asked)
     sizes = (1, *x.sizes)[-ndim:]
     # one length may be -1
-    is_same = all(size in (-1, length) for size, length in zip(wanted, sizes))
-    if not is_same or ndim not in (3, 4) or len(sizes) != ndim or wanted.count(-1) > 1:
-        raise NotPackable(f"packed keys, values or scores of shape {x.sizes} as {wanted}")
+    is_same = all(size in (-1, length) for size, length in zip(asked, sizes))
+    if not is_same or ndim not in (3, 4) or len(sizes) != ndim or asked.count(-1) > 1:
+        raise NotPackable(f"packed keys, values or scores of shape {x.sizes} as {asked}")
     if ndim == len(x.sizes):
         return x
     return x.but(ndim=ndim)
@@ -363,10 +362,7 @@ def _attend(weights: Scores, value: RowTensor) -> Tensor:
     dtype = value.kind if quantized.is_quantized(value.blocks) else value.blocks.dtype
     query = weights.query.transpose(0, 1).to(dtype)
     bias = weights.bias
-    blocks = key.layer
-    if blocks.keys is not key.blocks or blocks.values is not value.blocks:
-        blocks = KVBlocks((key.blocks, value.blocks), key.blocks, value.blocks)
-    call = AttentionCall(query, blocks, step, weights.scale)
+    call = AttentionCall(query, pair(key, value), step, weights.scale)
     if bias is None:
         output = backends.attend(call)
     elif bias.shape[1] == 1:

@@ -16,7 +16,7 @@ from ..cache.handles import LazyTensor, PagedTensor, implements
 from ..cache.storage import KVBlocks
 from ..step import NotPackable, StepMetadata
 from . import backends, switch
-from .backends.reference import AttentionCall
+from .backends.reference import AttentionCall, pair
 from .latent import LatentTensor, attend_packed
 from .masks import (
     PagedMask,
@@ -113,7 +113,7 @@ def _paged_attention(
     if is_latent:
         absorbed = key.absorb(module, query, value)
     elif is_pair and key.fresh is None:
-        absorbed = query, _pair(key, value), None
+        absorbed = query, pair(key, value), None
     is_causal = kwargs.get("is_causal")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
@@ -180,21 +180,8 @@ def _packed(
         query = query.squeeze(2)
     else:
         query = query[0].transpose_(0, 1)
-    call = AttentionCall(query, _pair(key, value), metadata, *features, fresh)
+    call = AttentionCall(query, pair(key, value), metadata, *features, fresh)
     return backends.attend(call).unsqueeze_(0)
-
-
-def _pair(key: PagedTensor, value: PagedTensor) -> KVBlocks:
-    """The blocks of a layer, or a pair if the model mixes keys and values of several layers, or has
-    read them before and after another call made the pool larger."""
-    layer = key.layer
-    keys = key.blocks
-    values = value.blocks
-    if keys is layer.keys and values is layer.values:
-        return layer
-    num_blocks = min(len(keys), len(values))
-    pair = keys[:num_blocks], values[:num_blocks]
-    return KVBlocks(pair, *pair)
 
 
 def _in_place(
@@ -295,7 +282,7 @@ def sdpa_on_handles(
         if scale is None:
             scale = query.shape[-1] ** -0.5
         features = (scale, None, None, None)
-        output = _in_place(query, key.step, _pair(key, value), attn_mask, False, features)
+        output = _in_place(query, key.step, pair(key, value), attn_mask, False, features)
         if output is not None:
             return output.transpose(1, 2)
     inputs = (query, key, value, attn_mask)

@@ -201,22 +201,22 @@ def _to_expand(step: StepMetadata, first: int) -> tuple[StepMetadata, Tensor]:
 def can_absorb(module: nn.Module) -> bool:
     """Whether the layer's expansion is one plain matrix, so that it can be absorbed."""
     projection: Any = getattr(module, "kv_b_proj", None)
+    if type(projection) is not nn.Linear:
+        return False
+    hooks = (
+        projection._forward_hooks,
+        projection._forward_pre_hooks,
+        torch_module._global_forward_hooks,
+        torch_module._global_forward_pre_hooks,
+    )
     dims = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     return (
-        type(projection) is nn.Linear
-        and type(projection.weight) is nn.Parameter  # not quantized
+        type(projection.weight) is nn.Parameter  # not quantized
         and projection.bias is None
         and "forward" not in vars(projection)
-        and not is_hooked(projection)
+        and not any(hooks)  # they see its inputs or outputs
         and all(hasattr(module, dim) for dim in dims)
     )
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Whether forward hooks, on the module or global, see its inputs or outputs."""
-    own = module._forward_hooks or module._forward_pre_hooks
-    shared = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
-    return bool(own or shared)
 
 
 _wrapped: dict[type, Callable[..., Any]] = {}

@@ -52,9 +52,9 @@ def parse(mask_function: Callable[..., Any]) -> MaskPattern | None:
     is_causal = mask_function is causal_mask_function
     if is_causal or mask_function is bidirectional_mask_function:
         return MaskPattern(causal=is_causal)
-    match _made_by(mask_function):
+    match _maker_of(mask_function):
         case "and_masks", {"mask_functions": [overlay, other]} if other is causal_mask_function:
-            match _made_by(overlay):
+            match _maker_of(overlay):
                 case "sliding_window_overlay", {"sliding_window": window}:
                     return MaskPattern(causal=True, window=window)
                 case "chunked_overlay", {"chunk_size": chunk}:
@@ -62,7 +62,7 @@ def parse(mask_function: Callable[..., Any]) -> MaskPattern | None:
     return None
 
 
-def _made_by(function: Any) -> tuple[str, dict[str, Any]]:
+def _maker_of(function: Any) -> tuple[str, dict[str, Any]]:
     """The name of the function in `transformers.masking_utils` that made this one (else `""`), and
     its closure."""
     if getattr(function, "__module__", None) != "transformers.masking_utils":
@@ -80,7 +80,7 @@ class PagedMask(LazyTensor):
     arguments: dict[str, Any]
     model_attention: str
     pattern: MaskPattern
-    _made: dict[object, Any]  # cached results
+    _results: dict[object, Any]  # of `resolve` and `visible_columns`
 
     @staticmethod
     def __new__(
@@ -97,7 +97,7 @@ class PagedMask(LazyTensor):
             dtype = torch.bool
         device = arguments.get("device", "cpu")
         mask = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        mask.arguments, mask.model_attention, mask._made = arguments, model_attention, {}
+        mask.arguments, mask.model_attention, mask._results = arguments, model_attention, {}
         mask.pattern = pattern
         return mask
 
@@ -142,10 +142,10 @@ class PagedMask(LazyTensor):
         """Returns the mask of `implementation`'s mask interface for the same arguments and these
         options (for sdpa it may be `None`)."""
         key = (implementation, *options)
-        if key not in self._made:
+        if key not in self._results:
             make = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
-            self._made[key] = make(**{**self.arguments, **options})
-        return self._made[key]
+            self._results[key] = make(**{**self.arguments, **options})
+        return self._results[key]
 
     def dense(self) -> Tensor:
         """The dense mask, in the format of the model's own implementation."""
@@ -161,14 +161,14 @@ class PagedMask(LazyTensor):
     def visible_columns(self) -> Columns | None:
         """Key positions in the padded batch that the 2D padding mask leaves visible; `None` if it
         leaves holes."""
-        if "columns" not in self._made:
+        if "columns" not in self._results:
             arguments = self.arguments
-            self._made["columns"] = padding_columns(
+            self._results["columns"] = padding_columns(
                 arguments.get("attention_mask"),
                 arguments["batch_size"],
                 arguments["kv_length"] + arguments.get("kv_offset", 0),
             )
-        return self._made["columns"]
+        return self._results["columns"]
 
 
 @dataclasses.dataclass(eq=False)
@@ -272,13 +272,13 @@ def packed_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
         )
     pattern = mask.pattern
     num_tokens = step.num_tokens
-    names = ("batch_size", "q_length", "kv_length", "kv_offset")
-    sizes = [mask.arguments.get(name, 0) for name in names]
     if not pattern.causal:
         raise NotPackable("the attention mask shows later tokens")
-    if sizes != [1, num_tokens, num_tokens, 0]:
+    offset = mask.arguments.get("kv_offset", 0)
+    if mask.shape != (1, 1, num_tokens, num_tokens) or offset:
         raise NotPackable(
-            f"the attention mask was made for other sizes than 1 x {num_tokens} tokens: {sizes}"
+            f"the attention mask was made for other sizes than 1 x {num_tokens} tokens:"
+            f" {tuple(mask.shape)} from key {offset} on"
         )
     if mask.visible_columns != ((0,), (num_tokens,)):
         raise NotPackable("the attention mask hides tokens")
@@ -376,7 +376,7 @@ def _visible_columns(mask: PagedMask, columns: range, query_len: int) -> Columns
     """The columns that a symbolic mask of a step shows; `None` if only the dense mask tells."""
     arguments = mask.arguments
     pattern = mask.pattern
-    sizes = (arguments["q_length"], arguments["kv_length"], arguments.get("kv_offset", 0))
+    sizes = (*mask.shape[2:], arguments.get("kv_offset", 0))
     if sizes != (query_len, len(columns), columns.start):
         return None
     visible = mask.visible_columns

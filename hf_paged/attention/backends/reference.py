@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...cache.handles import PagedTensor, RowTensor
 from ...cache.storage import KVBlocks
 from ...kernels import quantized
 from ...step import StepMetadata, row_groups
@@ -77,6 +78,19 @@ class AttentionCall(NamedTuple):
             call = self._replace(query=self.query[at], step=step, fresh=fresh)
             outputs.append(attend(call))
         return torch.cat(outputs)
+
+
+def pair(key: PagedTensor | RowTensor, value: PagedTensor | RowTensor) -> KVBlocks:
+    """The blocks of a layer, or a pair if the model mixes keys and values of several layers, or has
+    read them before and after another call made the pool larger."""
+    layer = key.layer
+    keys = key.blocks
+    values = value.blocks
+    if keys is layer.keys and values is layer.values:
+        return layer
+    num_blocks = min(len(keys), len(values))
+    both = keys[:num_blocks], values[:num_blocks]
+    return KVBlocks(both, *both)
 
 
 def attend(call: AttentionCall) -> Tensor:

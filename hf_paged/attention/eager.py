@@ -4,6 +4,7 @@ by the values."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -13,11 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..cache.handles import DeferredTensor, RowTensor
-from ..cache.storage import KVBlocks
 from ..kernels import quantized
 from ..step import NotCapturable, NotPackable, StepMetadata, row_groups
 from . import backends
-from .backends.reference import AttentionCall
+from .backends.reference import AttentionCall, pair
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 HIDDEN = -1e4  # a bias of this or less hides a key
@@ -30,8 +30,7 @@ def showing_rows(step: StepMetadata) -> StepMetadata:
         raise NotCapturable("its own attention code is shown as many keys as the longest row has")
     if step.window is not None:
         raise NotPackable("its own attention code is shown keys through a window")
-    longest = max(step.seq_lens)
-    return dataclasses.replace(step, key_len=longest)
+    return dataclasses.replace(step, key_len=max(step.seq_lens))
 
 
 def defer(*names: str) -> Callable[[Function], Function]:
@@ -39,8 +38,7 @@ def defer(*names: str) -> Callable[[Function], Function]:
     `DeferredTensor`."""
 
     def register(function: Function) -> Function:
-        functions = dict.fromkeys(names, function)
-        DeferredTensor.functions.update(functions)
+        DeferredTensor.functions.update(dict.fromkeys(names, function))
         return function
 
     return register
@@ -63,15 +61,13 @@ class Scores(DeferredTensor):
         key: RowTensor,
         sizes: tuple[int, ...],
         kind: torch.dtype,
+        scale: float = 1.0,
+        bias: Tensor | None = None,
+        is_softmax: bool = False,
     ) -> Scores:
-        scores = Tensor._make_wrapper_subclass(
-            cls,
-            sizes,
-            dtype=kind,
-            device=query.device,
-        )
+        scores = Tensor._make_wrapper_subclass(cls, sizes, dtype=kind, device=query.device)
         scores.query, scores.key, scores.sizes, scores.kind = query, key, sizes, kind
-        scores.scale, scores.bias, scores.is_softmax = 1.0, None, False
+        scores.scale, scores.bias, scores.is_softmax = scale, bias, is_softmax
         return scores
 
     def but(
@@ -83,24 +79,29 @@ class Scores(DeferredTensor):
         """A copy with some attributes changed."""
         sizes = self.sizes
         if ndim is not None:
-            sizes = (1, *sizes)
-            sizes = sizes[-ndim:]
-        kind = dtype or self.kind
-        scores = Scores(self.query, self.key, sizes, kind)
-        scores.scale, scores.bias, scores.is_softmax = self.scale, self.bias, self.is_softmax
-        for name, value in state.items():
-            setattr(scores, name, value)
-        return scores
+            sizes = (1, *sizes)[-ndim:]
+        state = {
+            "scale": self.scale,
+            "bias": self.bias,
+            "is_softmax": self.is_softmax,
+            **state,
+        }
+        return Scores(self.query, self.key, sizes, dtype or self.kind, **state)
 
     def plus(self, bias: Tensor | None) -> Scores:
         if self.is_softmax:
             raise NotPackable("something is added to attention weights")
         if bias is None:
-            return self.but(bias=self.bias)
-        if self.bias is None:
-            return self.but(bias=bias)
-        bias = self.bias + bias
+            return self
+        if self.bias is not None:
+            bias = self.bias + bias
         return self.but(bias=bias)
+
+
+def flat(arguments: tuple[Any, ...]) -> tuple[int, ...]:
+    """Sizes or axes that were passed one by one, or in one sequence."""
+    first = arguments[0]
+    return tuple(first) if isinstance(first, (tuple, list)) else arguments
 
 
 # -- operations on keys, values and scores -------------------------------------------------------
@@ -161,12 +162,8 @@ def _transpose(function: Any, x: Any, *dims: Any) -> Any:
         first, second = dims
         axes[first], axes[second] = axes[second], axes[first]
     else:
-        order: Any = dims
-        if isinstance(dims[0], (tuple, list)):
-            order = dims[0]
-        axes = [axis % ndim for axis in order]
-    leading = range(ndim - 2)
-    swapped = [*leading, ndim - 1, ndim - 2]
+        axes = [axis % ndim for axis in flat(dims)]
+    swapped = [*range(ndim - 2), ndim - 1, ndim - 2]
     if not isinstance(x, RowTensor) or axes != swapped:
         raise NotPackable(f"axes of packed keys, values or scores in the order {axes}")
     return x.but(is_transposed=not x.is_transposed)
@@ -175,22 +172,14 @@ def _transpose(function: Any, x: Any, *dims: Any) -> Any:
 @defer("view", "reshape")
 def _view(function: Any, x: Any, *shape: Any) -> Any:
     """Adds or removes the first axis, of length 1."""
-    wanted = tuple(shape)
-    if isinstance(shape[0], (tuple, list)):
-        wanted = tuple(shape[0])
-    ndim = len(wanted)
-    own = x.sizes
-    if ndim != len(x.sizes):
-        own = (1, *x.sizes)
-        own = own[-ndim:]
+    asked = flat(shape)
+    ndim = len(asked)
+    sizes = (1, *x.sizes)[-ndim:]
     # one length may be -1
-    sizes = zip(wanted, own)
-    is_same = all(size in (-1, mine) for size, mine in sizes)
-    is_same = is_same and len(own) == ndim
-    is_known = ndim in (3, 4) and wanted.count(-1) <= 1
-    if not is_same or not is_known:
-        raise NotPackable(f"packed keys, values or scores of shape {x.sizes} as {wanted}")
-    if own is x.sizes:
+    is_same = all(size in (-1, length) for size, length in zip(asked, sizes))
+    if not is_same or ndim not in (3, 4) or len(sizes) != ndim or asked.count(-1) > 1:
+        raise NotPackable(f"packed keys, values or scores of shape {x.sizes} as {asked}")
+    if ndim == len(x.sizes):
         return x
     return x.but(ndim=ndim)
 
@@ -198,10 +187,7 @@ def _view(function: Any, x: Any, *shape: Any) -> Any:
 @defer("matmul", "bmm", "__matmul__")
 def _matmul(function: Any, left: Any, right: Any) -> Any:
     """Multiplies queries by keys, or attention weights by values."""
-    if isinstance(left, DeferredTensor):
-        sizes = left.sizes
-    else:
-        sizes = tuple(left.shape)
+    sizes = left.sizes if isinstance(left, DeferredTensor) else tuple(left.shape)
     ndim = len(sizes)
     if not isinstance(right, RowTensor) or ndim != len(right.sizes):
         raise NotPackable("packed keys, values or scores are multiplied by something else")
@@ -215,9 +201,7 @@ def _matmul(function: Any, left: Any, right: Any) -> Any:
     query = left
     if ndim != 3:
         query = left.view(sizes[1:])
-    key_len = right.sizes[-1]
-    scores_sizes = (*sizes[:-1], key_len)
-    return Scores(query, right, scores_sizes, left.dtype)
+    return Scores(query, right, (*sizes[:-1], right.sizes[-1]), left.dtype)
 
 
 @defer("baddbmm")
@@ -233,13 +217,10 @@ def _baddbmm(
     scores = _matmul(torch.bmm, batch1, batch2)
     if not isinstance(scores, Scores):
         raise NotPackable("something is added to attention's output")
-    scale = float(alpha)
-    scores = scores.but(scale=scale)
-    added = x
     if beta != 1:
-        added = x * beta
-    bias = _bias(scores.key.step, added)
-    return scores.plus(bias)
+        x = x * beta
+    bias = _bias(scores.key.step, x)
+    return scores.but(scale=float(alpha)).plus(bias)
 
 
 @defer("mul", "rmul", "imul", "div", "truediv", "itruediv")
@@ -255,11 +236,10 @@ def _scale(function: Any, scores: Any, factor: Any) -> Any:
     factor = float(factor)
     if "div" in function.__name__:
         factor = 1 / factor
-    scale = scores.scale * factor
     bias = scores.bias
     if bias is not None:
         bias = bias * factor
-    return scores.but(scale=scale, bias=bias)
+    return scores.but(scale=scores.scale * factor, bias=bias)
 
 
 @defer("add", "radd", "iadd")
@@ -269,9 +249,7 @@ def _add(function: Any, scores: Any, other: Any) -> Any:
     is_dense = isinstance(other, Tensor) and not isinstance(other, DeferredTensor)
     if not isinstance(scores, Scores) or not is_dense:
         raise NotPackable("something is added to packed keys or values")
-    step = scores.key.step
-    bias = step.plan(_bias, other)
-    return scores.plus(bias)
+    return scores.plus(scores.key.step.plan(_bias, other))
 
 
 @defer("masked_fill")
@@ -283,9 +261,7 @@ def _masked_fill(
 ) -> Any:
     if not isinstance(scores, Scores) or not value <= HIDDEN:
         raise NotPackable("packed keys, values or scores are filled")
-    step = scores.key.step
-    bias = step.plan(_bias_where, mask, True)
-    return scores.plus(bias)
+    return scores.plus(scores.key.step.plan(_bias_where, mask, True))
 
 
 @defer("max", "maximum", "clamp_min")
@@ -305,14 +281,10 @@ def _softmax(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    if (
-        not isinstance(scores, Scores)
-        or scores.is_softmax
-        or dim not in (-1, len(scores.sizes) - 1)
-    ):
+    is_scores = isinstance(scores, Scores) and not scores.is_softmax
+    if not is_scores or dim not in (-1, len(scores.sizes) - 1):
         raise NotPackable("a softmax of packed keys or values")
-    dtype = kwargs.get("dtype")
-    return scores.but(is_softmax=True, dtype=dtype)
+    return scores.but(is_softmax=True, dtype=kwargs.get("dtype"))
 
 
 @defer("scaled_dot_product_attention")
@@ -329,18 +301,15 @@ def _sdpa(
 ) -> Tensor:
     if attn_mask is None or is_causal:
         raise NotPackable("attention without a mask, or a mask of its own")
-    transposed = key.but(is_transposed=True)
-    scores = _matmul(torch.matmul, query, transposed)
+    scores = _matmul(torch.matmul, query, key.but(is_transposed=True))
     if attn_mask.dtype == torch.bool:
         bias = key.step.plan(_bias_where, attn_mask, False)
     else:
         bias = key.step.plan(_bias, attn_mask)
-    scores = scores.plus(bias)
     if scale is None:
         scale = query.shape[-1] ** -0.5
-    weights = scores.but(scale=scale, is_softmax=True)
-    weights = _dropout(F.dropout, weights, dropout_p)
-    return _attend(weights, value)
+    weights = scores.plus(bias).but(scale=scale, is_softmax=True)
+    return _attend(_dropout(F.dropout, weights, dropout_p), value)
 
 
 # -- biases, once a step for all layers that are given the same tensor ---------------------------
@@ -352,16 +321,12 @@ def _bias(step: StepMetadata, added: Tensor) -> Tensor | None:
     if ndim > 4 or (ndim == 4 and added.shape[0] != 1):
         raise NotPackable(f"a tensor of shape {tuple(added.shape)} is added to packed scores")
     if ndim < 4:
-        leading = (1,) * (3 - ndim)
-        added = added.view(leading + added.shape)
+        added = added.view((1,) * (3 - ndim) + added.shape)
     else:
         added = added[0]
     num_tokens = step.num_tokens
-    sizes = (num_tokens, step.key_len)
-    has_all_keys = added.shape[1:] == sizes
-    if has_all_keys and num_tokens > 0:
-        past = step.plan(_past)
-        agrees = torch.where(past, added == 0, added <= HIDDEN)
+    if num_tokens > 0 and added.shape[1:] == (num_tokens, step.key_len):
+        agrees = torch.where(step.plan(_past), added == 0, added <= HIDDEN)
         if bool(agrees.all()):
             return None
     return added
@@ -369,26 +334,19 @@ def _bias(step: StepMetadata, added: Tensor) -> Tensor | None:
 
 def _bias_where(step: StepMetadata, mask: Tensor, hides: bool) -> Tensor | None:
     """`_bias` of a boolean mask."""
-    visible = mask
-    if hides:
-        visible = ~mask
+    hidden = mask if hides else ~mask
     added = torch.zeros(mask.shape, device=mask.device)
-    added = added.masked_fill_(~visible, -math.inf)
-    return _bias(step, added)
+    return _bias(step, added.masked_fill_(hidden, -math.inf))
 
 
 def _past(step: StepMetadata) -> Tensor:
     """`(T, key_len)`: whether a position is the token's or before it."""
-    token_positions: list[int] = []
-    ends = step.query_start[1:]
-    for seq_len, start, end in zip(step.seq_lens, step.query_start, ends):
-        first = seq_len - (end - start)
-        token_positions.extend(range(first, seq_len))
+    positions: list[int] = []
+    for seq_len, (start, end) in zip(step.seq_lens, itertools.pairwise(step.query_start)):
+        positions.extend(range(seq_len - (end - start), seq_len))
     device = step.block_tables.device
-    positions = torch.tensor(token_positions, device=device)
-    key_len = step.key_len or 0
-    key_positions = torch.arange(key_len, device=positions.device)
-    return key_positions <= positions[:, None]
+    key_positions = torch.arange(step.key_len or 0, device=device)
+    return key_positions <= torch.tensor(positions, device=device)[:, None]
 
 
 # -- the attention -------------------------------------------------------------------------------
@@ -401,47 +359,22 @@ def _attend(weights: Scores, value: RowTensor) -> Tensor:
     is_value = isinstance(value, RowTensor) and not value.is_transposed
     if not weights.is_softmax or not is_value or value.step is not step:
         raise NotPackable("packed values are multiplied by something else than attention weights")
-    if quantized.is_quantized(value.blocks):
-        dtype = value.kind
-    else:
-        dtype = value.blocks.dtype
-    query = weights.query.transpose(0, 1)
-    query = query.to(dtype)
+    dtype = value.kind if quantized.is_quantized(value.blocks) else value.blocks.dtype
+    query = weights.query.transpose(0, 1).to(dtype)
     bias = weights.bias
-    layer = key.layer
-    keys = key.blocks
-    values = value.blocks
-    if layer.keys is keys and layer.values is values:
-        blocks = layer
-    else:
-        blocks = KVBlocks((keys, values), keys, values)
-    if bias is None or bias.shape[1] == 1:
-        if bias is not None:
-            bias = bias[None]
-        call = AttentionCall(query, blocks, step, weights.scale, bias=bias)
+    call = AttentionCall(query, pair(key, value), step, weights.scale)
+    if bias is None:
         output = backends.attend(call)
+    elif bias.shape[1] == 1:
+        output = backends.attend(call._replace(bias=bias[None]))
     else:
-        parts = []
+        outputs = []
         for at, rows in step.plan(row_groups):
-            rows_query = query[at]
-            rows_bias = bias[:, at]
-            sizes = (rows.num_rows, -1)
-            rows_bias = rows_bias.unflatten(1, sizes)
-            rows_bias = rows_bias.transpose(0, 1)
-            call = AttentionCall(
-                rows_query,
-                blocks,
-                rows,
-                weights.scale,
-                bias=rows_bias,
-            )
-            output = backends.attend(call)
-            parts.append(output)
-        output = parts[0]
-        if len(parts) > 1:
-            output = torch.cat(parts)
-    output = output.transpose(0, 1)
-    output = output.to(value.kind)
+            rows_bias = bias[:, at].unflatten(1, (rows.num_rows, -1)).transpose(0, 1)
+            rows_call = call._replace(query=query[at], step=rows, bias=rows_bias)
+            outputs.append(backends.attend(rows_call))
+        output = torch.cat(outputs)
+    output = output.transpose(0, 1).to(value.kind)
     if len(value.sizes) == 4:
         return output[None]
     return output

@@ -16,7 +16,7 @@ from ..cache.handles import LazyTensor, PagedTensor, implements
 from ..cache.storage import KVBlocks
 from ..step import NotPackable, StepMetadata
 from . import backends, switch
-from .backends.reference import AttentionCall
+from .backends.reference import AttentionCall, pair
 from .latent import LatentTensor, attend_packed
 from .masks import (
     PagedMask,
@@ -69,7 +69,7 @@ def paged_mask(**arguments: Any) -> Tensor | None:
         if make is None:
             return None
         return make(**arguments)
-    mask = PagedMask(arguments, implementation)
+    mask = PagedMask(arguments, implementation, pattern)
     observe = mask_observer.get()
     if observe:
         observe(mask)
@@ -100,47 +100,32 @@ def paged_attention(
 def _paged_attention(
     module: nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Any,
+    value: Any,
     mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    found: tuple[StepMetadata, Tensor, KVBlocks, Callable[[Tensor], Tensor] | None] | None = None
-    if isinstance(key, PagedTensor) and isinstance(value, PagedTensor):
-        if key.step.columns is None:
-            return _packed(module, query, key, value, mask, kwargs), None
-        if key.fresh is None:
-            blocks = _pair(key, value)
-            found = key.step, query, blocks, None
-    elif isinstance(key, LatentTensor):
-        if key.latent.step.columns is None:
-            return _packed(module, query, key, value, mask, kwargs), None
-        found = key.absorb(module, query, value)
+    absorbed: tuple[Tensor, KVBlocks, Callable[[Tensor], Tensor] | None] | None = None
+    is_pair = isinstance(key, PagedTensor) and isinstance(value, PagedTensor)
+    is_latent = isinstance(key, LatentTensor)
+    if (is_pair or is_latent) and key.step.columns is None:
+        return _packed(module, query, key, value, mask, kwargs), None
+    if is_latent:
+        absorbed = key.absorb(module, query, value)
+    elif is_pair and key.fresh is None:
+        absorbed = query, pair(key, value), None
+    is_causal = kwargs.get("is_causal")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
     observe = attention_observer.get()
     if observe is not None:
-        is_causal = kwargs.get("is_causal")
-        if is_causal is None:
-            is_causal = getattr(module, "is_causal", True)
         sizes = (query.shape[0], query.shape[2], key.shape[2])
         observe(sizes, mask, bool(is_causal))
-    if found is not None:
-        step, in_place_query, blocks, expand = found
-        is_causal = kwargs.get("is_causal")
-        if is_causal is None:
-            is_causal = getattr(module, "is_causal", True)
-        features = _features(module, in_place_query, step, kwargs)
-        output = None
-        if features is not None:
-            output = _in_place(
-                in_place_query,
-                step,
-                blocks,
-                mask,
-                bool(is_causal),
-                features,
-            )
+    if absorbed is not None:
+        in_place_query, blocks, expand = absorbed
+        features = _features(module, in_place_query, key.step, kwargs)
+        output = _in_place(in_place_query, key.step, blocks, mask, bool(is_causal), features)
         if output is not None:
-            step.counters.latent += expand is not None
             if expand is not None:
                 output = expand(output)
             return output, None
@@ -169,10 +154,7 @@ def _packed(
 ) -> Tensor:
     """Attention of a packed step. Raises `NotPackable` if it cannot be computed, since there is no
     fallback."""
-    if isinstance(key, PagedTensor):
-        step = key.step
-    else:
-        step = key.latent.step
+    step = key.step
     features = _features(module, query, step, kwargs)
     if features is None or features[3] is not None:
         raise NotPackable(
@@ -187,38 +169,19 @@ def _packed(
     if isinstance(key, LatentTensor):
         if not isinstance(value, LatentTensor) or not key.is_with(value):
             raise NotPackable("values that are not of the latents that the keys are of")
-        output = attend_packed(module, query, key, value, metadata, features[:3])
-        return output.unsqueeze_(0)
+        return attend_packed(module, query, key, value, metadata, features[:3]).unsqueeze_(0)
     assert isinstance(value, PagedTensor)
     fresh = None
     if metadata.query_len != 1:
         assert key.fresh is not None and value.fresh is not None
-        fresh_keys = key.fresh[0].transpose(0, 1)
-        fresh_values = value.fresh[0].transpose(0, 1)
-        fresh = fresh_keys, fresh_values
+        fresh = key.fresh[0].transpose(0, 1), value.fresh[0].transpose(0, 1)
     # `squeeze` saves a view
     if step.num_tokens == 1:
         query = query.squeeze(2)
     else:
         query = query[0].transpose_(0, 1)
-    blocks = _pair(key, value)
-    call = AttentionCall(query, blocks, metadata, *features, fresh)
-    output = backends.attend(call)
-    return output.unsqueeze_(0)
-
-
-def _pair(key: PagedTensor, value: PagedTensor) -> KVBlocks:
-    """The blocks of a layer, or a pair if the model mixes keys and values of several layers, or has
-    read them before and after another call made the pool larger."""
-    layer = key.layer
-    keys = key.blocks
-    values = value.blocks
-    if keys is layer.keys and values is layer.values:
-        return layer
-    num_blocks = min(len(keys), len(values))
-    keys = keys[:num_blocks]
-    values = values[:num_blocks]
-    return KVBlocks((keys, values), keys, values)
+    call = AttentionCall(query, pair(key, value), metadata, *features, fresh)
+    return backends.attend(call).unsqueeze_(0)
 
 
 def _in_place(
@@ -227,13 +190,12 @@ def _in_place(
     blocks: KVBlocks,
     mask: Tensor | None,
     is_causal: bool,
-    features: Features,
+    features: Features | None,
 ) -> Tensor | None:
-    """Attention through the block tables; `None` if gathering is faster, or a dense mask is
-    needed."""
-    batch = query.shape[0]
-    query_len = query.shape[2]
-    if query_len > MAX_IN_PLACE_QUERIES:
+    """Attention through the block tables; `None` if gathering is faster, or a dense mask or other
+    features are needed."""
+    batch, _, query_len, _ = query.shape
+    if features is None or query_len > MAX_IN_PLACE_QUERIES:
         return None
     plan = step.plan(rectangle_step, query_len, mask, is_causal, query.device)
     if plan is None:
@@ -243,17 +205,12 @@ def _in_place(
     if position_bias is not None:
         if step.has_padding or step.columns is None:
             return None
-        num_columns = len(step.columns)
-        position_bias = position_bias[..., -num_columns:]
+        position_bias = position_bias[..., -len(step.columns) :]
         position_bias = in_table_coordinates(position_bias, step)
-        if bias is None:
-            bias = position_bias
-        else:
-            bias = bias + position_bias
+        bias = position_bias if bias is None else bias + position_bias
     packed = query.transpose(1, 2).flatten(0, 1)
     call = AttentionCall(packed, blocks, metadata, scale, softcap, sinks, bias)
-    output = backends.attend(call)
-    output = output.unflatten(0, (batch, query_len))
+    output = backends.attend(call).unflatten(0, (batch, query_len))
     step.counters.in_place += 1
     return output
 
@@ -271,12 +228,12 @@ def _features(
     # once a step for all layers of a class with one config, since reading the config takes a
     # microsecond
     config = getattr(module, "config", None)
-    known = step.plan(_no_functions)
-    kind = (type(module), id(config))
-    if kind not in known:
-        implementation = switch.model_attention(config, type(module))
-        known[kind] = switch.stock_function(type(module), implementation)
-    function = known[kind]
+    functions = step.plan(_no_functions)
+    cls = type(module)
+    kind = (cls, id(config))
+    if kind not in functions:
+        functions[kind] = switch.stock_function(cls, switch.model_attention(config, cls))
+    function = functions[kind]
     if function is None:
         return None
     softcap = kwargs.get("softcap")
@@ -287,15 +244,13 @@ def _features(
             return None
         sinks = None
     elif function not in switch.STOCK_FUNCTIONS:  # a model file's eager function
-        does = switch.eager_features(function)
-        if does is None:
+        used = switch.eager_features(function)
+        if used is None:
             return None
-        if "softcap" not in does:
+        if "softcap" not in used:
             softcap = None
-        sinks = None
-        if "sinks" in does:
-            sinks = getattr(module, "sinks", None)
-        if "position_bias" not in does:
+        sinks = getattr(module, "sinks", None) if "sinks" in used else None
+        if "position_bias" not in used:
             bias = None
     scaling = kwargs.get("scaling")
     if scaling is None:
@@ -310,8 +265,8 @@ def _no_functions(step: StepMetadata) -> dict[tuple[type, int], Callable[..., An
 @implements(F.scaled_dot_product_attention)
 def sdpa_on_handles(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Any,
+    value: Any,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
@@ -319,27 +274,15 @@ def sdpa_on_handles(
 ) -> Tensor:
     """`scaled_dot_product_attention` of handles, for models whose config is not switched, as in a
     user's decoding loop."""
-    is_plain = not (is_causal or dropout_p)
-    if is_plain:
-        needs_grad = query.requires_grad and torch.is_grad_enabled()
-        is_plain = not needs_grad and query.dim() == 4
-    if (
-        is_plain
-        and isinstance(key, PagedTensor)
-        and isinstance(value, PagedTensor)
-        and key.fresh is None
-    ):
-        factor = options.get("scale")
-        if factor is None:
-            factor = query.shape[-1] ** -0.5
-        output = _in_place(
-            query,
-            key.step,
-            _pair(key, value),
-            attn_mask,
-            is_causal=False,
-            features=(factor, None, None, None),
-        )
+    needs_grad = query.requires_grad and torch.is_grad_enabled()
+    is_plain = not (is_causal or dropout_p or needs_grad) and query.dim() == 4
+    is_pair = isinstance(key, PagedTensor) and isinstance(value, PagedTensor)
+    if is_plain and is_pair and key.fresh is None:
+        scale = options.get("scale")
+        if scale is None:
+            scale = query.shape[-1] ** -0.5
+        features = (scale, None, None, None)
+        output = _in_place(query, key.step, pair(key, value), attn_mask, False, features)
         if output is not None:
             return output.transpose(1, 2)
     inputs = (query, key, value, attn_mask)

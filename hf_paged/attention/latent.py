@@ -32,6 +32,7 @@ class LatentTensor(LazyTensor):
     DeepSeek-V2, arXiv 2405.04434, 2.1.2).
     """
 
+    step: StepMetadata
     latent: PagedTensor
     rotary: PagedTensor
     expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -52,34 +53,25 @@ class LatentTensor(LazyTensor):
         `expansion()` for these latents."""
         batch, _, length, _ = latent.shape
         nope = module.qk_nope_head_dim
-        key_dim = nope + module.qk_rope_head_dim
         value_dim = module.v_head_dim
-        dims = (key_dim, value_dim)
-        weight = module.kv_b_proj.weight
-        heads = weight.shape[0] // (nope + value_dim)
-        shape = (batch, heads, length, dims[which])
+        dims = (nope + module.qk_rope_head_dim, value_dim)
+        heads = module.kv_b_proj.weight.shape[0] // (nope + value_dim)
         tensor = Tensor._make_wrapper_subclass(
             cls,
-            shape,
+            (batch, heads, length, dims[which]),
             dtype=latent.dtype,
             device=latent.device,
         )
-        tensor.latent, tensor.rotary, tensor.which = latent, rotary, which
-        tensor.expand, tensor.expansion = expand, expansion
+        tensor.step, tensor.latent, tensor.rotary = latent.step, latent, rotary
+        tensor.expand, tensor.expansion, tensor.which = expand, expansion, which
         return tensor
 
     def dense(self) -> Tensor:
         """The expanded keys or values, contiguous."""
-        expanded = self.expansion()[self.which]
-        return expanded.contiguous()
+        return self.expansion()[self.which].contiguous()
 
     def refuse_write(self) -> None:
         raise RuntimeError(READ_ONLY)
-
-    @property
-    def sources(self) -> tuple[PagedTensor, PagedTensor]:
-        """The tensors that are expanded."""
-        return self.latent, self.rotary
 
     def is_with(self, value: Tensor) -> bool:
         """Whether these are the keys and `value` the values of the same expansion."""
@@ -94,39 +86,31 @@ class LatentTensor(LazyTensor):
         module: nn.Module,
         query: Tensor,
         value: Tensor,
-    ) -> tuple[StepMetadata, Tensor, KVBlocks, Callable[[Tensor], Tensor]] | None:
-        """Returns the step, queries of width `rank + rope_dim`, the blocks of that width that serve
+    ) -> tuple[Tensor, KVBlocks, Callable[[Tensor], Tensor]] | None:
+        """Returns queries of width `rank + rope_dim`, the blocks of that width that serve
         as both keys and values, and the function from the output `(batch, query_len, heads, rank +
         rope_dim)` to `(..., value_dim)`. `None` if latents and rotary keys are not adjacent in
         memory, or `value` is of another expansion."""
         layer = self.latent.layer
         rank = self.latent.shape[3]
         rope_dim = self.rotary.shape[3]
-        if not self.is_with(value):
+        if not self.is_with(value) or layer is not self.rotary.layer:
             return None
-        if layer is not self.rotary.layer:
+        if layer.tiles[0].shape[3] != rank + rope_dim:
             return None
-        width = layer.tiles[0].shape[3]
-        if width != rank + rope_dim:
-            return None
-        heads = query.shape[1]
-        weight = module.kv_b_proj.weight
         nope = module.qk_nope_head_dim
-        expanded_dim = nope + module.v_head_dim
         # (heads, nope + value_dim, rank)
-        weight = weight.view(heads, expanded_dim, -1)
-        keys = weight[:, :nope]
+        weight = module.kv_b_proj.weight.view(query.shape[1], nope + module.v_head_dim, -1)
         values = weight[:, nope:]
         # (batch, heads, query_len, rank)
-        in_latents = torch.matmul(query[..., :nope], keys)
-        rotary = query[..., nope:]
-        query = torch.cat([in_latents, rotary], dim=-1)
-        return (
-            self.latent.step,
-            query,
-            layer.latents,
-            lambda x: torch.einsum("bqhr,hvr->bqhv", x[..., :rank], values),
-        )
+        in_latents = torch.matmul(query[..., :nope], weight[:, :nope])
+        query = torch.cat([in_latents, query[..., nope:]], dim=-1)
+
+        def expand(x: Tensor) -> Tensor:
+            self.step.counters.latent += 1
+            return torch.einsum("bqhr,hvr->bqhv", x[..., :rank], values)
+
+        return query, layer.latents, expand
 
 
 # -- packed steps --------------------------------------------------------------------------------
@@ -148,43 +132,28 @@ def attend_packed(
     num_near = 0
     outputs = []
     if near is not None:
-        near_query = query[:, :, : near.num_tokens]
-        absorbed = key.absorb(module, near_query, value)
+        absorbed = key.absorb(module, query[:, :, : near.num_tokens], value)
         if absorbed is None:
-            near = None
             far, blocks = step.plan(_to_expand, 0)
         else:
-            _, near_query, latents, expand = absorbed
+            near_query, latents, expand = absorbed
             num_near = near.num_tokens
-            near_query = near_query[0]
-            near_query = near_query.transpose(0, 1)
-            call = AttentionCall(near_query, latents, near, *features)
-            output = backends.attend(call)
-            output = output.unsqueeze(0)
-            output = expand(output)
-            outputs.append(output[0])
-            step.counters.latent += 1
+            call = AttentionCall(near_query[0].transpose(0, 1), latents, near, *features)
+            output = backends.attend(call).unsqueeze(0)
+            outputs.append(expand(output)[0])
     if far is not None:
         states = []
-        for source in key.sources:
+        for source in (key.latent, key.rotary):
             state = quantized.read(source.blocks, blocks, source.dtype)
-            state = state.flatten(0, 2)
-            states.append(state[None, None])
-        keys, values = key.expand(*states)
-        keys = keys[0].contiguous()
-        values = values[0].contiguous()
-        by_blocks = (-1, step.block_size)
-        keys = keys.unflatten(1, by_blocks)
-        values = values.unflatten(1, by_blocks)
-        # (blocks, heads, block_size, dim)
-        keys = keys.transpose(0, 1)
-        values = values.transpose(0, 1)
-        far_query = query[0, :, num_near:]
-        far_query = far_query.transpose(0, 1)
-        far_blocks = KVBlocks((keys, values), keys, values)
+            states.append(state.flatten(0, 2)[None, None])
+        expanded = []
+        for x in key.expand(*states):
+            x = x[0].contiguous().unflatten(1, (-1, step.block_size))
+            expanded.append(x.transpose(0, 1))  # (blocks, heads, block_size, dim)
+        far_query = query[0, :, num_near:].transpose(0, 1)
+        far_blocks = KVBlocks(tuple(expanded), *expanded)
         call = AttentionCall(far_query, far_blocks, far, *features)
-        output = backends.attend(call)
-        outputs.append(output)
+        outputs.append(backends.attend(call))
     if len(outputs) == 1:
         return outputs[0]
     return torch.cat(outputs)
@@ -203,11 +172,8 @@ def _split(
             break
     if count == step.num_rows:
         return step, None, None
-    near = None
-    if count:
-        near = step.rows(0, count)
-    far, blocks = _to_expand(step, count)
-    return near, far, blocks
+    near = step.rows(0, count) if count else None
+    return near, *_to_expand(step, count)
 
 
 def _to_expand(step: StepMetadata, first: int) -> tuple[StepMetadata, Tensor]:
@@ -220,18 +186,13 @@ def _to_expand(step: StepMetadata, first: int) -> tuple[StepMetadata, Tensor]:
     rows = step.rows(first, step.num_rows)
     size = step.block_size
     counts = [-(-seq_len // size) for seq_len in rows.seq_lens]
-    row_tables = zip(rows.block_tables, counts)
-    row_blocks = [table[:count] for table, count in row_tables]
-    blocks = torch.cat(row_blocks)
+    blocks = torch.cat([table[:count] for table, count in zip(rows.block_tables, counts)])
     device = blocks.device
     begins = list(itertools.accumulate(counts[:-1], initial=0))
-    tables = torch.tensor(begins, dtype=torch.int32, device=device)
-    tables = tables[:, None]
-    most = max(counts)
-    columns = torch.arange(most, dtype=torch.int32, device=device)
-    tables = tables + columns
-    rows = dataclasses.replace(rows, block_tables=tables, block_ids=())
-    return rows, blocks
+    firsts = torch.tensor(begins, dtype=torch.int32, device=device)
+    columns = torch.arange(max(counts), dtype=torch.int32, device=device)
+    tables = firsts[:, None] + columns
+    return dataclasses.replace(rows, block_tables=tables, block_ids=()), blocks
 
 
 # -- the models' own expansion -------------------------------------------------------------------
@@ -240,26 +201,22 @@ def _to_expand(step: StepMetadata, first: int) -> tuple[StepMetadata, Tensor]:
 def can_absorb(module: nn.Module) -> bool:
     """Whether the layer's expansion is one plain matrix, so that it can be absorbed."""
     projection: Any = getattr(module, "kv_b_proj", None)
-    dims = (
-        "qk_nope_head_dim",
-        "qk_rope_head_dim",
-        "v_head_dim",
+    if type(projection) is not nn.Linear:
+        return False
+    hooks = (
+        projection._forward_hooks,
+        projection._forward_pre_hooks,
+        torch_module._global_forward_hooks,
+        torch_module._global_forward_pre_hooks,
     )
+    dims = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     return (
-        type(projection) is nn.Linear
-        and type(projection.weight) is nn.Parameter  # not quantized
+        type(projection.weight) is nn.Parameter  # not quantized
         and projection.bias is None
         and "forward" not in vars(projection)
-        and not is_hooked(projection)
+        and not any(hooks)  # they see its inputs or outputs
         and all(hasattr(module, dim) for dim in dims)
     )
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Whether forward hooks, on the module or global, see its inputs or outputs."""
-    own = module._forward_hooks or module._forward_pre_hooks
-    shared = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
-    return bool(own or shared)
 
 
 _wrapped: dict[type, Callable[..., Any]] = {}
@@ -270,11 +227,11 @@ def wrap_expansions(modules: Iterable[nn.Module]) -> None:
     transformers' code. `unwrap_expansions` undoes it."""
     classes = {type(module) for module in modules}
     for cls in classes:
-        own = vars(cls).get("expand_kv")
-        if cls in _wrapped or own is None:
+        original = vars(cls).get("expand_kv")
+        if cls in _wrapped or original is None:
             continue
-        if is_from_transformers(own):
-            _wrapped[cls], cls.expand_kv = own, _lazy(own)
+        if is_from_transformers(original):
+            _wrapped[cls], cls.expand_kv = original, _lazy(original)
 
 
 def _lazy(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -286,11 +243,10 @@ def _lazy(original: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        lazy = isinstance(kv_nope, PagedTensor) and isinstance(k_rot, PagedTensor)
-        lazy = lazy and (kv_nope.fresh is None or kv_nope.step.columns is None)
-        if args or kwargs:
-            lazy = False
-        if not lazy or not can_absorb(self) or torch.is_grad_enabled():
+        is_pair = isinstance(kv_nope, PagedTensor) and isinstance(k_rot, PagedTensor)
+        is_read = is_pair and (kv_nope.fresh is None or kv_nope.step.columns is None)
+        is_lazy = is_read and not args and not kwargs
+        if not is_lazy or not can_absorb(self) or torch.is_grad_enabled():
             return original(self, kv_nope, k_rot, *args, **kwargs)
         expand = functools.partial(original, self)
         expansion = functools.cache(lambda: expand(kv_nope, k_rot))

@@ -4,6 +4,7 @@ a step."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -51,9 +52,9 @@ def parse(mask_function: Callable[..., Any]) -> MaskPattern | None:
     is_causal = mask_function is causal_mask_function
     if is_causal or mask_function is bidirectional_mask_function:
         return MaskPattern(causal=is_causal)
-    match _made_by(mask_function):
+    match _maker_of(mask_function):
         case "and_masks", {"mask_functions": [overlay, other]} if other is causal_mask_function:
-            match _made_by(overlay):
+            match _maker_of(overlay):
                 case "sliding_window_overlay", {"sliding_window": window}:
                     return MaskPattern(causal=True, window=window)
                 case "chunked_overlay", {"chunk_size": chunk}:
@@ -61,16 +62,14 @@ def parse(mask_function: Callable[..., Any]) -> MaskPattern | None:
     return None
 
 
-def _made_by(function: Any) -> tuple[str, dict[str, Any]]:
+def _maker_of(function: Any) -> tuple[str, dict[str, Any]]:
     """The name of the function in `transformers.masking_utils` that made this one (else `""`), and
     its closure."""
     if getattr(function, "__module__", None) != "transformers.masking_utils":
         return "", {}
-    cells = function.__closure__ or ()
-    values = [cell.cell_contents for cell in cells]
+    values = [cell.cell_contents for cell in function.__closure__ or ()]
     maker = function.__qualname__.split(".")[0]
-    variables = function.__code__.co_freevars
-    return maker, dict(zip(variables, values))
+    return maker, dict(zip(function.__code__.co_freevars, values))
 
 
 class PagedMask(LazyTensor):
@@ -81,27 +80,24 @@ class PagedMask(LazyTensor):
     arguments: dict[str, Any]
     model_attention: str
     pattern: MaskPattern
-    _made: dict[str, Any]  # cached results
+    _results: dict[object, Any]  # of `resolve` and `visible_columns`
 
     @staticmethod
-    def __new__(cls, arguments: dict[str, Any], model_attention: str) -> PagedMask:
-        """`arguments`: what transformers passed to the mask interface."""
-        mask_function = arguments.get("mask_function", causal_mask_function)
-        pattern = parse(mask_function)
-        assert pattern is not None
-        shape = (
-            arguments["batch_size"],
-            1,
-            arguments["q_length"],
-            arguments["kv_length"],
-        )
+    def __new__(
+        cls,
+        arguments: dict[str, Any],
+        model_attention: str,
+        pattern: MaskPattern,
+    ) -> PagedMask:
+        """`arguments`: what transformers passed to the mask interface, a mask function of this
+        pattern among them."""
+        shape = (arguments["batch_size"], 1, arguments["q_length"], arguments["kv_length"])
+        dtype = arguments.get("dtype", torch.float32)
         if model_attention == "sdpa":
             dtype = torch.bool
-        else:
-            dtype = arguments.get("dtype", torch.float32)
         device = arguments.get("device", "cpu")
         mask = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        mask.arguments, mask.model_attention, mask._made = arguments, model_attention, {}
+        mask.arguments, mask.model_attention, mask._results = arguments, model_attention, {}
         mask.pattern = pattern
         return mask
 
@@ -115,8 +111,8 @@ class PagedMask(LazyTensor):
     ) -> Any:
         aten = torch.ops.aten
         if func in (aten.alias.default, aten.slice.Tensor) and not kwargs:
-            mask, *range_of = args
-            kept = mask._slice(*range_of)
+            mask, *indices = args
+            kept = mask._slice(*indices)
             if kept is not None:
                 return kept
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -131,73 +127,61 @@ class PagedMask(LazyTensor):
         """The mask of the indices `start:end:step` on an axis; `None` unless they are all, or the
         last queries."""
         size = self.shape[dim]
-        chosen = slice(start, end, step)
-        first, last, stride = chosen.indices(size)
+        first, last, stride = slice(start, end, step).indices(size)
         are_last_queries = dim % self.dim() == 2 and first < size
-        reaches_end = stride == 1 and last == size
         is_symbolic = first == 0 or are_last_queries
-        if not reaches_end or not is_symbolic:
+        if not is_symbolic or (last, stride) != (size, 1):
             return None
         arguments = self.arguments
         if first:
-            offset = arguments.get("q_offset", 0)
-            arguments = {
-                **arguments,
-                "q_length": size - first,
-                "q_offset": offset + first,
-            }
-        return PagedMask(arguments, self.model_attention)
+            offset = arguments.get("q_offset", 0) + first
+            arguments = {**arguments, "q_length": size - first, "q_offset": offset}
+        return PagedMask(arguments, self.model_attention, self.pattern)
 
-    def resolve(self, implementation: str) -> Any:
-        """Returns the mask of `implementation`'s mask interface for the same arguments (for sdpa it
-        may be `None`)."""
-        if implementation not in self._made:
+    def resolve(self, implementation: str, **options: bool) -> Any:
+        """Returns the mask of `implementation`'s mask interface for the same arguments and these
+        options (for sdpa it may be `None`)."""
+        key = (implementation, *options)
+        if key not in self._results:
             make = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
-            self._made[implementation] = make(**self.arguments)
-        return self._made[implementation]
+            self._results[key] = make(**{**self.arguments, **options})
+        return self._results[key]
 
     def dense(self) -> Tensor:
         """The dense mask, in the format of the model's own implementation."""
-        if "dense" not in self._made:
-            arguments = {
-                **self.arguments,
-                "allow_is_causal_skip": False,
-                "allow_is_bidirectional_skip": False,
-            }
-            implementation = "eager" if self.model_attention == "eager" else "sdpa"
-            make = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
-            mask = make(**arguments)
-            self._made["dense"] = mask.expand(self.shape)
-        return self._made["dense"]
+        implementation = "eager" if self.model_attention == "eager" else "sdpa"
+        mask: Tensor = self.resolve(
+            implementation,
+            allow_is_causal_skip=False,
+            allow_is_bidirectional_skip=False,
+        )
+        return mask.expand(self.shape)
 
     @property
     def visible_columns(self) -> Columns | None:
         """Key positions in the padded batch that the 2D padding mask leaves visible; `None` if it
         leaves holes."""
-        if "columns" not in self._made:
+        if "columns" not in self._results:
             arguments = self.arguments
-            end = arguments["kv_length"] + arguments.get("kv_offset", 0)
-            padding_mask = arguments.get("attention_mask")
-            batch_size = arguments["batch_size"]
-            self._made["columns"] = padding_columns(padding_mask, batch_size, end)
-        return self._made["columns"]
+            self._results["columns"] = padding_columns(
+                arguments.get("attention_mask"),
+                arguments["batch_size"],
+                arguments["kv_length"] + arguments.get("kv_offset", 0),
+            )
+        return self._results["columns"]
 
 
+@dataclasses.dataclass(eq=False)
 class LooksAhead:
     """An `attention_observer` of a first forward over rows of `length` columns, or those from
     `first` on if a cache holds the others: finds positions that saw later ones."""
 
-    def __init__(
-        self,
-        paddings: list[int],
-        length: int,
-        first: int = 0,
-    ) -> None:
-        self.paddings = paddings
-        self.length = length
-        self.first = first
-        self.num_calls = 0
-        self._masks: list[Tensor | None] = []  # distinct masks that are not just causal
+    paddings: list[int]
+    length: int
+    first: int = 0
+    num_calls: int = 0
+    # distinct masks that are not just causal
+    _masks: list[Tensor | None] = dataclasses.field(default_factory=list)
 
     def __call__(
         self,
@@ -205,11 +189,10 @@ class LooksAhead:
         mask: Tensor | None,
         is_causal: bool,
     ) -> None:
-        num_rows, num_queries, num_keys = sizes
-        expected_rows = len(self.paddings)
-        expected_queries = self.length - self.first
-        is_ours = num_rows == expected_rows and num_queries == expected_queries
+        *others, num_keys = sizes
+        num_queries = self.length - self.first
         fewest_keys = min(num_queries + 1, self.length)
+        is_ours = others == [len(self.paddings), num_queries]
         if not is_ours or not fewest_keys <= num_keys <= self.length:
             return  # in a vision tower
         self.num_calls += 1
@@ -217,7 +200,7 @@ class LooksAhead:
             is_causal = mask.pattern.causal
         elif mask is not None:
             is_causal = False
-        if not is_causal and not any(mask is known for known in self._masks):
+        if not is_causal and not any(mask is other for other in self._masks):
             self._masks.append(mask)
 
     def positions(self) -> Tensor | None:
@@ -225,12 +208,12 @@ class LooksAhead:
         of other sizes."""
         rows = len(self.paddings)
         length = self.length
-        paddings = self.paddings
-        found = torch.zeros(rows, length, dtype=torch.bool, device="cpu")
+        ahead = torch.zeros(rows, length, dtype=torch.bool, device="cpu")
         here = torch.arange(self.first, length, device="cpu")
+        first_tokens = torch.tensor(self.paddings, device="cpu")[:, None]
         for mask in self._masks:
             if mask is None:
-                return torch.ones_like(found)
+                return torch.ones_like(ahead)
             if isinstance(mask, PagedMask):
                 mask = mask.dense()
             if mask.dim() != 4:
@@ -239,29 +222,16 @@ class LooksAhead:
             if num_queries != len(here) or num_keys > length:
                 return None
             columns = torch.arange(length - num_keys, length, device="cpu")
-            if mask.dtype == torch.bool:
-                is_visible = mask
-            else:
-                least = torch.finfo(mask.dtype).min
-                is_visible = mask > least / 2
-            seen = is_visible.any(1)
-            seen = seen.expand(rows, -1, -1)
-            seen = seen.cpu()
+            if mask.dtype != torch.bool:
+                mask = mask > torch.finfo(mask.dtype).min / 2
+            seen = mask.any(1).expand(rows, -1, -1).cpu()
             last = (seen * columns).amax(-1)
             # padding may see anything
-            first_tokens = torch.tensor(paddings, device="cpu")
-            first_tokens = first_tokens[:, None]
             last = last.where(here >= first_tokens, here)
-            looks_ahead = last > here
-            shape = (rows, length + 1)
-            steps = torch.zeros(shape, dtype=torch.long, device="cpu")
-            steps[:, self.first : -1] += looks_ahead
-            ends = -looks_ahead.long()
-            steps = steps.scatter_add(1, last + 1, ends)
-            depths = steps.cumsum(1)
-            depths = depths[:, :-1]
-            found |= depths > 0
-        return found
+            reach = last.cummax(1).values  # what a position or an earlier one saw
+            ahead[:, self.first :] |= reach > here
+            ahead[:, self.first + 1 :] |= reach[:, :-1] == here[1:]
+        return ahead
 
 
 def padding_columns(
@@ -272,11 +242,8 @@ def padding_columns(
     """The range of ones in the first `length` columns of each row of a `(batch, any)` mask, with
     zeros past its end; `None` if a row is not zeros, ones, zeros."""
     if attention_mask is None:
-        firsts = (0,) * batch_size
-        ends = (length,) * batch_size
-        return firsts, ends
-    mask = attention_mask[:, :length]
-    mask = mask.bool().cpu()
+        return (0,) * batch_size, (length,) * batch_size
+    mask = attention_mask[:, :length].bool().cpu()
     if not mask.shape[1]:
         return None
     # a byte per column: searching bytes is faster than a tensor op
@@ -297,31 +264,27 @@ def padding_columns(
 def packed_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
     """Applies the window or chunks of the mask to a packed step. Raises `NotPackable` if the mask
     is not causal, hides other tokens, or shows tokens whose blocks the layer group has freed."""
+    if mask is None:
+        raise NotPackable("the attention mask is None")
     if not isinstance(mask, PagedMask):
-        what = "None"
-        if mask is not None:
-            what = "a dense tensor, not just causal with a window or chunks"
-        raise NotPackable(f"the attention mask is {what}")
-    arguments = mask.arguments
+        raise NotPackable(
+            "the attention mask is a dense tensor, not just causal with a window or chunks"
+        )
     pattern = mask.pattern
     num_tokens = step.num_tokens
-    names = ("batch_size", "q_length", "kv_length", "kv_offset")
-    sizes = [arguments.get(name, 0) for name in names]
     if not pattern.causal:
         raise NotPackable("the attention mask shows later tokens")
-    if sizes != [1, num_tokens, num_tokens, 0]:
+    offset = mask.arguments.get("kv_offset", 0)
+    if mask.shape != (1, 1, num_tokens, num_tokens) or offset:
         raise NotPackable(
-            f"the attention mask was made for other sizes than 1 x {num_tokens} tokens: {sizes}"
+            f"the attention mask was made for other sizes than 1 x {num_tokens} tokens:"
+            f" {tuple(mask.shape)} from key {offset} on"
         )
-    all_columns = ((0,), (num_tokens,))
-    if mask.visible_columns != all_columns:
+    if mask.visible_columns != ((0,), (num_tokens,)):
         raise NotPackable("the attention mask hides tokens")
     most = pattern.window if pattern.chunk is None else pattern.chunk
-    if step.window is not None:
-        if most is None or most > step.window:
-            raise NotPackable(
-                f"the mask's window is {most}, but the cache keeps {step.window} tokens"
-            )
+    if step.window is not None and (most is None or most > step.window):
+        raise NotPackable(f"the mask's window is {most}, but the cache keeps {step.window} tokens")
     cascade = None
     if pattern.window == step.window:  # the window for which the cascade was planned
         cascade = step.cascade
@@ -343,42 +306,35 @@ def _in_chunks(step: StepMetadata, size: int) -> StepMetadata:
         assert origins is not None
         positions = origins + seq_lens - 1
         chunks = positions.div(size, rounding_mode="floor")
-        starts = chunks * size - origins
-        starts = starts.clamp_(min=0)
+        starts = (chunks * size - origins).clamp_(min=0)
         lengths = step.lengths._replace(starts=starts)
         return dataclasses.replace(step, lengths=lengths, cascade=None)
     rows = []
     query_start = [0]
     seq_lens = []
     starts = []
-    origins = []
-    sequences = zip(step.seq_lens, step.origins)
-    for row, (seq_len, origin) in enumerate(sequences):
+    sequences = zip(step.seq_lens, step.origins, itertools.pairwise(step.query_start))
+    for row, (seq_len, origin, (row_start, row_end)) in enumerate(sequences):
         end = origin + seq_len
-        row_start = step.query_start[row]
-        row_end = step.query_start[row + 1]
         first = end - (row_end - row_start)
         while first < end:
             begin = first // size * size
             last = min(begin + size, end)
             rows.append(row)
-            query_end = query_start[-1] + last - first
-            query_start.append(query_end)
+            query_start.append(query_start[-1] + last - first)
             seq_lens.append(last - origin)
             starts.append(max(0, begin - origin))
-            origins.append(origin)
             first = last
     tables = step.block_tables
     if len(rows) > step.num_rows:
-        index = torch.tensor(rows, device=tables.device)
-        tables = tables[index]
+        tables = tables[torch.tensor(rows, device=tables.device)]
     return dataclasses.replace(
         step,
         block_tables=tables,
         query_start=tuple(query_start),
         seq_lens=tuple(seq_lens),
         starts=tuple(starts),
-        origins=tuple(origins),
+        origins=tuple(step.origins[row] for row in rows),
     )
 
 
@@ -393,38 +349,35 @@ def rectangle_step(
     coordinates), equivalent to `mask`; `None` if only a dense mask is."""
     columns = step.columns
     assert columns is not None
-    num_columns = len(columns)
-    if not isinstance(mask, PagedMask):
-        firsts = tuple(max(columns.start, origin) for origin in step.origins)
-        ends = (columns.stop,) * step.num_rows
-        if mask is None:
-            # without a mask, implementations attend to everything, except that several queries may
-            # be causal
-            if (is_causal and query_len > 1) or step.has_padding:
-                return None
-        else:
-            if mask.dim() != 4 or mask.shape[3] != num_columns:
-                return None
-            if mask.shape[2] > 1 and step.has_padding:
-                return None
-            if mask.dtype == torch.bool:
-                mask = torch.where(mask, 0.0, float("-inf"))
-        pattern = MaskPattern(causal=False)
-        metadata = _build(step, query_len, pattern, (firsts, ends), device)
-        if mask is None:
-            return metadata, None
-        bias = mask.float()
-        bias = in_table_coordinates(bias, step)
-        return metadata, bias
+    if isinstance(mask, PagedMask):
+        visible = _visible_columns(mask, columns, query_len)
+        if visible is None:
+            return None
+        return _build(step, query_len, mask.pattern, visible, device), None
+    bias = None
+    if mask is None:
+        # without a mask, implementations attend to everything, except that several queries may be
+        # causal
+        if (is_causal and query_len > 1) or step.has_padding:
+            return None
+    else:
+        if mask.dim() != 4 or mask.shape[3] != len(columns):
+            return None
+        if mask.shape[2] > 1 and step.has_padding:
+            return None
+        if mask.dtype == torch.bool:
+            mask = torch.where(mask, 0.0, float("-inf"))
+        bias = in_table_coordinates(mask.float(), step)
+    stored = (step.origins, (columns.stop,) * step.num_rows)
+    return _build(step, query_len, MaskPattern(causal=False), stored, device), bias
+
+
+def _visible_columns(mask: PagedMask, columns: range, query_len: int) -> Columns | None:
+    """The columns that a symbolic mask of a step shows; `None` if only the dense mask tells."""
     arguments = mask.arguments
     pattern = mask.pattern
-    sizes = (
-        arguments["q_length"],
-        arguments["kv_length"],
-        arguments.get("kv_offset", 0),
-    )
-    expected_sizes = (query_len, num_columns, columns.start)
-    if sizes != expected_sizes:
+    sizes = (*mask.shape[2:], arguments.get("kv_offset", 0))
+    if sizes != (query_len, len(columns), columns.start):
         return None
     visible = mask.visible_columns
     if visible is None:
@@ -434,12 +387,10 @@ def rectangle_step(
     if 0 in ends or (pattern.chunk is not None and query_len > 1):
         return None
     if pattern.causal:
-        offset = arguments.get("q_offset", 0)
-        is_last = offset == columns.stop - query_len
-        if not is_last or any(end < columns.stop for end in ends):
+        is_last = arguments.get("q_offset", 0) == columns.stop - query_len
+        if not is_last or min(ends) < columns.stop:
             return None
-    metadata = _build(step, query_len, pattern, visible, device)
-    return metadata, None
+    return visible
 
 
 def in_table_coordinates(bias: Tensor, step: StepMetadata) -> Tensor:
@@ -450,14 +401,9 @@ def in_table_coordinates(bias: Tensor, step: StepMetadata) -> Tensor:
     shifts = [step.columns.start - origin for origin in step.origins]
     if not any(shifts):
         return bias
-    sizes = bias.shape[1:]
-    rows = bias.expand(len(shifts), *sizes)
+    rows = zip(bias.expand(len(shifts), *bias.shape[1:]), shifts)
     most = max(shifts)
-    shifted = []
-    for row, shift in zip(rows, shifts):
-        padding = (shift, most - shift)
-        row = F.pad(row, padding, value=float("-inf"))
-        shifted.append(row)
+    shifted = [F.pad(row, (shift, most - shift), value=float("-inf")) for row, shift in rows]
     return torch.stack(shifted)
 
 
@@ -488,14 +434,10 @@ def _build(
         if pattern.chunk is not None:  # chunks count from the row's first real token
             last_position = max(0, columns.stop - 1 - first)
             first += last_position // pattern.chunk * pattern.chunk
-        seq_len = max(0, end - origin)
-        first_column = columns.start - origin
-        start = max(0, first - origin, first_column)
-        seq_lens.append(seq_len)
-        starts.append(start)
-    tables = step.block_tables.to(device)
+        seq_lens.append(max(0, end - origin))
+        starts.append(max(0, first - origin, columns.start - origin))
     return StepMetadata.rectangle(
-        tables,
+        step.block_tables.to(device),
         seq_lens,
         step.block_size,
         query_len=query_len,

@@ -100,10 +100,9 @@ def compiled_layers(modules: Iterable[nn.Module]) -> list[nn.Module]:
     update, and would compile the code around it in many pieces."""
     layers = []
     for module in modules:
-        if is_compiled(module) or is_switched(module):
-            classes: set[type] = {type(part) for part in module.modules()}
-            if any(map(_updates_cache, classes)):
-                layers.append(module)
+        is_layer = is_compiled(module) or is_switched(module)
+        if is_layer and any(map(_updates_cache, map(type, module.modules()))):
+            layers.append(module)
     return layers
 
 
@@ -125,15 +124,13 @@ def model_attention(config: PreTrainedConfig | None, cls: type | None = None) ->
 
 @functools.cache
 def _file_supports_sdpa(module_name: str) -> bool:
-    file_globals = vars(sys.modules[module_name])
-    classes = filter(inspect.isclass, file_globals.values())
-    models: list[Any] = []
-    for cls in classes:
-        if issubclass(cls, PreTrainedModel) and cls.__module__ == module_name:
-            models.append(cls)
-    if not models:
-        return True
-    return any(getattr(cls, compat.SUPPORTS_SDPA) for cls in models)
+    classes = filter(inspect.isclass, vars(sys.modules[module_name]).values())
+    supports = [
+        getattr(cls, compat.SUPPORTS_SDPA)
+        for cls in classes
+        if issubclass(cls, PreTrainedModel) and cls.__module__ == module_name
+    ]
+    return not supports or any(supports)
 
 
 def _of_file(cls: type, name: str) -> Any:
@@ -201,21 +198,23 @@ def is_from_transformers(function: Any) -> bool:
 
 
 def _readers(modules: Iterable[nn.Module]) -> list[tuple[PreTrainedConfig, set[type]]]:
-    """The configs of `modules`, each with the classes of the modules that read it."""
-    found: dict[int, tuple[PreTrainedConfig, set[type]]] = {}
+    """The configs that cached attention layers among `modules` read, each with the classes of
+    these."""
+    readers: dict[int, tuple[PreTrainedConfig, set[type]]] = {}
     for module in modules:
+        cls: type = type(module)
         config = compat.attribute(module, "config")
-        if isinstance(config, PreTrainedConfig):
-            _, classes = found.setdefault(id(config), (config, set()))
-            classes.add(type(module))
-    return list(found.values())
+        if isinstance(config, PreTrainedConfig) and _calls_interface(cls):
+            _, classes = readers.setdefault(id(config), (config, set()))
+            classes.add(cls)
+    return list(readers.values())
 
 
 def foreign_attention(modules: Iterable[nn.Module]) -> str | None:
     """Why keys and values are gathered for cached attention layers among `modules`; `None` if they
     are not."""
     for config, classes in _readers(modules):
-        for cls in filter(_calls_interface, classes):
+        for cls in classes:
             implementation = model_attention(config, cls)
             if stock_function(cls, implementation) is None:
                 return Topic.MODEL_CODE(
@@ -226,19 +225,16 @@ def foreign_attention(modules: Iterable[nn.Module]) -> str | None:
 
 def calls_interface(modules: Iterable[nn.Module]) -> bool:
     """Whether a cached attention layer among `modules` calls the attention interface."""
-    classes: set[type] = {type(module) for module in modules}
-    return any(map(_calls_interface, classes))
+    return any(map(_calls_interface, map(type, modules)))
 
 
 def switchable_configs(modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
     """The configs from which cached attention layers among `modules` (all of a model) read their
     implementation."""
     switchable = []
-    for config, classes in _readers(modules):
+    for config, _ in _readers(modules):
         named = compat.attention_of(config)  # read once: another thread's call may end meanwhile
-        if named == NAME and not isinstance(named, _Switched):
-            continue  # loaded with ours: nothing to switch
-        if any(map(_calls_interface, classes)):
+        if named != NAME or isinstance(named, _Switched):  # else loaded with ours
             switchable.append(config)
     return switchable
 
@@ -253,8 +249,7 @@ def _tree(code: Any) -> ast.Module | None:
     """The syntax tree of a class or a function, if it has one."""
     with _parsing:  # CPython 3.11 counts the parser's depth over all threads
         try:
-            source = inspect.getsource(code)
-            return ast.parse(textwrap.dedent(source))
+            return ast.parse(textwrap.dedent(inspect.getsource(code)))
         except (OSError, TypeError, SyntaxError):
             return None
 
@@ -266,9 +261,7 @@ def _calls_interface(cls: type) -> bool:
     if tree is None or issubclass(cls, PreTrainedModel):
         return False
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    if "ALL_ATTENTION_FUNCTIONS" not in names:
-        return False
-    return "update" in _attributes(tree)
+    return "ALL_ATTENTION_FUNCTIONS" in names and "update" in _attributes(tree)
 
 
 @functools.cache
@@ -277,16 +270,12 @@ def _updates_cache(cls: type) -> bool:
     source."""
     if issubclass(cls, PreTrainedModel):  # its layers do
         return False
-    bases = []
     for base in cls.__mro__:
         package, _, _ = base.__module__.partition(".")
-        if package not in ("builtins", "torch"):
-            bases.append(base)
-    for base in bases:
+        if package in ("builtins", "torch"):
+            continue
         tree = _tree(base)
-        if tree is None:
-            return True
-        if any(name.startswith("update") for name in _attributes(tree)):
+        if tree is None or any(name.startswith("update") for name in _attributes(tree)):
             return True
     return False
 
@@ -332,23 +321,17 @@ def eager_features(function: Callable[..., Any] | None) -> frozenset[str] | None
     names = set()
     nodes = itertools.chain.from_iterable(map(ast.walk, definition.body))
     for node in nodes:
-        if (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.value, ast.Name)
-            and node.value.id == "module"
-        ):
-            attributes.add(node.attr)
-        elif isinstance(node, ast.Call):
-            if isinstance(node.func, ast.Attribute):
-                calls.add(node.func.attr)
-            else:
-                calls.add(getattr(node.func, "id", "?"))
-        elif isinstance(node, ast.Name):
-            names.add(node.id)
-    allowed_parameters = _PLAIN_PARAMETERS | _OPTIONAL_PARAMETERS
-    is_plain = parameters <= allowed_parameters and attributes <= _PLAIN_ATTRIBUTES
-    if not is_plain or not calls <= _PLAIN_CALLS or "attention_mask" not in names:
+        match node:
+            case ast.Attribute(ast.Name("module"), attribute):
+                attributes.add(attribute)
+            case ast.Call(ast.Attribute(attr=name) | ast.Name(name)):
+                calls.add(name)
+            case ast.Call():
+                calls.add("?")
+            case ast.Name(name):
+                names.add(name)
+    is_plain = parameters <= _PLAIN_PARAMETERS | _OPTIONAL_PARAMETERS
+    is_plain = is_plain and attributes <= _PLAIN_ATTRIBUTES and calls <= _PLAIN_CALLS
+    if not is_plain or "attention_mask" not in names:
         return None
-    options = parameters & _OPTIONAL_PARAMETERS
-    sinks = attributes & {"sinks"}
-    return frozenset(options | sinks)
+    return frozenset(parameters & _OPTIONAL_PARAMETERS | attributes & {"sinks"})

@@ -18,6 +18,7 @@ from torch import Tensor
 from hf_paged import kernels
 from hf_paged.attention import backends
 from hf_paged.attention.backends import gather, reference
+from hf_paged.attention.backends.parts import SLICE_QUERIES, Layout, Part, plan_parts
 from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.cache.store import choose_store, store_portable
 from hf_paged.kernels import cpp
@@ -365,12 +366,11 @@ def test_scratch_survives_inference_mode() -> None:
     torch.testing.assert_close(call.run("gather"), first)
 
 
-def parts_of(call: Call, step: StepMetadata | None = None) -> tuple[gather.Part, ...]:
+def parts_of(call: Call, step: StepMetadata | None = None) -> tuple[Part, ...]:
     layouts = [
-        gather.Layout(x.shape, x.stride(), x.element_size())
-        for x in (call.key_blocks, call.value_blocks)
+        Layout(x.shape, x.stride(), x.element_size()) for x in (call.key_blocks, call.value_blocks)
     ]
-    return (step or call.step).plan(gather.plan_parts, *layouts)[0]
+    return (step or call.step).plan(plan_parts, *layouts)[0]
 
 
 def test_mask_of_a_step_is_a_corner_of_one() -> None:
@@ -379,7 +379,7 @@ def test_mask_of_a_step_is_a_corner_of_one() -> None:
     )
     call.run("gather")
     (mask,) = (made for made in call.step._plans.values() if isinstance(made, Tensor))
-    assert mask.untyped_storage().nbytes() <= 4 * gather.SLICE_QUERIES * 700
+    assert mask.untyped_storage().nbytes() <= 4 * SLICE_QUERIES * 700
     for part in parts_of(call):
         assert [(q.stop - q.start, seen.start) for q, seen in part.slices] == [(150, 0), (150, 0)]
         assert [seen.stop for _, seen in part.slices] == [part.length - 150, part.length]

@@ -12,6 +12,7 @@ import hf_paged
 from hf_paged import kernels
 from hf_paged.attention import backends
 from hf_paged.attention.backends import gather
+from hf_paged.attention.backends.parts import Layout, plan_parts
 from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.cache.storage import KVBlocks
 from hf_paged.cache.store import store_portable
@@ -38,10 +39,7 @@ def test_rows_of_several_lengths(
     features: dict[str, Any], queries: int, device: torch.device
 ) -> None:
     call = to_device(build(Case(seq_lens=(33, 70, 5, 64), queries=queries, **features)), device)
-    assert (
-        len(call.step.plan(gather.plan_parts, *layouts_of(call.key_blocks, call.value_blocks))[0])
-        == 1
-    )
+    assert len(call.step.plan(plan_parts, *layouts_of(call.key_blocks, call.value_blocks))[0]) == 1
     torch.testing.assert_close(
         call.run("gather").double().cpu(), call.expected, atol=2e-5, rtol=2e-5
     )
@@ -60,8 +58,8 @@ def test_nothing_visible_gives_zeros(device: torch.device) -> None:
     assert not call.run("gather").any()
 
 
-def layouts_of(*blocks: torch.Tensor) -> list[gather.Layout]:
-    return [gather.Layout(x.shape, x.stride(), x.element_size()) for x in blocks]
+def layouts_of(*blocks: torch.Tensor) -> list[Layout]:
+    return [Layout(x.shape, x.stride(), x.element_size()) for x in blocks]
 
 
 def operations_per_step(
@@ -120,7 +118,7 @@ def lengths_of_parts(
     step = StepMetadata.rectangle(tables, seq_lens, 16, query_len=queries)
     blocks = torch.zeros(1, heads, 16, dim)
     (layout,) = layouts_of(blocks)
-    parts, is_complete = gather.plan_parts(step, layout, layout)
+    parts, is_complete = plan_parts(step, layout, layout)
     assert is_complete
     return [[seq_lens[row] for row, _ in part.members] for part in parts]
 
@@ -147,7 +145,7 @@ def test_shorter_rows_are_padded_in_front() -> None:
     step = StepMetadata.rectangle(tables, (10, 6), 4, starts=(3, 4))
     blocks = torch.zeros(5, 2, 4, 8)
     (layout,) = layouts_of(blocks)
-    ((part,), _) = gather.plan_parts(step, layout)
+    ((part,), _) = plan_parts(step, layout)
     assert part.positions is not None and part.hidden is not None
     assert part.positions.tolist() == [[3, 4, 5, 6, 7, 8, 9], [4, 4, 4, 4, 4, 4, 5]]
     assert part.hidden[:, 0, 0].tolist() == [[False] * 7, [True] * 5 + [False] * 2]

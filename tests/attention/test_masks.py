@@ -90,10 +90,16 @@ def arguments(**kwargs: Any) -> dict[str, Any]:
     )
 
 
+def made(arguments: dict[str, Any], implementation: str) -> PagedMask:
+    pattern = parse(arguments.get("mask_function", masking_utils.causal_mask_function))
+    assert pattern is not None
+    return PagedMask(arguments, implementation, pattern)
+
+
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_any_operation_sees_what_the_model_s_own_mask_would_be(implementation: str) -> None:
     given = arguments()
-    mask = PagedMask(given, implementation)
+    mask = made(given, implementation)
     own = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[implementation](**given)
     assert mask.shape == own.shape and mask.dtype == own.dtype
     assert torch.equal(mask[:, :, -1:], own[:, :, -1:])
@@ -103,7 +109,7 @@ def test_any_operation_sees_what_the_model_s_own_mask_would_be(implementation: s
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_a_slice_of_the_last_queries_keeps_the_pattern(implementation: str) -> None:
     given = arguments(mask_function=masking_utils.sliding_window_causal_mask_function(3))
-    mask = PagedMask(given, implementation)
+    mask = made(given, implementation)
     own = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[implementation](**given)
     for first in (0, 1, 2, -1):
         part = mask[:, :, first:, :]
@@ -128,14 +134,14 @@ def test_a_slice_of_the_last_queries_keeps_the_pattern(implementation: str) -> N
     ids=["first queries", "every other", "none", "one", "rows", "keys", "picked"],
 )
 def test_other_slices_are_dense(index: Any) -> None:
-    mask = PagedMask(arguments(), "sdpa")
+    mask = made(arguments(), "sdpa")
     part = mask[index]
     assert not isinstance(part, PagedMask)
     assert torch.equal(part, masking_utils.sdpa_mask(**arguments())[index])
 
 
 def test_resolve_keeps_the_skips_of_each_implementation() -> None:
-    free = PagedMask(arguments(attention_mask=None, q_length=5, q_offset=0), "sdpa")
+    free = made(arguments(attention_mask=None, q_length=5, q_offset=0), "sdpa")
     assert free.resolve("sdpa") is None, "sdpa takes is_causal instead"
     assert free.resolve("eager") is not None
     assert free.dense().shape == (2, 1, 5, 5)
@@ -151,7 +157,7 @@ def test_positions_that_saw_later_ones() -> None:
     }
     looks = LooksAhead([0, 2], 6)
     looks(sizes, None, True)
-    looks(sizes, PagedMask(arguments, "sdpa"), False)
+    looks(sizes, made(arguments, "sdpa"), False)
     looks((2, 9, 9), None, False)  # as from a vision tower
     found = looks.positions()
     assert looks.num_calls == 2 and found is not None and not found.any()

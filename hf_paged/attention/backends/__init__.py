@@ -41,23 +41,21 @@ def select(call: AttentionCall) -> ModuleType:
     `gather` if that kernel does not support the call. For Triton this is logged, once per reason.
     Raises if the forced backend is unavailable.
     """
-    name = call.step.plan(_preferred)
-    backend = BACKENDS[name]
-    reason = None
-    if backend in (cpp, triton):
+    backend = BACKENDS[call.step.plan(_preferred)]
+    is_cpu = call.query.is_cpu
+    if backend is reference:
+        return backend
+    if backend is not gather:
         reason = backend.unsupported_reason(call)
-    device = "the CPU"
-    if not call.query.is_cpu:
-        device = str(call.query.device)
-    if backend is gather and call.query.is_cpu:
+        if reason is None:
+            return backend
+    elif is_cpu:
         reason = (
             "there is no C++ kernel: HF_PAGED_CPP=0, or it could not be built or loaded, and the"
             " log says why"
         )
-    elif backend is gather:
+    else:
         reason = "the Triton kernels do not run there, and the log says why"
-    if reason is None:
-        return backend
     if backend is triton:
         log_once(
             Topic.GATHERED(
@@ -66,11 +64,11 @@ def select(call: AttentionCall) -> ModuleType:
             reason,
         )
         return gather
-    found = obstacles.get()
-    if found is not None:
-        is_decode = call.step.query_start[:2] == (0, 1)
-        if is_decode and not forced():
-            found.add(Topic.GATHERED(f"decode steps gather keys and values on {device}: {reason}"))
+    reasons = obstacles.get()
+    is_decode = call.step.query_start[:2] == (0, 1)
+    if reasons is not None and is_decode and not forced():
+        device = "the CPU" if is_cpu else call.query.device
+        reasons.add(Topic.GATHERED(f"decode steps gather keys and values on {device}: {reason}"))
     return gather
 
 

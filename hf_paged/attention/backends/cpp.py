@@ -46,36 +46,28 @@ def _agrees(codes: torch.dtype | None = None) -> bool:
         torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
         for shape in shapes
     )
-    tables = torch.arange(10, dtype=torch.int32, device="cpu")
-    tables = tables.view(2, 5)
+    tables = torch.arange(10, dtype=torch.int32, device="cpu").view(2, 5)
     tolerances = {
         torch.float32: 1e-4,
         torch.bfloat16: 2e-2,
         torch.float16: 2e-3,
     }
-    one_query = [(heads, 1) for heads in range(1, 10)]
-    sizes = [*one_query, (1, 9)]
+    sizes = [*((heads, 1) for heads in range(1, 10)), (1, 9)]
     for dtype, tolerance in tolerances.items():
-        block_keys = keys.to(dtype)
-        block_values = values.to(dtype)
-        blocks = KVBlocks((), block_keys, block_values)
+        blocks = KVBlocks((), keys.to(dtype), values.to(dtype))
         if codes is not None:
             num_bytes = quantized.tile_bytes(16, 64)
             tiles = torch.empty(10, 2, num_bytes, dtype=torch.uint8, device="cpu")
-            dtypes = (dtype, dtype)
-            blocks = KVBlocks.view((tiles,), 1, 64, dtypes, (16, codes))
+            blocks = KVBlocks.view((tiles,), 1, 64, (dtype, dtype), (16, codes))
             quantized.write(blocks.keys, slice(None), keys)
             quantized.write(blocks.values, slice(None), values)
         for heads, query_len in sizes:
             step = StepMetadata.rectangle(tables, (71, 33), 16, query_len=query_len)
-            queries = query[: 2 * query_len, :heads]
-            queries = queries.to(dtype).contiguous()
+            queries = query[: 2 * query_len, :heads].to(dtype).contiguous()
             call = AttentionCall(queries, blocks, step, scale=0.125)
             # in float64, whose products no option of torch makes less precise
-            precise_call = call._replace(query=queries.double())
-            expected = reference.attend(precise_call)
-            kernel = _kernel(call)
-            output = kernel(queries, step).double()
+            expected = reference.attend(call._replace(query=queries.double()))
+            output = _kernel(call)(queries, step).double()
             if not torch.allclose(output, expected, rtol=tolerance, atol=tolerance):
                 logger.warning(
                     Topic.CPP_KERNELS(
@@ -118,16 +110,16 @@ def unsupported_reason(call: AttentionCall) -> str | None:
 
 def attend(call: AttentionCall) -> Tensor:
     """`reference.attend`, summed in float32."""
-    if not _is_long(call):
-        kernel = _kernel(call)
-        return kernel(call.query, call.step, call.sinks, call.bias)
-    outputs = []
-    for part in call.by_groups():
-        if _is_long(part):
-            outputs.append(gather.attend(part))
-        else:
-            outputs.append(attend(part))
-    return torch.cat(outputs)
+    if _is_long(call):
+        return call.by_groups(_attend_group)
+    kernel = _kernel(call)
+    return kernel(call.query, call.step, call.sinks, call.bias)
+
+
+def _attend_group(call: AttentionCall) -> Tensor:
+    if _is_long(call):
+        return gather.attend(call)
+    return attend(call)
 
 
 def _is_long(call: AttentionCall) -> bool:
@@ -145,8 +137,7 @@ def _is_long(call: AttentionCall) -> bool:
 def _longest(step: StepMetadata) -> int:
     """The most queries of a row, the same for all layers."""
     bounds = itertools.pairwise(step.query_start)
-    lengths = (end - start for start, end in bounds)
-    return max(lengths, default=0)
+    return max((end - start for start, end in bounds), default=0)
 
 
 def attend_again(call: AttentionCall) -> Tensor | None:
@@ -163,9 +154,7 @@ def attend_again(call: AttentionCall) -> Tensor | None:
 
 
 def _takes_bias(bias: Tensor | None) -> bool:
-    if bias is None:
-        return True
-    return bias.dtype in DTYPES and bias.is_cpu
+    return bias is None or (bias.dtype in DTYPES and bias.is_cpu)
 
 
 def _sign(call: AttentionCall) -> tuple[object, ...]:
@@ -174,20 +163,8 @@ def _sign(call: AttentionCall) -> tuple[object, ...]:
     sinks = call.sinks
     kind = None
     if sinks is not None:
-        kind = (
-            sinks.dtype,
-            sinks.shape,
-            sinks.stride(),
-            sinks.device,
-        )
-    return (
-        query.shape,
-        query.stride(),
-        query.dtype,
-        kind,
-        call.scale,
-        call.softcap,
-    )
+        kind = (sinks.dtype, sinks.shape, sinks.stride(), sinks.device)
+    return query.shape, query.stride(), query.dtype, kind, call.scale, call.softcap
 
 
 def _kernel(call: AttentionCall) -> Attention:

@@ -3,11 +3,14 @@ slow."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...cache.handles import PagedTensor, RowTensor
 from ...cache.storage import KVBlocks
 from ...kernels import quantized
 from ...step import StepMetadata, row_groups
@@ -63,20 +66,31 @@ class AttentionCall(NamedTuple):
             sinks = sinks[heads]
         return self._replace(query=query, bias=bias, sinks=sinks)
 
-    def by_groups(self) -> list[AttentionCall]:
-        """Splits the call into groups of rows with equally many queries, in order."""
+    def by_groups(self, attend: Callable[[AttentionCall], Tensor]) -> Tensor:
+        """Attends to groups of rows with equally many queries, one after another."""
         if self.step.query_len is not None:
-            return [self]
-        calls = []
-        groups = self.step.plan(row_groups)
-        for at, step in groups:
+            return attend(self)
+        outputs = []
+        for at, step in self.step.plan(row_groups):
             fresh = self.fresh
             if fresh:
                 fresh = tuple(x[at] for x in fresh)
-            query = self.query[at]
-            call = self._replace(query=query, step=step, fresh=fresh)
-            calls.append(call)
-        return calls
+            call = self._replace(query=self.query[at], step=step, fresh=fresh)
+            outputs.append(attend(call))
+        return torch.cat(outputs)
+
+
+def pair(key: PagedTensor | RowTensor, value: PagedTensor | RowTensor) -> KVBlocks:
+    """The blocks of a layer, or a pair if the model mixes keys and values of several layers, or has
+    read them before and after another call made the pool larger."""
+    layer = key.layer
+    keys = key.blocks
+    values = value.blocks
+    if keys is layer.keys and values is layer.values:
+        return layer
+    num_blocks = min(len(keys), len(values))
+    both = keys[:num_blocks], values[:num_blocks]
+    return KVBlocks(both, *both)
 
 
 def attend(call: AttentionCall) -> Tensor:
@@ -91,84 +105,49 @@ def attend(call: AttentionCall) -> Tensor:
     heads = call.query.shape[1]
     kv_heads = keys.shape[1]
     groups = (kv_heads, -1)
-    value_dim = values.shape[3]
     block_size = step.block_size
     device = call.query.device
     dtype = call.query.dtype
     compute = torch.promote_types(dtype, torch.float32)
-    minus_infinity = float("-inf")
     # the sink, or -inf for none, is one more column without a value
     sinks = call.sinks
     if sinks is None:
-        sinks = torch.full((heads,), minus_infinity, device=device)
-    no_rows = call.query.new_empty(0, heads, value_dim, dtype=compute)
-    rows = [no_rows]
+        sinks = torch.full((heads,), -math.inf, device=device)
+    rows = [call.query.new_empty(0, heads, values.shape[3], dtype=compute)]
     for row in range(step.num_rows):
-        start = step.query_start[row]
-        end = step.query_start[row + 1]
-        query = call.query[start:end]
-        query = query.to(compute)
+        query = call.query[step.query_start[row] : step.query_start[row + 1]].to(compute)
         query_len = len(query)
         ranges = [step.visible(row, i) for i in range(query_len)]
-        bounds = torch.tensor(ranges, device=device)
-        bounds = bounds.view(-1, 2)
-        firsts = bounds[:, :1]
-        ends = bounds[:, 1:]
-        seq_len = step.seq_lens[row]
-        positions = torch.arange(seq_len, device=device)
-        visible = positions >= firsts
-        precedes_end = positions < ends
-        visible = visible & precedes_end
+        bounds = torch.tensor(ranges, device=device).view(-1, 2)
+        positions = torch.arange(step.seq_lens[row], device=device)
+        visible = (positions >= bounds[:, :1]) & (positions < bounds[:, 1:])
         seen = visible.any(0)
         positions = positions[seen]
         visible = visible[:, seen]
-        table = step.block_tables[row]
-        table = table.long()
-        blocks = table[positions // block_size]
-        offsets = positions % block_size
-        index = blocks, slice(None), offsets
-        key = quantized.read(keys, index, compute)
-        key = key.transpose(0, 1)
-        value = quantized.read(values, index, compute)
-        value = value.transpose(0, 1)
+        blocks = step.block_tables[row].long()[positions // block_size]
+        index = blocks, slice(None), positions % block_size
         # [kv_heads, 1, positions, dim]: one axis for the query heads of a group
-        key = key.unsqueeze(1)
-        value = value.unsqueeze(1)
+        key = quantized.read(keys, index, compute).transpose(0, 1).unsqueeze(1)
+        value = quantized.read(values, index, compute).transpose(0, 1).unsqueeze(1)
         # [kv_heads, group, query_len, head_dim]
-        grouped = query.transpose(0, 1)
-        grouped = grouped.unflatten(0, groups)
+        grouped = query.transpose(0, 1).unflatten(0, groups)
         # [kv_heads, group, query_len, positions]
-        transposed = key.transpose(-1, -2)
-        scores = grouped @ transposed
-        scores = scores * call.scale
+        scores = grouped @ key.transpose(-1, -2) * call.scale
         if call.softcap is not None:
-            scores = torch.tanh(scores / call.softcap)
-            scores = scores * call.softcap
+            scores = torch.tanh(scores / call.softcap) * call.softcap
         if bias is not None:
             length = bias.shape[-1]
-            added = bias.expand(step.num_rows, heads, query_len, length)
-            added = added[row]
+            added = bias.expand(step.num_rows, heads, query_len, length)[row]
             if length != 1:
                 added = added[..., positions]
-            added = added.to(compute)
-            added = added.unflatten(0, groups)
-            scores = scores + added
-        scores = scores.masked_fill(~visible, minus_infinity)
-        sink = sinks.to(compute)
-        sink = sink.view(kv_heads, -1, 1, 1)
-        sink = sink.expand(-1, -1, query_len, -1)
-        scores = torch.cat([scores, sink], dim=-1)
+            scores = scores + added.to(compute).unflatten(0, groups)
+        scores = scores.masked_fill(~visible, -math.inf)
+        sink = sinks.to(compute).view(kv_heads, -1, 1, 1)
+        scores = torch.cat([scores, sink.expand(-1, -1, query_len, -1)], dim=-1)
         # their softmax would be NaN: zeros instead
-        blind = scores == minus_infinity
-        blind = blind.all(dim=-1, keepdim=True)
-        weights = scores.masked_fill(blind, 0.0)
-        weights = weights.softmax(dim=-1)
-        weights = weights[..., :-1]
-        weights = weights.masked_fill(blind, 0.0)
-        output = weights @ value
-        output = output.flatten(0, 1)
+        blind = (scores == -math.inf).all(dim=-1, keepdim=True)
+        weights = scores.masked_fill(blind, 0.0).softmax(dim=-1)
+        output = weights[..., :-1].masked_fill(blind, 0.0) @ value
         # [query_len, heads, value_dim]
-        output = output.transpose(0, 1)
-        rows.append(output)
-    outputs = torch.cat(rows)
-    return outputs.to(dtype)
+        rows.append(output.flatten(0, 1).transpose(0, 1))
+    return torch.cat(rows).to(dtype)

@@ -3,6 +3,7 @@ if they pay off."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -79,20 +80,17 @@ def attend(call: AttentionCall) -> Tensor:
     from ...kernels.triton import attention  # needs Triton
 
     step = call.step
-    keys = call.blocks.keys
-    values = call.blocks.values
     if step.query_len is not None and step.query_len <= MAX_QUERIES:
         return _attend_rows(call)
     num_decodes, decodes, chunks = step.plan(_split)
     first = None
     if decodes is not None:
-        query = call.query[:num_decodes]
-        decode_call = call._replace(query=query, step=decodes)
+        decode_call = call._replace(query=call.query[:num_decodes], step=decodes)
         first = _attend_rows(decode_call)
     rest = attention.prefill_attention(
         call.query[num_decodes:],
-        keys,
-        values,
+        call.blocks.keys,
+        call.blocks.values,
         chunks or step,
         **_features(call),
         bias=call.bias,
@@ -105,17 +103,14 @@ def attend(call: AttentionCall) -> Tensor:
 def _split(step: StepMetadata) -> tuple[int, StepMetadata | None, StepMetadata | None]:
     """Returns the number of leading rows with one query each, a step of these, and one of the rest;
     both steps are `None` if that number is 0."""
-    starts = step.query_start
     count = 0
-    for row in range(step.num_rows):
-        if starts[row + 1] - starts[row] != 1:
-            count = row
+    for start, end in itertools.pairwise(step.query_start):
+        if end - start != 1:
             break
+        count += 1
     if count == 0:
         return 0, None, None
-    decodes = step.rows(0, count)
-    chunks = step.rows(count, step.num_rows)
-    return count, decodes, chunks
+    return count, step.rows(0, count), step.rows(count, step.num_rows)
 
 
 def _attend_rows(call: AttentionCall) -> Tensor:
@@ -128,12 +123,12 @@ def _attend_rows(call: AttentionCall) -> Tensor:
     values = call.blocks.values
     may_cascade = step.block_ids or step.cascade
     if may_cascade and call.bias is None and _prefill_reason(call) is None:
-        found = step.cascade
-        if not found:
+        split = step.cascade
+        if not split:
             costs = cascade.default_costs(query, keys, values)
-            found = step.plan(cascade.find_cascade, costs)
-        if found is not None:
-            return attention.cascade_attention(query, keys, values, found, **_features(call))
+            split = step.plan(cascade.find_cascade, costs)
+        if split is not None:
+            return attention.cascade_attention(query, keys, values, split, **_features(call))
     return attention.decode_attention(
         query,
         keys,

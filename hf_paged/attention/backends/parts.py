@@ -1,0 +1,326 @@
+"""Which rows and heads the portable path attends to together, computed once per step, and where
+their keys and values are in the blocks."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...cache.row_slots import Placement
+from ...step import StepMetadata
+
+APART_QUERIES = 32
+"""From this many queries per row, rows of several lengths are not gathered together, and a group's
+heads run one after another if all scores are held at once."""
+
+SCRATCH_BYTES = 2 << 20
+DEVICE_SCRATCH_BYTES = 64 << 20
+"""Gathered K and V at a time, in bytes, unless one head of one row takes more. On the CPU more
+would not stay in L2 and L3; on other devices less would take no longer than its launches."""
+
+PADDING_SHARE = 8
+"""Rows of several lengths are gathered together while their padding takes at most this part of the
+scratch: it costs less than further operations."""
+
+SLICE_QUERIES = 256
+"""Queries at a time under a mask: skips keys that none of them sees, and bounds the mask's rows."""
+
+Member = tuple[int, int]
+"""A row's number, and the first position that it sees."""
+
+Geometry = tuple[int, int, int]
+"""The number of tokens that a row sees, the offset of the first in its block, and the first query
+that sees any."""
+
+Rows = tuple[Geometry, list[Member]]
+"""A geometry, and its rows."""
+
+
+class Units(NamedTuple):
+    """Tiles or tokens of a part, as rows of a matrix, which is a view of a layer's blocks."""
+
+    indices: Tensor  # of the rows, head-major
+    shape: tuple[int, int]  # of the matrix
+    stride: tuple[int, int]
+
+
+class Layout(NamedTuple):
+    """Memory layout of a layer's keys or values; the last dimension is contiguous."""
+
+    shape: tuple[int, ...]  # blocks, heads, block size, dim
+    stride: tuple[int, ...]
+    itemsize: int
+
+    def units(self, tables: Tensor, heads: slice, positions: Tensor | None) -> Units:
+        """The blocks `tables` `[rows, n]` of some heads, as tiles if the strides allow, which they
+        do not where keys and values are interleaved, else as tokens; or the tokens at `positions`
+        `[rows, n]` of rows with these block tables."""
+        _, _, size, dim = self.shape
+        block, head, token, _ = self.stride
+        if positions is None and token == dim:
+            distance = math.gcd(size * dim, block, head)
+            width = distance
+        else:
+            distance = math.gcd(token, block, head)
+            width = dim
+        # units from the start of a head
+        if positions is None:
+            spacing = token * width // dim
+            inner = torch.arange(size * dim // width, device=tables.device)
+            inner = inner * (spacing // distance)
+        else:
+            inner = positions % size * (token // distance)
+            inner = inner[:, None, :, None]
+            tables = tables.gather(1, positions // size)
+        first = torch.arange(heads.start, heads.stop, device=tables.device)
+        first = first[:, None, None] * (head // distance)
+        indices = tables[:, None, :, None] * (block // distance) + first + inner
+        axes = zip(self.shape, self.stride)
+        last = sum((length - 1) * stride for length, stride in axes) + 1 - width
+        return Units(indices.flatten(), (last // distance + 1, width), (distance, 1))
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Rows of one geometry, or padded to one, and a range of K/V heads, small enough for the
+    scratch."""
+
+    rows: slice | Tensor
+    members: tuple[Member, ...]
+    heads: slice
+    offset: int  # of the visible range in the first gathered block
+    length: int  # of the visible range
+    first_query: int  # earlier queries see nothing
+    # all queries in order, with the keys that any of them sees
+    slices: tuple[tuple[slice, slice], ...]
+    mask_keys: int  # columns of the step's mask, 0 if every query sees everything
+    causal: bool  # as many keys as queries, and each query sees keys up to itself
+    # of keys and values; if quantized, of codes and scales of each
+    units: tuple[Units, ...] = ()
+    positions: Tensor | None = None
+    """For rows of several lengths: the position of each gathered token, `[rows, length]`. Rows end
+    together: in front of a shorter one its first visible token is repeated."""
+    hidden: Tensor | None = None
+    """With `positions`: which of them are such repetitions, `[rows, 1, 1, length]`."""
+    slots: slice | None = None
+    """For rows that are contiguous in memory (`virtual.LayerRows`): their slots, in which the
+    visible range begins at `offset`."""
+
+
+Parts = tuple[tuple[Part, ...], bool]
+"""The parts of a step with equally many queries per row, and whether they cover every query of
+every row."""
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def plan_parts(step: StepMetadata, *layouts: Layout) -> Parts:
+    """The parts of rows that are gathered, with their units in each layout. `step.plan` runs this
+    once for all layers of the same layouts."""
+    geometries, is_complete = _geometries(step)
+    kv_heads = layouts[0].shape[1]
+    size = step.block_size
+    scratch = SCRATCH_BYTES if step.block_tables.is_cpu else DEVICE_SCRATCH_BYTES
+    token_bytes = sum(layout.itemsize * layout.shape[3] for layout in layouts)  # of one head
+    most_tokens = scratch // (token_bytes * kv_heads)
+    parts = []
+    for group in _similar(step, geometries, most_tokens):
+        (geometry, rows), *others = group
+        make_part = _part_of(step, geometry, geometries)
+        if others:
+            part = _padded_part(step, group, layouts, make_part)
+            parts.append(part)
+            continue
+        length, offset, _ = geometry
+        num_blocks = -(-(offset + length) // size)
+        head_bytes = num_blocks * size * token_bytes
+        num_rows = max(1, scratch // (head_bytes * kv_heads))
+        num_heads = max(1, min(kv_heads, scratch // head_bytes))
+        for at in range(0, len(rows), num_rows):
+            members = rows[at : at + num_rows]
+            tables = []
+            for row, low in members:
+                first = low // size
+                tables.append(step.block_tables[row, first : first + num_blocks])
+            blocks = torch.stack(tables).long()
+            index = _index(step, members)
+            for head in range(0, kv_heads, num_heads):
+                heads = slice(head, min(kv_heads, head + num_heads))
+                units = _units(layouts, blocks, heads)
+                part = make_part(index, tuple(members), heads, offset, units=units)
+                parts.append(part)
+    return tuple(parts), is_complete
+
+
+def _units(
+    layouts: tuple[Layout, ...],
+    tables: Tensor,
+    heads: slice,
+    positions: Tensor | None = None,
+) -> tuple[Units, ...]:
+    """`Layout.units` of each layout, computed once for equal ones."""
+    units = {layout: layout.units(tables, heads, positions) for layout in {*layouts}}
+    return tuple(units[layout] for layout in layouts)
+
+
+def _similar(
+    step: StepMetadata,
+    geometries: list[Rows],
+    most: int,
+) -> Iterator[list[Rows]]:
+    """Groups geometries of similar lengths, of at most `most` tokens with their padding. Steps of
+    many queries have few rows, and skip what none of them sees."""
+    group = list[Rows]()
+    num_rows = 0
+    padding = 0
+    queries = step.query_len or 1
+    for geometry in geometries:
+        (length, _, first_query), members = geometry
+        first = group[0] if group else geometry
+        (longest, _, skipped), _ = first
+        count = len(members)
+        num_rows += count
+        padding += (longest - length) * count
+        # a group's mask has a row for each query and head, kept for all layers
+        mask_size = num_rows * longest * queries
+        fits = mask_size <= most and padding * PADDING_SHARE <= most
+        skips_queries = first_query > 0 or skipped > 0
+        if group and (not fits or skips_queries or queries >= APART_QUERIES):
+            yield group
+            group = []
+            num_rows = count
+            padding = 0
+        group.append(geometry)
+    if group:
+        yield group
+
+
+def _padded_part(
+    step: StepMetadata,
+    group: list[Rows],
+    layouts: tuple[Layout, ...],
+    make_part: Callable[..., Part],
+) -> Part:
+    """The part of all rows of a group, whose first geometry is the longest."""
+    (length, _, _), _ = group[0]
+    members = sorted(member for _, members in group for member in members)
+    device = step.block_tables.device
+    row_bounds = [(step.seq_lens[row] - length, low) for row, low in members]
+    bounds = torch.tensor(row_bounds, device=device)
+    lows = bounds[:, 1:]
+    positions = bounds[:, :1] + torch.arange(length, device=device)
+    hidden = (positions < lows)[:, None, None]
+    positions = positions.maximum(lows)
+    rows = _index(step, members)
+    tables = step.block_tables[rows].long()
+    heads = slice(0, layouts[0].shape[1])
+    return make_part(
+        rows,
+        tuple(members),
+        heads,
+        0,
+        units=_units(layouts, tables, heads, positions),
+        positions=positions,
+        hidden=hidden,
+    )
+
+
+def plan_rows(step: StepMetadata, kv_heads: int, placement: Placement) -> Parts:
+    """The parts of rows that are contiguous in memory: one for rows of one geometry in neighbouring
+    slots."""
+    geometries, is_complete = _geometries(step)
+    heads = slice(0, kv_heads)
+    parts = []
+    for geometry, seeing in geometries:
+        runs: list[tuple[int, int, list[Member]]] = []
+        expected = None
+        for row, low in seeing:
+            slot = placement.slots[row]
+            offset = placement.firsts[row] + low
+            if (row, slot, offset) != expected:
+                runs.append((slot, offset, []))
+            runs[-1][2].append((row, low))
+            expected = (row + 1, slot + 1, offset)
+        make_part = _part_of(step, geometry, geometries)
+        for slot, offset, members in runs:
+            row, _ = members[0]
+            rows = slice(row, row + len(members))
+            slots = slice(slot, slot + len(members))
+            parts.append(make_part(rows, tuple(members), heads, offset, slots=slots))
+    return tuple(parts), is_complete
+
+
+def _geometries(step: StepMetadata) -> tuple[list[Rows], bool]:
+    """Returns rows with their first visible position by geometry, longest first; and whether every
+    query sees a key."""
+    query_len = step.query_len
+    assert query_len is not None
+    geometries: dict[Geometry, list[Member]] = {}
+    is_complete = True
+    ranges = zip(step.seq_lens, step.starts)
+    for row, (seq_len, low) in enumerate(ranges):
+        first_query = 0
+        if step.causal:
+            position = seq_len - query_len
+            first_query = max(0, low - position)
+            if step.window is not None:
+                low = max(low, position + first_query - step.window + 1)
+        sees_keys = low < seq_len
+        is_complete = is_complete and first_query == 0 and sees_keys
+        if first_query < query_len and sees_keys:
+            geometry = (seq_len - low, low % step.block_size, first_query)
+            geometries.setdefault(geometry, []).append((row, low))
+    longest_first = sorted(geometries.items(), reverse=True)
+    return longest_first, is_complete
+
+
+def _part_of(
+    step: StepMetadata,
+    geometry: Geometry,
+    geometries: list[Rows],
+) -> Callable[..., Part]:
+    """`Part` with the fields that all parts of one geometry share."""
+    query_len = step.query_len
+    assert query_len is not None
+    length, _, first_query = geometry
+    queries = query_len - first_query
+    past = length - queries
+    mask_keys = 0
+    window = length
+    num_slices = 1
+    if step.causal and queries > 1:
+        (mask_keys, _, _), _ = geometries[0]  # the longest
+        if step.window is not None:
+            window = step.window
+            mask_keys = min(mask_keys, SLICE_QUERIES + window - 1)
+        num_slices = -(-queries // SLICE_QUERIES)
+    bounds = [queries * index // num_slices for index in range(num_slices + 1)]
+    slices = []
+    for start, end in itertools.pairwise(bounds):
+        first_key = max(0, past + start - window + 1)
+        slices.append((slice(start, end), slice(first_key, past + end)))
+    return functools.partial(
+        Part,
+        length=length,
+        first_query=first_query,
+        slices=tuple(slices),
+        mask_keys=mask_keys,
+        causal=mask_keys > 0 and length == queries and window >= length,
+    )
+
+
+def _index(step: StepMetadata, members: list[Member]) -> slice | Tensor:
+    """The index of the members' rows: if possible a slice, which costs no copy."""
+    rows = [row for row, _ in members]
+    first = rows[0]
+    end = rows[-1] + 1
+    if rows == list(range(first, end)):
+        return slice(first, end)
+    return torch.tensor(rows, device=step.block_tables.device)

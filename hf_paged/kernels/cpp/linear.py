@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +56,7 @@ def max_rows(dtype: torch.dtype) -> int:
 def pack(
     head: tuple[int, torch.dtype, int, int, int],
     is_transposed: bool,
-    pieces: list[tuple[int, ...]],
+    pieces: Sequence[tuple[int, ...]],
     path: int,
 ) -> bytes:
     """Packs the kernel's struct. `head`: address, dtype, rows, depth and row stride of `x`.

@@ -26,8 +26,8 @@ from ..kernels.cpp.build import batch_invariant, kernel, observer
 from ..step import NotCapturable, NotPackable
 from .entries import Call, Kernel, Linear
 from .exact import is_exact
-from .lower import Lowering, tensors_in
-from .record import NothingRead, Operation, decompose
+from .lower import Lowering
+from .record import NothingRead, Operation, decompose, tensors_in
 from .rows import Rows
 from .tape import keep
 from .values import Ref

@@ -19,7 +19,7 @@ from ..step import NotCapturable
 from .entries import Call, Entry, Kernel, Linear
 from .exact import VIEWS_IN_PLACE, is_exact
 from .passes import simplify
-from .record import KernelCall, Launched, Operation, Recorded, written
+from .record import KernelCall, Launched, Operation, Recorded, tensors_in, written
 from .rows import Layout, Rows, Shape, layout, shape_of
 from .values import DTYPES, FLOATS, Values, values_of
 
@@ -46,10 +46,6 @@ _REDUCTIONS = {
 _POWERS = {2: "square", 3: "cube"}
 # round Python numbers to the dtype first; others do not
 _ROUNDS_NUMBERS = {"add", "sub", "maximum", "minimum"}
-
-
-def tensors_in(x: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor)]
 
 
 @dataclass

@@ -53,6 +53,10 @@ Known = list[tuple[Any, Any, Any]]
 result."""
 
 
+def tensors_in(x: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor)]
+
+
 class NothingUnrecorded(TorchDispatchMode):
     """Raises [`NotCapturable`] before an operation that waits for the device, copies to or from it,
     or draws random numbers; in this thread only, unlike torch's sync debug mode. Tensors made only
@@ -99,7 +103,7 @@ class NothingUnrecorded(TorchDispatchMode):
         if not of_constants:
             self._end_constants(func, written(func, args, kwargs))
         elif not func.name().startswith(_BLANK):
-            for storage in _storages(tree_leaves(result)):
+            for storage in _storages(tensors_in(result)):
                 self._constants[storage._cdata] = storage
         return result
 
@@ -108,7 +112,7 @@ class NothingUnrecorded(TorchDispatchMode):
             return True
         if func.name().startswith("aten::set_"):
             return False  # gives a tensor another one's memory
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = tensors_in((args, kwargs))
         return bool(inputs) and all(map(self.is_constant, inputs))
 
     def _end_constants(self, func: Any, tensors: Iterable[Tensor]) -> None:
@@ -197,7 +201,7 @@ def _is_of_numbers(func: Any, args: Any, kwargs: Any) -> bool:
         data = kwargs.get("data")
     if isinstance(data, Tensor):
         return False
-    if any(isinstance(leaf, Tensor) for leaf in tree_leaves(data)):
+    if tensors_in(data):
         raise NotCapturable(f"its forward reads the content of a tensor ({func.__name__})")
     return True
 
@@ -246,17 +250,14 @@ def written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
             value = args[number]
         else:
             value = kwargs.get(argument.name)
-        for leaf in tree_leaves(value):
-            if isinstance(leaf, Tensor):
-                yield leaf
+        yield from tensors_in(value)
 
 
-def _storages(leaves: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
+def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
     """The storages of tensors; subclasses may have none."""
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            with contextlib.suppress(NotImplementedError, RuntimeError):
-                yield leaf.untyped_storage()
+    for tensor in tensors:
+        with contextlib.suppress(NotImplementedError, RuntimeError):
+            yield tensor.untyped_storage()
 
 
 def _has_mask(indices: Any) -> bool:
@@ -353,8 +354,7 @@ class _Recorder(NothingUnrecorded):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if func in _LAZY:
             raise NotCapturable(f"its forward conjugates or negates without computing ({func})")
-        has_tensors = any(isinstance(x, Tensor) for x in tree_leaves(result))
-        if has_tensors:  # else a number, read from constants
+        if tensors_in(result):  # else a number, read from constants
             # aliases, since the tensors' shapes may be changed in place later
             seen = (args, kwargs, result)
             aliases = tree_map_only(Tensor, aten.alias.default, seen)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .compiler import COMMON_FLAGS, SOURCE, SOURCES, cpu_flags, find_compiler, link_flags
+from .compiler import COMMON_FLAGS, SOURCES, compile_command, cpu_flags, find_compiler
 
 FOLDER = Path(__file__).with_name("lib")
 _V2 = "cx16 popcnt sse4_1 sse4_2 ssse3"
@@ -65,17 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for level, (flags, _) in LEVELS.items():
         static = ("-fopenmp", "-static-libstdc++", "-static-libgcc", "-s")
         path = FOLDER / f"{level}.so"
-        compiler = find_compiler()
-        command = [
-            *compiler,
-            *COMMON_FLAGS,
-            *flags.split(),
-            *static,
-            str(SOURCE),
-            "-o",
-            str(path),
-            *link_flags(compiler),
-        ]
+        command = compile_command(find_compiler(), [*flags.split(), *static], path)
         subprocess.run(command, check=True, timeout=300)
         print(path.rename(path.with_name(f"kernels-{level}-{_of_sources()}-{_hash(path)}.so")).name)
     return 0

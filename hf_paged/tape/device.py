@@ -110,20 +110,16 @@ class DeviceTape:
         return is_alike
 
     def _tensor(self, ref: Ref) -> Tensor:
-        storage, start = self._place(ref)
+        fixed = self._values.fixed
+        start = ref.start  # in the storage
+        if ref.value is not None and ref.value not in fixed:
+            storage = self._storages[ref.value]
+        else:
+            if ref.value is not None:
+                start += fixed[ref.value]
+            after = bisect.bisect_right(self._outside, start, key=lambda item: item[0])
+            base, storage = self._outside[after - 1]
+            start -= base
         tensor = torch.empty(0, dtype=ref.dtype, device=storage.device)
         offset = start // ref.dtype.itemsize
         return tensor.set_(storage, offset, ref.sizes, ref.strides)
-
-    def _place(self, ref: Ref) -> tuple[torch.UntypedStorage, int]:
-        """A tensor's storage, and the byte offset in it."""
-        address = ref.start
-        if ref.value is not None:
-            fixed = self._values.fixed.get(ref.value)
-            if fixed is None:
-                return self._storages[ref.value], ref.start
-            address += fixed
-        after = bisect.bisect_right(self._outside, address, key=lambda item: item[0])
-        base, storage = self._outside[after - 1]
-        offset = address - base
-        return storage, offset

@@ -11,7 +11,7 @@ from typing import Any
 from ..kernels.cpp import linear
 from ..kernels.cpp.build import best_path
 from .rows import Rows
-from .values import Ref, values_of
+from .values import Address, Keep, Packed, Ref, values_of
 
 
 @dataclass(eq=False)
@@ -24,11 +24,7 @@ class Kernel:
     reads: set[int]
     writes: set[int]
 
-    def pack(
-        self,
-        address: Callable[[Ref], int],
-        keep: Callable[[bytes], int],
-    ) -> tuple[str, bytes]:
+    def pack(self, address: Address, keep: Keep) -> Packed:
         packed = bytearray(self.packed)
         for offset, ref in self.refs.items():
             struct.pack_into("Q", packed, offset, address(ref))
@@ -65,11 +61,7 @@ class Linear:
     def writes(self) -> set[int]:
         return values_of(out for *_, out in self.pieces)
 
-    def pack(
-        self,
-        address: Callable[[Ref], int],
-        keep: Callable[[bytes], int],
-    ) -> tuple[str, bytes]:
+    def pack(self, address: Address, keep: Keep) -> Packed:
         x = self.x
         num_rows, depth = x.sizes
         head = address(x), x.dtype, num_rows, depth, x.strides[0]
@@ -97,9 +89,9 @@ Entry = Rows | Kernel | Linear | Call
 
 def spans(entries: list[Entry]) -> dict[int, tuple[int, int]]:
     """The first and the last entry that uses each value."""
-    found: dict[int, tuple[int, int]] = {}
+    by_value: dict[int, tuple[int, int]] = {}
     for index, entry in enumerate(entries):
         for value in entry.reads | entry.writes:
-            first, _ = found.get(value, (index, index))
-            found[value] = first, index
-    return found
+            first, _ = by_value.get(value, (index, index))
+            by_value[value] = first, index
+    return by_value

@@ -58,7 +58,7 @@ class _Program(NamedTuple):
         ]
         starts = [tensor.data_ptr() for tensor in tensors]
         output_starts = [tensor.data_ptr() for tensor in outputs if tensor.numel()]
-        held: list[Any] = []
+        keep_all = functools.partial(keep, [])
 
         def address(ref: Ref) -> int:
             if ref.value is None:
@@ -66,9 +66,8 @@ class _Program(NamedTuple):
                 return starts[number]
             return output_starts[ref.value] + ref.start
 
-        keep_held = functools.partial(keep, held)
         for entry in self.entries:
-            name, packed = entry.pack(address, keep_held)
+            name, packed = entry.pack(address, keep_all)
             error = kernel(name)(packed)
             if error:
                 raise RuntimeError(f"the kernel {name!r} gave up with error {error}")
@@ -108,7 +107,7 @@ class _Invariant(TorchDispatchMode):
         if not has_floats:
             return func(*args, **kwargs)
         # tensors at one address may be read once, so the key says which share one
-        backwards = enumerate(reversed(tensors))
+        backwards = reversed(list(enumerate(tensors)))
         first = {tensor.data_ptr(): number for number, tensor in backwards}
         kinds = (_kind(leaf, first) for leaf in leaves)
         key = func, *kwargs, *kinds
@@ -116,7 +115,7 @@ class _Invariant(TorchDispatchMode):
         if program is _UNKNOWN:
             if len(_programs) >= _MAX_PROGRAMS:
                 _programs.clear()
-            program = _program(func, args, kwargs, tensors)
+            program = _program(func, args, kwargs, tensors, first)
             _programs[key] = program
         if program is None:
             return func(*args, **kwargs)
@@ -194,6 +193,7 @@ def _program(
     args: Any,
     kwargs: Any,
     tensors: list[Tensor],
+    inputs: dict[int, int],
 ) -> _Program | None:
     """Makes an operation's program; `None` if PyTorch's own is batch-invariant. Raises
     [`NotInvariant`] if no kernel computes it."""
@@ -220,8 +220,6 @@ def _program(
     if not entries or len(packable) < len(entries):
         kinds = "; ".join(f"{x.dtype} {tuple(x.shape)} {x.stride()}" for x in tensors)
         raise NotInvariant(f"no kernel computes {func} of {kinds}")
-    numbered = list(enumerate(tensors))
-    inputs = {tensor.data_ptr(): number for number, tensor in reversed(numbered)}
     layouts = [(x.shape, x.stride(), x.dtype) for x in outputs]
     return _Program(packable, inputs, layouts, isinstance(result, Tensor))
 

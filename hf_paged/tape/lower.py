@@ -28,9 +28,11 @@ _CPU = torch.device("cpu")
 MAX_REDUCED_WIDTH = 16384  # widest rows that one program on a device reduces
 
 # operations of lists, by PyTorch's names
-_ONE_NAME = "neg abs sqrt rsqrt reciprocal square relu exp tanh sigmoid silu sin cos log".split()
+_ONE_NAME = (
+    "neg abs sqrt rsqrt reciprocal square relu exp tanh sigmoid silu sin cos log gelu".split()
+)
 _UNARY = {f"aten::{name}": name for name in _ONE_NAME}
-_UNARY |= {"aten::clone": "copy", "aten::_to_copy": "copy"}
+_UNARY |= dict.fromkeys(("aten::clone", "aten::_to_copy", "aten::copy_"), "copy")
 _OVERLOADS = (".Tensor", ".Scalar", "_.Tensor", "_.Scalar")
 _BINARY = {
     f"aten::{name}{overload}": name
@@ -121,35 +123,27 @@ class Lowering:
         """Adds the operation to a list, or as a kernel; returns whether it could."""
         function, args, kwargs, result = operation
         name = function.name()
-        if name in _UNARY:
-            return self._compute(_UNARY[name], args[:1], result)
-        has_alpha = len(args) > 2 or kwargs.get("alpha", 1) != 1
-        if name in _BINARY and not has_alpha:
-            is_in_place = function._schema.is_mutable
-            return self._compute(_BINARY[name], args, result, is_in_place)
         if name in _METHODS:
             return _METHODS[name](self, operation)
-        if self.has_kernels and name in _KERNELS:
-            return _KERNELS[name](self, operation)
-        return False
-
-    def _copy(self, operation: Operation) -> bool:
-        target, source, *_ = operation.args
-        return self._compute("copy", (source,), target, is_in_place=True)
-
-    def _gelu(self, operation: Operation) -> bool:
-        is_tanh = operation.kwargs.get("approximate") == "tanh"
-        op = "gelu_tanh" if is_tanh else "gelu"
-        return self._compute(op, operation.args[:1], operation.result)
+        if name in _KERNELS:
+            return self.has_kernels and _KERNELS[name](self, operation)
+        op = _UNARY.get(name)
+        operands = args[:1]
+        if name in _BINARY:
+            has_alpha = len(args) > 2 or kwargs.get("alpha", 1) != 1
+            op = None if has_alpha else _BINARY[name]
+            operands = args
+        elif name == "aten::copy_":
+            operands = args[1:2]
+        elif name == "aten::pow.Tensor_Scalar":
+            op = _POWERS.get(args[1])
+        elif name == "aten::gelu" and kwargs.get("approximate") == "tanh":
+            op = "gelu_tanh"
+        return op is not None and self._compute(op, operands, result, function._schema.is_mutable)
 
     def _softplus(self, operation: Operation) -> bool:
         is_plain = len(operation.args) == 1
         return is_plain and self._compute("softplus", operation.args, operation.result)
-
-    def _power(self, operation: Operation) -> bool:
-        x, exponent = operation.args
-        op = _POWERS.get(exponent)
-        return op is not None and self._compute(op, (x,), operation.result)
 
     def _open(
         self,
@@ -209,7 +203,7 @@ class Lowering:
         output: Tensor,
         is_in_place: bool = False,
     ) -> bool:
-        tensors = [x for x in args if isinstance(x, Tensor)]
+        tensors = tensors_in(args)
         if not tensors or tensors[0] is not args[0]:
             return False
         if is_in_place:
@@ -405,9 +399,6 @@ class Lowering:
 
 _Method = Callable[[Lowering, Operation], bool]
 _METHODS: dict[str, _Method] = {
-    "aten::copy_": Lowering._copy,
-    "aten::gelu": Lowering._gelu,
-    "aten::pow.Tensor_Scalar": Lowering._power,
     "aten::native_layer_norm": Lowering._layer_norm,
     "aten::cat": Lowering._cat,
     **dict.fromkeys(_REDUCTIONS, Lowering._reduce),

@@ -115,8 +115,6 @@ def own_products(modules: Iterable[nn.Module]) -> contextlib.AbstractContextMana
         for x in part._parameters.values()
         if x is not None
     )
-    if not is_half or any(map(is_compiled, parts)):
-        return contextlib.nullcontext()
-    if not cpp.is_available():
+    if not is_half or any(map(is_compiled, parts)) or not cpp.is_available():
         return contextlib.nullcontext()
     return OwnProducts()

@@ -158,9 +158,7 @@ class KnownAgain(TorchDispatchMode):
         if source is None and not _waits(func, args):
             return func(*args, **kwargs)
         then, host, result = next(self._left, (None, None, None))
-        is_same = then is func
-        if is_same and host is not None:
-            is_same = _is_same(host, source)
+        is_same = then is func and (host is None or _is_same(host, source))
         if not is_same:
             raise NotCapturable(f"its forward is another when it runs again ({func})")
         if func is aten.copy_.default:

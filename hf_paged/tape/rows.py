@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from .values import DTYPES, Ref, values_of
+from .values import DTYPES, Address, Keep, Packed, Ref, values_of
 
 _OPS = (
     "load store add sub mul div maximum minimum neg abs sqrt rsqrt reciprocal square relu exp tanh"
@@ -83,13 +83,11 @@ def layout(ref: Ref, sizes: tuple[int, ...]) -> Layout | None:
     if missing < 0:
         return None
     ref_sizes = (1,) * missing + ref.sizes
-    strides = [0] * missing + list(ref.strides)
-    for axis, (size, target_size) in enumerate(zip(ref_sizes, sizes)):
-        if size == target_size:
-            continue
-        if size != 1:
+    strides = []
+    for size, target_size, stride in zip(ref_sizes, sizes, (0,) * missing + ref.strides):
+        if size not in (1, target_size):
             return None
-        strides[axis] = 0
+        strides.append(stride if size == target_size else 0)
     row_strides = _of_rows(strides, sizes, 0)
     if row_strides is None:
         return None
@@ -203,11 +201,7 @@ class Rows:
                 used.update(each.inputs)
         self.instructions = kept[::-1]
 
-    def pack(
-        self,
-        address: Callable[[Ref], int],
-        keep: Callable[[bytes], int],
-    ) -> tuple[str, bytes]:
+    def pack(self, address: Address, keep: Keep) -> Packed:
         registers, are_narrow = self._renumbered()
         num_memories = 0
         memories = b""

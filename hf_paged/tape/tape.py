@@ -16,7 +16,7 @@ from ..kernels.cpp.build import address_of, kernel
 from .entries import Call, spans
 from .lower import Lowering
 from .record import recording
-from .values import Arena, Ref
+from .values import Arena, Packed, Ref
 
 aten = torch.ops.aten
 _ENTRY = struct.Struct("2Q")  # struct TapeEntry
@@ -52,7 +52,7 @@ class Tape:
         self.num_calls = 0  # of PyTorch operations, by a replay
         self.nbytes = self._arena.nbytes  # of the memory it owns
         self._parts: list[Callable[[], None]] = []
-        batch: list[tuple[str, bytes]] = []
+        batch: list[Packed] = []
         for entry in entries:
             if isinstance(entry, Call):
                 self._close(batch)
@@ -84,7 +84,7 @@ class Tape:
 
     # -- entries ----------------------------------------------------------------------------------
 
-    def _close(self, batch: list[tuple[str, bytes]]) -> None:
+    def _close(self, batch: list[Packed]) -> None:
         """Turns these entries into one part."""
         if not batch:
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,16 @@ class Ref:
         for size, stride in zip(self.sizes, self.strides):
             span += (size - 1) * stride
         return span * self.dtype.itemsize
+
+
+Address = Callable[[Ref], int]
+"""The address of a tensor's memory."""
+
+Keep = Callable[[bytes], int]
+"""Stores bytes for as long as a packed call is used, and returns their address."""
+
+Packed = tuple[str, bytes]
+"""The name of a C++ kernel, and its packed call."""
 
 
 def values_of(leaves: Iterable[Any]) -> set[int]:

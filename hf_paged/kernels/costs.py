@@ -12,7 +12,7 @@ import torch
 
 from . import cpp, forced, uses_triton
 from .cpp.compiler import cpu_flags
-from .cpp.prebuilt import LEVELS
+from .cpp.prebuilt import LEVELS, levels
 
 FOLDER = Path(__file__).with_name("tables")
 
@@ -38,13 +38,9 @@ def machine(device: torch.device) -> str:
 
         return configs.chip(device)
     name = platform.machine()
-    flags = set()
-    if name == "x86_64":
-        flags = cpu_flags()
-    for level, (_, needed) in LEVELS.items():
-        if flags.issuperset(needed.split()):
-            return level
-    return name
+    if name != "x86_64":
+        return name
+    return next(levels(cpu_flags()), name)
 
 
 def key(kernel: str, stored: str) -> str:

@@ -8,10 +8,11 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from . import fused
-from .lower import Call, Entry, Launch, Lowering
+from .entries import Call, Entry, spans
+from .lower import Lowering
 from .record import recording
 from .rows import Rows
 from .values import Ref
@@ -24,16 +25,15 @@ class DeviceTape:
     recorded of this. It holds the outside tensors that `run` used. A graph of it must keep
     `constants` alive."""
 
-    def __init__(self, lowering: Lowering, entries: list[Entry]) -> None:
+    def __init__(self, lowering: Lowering) -> None:
         self._values = lowering.values
         self._device = lowering.device
-        self.entries = entries
+        self.entries = lowering.entries
         self.constants = lowering.values.constants
-        # values that each entry is the first to use
-        self._begins: list[list[int]] = [[] for _ in entries]
-        self._ends: list[list[int]] = [[] for _ in entries]
-        spans = lowering.spans()
-        for value, (first, last) in spans.items():
+        # values that each entry is the first, or the last, to use
+        self._begins: list[list[int]] = [[] for _ in self.entries]
+        self._ends: list[list[int]] = [[] for _ in self.entries]
+        for value, (first, last) in spans(self.entries).items():
             if value in self._values.fixed:
                 continue
             self._begins[first].append(value)
@@ -53,8 +53,8 @@ class DeviceTape:
         with recording() as operations:
             run()
         lowering = Lowering(lambda tensor: True, device, has_kernels=False)
-        entries = lowering.run(operations)
-        return cls(lowering, entries)
+        lowering.run(operations)
+        return cls(lowering)
 
     @property
     def num_launches(self) -> int:
@@ -86,22 +86,11 @@ class DeviceTape:
         if isinstance(entry, Rows):
             fused.launch(entry, self._tensor)
             return
-        assert isinstance(entry, (Launch, Call))
-        leaves = []
-        for leaf in entry.args:
-            if isinstance(leaf, Ref):
-                leaf = self._tensor(leaf)
-            leaves.append(leaf)
-        args, kwargs = tree_unflatten(leaves, entry.tree)
-        if isinstance(entry, Launch):
-            entry.kernel[entry.grid](*args, **kwargs)
-            return
+        assert isinstance(entry, Call)
+        args, kwargs = tree_map_only(Ref, self._tensor, entry.given)
         result = entry.function(*args, **kwargs)
-        made, _ = tree_flatten(result)
-        for ref, tensor in zip(entry.found, made):
-            if ref is None:
-                continue
-            if not self._take(ref, tensor):
+        for ref, tensor in zip(entry.results, tree_leaves(result)):
+            if isinstance(ref, Ref) and not self._take(ref, tensor):
                 self._tensor(ref).copy_(tensor)
 
     def _take(self, ref: Ref, tensor: Tensor) -> bool:
@@ -111,36 +100,26 @@ class DeviceTape:
         value = ref.value
         if value is None or value in self._values.fixed:
             return False
-        if storage.nbytes() != self._values.sizes[value]:
-            return False
-        sizes = tuple(tensor.shape)
-        strides = tuple(tensor.stride())
         start = tensor.storage_offset() * tensor.element_size()
         is_alike = (
-            sizes == ref.sizes
-            and strides == ref.strides
-            and start == ref.start
-            and tensor.dtype is ref.dtype
+            storage.nbytes() == self._values.sizes[value]
+            and Ref(value, start, tensor.dtype, tensor.shape, tensor.stride()) == ref
         )
         if is_alike:
             self._storages[value] = storage
         return is_alike
 
     def _tensor(self, ref: Ref) -> Tensor:
-        storage, start = self._place(ref)
+        fixed = self._values.fixed
+        start = ref.start  # in the storage
+        if ref.value is not None and ref.value not in fixed:
+            storage = self._storages[ref.value]
+        else:
+            if ref.value is not None:
+                start += fixed[ref.value]
+            after = bisect.bisect_right(self._outside, start, key=lambda item: item[0])
+            base, storage = self._outside[after - 1]
+            start -= base
         tensor = torch.empty(0, dtype=ref.dtype, device=storage.device)
         offset = start // ref.dtype.itemsize
         return tensor.set_(storage, offset, ref.sizes, ref.strides)
-
-    def _place(self, ref: Ref) -> tuple[torch.UntypedStorage, int]:
-        """A tensor's storage, and the byte offset in it."""
-        address = ref.start
-        if ref.value is not None:
-            fixed = self._values.fixed.get(ref.value)
-            if fixed is None:
-                return self._storages[ref.value], ref.start
-            address += fixed
-        after = bisect.bisect_right(self._outside, address, key=lambda item: item[0])
-        base, storage = self._outside[after - 1]
-        offset = address - base
-        return storage, offset

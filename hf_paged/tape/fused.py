@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..kernels.triton import numbers
 from ..kernels.triton.launch import launch as launch_kernel
-from .rows import Instruction, Rows
+from .rows import REDUCTIONS, Instruction, Layout, Rows
 from .values import Ref
 
 _TILE = 1024  # numbers in a register: a part of a row, or several short rows
@@ -25,17 +25,17 @@ _TYPES = {
     torch.bfloat16: "tl.bfloat16",
     torch.float16: "tl.float16",
 }
-# by an instruction's dtype number
-_ROUNDED = ("{}", "numbers.to_bfloat16({})", "numbers.to_float16({})")
-_BINARY = {
+_ROUNDED = {
+    torch.float32: "{}",
+    torch.bfloat16: "numbers.to_bfloat16({})",
+    torch.float16: "numbers.to_float16({})",
+}
+# of operations that Triton has; the others are functions of `numbers`
+_CODE = {
     "add": "{} + {}",
     "sub": "{} - {}",
     "mul": "{} * {}",
     "div": "tl.div_rn({}, {})",
-    "maximum": "numbers.maximum({}, {})",
-    "minimum": "numbers.minimum({}, {})",
-}
-_UNARY = {
     "neg": "{} * -1.0",
     "abs": "tl.abs({})",
     "sqrt": "tl.sqrt_rn({})",
@@ -47,19 +47,12 @@ _UNARY = {
     "sin": "tl.sin({})",
     "cos": "tl.cos({})",
     "copy": "{}",
-    "relu": "numbers.relu({})",
-    "tanh": "numbers.tanh({})",
-    "sigmoid": "numbers.sigmoid({})",
-    "silu": "numbers.silu({})",
-    "gelu": "numbers.gelu({})",
-    "gelu_tanh": "numbers.gelu_tanh({})",
 }
 
 
 def launch(rows: Rows, tensor_of: Callable[[Ref], Tensor]) -> None:
     """Runs a list on the tensors that `tensor_of` returns. Raises `LaunchFailedError`."""
-    accesses = _by_memory(rows.instructions)
-    layouts = [rows.layouts[each.memory] for each in accesses]
+    layouts = rows.accesses()
     tensors = [tensor_of(each.ref) for each in layouts]
     strides = [stride for each in layouts for stride in each.strides if stride]
     first, second, third = rows.shape.rows
@@ -88,7 +81,7 @@ def launch(rows: Rows, tensor_of: Callable[[Ref], Tensor]) -> None:
 
 def tile_of(rows: Rows) -> tuple[int, int]:
     """Columns and rows of a program's tile: whole rows if the list reduces over them."""
-    is_whole = any(each.op in ("sum", "mean", "largest") for each in rows.instructions)
+    is_whole = any(each.op in REDUCTIONS for each in rows.instructions)
     block = triton.next_power_of_2(rows.shape.width)
     if not is_whole:
         block = min(block, _TILE)
@@ -101,12 +94,10 @@ def source(rows: Rows) -> str:
     sizes share it."""
     block, num_tile_rows = tile_of(rows)
     width = rows.shape.width
-    accesses = _by_memory(rows.instructions)
-    memories = {each.memory: number for number, each in enumerate(accesses)}
-    names = [f"data_{number}" for number in memories.values()]
-    for memory, number in memories.items():
-        strides = rows.layouts[memory].strides
-        names += [f"stride_{number}_{axis}" for axis, stride in enumerate(strides) if stride]
+    layouts = rows.accesses()
+    names = [f"data_{number}" for number in range(len(layouts))]
+    for number, layout in enumerate(layouts):
+        names += [f"stride_{number}_{axis}" for axis, stride in enumerate(layout.strides) if stride]
     lines = [
         (
             f"    row = tl.program_id(0).to(tl.int64) * {num_tile_rows} + tl.arange(0,"
@@ -119,59 +110,51 @@ def source(rows: Rows) -> str:
         "    second = row // size_2 % size_1",
         "    first = row // size_2 // size_1",
     ]
+    number = 0
     for each in rows.instructions:
-        lines += [f"    {line}" for line in _lines(rows, each, memories)]
+        if each.memory is None:
+            lines.append(f"    r{each.out} = {_computation(each, width)}")
+        else:
+            lines.append(f"    {_access(each, each.memory, number)}")
+            number += 1
     names += ["num_rows", "size_1", "size_2"]
     parameters = ", ".join(names)
     head = "@triton.jit(do_not_specialize=['num_rows', 'size_1', 'size_2'])"
     return "\n".join([head, f"def fused_rows({parameters}):", *lines, ""])
 
 
-def _by_memory(instructions: list[Instruction]) -> list[Instruction]:
-    accesses = {each.memory: each for each in instructions if each.memory >= 0}
-    return list(accesses.values())
+def _access(each: Instruction, layout: Layout, number: int) -> str:
+    """The code of a load or store of the tensor with this number."""
+    parts = []
+    for axis, name in enumerate(("first", "second", "third")):
+        if layout.strides[axis]:
+            parts.append(f"{name} * stride_{number}_{axis}")
+    if not parts:
+        parts.append("row * 0")
+    mask = "is_row"
+    if not layout.is_narrow:
+        parts.append(f"column.to(tl.int64) * {layout.step}")
+        mask = "inside"
+    at = f"data_{number} + ({' + '.join(parts)})"
+    if each.op == "load":
+        return f"r{each.out} = tl.load({at}, mask={mask}, other=0.0).to(tl.float32)"
+    return f"tl.store({at}, r{each.out}.to({_TYPES[layout.ref.dtype]}), mask={mask})"
 
 
-def _lines(rows: Rows, each: Instruction, memories: dict[int, int]) -> list[str]:
-    out = f"r{each.out}"
-    inputs = [f"r{register}" for register in each.inputs]
-    if each.memory >= 0:
-        layout = rows.layouts[each.memory]
-        number = memories[each.memory]
-        names = ("first", "second", "third")
-        parts = []
-        for axis, (name, stride) in enumerate(zip(names, layout.strides)):
-            if stride:
-                parts.append(f"{name} * stride_{number}_{axis}")
-        if not parts:
-            parts.append("row * 0")
-        mask = "is_row"
-        if not layout.is_narrow:
-            parts.append(f"column.to(tl.int64) * {layout.step}")
-            mask = "inside"
-        at = f"data_{number} + ({' + '.join(parts)})"
-        if each.op == "load":
-            return [f"{out} = tl.load({at}, mask={mask}, other=0.0).to(tl.float32)"]
-        dtype = _TYPES[layout.ref.dtype]
-        return [f"tl.store({at}, {inputs[0]}.to({dtype}), mask={mask})"]
+def _computation(each: Instruction, width: int) -> str:
+    operands = [f"r{register}" for register in each.inputs]
     if each.op in ("sum", "mean"):
-        code = f"tl.sum(tl.where(inside, {inputs[0]}, 0.0), axis=1, keep_dims=True)"
+        code = f"tl.sum(tl.where(inside, {operands[0]}, 0.0), axis=1, keep_dims=True)"
         if each.op == "mean":
-            code += f" * {1 / rows.shape.width!r}"
+            code += f" * {1 / width!r}"
     elif each.op == "largest":
-        code = f'numbers.largest(tl.where(inside, {inputs[0]}, float("-inf")))'
-    elif each.op in _BINARY:
-        template = _BINARY[each.op]
-        if len(inputs) == 2:
-            operand = inputs[1]
-        else:
-            operand = _literal(each.number)
-        code = template.format(inputs[0], operand)
+        code = f'numbers.largest(tl.where(inside, {operands[0]}, float("-inf")))'
+    elif each.op in _CODE:
+        # the last one is that of an operation on one register and a number
+        code = _CODE[each.op].format(*operands, _literal(each.number))
     else:
-        template = _UNARY[each.op]
-        code = template.format(inputs[0])
-    rounded = _ROUNDED[each.dtype].format(code)
-    return [f"{out} = {rounded}"]
+        code = f"numbers.{each.op}({', '.join(operands)})"
+    return _ROUNDED[each.dtype].format(code)
 
 
 def _literal(number: float) -> str:

@@ -10,7 +10,6 @@ Inference").
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
@@ -25,9 +24,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..interrupts import restoring
 from ..kernels.cpp.build import batch_invariant, kernel, observer
 from ..step import NotCapturable, NotPackable
-from .lower import Call, Entry, Lowering, is_exact
-from .record import NothingRead, Operation, decompose
-from .tape import pack
+from .entries import Call, Kernel, Linear
+from .exact import is_exact
+from .lower import Lowering
+from .record import NothingRead, Operation, decompose, tensors_in
+from .rows import Rows
+from .tape import keep
 from .values import Ref
 
 aten = torch.ops.aten
@@ -42,53 +44,47 @@ class NotInvariant(NotPackable):
 class _Program(NamedTuple):
     """An operation on tensors of given shapes, as kernels."""
 
-    entries: list[Entry]
+    entries: list[Rows | Kernel | Linear]
     # a tensor's index among the inputs, by its address when the program was made
     inputs: dict[int, int]
-    outputs: list[tuple[torch.Size, tuple[int, ...], torch.dtype]]  # sizes, strides
+    # sizes, strides; none if it changes its first input
+    outputs: list[tuple[torch.Size, tuple[int, ...], torch.dtype]]
     is_single: bool
-    is_in_place: bool
 
     def __call__(self, tensors: list[Tensor]) -> Any:
-        made = [
+        outputs = [
             torch.empty_strided(sizes, strides, dtype=dtype, device="cpu")
             for sizes, strides, dtype in self.outputs
         ]
         starts = [tensor.data_ptr() for tensor in tensors]
-        places = [tensor.data_ptr() for tensor in made if tensor.numel()]
-        held: list[Any] = []
+        output_starts = [tensor.data_ptr() for tensor in outputs if tensor.numel()]
+        keep_all = functools.partial(keep, [])
 
         def address(ref: Ref) -> int:
             if ref.value is None:
                 number = self.inputs[ref.start]
                 return starts[number]
-            return places[ref.value] + ref.start
-
-        def keep(data: bytes) -> int:
-            buffer = ctypes.create_string_buffer(data, len(data))
-            held.append(buffer)
-            return ctypes.addressof(buffer)
+            return output_starts[ref.value] + ref.start
 
         for entry in self.entries:
-            name, packed = pack(entry, address, keep)
+            name, packed = entry.pack(address, keep_all)
             error = kernel(name)(packed)
             if error:
                 raise RuntimeError(f"the kernel {name!r} gave up with error {error}")
-        if self.is_in_place:
+        if not outputs:
             return tensors[0]
         if self.is_single:
-            return made[0]
-        return tuple(made)
+            return outputs[0]
+        return tuple(outputs)
 
 
 _UNKNOWN: Any = object()
 
 
-class _Invariant(TorchDispatchMode):
-    def __init__(self, programs: dict[Hashable, _Program | None]) -> None:
-        super().__init__()
-        self._programs = programs
+_programs: dict[Hashable, _Program | None] = {}
 
+
+class _Invariant(TorchDispatchMode):
     def __torch_dispatch__(
         self,
         func: Any,
@@ -98,11 +94,11 @@ class _Invariant(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         with self:
-            found = decompose(func, args, kwargs)
-            if found is NotImplemented and func in _PARTS:
-                found = _PARTS[func](*args, **kwargs)
-        if found is not NotImplemented:
-            return found
+            result = decompose(func, args, kwargs)
+            if result is NotImplemented and func in _PARTS:
+                result = _PARTS[func](*args, **kwargs)
+        if result is not NotImplemented:
+            return result
         leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if func.is_view:
@@ -111,16 +107,16 @@ class _Invariant(TorchDispatchMode):
         if not has_floats:
             return func(*args, **kwargs)
         # tensors at one address may be read once, so the key says which share one
-        backwards = enumerate(reversed(tensors))
+        backwards = reversed(list(enumerate(tensors)))
         first = {tensor.data_ptr(): number for number, tensor in backwards}
         kinds = (_kind(leaf, first) for leaf in leaves)
         key = func, *kwargs, *kinds
-        program = self._programs.get(key, _UNKNOWN)
+        program = _programs.get(key, _UNKNOWN)
         if program is _UNKNOWN:
-            if len(self._programs) >= _MAX_PROGRAMS:
-                self._programs.clear()
-            program = _program(func, args, kwargs, tensors)
-            self._programs[key] = program
+            if len(_programs) >= _MAX_PROGRAMS:
+                _programs.clear()
+            program = _program(func, args, kwargs, tensors, first)
+            _programs[key] = program
         if program is None:
             return func(*args, **kwargs)
         return program(tensors)
@@ -134,11 +130,9 @@ def _sum(
 ) -> Any:
     """Sums one dimension other than the last, in order, such as the outputs of a token's
     experts."""
-    if not x.is_floating_point():
+    if not x.is_floating_point() or dims is None or len(dims) != 1:
         return NotImplemented
-    if dims is None or len(dims) != 1:
-        return NotImplemented
-    dim = dims[0]
+    (dim,) = dims
     last_dim = x.dim() - 1
     if dim % x.dim() == last_dim:
         return NotImplemented
@@ -159,9 +153,7 @@ def _grouped_mm(
     **options: Any,
 ) -> Any:
     """Multiplies rows of `x` by their group's weights; `offs` has the groups' ends."""
-    if offs is None or x.dim() != 2 or weights.dim() != 3:
-        return NotImplemented
-    if others or any(options.values()):
+    if offs is None or x.dim() != 2 or weights.dim() != 3 or others or any(options.values()):
         return NotImplemented
     ends = offs.tolist()
     starts = [0, *ends]
@@ -201,67 +193,44 @@ def _program(
     args: Any,
     kwargs: Any,
     tensors: list[Tensor],
+    inputs: dict[int, int],
 ) -> _Program | None:
     """Makes an operation's program; `None` if PyTorch's own is batch-invariant. Raises
     [`NotInvariant`] if no kernel computes it."""
-    if is_exact(func, args):
+    returns_tensors = any("Tensor" in str(x.type) for x in func._schema.returns)
+    if is_exact(func, args) or not returns_tensors:
         return None
-    results = func._schema.returns
-    returns_tensors = any("Tensor" in str(result.type) for result in results)
-    if not returns_tensors:
+    result = args[0]
+    outputs: list[Tensor] = []
+    if not func._schema.is_mutable:
+        on_meta = func(*_empty_like(args, "meta"), **_empty_like(kwargs, "meta"))
+        result = _empty_like(on_meta, "cpu")
+        outputs = tree_leaves(result)
+    if not any(tensor.is_floating_point() for tensor in tensors_in(result)):
         return None
-    is_in_place = func._schema.is_mutable
-    if is_in_place:
-        shaped = args[0]
-    else:
-        meta_args = _on_meta(args)
-        meta_kwargs = _on_meta(kwargs)
-        shaped = func(*meta_args, **meta_kwargs)
-    leaves = shaped
-    if not isinstance(shaped, (tuple, list)):
-        leaves = (shaped,)
-    outputs = [(leaf.shape, leaf.stride(), leaf.dtype) for leaf in leaves]
-    has_floats = any(dtype.is_floating_point for *_, dtype in outputs)
-    if not has_floats:
-        return None
-    made = [
-        torch.empty_strided(sizes, strides, dtype=dtype, device="cpu")
-        for sizes, strides, dtype in outputs
-    ]
-    is_single = isinstance(shaped, Tensor)
-    if is_in_place:
-        result = args[0]
-    elif is_single:
-        result = made[0]
-    else:
-        result = tuple(made)
     lowering = Lowering(lambda tensor: True)
-    if not is_in_place:
-        for tensor in made:
-            lowering.values.add_outside(tensor)  # else stores to it would be dropped as unused
+    for tensor in outputs:
+        lowering.values.add_outside(tensor)  # else stores to it would be dropped as unused
     operation = Operation(func, args, kwargs, result)
     try:
         entries = lowering.run([operation])
     except NotCapturable as error:
         raise NotInvariant(str(error)) from None
-    has_calls = any(isinstance(entry, Call) for entry in entries)
-    if not entries or has_calls:
+    packable = [entry for entry in entries if not isinstance(entry, Call)]
+    if not entries or len(packable) < len(entries):
         kinds = "; ".join(f"{x.dtype} {tuple(x.shape)} {x.stride()}" for x in tensors)
         raise NotInvariant(f"no kernel computes {func} of {kinds}")
-    numbered = list(enumerate(tensors))
-    inputs = {tensor.data_ptr(): number for number, tensor in reversed(numbered)}
-    if is_in_place:
-        outputs = []
-    return _Program(entries, inputs, outputs, is_single, is_in_place)
+    layouts = [(x.shape, x.stride(), x.dtype) for x in outputs]
+    return _Program(packable, inputs, layouts, isinstance(result, Tensor))
 
 
-def _on_meta(x: Any) -> Any:
-    return tree_map_only(
-        Tensor, lambda y: torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device="meta"), x
-    )
+def _empty_like(x: Any, device: str) -> Any:
+    """Tensors of the same sizes and strides in place of those in `x`."""
 
+    def empty(y: Tensor) -> Tensor:
+        return torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=device)
 
-_programs: dict[Hashable, _Program | None] = {}
+    return tree_map_only(Tensor, empty, x)
 
 
 @restoring
@@ -286,9 +255,10 @@ class _OneLinear(TorchFunctionMode):
         args: Any = (),
         kwargs: Any = None,
     ) -> Any:
-        are_plain = all(x is None or type(x) in (Tensor, torch.nn.Parameter) for x in args)
-        if func is not F.linear or kwargs or not are_plain:
-            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        plain = (Tensor, torch.nn.Parameter, type(None))
+        if func is not F.linear or kwargs or any(type(x) not in plain for x in args):
+            return func(*args, **kwargs)
         x, weight, *bias = args
         depth = x.shape[-1]
         rows = x.reshape(-1, depth)
@@ -309,5 +279,5 @@ def by_kernels() -> Iterator[None]:
     with _OneLinear(), contextlib.ExitStack() as stack:
         if observer.get() is None:
             stack.enter_context(NothingRead())
-            stack.enter_context(_Invariant(_programs))
+            stack.enter_context(_Invariant())
         yield

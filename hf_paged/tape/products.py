@@ -28,12 +28,7 @@ class OwnProducts(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._max_rows = {}
-        for dtype in HALVES:
-            if is_native(dtype):
-                self._max_rows[dtype] = max_rows(dtype)
-            else:
-                self._max_rows[dtype] = MANY
+        self._max_rows = {dtype: max_rows(dtype) if is_native(dtype) else MANY for dtype in HALVES}
 
     def __torch_function__(
         self,
@@ -64,45 +59,26 @@ class OwnProducts(TorchFunctionMode):
     def _takes(self, x: Any, weight: Any, bias: Any = None) -> bool:
         if torch.compiler.is_compiling():  # first, since Dynamo traces the code below
             return False
-        tensors = (x, weight) if bias is None else (x, weight, bias)
-        for y in tensors:
-            is_plain = type(y) in (Tensor, nn.Parameter)
-            if not is_plain or not y.is_cpu:
+        for y in (x, weight) if bias is None else (x, weight, bias):
+            is_plain = type(y) in (Tensor, nn.Parameter) and y.is_cpu and y.dtype is x.dtype
+            if not is_plain or y.layout is not torch.strided or y.is_neg():
                 return False
-            if y.dtype is not x.dtype:
-                return False
-        for y in tensors:
-            if y.layout is not torch.strided or y.is_neg():
-                return False
-        if x.is_nested or not x.dim():
-            return False
-        if x.dtype not in HALVES or weight.dim() != 2:
+        if x.is_nested or not x.dim() or x.dtype not in HALVES or weight.dim() != 2:
             return False
         row_limit = self._max_rows[x.dtype]
         depth = x.shape[-1]
+        width = weight.shape[0]
         if not 0 < x.numel() <= row_limit * depth:
             return False
-        width = weight.shape[0]
         if not 1 < depth == weight.shape[1] or width == 1:
             # strides of size 1 are arbitrary
             return False
-        if weight.stride(1) != 1:
-            is_transposed = weight.stride(0) == 1
-            if not is_transposed or row_limit != MANY:
-                return False
-        if bias is not None:
-            if bias.shape != weight.shape[:1]:
-                return False
-            if bias.stride(0) != 1:
-                return False
-        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        is_transposed = weight.stride(1) != 1
+        if is_transposed and (weight.stride(0) != 1 or row_limit != MANY):
             return False
-        if _is_observed():
+        if bias is not None and (bias.shape != weight.shape[:1] or bias.stride(0) != 1):
             return False
-        # else a tape, or its kernels, compute it
-        if observer.get() is not None:
-            return False
-        return not batch_invariant.get()
+        return _is_plain_call()
 
 
 def _of_conv1d(bias: Any, x: Any, weight: Any) -> tuple[Any, ...]:
@@ -114,16 +90,18 @@ def _of_conv1d(bias: Any, x: Any, weight: Any) -> tuple[Any, ...]:
     return x, weight.t(), bias
 
 
-def _is_observed() -> bool:
-    """Whether operations go through a mode, a transform of `torch.func`, forward derivatives, or a
-    trace."""
-    transforms: Any = torch._C._functorch.peek_interpreter_stack()
-    has_modes = torch._C._len_torch_dispatch_stack() > 0
-    return (
-        has_modes
-        or transforms is not None
+def _is_plain_call() -> bool:
+    """Whether no operation goes through gradients, autocast, a mode, a transform of `torch.func`,
+    forward derivatives or a trace, nor is computed by a tape or its kernels."""
+    return not (
+        torch.is_grad_enabled()
+        or torch.is_autocast_enabled("cpu")
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
         or torch.jit.is_tracing()
+        or observer.get() is not None
+        or batch_invariant.get()
     )
 
 
@@ -137,8 +115,6 @@ def own_products(modules: Iterable[nn.Module]) -> contextlib.AbstractContextMana
         for x in part._parameters.values()
         if x is not None
     )
-    if not is_half or any(map(is_compiled, parts)):
-        return contextlib.nullcontext()
-    if not cpp.is_available():
+    if not is_half or any(map(is_compiled, parts)) or not cpp.is_available():
         return contextlib.nullcontext()
     return OwnProducts()

@@ -3,7 +3,8 @@ tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,6 @@ _LAZY = frozenset({aten._conj.default, aten._neg_view.default})
 # share memory, which may be written later
 _SHARES = frozenset({Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})
 _READS = frozenset({Tensor.tolist, Tensor.__repr__})
-_COPIES = frozenset({aten._to_copy.default, aten.copy_.default})
 _READS_AT = frozenset({aten.index.Tensor, aten.index.Tensor_out})
 _WRITES_AT = frozenset({aten.index_put.default, aten.index_put_.default})
 # make tensors from Python numbers; unlike other new tensors, no kernel writes to these unobserved
@@ -53,6 +53,10 @@ Known = list[tuple[Any, Any, Any]]
 result."""
 
 
+def tensors_in(x: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor)]
+
+
 class NothingUnrecorded(TorchDispatchMode):
     """Raises [`NotCapturable`] before an operation that waits for the device, copies to or from it,
     or draws random numbers; in this thread only, unlike torch's sync debug mode. Tensors made only
@@ -77,59 +81,53 @@ class NothingUnrecorded(TorchDispatchMode):
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload):
             return func(*args, **kwargs)
-        leaves = tree_leaves((args, kwargs))
-        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        of_constants = func in _MADE
-        if inputs and not of_constants:
-            of_constants = all(map(self.is_constant, inputs))
-        if func.name().startswith("aten::set_"):
-            # gives a tensor another one's memory
-            of_constants = False
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise NotCapturable(f"its forward draws random numbers ({func})")
+        of_constants = self._is_of_constants(func, args, kwargs)
         waits = _waits(func, args)
-        crosses = _crosses(func, args, kwargs)
         if waits and not of_constants:
             raise NotCapturable(f"its forward waits for the device ({func})")
-        source = None
-        if crosses:
-            source = _source(func, args)
+        source = _crossing(func, args, kwargs)
         if source is not None and not self.is_constant(source):
             raise NotCapturable(f"its forward copies between host and device ({func})")
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if waits or source is not None:
             # for a copy into a part of a tensor: the values written
-            given = found
+            given = result
             if func is aten.copy_.default:
                 given = args[1].to(args[0].device)
             host = None
             if source is not None and source.is_cpu:
                 host = source.clone()
-            result = tree_map_only(Tensor, torch.clone, given)
-            self.known.append((func, host, result))
+            self.known.append((func, host, tree_map_only(Tensor, torch.clone, given)))
         if not of_constants:
-            for written in _written(func, args, kwargs):
-                storage = _storage(written)
-                if storage is None:
-                    continue
-                self._constants.pop(storage._cdata, None)
-                if storage._cdata in self._shared:
-                    raise NotCapturable(
-                        f"its forward reads the content of a tensor that it writes to ({func})"
-                    )
+            self._end_constants(func, written(func, args, kwargs))
         elif not func.name().startswith(_BLANK):
-            for made in tree_leaves(found):
-                if not isinstance(made, Tensor):
-                    continue
-                storage = _storage(made)
-                if storage is not None:
-                    self._constants[storage._cdata] = storage
-        return found
+            for storage in _storages(tensors_in(result)):
+                self._constants[storage._cdata] = storage
+        return result
+
+    def _is_of_constants(self, func: Any, args: Any, kwargs: Any) -> bool:
+        if func in _MADE:
+            return True
+        if func.name().startswith("aten::set_"):
+            return False  # gives a tensor another one's memory
+        inputs = tensors_in((args, kwargs))
+        return bool(inputs) and all(map(self.is_constant, inputs))
+
+    def _end_constants(self, func: Any, tensors: Iterable[Tensor]) -> None:
+        """These tensors, which `func` wrote to, are constant no longer."""
+        for storage in _storages(tensors):
+            self._constants.pop(storage._cdata, None)
+            if storage._cdata in self._shared:
+                raise NotCapturable(
+                    f"its forward reads the content of a tensor that it writes to ({func})"
+                )
 
     def is_constant(self, tensor: Tensor, is_shared: bool = False) -> bool:
         """Whether a tensor was made only of Python numbers; if it `is_shared`, nothing may be
         written to it later."""
-        storage = _storage(tensor)
+        storage = next(_storages([tensor]), None)
         if storage is None or storage._cdata not in self._constants:
             return False
         if is_shared:
@@ -156,19 +154,16 @@ class KnownAgain(TorchDispatchMode):
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload):
             return func(*args, **kwargs)
-        is_unrecorded = _waits(func, args) or _crosses(func, args, kwargs)
-        if not is_unrecorded:
+        source = _crossing(func, args, kwargs)
+        if source is None and not _waits(func, args):
             return func(*args, **kwargs)
-        then, host, found = next(self._left, (None, None, None))
-        is_same = then is func
-        if is_same and host is not None:
-            source = _source(func, args)
-            is_same = _is_same(host, source)
+        then, host, result = next(self._left, (None, None, None))
+        is_same = then is func and (host is None or _is_same(host, source))
         if not is_same:
             raise NotCapturable(f"its forward is another when it runs again ({func})")
         if func is aten.copy_.default:
-            return func(args[0], found)
-        return tree_map_only(Tensor, torch.clone, found)  # the result may be written to
+            return func(args[0], result)
+        return tree_map_only(Tensor, torch.clone, result)  # the result may be written to
 
 
 class HostFirst(TorchFunctionMode):
@@ -183,18 +178,15 @@ class HostFirst(TorchFunctionMode):
         kwargs: Any = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func not in _FROM_PYTHON:
-            return func(*args, **kwargs)
-        if not _is_of_numbers(func, args, kwargs):
-            return func(*args, **kwargs)
-        device = None
-        if func is Tensor.new_tensor:
-            device = args[0].device
-        device = kwargs.pop("device", device)
-        if device is None:
-            return func(*args, **kwargs)
-        on_host = func(*args, device="cpu", **kwargs)
-        return on_host.to(device)
+        if func in _FROM_PYTHON and _is_of_numbers(func, args, kwargs):
+            device = None
+            if func is Tensor.new_tensor:
+                device = args[0].device
+            device = kwargs.pop("device", device)
+            if device is not None:
+                on_host = func(*args, device="cpu", **kwargs)
+                return on_host.to(device)
+        return func(*args, **kwargs)
 
 
 def _is_of_numbers(func: Any, args: Any, kwargs: Any) -> bool:
@@ -207,11 +199,8 @@ def _is_of_numbers(func: Any, args: Any, kwargs: Any) -> bool:
         data = kwargs.get("data")
     if isinstance(data, Tensor):
         return False
-    if isinstance(data, (list, tuple)):
-        leaves = tree_leaves(data)
-        has_tensors = any(isinstance(leaf, Tensor) for leaf in leaves)
-        if has_tensors:
-            raise NotCapturable(f"its forward reads the content of a tensor ({func.__name__})")
+    if tensors_in(data):
+        raise NotCapturable(f"its forward reads the content of a tensor ({func.__name__})")
     return True
 
 
@@ -230,32 +219,27 @@ def _waits(func: Any, args: Any) -> bool:
     )
 
 
-def _crosses(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operation copies between host and device."""
-    if func not in _COPIES:
-        return False
+def _crossing(func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """The tensor that an operation copies between host and device; `None` if it copies none."""
     if func is aten.copy_.default:
-        target = args[0].device
-        source = args[1].device
-        return bool(target.type != source.type)
-    device = kwargs.get("device")
-    if device is None:
-        return False
-    wanted = torch.device(device).type
-    return wanted != args[0].device.type
-
-
-def _source(func: Any, args: Any) -> Tensor:
-    position = 1 if func is aten.copy_.default else 0
-    source: Tensor = args[position]
+        target, source = args[:2]
+        device = target.device
+    elif func is aten._to_copy.default:
+        source = args[0]
+        device = kwargs.get("device")
+    else:
+        return None
+    if device is None or torch.device(device).type == source.device.type:
+        return None
     return source
 
 
-def _is_same(host: Tensor, other: Tensor) -> bool:
+def _is_same(host: Tensor, other: Any) -> bool:
     return host.dtype == other.dtype and torch.equal(host, other)
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+def written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """The tensors that an operation writes to, by its schema."""
     for number, argument in enumerate(func._schema.arguments):
         alias = argument.alias_info
         if alias is None or not alias.is_write:
@@ -264,26 +248,19 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
             value = args[number]
         else:
             value = kwargs.get(argument.name)
-        for leaf in tree_leaves(value):
-            if isinstance(leaf, Tensor):
-                yield leaf
+        yield from tensors_in(value)
 
 
-def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    """A tensor's storage; `None` for a subclass without one."""
-    try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
-        return None
+def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
+    """The storages of tensors; subclasses may have none."""
+    for tensor in tensors:
+        with contextlib.suppress(NotImplementedError, RuntimeError):
+            yield tensor.untyped_storage()
 
 
 def _has_mask(indices: Any) -> bool:
-    for index in indices:
-        if index is None:
-            continue
-        if index.dtype in (torch.bool, torch.uint8):
-            return True
-    return False
+    dtypes = (torch.bool, torch.uint8)
+    return any(index is not None and index.dtype in dtypes for index in indices)
 
 
 class NothingRead(TorchFunctionMode):
@@ -329,7 +306,7 @@ class Operation(NamedTuple):
     function: Any  # torch._ops.OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    found: Any
+    result: Any
 
 
 class KernelCall(NamedTuple):
@@ -369,22 +346,18 @@ class _Recorder(NothingUnrecorded):
     ) -> Any:
         kwargs = kwargs or {}
         with self:
-            found = decompose(func, args, kwargs)
-        if found is not NotImplemented:
-            return found
-        found = super().__torch_dispatch__(func, types, args, kwargs)
+            result = decompose(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         if func in _LAZY:
             raise NotCapturable(f"its forward conjugates or negates without computing ({func})")
-        results = tree_leaves(found)
-        has_tensors = any(isinstance(x, Tensor) for x in results)
-        if not has_tensors:
-            return found  # a number, read from constants
-        # aliases, since the tensors' shapes may be changed in place later
-        seen = (args, kwargs, found)
-        aliases = tree_map_only(Tensor, aten.alias.default, seen)
-        operation = Operation(func, *aliases)
-        self._operations.append(operation)
-        return found
+        if tensors_in(result):  # else a number, read from constants
+            # aliases, since the tensors' shapes may be changed in place later
+            seen = (args, kwargs, result)
+            aliases = tree_map_only(Tensor, aten.alias.default, seen)
+            self._operations.append(Operation(func, *aliases))
+        return result
 
 
 @restoring

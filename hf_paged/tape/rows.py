@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from .values import DTYPES, Ref
+from .values import DTYPES, Address, Keep, Packed, Ref, values_of
 
 _OPS = (
     "load store add sub mul div maximum minimum neg abs sqrt rsqrt reciprocal square relu exp tanh"
     " sigmoid silu gelu gelu_tanh sin cos log softplus sum mean largest copy"
 ).split()
 OPS = {name: number for number, name in enumerate(_OPS)}  # enum RowOp
+REDUCTIONS = frozenset({"sum", "mean", "largest"})
 
 MEMORY = struct.Struct("Qq3qq")  # struct RowMemory
 INSTRUCTION = struct.Struct("6id")  # struct RowInstruction
 CALL = struct.Struct("3q5q3Q")  # struct RowsCall
+
+
+class Layout(NamedTuple):
+    """A tensor's strides under a list's rows: along their three dimensions (`strides`) and along a
+    row (`step`). Narrow tensors have one number per row."""
+
+    ref: Ref
+    strides: tuple[int, ...]
+    step: int
+    is_narrow: bool
+
+    @property
+    def key(self) -> Any:
+        """Equal for tensors that share their numbers and differ in their sizes."""
+        ref = self.ref
+        return ref.value, ref.start, ref.dtype, self.strides, self.step, self.is_narrow
 
 
 class Instruction(NamedTuple):
@@ -28,76 +45,58 @@ class Instruction(NamedTuple):
     op: str
     out: int
     inputs: tuple[int, ...] = ()
-    memory: int = -1
-    dtype: int = 0
+    memory: Layout | None = None
+    dtype: torch.dtype = torch.float32
     number: float = 0.0
 
 
-class Layout(NamedTuple):
-    """A tensor's strides under a list's rows: along their three dimensions (`strides`) and along a
-    row (`step`). Narrow tensors have one number per row."""
-
-    ref: Ref
-    strides: tuple[int, int, int]
-    step: int
-    is_narrow: bool
-
-    @property
-    def key(self) -> Any:
-        return self.ref.place, self.strides, self.step, self.is_narrow
-
-
 class Shape(NamedTuple):
-    """Up to three dimensions of rows, and the numbers in a row."""
+    """Three dimensions of rows, and the numbers in a row."""
 
-    rows: tuple[int, int, int]
+    rows: tuple[int, ...]
     width: int
+
+
+def _of_rows(numbers: Sequence[int], sizes: Sequence[int], missing: int) -> tuple[int, ...] | None:
+    """The numbers of the dimensions of rows, which are all but the last that are not of size 1;
+    `missing` for those that three lack. `None` if there are more than three."""
+    kept = [number for number, size in zip(numbers, sizes[:-1]) if size != 1]
+    num_missing = 3 - len(kept)
+    if num_missing < 0:
+        return None
+    return (missing,) * num_missing + tuple(kept)
 
 
 def shape_of(sizes: tuple[int, ...]) -> Shape | None:
     """The `Shape` of a tensor's sizes; `None` if the rows have more than three dimensions."""
-    rows = [size for size in sizes[:-1] if size != 1]
-    missing = 3 - len(rows)
-    if missing < 0:
+    sizes = sizes or (1,)
+    rows = _of_rows(sizes, sizes, 1)
+    if rows is None:
         return None
-    first, second, third = [1] * missing + rows
-    width = 1
-    if sizes:
-        width = sizes[-1]
-    return Shape((first, second, third), width)
+    return Shape(rows, sizes[-1])
 
 
 def layout(ref: Ref, sizes: tuple[int, ...]) -> Layout | None:
     """The layout of a tensor broadcast to `sizes`; `None` if it cannot be."""
+    sizes = sizes or (1,)
     missing = len(sizes) - len(ref.sizes)
     if missing < 0:
         return None
-    strides = [0] * missing + list(ref.strides)
-    ref_sizes = [1] * missing + list(ref.sizes)
-    pairs = zip(ref_sizes, sizes)
-    for axis, (size, wanted) in enumerate(pairs):
-        if size == wanted:
-            continue
-        if size != 1:
+    ref_sizes = (1,) * missing + ref.sizes
+    strides = []
+    for size, target_size, stride in zip(ref_sizes, sizes, (0,) * missing + ref.strides):
+        if size not in (1, target_size):
             return None
-        strides[axis] = 0
-    rows = []
-    for stride, size in zip(strides[:-1], sizes[:-1]):
-        if size != 1:
-            rows.append(stride)
-    missing_rows = 3 - len(rows)
-    if missing_rows < 0:
+        strides.append(stride if size == target_size else 0)
+    row_strides = _of_rows(strides, sizes, 0)
+    if row_strides is None:
         return None
-    first, second, third = [0] * missing_rows + rows
-    width = 1
-    if sizes:
-        width = sizes[-1]
-    has_one_number = not ref_sizes or ref_sizes[-1] == 1
-    is_narrow = width != 1 and has_one_number
+    is_wide = sizes[-1] != 1
+    is_narrow = is_wide and ref_sizes[-1] == 1
     step = 1
-    if strides and width != 1 and not is_narrow:
+    if is_wide and not is_narrow:
         step = strides[-1]
-    return Layout(ref, (first, second, third), step, is_narrow)
+    return Layout(ref, row_strides, step, is_narrow)
 
 
 class Rows:
@@ -107,225 +106,151 @@ class Rows:
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         self.instructions: list[Instruction] = []
-        self.layouts: list[Layout] = []  # by memory
-        self.narrow: list[int] = []  # by register
-        self.known: dict[Any, int] = {}  # registers by the layout key of their content
-        self.written: set[int] = set()  # values
-        self.stores: list[Layout] = []
+        self.are_narrow: list[bool] = []  # registers
+        self._registers: dict[Any, int] = {}  # by the layout key of their content
+
+    def accesses(self, *ops: str) -> list[Layout]:
+        """The tensors of loads and stores, or of those of `ops`, in order."""
+        return [
+            each.memory
+            for each in self.instructions
+            if each.memory is not None and (not ops or each.op in ops)
+        ]
+
+    @property
+    def reads(self) -> set[int]:
+        return values_of(layout.ref for layout in self.accesses("load"))
+
+    @property
+    def writes(self) -> set[int]:
+        return values_of(layout.ref for layout in self.accesses("store"))
 
     # -- building ---------------------------------------------------------------------------------
 
     def takes(self, layouts: list[Layout]) -> bool:
         """Whether reads of `layouts` fit: none may read memory that this list writes, except in the
         same layout."""
-        for each in layouts:
-            if each.key in self.known:
-                continue
-            if each.ref.value in self.written:
-                return False
-        return True
+        written = self.writes
+        return all(x.key in self._registers or x.ref.value not in written for x in layouts)
 
-    def register(self, is_narrow: bool) -> int:
-        self.narrow.append(is_narrow)
-        return len(self.narrow) - 1
+    def _register(self, is_narrow: bool) -> int:
+        self.are_narrow.append(is_narrow)
+        return len(self.are_narrow) - 1
 
-    def read(self, each: Layout) -> int:
-        key = each.key
-        if key not in self.known:
-            memory = len(self.layouts)
-            register = self.register(each.is_narrow)
-            self.known[key] = register
-            self.layouts.append(each)
-            self.instructions.append(Instruction("load", register, memory=memory))
-        return self.known[key]
+    def read(self, source: Layout) -> int:
+        key = source.key
+        if key not in self._registers:
+            register = self._register(source.is_narrow)
+            self._registers[key] = register
+            self.instructions.append(Instruction("load", register, memory=source))
+        return self._registers[key]
 
     def compute(
         self,
         op: str,
         dtype: torch.dtype,
         is_narrow: bool,
-        a: int,
-        b: int = -1,
+        *inputs: int,
         number: float = 0.0,
     ) -> int:
-        inputs = (a,) if b < 0 else (a, b)
-        dtype_number = DTYPES[dtype]
-        out = self.register(is_narrow)
-        self.instructions.append(Instruction(op, out, inputs, dtype=dtype_number, number=number))
+        out = self._register(is_narrow)
+        self.instructions.append(Instruction(op, out, inputs, dtype=dtype, number=number))
         return out
 
-    def write(self, each: Layout, register: int) -> None:
-        key = each.key
-        value = each.ref.value
-        memory = len(self.layouts)
-        store = Instruction("store", register, (register,), memory)
-        self.layouts.append(each)
-        self.instructions.append(store)
-        self.known[key] = register
-        if value is not None:
-            self.written.add(value)
-        self.stores.append(each)
+    def write(self, target: Layout, register: int) -> None:
+        self.instructions.append(Instruction("store", register, (register,), target))
+        self._registers[target.key] = register
 
     def can_absorb(self, other: Rows) -> bool:
-        """Whether `other` reads only registers or memory that this list does not write, and writes
-        nothing that this one reads or writes."""
-        loads = [each for each in other.instructions if each.op == "load"]
-        reads = [other.layouts[load.memory] for load in loads]
-        for each in (*self.stores, *other.stores):
-            if each.ref.value is None:
-                return False  # memory outside the tape, which other tensors may share
-        if not self.takes(reads):
+        """Whether `other` has rows of the same shape, reads only registers or memory that this list
+        does not write, and writes nothing that this one reads or writes."""
+        stores = (*self.accesses("store"), *other.accesses("store"))
+        if any(target.ref.value is None for target in stores):
+            return False  # memory outside the tape, which other tensors may share
+        if self.shape != other.shape or not self.takes(other.accesses("load")):
             return False
         touched = self.reads | self.writes
         return not other.writes & touched
 
-    @property
-    def copied(self) -> tuple[Ref, Ref] | None:
-        """For a list that only copies a value to memory outside the tape: the value's ref, and the
-        target's."""
-        ops = [each.op for each in self.instructions]
-        if ops != ["load", "copy", "store"]:
-            return None
-        load, _, store = self.instructions
-        source = self.layouts[load.memory]
-        target = self.layouts[store.memory]
-        fits = (
-            source.strides == target.strides
-            and source.step == target.step
-            and source.ref.dtype is target.ref.dtype
-        )
-        read = source.ref
-        written = target.ref
-        is_out = read.value is not None and written.value is None
-        is_whole = read.start == 0 and not source.is_narrow
-        if fits and is_out and is_whole:
-            return read, written
-        return None
-
     def absorb(self, other: Rows) -> None:
         """Appends the other list's instructions."""
         registers: dict[int, int] = {}
-        for each in other.instructions:
-            if each.op == "load":
-                source = other.layouts[each.memory]
-                registers[each.out] = self.read(source)
-            elif each.op == "store":
-                target = other.layouts[each.memory]
-                self.write(target, registers[each.out])
+        for op, out, inputs, memory, dtype, number in other.instructions:
+            if memory is None:
+                is_narrow = other.are_narrow[out]
+                sources = (registers[register] for register in inputs)
+                registers[out] = self.compute(op, dtype, is_narrow, *sources, number=number)
+            elif op == "load":
+                registers[out] = self.read(memory)
             else:
-                inputs = tuple(registers[register] for register in each.inputs)
-                is_narrow = bool(other.narrow[each.out])
-                out = self.register(is_narrow)
-                registers[each.out] = out
-                self.instructions.append(each._replace(out=out, inputs=inputs))
+                self.write(memory, registers[out])
 
     # -- of the tape ------------------------------------------------------------------------------
 
-    @property
-    def reads(self) -> set[int]:
-        return self._touched("load")
-
-    @property
-    def writes(self) -> set[int]:
-        return self._touched("store")
-
-    def _touched(self, op: str) -> set[int]:
-        accesses = (each for each in self.instructions if each.op == op)
-        refs = (self.layouts[access.memory].ref for access in accesses)
-        return {ref.value for ref in refs if ref.value is not None}
-
     def drop_stores(self, needed: set[int]) -> None:
         """Drops stores to values not in `needed`, and then instructions without a use."""
-        kept = []
-        for each in self.instructions:
-            if each.op == "store":
-                target = self.layouts[each.memory]
-                value = target.ref.value
-                if value is not None and value not in needed:
-                    continue
-            kept.append(each)
-        self.instructions = kept
-        self._drop_unused()
-
-    def _drop_unused(self) -> None:
         used: set[int] = set()
         kept = []
         for each in reversed(self.instructions):
-            if each.op == "store" or each.out in used:
+            is_used = each.out in used
+            if each.op == "store" and each.memory is not None:
+                value = each.memory.ref.value
+                is_used = value is None or value in needed
+            if is_used:
                 kept.append(each)
-                used |= set(each.inputs)
+                used.update(each.inputs)
         self.instructions = kept[::-1]
 
-    def pack(
-        self,
-        address: Callable[[Ref], int],
-        num_threads: int,
-    ) -> tuple[bytes, list[bytes]]:
-        """Returns the packed call and three parts, whose addresses go into the call's last three
-        fields."""
-        accesses = (each for each in self.instructions if each.memory >= 0)
-        used = dict.fromkeys(access.memory for access in accesses)
-        numbers = {memory: number for number, memory in enumerate(used)}
-        registers, narrow = self._renumbered()
+    def pack(self, address: Address, keep: Keep) -> Packed:
+        registers, are_narrow = self._renumbered()
+        num_memories = 0
         memories = b""
-        for memory in numbers:
-            each = self.layouts[memory]
-            dtype = DTYPES[each.ref.dtype]
-            start = address(each.ref)
-            memories += MEMORY.pack(start, dtype, *each.strides, each.step)
         instructions = b""
-        for instruction in self.instructions:
-            instructions += self._pack(instruction, registers, numbers)
-        packed_narrow = struct.pack(f"{len(narrow)}i", *narrow)
+        for op, out, inputs, memory, dtype, number in self.instructions:
+            if memory is None:
+                operands = [registers[register] for register in inputs]
+                a, b = (*operands, -1)[:2]
+            else:
+                a = registers[out]
+                b = num_memories
+                num_memories += 1
+                start = address(memory.ref)
+                kind = DTYPES[memory.ref.dtype]
+                memories += MEMORY.pack(start, kind, *memory.strides, memory.step)
+            numbers = OPS[op], registers[out], a, b, DTYPES[dtype], 0
+            instructions += INSTRUCTION.pack(*numbers, number)
+        packed_narrow = struct.pack(f"{len(are_narrow)}i", *are_narrow)
         call = CALL.pack(
             *self.shape.rows,
             self.shape.width,
-            num_threads,
-            len(numbers),
+            torch.get_num_threads(),
+            num_memories,
             len(self.instructions),
-            len(narrow),
-            0,
-            0,
-            0,
+            len(are_narrow),
+            keep(memories),
+            keep(instructions),
+            keep(packed_narrow),
         )
-        return call, [memories, instructions, packed_narrow]
+        return "rows", call
 
-    @staticmethod
-    def _pack(
-        each: Instruction,
-        registers: dict[int, int],
-        number: dict[int, int],
-    ) -> bytes:
-        op = OPS[each.op]
-        out = registers[each.out]
-        if each.memory >= 0:
-            a = out
-            b = number[each.memory]
-        else:
-            inputs = [registers[register] for register in each.inputs]
-            a, b = (*inputs, -1)[:2]
-        return INSTRUCTION.pack(op, out, a, b, each.dtype, 0, each.number)
-
-    def _renumbered(self) -> tuple[dict[int, int], list[int]]:
+    def _renumbered(self) -> tuple[dict[int, int], list[bool]]:
         """Renumbers the used registers, reusing those that are no longer needed."""
         last: dict[int, int] = {}
-        for place, each in enumerate(self.instructions):
+        for index, each in enumerate(self.instructions):
             registers = (each.out, *each.inputs)
-            last |= dict.fromkeys(registers, place)
+            last |= dict.fromkeys(registers, index)
         free: dict[bool, list[int]] = {False: [], True: []}
-        found: dict[int, int] = {}
-        narrow: list[int] = []
-        for place, each in enumerate(self.instructions):
-            if each.out not in found:
-                kind = bool(self.narrow[each.out])
-                unused = free[kind]
+        numbers: dict[int, int] = {}
+        are_narrow: list[bool] = []
+        for index, each in enumerate(self.instructions):
+            if each.out not in numbers:
+                is_narrow = self.are_narrow[each.out]
+                unused = free[is_narrow]
                 if not unused:
-                    number = len(narrow)
-                    narrow.append(kind)
-                    unused.append(number)
-                found[each.out] = unused.pop()
+                    unused.append(len(are_narrow))
+                    are_narrow.append(is_narrow)
+                numbers[each.out] = unused.pop()
             for register in {each.out, *each.inputs}:
-                if last[register] == place:
-                    kind = bool(self.narrow[register])
-                    free[kind].append(found[register])
-        return found, narrow
+                if last[register] == index:
+                    free[self.are_narrow[register]].append(numbers[register])
+        return numbers, are_narrow

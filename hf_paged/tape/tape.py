@@ -3,67 +3,36 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_unflatten
+from torch.utils._pytree import tree_map_only
 
-from ..kernels.cpp import linear
-from ..kernels.cpp.build import address_of, best_path, kernel
-from .lower import WITH_OUT, Call, Entry, Kernel, Linear, Lowering
+from ..kernels.cpp.build import address_of, kernel
+from .entries import Call, spans
+from .lower import Lowering
 from .record import recording
-from .rows import CALL as ROWS_CALL
-from .rows import Rows
-from .values import Arena, Ref
+from .values import Arena, Packed, Ref
 
+aten = torch.ops.aten
 _ENTRY = struct.Struct("2Q")  # struct TapeEntry
 _TAPE = struct.Struct("QqQ")  # struct TapeCall
+_WITH_OUT = {
+    aten.mm.default: aten.mm.out,
+    aten.addmm.default: aten.addmm.out,
+    aten.bmm.default: aten.bmm.out,
+}
 
 
-def pack(
-    entry: Entry,
-    address: Callable[[Ref], int],
-    keep: Callable[[bytes], int],
-) -> tuple[str, bytes]:
-    """Returns the name of the kernel that runs an entry, and its packed call. `keep` stores bytes
-    for as long as the call is used, and returns their address."""
-    if isinstance(entry, Rows):
-        num_threads = torch.get_num_threads()
-        packed, parts = entry.pack(address, num_threads)
-        addresses = (keep(part) for part in parts)
-        pointers = struct.pack("3Q", *addresses)
-        head_size = ROWS_CALL.size - 24
-        return "rows", packed[:head_size] + pointers
-    if isinstance(entry, Linear):
-        x = entry.x
-        num_rows, depth = x.sizes
-        stride = x.strides[0]
-        head = address(x), x.dtype, num_rows, depth, stride
-        pieces: list[tuple[int, ...]] = []
-        for weight, bias, out in entry.pieces:
-            bias_at = 0
-            if bias is not None:
-                bias_at = address(bias)
-            piece = (
-                address(weight),
-                bias_at,
-                address(out),
-                out.sizes[1],
-                weight.strides[0],
-                out.strides[0],
-            )
-            pieces.append(piece)
-        path = best_path()
-        packed_linear = linear.pack(head, entry.is_transposed, pieces, path)
-        return "linear", packed_linear
-    assert isinstance(entry, Kernel)
-    packed_kernel = bytearray(entry.packed)
-    for place, ref in entry.refs.items():
-        struct.pack_into("Q", packed_kernel, place, address(ref))
-    return entry.name, bytes(packed_kernel)
+def keep(held: list[Any], data: bytes) -> int:
+    """Stores bytes in `held`; returns their address."""
+    buffer = ctypes.create_string_buffer(data, len(data))
+    held.append(buffer)
+    return ctypes.addressof(buffer)
 
 
 class Tape:
@@ -72,23 +41,26 @@ class Tape:
     and inputs must stay at their addresses.
     """
 
-    def __init__(self, lowering: Lowering, entries: list[Entry]) -> None:
+    def __init__(self, lowering: Lowering) -> None:
         values = lowering.values
-        self._arena = Arena(values, lowering.spans())
+        entries = lowering.entries
+        self._arena = Arena(values, spans(entries))
         self._held: list[Any] = [values.constants, values.held]
+        self._keep = functools.partial(keep, self._held)
         self._failed = ctypes.c_int64()
         self.names: list[str] = []  # of the C++ kernels, in order
-        self._num_batches = 0  # batches of C++ kernels, one call each
+        self.num_calls = 0  # of PyTorch operations, by a replay
+        self.nbytes = self._arena.nbytes  # of the memory it owns
         self._parts: list[Callable[[], None]] = []
-        batch: list[tuple[str, bytes]] = []
+        batch: list[Packed] = []
         for entry in entries:
             if isinstance(entry, Call):
                 self._close(batch)
                 batch = []
+                self.num_calls += 1
                 self._parts.append(self._call(entry))
             else:
-                packed = pack(entry, self._arena.address, self._keep)
-                batch.append(packed)
+                batch.append(entry.pack(self._arena.address, self._keep))
         self._close(batch)
 
     @classmethod
@@ -103,18 +75,8 @@ class Tape:
         with recording() as operations:
             run()
         lowering = Lowering(is_kept)
-        entries = lowering.run(operations)
-        return cls(lowering, entries)
-
-    @property
-    def num_calls(self) -> int:
-        """Number of PyTorch operations that a replay calls."""
-        return len(self._parts) - self._num_batches
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the memory it owns."""
-        return self._arena.nbytes
+        lowering.run(operations)
+        return cls(lowering)
 
     def replay(self) -> None:
         for part in self._parts:
@@ -122,18 +84,12 @@ class Tape:
 
     # -- entries ----------------------------------------------------------------------------------
 
-    def _keep(self, data: bytes) -> int:
-        buffer = ctypes.create_string_buffer(data, len(data))
-        self._held.append(buffer)
-        return ctypes.addressof(buffer)
-
-    def _close(self, batch: list[tuple[str, bytes]]) -> None:
+    def _close(self, batch: list[Packed]) -> None:
         """Turns these entries into one part."""
         if not batch:
             return
         first = len(self.names)
         self.names += [name for name, _ in batch]
-        self._num_batches += 1
         packed_entries = b""
         for name, packed in batch:
             function_at = address_of(name)
@@ -155,30 +111,20 @@ class Tape:
         self._parts.append(run)
 
     def _call(self, entry: Call) -> Callable[[], None]:
-        tensor = self._arena.tensor
-        leaves = []
-        for leaf in entry.args:
-            if isinstance(leaf, Ref):
-                leaf = tensor(leaf)
-            leaves.append(leaf)
-        args, kwargs = tree_unflatten(leaves, entry.tree)
-        targets: list[Tensor | None] = []
-        for ref in entry.found:
-            target = None
-            if ref is not None:
-                target = tensor(ref)
-            targets.append(target)
+        tensor_of = self._arena.tensor
+        args, kwargs = tree_map_only(Ref, tensor_of, entry.given)
+        targets = [tensor_of(x) if isinstance(x, Ref) else None for x in entry.results]
         function = entry.function
-        if function in WITH_OUT and not kwargs:
-            with_out = WITH_OUT[function]
+        if function in _WITH_OUT and not kwargs:
+            with_out = _WITH_OUT[function]
             (out,) = targets
             return lambda: with_out(*args, out=out)
 
         def run() -> None:
-            made = function(*args, **kwargs)
-            results = made if isinstance(made, (tuple, list)) else (made,)
-            for target, result in zip(targets, results):
+            result = function(*args, **kwargs)
+            results = result if isinstance(result, (tuple, list)) else (result,)
+            for target, tensor in zip(targets, results):
                 if target is not None:
-                    target.copy_(result)
+                    target.copy_(tensor)
 
         return run

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +16,8 @@ DTYPES = {**FLOATS, torch.int64: 3}  # that fused lists (`Rows`) can read
 _ALIGNMENT = 64
 
 
-class Ref(NamedTuple):
+@dataclass(frozen=True)
+class Ref:
     """A tensor. `value` is the number of the tape's value (a piece of memory) that holds it from
     byte `start` on; if that is `None`, `start` is its address."""
 
@@ -25,8 +28,28 @@ class Ref(NamedTuple):
     strides: tuple[int, ...]
 
     @property
-    def place(self) -> tuple[int | None, int, torch.dtype]:
-        return self.value, self.start, self.dtype
+    def nbytes(self) -> int:
+        """Bytes from its first number to its last."""
+        span = 1
+        for size, stride in zip(self.sizes, self.strides):
+            span += (size - 1) * stride
+        return span * self.dtype.itemsize
+
+
+Address = Callable[[Ref], int]
+"""The address of a tensor's memory."""
+
+Keep = Callable[[bytes], int]
+"""Stores bytes for as long as a packed call is used, and returns their address."""
+
+Packed = tuple[str, bytes]
+"""The name of a C++ kernel, and its packed call."""
+
+
+def values_of(leaves: Iterable[Any]) -> set[int]:
+    """The numbers of the values that hold the tensors among `leaves`."""
+    refs = (leaf for leaf in leaves if isinstance(leaf, Ref))
+    return {ref.value for ref in refs if ref.value is not None}
 
 
 class Values:
@@ -70,9 +93,7 @@ class Values:
             self.outside[base] = storage
         if number is not None:
             start -= base
-        sizes = tuple(tensor.shape)
-        strides = tuple(tensor.stride())
-        return Ref(number, start, tensor.dtype, sizes, strides)
+        return Ref(number, start, tensor.dtype, tensor.shape, tensor.stride())
 
 
 class Arena:
@@ -82,13 +103,12 @@ class Arena:
     def __init__(self, values: Values, spans: dict[int, tuple[int, int]]) -> None:
         """`spans`: the first and the last entry of the tape that uses each value."""
         sizes = values.sizes
-        self._fixed = values.fixed
         placed: list[tuple[int, int, int, int]] = []  # start, end, first, last
-        self._starts: dict[int, int] = {}
+        starts: dict[int, int] = {}
         largest_first = sorted(spans, key=lambda number: -sizes[number])
         nbytes = 0
         for number in largest_first:
-            if number in self._fixed:
+            if number in values.fixed:
                 continue
             first, last = spans[number]
             num_units = -(-sizes[number] // _ALIGNMENT)
@@ -101,7 +121,7 @@ class Arena:
                 if low - start >= size:
                     break
                 start = max(start, high)
-            self._starts[number] = start
+            starts[number] = start
             end = start + size
             placed.append((start, end, first, last))
             placed.sort()
@@ -110,27 +130,20 @@ class Arena:
         capacity = nbytes + _ALIGNMENT
         with torch.inference_mode(False):
             self._memory = torch.zeros(capacity, dtype=torch.uint8, device="cpu")
-        address = self._memory.data_ptr()
-        self._base = -(-address // _ALIGNMENT) * _ALIGNMENT
+        base = -(-self._memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
+        self._addresses = {number: base + start for number, start in starts.items()}
+        self._addresses |= values.fixed
 
     def address(self, ref: Ref) -> int:
         if ref.value is None:
             return ref.start
-        fixed = self._fixed.get(ref.value)
-        if fixed is not None:
-            return ref.start + fixed
-        start = self._base + self._starts[ref.value]
-        return ref.start + start
+        return ref.start + self._addresses[ref.value]
 
     def tensor(self, ref: Ref) -> Tensor:
         """Returns a tensor on that memory, which it does not keep alive."""
         if 0 in ref.sizes:
             return torch.empty(ref.sizes, dtype=ref.dtype, device="cpu")
-        span = 1
-        for size, stride in zip(ref.sizes, ref.strides):
-            span += (size - 1) * stride
-        nbytes = span * ref.dtype.itemsize
-        buffer_type = ctypes.c_char * nbytes
+        buffer_type = ctypes.c_char * ref.nbytes
         memory = buffer_type.from_address(self.address(ref))
         with torch.inference_mode(False):
             numbers = torch.frombuffer(memory, dtype=ref.dtype)

@@ -61,12 +61,13 @@ def _step_fields(step: StepMetadata) -> _Step:
         "query_start": None if uniform else lengths.query_start,
         "origins": lengths.origins,
     }
+    addresses = []
+    by_offset = {}
     for name, tensor in tensors.items():
         if tensor is None:
+            addresses.append(0)
             continue
-        dims = 1
-        if name == "block_tables":
-            dims = 2
+        dims = 2 if name == "block_tables" else 1
         size = step.num_rows
         if name == "query_start":
             size += 1
@@ -84,14 +85,8 @@ def _step_fields(step: StepMetadata) -> _Step:
                 f"{name} is {_kind(tensor)}, there are {step.num_rows} rows: the kernel takes"
                 f" torch.int32 on the CPU, {dims} dimensions, the last one contiguous"
             )
-    addresses = []
-    by_offset = {}
-    for number, tensor in enumerate(tensors.values()):
-        if tensor is None:
-            addresses.append(0)
-            continue
+        by_offset[8 * len(addresses)] = tensor
         addresses.append(tensor.data_ptr())
-        by_offset[8 * number] = tensor
     packed = _STEP.pack(
         *addresses,
         step.num_rows,

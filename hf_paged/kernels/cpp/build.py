@@ -26,7 +26,14 @@ from ...interrupts import is_interrupt
 from ...timing import timed
 from ...topics import Topic
 from . import prebuilt
-from .compiler import COMMON_FLAGS, SOURCE, SOURCES, cpu_flags, find_compiler, link_flags
+from .compiler import (
+    COMMON_FLAGS,
+    SOURCES,
+    compile_command,
+    cpu_flags,
+    find_compiler,
+    link_flags,
+)
 
 logger = logging.getLogger(__package__)
 
@@ -76,9 +83,10 @@ def kernel(name: str) -> Callable[[bytes], int]:
 
 def address_of(name: str) -> int:
     """The address of the function that `kernel` returns."""
-    found = ctypes.cast(getattr(library(), f"hf_paged_{name}"), ctypes.c_void_p).value
-    assert found is not None
-    return found
+    function: Any = kernel(name)
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+    return address
 
 
 @functools.cache
@@ -223,15 +231,7 @@ def _build(folder: Path, key: str, compiler: list[str]) -> Path:
     os.close(handle)
     try:
         for extra in _EXTRA_FLAGS:
-            command = [
-                *compiler,
-                *COMMON_FLAGS,
-                *extra,
-                str(SOURCE),
-                "-o",
-                name,
-                *link_flags(compiler),
-            ]
+            command = compile_command(compiler, extra, Path(name))
             done = subprocess.run(
                 command, capture_output=True, text=True, errors="replace", timeout=300
             )

@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
@@ -44,6 +45,18 @@ def link_flags(compiler: list[str]) -> tuple[str, ...]:
     if any("++" in Path(part).name for part in compiler):
         return ()
     return ("-lc++" if sys.platform == "darwin" else "-lstdc++", "-lm")
+
+
+def compile_command(compiler: list[str], flags: Sequence[str], output: Path) -> list[str]:
+    return [
+        *compiler,
+        *COMMON_FLAGS,
+        *flags,
+        str(SOURCE),
+        "-o",
+        str(output),
+        *link_flags(compiler),
+    ]
 
 
 def cpu_flags() -> set[str]:

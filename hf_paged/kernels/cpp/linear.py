@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +56,7 @@ def max_rows(dtype: torch.dtype) -> int:
 def pack(
     head: tuple[int, torch.dtype, int, int, int],
     is_transposed: bool,
-    pieces: list[tuple[int, ...]],
+    pieces: Sequence[tuple[int, ...]],
     path: int,
 ) -> bytes:
     """Packs the kernel's struct. `head`: address, dtype, rows, depth and row stride of `x`.
@@ -90,18 +91,14 @@ def linear(
     dimension. A row's result does not depend on other rows. Raises `TypeError` for other tensors,
     `ValueError` for shapes that do not fit."""
     is_transposed = weight.dim() == 2 and weight.stride(1) != 1  # as `Conv1D` keeps it
-    stored = weight
-    if is_transposed:
-        stored = weight.t()
-    tensors = (x, stored) if bias is None else (x, stored, bias)
-    for y in tensors:
+    stored = weight.t() if is_transposed else weight
+    for y in (x, stored) if bias is None else (x, stored, bias):
         is_taken = y.is_cpu and y.dtype in DTYPES and y.dtype is x.dtype
         if not is_taken or y.stride(-1) != 1:
-            message = (
+            raise TypeError(
                 "the C++ kernel takes contiguous rows of float32, bfloat16 or float16, the same for"
                 " all, on the CPU"
             )
-            raise TypeError(message)
     are_matrices = x.dim() == weight.dim() == 2
     fits = are_matrices and x.shape[1] == weight.shape[1]
     if fits and bias is not None:
@@ -113,24 +110,13 @@ def linear(
     num_rows, depth = x.shape
     width = weight.shape[0]
     out = x.new_empty(num_rows, width)
-    bias_at = 0
-    if bias is not None:
-        bias_at = bias.data_ptr()
-    strided_dim = 1 if is_transposed else 0
-    piece = (
-        weight.data_ptr(),
-        bias_at,
-        out.data_ptr(),
-        width,
-        weight.stride(strided_dim),
-        out.stride(0),
-    )
+    bias_at = 0 if bias is None else bias.data_ptr()
+    strides = stored.stride(0), out.stride(0)
+    piece = weight.data_ptr(), bias_at, out.data_ptr(), width, *strides
     head = x.data_ptr(), x.dtype, num_rows, depth, x.stride(0)
-    multiply = kernel("linear")
     if path is None:
         path = best_path()
-    packed = pack(head, is_transposed, [piece], path)
-    error = multiply(packed)
+    error = kernel("linear")(pack(head, is_transposed, [piece], path))
     if error == 6:
         raise MemoryError("not enough memory for the rows of a product")
     if error:

@@ -10,10 +10,10 @@ import hashlib
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from .compiler import COMMON_FLAGS, SOURCE, SOURCES, cpu_flags, find_compiler, link_flags
+from .compiler import COMMON_FLAGS, SOURCES, compile_command, cpu_flags, find_compiler
 
 FOLDER = Path(__file__).with_name("lib")
 _V2 = "cx16 popcnt sse4_1 sse4_2 ssse3"
@@ -31,19 +31,25 @@ LEVELS = {  # best first: compiler options, and the Linux CPU flags that they re
 }
 
 
+def levels(flags: set[str]) -> Iterator[str]:
+    """The levels that a processor with these Linux CPU `flags` runs, best first."""
+    for level, (_, needed) in LEVELS.items():
+        if flags.issuperset(needed.split()):
+            yield level
+
+
 def find(flags: set[str] | None = None) -> Path | None:
     """The best library for a processor with these `flags` (default: this one), built from the
     current sources and intact: its name ends with the hash of its content. `None` without one."""
     if platform.machine() != "x86_64":
         return None
-    own = cpu_flags() if flags is None else flags
-    levels = [level for level, (_, needed) in LEVELS.items() if own.issuperset(needed.split())]
-    paths = (
-        path for level in levels for path in FOLDER.glob(f"kernels-{level}-{_of_sources()}-*.so")
-    )
-    return next(
-        (path for path in paths if path.is_file() and path.stem.endswith(_hash(path))), None
-    )
+    if flags is None:
+        flags = cpu_flags()
+    for level in levels(flags):
+        for path in FOLDER.glob(f"kernels-{level}-{_of_sources()}-*.so"):
+            if path.is_file() and path.stem.endswith(_hash(path)):
+                return path
+    return None
 
 
 def _hash(path: Path) -> str:
@@ -65,17 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for level, (flags, _) in LEVELS.items():
         static = ("-fopenmp", "-static-libstdc++", "-static-libgcc", "-s")
         path = FOLDER / f"{level}.so"
-        compiler = find_compiler()
-        command = [
-            *compiler,
-            *COMMON_FLAGS,
-            *flags.split(),
-            *static,
-            str(SOURCE),
-            "-o",
-            str(path),
-            *link_flags(compiler),
-        ]
+        command = compile_command(find_compiler(), [*flags.split(), *static], path)
         subprocess.run(command, check=True, timeout=300)
         print(path.rename(path.with_name(f"kernels-{level}-{_of_sources()}-{_hash(path)}.so")).name)
     return 0

@@ -499,54 +499,16 @@ def attention_kernel(
         full_begin = tl.minimum(tl.cdiv(tl.maximum(full_low, low), TILE) * TILE, end)
         full_end = tl.maximum(full_high // TILE * TILE, full_begin)
     leading = (full_begin - begin) // TILE
-    for i in range(0, leading + (end - full_end) // TILE):
-        first_key = begin + i * TILE
-        if not BY_LENGTH:
-            first_key = tl.where(i < leading, first_key, full_end + (i - leading) * TILE)
-        acc, acc_rest, total, top = _attend_tile(
-            acc,
-            acc_rest,
-            total,
-            top,
-            q,
-            q_rest,
-            keys,
-            values,
-            block_table,
-            first_key,
-            low,
-            high,
-            position,
-            window,
-            scale,
-            softcap,
-            bias_rows,
-            factor,
-            key_block,
-            key_token,
-            value_block,
-            value_token,
-            bias_key,
-            bias_len,
-            KEY_DIM,
-            VALUE_DIM,
-            KEY_MAIN,
-            KEY_REST,
-            VALUE_MAIN,
-            VALUE_REST,
-            BLOCK_SIZE,
-            TILE,
-            CAUSAL and not ONE_QUERY,
-            FOLDED,
-            SAME_STRIDES,
-            VALUE_IS_KEY,
-            STORED,
-            key_scales,
-            value_scales,
-            True,
-        )
-    if not BY_LENGTH:
-        for first_key in range(full_begin, full_end, TILE):
+    for unmasked in tl.static_range(1 if BY_LENGTH else 2):
+        first, last, step = 0, leading + (end - full_end) // TILE, 1
+        if unmasked:
+            first, last, step = full_begin, full_end, TILE
+        for i in range(first, last, step):
+            first_key = i
+            if not unmasked:
+                first_key = begin + i * TILE
+                if not BY_LENGTH:
+                    first_key = tl.where(i < leading, first_key, full_end + (i - leading) * TILE)
             acc, acc_rest, total, top = _attend_tile(
                 acc,
                 acc_rest,
@@ -580,14 +542,14 @@ def attention_kernel(
                 VALUE_REST,
                 BLOCK_SIZE,
                 TILE,
-                CAUSAL,
+                CAUSAL and not ONE_QUERY,
                 FOLDED,
                 SAME_STRIDES,
                 VALUE_IS_KEY,
                 STORED,
                 key_scales,
                 value_scales,
-                False,
+                unmasked == 0,
             )
 
     # Rows of the output are numbered from `m` again: kept in the loop, their int64 numbers would

@@ -35,10 +35,23 @@ def _code8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def _store_states(
-    states, target, scales, mask, is_head, STORED: tl.constexpr, LARGEST: tl.constexpr
+    source,
+    source_d,
+    target,
+    target_d,
+    scales,
+    is_head,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STORED: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):
     """Stores states of some heads of one token, `[heads, dim]`, unquantized or as codes
-    (`kernels/quantized.py`)."""
+    (`kernels/quantized.py`). `source` and `target`: addresses `[heads, 1]`."""
+    d = tl.arange(0, BLOCK).to(tl.int64)[None, :]
+    mask = is_head[:, None] & (d < DIM)
+    states = tl.load(source + d * source_d, mask=mask)
+    target += d * target_d
     if STORED == 0:
         tl.store(target, states.to(target.dtype.element_ty), mask=mask)
     else:
@@ -109,31 +122,35 @@ def _store_kernel(
         return
     block = slot // BLOCK_SIZE
     offset = slot % BLOCK_SIZE
-    head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)[:, None]
     one = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)
+    head = one[:, None]
+    is_head = one < HEADS
     if STORED:  # block strides count bytes; scales are float32
         key_scales += block * (key_block // 4) + one * (key_block_head // 4) + offset
         value_scales += block * (value_block // 4) + one * (value_block_head // 4) + offset
-    d = tl.arange(0, BLOCK_KEY).to(tl.int64)[None, :]
-    mask = (head < HEADS) & (d < KEY_DIM)
-    source = keys + row * key_row + token * key_token + head * key_head + d * key_d
-    target = (
-        key_blocks
-        + block * key_block
-        + offset * key_block_token
-        + head * key_block_head
-        + d * key_block_d
+    _store_states(
+        keys + row * key_row + token * key_token + head * key_head,
+        key_d,
+        key_blocks + block * key_block + offset * key_block_token + head * key_block_head,
+        key_block_d,
+        key_scales,
+        is_head,
+        KEY_DIM,
+        BLOCK_KEY,
+        STORED,
+        LARGEST,
     )
     _store_states(
-        tl.load(source, mask=mask), target, key_scales, mask, one < HEADS, STORED, LARGEST
-    )
-    d = tl.arange(0, BLOCK_VALUE).to(tl.int64)[None, :]
-    mask = (head < HEADS) & (d < VALUE_DIM)
-    source = values + row * value_row + token * value_token + head * value_head + d * value_d
-    target = value_blocks + block * value_block + offset * value_block_token
-    target += head * value_block_head + d * value_block_d
-    _store_states(
-        tl.load(source, mask=mask), target, value_scales, mask, one < HEADS, STORED, LARGEST
+        values + row * value_row + token * value_token + head * value_head,
+        value_d,
+        value_blocks + block * value_block + offset * value_block_token + head * value_block_head,
+        value_block_d,
+        value_scales,
+        is_head,
+        VALUE_DIM,
+        BLOCK_VALUE,
+        STORED,
+        LARGEST,
     )
 
 

@@ -1,0 +1,97 @@
+"""The entries of a tape beside lists of small operations, and how those that run in C++ are
+packed."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..kernels.cpp import linear
+from ..kernels.cpp.build import best_path
+from .rows import Rows
+from .values import Address, Keep, Packed, Ref, values_of
+
+
+@dataclass(eq=False)
+class Kernel:
+    """A call of a C++ function: its packed struct, still without addresses."""
+
+    name: str
+    packed: bytes
+    refs: dict[int, Ref]  # by byte offset in the struct
+    reads: set[int]
+    writes: set[int]
+
+    def pack(self, address: Address, keep: Keep) -> Packed:
+        packed = bytearray(self.packed)
+        for offset, ref in self.refs.items():
+            struct.pack_into("Q", packed, offset, address(ref))
+        return self.name, bytes(packed)
+
+
+@dataclass(eq=False)
+class Linear:
+    """`y = x W^T + b` for pieces that share `x`."""
+
+    x: Ref
+    is_transposed: bool
+    pieces: list[tuple[Ref, Ref | None, Ref]]  # weight, bias, output
+
+    def joins(self, other: Linear) -> bool:
+        """Whether one call computes both with the same result as two calls."""
+        _, _, out = self.pieces[0]
+        _, _, other_out = other.pieces[0]
+        widths = out.sizes[1], other_out.sizes[1]
+        are_narrow = max(widths) < linear.MIN_TILE_WIDTH
+        are_wide = min(widths) >= linear.MIN_TILE_WIDTH
+        return (
+            self.x == other.x
+            and self.is_transposed == other.is_transposed
+            and (are_narrow or are_wide)
+        )
+
+    @property
+    def reads(self) -> set[int]:
+        inputs = [ref for weight, bias, _ in self.pieces for ref in (weight, bias)]
+        return values_of([self.x, *inputs])
+
+    @property
+    def writes(self) -> set[int]:
+        return values_of(out for *_, out in self.pieces)
+
+    def pack(self, address: Address, keep: Keep) -> Packed:
+        x = self.x
+        num_rows, depth = x.sizes
+        head = address(x), x.dtype, num_rows, depth, x.strides[0]
+        pieces = []
+        for weight, bias, out in self.pieces:
+            bias_at = 0 if bias is None else address(bias)
+            strides = weight.strides[0], out.strides[0]
+            pieces.append((address(weight), bias_at, address(out), out.sizes[1], *strides))
+        return "linear", linear.pack(head, self.is_transposed, pieces, best_path())
+
+
+@dataclass(eq=False)
+class Call:
+    """A PyTorch operation, or a launch of a Triton kernel, with [`Ref`]s as tensors."""
+
+    function: Callable[..., Any]
+    given: Any  # its arguments and keyword arguments
+    results: list[Any]  # where those that are [`Ref`]s are copied to
+    reads: set[int]
+    writes: set[int]
+
+
+Entry = Rows | Kernel | Linear | Call
+
+
+def spans(entries: list[Entry]) -> dict[int, tuple[int, int]]:
+    """The first and the last entry that uses each value."""
+    by_value: dict[int, tuple[int, int]] = {}
+    for index, entry in enumerate(entries):
+        for value in entry.reads | entry.writes:
+            first, _ = by_value.get(value, (index, index))
+            by_value[value] = first, index
+    return by_value

@@ -1,0 +1,60 @@
+"""Which of PyTorch's operations are batch-invariant as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+VIEWS_IN_PLACE = frozenset(
+    {
+        aten.unsqueeze_.default,
+        aten.squeeze_.default,
+        aten.squeeze_.dim,
+        aten.squeeze_.dims,
+        aten.transpose_.default,
+        aten.t_.default,
+        aten.swapaxes_.default,
+        aten.as_strided_.default,
+    }
+)
+# Operations that move, choose or compare numbers, or that sum each row separately, in order.
+_EXACT = frozenset(
+    "empty empty_like empty_strided new_empty new_empty_strided zeros zeros_like new_zeros zero_"
+    " ones ones_like new_ones full full_like new_full fill_ fill scalar_tensor arange linspace"
+    " clone copy _to_copy copy_ cat stack repeat index index_select index_put index_put_"
+    " _unsafe_index gather scatter scatter_ slice_scatter select_scatter embedding where"
+    " masked_fill masked_fill_ constant_pad_nd roll flip tril triu tril_ triu_ topk sort max min"
+    " amax amin maximum minimum clamp clamp_min clamp_max clamp_ clamp_min_ clamp_max_ relu relu_"
+    " abs neg sign floor ceil round lift_fresh lift_fresh_copy alias_copy _softmax _log_softmax"
+    " cumsum histc index_add_ nan_to_num _local_scalar_dense _unsafe_view _reshape_alias".split()
+)
+# operations in `_EXACT` that are exact along the last axis only
+_ALONG_AN_AXIS = frozenset("amax amin cumsum max min sort topk _softmax _log_softmax".split())
+
+
+def _is_along_last_axis(function: Any, args: Any) -> bool:
+    """Whether an operation is along the last axis alone, not along others, several or all."""
+    axis = None
+    for index, argument in enumerate(function._schema.arguments):
+        if argument.name == "dim":
+            axis = args[index] if index < len(args) else argument.default_value
+    if isinstance(axis, (list, tuple)) and len(axis) == 1:
+        (axis,) = axis
+    num_axes = args[0].dim()
+    if not isinstance(axis, int):
+        return num_axes == 1
+    return axis % max(1, num_axes) == num_axes - 1
+
+
+def is_exact(function: Any, args: Any) -> bool:
+    """Whether PyTorch's operation is batch-invariant: a row's bits do not depend on the other
+    rows."""
+    name = function._schema.name.removeprefix("aten::")
+    if name in _ALONG_AN_AXIS and args[0].is_floating_point():
+        return _is_along_last_axis(function, args)
+    if name in ("mm", "bmm"):
+        return args[0].shape[-1] == 1  # nothing is summed
+    return name in _EXACT or function in VIEWS_IN_PLACE

@@ -13,7 +13,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,19 +104,31 @@ class Draft:
         return draw(probs, generator)
 
 
-class Source(Protocol):
-    """The source of one row's drafts (`Ngrams`, `Generated`). An `AssistantRow`'s drafts come from
-    its `Assistant`, for all of that one's rows together."""
+class Source:
+    """The source of one row's drafts. With a `drafter`, that one drafts for all of its rows
+    together."""
+
+    drafter: Any = None  # an `Assistant`
+    limit = MAX_DRAFT  # tokens of a draft, if it has no `drafter`
+    strategy: Any = None  # transformers' candidate generator, which learns from its drafts
+    num_proposed = 0  # tokens of its last draft
 
     def propose(self, token_ids: list[int], count: int) -> Draft | None:
         """Drafts up to `count` tokens to follow `token_ids`; `None` without any."""
+        raise NotImplementedError
 
     def observe(self, token_ids: list[int], num_accepted: int) -> None:
         """Records that `num_accepted` tokens of the last draft were accepted; `token_ids`: the
         row's tokens now."""
+        if self.num_proposed:
+            # it reads only the number of scores
+            scores = torch.empty((1, self.num_proposed + 1, 1), device="cpu")
+            self.strategy.update_candidate_strategy(None, scores, num_accepted)
+        self.num_proposed = 0
 
     def close(self) -> None:
         """Ends the row."""
+        return None
 
 
 class StepCosts:
@@ -178,15 +190,14 @@ class DraftLength:
     MAX_PAUSE = 1 << 10
     MAX_SEARCH = 16
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self) -> None:
         self.pause = 0  # number of following steps without a draft
         self._accepted = 1.6
         self._tried = 2.0
         self._refusal, self._search = self.FIRST_PAUSE, 0  # the next pauses
 
-    def choose(self, price: float) -> int:
-        """Returns the length of the next draft; 0 begins a pause."""
+    def choose(self, price: float, most: int) -> int:
+        """Returns the length of the next draft, at most `most`; 0 begins a pause."""
         rate = min(self._accepted / self._tried, 0.999)
         length = 0
         if rate > 0:
@@ -197,7 +208,7 @@ class DraftLength:
             self.pause, self._refusal = self._refusal, doubled
             # tries one token after the pause
             self._accepted, self._tried = max(self._accepted, 0.5), 1.0
-        return min(length, self.most)
+        return min(length, most)
 
     def find_nothing(self) -> None:
         """Begins a pause because the source had no draft."""
@@ -260,7 +271,7 @@ def _packed(token_ids: list[int]) -> bytes:
     return array("q", token_ids).tobytes()
 
 
-class Ngrams:
+class Ngrams(Source):
     """Drafts the tokens that followed the row's last n-gram before, in the row's text or else in
     others' (`index`). If neither has it after a rejected token, continues behind that place in the
     copied text: one word may differ."""
@@ -334,30 +345,31 @@ class Ngrams:
         self._tell(len(self._token_ids) - 1)
 
 
-class Generated:
-    """Drafts from one of transformers' candidate generators, for one row. With `draws`, the
-    generator of a row with a seed, drafts are drawn from it."""
+class Generated(Source):
+    """Drafts of up to `limit` tokens from one of transformers' candidate generators, for one row.
+    With `draws`, the generator of a row with a seed, drafts are drawn from it."""
 
     def __init__(
         self,
-        generator: Any,
+        strategy: Any,
+        limit: int,
         device: torch.device,
         keeps_scores: bool,
         draws: torch.Generator | None = None,
     ) -> None:
-        self.generator = generator
+        self.strategy = strategy
+        self.limit = limit
         self._device = device
         self._keeps_scores = keeps_scores
         self._draws = draws
-        self._last: tuple[Tensor, int] | None = None
 
     def propose(self, token_ids: list[int], count: int) -> Draft | None:
         ids = torch.tensor([token_ids], dtype=torch.long, device=self._device)
         with self._running():
-            candidates, scores = self.generator.get_candidates(ids)
+            candidates, scores = self.strategy.get_candidates(ids)
         new = candidates[0, len(token_ids) :]
         tokens = new.tolist()[:count]
-        self._last = ids, len(tokens)
+        self.num_proposed = len(tokens)
         if not tokens:
             return None
         if scores is None or not self._keeps_scores:
@@ -365,23 +377,11 @@ class Generated:
         drafted = scores[0, : len(tokens)]
         return Draft(tokens, drafted.float())
 
-    def observe(self, token_ids: list[int], num_accepted: int) -> None:
-        if self._last is not None:
-            ids, num_proposed = self._last
-            # it reads only the number of scores
-            shape = (1, num_proposed + 1, 1)
-            scores = torch.empty(shape, device=ids.device)
-            self.generator.update_candidate_strategy(ids, scores, num_accepted)
-            self._last = None
-
-    def close(self) -> None:
-        self._last = None
-
     @restoring
     def _running(self) -> Iterator[None]:
         """Wraps forwards of the generator's model. Early exit lowers `num_hidden_layers` in the
         model's config, which is restored even after an error or an interrupt."""
-        model = getattr(self.generator, "assistant_model", None)
+        model = getattr(self.strategy, "assistant_model", None)
         if model is None:
             yield
             return
@@ -419,10 +419,9 @@ def _drawing_by(generator: torch.Generator) -> Iterator[None]:
 @dataclass(eq=False)
 class Speculation:
     """A row's source of drafts, with counts of drafted and accepted tokens. Without `length`,
-    drafts are always `most` tokens long."""
+    drafts are as long as the source allows."""
 
     source: Source
-    most: int
     length: DraftLength | None
     generator: torch.Generator | None = None
     draft: Draft | None = field(default=None, init=False)
@@ -431,17 +430,27 @@ class Speculation:
     num_accepted: int = field(default=0, init=False)
     num_drafts: int = field(default=0, init=False)
 
-    def num_wanted(self, price: float, step: int) -> int:
-        """Returns how many tokens to draft in step number `step`."""
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        return self.num_drafts, self.num_proposed, self.num_accepted
+
+    def num_wanted(self, price: float, most: int, step: int) -> int:
+        """Returns how many tokens, of at most `most`, to draft in step number `step`."""
         if self.length is None:
-            return self.most
-        count = self.length.choose(price)
+            return most
+        count = self.length.choose(price, most)
         if not count:
             self.wake_at = step + self.length.pause + 1
         return count
 
-    def take(self, draft: Draft | None, step: int) -> list[int]:
-        """Keeps the draft for step number `step`; returns its tokens."""
+    def take(self, draft: Draft | None, step: int, num_embeddings: int) -> list[int]:
+        """Keeps the draft for step number `step`, up to the first token for which the model has no
+        embedding, as an assistant may draft; returns its tokens."""
+        if draft is not None:
+            for position, token in enumerate(draft.tokens):
+                if token >= num_embeddings:
+                    draft.forget(position)
+                    break
         self.draft = draft
         if draft is None or not draft.tokens:
             self.draft = None

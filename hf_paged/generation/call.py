@@ -34,7 +34,8 @@ from ..batching.decoding.sample import SampleDecoding
 from ..batching.decoding.scores import are_row_wise
 from ..batching.decoding.speculation import Assistance
 from ..batching.execution.adapters import adapter_names, without_adapter_names
-from ..batching.execution.prompts import Prompts, is_unset, prompts_of, unshared
+from ..batching.execution.prompt_inputs import is_unset
+from ..batching.execution.prompts import Prompts, prompts_of, unshared
 from ..batching.factory import (
     UNLIMITED,
     check_prompts,

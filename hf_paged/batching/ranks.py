@@ -29,7 +29,7 @@ from .arguments import check_generates
 from .execution.adapter_files import AdapterFile
 from .execution.adapters import AdapterError, base_model, check_adapter, use_adapter
 from .execution.inputs import GroupTokens, PackedTokens
-from .execution.mixing import Adapters, mixed, mixing
+from .execution.mixing import mixed, mixing
 from .factory import MANY_BLOCKS, choose_layout, empty_cache, make_loop
 from .loop import StepLoop
 
@@ -51,24 +51,24 @@ class TableHistory:
     grow."""
 
     def __init__(self) -> None:
-        self._known: list[list[int]] = []
+        self._tables: list[list[int]] = []
 
     def changes(self, tables: Sequence[list[int]]) -> Changes:
-        found: Changes = []
+        changes: Changes = []
         for row, ids in enumerate(tables):
-            known = self._known[row] if row < len(self._known) else []
-            count = len(known) if known == ids[: len(known)] else 0
-            found.append((count, ids[count:]))
-        self._known[: len(tables)] = map(list, tables)
-        return found
+            earlier = self._tables[row] if row < len(self._tables) else []
+            count = len(earlier) if earlier == ids[: len(earlier)] else 0
+            changes.append((count, ids[count:]))
+        self._tables[: len(tables)] = map(list, tables)
+        return changes
 
     def tables(self, changes: Changes) -> list[list[int]]:
         """Returns the tables that the other process passed to `changes`."""
         tables = [
-            [*self._known[row][:count], *new] if count else new
+            [*self._tables[row][:count], *new] if count else new
             for row, (count, new) in enumerate(changes)
         ]
-        self._known[: len(changes)] = map(list, tables)
+        self._tables[: len(changes)] = map(list, tables)
         return tables
 
 
@@ -110,20 +110,20 @@ class Leader:
 
     def choose_layout(self, config: PagedConfig) -> None:
         """Makes the others call `factory.choose_layout`, which this process calls next."""
-        self._send("choose_layout", config)
+        self.send("choose_layout", config)
 
     def make(self, model: PreTrainedModel, config: PagedConfig, loop: StepLoop) -> None:
         self._device, self._groups = compute_device(model), loop.memory.groups_of(loop.blocks)
         self._histories = [TableHistory() for _ in self._groups]
-        self._note("make", config)
+        self.note("make", config)
 
     def begin(self) -> None:
         """Makes the others begin work, on the model's current state."""
-        self._note("begin")
+        self.note("begin")
 
     def retire(self) -> None:
         self._groups = []
-        self._note("retire")
+        self.note("retire")
 
     def run(self, tokens: PackedTokens, others: list[int], adapter: Hashable) -> None:
         mix = mixed.get()
@@ -131,7 +131,7 @@ class Leader:
             history.changes(group.tables) for history, group in zip(self._histories, tokens.groups)
         ]
         rest = tokens._replace(groups=[group._replace(tables=[]) for group in tokens.groups])
-        self._send(
+        self.send(
             "run",
             rest,
             changes,
@@ -140,31 +140,18 @@ class Leader:
             autocast_dtype(self._device),
         )
 
-    def check_mixing(self, names: tuple[str, ...]) -> None:
-        self._send("check_mixing", names)
-
     def load_adapter(self, file: AdapterFile) -> None:
-        self._send("load_adapter", file)
-        failed = [
-            rank for rank, (is_loaded,) in enumerate(self.ranks.gather(True)) if not is_loaded
-        ]
+        self.send("load_adapter", file)
+        loaded = self.ranks.gather(True)
+        failed = [rank for rank, (is_loaded,) in enumerate(loaded) if not is_loaded]
         if failed:
-            self.forget_adapter(file)
+            self.note("adapters", "forget", file)
             raise AdapterError(
                 file,
                 f"the adapter in {file.path!r} cannot be loaded by processes {failed} of"
                 f" {self.ranks.size} that hold shards of the model, whose output says why: they"
                 " read the same folder, under the same path",
             )
-
-    def prefetch_adapters(self, files: list[AdapterFile]) -> None:
-        self._note("prefetch_adapters", files)
-
-    def forget_adapter(self, file: AdapterFile) -> None:
-        self._note("forget_adapter", file)
-
-    def forget_model(self) -> None:
-        self._note("forget_model")
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -174,42 +161,42 @@ class Leader:
         except RankLostError:
             raise
         except Exception:
-            self._send("check_failed")
+            self.send("check_failed")
             self.ranks.check_failed()
             raise
 
     def fingerprint(self, model: nn.Module, state: ModelState | None = None) -> bytes | None:
-        self._send("fingerprint")
+        self.send("fingerprint")
         return self.ranks.fingerprint(model, state)
 
     def least(self, number: int) -> int:
-        self._send("least")
+        self.send("least")
         return self.ranks.least(number)
 
     def moved(self, name: str, group: GroupMemory, arguments: tuple[Any, ...], result: Any) -> None:
-        number = next((number for number, each in enumerate(self._groups) if each is group), None)
-        if number is None:  # memory of a model that only this process has
+        if group not in self._groups:  # memory of a model that only this process has
             return
+        number = self._groups.index(group)
         named = [HeldThere(id(x)) if isinstance(x, HostBlocks) else x for x in arguments]
-        self._note("move", name, number, named, id(result))
+        self.note("move", name, number, named, id(result))
         if isinstance(result, HostBlocks):
-            weakref.finalize(result, self._note, "forget", id(result)).atexit = False
+            weakref.finalize(result, self.note, "forget", id(result)).atexit = False
 
     def close(self) -> None:
         """Makes `serve_rank` return in the other processes."""
         if self._is_open and self._pid == os.getpid():
             try:
                 with contextlib.suppress(RankLostError):
-                    self._send("end")
+                    self.send("end")
             finally:
                 self._is_open, self._groups = False, []
                 self.ranks.give_back()
 
-    def _note(self, name: str, *arguments: Any) -> None:
+    def note(self, name: str, *arguments: Any) -> None:
         self._queue.append((name, [group.pool.num_blocks for group in self._groups], arguments))
 
-    def _send(self, name: str, *arguments: Any) -> None:
-        self._note(name, *arguments)
+    def send(self, name: str, *arguments: Any) -> None:
+        self.note(name, *arguments)
         orders = [self._queue.popleft() for _ in range(len(self._queue))]
         self.ranks.send(pickle.dumps(orders, protocol=pickle.HIGHEST_PROTOCOL))
 
@@ -291,7 +278,7 @@ class Follower:
             raise self._failure
         using: Any = contextlib.nullcontext()
         if isinstance(adapter, list):  # before the forward: a missing adapter ends this process
-            using = mixing(self.model, self._adapters.mix_named(adapter))
+            using = mixing(self.model, self._executor.adapters.mix_named(adapter))
         elif isinstance(adapter, str):
             check_adapter(self.model, adapter)
             using = use_adapter(self.model, adapter)
@@ -313,33 +300,19 @@ class Follower:
         self._failure = None
         self.ranks.check_failed()
 
-    def check_mixing(self, names: tuple[str, ...]) -> None:
-        self._adapters.check(names)
-
     def load_adapter(self, file: AdapterFile) -> None:
         error = None
         try:
-            self._adapters.load(file)
+            self._executor.adapters.load(file)
         except AdapterError as reason:
             error = reason
             logger.warning(Topic.ADAPTERS(str(error)))
         self.ranks.gather(error is None)
 
-    def prefetch_adapters(self, files: list[AdapterFile]) -> None:
-        self._adapters.prefetch(files)
-
-    def forget_adapter(self, file: AdapterFile) -> None:
+    def adapters(self, method: str, *arguments: Any) -> None:
+        """Calls a method of this process's `Adapters`."""
         if self._executor is not None:  # else the order is from an earlier loop
-            self._adapters.store.forget(file)
-
-    def forget_model(self) -> None:
-        if self._executor is not None:
-            self._adapters.forget_model()
-
-    @property
-    def _adapters(self) -> Adapters:
-        found: Adapters = self._executor.adapters
-        return found
+            getattr(self._executor.adapters, method)(*arguments)
 
     def fingerprint(self) -> None:
         self.ranks.fingerprint(self.model)

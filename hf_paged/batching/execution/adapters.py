@@ -44,39 +44,20 @@ class Adapter:
     # its name and a number; identifies its weights to recorded steps, and is never reused
     key: tuple[Hashable, int]
     parts: dict[nn.Module, LoraWeights]
-    # for one of the model: reads the tensors and options it was made of
-    read: Callable[[], list[Any]] | None = None
+    # what tensors and options of the model it is made of now; nothing for one in a folder
+    read: Callable[[], Any] = tuple
 
     def __post_init__(self) -> None:
-        self._made_of: list[Any] | None = None
-        if self.read is not None:
-            self._made_of = self._places()
+        self._made_of = self.read()
 
     def is_current(self) -> bool:
         """Whether the model's tensors and options are still those it was made of."""
-        if self.read is None:
-            return True
-        return self._places() == self._made_of
+        return bool(self.read() == self._made_of)
 
     def is_like(self, other: Adapter) -> bool:
         """Whether both add the same tensors to the same modules."""
-        if not self.is_current():
-            return False
         has_same_modules = self.parts.keys() == other.parts.keys()
-        return has_same_modules and self._made_of == other._made_of
-
-    def _places(self) -> list[Any] | None:
-        try:
-            sources = self.read() if self.read is not None else []
-        except (AttributeError, KeyError):
-            return None
-        places: list[Any] = []
-        for source in sources:
-            if isinstance(source, Tensor):
-                places.append((id(source), source.data_ptr()))
-            else:
-                places.append(source)
-        return places
+        return has_same_modules and self.read() == self._made_of == other._made_of
 
 
 def base_model(model: Any) -> Any:
@@ -173,28 +154,23 @@ def has_activated(model: nn.Module) -> bool:
 def check_served(model: nn.Module, name: Hashable) -> None:
     """Raises [`AdapterError`] if layers in the model do not compute what PEFT computes with the
     adapter `name` (`None`: as the model is)."""
-    reason = None
-    if name is not None:
-        reason = _unswitchable(model)
+    reason = None if name is None else _unswitchable(model)
     if reason is not None:
         raise AdapterError(
             name,
             f"adapter {name!r} cannot be chosen for a request: {reason}. Activate it by"
             " `peft_model.set_adapter`, or disable all, and leave `adapter` out",
         )
-    reasons = {}
-    for known, config in _configs(model).items():
-        reason = wrapper_reason(config)
-        if reason is not None:
-            reasons[known] = reason
-    if not reasons:
+    configs = _configs(model)
+    reasons = {used: wrapper_reason(config) for used, config in configs.items()}
+    if not any(reasons.values()):
         return
     names: Iterable[Any] = [name]
     if name is None:
         names = _active_names(model)
-    for known in names:
-        if known in reasons:
-            raise AdapterError(name, f"adapter {known!r} {reasons[known]}")
+    for used in names:
+        if reasons.get(used):
+            raise AdapterError(name, f"adapter {used!r} {reasons[used]}")
 
 
 def _unswitchable(model: nn.Module) -> str | None:
@@ -250,19 +226,17 @@ def check_adapter(model: nn.Module, name: str) -> list[Any]:
         for layer in layers:
             for key in layer.adapter_layer_names:
                 names.update(getattr(layer, key, {}))
+        loaded = ", ".join(sorted(names)) or "none"
+        message = (
+            f"adapter {name!r} does not exist: the model has {loaded}, and there is no such"
+            f" folder{meant([name], names)}"
+        )
         if os.path.isdir(name):
             message = (
                 f"the folder {name!r} has no adapter_config.json, which PEFT's `save_pretrained`"
-                " writes"
+                " writes: pass the folder that holds it"
             )
-            raise AdapterError(name, f"{message}: pass the folder that holds it")
-        loaded = ", ".join(sorted(names)) or "none"
-        hint = meant([name], names)
-        raise AdapterError(
-            name,
-            f"adapter {name!r} does not exist: the model has {loaded}, and there is no such"
-            f" folder{hint}",
-        )
+        raise AdapterError(name, message)
     if any(getattr(layer, "merged_adapters", ()) for layer in layers):
         raise AdapterError(
             name,
@@ -302,13 +276,11 @@ def use_adapter(model: nn.Module, name: Hashable) -> Iterator[None]:
 
 def active_adapter(model: nn.Module) -> str | None:
     """The name of the active adapter, `"__base__"` for none; `None` for several."""
-    layers = peft_layers(model)
-    if all(layer._disable_adapters for layer in layers):
+    are_disabled = {bool(layer._disable_adapters) for layer in peft_layers(model)}
+    if False not in are_disabled:
         return BASE
     active = _active_names(model)
-    if len(active) != 1:
-        return None
-    if any(layer._disable_adapters for layer in layers):
+    if len(active) != 1 or True in are_disabled:
         return None
     return active.pop()
 
@@ -386,16 +358,20 @@ def find_adapter(
     if any(type(tensor) not in (Tensor, Parameter) for tensor in tensors):
         return f"the weights of adapter {name!r} are not plain tensors"
 
-    def read() -> list[Any]:
-        found: list[Any] = []
-        for layer, base in sources:
-            found += [
-                layer.base_layer is base,
-                layer.scaling[name],
-                layer.lora_dropout[name].training,
-            ]
-            found += map(local, (base.weight, *_tensors(layer, name)))
-        return found
+    def read() -> list[Any] | None:
+        state: list[Any] = []
+        try:
+            for layer, base in sources:
+                state += [
+                    layer.base_layer is base,
+                    layer.scaling[name],
+                    layer.lora_dropout[name].training,
+                ]
+                for tensor in map(local, (base.weight, *_tensors(layer, name))):
+                    state.append(None if tensor is None else (id(tensor), tensor.data_ptr()))
+        except (AttributeError, KeyError):
+            return None
+        return state
 
     return Adapter(key, parts, read)
 
@@ -413,30 +389,29 @@ def _names_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, int, Any]]:
     for module in model.modules():
         hooks = list(module._forward_pre_hooks.items())
         for number, hook in hooks:
-            is_partial = isinstance(hook, functools.partial)
-            if is_partial and _NAMES in hook.keywords:
+            if isinstance(hook, functools.partial) and _NAMES in hook.keywords:
                 yield module, number, hook
 
 
 def adapter_names(model: nn.Module) -> list[str] | None:
     """The adapter names of the rows of the running `generate` call, as PEFT got them; `None` if it
     got none."""
-    row_names = []
-    for _, _, hook in _names_hooks(model):
-        row_names.append(list(hook.keywords[_NAMES]))
+    row_names = None
     # after a failed call PEFT leaves its hooks, before those of the next call
-    return row_names[-1] if row_names else None
+    for _, _, hook in _names_hooks(model):
+        row_names = list(hook.keywords[_NAMES])
+    return row_names
 
 
 @restoring
 def without_adapter_names(model: nn.Module) -> Iterator[None]:
     """Within it, PEFT's layers do not get `adapter_names`, which they can only apply to rows of a
     padded batch."""
-    found = list(_names_hooks(model))
-    for module, number, _ in found:
+    removed = list(_names_hooks(model))
+    for module, number, _ in removed:
         del module._forward_pre_hooks[number]
     try:
         yield
     finally:
-        for module, number, hook in found:
+        for module, number, hook in removed:
             module._forward_pre_hooks[number] = hook

@@ -27,8 +27,8 @@ from ..model.state import ModelState
 from ..topics import Topic
 from .arguments import check_generates
 from .execution.adapter_files import AdapterFile
-from .execution.adapters import AdapterError, base_model, check_adapter, use_adapter
-from .execution.inputs import GroupTokens, PackedTokens
+from .execution.adapters import AdapterError, base_model, check_adapter
+from .execution.inputs import PackedTokens
 from .execution.mixing import mixed, mixing
 from .factory import MANY_BLOCKS, choose_layout, empty_cache, make_loop
 from .loop import StepLoop
@@ -226,7 +226,6 @@ class Follower:
     def __init__(self, model: PreTrainedModel, ranks: Ranks) -> None:
         self.model, self.ranks = model, ranks
         self._memory: Any
-        self._runner: Any
         self._executor: Any
         self._groups: list[GroupMemory]
         self._hosts: dict[int, HostBlocks]  # swapped-out blocks, by the leader's number
@@ -253,7 +252,7 @@ class Follower:
         cache = empty_cache(self.model, self._memory)
         cache.reserve(config.num_blocks or MANY_BLOCKS, config.max_num_seqs)
         loop = make_loop(self.model, cache, self._layout, config, max_num_seqs=config.max_num_seqs)
-        self._runner, self._executor = loop.executor.runner, loop.executor
+        self._executor = loop.executor
         self._executor.together = None
         self._groups = self._memory.groups_of(loop.blocks)
         self._histories = [TableHistory() for _ in self._groups]
@@ -262,7 +261,7 @@ class Follower:
         self._executor.begin(check_weights=False, replays=False)
 
     def retire(self) -> None:
-        self._memory = self._runner = self._executor = None
+        self._memory = self._executor = None
         self._groups, self._hosts = [], {}
 
     def run(
@@ -276,23 +275,22 @@ class Follower:
         if self._failure is not None:
             # only this process failed, and left the others in that forward
             raise self._failure
-        using: Any = contextlib.nullcontext()
-        if isinstance(adapter, list):  # before the forward: a missing adapter ends this process
+        # before the forward: a missing adapter ends this process
+        if isinstance(adapter, list):
             using = mixing(self.model, self._executor.adapters.mix_named(adapter))
-        elif isinstance(adapter, str):
-            check_adapter(self.model, adapter)
-            using = use_adapter(self.model, adapter)
-        tables = [history.tables(each) for history, each in zip(self._histories, changes)]
+        else:
+            if isinstance(adapter, str):
+                check_adapter(self.model, adapter)
+            using = self._executor.using(adapter)
         groups = [
-            GroupTokens(each.slots, held_ids, *each[2:])
-            for each, held_ids in zip(tokens.groups, tables)
+            group._replace(tables=history.tables(changed))
+            for group, history, changed in zip(tokens.groups, self._histories, changes)
         ]
+        whole = tokens._replace(groups=groups)
         self._executor.autocast = autocast
         try:
             with self._executor.attention():
-                self._executor.compute(
-                    using, lambda: self._runner.compute(tokens._replace(groups=groups), others)
-                )
+                self._executor.compute(using, lambda: self._executor.runner.compute(whole, others))
         except Exception as error:
             self._failure = error
 
@@ -301,13 +299,13 @@ class Follower:
         self.ranks.check_failed()
 
     def load_adapter(self, file: AdapterFile) -> None:
-        error = None
+        is_loaded = True
         try:
             self._executor.adapters.load(file)
-        except AdapterError as reason:
-            error = reason
+        except AdapterError as error:
+            is_loaded = False
             logger.warning(Topic.ADAPTERS(str(error)))
-        self.ranks.gather(error is None)
+        self.ranks.gather(is_loaded)
 
     def adapters(self, method: str, *arguments: Any) -> None:
         """Calls a method of this process's `Adapters`."""
@@ -321,8 +319,8 @@ class Follower:
         self.ranks.least(self._memory.affordable_bytes())
 
     def move(self, name: str, group: int, arguments: list[Any], number: int) -> None:
-        own = [self._hosts[x.number] if isinstance(x, HeldThere) else x for x in arguments]
-        result = MOVES[name](self._groups[group], *own)
+        named = [self._hosts[x.number] if isinstance(x, HeldThere) else x for x in arguments]
+        result = MOVES[name](self._groups[group], *named)
         if isinstance(result, HostBlocks):
             self._hosts[number] = result
 
@@ -357,18 +355,18 @@ def serve_rank(model: Any) -> None:
         ValueError: in process 0, and for a model that is not sharded.
         RankLostError: if another process has ended.
     """
-    own = base_model(model)
-    check_generates(own)
-    ranks = ranks_of(own)
+    shard = base_model(model)
+    check_generates(shard)
+    ranks = ranks_of(shard)
     if ranks is None or not ranks.rank:
         where = "is all in this process" if ranks is None else "is led by this process, number 0"
         raise ValueError(
-            f"{type(own).__name__} {where}: make a `PagedEngine` here, others call `serve_rank`"
+            f"{type(shard).__name__} {where}: make a `PagedEngine` here, others call `serve_rank`"
         )
-    check_heads(own)
+    check_heads(shard)
     with held(), torch.no_grad():
         ranks.take()
-        follower = Follower(own, ranks)
+        follower = Follower(shard, ranks)
         try:
             follower.serve()
         finally:

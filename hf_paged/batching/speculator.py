@@ -199,14 +199,7 @@ class Speculator:
                     groups += [members[:middle], members[middle:]]
                 else:
                     fail(members[0][0], error)
-        adapting: list[list[int]] = []
-        num_fixed = 0
-        for _, speculation, sequence, _ in ready:
-            if speculation.length is None:
-                num_fixed += len(sequence.draft)
-            elif sequence.draft:
-                adapting.append(sequence.draft)
-        _fit(adapting, num_rows + num_fixed)
+        _fit(ready, num_rows)
 
     def _groups(self, ready: list[Row], num_rows: int) -> list[list[Row]]:
         """Groups rows that draft together; the last group is the first to draft."""
@@ -265,10 +258,16 @@ def _waiting_row(generation: Generation) -> Sequence | None:
     return None if sequence.draft else sequence
 
 
-def _fit(drafts: list[list[int]], num_rows: int) -> None:
-    """Shortens drafts if the step's size (`num_rows` plus draft tokens) is at least as close to the
-    captured size below as to the captured size that it would be padded to: padding is computed,
-    too."""
+def _fit(rows: list[Row], num_rows: int) -> None:
+    """Shortens drafts whose lengths adapt if the step's size (`num_rows` plus draft tokens) is at
+    least as close to the captured size below as to the captured size that it would be padded to:
+    padding is computed, too."""
+    drafts: list[list[int]] = []
+    for _, speculation, sequence, _ in rows:
+        if speculation.length is None:
+            num_rows += len(sequence.draft)
+        elif sequence.draft:
+            drafts.append(sequence.draft)
     total = num_rows + sum(map(len, drafts))
     sizes = map(draft_bucket, range(num_rows, total + 1))
     below = max((size for size in sizes if size <= total), default=num_rows)

@@ -40,28 +40,20 @@ class Assistance:
     def by_heads(self, config: Any) -> bool:
         """Whether the model's multi-token prediction heads draft (`use_mtp`), by transformers'
         precedence."""
-        if not config.use_mtp:
-            return False
-        exits_early = config.assistant_early_exit is not None
-        return not exits_early and config.prompt_lookup_num_tokens is None
+        others = (config.assistant_early_exit, config.prompt_lookup_num_tokens)
+        return bool(config.use_mtp) and others == (None, None)
 
     @property
     def is_joint(self) -> bool:
         """Whether the assistant is a model with the target's tokens, so that its rows can be
         batched."""
-        if self.model is None:
-            return False
-        return self.tokenizer is None or self.assistant_tokenizer is None
+        has_other_tokens = self.tokenizer is not None and self.assistant_tokenizer is not None
+        return self.model is not None and not has_other_tokens
 
     def is_asked_for(self, config: Any) -> bool:
         """Whether transformers would run assisted generation with this generation config."""
-        given = (
-            self.model,
-            config.prompt_lookup_num_tokens,
-            config.assistant_early_exit,
-            config.use_mtp or None,
-        )
-        return any(value is not None for value in given)
+        given = (self.model, config.prompt_lookup_num_tokens, config.assistant_early_exit)
+        return bool(config.use_mtp) or any(value is not None for value in given)
 
 
 @dataclass
@@ -91,15 +83,13 @@ class Draft:
         position = self.position
         if position < len(self.drawn):
             token = self.drawn[position]
-            scores = self.scores[position : position + 1]
-            proposed = scores.softmax(dim=-1)
+            proposed = self.scores[position : position + 1].softmax(dim=-1)
             ratio = probs[0, token] / proposed[0, token]
             if bool(self.levels[position] <= ratio):
                 return torch.tensor([token], device=probs.device)
             residual = (probs - proposed).clamp(min=0)
             mass = residual.sum()
-            # zero if both are equal up to rounding
-            if float(mass) > 0:
+            if float(mass) > 0:  # zero if both are equal up to rounding
                 probs = residual / mass
         return draw(probs, generator)
 
@@ -144,40 +134,28 @@ class StepCosts:
         self._count = 0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        mean = seconds
-        if self._count:
-            mean = self._sums[3] / self._sums[0]
+        mean = self._sums[3] / self._sums[0] if self._count else seconds
         if seconds > 4 * mean:  # an outlier: a graph was captured, or the machine was busy
             return
-        new = (
-            1.0,
-            num_tokens,
-            num_tokens**2,
-            seconds,
-            num_tokens * seconds,
-        )
+        new = (1.0, num_tokens, num_tokens**2, seconds, num_tokens * seconds)
         if seconds < mean / 4:  # the earlier steps were outliers
             self._sums, self._count = [0.0] * 5, 0
-        pairs = zip(self._sums, new)
-        self._sums = [self.FADING * old + value for old, value in pairs]
+        self._sums = [self.FADING * old + value for old, value in zip(self._sums, new)]
         self._count += 1
 
     def price(self, num_rows: int, more: float = 0.0) -> float:
         """Returns the cost of a draft token in a step of `num_rows` rows, as a share of the time
         that an accepted token saves. Drafting one token for each row takes `more` seconds."""
         num_rows = max(num_rows, 1)
+        more /= num_rows
         count, x, xx, y, xy = self._sums
         spread = count * xx - x * x
         if self._count < self.MIN_STEPS or spread < 1e-2 * count * count:
-            if not y:
-                return self.UNKNOWN
-            return self.UNKNOWN + more / num_rows * count / y
+            return self.UNKNOWN + (more * count / y if y else 0)
         fitted = (count * xy - x * y) / spread
         slope = min(max(fitted, 0.0), y / x)
         fixed = max(y / count - slope * x / count, 1e-9)
-        cost = slope + more / num_rows
-        saved = fixed / num_rows + slope
-        return cost / saved
+        return (slope + more) / (fixed / num_rows + slope)
 
 
 class DraftLength:
@@ -201,24 +179,22 @@ class DraftLength:
         rate = min(self._accepted / self._tried, 0.999)
         length = 0
         if rate > 0:
-            least = min(max(price, 1e-6), 0.999)
-            length = int(math.log(least) / math.log(rate))
+            length = int(math.log(min(max(price, 1e-6), 0.999)) / math.log(rate))
         if not length:
-            doubled = min(2 * self._refusal, self.MAX_PAUSE)
-            self.pause, self._refusal = self._refusal, doubled
+            self.pause = self._refusal
+            self._refusal = min(2 * self._refusal, self.MAX_PAUSE)
             # tries one token after the pause
             self._accepted, self._tried = max(self._accepted, 0.5), 1.0
         return min(length, most)
 
     def find_nothing(self) -> None:
         """Begins a pause because the source had no draft."""
-        longer = min(2 * self._search + 1, self.MAX_SEARCH)
-        self.pause, self._search = self._search, longer
+        self.pause = self._search
+        self._search = min(2 * self._search + 1, self.MAX_SEARCH)
 
     def observe(self, num_proposed: int, num_accepted: int) -> None:
-        num_tried = min(num_accepted + 1, num_proposed)
         self._accepted = self.FADING * self._accepted + num_accepted
-        self._tried = self.FADING * self._tried + num_tried
+        self._tried = self.FADING * self._tried + min(num_accepted + 1, num_proposed)
         if num_accepted:
             self._refusal, self._search = self.FIRST_PAUSE, 0
 
@@ -241,14 +217,10 @@ class NgramIndex:
         """Adds the tokens that follow the first `n` of `token_ids`, for each `n` in `range(start,
         end)`."""
         packed = _packed(token_ids)
-        size = _SIZE
-        ngram_size = NGRAM * size
-        draft_size = MAX_DRAFT * size
-        first = max(start, NGRAM) * size
-        for at in range(first, end * size, size):
-            ngram = packed[at - ngram_size : at]
-            key = namespace + ngram
-            self._behind[key] = packed[at : at + draft_size]
+        for number in range(max(start, NGRAM), end):
+            at = number * _SIZE
+            key = namespace + packed[at - NGRAM * _SIZE : at]
+            self._behind[key] = packed[at : at + MAX_DRAFT * _SIZE]
             self._behind.move_to_end(key)
         while len(self._behind) > INDEX_SIZE:
             self._behind.popitem(last=False)
@@ -258,9 +230,7 @@ class NgramIndex:
         ngram: list[int],
         namespace: bytes = b"",
     ) -> list[int]:
-        continuation = self._behind.get(namespace + _packed(ngram))
-        if continuation is None:
-            return []
+        continuation = self._behind.get(namespace + _packed(ngram), b"")
         return array("q", continuation).tolist()
 
     def __len__(self) -> int:
@@ -290,12 +260,9 @@ class Ngrams(Source):
     def propose(self, token_ids: list[int], count: int) -> Draft | None:
         end = len(token_ids)
         tokens = list[int]()
-        start = None
-        if end > NGRAM:
-            start = self._find(token_ids)
+        start = self._find(token_ids) if end > NGRAM else None
         if start is None:
-            ngram = token_ids[end - NGRAM :]
-            tokens = self.index.find(ngram, self.namespace)[:count]
+            tokens = self.index.find(token_ids[end - NGRAM :], self.namespace)[:count]
         self._is_guess = start is None and not tokens and self._next is not None
         if self._is_guess:
             start = self._next
@@ -303,31 +270,25 @@ class Ngrams(Source):
         if start is not None and start < end:
             tokens = token_ids[start : start + count]
             if len(tokens) < count:  # the text repeats itself: continue the repetition
-                repeated = itertools.cycle(tokens)
-                tokens = list(itertools.islice(repeated, count))
-        if not tokens:
-            return None
-        return Draft(tokens)
+                tokens = list(itertools.islice(itertools.cycle(tokens), count))
+        return Draft(tokens) if tokens else None
 
     def _find(self, token_ids: list[int]) -> int | None:
         """Returns where the latest earlier occurrence of the row's last n-gram ends, or `None`."""
         text = self._text
-        size = _SIZE
-        num_known = len(text) // size
-        text += _packed(token_ids[num_known:])
+        text += _packed(token_ids[len(text) // _SIZE :])
         self._token_ids = token_ids
-        ngram = text[-NGRAM * size :]
-        at = len(text) - size
+        ngram = text[-NGRAM * _SIZE :]
+        at = len(text) - _SIZE
         while (at := text.rfind(ngram, 0, at)) >= 0:
-            if at % size == 0:
-                return at // size + NGRAM
+            if at % _SIZE == 0:
+                return at // _SIZE + NGRAM
             at += len(ngram) - 1  # a match across token boundaries: search on
         return None
 
     def observe(self, token_ids: list[int], num_accepted: int) -> None:
         end = len(token_ids) - MAX_DRAFT
-        goes_on = num_accepted or not self._is_guess
-        if self._source is not None and goes_on:
+        if self._source is not None and (num_accepted or not self._is_guess):
             self._next = self._source + num_accepted + 1
         self._token_ids, self._source = token_ids, None
         if end - self._num_told >= MAX_DRAFT:
@@ -335,11 +296,10 @@ class Ngrams(Source):
 
     def _tell(self, end: int) -> None:
         """Adds the continuations of the row's new tokens, up to `end`, to the index."""
-        num_told = self._num_told
-        first = max(0, num_told - NGRAM)
+        first = max(0, self._num_told - NGRAM)
         tokens = self._token_ids[first:]
-        self.index.add(tokens, num_told - first, end - first, self.namespace)
-        self._num_told = max(num_told, end)
+        self.index.add(tokens, self._num_told - first, end - first, self.namespace)
+        self._num_told = max(self._num_told, end)
 
     def close(self) -> None:
         self._tell(len(self._token_ids) - 1)
@@ -367,15 +327,13 @@ class Generated(Source):
         ids = torch.tensor([token_ids], dtype=torch.long, device=self._device)
         with self._running():
             candidates, scores = self.strategy.get_candidates(ids)
-        new = candidates[0, len(token_ids) :]
-        tokens = new.tolist()[:count]
+        tokens = candidates[0, len(token_ids) :].tolist()[:count]
         self.num_proposed = len(tokens)
         if not tokens:
             return None
         if scores is None or not self._keeps_scores:
             return Draft(tokens)
-        drafted = scores[0, : len(tokens)]
-        return Draft(tokens, drafted.float())
+        return Draft(tokens, scores[0, : len(tokens)].float())
 
     @restoring
     def _running(self) -> Iterator[None]:

@@ -63,20 +63,15 @@ class AdapterFile(NamedTuple):
     num_bytes: int  # of its weights in float32
 
 
-def is_adapter_folder(name: str) -> bool:
-    return os.path.isfile(os.path.join(name, CONFIG))
-
-
 def resolve_adapter(model: nn.Module, name: str | None) -> str | AdapterFile | None:
     """Resolves the name in a request: an adapter of the model, else one in a folder saved by PEFT.
     Raises [`AdapterError`]."""
     check_served(model, name)
-    if name is None or has_adapter(model, name) or not is_adapter_folder(name):
-        if name is not None:
-            check_adapter(model, name)
-        return name
-    check_adapter(model, BASE)
-    return read_adapter_file(name)
+    if name is None:
+        return None
+    is_folder = not has_adapter(model, name) and os.path.isfile(os.path.join(name, CONFIG))
+    check_adapter(model, BASE if is_folder else name)
+    return read_adapter_file(name) if is_folder else name
 
 
 def adapter_namespace(adapter: Hashable) -> Hashable:
@@ -165,15 +160,8 @@ def _version(path: str) -> str:
         # a file that was written just now may be written again without a change of its times
         is_settled = time.time_ns() - stat.st_ctime_ns > SETTLED_NS
         digest = _digest if is_settled else _digest.__wrapped__
-        content_hash = digest(
-            file,
-            stat.st_dev,
-            stat.st_ino,
-            stat.st_size,
-            stat.st_mtime_ns,
-            stat.st_ctime_ns,
-        )
-        digests.append(content_hash)
+        times = (stat.st_mtime_ns, stat.st_ctime_ns)
+        digests.append(digest(file, stat.st_dev, stat.st_ino, stat.st_size, *times))
     return "-".join(digests)
 
 

@@ -60,6 +60,9 @@ class Adapter:
         return has_same_modules and self.read() == self._made_of == other._made_of
 
 
+NO_ADAPTER = Adapter((BASE, -1), {})  # the base model alone
+
+
 def base_model(model: Any) -> Any:
     """The transformers model inside wrappers of `torch.compile`, PEFT and data parallelism, or the
     model itself. Raises `ValueError` for FSDP's, and [`AdapterError`] for adapters that PEFT's own
@@ -72,9 +75,7 @@ def base_model(model: Any) -> Any:
     for name, config in configs.items():
         # prompt learning and X-LoRA have no layers of these names, in which `check_served` sees
         # whether they are active
-        if has_adapter(base, name):
-            continue
-        reason = wrapper_reason(config)
+        reason = None if has_adapter(base, name) else wrapper_reason(config)
         if reason is not None:
             raise AdapterError(name, f"adapter {name!r} {reason}")
     return base
@@ -115,7 +116,6 @@ def wrapper_reason(config: Any) -> str | None:
     """Why an adapter with this PEFT config is computed by the `generate` of the surrounding
     `PeftModel`, not by layers in the model alone; `None` if it is not."""
     kind = type(config).__name__
-    reason = None
     if getattr(config, "is_prompt_learning", False):
         reason = (
             f"is prompt learning ({kind}): its virtual tokens are made by PEFT's own `generate`"
@@ -129,13 +129,10 @@ def wrapper_reason(config: Any) -> str | None:
         from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 
         tuner = PEFT_TYPE_TO_TUNER_MAPPING.get(config.peft_type)
-        if hasattr(tuner, "generate"):
-            # PEFT's tuners leave it to the model, unless they act around it
-            reason = (
-                f"is computed around the model ({kind}), by PEFT's own `{tuner.__name__}.generate`"
-            )
-    if reason is None:
-        return None
+        # PEFT's tuners leave it to the model, unless they act around it
+        if not hasattr(tuner, "generate"):
+            return None
+        reason = f"is computed around the model ({kind}), by PEFT's own `{tuner.__name__}.generate`"
     call = '`peft_model.generate(..., cache_implementation="paged")`'
     return f"{reason}. Call {call} instead of an engine or `generate_batch`"
 
@@ -147,8 +144,7 @@ def is_activated(config: Any) -> bool:
 
 
 def has_activated(model: nn.Module) -> bool:
-    configs = _configs(model)
-    return any(map(is_activated, configs.values()))
+    return any(map(is_activated, _configs(model).values()))
 
 
 def check_served(model: nn.Module, name: Hashable) -> None:
@@ -191,10 +187,7 @@ def _unswitchable(model: nn.Module) -> str | None:
 
 
 def _is_of_peft(part: Any) -> bool:
-    if not isinstance(part, nn.Module):
-        return False
-    package, _, _ = type(part).__module__.partition(".")
-    return package == "peft"
+    return isinstance(part, nn.Module) and type(part).__module__.split(".")[0] == "peft"
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -358,22 +351,24 @@ def find_adapter(
     if any(type(tensor) not in (Tensor, Parameter) for tensor in tensors):
         return f"the weights of adapter {name!r} are not plain tensors"
 
-    def read() -> list[Any] | None:
-        state: list[Any] = []
-        try:
-            for layer, base in sources:
-                state += [
-                    layer.base_layer is base,
-                    layer.scaling[name],
-                    layer.lora_dropout[name].training,
-                ]
-                for tensor in map(local, (base.weight, *_tensors(layer, name))):
-                    state.append(None if tensor is None else (id(tensor), tensor.data_ptr()))
-        except (AttributeError, KeyError):
-            return None
-        return state
+    return Adapter(key, parts, functools.partial(_state_of, sources, name))
 
-    return Adapter(key, parts, read)
+
+def _state_of(sources: list[tuple[Any, nn.Module]], name: str) -> list[Any] | None:
+    """What an adapter is made of: options and tensors of PEFT's layers on their base layers."""
+    state: list[Any] = []
+    try:
+        for layer, base in sources:
+            state += [
+                layer.base_layer is base,
+                layer.scaling[name],
+                layer.lora_dropout[name].training,
+            ]
+            for tensor in map(local, (base.weight, *_tensors(layer, name))):
+                state.append(None if tensor is None else (id(tensor), tensor.data_ptr()))
+    except (AttributeError, KeyError):
+        return None
+    return state
 
 
 def _tensors(layer: Any, name: str) -> tuple[Tensor, Tensor, Tensor | None]:

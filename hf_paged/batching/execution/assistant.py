@@ -3,7 +3,6 @@ blocks of the target's memory."""
 
 from __future__ import annotations
 
-import itertools
 import time
 import weakref
 from collections.abc import Sequence as Items
@@ -45,13 +44,11 @@ Wanted = Items[tuple["AssistantRow", Sequence, int]]
 def assistant_cache(model: PreTrainedModel, memory: PagedMemory) -> PagedCache:
     """An empty cache of the assistant, with separate layer groups in the target's memory."""
     with _guard:
-        number = _numbers.get(model)
-        if number is None:  # reuses the number of a deleted model, whose groups exist
-            taken = set(_numbers.values())
-            free = (number for number in itertools.count(1) if number not in taken)
-            number = _numbers[model] = next(free)
-    config = model.config.get_text_config(decoder=True)
-    empty = DynamicCache(config=config)
+        if model not in _numbers:  # reuses the number of a deleted model, whose groups exist
+            free = set(range(1, len(_numbers) + 2)).difference(_numbers.values())
+            _numbers[model] = min(free)
+        number = _numbers[model]
+    empty = DynamicCache(config=model.config.get_text_config(decoder=True))
     return PagedCache.from_empty(empty, memory, f"assistant {number}")
 
 
@@ -139,13 +136,12 @@ class Assistant:
         """Frees all blocks; returns whether there were any."""
         had_any = self._free_all()
         if had_any:
-            pause = self._pause
-            self._left, self._pause = pause, min(2 * pause, self.MAX_PAUSE)
+            self._left = self._pause
+            self._pause = min(2 * self._pause, self.MAX_PAUSE)
         return had_any
 
     def _free_all(self) -> bool:
-        num_freed = sum(self._free(row) for row in list(self.rows))
-        return num_freed > 0
+        return sum(self._free(row) for row in list(self.rows)) > 0
 
     def _free(self, row: AssistantRow) -> bool:
         """Frees the row's blocks, and forgets its tokens, which `_follow` takes over again."""
@@ -188,12 +184,8 @@ class Assistant:
             raise
 
     def _draft(self, wanted: Wanted) -> dict[AssistantRow, Growing]:
-        rows = [row for row, _, _ in wanted]
-        logits = self._catch_up(rows)
-        drafts = {}
-        for row, _, count in wanted:
-            if row in logits:
-                drafts[row] = Growing(count)
+        logits = self._catch_up([row for row, _, _ in wanted])
+        drafts = {row: Growing(count) for row, _, count in wanted if row in logits}
         going = list(drafts)
         while going:
             going = self._choose(going, drafts, torch.cat([logits[row] for row in going]))
@@ -220,12 +212,7 @@ class Assistant:
             same += 1
         read[same:] = token_ids[same:]
         row.num_followed = len(token_ids)
-        kept = min(
-            sequence.num_computed_tokens,
-            same + 1 - self.depth,
-            len(token_ids) - 1,
-        )
-        kept = max(0, kept)
+        kept = max(0, min(same + 1 - self.depth, len(token_ids) - 1))
         if kept < sequence.num_computed_tokens:
             with self.memory.changing():
                 self.blocks.truncate(sequence.blocks, kept)
@@ -237,14 +224,11 @@ class Assistant:
         with self.memory.changing():
             if sequence.blocks is NO_BLOCKS:
                 sequence.blocks = self.blocks.new()
-            if not self.blocks.append(
-                sequence.blocks,
-                count,
-                num_settled=max(0, row.num_followed - self.depth),
-            ):
-                return False
-            self.blocks.flush_copies()
-        return True
+            num_settled = max(0, row.num_followed - self.depth)
+            has_room = self.blocks.append(sequence.blocks, count, num_settled=num_settled)
+            if has_room:
+                self.blocks.flush_copies()
+        return has_room
 
     def _next(self, rows: Items[AssistantRow]) -> list[tuple[AssistantRow, int]]:
         """Makes room for missed tokens of these rows; returns how many of each to compute next."""
@@ -271,9 +255,7 @@ class Assistant:
         for row, count in items:
             if 1 < count <= MAX_ROWS and count == row.sequence.num_to_compute:
                 few.append(row)
-        counts = dict(items)
-        for row in few:  # run as a draft, so that the step can be a replay
-            row.hide(counts[row] - 1)
+                row.hide(count - 1)  # runs as a draft, so that the step can be a replay
         items.sort(key=lambda item: item[1] != 1 + len(item[0].sequence.draft))
         plan = StepPlan.of([(row.sequence, count) for row, count in items])
         try:
@@ -302,11 +284,9 @@ class Assistant:
         going = []
         for row in rows:
             growing = drafts[row]
-            confidence = growing.confidences[-1]
-            is_sure = row.threshold is None or confidence >= row.threshold
+            is_sure = row.threshold is None or growing.confidences[-1] >= row.threshold
             has_room = len(growing.tokens) < growing.count
-            has_ended = growing.tokens[-1] in row.eos_ids
-            if has_room and is_sure and not has_ended:
+            if has_room and is_sure and growing.tokens[-1] not in row.eos_ids:
                 going.append(row)
             else:
                 row.note(growing)
@@ -331,20 +311,16 @@ class Assistant:
                 row_scores = scores[place : place + 1].clone()
                 scores[place : place + 1] = row.processors(ids, row_scores)
         tokens = argmax(scores)
-        probs = None
+        confidences = [1.0] * len(rows)
         if any(row.reads_probs for row in rows):
             probs = scores.softmax(dim=-1)
-        for place, row in enumerate(rows):
-            if row.do_sample and probs is not None:
-                row_probs = probs[place : place + 1].to(row.device)
-                tokens[place] = draw(row_probs, row.generator)[0]
+            for place, row in enumerate(rows):
+                if row.do_sample:
+                    row_probs = probs[place : place + 1].to(row.device)
+                    tokens[place] = draw(row_probs, row.generator)[0]
+            confidences = probs.gather(1, tokens[:, None])[:, 0].tolist()
         chosen = tokens.tolist()
-        confidences = [1.0] * len(rows)
-        if probs is not None:
-            chosen_probs = probs.gather(1, tokens[:, None])
-            confidences = chosen_probs[:, 0].tolist()
-        choices = zip(rows, chosen, confidences)
-        for place, (row, token, confidence) in enumerate(choices):
+        for place, (row, token, confidence) in enumerate(zip(rows, chosen, confidences)):
             draft = drafts[row]
             draft.tokens.append(token)
             draft.confidences.append(confidence)

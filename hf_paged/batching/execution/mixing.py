@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +32,7 @@ from .adapter_files import AdapterFile, AdapterStore, linear_shape
 from .adapter_shards import NotSplitError, own_part
 from .adapters import (
     BASE,
+    NO_ADAPTER,
     Adapter,
     AdapterError,
     active_adapter,
@@ -44,8 +46,8 @@ from .runner import Runner, in_order
 MAX_MIXES = 64  # kept mixes, for recorded and later steps
 
 
-Ranges = list[tuple[Adapter | None, int, int]]
-"""The adapter of packed tokens `[start, end)`; `None`: the base model."""
+Ranges = list[tuple[Adapter, int, int]]
+"""The adapter of packed tokens `[start, end)`."""
 
 
 class Mirror(Protocol):
@@ -72,11 +74,11 @@ class Mix:
     def __init__(self, ranges: Ranges, head: nn.Module | None) -> None:
         self.key = _key(ranges)
         distinct = dict.fromkeys(adapter for adapter, *_ in ranges)
-        self.adapters = [adapter for adapter in distinct if adapter is not None]
+        self.adapters = [adapter for adapter in distinct if adapter is not NO_ADAPTER]
         self._ranges = ranges
         self._head = head
         self._is_one = len(distinct) == 1
-        self.modules = list(_modules(self.adapters))
+        self.modules = list(self._weights())
         self.num_tokens = 0  # of the forward; tokens after the last range have no adapter
         # tokens whose logits are wanted, if the head gets only these
         self.kept: list[int] | None = None
@@ -86,11 +88,7 @@ class Mix:
     @property
     def names(self) -> list[tuple[Hashable, int, int]]:
         """Its ranges with adapter names, for another process (`Adapters.mix_named`)."""
-        names: list[tuple[Hashable, int, int]] = []
-        for adapter, start, end in self._ranges:
-            name = BASE if adapter is None else adapter.key[0]
-            names.append((name, start, end))
-        return names
+        return [(adapter.key[0], start, end) for adapter, start, end in self._ranges]
 
     def prepare(self, device: torch.device) -> None:
         """Prepares for steps that are recorded with fixed ranges."""
@@ -101,20 +99,24 @@ class Mix:
 
     def takes_ranges(self, device: torch.device) -> bool:
         """Whether a recorded step can read its ranges on the device."""
-        weights: dict[nn.Module, list[LoraWeights]] = {}
-        for adapter in self.adapters:
+        weights = self._weights().values()
+        return bool(weights) and all(
+            can_record([lora for _, lora in parts], device) for parts in weights
+        )
+
+    def _weights(self) -> dict[nn.Module, list[tuple[int, LoraWeights]]]:
+        """By module, the numbers of its adapters and their weights."""
+        weights: dict[nn.Module, list[tuple[int, LoraWeights]]] = {}
+        for number, adapter in enumerate(self.adapters):
             for module, lora in adapter.parts.items():
-                weights.setdefault(module, []).append(lora)
-        return bool(weights) and all(can_record(parts, device) for parts in weights.values())
+                weights.setdefault(module, []).append((number, lora))
+        return weights
 
     @property
     def tensors(self) -> list[Tensor]:
         """The adapter weights that a recorded step reads."""
-        tensors: list[Tensor] = []
-        for adapter in self.adapters:
-            for lora in adapter.parts.values():
-                tensors += lora.tensors
-        return tensors
+        weights = (lora for adapter in self.adapters for lora in adapter.parts.values())
+        return [tensor for lora in weights for tensor in lora.tensors]
 
     @property
     def variant(self) -> Hashable:
@@ -124,10 +126,7 @@ class Mix:
         return frozenset(adapter.key for adapter in self.adapters)
 
     def ranges(
-        self,
-        adapters: Items[Hashable],
-        num_decodes: int,
-        num_tokens: int,
+        self, adapters: Items[Hashable], num_decodes: int, num_tokens: int
     ) -> list[tuple[Bounds, Bounds]]:
         """Returns the packed tokens of each of these adapters, given by key: its range of decodes,
         and of others."""
@@ -135,7 +134,7 @@ class Mix:
         ranges = whole if self._is_one else self._ranges
         bounds = {key: [(0, 0), (0, 0)] for key in adapters}
         for adapter, start, end in ranges:
-            if adapter is None:
+            if adapter is NO_ADAPTER:
                 continue
             if start < num_decodes:
                 bounds[adapter.key][0] = (start, min(end, num_decodes))
@@ -144,23 +143,15 @@ class Mix:
         return [(decodes, others) for decodes, others in bounds.values()]
 
     def record(
-        self,
-        ranges: Tensor,
-        most: int,
-        has_others: bool,
+        self, ranges: Tensor, most: int, has_others: bool
     ) -> dict[nn.Module, RecordedDeltas]:
         """What is added, by module, in a recorded step of up to `most` tokens. The step reads
         `ranges` `(n, 2)` on the device: two for each of `adapters`, as `Mix.ranges` returns them,
         or one if all tokens are decodes."""
-        per_adapter = 2 if has_others else 1
         deltas = dict[nn.Module, RecordedDeltas]()
-        for module in self.modules:
-            weights = []
-            for number, adapter in enumerate(self.adapters):
-                if module in adapter.parts:
-                    first = number * per_adapter
-                    for index in range(first, first + per_adapter):
-                        weights.append((index, adapter.parts[module]))
+        for module, weights in self._weights().items():
+            if has_others:
+                weights = [(2 * number + i, lora) for number, lora in weights for i in (0, 1)]
             deltas[module] = RecordedDeltas(ranges, most, weights)
         return deltas
 
@@ -173,12 +164,7 @@ class Mix:
     def adds_to_head(self) -> bool:
         return self._head in self._deltas
 
-    def __call__(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        output: Tensor,
-    ) -> Tensor:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         """A forward hook of the modules."""
         if mixed.get() is not self:  # a forward in another thread
             return output
@@ -207,30 +193,19 @@ class Mix:
     def _over(self, module: nn.Module, ranges: Ranges) -> Deltas:
         parts = []
         for adapter, start, end in ranges:
-            if adapter is not None and module in adapter.parts:
+            if module in adapter.parts:
                 parts.append((start, end, adapter.parts[module]))
         return Deltas(parts)
 
     def _kept_ranges(self, tokens: list[int]) -> Ranges:
-        adapters: dict[int, Adapter | None] = {}
+        adapters: dict[int, Adapter] = {}
         for adapter, start, end in self._ranges:
             adapters.update(dict.fromkeys(range(start, end), adapter))
-        return joined((adapters.get(token), 1) for token in tokens)
+        return joined((adapters.get(token, NO_ADAPTER), 1) for token in tokens)
 
 
 def _key(ranges: Ranges) -> tuple[Any, ...]:
-    return tuple(
-        (None if adapter is None else adapter.key, start, end) for adapter, start, end in ranges
-    )
-
-
-def _modules(adapters: Iterable[Adapter | None]) -> dict[nn.Module, None]:
-    """The modules to which these adapters add, in order."""
-    modules: dict[nn.Module, None] = {}
-    for adapter in adapters:
-        if adapter is not None:
-            modules.update(dict.fromkeys(adapter.parts))
-    return modules
+    return tuple((adapter.key, start, end) for adapter, start, end in ranges)
 
 
 mixed: ContextVar[Mix | None] = ContextVar("hf_paged_mixed", default=None)
@@ -238,22 +213,21 @@ mixed: ContextVar[Mix | None] = ContextVar("hf_paged_mixed", default=None)
 
 
 recorded: ContextVar[dict[nn.Module, RecordedDeltas] | None] = ContextVar(
-    "hf_paged_recorded",
-    default=None,
+    "hf_paged_recorded", default=None
 )
 """While a step is recorded: what adapters add, by module, for the ranges read on the device."""
 
 
-def joined(counts: Iterable[tuple[Adapter | None, int]]) -> Ranges:
+def joined(counts: Iterable[tuple[Adapter, int]]) -> Ranges:
     """Joins neighbours with the same adapter to one range."""
     ranges: Ranges = []
+    end = 0
     for adapter, count in counts:
-        before, first, start = ranges[-1] if ranges else (None, 0, 0)
-        end = start + count
-        if ranges and before is adapter:
-            ranges[-1] = adapter, first, end
-        else:
-            ranges.append((adapter, start, end))
+        start = end
+        end += count
+        if ranges and ranges[-1][0] is adapter:
+            _, start, _ = ranges.pop()
+        ranges.append((adapter, start, end))
     return ranges
 
 
@@ -272,16 +246,11 @@ class Adapters:
     """The adapters of an executor's forwards: those of the model, by name, and those in folders."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        cache: PagedCache,
-        make: MakeRunner,
-        pages: AdapterPages,
+        self, model: PreTrainedModel, cache: PagedCache, make: MakeRunner, pages: AdapterPages
     ) -> None:
         self._model = model
         self._cache = cache
         self._make = make
-        self.pages = pages
         self.store = AdapterStore(model)
         # no cycle, so that they are freed with their executor
         itself = weakref.ref(self)
@@ -328,13 +297,13 @@ class Adapters:
         except AdapterError as error:
             raise AdapterError(name, str(error)) from None
 
-    def together(self, names: Iterable[Hashable]) -> dict[Hashable, Adapter | None]:
-        """Returns, by name, the adapters of a step whose rows can share a forward, `None` for the
-        base model; empty if fewer than two can. Raises [`AdapterError`]."""
+    def together(self, names: Iterable[Hashable]) -> dict[Hashable, Adapter]:
+        """Returns, by name, the adapters of a step whose rows can share a forward; empty if fewer
+        than two can. Raises [`AdapterError`]."""
         names = list(names)
         first_name = next(name for name in names if name is not None)
         self._check_unmerged(first_name)
-        adapters: dict[Hashable, Adapter | None] = {}
+        adapters: dict[Hashable, Adapter] = {}
         for name in names:
             adapter = self._find(name)
             if isinstance(adapter, str):
@@ -343,7 +312,7 @@ class Adapters:
                 adapters[name] = adapter
         if len(adapters) < 2:
             return {}
-        modules = frozenset(_modules(adapters.values()))
+        modules = _modules_of(adapters.values())
         if modules not in self._verdicts:
             named = self._model.named_modules()
             module_names = [module_name for module_name, module in named if module in modules]
@@ -354,10 +323,10 @@ class Adapters:
             return {}
         return adapters
 
-    def refuse(self, adapters: Iterable[Adapter | None], reason: str) -> None:
+    def refuse(self, adapters: Iterable[Adapter], reason: str) -> None:
         """Notes that these adapters cannot be mixed, after a forward raised `NotMixableError`."""
         refusal = Topic.ADAPTERS(reason)
-        self._verdicts[frozenset(_modules(adapters))] = refusal
+        self._verdicts[_modules_of(adapters)] = refusal
         self.refusals.add(refusal)
 
     def prefetch(self, files: list[AdapterFile]) -> None:
@@ -390,27 +359,25 @@ class Adapters:
             adapters.append((adapter, start, end))
         return self.mix(adapters)
 
-    def _find(self, name: Hashable) -> Adapter | str | None:
+    def _find(self, name: Hashable) -> Adapter | str:
         if isinstance(name, AdapterFile):
             return self.load(name)
-        adapter_name = name
         if name is None:
-            adapter_name = active_adapter(self._model)
-        if not isinstance(adapter_name, str):
+            name = active_adapter(self._model)
+        if not isinstance(name, str):
             return "several adapters are active at a time"
-        if adapter_name == BASE:
-            return None
-        earlier = self._own.get(adapter_name)
-        if earlier is not None and adapter_name in self._seen and earlier.is_current():
+        if name == BASE:
+            return NO_ADAPTER
+        earlier = self._own.get(name)
+        if earlier is not None and name in self._seen and earlier.is_current():
             return earlier
-        key = (adapter_name, next(self._numbers))
-        adapter = find_adapter(self._model, adapter_name, key)
+        adapter = find_adapter(self._model, name, (name, next(self._numbers)))
         if isinstance(adapter, str):
             return adapter
         if earlier is not None and earlier.is_like(adapter):
             adapter = earlier  # steps recorded with it stay valid
-        self._own[adapter_name] = adapter
-        self._seen.add(adapter_name)
+        self._own[name] = adapter
+        self._seen.add(name)
         return adapter
 
     def mix(self, ranges: Ranges) -> Mix:
@@ -434,8 +401,7 @@ class Adapters:
     def alone(self, file: AdapterFile) -> Mix:
         """The mix of all rows with one adapter from a folder."""
         self._check_unmerged(file)
-        adapter = self.load(file)
-        return self.mix([(adapter, 0, 0)])
+        return self.mix([(self.load(file), 0, 0)])
 
     def check(self, names: tuple[str, ...]) -> str | None:
         """Checks in short forwards that rows with different adapters on these modules get the same
@@ -443,14 +409,12 @@ class Adapters:
         if self.mirror is not None:
             self.mirror.send("adapters", "check", names)
         try:
-            adapters = [*(_random_adapter(self._model, names, rank) for rank in (3, 2)), None]
+            adapters = [*(_random_adapter(self._model, names, rank) for rank in (3, 2)), NO_ADAPTER]
         except NotSplitError as error:
             return str(error)
 
         def make(
-            model: PreTrainedModel,
-            cache: PagedCache,
-            layout: Layout,
+            model: PreTrainedModel, cache: PagedCache, layout: Layout
         ) -> tuple[BlockManager, Any]:
             blocks, runner = self._make(model, cache, layout)
             return blocks, _CheckRunner(model, runner, adapters)
@@ -467,14 +431,14 @@ def run_mixed(
     model: PreTrainedModel,
     runner: Runner,
     plan: StepPlan,
-    adapters: list[Adapter | None],
+    adapters: list[Adapter],
     mix_of: Callable[[Ranges], Mix],
 ) -> Tensor:
     """As [`Runner`]'s `run`, in one packed forward; `adapters` has each row's."""
     # sorted by adapter, so that steps with equally many rows of each adapter share a recorded step
     distinct = sorted(
         dict.fromkeys(adapters),
-        key=lambda adapter: "" if adapter is None else str(adapter.key),
+        key=lambda adapter: (adapter is not NO_ADAPTER, str(adapter.key)),
     )
     numbers = {adapter: number for number, adapter in enumerate(distinct)}
     ranked = []
@@ -492,30 +456,21 @@ def run_mixed(
     return in_order([(answers, logits)])
 
 
+@dataclass(eq=False)
 class _CheckRunner:
     """A runner for the checks in `capability`; row `i` has the `i`-th adapter."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        runner: Runner,
-        adapters: list[Adapter | None],
-    ) -> None:
-        self._model = model
-        self._runner = runner
-        self._adapters = adapters
+    model: PreTrainedModel
+    runner: Runner
+    adapters: list[Adapter]
 
     def run(self, plan: StepPlan) -> Tensor:
-        adapters = [self._adapters[sequence.request.row] for sequence in plan.sequences]
-        mix_of = functools.partial(Mix, head=head_of(self._model))
-        return run_mixed(self._model, self._runner, plan, adapters, mix_of)
+        adapters = [self.adapters[sequence.request.row] for sequence in plan.sequences]
+        mix_of = functools.partial(Mix, head=head_of(self.model))
+        return run_mixed(self.model, self.runner, plan, adapters, mix_of)
 
 
-def _random_adapter(
-    model: PreTrainedModel,
-    names: Iterable[str],
-    rank: int,
-) -> Adapter:
+def _random_adapter(model: PreTrainedModel, names: Iterable[str], rank: int) -> Adapter:
     """A random adapter on these modules, the same in every process."""
     generator = torch.Generator().manual_seed(rank)
     parts = dict[nn.Module, LoraWeights]()
@@ -529,12 +484,14 @@ def _random_adapter(
         module = model.get_submodule(name)
         weight: Any = module.weight
         width, depth = linear_shape(module)
-        a = draw(rank, depth)
-        b = draw(width, rank)
-        whole = LoraWeights(a, b, None, 0.5)
+        whole = LoraWeights(draw(rank, depth), draw(width, rank), None, 0.5)
         base_name = name.removesuffix(".base_layer")
         parts[module] = own_part(model, base_name, module, whole)
     return Adapter(("check", rank), parts)
+
+
+def _modules_of(adapters: Iterable[Adapter]) -> frozenset[nn.Module]:
+    return frozenset[nn.Module]().union(*[adapter.parts for adapter in adapters])
 
 
 def head_of(model: PreTrainedModel) -> nn.Module | None:

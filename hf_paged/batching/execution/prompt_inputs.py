@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 
 from ... import compat
 from ...cache.prefix_index import MARSHAL_VERSION
+from .rectangle import padding_mask
 
 # Inputs without prompt content, or with one value per token.
 _COMMON = {
@@ -99,10 +100,7 @@ class PromptInputs:
         for row, padding in enumerate(self.paddings):
             axes = ids[:, row, padding:]
             is_counted = axes == counted[: self.length - padding]
-            if bool(is_counted.all()):
-                rows.append(None)
-            else:
-                rows.append(axes.tolist())
+            rows.append(None if bool(is_counted.all()) else axes.tolist())
         return rows
 
     def num_axes(self, row: int) -> int:
@@ -114,8 +112,7 @@ class PromptInputs:
         padding takes some where the model itself counts columns."""
         axes = self.axes[row]
         if axes is not None:
-            shifts = (max(axis) + 1 - len(axis) for axis in axes)
-            return max(shifts)
+            return max(max(axis) + 1 - len(axis) for axis in axes)
         if counts_padding and self.position_ids is None:
             return self.paddings[row]
         return 0
@@ -123,8 +120,7 @@ class PromptInputs:
     @property
     def axis_counts(self) -> tuple[int, ...]:
         """The distinct numbers of axes of the rows, sorted."""
-        counts = {len(axes or ()) for axes in self.axes}
-        return tuple(sorted(counts))
+        return tuple(sorted({len(axes or ()) for axes in self.axes}))
 
     def positions(
         self,
@@ -166,23 +162,18 @@ class PromptInputs:
         """Which tokens `(rows, length)` are placeholders for other content, such as images; `None`
         if unknown."""
         ids = self.input_ids
-        if ids.shape[1] != self.length:
-            return None
-        if self.model_kwargs.get("inputs_embeds") is not None:
+        if ids.shape[1] != self.length or self.model_kwargs.get("inputs_embeds") is not None:
             return None
         content = torch.zeros_like(ids, dtype=torch.bool)
         types = self._types
         for token_types in types:
             content |= token_types.to(ids.device) != 0
-        text_config = config.get_text_config(decoder=True)
-        attributes = {**vars(text_config), **vars(config)}
+        attributes = {**vars(config.get_text_config(decoder=True)), **vars(config)}
         for name, value in attributes.items():
             is_token = name.endswith(("token_id", "token_index")) and isinstance(value, int)
             if is_token and any(word in name for word in _MEDIA):
                 content |= ids == value
-        columns = torch.arange(self.length, device=ids.device)
-        first_columns = torch.tensor(self.paddings, device=ids.device)[:, None]
-        content &= columns >= first_columns
+        content &= padding_mask(self.paddings, self.length, ids.device)
         # without placeholders, other inputs than types may stand anywhere
         is_unknown = not bool(content.any()) and len(types) != len(self.names)
         return None if is_unknown else content
@@ -211,8 +202,7 @@ class PromptInputs:
         kinds = (self.input_ids, *types)
         placed = []
         for row, stands in enumerate(content):
-            row_content = [kind[row, stands].tolist() for kind in kinds]
-            placed.append(row_content)
+            placed.append([kind[row, stands].tolist() for kind in kinds])
         try:
             digest = _digest([others, placed])
         except TypeError:
@@ -224,8 +214,7 @@ class PromptInputs:
             stands = content[row, padding:].tolist()
             num_content = 0
             if any(stands):
-                num_behind = stands[::-1].index(True)
-                num_content = len(ids) - num_behind
+                num_content = len(ids) - stands[::-1].index(True)
             axes = self.axes[row] or []
             columns = [token_types[row, padding:].tolist() for token_types in types]
             columns += axes
@@ -234,9 +223,8 @@ class PromptInputs:
                 # unknown how the inputs affect a row without placeholders
                 is_content |= bool(others) and num_content == 0
                 if is_content or any(axis[i] != i for axis in axes):
-                    values = tuple(column[i] for column in columns)
                     source = (digest, row) if is_content else None
-                    keys[i] = (token, values, source)
+                    keys[i] = (token, tuple(column[i] for column in columns), source)
             rows.append(Keys(keys, num_content, num_text))
         return rows
 
@@ -257,9 +245,12 @@ class PromptInputs:
 
 
 def is_unset(value: Any) -> bool:
-    if value is None or value is False:
-        return True
-    return isinstance(value, (dict, list, tuple)) and not value
+    is_empty = isinstance(value, (dict, list, tuple)) and not value
+    return value is None or value is False or is_empty
+
+
+def is_flag(value: Any) -> bool:
+    return value is None or type(value) in (bool, int, float, str)
 
 
 def _digest(value: Any) -> bytes:
@@ -284,7 +275,7 @@ def _digest(value: Any) -> bytes:
             return "dict", parts
         if isinstance(value, (list, tuple)):
             return "list", [described(part) for part in value]
-        if value is None or type(value) in (bool, int, float, str):
+        if is_flag(value):
             return value
         raise TypeError(f"a {type(value).__name__} among the inputs of a model")
 
@@ -292,8 +283,6 @@ def _digest(value: Any) -> bytes:
     form = marshal.dumps(described(value), MARSHAL_VERSION)
     digest = hashlib.blake2b(form, digest_size=32)
     for tensor in tensors:
-        resolved = tensor.detach().resolve_conj().resolve_neg()
-        content = resolved.contiguous().cpu()
-        as_bytes = content.reshape(-1).view(torch.uint8)
-        digest.update(as_bytes.numpy())
+        content = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
+        digest.update(content.reshape(-1).view(torch.uint8).numpy())
     return digest.digest()

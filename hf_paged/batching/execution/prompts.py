@@ -24,7 +24,7 @@ from ...interrupts import is_interrupt
 from ...model.capability import is_stock, stock_cache
 from ...model.own_loop import map_tensors, next_logits, tensors_of
 from ..request import Request
-from .prompt_inputs import Keys, PromptInputs
+from .prompt_inputs import Keys, PromptInputs, is_flag
 
 
 class PromptsError(Exception):
@@ -78,7 +78,7 @@ class Prompts(PromptInputs):
         equal_lengths, equal_widths = verdict
         encoder_width = equal_widths and self.num_encoder_tokens
         self.joins = Joins(equal_lengths, (*shapes, encoder_width))
-        is_plain = all(_is_flag(value) for _, value in flags)
+        is_plain = all(is_flag(value) for _, value in flags)
         if is_plain and not has_media and not any(self.paddings):
             self.merges = (self.joins, self.length, *flags)
 
@@ -92,11 +92,10 @@ class Prompts(PromptInputs):
         # another
         kind: list[Hashable] = []
         for ids, is_content in zip(self.input_ids, content):
-            placeholders = ids[is_content].tolist()
-            kind.append(tuple(sorted(placeholders)))
+            kind.append(tuple(sorted(ids[is_content].tolist())))
         for name, value in sorted(self._masked.items()):
             if not isinstance(value, Tensor):
-                if not _is_flag(value):
+                if not is_flag(value):
                     return None
                 kind.append((name, value))
             elif _is_per_token(name):
@@ -109,9 +108,8 @@ class Prompts(PromptInputs):
                 is_partial = "mask" in name and not bool(value.all())
                 if not value.dim() or is_partial or _has_zero_parts(value):
                     return None
-                numbers = None
-                if not value.is_floating_point():
-                    numbers = tuple(value.flatten().tolist())
+                is_float = value.is_floating_point()
+                numbers = None if is_float else tuple(value.flatten().tolist())
                 kind.append((name, value.dtype, value.shape, numbers))
         return tuple(kind)
 
@@ -122,9 +120,8 @@ class Prompts(PromptInputs):
         shape = (len(self.paddings), self.length)
         if not isinstance(mask, Tensor) or mask.shape != shape:
             return False
-        num_shown = mask.bool().sum(-1)
         lengths = [self.length - padding for padding in self.paddings]
-        return num_shown.tolist() != lengths
+        return mask.bool().sum(-1).tolist() != lengths
 
     @property
     def _mask(self) -> Tensor:
@@ -198,9 +195,7 @@ class Prompts(PromptInputs):
         `num_cached` tokens already. Returns logits `(all rows, vocab_size)`, and which positions
         `(all rows, length)` saw later ones, or lie between; `None` if that is unknown. Raises
         [`PromptsError`]."""
-        first = 0
-        if num_cached:
-            first = self.paddings[0] + num_cached
+        first = self.paddings[0] + num_cached if num_cached else 0
         nothing = no_blocks(cache)
         looks = LooksAhead(self.paddings, self.length, first)
         blocks = []
@@ -211,15 +206,8 @@ class Prompts(PromptInputs):
         cache.take(blocks, tuple(paddings), first)
         token = attention_observer.set(looks)
         try:
-            cache_name = compat.cache_name(model)
-            inputs = {**self.model_kwargs, cache_name: cache}
-            logits, _ = next_logits(
-                model,
-                self.input_ids,
-                inputs,
-                begins=True,
-                num_cached=first,
-            )
+            inputs = {**self.model_kwargs, compat.cache_name(model): cache}
+            logits, _ = next_logits(model, self.input_ids, inputs, begins=True, num_cached=first)
         except Exception as error:
             if is_interrupt(error):
                 raise
@@ -262,8 +250,7 @@ class Prompts(PromptInputs):
         takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         if not takes_positions or is_stock(model, "prepare_inputs_for_generation"):
             return
-        cache_name = compat.cache_name(model)
-        inputs = {**self.model_kwargs, cache_name: stock_cache(model)}
+        inputs = {**self.model_kwargs, compat.cache_name(model): stock_cache(model)}
         prepared = model.prepare_inputs_for_generation(
             self.input_ids,
             next_sequence_length=self.length,
@@ -278,35 +265,22 @@ class Prompts(PromptInputs):
 
 def _has_zero_parts(media: Tensor) -> bool:
     """Whether an image or patch (counted by the first axes) is all zeros."""
-    sizes = 1
-    if media.dim() > 1:
-        first = max(1, media.dim() - 3)
-        sizes = media.shape[first:].numel()
     if not media.is_floating_point():
         return False
-    parts = media.reshape(-1, sizes)
-    is_zero = (parts == 0).all(-1)
-    return bool(is_zero.any())
-
-
-def _is_flag(value: Any) -> bool:
-    return value is None or type(value) in (bool, int, float, str)
+    first = max(1, media.dim() - 3)
+    parts = media.reshape(-1, media.shape[first:].numel())  # of a vector, single numbers
+    return bool((parts == 0).all(-1).any())
 
 
 def _is_per_token(name: str) -> bool:
     """Whether an input is `(rows, length)`, perhaps with leading axes."""
-    if name in ("attention_mask", "position_ids"):
-        return True
-    return name.endswith("token_type_ids")
+    return name in ("attention_mask", "position_ids") or name.endswith("token_type_ids")
 
 
 def no_blocks(cache: PagedCache) -> SequenceBlocks:
     """Empty tables, for a row that is not stored."""
-    tables = []
-    for group in cache.groups.values():
-        blocks = group.blocks
-        tables.append(BlockTable(blocks.pool, blocks.block_size))
-    return SequenceBlocks(tuple(tables))
+    groups = [group.blocks for group in cache.groups.values()]
+    return SequenceBlocks(tuple(BlockTable(group.pool, group.block_size) for group in groups))
 
 
 def prompts_of(
@@ -318,19 +292,17 @@ def prompts_of(
     the loop. `is_decoder`: for a model with an encoder. Only leading zeros of an attention mask
     count as padding."""
     ids, given = unexpanded
-    merged = {**model_kwargs, **given}
-    given = {}
-    for name, value in merged.items():
-        if name not in compat.CACHE_NAMES:
-            given[name] = map_tensors(_without_graph, value)
+    given = {
+        name: map_tensors(_without_graph, value)
+        for name, value in {**model_kwargs, **given}.items()
+        if name not in compat.CACHE_NAMES
+    }
     mask = given.get("decoder_attention_mask" if is_decoder else "attention_mask")
     prompts = Prompts(ids, given, [0] * len(ids))
     if isinstance(mask, Tensor) and mask.shape == (len(ids), prompts.length):
-        is_leading = mask.cumsum(-1) == 0
-        paddings = is_leading.sum(-1)
+        paddings = (mask.cumsum(-1) == 0).sum(-1)
         is_empty = paddings == prompts.length
-        counted = torch.where(is_empty, 0, paddings)
-        prompts.paddings = counted.tolist()
+        prompts.paddings = torch.where(is_empty, 0, paddings).tolist()
     return prompts
 
 

@@ -167,9 +167,7 @@ class Rectangle:
         column = self.token_ids.new_tensor(tokens)
         token_ids = torch.cat([self.token_ids, column], dim=1)
         # after what may raise: the rows then still fit together
-        self.blocks = blocks
-        self.width += 1
-        self.token_ids = token_ids
+        self.blocks, self.width, self.token_ids = blocks, self.width + 1, token_ids
 
 
 def padding_mask(paddings: list[int], width: int, device: torch.device) -> Tensor:

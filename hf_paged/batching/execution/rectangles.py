@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ... import compat
-from ...cache.block_manager import NO_BLOCKS, BlockManager, SequenceBlocks
+from ...cache.block_manager import NO_BLOCKS, SequenceBlocks
 from ...cache.paged_cache import PagedCache
 from ...cache.states import StateStorage, gather_states, num_state_bytes, state_layers
 from ...interrupts import is_interrupt
@@ -63,7 +63,6 @@ class RectangleRunner(Runner):
         # states are stored by the last table of each sequence
         self.states = states
         self.layout = layout
-        self.encoder_blocks: BlockManager | None = None
         if cache.cross is not None:
             self.encoder_blocks = cache.cross.rows.manager
         self._stock = cache
@@ -88,12 +87,8 @@ class RectangleRunner(Runner):
             for place in places:
                 num_answers = 1 + len(plan.sequences[place].draft)
                 answers += [(place, number) for number in range(num_answers)]
-            together = plan.select(places)
-            if begins:
-                logits = self._begin(together)
-            else:
-                logits = self._continue(together)
-            parts.append((answers, logits))
+            compute = self._begin if begins else self._continue
+            parts.append((answers, compute(plan.select(places))))
         self._holders = set(self.states.holders())
         logits = in_order(parts)
         are_wanted: list[bool] = []
@@ -172,8 +167,7 @@ class RectangleRunner(Runner):
         for sequence in sequences:
             if sequence.request.inputs is not None:
                 prompts, row = sequence.request.inputs
-                rows_of_call = calls.setdefault(prompts, {})
-                rows_of_call[row] = sequence
+                calls.setdefault(prompts, {})[row] = sequence
         if not calls:
             return self._forward(self._lay_out(plan), begins=True)
         logits = None
@@ -190,10 +184,7 @@ class RectangleRunner(Runner):
         """As `_begin`, in one forward; `None` if it fails: then each call runs alone, so that
         errors stay with it."""
         try:
-            parts = []
-            for prompts, rows in calls.items():
-                rectangle = self._lay_out_prompts(prompts, rows)
-                parts.append((rectangle, list(rows)))
+            parts = [(self._lay_out_prompts(*call), list(call[1])) for call in calls.items()]
             rectangle = Rectangle.join(parts, self._new_cache())
             rectangle.borrow(0)
             return self._forward(rectangle, begins=True)
@@ -203,15 +194,11 @@ class RectangleRunner(Runner):
             logger.debug("prompts of several requests fail in one forward: %s", error)
             return None
 
-    def _begin_alone(
-        self,
-        prompts: Prompts,
-        own: dict[int, Sequence],
-    ) -> Tensor:
+    def _begin_alone(self, prompts: Prompts, sequences: dict[int, Sequence]) -> Tensor:
         """As `_begin`, for rows of one call. Raises [`PromptsError`]."""
-        rows = list(own)
+        rows = list(sequences)
         try:
-            rectangle = self._lay_out_prompts(prompts, own)
+            rectangle = self._lay_out_prompts(prompts, sequences)
             logits = self._forward(rectangle, begins=True, rows=rows)
         except Exception as error:
             if is_interrupt(error):
@@ -261,14 +248,10 @@ class RectangleRunner(Runner):
                     )
             for name in compat.PREFILL_INPUTS:
                 rectangle.inputs.pop(name, None)
-            constants = set()
-            for name, value in rectangle.inputs.items():
-                if value is before.get(name):
-                    constants.add(name)
-            rectangle.constants = constants
+            after = rectangle.inputs.items()
+            rectangle.constants = {name for name, value in after if value is before.get(name)}
         if not rectangle.row_bytes:
-            num_bytes = num_state_bytes(rectangle.state_layers)
-            rectangle.row_bytes = num_bytes // len(rectangle.blocks)
+            rectangle.row_bytes = num_state_bytes(rectangle.state_layers) // len(rectangle.blocks)
         if rows is not None and rows != list(range(len(rectangle.blocks))):
             rectangle.select(rows)
             rectangle.borrow(rectangle.width)
@@ -286,9 +269,9 @@ class RectangleRunner(Runner):
         states = [self._find(slot) for slot in slots]
         rectangle = states[0][0]
         rows = [row for _, row in states]
-        is_one = False
-        if isinstance(rectangle, Rectangle):
-            is_one = all(holder is rectangle for holder, _ in states)
+        is_one = isinstance(rectangle, Rectangle) and all(
+            holder is rectangle for holder, _ in states
+        )
         if num_new > 1 or not is_one or self._is_too_wide(rectangle, rows):
             groups = itertools.groupby(states, operator.itemgetter(0))
             sources = [(holder, [row for _, row in group]) for holder, group in groups]
@@ -303,12 +286,7 @@ class RectangleRunner(Runner):
                 layers = [(holder.state_layers, rows) for holder, rows in sources]
                 gather_states(rectangle.state_layers, layers)
             num_logits = num_new if sequences[0].draft else 1
-            return self._forward(
-                rectangle,
-                begins=False,
-                num_new=num_new,
-                num_logits=num_logits,
-            )
+            return self._forward(rectangle, begins=False, num_new=num_new, num_logits=num_logits)
         others = self.states.holders()[rectangle] - set(slots)
         is_moved = bool(others) or rows != list(range(len(rectangle.blocks)))
         if others:  # other sequences still continue from this rectangle
@@ -327,11 +305,7 @@ class RectangleRunner(Runner):
         """Whether the next column is past the model's positions, which its code may count with the
         padding, and no row needs it: a longer one has left."""
         most = self.layout.max_positions
-        if most is None:
-            return False
-        if not self.layout.side_by_side:
-            return False
-        if rectangle.width < most:
+        if most is None or not self.layout.side_by_side or rectangle.width < most:
             return False
         return all(rectangle.paddings[row] for row in rows)
 
@@ -357,7 +331,7 @@ class RectangleRunner(Runner):
         """Prepares a batch as `generate` does, padded on the left; the last `num_new` columns, or
         all, are new."""
         model = self.model
-        device = compute_device(self.model)
+        device = compute_device(model)
         sequences = plan.sequences
         lengths = [start + count for start, count in zip(plan.starts, plan.counts)]
         pad = pad_token_id(model)
@@ -366,12 +340,11 @@ class RectangleRunner(Runner):
         padded = []
         for sequence, length, padding in zip(sequences, lengths, paddings):
             computed = sequence.token_ids[: length - len(sequence.draft)]
-            token_ids = [*computed, *sequence.draft]
-            padded.append([pad] * padding + token_ids)
+            padded.append([pad] * padding + computed + sequence.draft)
         ids = torch.tensor(padded, device=device)
-        mask = padding_mask(paddings, width, device)
+        mask = padding_mask(paddings, width, device).long()
         cache = self._new_cache()
-        inputs = first_inputs(model, ids, mask.long(), cache)
+        inputs = first_inputs(model, ids, mask, cache)
         if compat.supports_logits_to_keep(model):
             inputs["logits_to_keep"] = 1
         rectangle = Rectangle(
@@ -386,45 +359,26 @@ class RectangleRunner(Runner):
         rectangle.borrow(0 if num_new is None else width - num_new)
         return rectangle
 
-    def _lay_out_prompts(
-        self,
-        prompts: Prompts,
-        own: dict[int, Sequence],
-    ) -> Rectangle:
-        """Prepares all rows of a call; only those in `own` are stored."""
+    def _lay_out_prompts(self, prompts: Prompts, sequences: dict[int, Sequence]) -> Rectangle:
+        """Prepares all rows of a call; only those in `sequences` are stored."""
         cache = self._new_cache()
-        width = prompts.length
-        nothing = NO_BLOCKS
-        no_encoder = NO_BLOCKS
-        if cache is not None:
-            own_part, *others = cache_parts(cache)
-            nothing = no_blocks(own_part)
-            no_encoder = no_blocks(others[0] if others else own_part)
-        blocks = []
-        encoded = []
-        paddings = []
-        for row, padding in enumerate(prompts.paddings):
-            if row in own:
-                sequence = own[row]
-                blocks.append(sequence.blocks)
-                encoded.append(sequence.request.encoded)
-                paddings.append(padding)
-            else:
-                blocks.append(nothing)
-                encoded.append(no_encoder)
-                paddings.append(width)
         inputs = dict(prompts.model_kwargs)
+        nothing = no_encoder = NO_BLOCKS
         if cache is not None:
             inputs[compat.cache_name(self.model)] = cache
-        rectangle = Rectangle(
-            blocks,
-            encoded,
-            width,
-            paddings,
-            prompts.input_ids,
-            cache,
-            inputs,
-        )
+            parts = cache_parts(cache)
+            nothing = no_blocks(parts[0])
+            no_encoder = no_blocks(parts[-1])
+        width = prompts.length
+        num_rows = len(prompts.paddings)
+        blocks = [nothing] * num_rows
+        encoded = [no_encoder] * num_rows
+        paddings = [width] * num_rows
+        for row, sequence in sequences.items():
+            blocks[row] = sequence.blocks
+            encoded[row] = sequence.request.encoded
+            paddings[row] = prompts.paddings[row]
+        rectangle = Rectangle(blocks, encoded, width, paddings, prompts.input_ids, cache, inputs)
         rectangle.borrow(0)
         return rectangle
 

@@ -28,9 +28,9 @@ from ..model.state import ModelState
 from ..topics import Topic
 from .arguments import check_generates
 from .execution.adapter_files import AdapterFile
-from .execution.adapters import AdapterError, base_model, check_adapter, use_adapter
-from .execution.inputs import GroupTokens, PackedTokens
-from .execution.mixing import Adapters, mixed, mixing
+from .execution.adapters import AdapterError, base_model, check_adapter
+from .execution.inputs import PackedTokens
+from .execution.mixing import mixed, mixing
 from .factory import MANY_BLOCKS, choose_layout, empty_cache, make_loop
 from .loop import StepLoop
 
@@ -52,24 +52,24 @@ class TableHistory:
     grow."""
 
     def __init__(self) -> None:
-        self._known: list[list[int]] = []
+        self._tables: list[list[int]] = []
 
     def changes(self, tables: Sequence[list[int]]) -> Changes:
-        found: Changes = []
+        changes: Changes = []
         for row, ids in enumerate(tables):
-            known = self._known[row] if row < len(self._known) else []
-            count = len(known) if known == ids[: len(known)] else 0
-            found.append((count, ids[count:]))
-        self._known[: len(tables)] = map(list, tables)
-        return found
+            earlier = self._tables[row] if row < len(self._tables) else []
+            count = len(earlier) if earlier == ids[: len(earlier)] else 0
+            changes.append((count, ids[count:]))
+        self._tables[: len(tables)] = map(list, tables)
+        return changes
 
     def tables(self, changes: Changes) -> list[list[int]]:
         """Returns the tables that the other process passed to `changes`."""
         tables = [
-            [*self._known[row][:count], *new] if count else new
+            [*self._tables[row][:count], *new] if count else new
             for row, (count, new) in enumerate(changes)
         ]
-        self._known[: len(changes)] = map(list, tables)
+        self._tables[: len(changes)] = map(list, tables)
         return tables
 
 
@@ -111,20 +111,20 @@ class Leader:
 
     def choose_layout(self, config: PagedConfig) -> None:
         """Makes the others call `factory.choose_layout`, which this process calls next."""
-        self._send("choose_layout", config)
+        self.send("choose_layout", config)
 
     def make(self, model: PreTrainedModel, config: PagedConfig, loop: StepLoop) -> None:
         self._device, self._groups = compute_device(model), loop.memory.groups_of(loop.blocks)
         self._histories = [TableHistory() for _ in self._groups]
-        self._note("make", config)
+        self.note("make", config)
 
     def begin(self) -> None:
         """Makes the others begin work, on the model's current state."""
-        self._note("begin")
+        self.note("begin")
 
     def retire(self) -> None:
         self._groups = []
-        self._note("retire")
+        self.note("retire")
 
     def run(self, tokens: PackedTokens, others: list[int], adapter: Hashable) -> None:
         mix = mixed.get()
@@ -132,7 +132,7 @@ class Leader:
             history.changes(group.tables) for history, group in zip(self._histories, tokens.groups)
         ]
         rest = tokens._replace(groups=[group._replace(tables=[]) for group in tokens.groups])
-        self._send(
+        self.send(
             "run",
             rest,
             changes,
@@ -141,31 +141,18 @@ class Leader:
             autocast_dtype(self._device),
         )
 
-    def check_mixing(self, names: tuple[str, ...]) -> None:
-        self._send("check_mixing", names)
-
     def load_adapter(self, file: AdapterFile) -> None:
-        self._send("load_adapter", file)
-        failed = [
-            rank for rank, (is_loaded,) in enumerate(self.ranks.gather(True)) if not is_loaded
-        ]
+        self.send("load_adapter", file)
+        loaded = self.ranks.gather(True)
+        failed = [rank for rank, (is_loaded,) in enumerate(loaded) if not is_loaded]
         if failed:
-            self.forget_adapter(file)
+            self.note("adapters", "forget", file)
             raise AdapterError(
                 file,
                 f"the adapter in {file.path!r} cannot be loaded by processes {failed} of"
                 f" {self.ranks.size} that hold shards of the model, whose output says why: they"
                 " read the same folder, under the same path",
             )
-
-    def prefetch_adapters(self, files: list[AdapterFile]) -> None:
-        self._note("prefetch_adapters", files)
-
-    def forget_adapter(self, file: AdapterFile) -> None:
-        self._note("forget_adapter", file)
-
-    def forget_model(self) -> None:
-        self._note("forget_model")
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -175,42 +162,42 @@ class Leader:
         except RankLostError:
             raise
         except Exception:
-            self._send("check_failed")
+            self.send("check_failed")
             self.ranks.check_failed()
             raise
 
     def fingerprint(self, model: nn.Module, state: ModelState | None = None) -> bytes | None:
-        self._send("fingerprint")
+        self.send("fingerprint")
         return self.ranks.fingerprint(model, state)
 
     def least(self, number: int) -> int:
-        self._send("least")
+        self.send("least")
         return self.ranks.least(number)
 
     def moved(self, name: str, group: GroupMemory, arguments: tuple[Any, ...], result: Any) -> None:
-        number = next((number for number, each in enumerate(self._groups) if each is group), None)
-        if number is None:  # memory of a model that only this process has
+        if group not in self._groups:  # memory of a model that only this process has
             return
+        number = self._groups.index(group)
         named = [HeldThere(id(x)) if isinstance(x, HostBlocks) else x for x in arguments]
-        self._note("move", name, number, named, id(result))
+        self.note("move", name, number, named, id(result))
         if isinstance(result, HostBlocks):
-            weakref.finalize(result, self._note, "forget", id(result)).atexit = False
+            weakref.finalize(result, self.note, "forget", id(result)).atexit = False
 
     def close(self) -> None:
         """Makes `serve_rank` return in the other processes."""
         if self._is_open and self._pid == os.getpid():
             try:
                 with contextlib.suppress(RankLostError):
-                    self._send("end")
+                    self.send("end")
             finally:
                 self._is_open, self._groups = False, []
                 self.ranks.give_back()
 
-    def _note(self, name: str, *arguments: Any) -> None:
+    def note(self, name: str, *arguments: Any) -> None:
         self._queue.append((name, [group.pool.num_blocks for group in self._groups], arguments))
 
-    def _send(self, name: str, *arguments: Any) -> None:
-        self._note(name, *arguments)
+    def send(self, name: str, *arguments: Any) -> None:
+        self.note(name, *arguments)
         orders = [self._queue.popleft() for _ in range(len(self._queue))]
         self.ranks.send(pickle.dumps(orders, protocol=pickle.HIGHEST_PROTOCOL))
 
@@ -240,7 +227,6 @@ class Follower:
     def __init__(self, model: PreTrainedModel, ranks: Ranks) -> None:
         self.model, self.ranks = model, ranks
         self._memory: Any
-        self._runner: Any
         self._executor: Any
         self._groups: list[GroupMemory]
         self._hosts: dict[int, HostBlocks]  # swapped-out blocks, by the leader's number
@@ -267,7 +253,7 @@ class Follower:
         cache = empty_cache(self.model, self._memory)
         cache.reserve(config.num_blocks or MANY_BLOCKS, config.max_num_seqs)
         loop = make_loop(self.model, cache, self._layout, config, max_num_seqs=config.max_num_seqs)
-        self._runner, self._executor = loop.executor.runner, loop.executor
+        self._executor = loop.executor
         self._executor.together = None
         self._groups = self._memory.groups_of(loop.blocks)
         self._histories = [TableHistory() for _ in self._groups]
@@ -276,7 +262,7 @@ class Follower:
         self._executor.begin(check_weights=False, replays=False)
 
     def retire(self) -> None:
-        self._memory = self._runner = self._executor = None
+        self._memory = self._executor = None
         self._groups, self._hosts = [], {}
 
     def run(
@@ -290,23 +276,22 @@ class Follower:
         if self._failure is not None:
             # only this process failed, and left the others in that forward
             raise self._failure
-        using: Any = contextlib.nullcontext()
-        if isinstance(adapter, list):  # before the forward: a missing adapter ends this process
-            using = mixing(self.model, self._adapters.mix_named(adapter))
-        elif isinstance(adapter, str):
-            check_adapter(self.model, adapter)
-            using = use_adapter(self.model, adapter)
-        tables = [history.tables(each) for history, each in zip(self._histories, changes)]
+        # before the forward: a missing adapter ends this process
+        if isinstance(adapter, list):
+            using = mixing(self.model, self._executor.adapters.mix_named(adapter))
+        else:
+            if isinstance(adapter, str):
+                check_adapter(self.model, adapter)
+            using = self._executor.using(adapter)
         groups = [
-            GroupTokens(each.slots, held_ids, *each[2:])
-            for each, held_ids in zip(tokens.groups, tables)
+            group._replace(tables=history.tables(changed))
+            for group, history, changed in zip(tokens.groups, self._histories, changes)
         ]
+        whole = tokens._replace(groups=groups)
         self._executor.autocast = autocast
         try:
             with self._executor.attention():
-                self._executor.compute(
-                    using, lambda: self._runner.compute(tokens._replace(groups=groups), others)
-                )
+                self._executor.compute(using, lambda: self._executor.runner.compute(whole, others))
         except Exception as error:
             self._failure = error
 
@@ -314,33 +299,19 @@ class Follower:
         self._failure = None
         self.ranks.check_failed()
 
-    def check_mixing(self, names: tuple[str, ...]) -> None:
-        self._adapters.check(names)
-
     def load_adapter(self, file: AdapterFile) -> None:
-        error = None
+        is_loaded = True
         try:
-            self._adapters.load(file)
-        except AdapterError as reason:
-            error = reason
+            self._executor.adapters.load(file)
+        except AdapterError as error:
+            is_loaded = False
             logger.warning(Topic.ADAPTERS(str(error)))
-        self.ranks.gather(error is None)
+        self.ranks.gather(is_loaded)
 
-    def prefetch_adapters(self, files: list[AdapterFile]) -> None:
-        self._adapters.prefetch(files)
-
-    def forget_adapter(self, file: AdapterFile) -> None:
+    def adapters(self, method: str, *arguments: Any) -> None:
+        """Calls a method of this process's `Adapters`."""
         if self._executor is not None:  # else the order is from an earlier loop
-            self._adapters.store.forget(file)
-
-    def forget_model(self) -> None:
-        if self._executor is not None:
-            self._adapters.forget_model()
-
-    @property
-    def _adapters(self) -> Adapters:
-        found: Adapters = self._executor.adapters
-        return found
+            getattr(self._executor.adapters, method)(*arguments)
 
     def fingerprint(self) -> None:
         self.ranks.fingerprint(self.model)
@@ -349,8 +320,8 @@ class Follower:
         self.ranks.least(self._memory.affordable_bytes())
 
     def move(self, name: str, group: int, arguments: list[Any], number: int) -> None:
-        own = [self._hosts[x.number] if isinstance(x, HeldThere) else x for x in arguments]
-        result = MOVES[name](self._groups[group], *own)
+        named = [self._hosts[x.number] if isinstance(x, HeldThere) else x for x in arguments]
+        result = MOVES[name](self._groups[group], *named)
         if isinstance(result, HostBlocks):
             self._hosts[number] = result
 
@@ -385,18 +356,18 @@ def serve_rank(model: Any) -> None:
         ValueError: in process 0, and for a model that is not sharded.
         RankLostError: if another process has ended.
     """
-    own = base_model(model)
-    check_generates(own)
-    ranks = ranks_of(own)
+    shard = base_model(model)
+    check_generates(shard)
+    ranks = ranks_of(shard)
     if ranks is None or not ranks.rank:
         where = "is all in this process" if ranks is None else "is led by this process, number 0"
         raise ValueError(
-            f"{type(own).__name__} {where}: make a `PagedEngine` here, others call `serve_rank`"
+            f"{type(shard).__name__} {where}: make a `PagedEngine` here, others call `serve_rank`"
         )
-    check_heads(own)
+    check_heads(shard)
     with held(), torch.no_grad():
         ranks.take()
-        follower = Follower(own, ranks)
+        follower = Follower(shard, ranks)
         try:
             follower.serve()
         finally:

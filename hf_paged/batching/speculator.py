@@ -3,38 +3,41 @@ each step."""
 
 from __future__ import annotations
 
-import functools
 import heapq
 import itertools
 from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence as Items
 
 from transformers import PreTrainedModel
 
-from .. import compat, forks
+from .. import compat
 from ..cache.block_manager import UNCACHED
 from ..cache.prefix_index import namespace_digest
 from ..interrupts import is_interrupt
 from ..model.forwards import compute_device
 from .decoding.sample import SampleDecoding
 from .decoding.speculation import (
-    MAX_DRAFT,
     Assistance,
     Draft,
     DraftLength,
     Generated,
     NgramIndex,
     Ngrams,
+    Source,
     Speculation,
     StepCosts,
 )
 from .execution.assistant import Assistant, AssistantRow
 from .execution.graph_keys import draft_bucket
-from .execution.mtp import HiddenNamespace, MtpHeads, MtpRow
+from .execution.mtp import HiddenNamespace, MtpHeads
 from .generation import Generation
-from .request import Sequence, Status
+from .request import Request, Sequence, Status
 
 Fail = Callable[[Generation, Exception], None]
+
+
+Row = tuple[Generation, Speculation, Sequence, int]
+"""A row that drafts in this step, and the number of tokens to draft."""
 
 
 class Speculator:
@@ -56,9 +59,6 @@ class Speculator:
         self._index = NgramIndex()
         self._numbers = itertools.count()
         self._rows: dict[Generation, Speculation] = {}
-        self._assistants: dict[int, Assistant] = {}  # those that have rows
-        # guards `_assistants`: other threads' rows end while a row is added
-        self._lock = forks.lock()
 
     def attach(self, generation: Generation) -> None:
         """Gives a generation of one row the source of drafts that its config and its caller ask
@@ -69,59 +69,64 @@ class Speculator:
             return
         if len(generation.rows) != 1 or generation.is_done:
             return
+        ((request, _),) = generation.rows
         config = decoding.config
-        generator = decoding.generator
+        source: Source
         if assistance.is_asked_for(config):
             # sampled rows use transformers' fixed draft lengths: a seed then gives the same tokens,
             # whatever the steps' times
             adapts = not decoding.do_sample
-            source: Any
             by_heads = assistance.by_heads(config)
             if by_heads:
-                heads = self._heads()
-                ((request, _),) = generation.rows
-                namespace = request.namespace
-                is_hidden = isinstance(namespace, HiddenNamespace)
-                if namespace is not UNCACHED and not is_hidden:
-                    request.namespace = HiddenNamespace(namespace)
-                source = MtpRow(heads, decoding)
-                most = heads.depth
-                with self._lock:
-                    self._assistants[id(heads)] = heads
+                source = self._by_heads(request, decoding)
             elif assistance.is_joint and config.assistant_early_exit is None:
-                model = assistance.model
-                known = self._assistants.get(id(model))
-                assistant = known or self._make_assistant(model)
-                source = AssistantRow(assistant, decoding)
-                with self._lock:  # its last row may have removed it meanwhile
-                    self._assistants[id(model)] = assistant
-                most = source.max_draft
+                source = AssistantRow(self._assistant_of(assistance.model), decoding)
             else:
-                source, most = self._generated(decoding, assistance)
+                source = self._generated(decoding, assistance)
                 adapts |= config.prompt_lookup_num_tokens is not None
-            length = DraftLength(most) if adapts else None
-            generation.speculation = Speculation(source, most, length, generator)
-            generation.rows[0][0].drafts_first = not adapts and not by_heads
+            request.drafts_first = not adapts and not by_heads
         elif assistance.ngrams:
-            ((request, _),) = generation.rows
-            namespace = request.namespace
-            if namespace is UNCACHED:  # shares its n-grams with no other request
-                namespace = ("alone", next(self._numbers))
-            digest = namespace_digest(namespace)
-            source = Ngrams(self._index, request.num_prompt_tokens, digest)
-            length = DraftLength(MAX_DRAFT)
-            generation.speculation = Speculation(source, MAX_DRAFT, length, generator)
+            source = self._ngrams(request)
+            adapts = True
         else:
             return
+        length = DraftLength() if adapts else None
+        generation.speculation = Speculation(source, length, decoding.generator)
         self._rows[generation] = generation.speculation
 
-    def _generated(self, decoding: SampleDecoding, assistance: Assistance) -> tuple[Generated, int]:
-        """Makes transformers' candidate generator for one row; returns it with its maximal draft
-        length."""
+    def _by_heads(self, request: Request, decoding: SampleDecoding) -> AssistantRow:
+        heads = self._heads()
+        namespace = request.namespace
+        is_hidden = isinstance(namespace, HiddenNamespace)
+        if namespace is not UNCACHED and not is_hidden:
+            request.namespace = HiddenNamespace(namespace)
+        return AssistantRow(heads, decoding)
+
+    def _assistant_of(self, model: PreTrainedModel) -> Assistant:
+        for assistant in self._assistants:
+            if assistant.model is model:
+                return assistant
+        return self._make_assistant(model)
+
+    @property
+    def _assistants(self) -> list[Assistant]:
+        """Those that have rows. A row of another thread may end meanwhile."""
+        drafters = [row.source.drafter for row in list(self._rows.values())]
+        return [drafter for drafter in dict.fromkeys(drafters) if drafter is not None]
+
+    def _ngrams(self, request: Request) -> Ngrams:
+        namespace = request.namespace
+        if namespace is UNCACHED:  # shares its n-grams with no other request
+            namespace = ("alone", next(self._numbers))
+        digest = namespace_digest(namespace)
+        return Ngrams(self._index, request.num_prompt_tokens, digest)
+
+    def _generated(self, decoding: SampleDecoding, assistance: Assistance) -> Generated:
+        """Makes transformers' candidate generator for one row."""
         config = decoding.config
         num_lookup_tokens = config.prompt_lookup_num_tokens
         is_lookup = num_lookup_tokens is not None
-        generator = compat.candidate_generator(
+        strategy = compat.candidate_generator(
             self.model,
             generation_config=config,
             input_ids=decoding.input_ids,
@@ -132,51 +137,32 @@ class Speculator:
             target_tokenizer=assistance.tokenizer,
             assistant_tokenizer=assistance.assistant_tokenizer,
         )
-        most = num_lookup_tokens if is_lookup else decoding.max_length
+        limit = num_lookup_tokens if is_lookup else decoding.max_length
         draws = None
         if decoding.do_sample and not is_lookup:
             draws = decoding.generator
         device = compute_device(self.model)
-        source = Generated(generator, device, decoding.do_sample, draws)
-        return source, most
+        return Generated(strategy, limit, device, decoding.do_sample, draws)
 
     def detach(self, generation: Generation) -> None:
         speculation = self._rows.pop(generation, None)
         if speculation is not None:
-            self._ended = _added(self._ended, speculation)
+            self._ended = _total([self._ended, speculation.counts])
             speculation.source.close()
-            with self._lock:
-                assistants = self._assistants.items()
-                self._assistants = {key: value for key, value in assistants if value.rows}
 
     def counts(self) -> tuple[int, int, int]:
         """Returns the numbers of verified drafts, of tokens in them, and of accepted tokens."""
         rows = list(self._rows.values())
-        return functools.reduce(_added, rows, self._ended)
+        return _total([self._ended, *(row.counts for row in rows)])
 
     def reclaim(self) -> bool:
         """Frees the blocks of all assistants; returns whether there were any."""
-        assistants = list(self._assistants.values())
-        num_reclaimed = sum(assistant.reclaim() for assistant in assistants)
+        num_reclaimed = sum(assistant.reclaim() for assistant in self._assistants)
         return num_reclaimed > 0
 
     def change_weights(self) -> None:
-        for assistant in list(self._assistants.values()):
+        for assistant in self._assistants:
             assistant.change_weights()
-
-    def _give(
-        self,
-        speculation: Speculation,
-        sequence: Sequence,
-        draft: Draft | None,
-        num_embeddings: int,
-    ) -> None:
-        if draft is not None:  # an assistant may draft tokens for which the model has no embedding
-            for position, token in enumerate(draft.tokens):
-                if token >= num_embeddings:
-                    draft.forget(position)
-                    break
-        sequence.draft = speculation.take(draft, self._step)
 
     def is_due(self) -> bool:
         """Begins a step; returns whether any row drafts in it."""
@@ -190,79 +176,72 @@ class Speculator:
         compute. If a source raises, `fail` ends its rows."""
         rows = list(self._rows.items())  # a copy: other threads' calls add rows
         step = self._step
-        ready: list[tuple[Generation, Speculation, Sequence]] = []
+        ready: list[Row] = []
         for generation, speculation in rows:
             if speculation.wake_at > step:
                 continue
-            waiting = _waiting_row(generation)
-            if waiting is not None:
-                ready.append((generation, speculation, waiting))
+            sequence = _waiting_row(generation)
+            if sequence is not None:
+                ready.append((generation, speculation, sequence, 0))
         if not ready:
             return
-        price_alone = self.costs.price(num_rows)
-        together: dict[Assistant, list[tuple[Generation, Speculation, Sequence, int]]] = {}
-        for generation, speculation, sequence in ready:
-            source = speculation.source
-            request = sequence.request
-            num_tokens = sequence.num_tokens
-            if isinstance(source, MtpRow) and num_tokens <= request.num_prompt_tokens:
-                continue  # as in transformers, these heads draft only after the first new token
-            price = price_alone
-            most = speculation.most
-            if isinstance(source, AssistantRow):
-                price = self.costs.price(num_rows, source.assistant.seconds_a_token)
-                most = min(source.most, source.assistant.most(sequence))
-            room = request.max_num_tokens - num_tokens - 1
-            wanted = speculation.num_wanted(price, step)
-            count = min(wanted, most, room)
-            if count <= 0:
-                continue
-            if isinstance(source, AssistantRow):
-                members = together.setdefault(source.assistant, [])
-                members.append((generation, speculation, sequence, count))
-                continue
-            try:
-                draft = source.propose(sequence.token_ids, count)
-                self._give(speculation, sequence, draft, num_embeddings)
-            except Exception as error:
-                if is_interrupt(error):
-                    raise
-                fail(generation, error)
-        groups = list(together.items())
+        groups = self._groups(ready, num_rows)
         while groups:
-            assistant, members = groups.pop()
+            members = groups.pop()
             try:
-                asked: list[Any] = []
-                for _, speculation, sequence, count in members:
-                    asked.append((speculation.source, sequence, count))
-                drafts = assistant.propose(asked)
+                for (_, speculation, sequence, _), draft in zip(members, _drafts(members)):
+                    sequence.draft = speculation.take(draft, step, num_embeddings)
             except Exception as error:
                 if is_interrupt(error):
                     raise
                 middle = len(members) // 2
                 if middle:  # in halves, so that only rows end for which the assistant fails alone
-                    halves = members[:middle], members[middle:]
-                    groups += [(assistant, half) for half in halves]
+                    groups += [members[:middle], members[middle:]]
                 else:
                     fail(members[0][0], error)
+        _fit(ready, num_rows)
+
+    def _groups(self, ready: list[Row], num_rows: int) -> list[list[Row]]:
+        """Groups rows that draft together; the last group is the first to draft."""
+        price_alone = self.costs.price(num_rows)
+        alone: list[list[Row]] = []
+        together: dict[Assistant, list[Row]] = {}
+        for generation, speculation, sequence, _ in ready:
+            source = speculation.source
+            drafter = source.drafter
+            price = price_alone
+            most = source.limit
+            if drafter is not None:
+                price = self.costs.price(num_rows, drafter.seconds_a_token)
+                most = drafter.most(source, sequence)
+            room = sequence.request.max_num_tokens - sequence.num_tokens - 1
+            most = min(most, room)
+            if most <= 0:
                 continue
-            for (_, speculation, sequence, _), draft in zip(members, drafts):
-                self._give(speculation, sequence, draft, num_embeddings)
-        adapting: list[list[int]] = []
-        num_fixed = 0
-        for _, speculation, sequence in ready:
-            if speculation.length is None:
-                num_fixed += len(sequence.draft)
-            elif sequence.draft:
-                adapting.append(sequence.draft)
-        _fit(adapting, num_rows + num_fixed)
+            count = speculation.num_wanted(price, most, self._step)
+            if not count:
+                continue
+            row = (generation, speculation, sequence, count)
+            if drafter is None:
+                alone.append([row])
+            else:
+                together.setdefault(drafter, []).append(row)
+        return [*together.values(), *reversed(alone)]
 
 
-def _added(counts: tuple[int, int, int], row: Speculation) -> tuple[int, int, int]:
-    drafts, proposed, accepted = counts
-    drafts += row.num_drafts
-    proposed += row.num_proposed
-    accepted += row.num_accepted
+def _drafts(rows: list[Row]) -> Items[Draft | None]:
+    """Drafts for rows of one assistant, or for a row whose source has none."""
+    _, speculation, sequence, count = rows[0]
+    source = speculation.source
+    if source.drafter is None:
+        return [source.propose(sequence.token_ids, count)]
+    wanted = [(row.source, sequence, count) for _, row, sequence, count in rows]
+    drafts: Items[Draft | None] = source.drafter.propose(wanted)
+    return drafts
+
+
+def _total(counts: Items[tuple[int, int, int]]) -> tuple[int, int, int]:
+    drafts, proposed, accepted = map(sum, zip(*counts))
     return drafts, proposed, accepted
 
 
@@ -279,10 +258,16 @@ def _waiting_row(generation: Generation) -> Sequence | None:
     return None if sequence.draft else sequence
 
 
-def _fit(drafts: list[list[int]], num_rows: int) -> None:
-    """Shortens drafts if the step's size (`num_rows` plus draft tokens) is at least as close to the
-    captured size below as to the captured size that it would be padded to: padding is computed,
-    too."""
+def _fit(rows: list[Row], num_rows: int) -> None:
+    """Shortens drafts whose lengths adapt if the step's size (`num_rows` plus draft tokens) is at
+    least as close to the captured size below as to the captured size that it would be padded to:
+    padding is computed, too."""
+    drafts: list[list[int]] = []
+    for _, speculation, sequence, _ in rows:
+        if speculation.length is None:
+            num_rows += len(sequence.draft)
+        elif sequence.draft:
+            drafts.append(sequence.draft)
     total = num_rows + sum(map(len, drafts))
     sizes = map(draft_bucket, range(num_rows, total + 1))
     below = max((size for size in sizes if size <= total), default=num_rows)

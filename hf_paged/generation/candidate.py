@@ -13,7 +13,8 @@ from ..batching.decoding.prepare import LoopCall
 from ..batching.decoding.sample import SampleDecoding
 from ..batching.decoding.scores import are_row_wise
 from ..batching.decoding.speculation import Assistance
-from ..batching.execution.prompts import Prompts, is_unset, prompts_of
+from ..batching.execution.prompt_inputs import is_unset
+from ..batching.execution.prompts import Prompts, prompts_of
 from ..batching.factory import (
     check_prompts,
     choose_layout,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,11 @@ class LoraWeights(NamedTuple):
     @property
     def tensors(self) -> list[Tensor]:
         return [self.a, self.b] if self.bias is None else [self.a, self.b, self.bias]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> LoraWeights:
+        """The same adapter, with what `function` makes of its tensors."""
+        bias = None if self.bias is None else function(self.bias)
+        return self._replace(a=function(self.a), b=function(self.b), bias=bias)
 
 
 Part = tuple[int, int, LoraWeights]
@@ -118,9 +123,10 @@ def _summed(shrunk: list[Tensor], parts: Sequence[Part]) -> list[Tensor]:
     """Sums the products over processes that shard the depth, for all adapters in one all-reduce."""
     places = [place for place, (*_, lora) in enumerate(parts) if lora.group is not None]
     if places:
-        own = [shrunk[place] for place in places]
-        together = torch.cat([each.flatten() for each in own])
+        sharded = [shrunk[place] for place in places]
+        together = torch.cat([product.flatten() for product in sharded])
         dist.all_reduce(together, group=parts[places[0]][2].group)
-        for place, each, found in zip(places, own, together.split([each.numel() for each in own])):
-            shrunk[place] = found.view(each.shape).to(each.dtype)
+        sums = together.split([product.numel() for product in sharded])
+        for place, product, total in zip(places, sharded, sums):
+            shrunk[place] = total.view(product.shape).to(product.dtype)
     return shrunk

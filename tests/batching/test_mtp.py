@@ -174,7 +174,7 @@ class Watch:
         self.plain: dict[tuple[int, ...], tuple[list[int], torch.Tensor]] = {}
         self.ours: dict[tuple[int, ...], tuple[list[int], torch.Tensor]] = {}
         generator = candidate_generator.MTPCandidateGenerator
-        theirs, propose, add = generator.get_candidates, MtpHeads._propose, MtpHeads.add_tokens
+        theirs, propose, add = generator.get_candidates, MtpHeads.propose, MtpHeads.add_tokens
         logits: dict[Any, list[torch.Tensor]] = {}
 
         def get_candidates(own: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
@@ -189,7 +189,7 @@ class Watch:
                 logits.setdefault(row, []).append(own)
             add(rows, drafts, found)
 
-        def _propose(heads: Any, wanted: Any) -> Any:
+        def drafts_of(heads: Any, wanted: Any) -> Any:
             logits.clear()
             found = propose(heads, wanted)
             for (row, target, _), draft in zip(wanted, found):
@@ -199,7 +199,7 @@ class Watch:
             return found
 
         monkeypatch.setattr(generator, "get_candidates", get_candidates)
-        monkeypatch.setattr(MtpHeads, "_propose", _propose)
+        monkeypatch.setattr(MtpHeads, "propose", drafts_of)
         monkeypatch.setattr(MtpHeads, "add_tokens", staticmethod(add_tokens))
 
     def assert_same(self, least: int) -> None:

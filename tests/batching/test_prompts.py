@@ -13,7 +13,8 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_paged
 from hf_paged.batching.decoding.prepare import captured_call
-from hf_paged.batching.execution.prompts import Prompts, _digest, prompts_of
+from hf_paged.batching.execution.prompt_inputs import _digest
+from hf_paged.batching.execution.prompts import Prompts, prompts_of
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.kernels import cpp
 from hf_paged.kernels.hashing import hash_tensors

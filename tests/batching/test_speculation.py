@@ -22,6 +22,7 @@ from hf_paged.batching.decoding.speculation import (
     DraftLength,
     NgramIndex,
     Ngrams,
+    Source,
     StepCosts,
 )
 from hf_paged.batching.execution.assistant import Assistant
@@ -55,7 +56,7 @@ def repeating(*lengths: int, seed: int = 0) -> list[list[int]]:
     return [(prompt * 4)[: len(prompt) * 3 + 2] for prompt in prompts(*lengths, seed=seed)]
 
 
-class Oracle:
+class Oracle(Source):
     """Drafts as many correct tokens as planned, then wrong ones; records the accepted ones."""
 
     def __init__(self, text: list[int], rng: random.Random) -> None:
@@ -448,8 +449,8 @@ def test_an_assistant_that_was_not_asked_for_a_while_reads_the_rows_own_tokens()
             for state in engine._core.requests.values()
             if state.speculation
         )
-        first.assistant.propose([(first, Sequence(list(text)), 6)])
-        drafts = first.assistant.propose(
+        first.drafter.propose([(first, Sequence(list(text)), 6)])
+        drafts = first.drafter.propose(
             [(row, Sequence(text + other), 6) for row in (first, second)]
         )
         assert (
@@ -720,16 +721,16 @@ def test_requests_without_a_prefix_share_no_text() -> None:
 
 
 def test_a_row_that_is_never_right_stops_proposing() -> None:
-    length, proposed = DraftLength(16), 0
+    length, proposed = DraftLength(), 0
     for right in (False, True):
         left = 2000
         while left > 0:
-            count = length.choose(0.1)
+            count = length.choose(0.1, 16)
             proposed += 0 if right else count
             if count:
                 length.observe(count, count if right else 0)
             left -= 1 if count else 1 + length.pause
-    assert 0 < proposed < 60 and length.choose(0.1) == 16
+    assert 0 < proposed < 60 and length.choose(0.1, 16) == 16
     pauses = []
     for _ in range(8):
         length.find_nothing()
@@ -738,10 +739,10 @@ def test_a_row_that_is_never_right_stops_proposing() -> None:
 
 
 def test_a_length_is_what_its_price_pays_for() -> None:
-    length = DraftLength(16)
+    length = DraftLength()
     for _ in range(50):
         length.observe(10, 5)
-    dear, cheap = length.choose(0.5), length.choose(0.01)
+    dear, cheap = length.choose(0.5, 16), length.choose(0.01, 16)
     assert 0 < dear < cheap <= 16
 
 

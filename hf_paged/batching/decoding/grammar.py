@@ -17,7 +17,11 @@ from ...interrupts import is_interrupt
 from ...step import to_device
 from ..arguments import RequestOptions
 
-NAMES = ("schema", "regex", "grammar")
+NAMES = {  # and the methods of xgrammar's compiler
+    "schema": "compile_json_schema",
+    "regex": "compile_regex",
+    "grammar": "compile_grammar",
+}
 CACHE_BYTES = 1 << 28  # size of an engine's LRU cache of compiled grammars
 
 
@@ -41,11 +45,8 @@ class Grammars:
         """Returns the logits processor for a request's `schema`, `regex` or `grammar`; `None`
         without any. Raises `ValueError` for more than one, for one that cannot be compiled, and
         without a tokenizer; `ImportError` without xgrammar."""
-        given: dict[str, Any] = {}
-        for option in NAMES:
-            value = getattr(options, option)
-            if value is not None:
-                given[option] = value
+        given = {name: getattr(options, name) for name in NAMES}
+        given = {name: value for name, value in given.items() if value is not None}
         if not given:
             return None
         if len(given) > 1:
@@ -59,11 +60,7 @@ class Grammars:
             raise ValueError(f"`{name}` is about text: make the engine with `tokenizer=`")
         config = model.config.get_text_config(decoder=True)
         compiler = self._compiler_for(tokenizer, config.vocab_size)
-        compile_value = {
-            "schema": compiler.compile_json_schema,
-            "regex": compiler.compile_regex,
-            "grammar": compiler.compile_grammar,
-        }[name]
+        compile_value = getattr(compiler, NAMES[name])
         try:
             return GrammarProcessor(compile_value(value))
         except Exception as error:  # xgrammar raises several undocumented types
@@ -72,8 +69,8 @@ class Grammars:
             raise ValueError(f"`{name}` cannot be compiled: {error}") from error
 
     def _compiler_for(self, tokenizer: Any, vocab_size: int) -> Any:
-        known = self._compiler
-        if known is None or known[0] is not tokenizer or known[1] != vocab_size:
+        cached = self._compiler
+        if cached is None or cached[0] is not tokenizer or cached[1] != vocab_size:
             xgrammar = _xgrammar()
             try:
                 info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)
@@ -87,8 +84,8 @@ class Grammars:
                 max_threads=num_threads,
                 cache_limit_bytes=CACHE_BYTES,
             )
-            known = self._compiler = tokenizer, vocab_size, compiler
-        return known[2]
+            cached = self._compiler = tokenizer, vocab_size, compiler
+        return cached[2]
 
 
 class GrammarProcessor(LogitsProcessor):
@@ -116,13 +113,11 @@ class GrammarProcessor(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         vocab_size = self._vocab_size
-        num_words = -(-vocab_size // 32)
         if self._start is None:
             self._start = input_ids.shape[1]
-        new = input_ids[:, self._start :]
-        rows = [tuple(tokens) for tokens in new.tolist()]
+        rows = [tuple(tokens) for tokens in input_ids[:, self._start :].tolist()]
         self._matchers = self._advanced(rows)
-        shape = (len(rows), num_words)
+        shape = (len(rows), -(-vocab_size // 32))
         mask = torch.zeros(shape, dtype=torch.int32, device="cpu")
         ended: list[int] = []
         for row, tokens in enumerate(rows):
@@ -136,9 +131,8 @@ class GrammarProcessor(LogitsProcessor):
                     "no token continues the text under its `schema`, `regex` or `grammar`: the"
                     " vocabulary lacks a character that must come next, or no text is allowed"
                 )
-        words = to_device(mask, scores.device)
         shifts = torch.arange(32, device=scores.device)
-        bits = words[:, :, None] >> shifts & 1
+        bits = to_device(mask, scores.device)[:, :, None] >> shifts & 1
         allowed = bits.flatten(1)[:, :vocab_size].bool()  # [rows, vocab]
         # columns without a token; negative: tokens without a column
         missing = scores.shape[1] - vocab_size
@@ -156,24 +150,18 @@ class GrammarProcessor(LogitsProcessor):
             if tokens in matchers:
                 continue
             if not tokens:
-                matcher = self._matcher_type(
-                    self._compiled,
-                    override_stop_tokens=self._stops,
-                )
-                matchers[tokens] = matcher
+                stops = self._stops
+                matchers[tokens] = self._matcher_type(self._compiled, override_stop_tokens=stops)
                 continue
             earlier = tokens[:-1]
-            parent = self._matchers.get(earlier)
-            if parent is None:
-                matchers[tokens] = None
-                continue
-            parents[earlier] -= 1
-            # the last child reuses the parent
-            matcher = parent
-            if parents[earlier]:
-                matcher = parent.fork()
-            goes_on = matcher.accept_token(tokens[-1]) and not matcher.is_terminated()
-            matchers[tokens] = matcher if goes_on else None
+            matcher = self._matchers.get(earlier)
+            if matcher is not None:
+                parents[earlier] -= 1
+                if parents[earlier]:  # the last child reuses the parent
+                    matcher = matcher.fork()
+                if not matcher.accept_token(tokens[-1]) or matcher.is_terminated():
+                    matcher = None
+            matchers[tokens] = matcher
         return matchers
 
 

@@ -13,7 +13,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,28 +40,20 @@ class Assistance:
     def by_heads(self, config: Any) -> bool:
         """Whether the model's multi-token prediction heads draft (`use_mtp`), by transformers'
         precedence."""
-        if not config.use_mtp:
-            return False
-        exits_early = config.assistant_early_exit is not None
-        return not exits_early and config.prompt_lookup_num_tokens is None
+        others = (config.assistant_early_exit, config.prompt_lookup_num_tokens)
+        return bool(config.use_mtp) and others == (None, None)
 
     @property
     def is_joint(self) -> bool:
         """Whether the assistant is a model with the target's tokens, so that its rows can be
         batched."""
-        if self.model is None:
-            return False
-        return self.tokenizer is None or self.assistant_tokenizer is None
+        has_other_tokens = self.tokenizer is not None and self.assistant_tokenizer is not None
+        return self.model is not None and not has_other_tokens
 
     def is_asked_for(self, config: Any) -> bool:
         """Whether transformers would run assisted generation with this generation config."""
-        given = (
-            self.model,
-            config.prompt_lookup_num_tokens,
-            config.assistant_early_exit,
-            config.use_mtp or None,
-        )
-        return any(value is not None for value in given)
+        given = (self.model, config.prompt_lookup_num_tokens, config.assistant_early_exit)
+        return bool(config.use_mtp) or any(value is not None for value in given)
 
 
 @dataclass
@@ -91,32 +83,42 @@ class Draft:
         position = self.position
         if position < len(self.drawn):
             token = self.drawn[position]
-            scores = self.scores[position : position + 1]
-            proposed = scores.softmax(dim=-1)
+            proposed = self.scores[position : position + 1].softmax(dim=-1)
             ratio = probs[0, token] / proposed[0, token]
             if bool(self.levels[position] <= ratio):
                 return torch.tensor([token], device=probs.device)
             residual = (probs - proposed).clamp(min=0)
             mass = residual.sum()
-            # zero if both are equal up to rounding
-            if float(mass) > 0:
+            if float(mass) > 0:  # zero if both are equal up to rounding
                 probs = residual / mass
         return draw(probs, generator)
 
 
-class Source(Protocol):
-    """The source of one row's drafts (`Ngrams`, `Generated`). An `AssistantRow`'s drafts come from
-    its `Assistant`, for all of that one's rows together."""
+class Source:
+    """The source of one row's drafts. With a `drafter`, that one drafts for all of its rows
+    together."""
+
+    drafter: Any = None  # an `Assistant`
+    limit = MAX_DRAFT  # tokens of a draft, if it has no `drafter`
+    strategy: Any = None  # transformers' candidate generator, which learns from its drafts
+    num_proposed = 0  # tokens of its last draft
 
     def propose(self, token_ids: list[int], count: int) -> Draft | None:
         """Drafts up to `count` tokens to follow `token_ids`; `None` without any."""
+        raise NotImplementedError
 
     def observe(self, token_ids: list[int], num_accepted: int) -> None:
         """Records that `num_accepted` tokens of the last draft were accepted; `token_ids`: the
         row's tokens now."""
+        if self.num_proposed:
+            # it reads only the number of scores
+            scores = torch.empty((1, self.num_proposed + 1, 1), device="cpu")
+            self.strategy.update_candidate_strategy(None, scores, num_accepted)
+        self.num_proposed = 0
 
     def close(self) -> None:
         """Ends the row."""
+        return None
 
 
 class StepCosts:
@@ -132,40 +134,28 @@ class StepCosts:
         self._count = 0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        mean = seconds
-        if self._count:
-            mean = self._sums[3] / self._sums[0]
+        mean = self._sums[3] / self._sums[0] if self._count else seconds
         if seconds > 4 * mean:  # an outlier: a graph was captured, or the machine was busy
             return
-        new = (
-            1.0,
-            num_tokens,
-            num_tokens**2,
-            seconds,
-            num_tokens * seconds,
-        )
+        new = (1.0, num_tokens, num_tokens**2, seconds, num_tokens * seconds)
         if seconds < mean / 4:  # the earlier steps were outliers
             self._sums, self._count = [0.0] * 5, 0
-        pairs = zip(self._sums, new)
-        self._sums = [self.FADING * old + value for old, value in pairs]
+        self._sums = [self.FADING * old + value for old, value in zip(self._sums, new)]
         self._count += 1
 
     def price(self, num_rows: int, more: float = 0.0) -> float:
         """Returns the cost of a draft token in a step of `num_rows` rows, as a share of the time
         that an accepted token saves. Drafting one token for each row takes `more` seconds."""
         num_rows = max(num_rows, 1)
+        more /= num_rows
         count, x, xx, y, xy = self._sums
         spread = count * xx - x * x
         if self._count < self.MIN_STEPS or spread < 1e-2 * count * count:
-            if not y:
-                return self.UNKNOWN
-            return self.UNKNOWN + more / num_rows * count / y
+            return self.UNKNOWN + (more * count / y if y else 0)
         fitted = (count * xy - x * y) / spread
         slope = min(max(fitted, 0.0), y / x)
         fixed = max(y / count - slope * x / count, 1e-9)
-        cost = slope + more / num_rows
-        saved = fixed / num_rows + slope
-        return cost / saved
+        return (slope + more) / (fixed / num_rows + slope)
 
 
 class DraftLength:
@@ -178,36 +168,33 @@ class DraftLength:
     MAX_PAUSE = 1 << 10
     MAX_SEARCH = 16
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self) -> None:
         self.pause = 0  # number of following steps without a draft
         self._accepted = 1.6
         self._tried = 2.0
         self._refusal, self._search = self.FIRST_PAUSE, 0  # the next pauses
 
-    def choose(self, price: float) -> int:
-        """Returns the length of the next draft; 0 begins a pause."""
+    def choose(self, price: float, most: int) -> int:
+        """Returns the length of the next draft, at most `most`; 0 begins a pause."""
         rate = min(self._accepted / self._tried, 0.999)
         length = 0
         if rate > 0:
-            least = min(max(price, 1e-6), 0.999)
-            length = int(math.log(least) / math.log(rate))
+            length = int(math.log(min(max(price, 1e-6), 0.999)) / math.log(rate))
         if not length:
-            doubled = min(2 * self._refusal, self.MAX_PAUSE)
-            self.pause, self._refusal = self._refusal, doubled
+            self.pause = self._refusal
+            self._refusal = min(2 * self._refusal, self.MAX_PAUSE)
             # tries one token after the pause
             self._accepted, self._tried = max(self._accepted, 0.5), 1.0
-        return min(length, self.most)
+        return min(length, most)
 
     def find_nothing(self) -> None:
         """Begins a pause because the source had no draft."""
-        longer = min(2 * self._search + 1, self.MAX_SEARCH)
-        self.pause, self._search = self._search, longer
+        self.pause = self._search
+        self._search = min(2 * self._search + 1, self.MAX_SEARCH)
 
     def observe(self, num_proposed: int, num_accepted: int) -> None:
-        num_tried = min(num_accepted + 1, num_proposed)
         self._accepted = self.FADING * self._accepted + num_accepted
-        self._tried = self.FADING * self._tried + num_tried
+        self._tried = self.FADING * self._tried + min(num_accepted + 1, num_proposed)
         if num_accepted:
             self._refusal, self._search = self.FIRST_PAUSE, 0
 
@@ -230,14 +217,10 @@ class NgramIndex:
         """Adds the tokens that follow the first `n` of `token_ids`, for each `n` in `range(start,
         end)`."""
         packed = _packed(token_ids)
-        size = _SIZE
-        ngram_size = NGRAM * size
-        draft_size = MAX_DRAFT * size
-        first = max(start, NGRAM) * size
-        for at in range(first, end * size, size):
-            ngram = packed[at - ngram_size : at]
-            key = namespace + ngram
-            self._behind[key] = packed[at : at + draft_size]
+        for number in range(max(start, NGRAM), end):
+            at = number * _SIZE
+            key = namespace + packed[at - NGRAM * _SIZE : at]
+            self._behind[key] = packed[at : at + MAX_DRAFT * _SIZE]
             self._behind.move_to_end(key)
         while len(self._behind) > INDEX_SIZE:
             self._behind.popitem(last=False)
@@ -247,9 +230,7 @@ class NgramIndex:
         ngram: list[int],
         namespace: bytes = b"",
     ) -> list[int]:
-        continuation = self._behind.get(namespace + _packed(ngram))
-        if continuation is None:
-            return []
+        continuation = self._behind.get(namespace + _packed(ngram), b"")
         return array("q", continuation).tolist()
 
     def __len__(self) -> int:
@@ -260,7 +241,7 @@ def _packed(token_ids: list[int]) -> bytes:
     return array("q", token_ids).tobytes()
 
 
-class Ngrams:
+class Ngrams(Source):
     """Drafts the tokens that followed the row's last n-gram before, in the row's text or else in
     others' (`index`). If neither has it after a rejected token, continues behind that place in the
     copied text: one word may differ."""
@@ -279,12 +260,9 @@ class Ngrams:
     def propose(self, token_ids: list[int], count: int) -> Draft | None:
         end = len(token_ids)
         tokens = list[int]()
-        start = None
-        if end > NGRAM:
-            start = self._find(token_ids)
+        start = self._find(token_ids) if end > NGRAM else None
         if start is None:
-            ngram = token_ids[end - NGRAM :]
-            tokens = self.index.find(ngram, self.namespace)[:count]
+            tokens = self.index.find(token_ids[end - NGRAM :], self.namespace)[:count]
         self._is_guess = start is None and not tokens and self._next is not None
         if self._is_guess:
             start = self._next
@@ -292,31 +270,25 @@ class Ngrams:
         if start is not None and start < end:
             tokens = token_ids[start : start + count]
             if len(tokens) < count:  # the text repeats itself: continue the repetition
-                repeated = itertools.cycle(tokens)
-                tokens = list(itertools.islice(repeated, count))
-        if not tokens:
-            return None
-        return Draft(tokens)
+                tokens = list(itertools.islice(itertools.cycle(tokens), count))
+        return Draft(tokens) if tokens else None
 
     def _find(self, token_ids: list[int]) -> int | None:
         """Returns where the latest earlier occurrence of the row's last n-gram ends, or `None`."""
         text = self._text
-        size = _SIZE
-        num_known = len(text) // size
-        text += _packed(token_ids[num_known:])
+        text += _packed(token_ids[len(text) // _SIZE :])
         self._token_ids = token_ids
-        ngram = text[-NGRAM * size :]
-        at = len(text) - size
+        ngram = text[-NGRAM * _SIZE :]
+        at = len(text) - _SIZE
         while (at := text.rfind(ngram, 0, at)) >= 0:
-            if at % size == 0:
-                return at // size + NGRAM
+            if at % _SIZE == 0:
+                return at // _SIZE + NGRAM
             at += len(ngram) - 1  # a match across token boundaries: search on
         return None
 
     def observe(self, token_ids: list[int], num_accepted: int) -> None:
         end = len(token_ids) - MAX_DRAFT
-        goes_on = num_accepted or not self._is_guess
-        if self._source is not None and goes_on:
+        if self._source is not None and (num_accepted or not self._is_guess):
             self._next = self._source + num_accepted + 1
         self._token_ids, self._source = token_ids, None
         if end - self._num_told >= MAX_DRAFT:
@@ -324,64 +296,50 @@ class Ngrams:
 
     def _tell(self, end: int) -> None:
         """Adds the continuations of the row's new tokens, up to `end`, to the index."""
-        num_told = self._num_told
-        first = max(0, num_told - NGRAM)
+        first = max(0, self._num_told - NGRAM)
         tokens = self._token_ids[first:]
-        self.index.add(tokens, num_told - first, end - first, self.namespace)
-        self._num_told = max(num_told, end)
+        self.index.add(tokens, self._num_told - first, end - first, self.namespace)
+        self._num_told = max(self._num_told, end)
 
     def close(self) -> None:
         self._tell(len(self._token_ids) - 1)
 
 
-class Generated:
-    """Drafts from one of transformers' candidate generators, for one row. With `draws`, the
-    generator of a row with a seed, drafts are drawn from it."""
+class Generated(Source):
+    """Drafts of up to `limit` tokens from one of transformers' candidate generators, for one row.
+    With `draws`, the generator of a row with a seed, drafts are drawn from it."""
 
     def __init__(
         self,
-        generator: Any,
+        strategy: Any,
+        limit: int,
         device: torch.device,
         keeps_scores: bool,
         draws: torch.Generator | None = None,
     ) -> None:
-        self.generator = generator
+        self.strategy = strategy
+        self.limit = limit
         self._device = device
         self._keeps_scores = keeps_scores
         self._draws = draws
-        self._last: tuple[Tensor, int] | None = None
 
     def propose(self, token_ids: list[int], count: int) -> Draft | None:
         ids = torch.tensor([token_ids], dtype=torch.long, device=self._device)
         with self._running():
-            candidates, scores = self.generator.get_candidates(ids)
-        new = candidates[0, len(token_ids) :]
-        tokens = new.tolist()[:count]
-        self._last = ids, len(tokens)
+            candidates, scores = self.strategy.get_candidates(ids)
+        tokens = candidates[0, len(token_ids) :].tolist()[:count]
+        self.num_proposed = len(tokens)
         if not tokens:
             return None
         if scores is None or not self._keeps_scores:
             return Draft(tokens)
-        drafted = scores[0, : len(tokens)]
-        return Draft(tokens, drafted.float())
-
-    def observe(self, token_ids: list[int], num_accepted: int) -> None:
-        if self._last is not None:
-            ids, num_proposed = self._last
-            # it reads only the number of scores
-            shape = (1, num_proposed + 1, 1)
-            scores = torch.empty(shape, device=ids.device)
-            self.generator.update_candidate_strategy(ids, scores, num_accepted)
-            self._last = None
-
-    def close(self) -> None:
-        self._last = None
+        return Draft(tokens, scores[0, : len(tokens)].float())
 
     @restoring
     def _running(self) -> Iterator[None]:
         """Wraps forwards of the generator's model. Early exit lowers `num_hidden_layers` in the
         model's config, which is restored even after an error or an interrupt."""
-        model = getattr(self.generator, "assistant_model", None)
+        model = getattr(self.strategy, "assistant_model", None)
         if model is None:
             yield
             return
@@ -419,10 +377,9 @@ def _drawing_by(generator: torch.Generator) -> Iterator[None]:
 @dataclass(eq=False)
 class Speculation:
     """A row's source of drafts, with counts of drafted and accepted tokens. Without `length`,
-    drafts are always `most` tokens long."""
+    drafts are as long as the source allows."""
 
     source: Source
-    most: int
     length: DraftLength | None
     generator: torch.Generator | None = None
     draft: Draft | None = field(default=None, init=False)
@@ -431,17 +388,27 @@ class Speculation:
     num_accepted: int = field(default=0, init=False)
     num_drafts: int = field(default=0, init=False)
 
-    def num_wanted(self, price: float, step: int) -> int:
-        """Returns how many tokens to draft in step number `step`."""
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        return self.num_drafts, self.num_proposed, self.num_accepted
+
+    def num_wanted(self, price: float, most: int, step: int) -> int:
+        """Returns how many tokens, of at most `most`, to draft in step number `step`."""
         if self.length is None:
-            return self.most
-        count = self.length.choose(price)
+            return most
+        count = self.length.choose(price, most)
         if not count:
             self.wake_at = step + self.length.pause + 1
         return count
 
-    def take(self, draft: Draft | None, step: int) -> list[int]:
-        """Keeps the draft for step number `step`; returns its tokens."""
+    def take(self, draft: Draft | None, step: int, num_embeddings: int) -> list[int]:
+        """Keeps the draft for step number `step`, up to the first token for which the model has no
+        embedding, as an assistant may draft; returns its tokens."""
+        if draft is not None:
+            for position, token in enumerate(draft.tokens):
+                if token >= num_embeddings:
+                    draft.forget(position)
+                    break
         self.draft = draft
         if draft is None or not draft.tokens:
             self.draft = None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import logging
 import math
+import operator
 import os
 import threading
 import time
@@ -38,6 +40,13 @@ logger = logging.getLogger(__name__)
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PARTS = (".lora_A.weight", ".lora_B.weight", ".lora_B.bias")
+# options of an adapter that adds to more than the outputs of linear layers
+REFUSED = (
+    "modules_to_save",
+    "target_parameters",
+    "trainable_token_indices",
+    "layer_replication",
+)
 NUM_AHEAD = 2  # adapters that are prefetched
 CHUNK_BYTES = 1 << 20  # of a file, read at once
 MAX_DIGESTS = 4096  # files whose hashes are kept
@@ -54,21 +63,15 @@ class AdapterFile(NamedTuple):
     num_bytes: int  # of its weights in float32
 
 
-def is_adapter_folder(name: str) -> bool:
-    config = os.path.join(name, CONFIG)
-    return os.path.isfile(config)
-
-
 def resolve_adapter(model: nn.Module, name: str | None) -> str | AdapterFile | None:
     """Resolves the name in a request: an adapter of the model, else one in a folder saved by PEFT.
     Raises [`AdapterError`]."""
     check_served(model, name)
-    if name is None or has_adapter(model, name) or not is_adapter_folder(name):
-        if name is not None:
-            check_adapter(model, name)
-        return name
-    check_adapter(model, BASE)
-    return read_adapter_file(name)
+    if name is None:
+        return None
+    is_folder = not has_adapter(model, name) and os.path.isfile(os.path.join(name, CONFIG))
+    check_adapter(model, BASE if is_folder else name)
+    return read_adapter_file(name) if is_folder else name
 
 
 def adapter_namespace(adapter: Hashable) -> Hashable:
@@ -130,18 +133,9 @@ def _find_config(path: str) -> Any:
         raise AdapterError(path, f"the adapter in {path!r} {reason}")
     if not isinstance(config, peft.LoraConfig):
         raise _not_served(path, f"it is not a LoRA adapter ({type(config).__name__})")
-    variants = []
-    for field in dataclasses.fields(config):
-        if field.metadata.get("is_lora_variant"):
-            variants.append(field.name)
-    refused = (
-        *variants,
-        "modules_to_save",
-        "target_parameters",
-        "trainable_token_indices",
-        "layer_replication",
-    )
-    for option in refused:
+    fields = dataclasses.fields(config)
+    variants = [field.name for field in fields if field.metadata.get("is_lora_variant")]
+    for option in (*variants, *REFUSED):
         if getattr(config, option, None):
             raise _not_served(path, f"it has `{option}`")
     return config
@@ -166,15 +160,8 @@ def _version(path: str) -> str:
         # a file that was written just now may be written again without a change of its times
         is_settled = time.time_ns() - stat.st_ctime_ns > SETTLED_NS
         digest = _digest if is_settled else _digest.__wrapped__
-        content_hash = digest(
-            file,
-            stat.st_dev,
-            stat.st_ino,
-            stat.st_size,
-            stat.st_mtime_ns,
-            stat.st_ctime_ns,
-        )
-        digests.append(content_hash)
+        times = (stat.st_mtime_ns, stat.st_ctime_ns)
+        digests.append(digest(file, stat.st_dev, stat.st_ino, stat.st_size, *times))
     return "-".join(digests)
 
 
@@ -200,11 +187,10 @@ def load_adapter(model: nn.Module, file: AdapterFile) -> dict[nn.Module, LoraWei
         config = _find_config(file.path)
         tensors = load_peft_weights(file.path, device="cpu")
         parts: dict[nn.Module, LoraWeights] = {}
-        names = []
         for key in tensors:
-            if key.endswith(_PARTS[0]):
-                names.append(key.removesuffix(_PARTS[0]))
-        for name in names:
+            if not key.endswith(_PARTS[0]):
+                continue
+            name = key.removesuffix(_PARTS[0])
             a, b, bias = (tensors.get(name + part) for part in _PARTS)
             layer_name = name.removeprefix("base_model.model.")
             module = model.get_submodule(layer_name)
@@ -215,30 +201,15 @@ def load_adapter(model: nn.Module, file: AdapterFile) -> dict[nn.Module, LoraWei
             rank = len(a)
             width, depth = linear_shape(module)
             fits = a.shape == (rank, depth) and b.shape == (width, rank)
-            if fits and bias is not None:
-                fits = bias.shape == (width,)
-            if not fits:
+            if not fits or (bias is not None and bias.shape != (width,)):
                 raise ValueError(
                     f"{layer_name} maps {depth} to {width} features, its LoRA weights do not: they"
                     " are for another model"
                 )
             pattern = get_pattern_key(config.alpha_pattern.keys(), layer_name)
             alpha = config.alpha_pattern.get(pattern, config.lora_alpha)
-            if config.use_rslora:
-                scaling = alpha / math.sqrt(rank)
-            else:
-                scaling = alpha / rank
-            # copies: safetensors maps the file, which may be overwritten later
-            a, b, bias = (
-                None if weight is None else weight.to(_dtype(weight), copy=True)
-                for weight in (a, b, bias)
-            )
-            whole = LoraWeights(
-                a,
-                b,
-                bias,
-                scaling,
-            )
+            scaling = alpha / (math.sqrt(rank) if config.use_rslora else rank)
+            whole = LoraWeights(a, b, bias, scaling).map(_copied)
             parts[module] = own_part(model, layer_name, module, whole)
         if _version(file.path) != file.version:
             raise ValueError("its files were changed since the request was added: add it again")
@@ -250,27 +221,26 @@ def load_adapter(model: nn.Module, file: AdapterFile) -> dict[nn.Module, LoraWei
         ) from error
 
 
-def _dtype(weight: Tensor) -> torch.dtype:
-    if weight.dtype.itemsize < 4:
-        return torch.float32
-    return weight.dtype
+def _copied(weight: Tensor) -> Tensor:
+    """A copy in single precision or more: safetensors maps the file, which may be overwritten
+    later."""
+    is_half = weight.dtype.itemsize < 4
+    return weight.to(torch.float32 if is_half else weight.dtype, copy=True)
 
 
 def linear_shape(module: nn.Module) -> tuple[int, int]:
     """Output and input size of a linear layer."""
-    shape = tuple(module.weight.shape)
-    if isinstance(module, nn.Linear):
-        return shape
-    return (shape[1], shape[0])
+    first, second = module.weight.shape
+    return (first, second) if isinstance(module, nn.Linear) else (second, first)
 
 
 @dataclasses.dataclass
 class _Loading:
-    """An adapter being loaded by a thread, which ends when it is loaded."""
+    """An adapter being loaded by a thread, which ends when it is loaded. Without `parts`, it is
+    loaded when it is needed: loading failed, or the process forked meanwhile."""
 
     thread: threading.Thread | None = None
     parts: dict[nn.Module, LoraWeights] | None = None
-    error: AdapterError | None = None
 
 
 class AdapterStore:
@@ -292,39 +262,35 @@ class AdapterStore:
 
     def get(self, file: AdapterFile) -> Adapter:
         """Returns its weights, and loads them if needed. Raises [`AdapterError`]."""
-        known = self._placed.get(file)
-        if known is not None:
-            return known
+        adapter = self._placed.get(file)
+        if adapter is not None:
+            return adapter
         parts = self._take(file)
         placed = {}
+        is_copied = False
         for module, lora in parts.items():
-            placed[module] = _on(lora, module.weight.device)
+            device = module.weight.device
+            is_copied |= device.type != "cpu"
+            placed[module] = lora.map(operator.methodcaller("to", device))
         self._numbers += 1
         adapter = self._placed[file] = Adapter((file, self._numbers), placed)
-        devices = (module.weight.device for module in parts)
-        if any(device.type != "cpu" for device in devices):
+        if is_copied:
             self._keep(file, parts)
         return adapter
 
     def _take(self, file: AdapterFile) -> dict[nn.Module, LoraWeights]:
-        known = self._host.pop(file, None)
-        if known is not None:
-            return known
-        loading = self._loading.pop(file, None)
-        if loading is not None and loading.thread is not None:
+        parts = self._host.pop(file, None)
+        if parts is not None:
+            return parts
+        loading = self._loading.pop(file, _Loading())
+        if loading.thread is not None:
             loading.thread.join()
-            if loading.error is not None:
-                raise loading.error
         self.num_loads += 1
-        # after a fork, the thread does not exist in the child and has left nothing
-        if loading is None or loading.parts is None:
-            return load_adapter(self._model, file)
-        return loading.parts
+        return loading.parts or load_adapter(self._model, file)
 
     def prefetch(self, files: list[AdapterFile]) -> None:
         """Starts to load the adapters of waiting requests; drops other prefetched ones."""
-        outdated = [known for known in self._loading if known not in files]
-        for file in outdated:
+        for file in self._loading.keys() - files:
             del self._loading[file]
         for file in files[:NUM_AHEAD]:
             is_loaded = file in self._placed or file in self._host
@@ -339,10 +305,8 @@ class AdapterStore:
             self._loading[file] = loading
 
     def _load(self, file: AdapterFile, loading: _Loading) -> None:
-        try:
+        with contextlib.suppress(AdapterError):
             loading.parts = load_adapter(self._model, file)
-        except AdapterError as error:
-            loading.error = error
 
     def forget(self, file: AdapterFile) -> None:
         """Drops the placed weights."""
@@ -350,16 +314,12 @@ class AdapterStore:
 
     def forget_others(self, modules: set[nn.Module]) -> None:
         """Drops weights of modules other than these, which the model has now."""
-        placed = {}
-        for file, adapter in self._placed.items():
-            if modules.issuperset(adapter.parts):
-                placed[file] = adapter
-        host = OrderedDict[AdapterFile, dict[nn.Module, LoraWeights]]()
-        for file, parts in self._host.items():
-            if modules.issuperset(parts):
-                host[file] = parts
-        self._placed = placed
-        self._host = host
+        for file, adapter in list(self._placed.items()):
+            if not modules.issuperset(adapter.parts):
+                self._placed.pop(file, None)
+        for file, parts in list(self._host.items()):
+            if not modules.issuperset(parts):
+                self._host.pop(file, None)
         self._loading.clear()
 
     def _keep(
@@ -369,21 +329,5 @@ class AdapterStore:
     ) -> None:
         self._host[file] = parts
         limit = free_bytes(torch.device("cpu")) // HOST_SHARE
-        while len(self._host) > 1:
-            num_bytes = sum(known.num_bytes for known in self._host)
-            if num_bytes <= limit:
-                break
+        while len(self._host) > 1 and sum(file.num_bytes for file in self._host) > limit:
             self._host.popitem(last=False)
-
-
-def _on(lora: LoraWeights, device: torch.device) -> LoraWeights:
-    bias = None
-    if lora.bias is not None:
-        bias = lora.bias.to(device)
-    return LoraWeights(
-        lora.a.to(device),
-        lora.b.to(device),
-        bias,
-        lora.scaling,
-        lora.group,
-    )

@@ -54,13 +54,7 @@ def local_weights(
             return None
         if tensor is a:
             group = tensor.device_mesh.get_group()
-    return LoraWeights(
-        local(a),
-        local(b),
-        local(bias),
-        scaling,
-        group,
-    )
+    return LoraWeights(a, b, bias, scaling, group).map(local)
 
 
 def own_part(
@@ -92,19 +86,14 @@ def own_part(
             weight.placements,
             src_data_rank=None,
         )
-        found: Tensor = local(split).to(
+        shard: Tensor = local(split).to(
             whole.device,
             copy=True,
             memory_format=torch.contiguous_format,
         )
-        return found
+        return shard
 
     if style in _TAKES_A_PART:
-        a = part(lora.a)
-        group = weight.device_mesh.get_group()
-        return lora._replace(a=a, group=group)
-    b = part(lora.b)
-    bias = None
-    if lora.bias is not None:
-        bias = part(lora.bias)
-    return lora._replace(b=b, bias=bias)
+        return lora._replace(a=part(lora.a), group=weight.device_mesh.get_group())
+    bias = None if lora.bias is None else part(lora.bias)
+    return lora._replace(b=part(lora.b), bias=bias)

@@ -44,39 +44,23 @@ class Adapter:
     # its name and a number; identifies its weights to recorded steps, and is never reused
     key: tuple[Hashable, int]
     parts: dict[nn.Module, LoraWeights]
-    # for one of the model: reads the tensors and options it was made of
-    read: Callable[[], list[Any]] | None = None
+    # what tensors and options of the model it is made of now; nothing for one in a folder
+    read: Callable[[], Any] = tuple
 
     def __post_init__(self) -> None:
-        self._made_of: list[Any] | None = None
-        if self.read is not None:
-            self._made_of = self._places()
+        self._made_of = self.read()
 
     def is_current(self) -> bool:
         """Whether the model's tensors and options are still those it was made of."""
-        if self.read is None:
-            return True
-        return self._places() == self._made_of
+        return bool(self.read() == self._made_of)
 
     def is_like(self, other: Adapter) -> bool:
         """Whether both add the same tensors to the same modules."""
-        if not self.is_current():
-            return False
         has_same_modules = self.parts.keys() == other.parts.keys()
-        return has_same_modules and self._made_of == other._made_of
+        return has_same_modules and self.read() == self._made_of == other._made_of
 
-    def _places(self) -> list[Any] | None:
-        try:
-            sources = self.read() if self.read is not None else []
-        except (AttributeError, KeyError):
-            return None
-        places: list[Any] = []
-        for source in sources:
-            if isinstance(source, Tensor):
-                places.append((id(source), source.data_ptr()))
-            else:
-                places.append(source)
-        return places
+
+NO_ADAPTER = Adapter((BASE, -1), {})  # the base model alone
 
 
 def base_model(model: Any) -> Any:
@@ -91,9 +75,7 @@ def base_model(model: Any) -> Any:
     for name, config in configs.items():
         # prompt learning and X-LoRA have no layers of these names, in which `check_served` sees
         # whether they are active
-        if has_adapter(base, name):
-            continue
-        reason = wrapper_reason(config)
+        reason = None if has_adapter(base, name) else wrapper_reason(config)
         if reason is not None:
             raise AdapterError(name, f"adapter {name!r} {reason}")
     return base
@@ -134,7 +116,6 @@ def wrapper_reason(config: Any) -> str | None:
     """Why an adapter with this PEFT config is computed by the `generate` of the surrounding
     `PeftModel`, not by layers in the model alone; `None` if it is not."""
     kind = type(config).__name__
-    reason = None
     if getattr(config, "is_prompt_learning", False):
         reason = (
             f"is prompt learning ({kind}): its virtual tokens are made by PEFT's own `generate`"
@@ -148,13 +129,10 @@ def wrapper_reason(config: Any) -> str | None:
         from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 
         tuner = PEFT_TYPE_TO_TUNER_MAPPING.get(config.peft_type)
-        if hasattr(tuner, "generate"):
-            # PEFT's tuners leave it to the model, unless they act around it
-            reason = (
-                f"is computed around the model ({kind}), by PEFT's own `{tuner.__name__}.generate`"
-            )
-    if reason is None:
-        return None
+        # PEFT's tuners leave it to the model, unless they act around it
+        if not hasattr(tuner, "generate"):
+            return None
+        reason = f"is computed around the model ({kind}), by PEFT's own `{tuner.__name__}.generate`"
     call = '`peft_model.generate(..., cache_implementation="paged")`'
     return f"{reason}. Call {call} instead of an engine or `generate_batch`"
 
@@ -166,35 +144,29 @@ def is_activated(config: Any) -> bool:
 
 
 def has_activated(model: nn.Module) -> bool:
-    configs = _configs(model)
-    return any(map(is_activated, configs.values()))
+    return any(map(is_activated, _configs(model).values()))
 
 
 def check_served(model: nn.Module, name: Hashable) -> None:
     """Raises [`AdapterError`] if layers in the model do not compute what PEFT computes with the
     adapter `name` (`None`: as the model is)."""
-    reason = None
-    if name is not None:
-        reason = _unswitchable(model)
+    reason = None if name is None else _unswitchable(model)
     if reason is not None:
         raise AdapterError(
             name,
             f"adapter {name!r} cannot be chosen for a request: {reason}. Activate it by"
             " `peft_model.set_adapter`, or disable all, and leave `adapter` out",
         )
-    reasons = {}
-    for known, config in _configs(model).items():
-        reason = wrapper_reason(config)
-        if reason is not None:
-            reasons[known] = reason
-    if not reasons:
+    configs = _configs(model)
+    reasons = {used: wrapper_reason(config) for used, config in configs.items()}
+    if not any(reasons.values()):
         return
     names: Iterable[Any] = [name]
     if name is None:
         names = _active_names(model)
-    for known in names:
-        if known in reasons:
-            raise AdapterError(name, f"adapter {known!r} {reasons[known]}")
+    for used in names:
+        if reasons.get(used):
+            raise AdapterError(name, f"adapter {used!r} {reasons[used]}")
 
 
 def _unswitchable(model: nn.Module) -> str | None:
@@ -215,10 +187,7 @@ def _unswitchable(model: nn.Module) -> str | None:
 
 
 def _is_of_peft(part: Any) -> bool:
-    if not isinstance(part, nn.Module):
-        return False
-    package, _, _ = type(part).__module__.partition(".")
-    return package == "peft"
+    return isinstance(part, nn.Module) and type(part).__module__.split(".")[0] == "peft"
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -250,19 +219,17 @@ def check_adapter(model: nn.Module, name: str) -> list[Any]:
         for layer in layers:
             for key in layer.adapter_layer_names:
                 names.update(getattr(layer, key, {}))
+        loaded = ", ".join(sorted(names)) or "none"
+        message = (
+            f"adapter {name!r} does not exist: the model has {loaded}, and there is no such"
+            f" folder{meant([name], names)}"
+        )
         if os.path.isdir(name):
             message = (
                 f"the folder {name!r} has no adapter_config.json, which PEFT's `save_pretrained`"
-                " writes"
+                " writes: pass the folder that holds it"
             )
-            raise AdapterError(name, f"{message}: pass the folder that holds it")
-        loaded = ", ".join(sorted(names)) or "none"
-        hint = meant([name], names)
-        raise AdapterError(
-            name,
-            f"adapter {name!r} does not exist: the model has {loaded}, and there is no such"
-            f" folder{hint}",
-        )
+        raise AdapterError(name, message)
     if any(getattr(layer, "merged_adapters", ()) for layer in layers):
         raise AdapterError(
             name,
@@ -302,13 +269,11 @@ def use_adapter(model: nn.Module, name: Hashable) -> Iterator[None]:
 
 def active_adapter(model: nn.Module) -> str | None:
     """The name of the active adapter, `"__base__"` for none; `None` for several."""
-    layers = peft_layers(model)
-    if all(layer._disable_adapters for layer in layers):
+    are_disabled = {bool(layer._disable_adapters) for layer in peft_layers(model)}
+    if False not in are_disabled:
         return BASE
     active = _active_names(model)
-    if len(active) != 1:
-        return None
-    if any(layer._disable_adapters for layer in layers):
+    if len(active) != 1 or True in are_disabled:
         return None
     return active.pop()
 
@@ -386,18 +351,24 @@ def find_adapter(
     if any(type(tensor) not in (Tensor, Parameter) for tensor in tensors):
         return f"the weights of adapter {name!r} are not plain tensors"
 
-    def read() -> list[Any]:
-        found: list[Any] = []
+    return Adapter(key, parts, functools.partial(_state_of, sources, name))
+
+
+def _state_of(sources: list[tuple[Any, nn.Module]], name: str) -> list[Any] | None:
+    """What an adapter is made of: options and tensors of PEFT's layers on their base layers."""
+    state: list[Any] = []
+    try:
         for layer, base in sources:
-            found += [
+            state += [
                 layer.base_layer is base,
                 layer.scaling[name],
                 layer.lora_dropout[name].training,
             ]
-            found += map(local, (base.weight, *_tensors(layer, name)))
-        return found
-
-    return Adapter(key, parts, read)
+            for tensor in map(local, (base.weight, *_tensors(layer, name))):
+                state.append(None if tensor is None else (id(tensor), tensor.data_ptr()))
+    except (AttributeError, KeyError):
+        return None
+    return state
 
 
 def _tensors(layer: Any, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -413,30 +384,29 @@ def _names_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, int, Any]]:
     for module in model.modules():
         hooks = list(module._forward_pre_hooks.items())
         for number, hook in hooks:
-            is_partial = isinstance(hook, functools.partial)
-            if is_partial and _NAMES in hook.keywords:
+            if isinstance(hook, functools.partial) and _NAMES in hook.keywords:
                 yield module, number, hook
 
 
 def adapter_names(model: nn.Module) -> list[str] | None:
     """The adapter names of the rows of the running `generate` call, as PEFT got them; `None` if it
     got none."""
-    row_names = []
-    for _, _, hook in _names_hooks(model):
-        row_names.append(list(hook.keywords[_NAMES]))
+    row_names = None
     # after a failed call PEFT leaves its hooks, before those of the next call
-    return row_names[-1] if row_names else None
+    for _, _, hook in _names_hooks(model):
+        row_names = list(hook.keywords[_NAMES])
+    return row_names
 
 
 @restoring
 def without_adapter_names(model: nn.Module) -> Iterator[None]:
     """Within it, PEFT's layers do not get `adapter_names`, which they can only apply to rows of a
     padded batch."""
-    found = list(_names_hooks(model))
-    for module, number, _ in found:
+    removed = list(_names_hooks(model))
+    for module, number, _ in removed:
         del module._forward_pre_hooks[number]
     try:
         yield
     finally:
-        for module, number, hook in found:
+        for module, number, hook in removed:
             module._forward_pre_hooks[number] = hook

@@ -3,8 +3,6 @@ blocks of the target's memory."""
 
 from __future__ import annotations
 
-import itertools
-import sys
 import time
 import weakref
 from collections.abc import Sequence as Items
@@ -27,7 +25,7 @@ from ...plan import StepPlan
 from ...step import NotPackable
 from ..decoding.sample import SampleDecoding
 from ..decoding.scores import argmax, draw, leaves_rows_alone
-from ..decoding.speculation import Draft
+from ..decoding.speculation import Draft, Source
 from ..request import Request, Sequence
 from ..scheduling.scheduler import Scheduler
 from .executor import Executor
@@ -39,17 +37,18 @@ MAX_ROWS = 16
 _numbers: weakref.WeakKeyDictionary[PreTrainedModel, int] = weakref.WeakKeyDictionary()
 _guard = forks.lock()
 
+Wanted = Items[tuple["AssistantRow", Sequence, int]]
+"""Rows that draft, each with the target's sequence and the most tokens to propose."""
+
 
 def assistant_cache(model: PreTrainedModel, memory: PagedMemory) -> PagedCache:
     """An empty cache of the assistant, with separate layer groups in the target's memory."""
     with _guard:
-        number = _numbers.get(model)
-        if number is None:  # reuses the number of a deleted model, whose groups exist
-            taken = set(_numbers.values())
-            free = (number for number in itertools.count(1) if number not in taken)
-            number = _numbers[model] = next(free)
-    config = model.config.get_text_config(decoder=True)
-    empty = DynamicCache(config=config)
+        if model not in _numbers:  # reuses the number of a deleted model, whose groups exist
+            free = set(range(1, len(_numbers) + 2)).difference(_numbers.values())
+            _numbers[model] = min(free)
+        number = _numbers[model]
+    empty = DynamicCache(config=model.config.get_text_config(decoder=True))
     return PagedCache.from_empty(empty, memory, f"assistant {number}")
 
 
@@ -100,12 +99,32 @@ class Assistant:
             if not self.rows:
                 self.executor.rest()
 
-    def most(self, sequence: Sequence) -> int:
-        """Returns the most tokens that it may draft behind the target's sequence: it computes all
-        of them but the last."""
+    def candidates(self, decoding: SampleDecoding) -> tuple[Any, LogitsProcessorList]:
+        """Makes transformers' strategy for the number of a row's candidates, and their logits
+        processors: the target's, except those that hold a state or force a length."""
+        strategy, processors = compat.assisted_candidates(
+            decoding.input_ids,
+            self.model,
+            decoding.config,
+            decoding.logits_processor,
+        )
+        # transformers makes the processors of minimum lengths for each proposal, from the target's
+        # options
+        least_lengths = [
+            processor
+            for processor in decoding.logits_processor
+            if type(processor) is MinLengthLogitsProcessor
+        ]
+        kept = filter(leaves_rows_alone, processors)
+        return strategy, LogitsProcessorList([*least_lengths, *kept])
+
+    def most(self, row: AssistantRow, sequence: Sequence) -> int:
+        """Returns the most tokens that it may draft behind the target's sequence: as many as the
+        row's strategy wants now. It computes all of them but the last."""
+        wanted = int(row.strategy.num_assistant_tokens)
         if self._max_positions is None:
-            return sys.maxsize
-        return self._max_positions + 1 - sequence.num_tokens
+            return wanted
+        return min(wanted, self._max_positions + 1 - sequence.num_tokens)
 
     def change_weights(self) -> None:
         """Between steps: notes that the assistant's weights may have changed."""
@@ -117,13 +136,12 @@ class Assistant:
         """Frees all blocks; returns whether there were any."""
         had_any = self._free_all()
         if had_any:
-            pause = self._pause
-            self._left, self._pause = pause, min(2 * pause, self.MAX_PAUSE)
+            self._left = self._pause
+            self._pause = min(2 * self._pause, self.MAX_PAUSE)
         return had_any
 
     def _free_all(self) -> bool:
-        num_freed = sum(self._free(row) for row in list(self.rows))
-        return num_freed > 0
+        return sum(self._free(row) for row in list(self.rows)) > 0
 
     def _free(self, row: AssistantRow) -> bool:
         """Frees the row's blocks, and forgets its tokens, which `_follow` takes over again."""
@@ -136,10 +154,9 @@ class Assistant:
         return had_any
 
     @torch.no_grad()
-    def propose(self, wanted: Items[tuple[AssistantRow, Sequence, int]]) -> list[Draft | None]:
-        """Returns a draft for each row, given the target's sequence and the most tokens to propose;
-        `None` while the assistant has not read all the row's tokens, of which it reads up to
-        `max_catch_up` a round over all rows."""
+    def propose(self, wanted: Wanted) -> list[Draft | None]:
+        """Returns a draft for each row; `None` while the assistant has not read all the row's
+        tokens, of which it reads up to `max_catch_up` a round over all rows."""
         if self._left:
             self._left -= 1
             return [None] * len(wanted)
@@ -148,9 +165,15 @@ class Assistant:
                 self.executor.notice_model()
                 self.executor.is_unchecked = True
                 self.executor.check_model()
-                drafts = self._propose(wanted)
+                for row, target, _ in wanted:
+                    self._follow(row, target.token_ids)
+                drafts = self._draft(wanted)
+                proposed: list[Draft | None] = [None] * len(wanted)
+                for place, (row, _, count) in enumerate(wanted):
+                    if row in drafts:
+                        proposed[place] = drafts[row].draft(count)
             self._pause = max(1, self._pause - 1)
-            return drafts
+            return proposed
         except (OutOfBlocksError, NotPackable):
             # a limit in bytes, met by the first forward, or heads that can no longer be packed:
             # costs only speed
@@ -160,15 +183,9 @@ class Assistant:
             self._free_all()
             raise
 
-    def _propose(self, wanted: Items[tuple[AssistantRow, Sequence, int]]) -> list[Draft | None]:
-        for row, target, _ in wanted:
-            self._follow(row, target.token_ids)
-        rows = [row for row, _, _ in wanted]
-        logits = self._catch_up(rows)
-        drafts = {}
-        for row, _, count in wanted:
-            if row in logits:
-                drafts[row] = Growing(count)
+    def _draft(self, wanted: Wanted) -> dict[AssistantRow, Growing]:
+        logits = self._catch_up([row for row, _, _ in wanted])
+        drafts = {row: Growing(count) for row, _, count in wanted if row in logits}
         going = list(drafts)
         while going:
             going = self._choose(going, drafts, torch.cat([logits[row] for row in going]))
@@ -178,33 +195,24 @@ class Assistant:
                 next_logits = self.executor.run(StepPlan.of([(row.sequence, 1) for row in going]))
                 for row in going:
                     row.sequence.num_computed_tokens += 1
-                seconds = time.perf_counter() - start
-                self.seconds_a_token += (seconds - self.seconds_a_token) / 4
+                self._time(time.perf_counter() - start)
                 logits = dict(zip(going, next_logits.split(1)))
-        proposed: list[Draft | None] = []
-        for row, _, _ in wanted:
-            draft = None
-            if row in drafts:
-                draft = drafts[row].draft(row.keeps_scores)
-            proposed.append(draft)
-        return proposed
+        return drafts
+
+    def _time(self, seconds: float) -> None:
+        self.seconds_a_token += (seconds - self.seconds_a_token) / 4
 
     def _follow(self, row: AssistantRow, token_ids: list[int]) -> None:
         """Takes over the target's tokens, and drops the K/V of rejected candidates."""
         sequence = row.sequence
-        known = sequence.token_ids
+        read = sequence.token_ids
         same = row.num_followed
-        most = min(len(known), len(token_ids))
-        while same < most and known[same] == token_ids[same]:
+        most = min(len(read), len(token_ids))
+        while same < most and read[same] == token_ids[same]:
             same += 1
-        known[same:] = token_ids[same:]
+        read[same:] = token_ids[same:]
         row.num_followed = len(token_ids)
-        kept = min(
-            sequence.num_computed_tokens,
-            same + 1 - self.depth,
-            len(token_ids) - 1,
-        )
-        kept = max(0, kept)
+        kept = max(0, min(same + 1 - self.depth, len(token_ids) - 1))
         if kept < sequence.num_computed_tokens:
             with self.memory.changing():
                 self.blocks.truncate(sequence.blocks, kept)
@@ -216,34 +224,38 @@ class Assistant:
         with self.memory.changing():
             if sequence.blocks is NO_BLOCKS:
                 sequence.blocks = self.blocks.new()
-            if not self.blocks.append(
-                sequence.blocks,
-                count,
-                num_settled=max(0, row.num_followed - self.depth),
-            ):
-                return False
-            self.blocks.flush_copies()
-        return True
+            num_settled = max(0, row.num_followed - self.depth)
+            has_room = self.blocks.append(sequence.blocks, count, num_settled=num_settled)
+            if has_room:
+                self.blocks.flush_copies()
+        return has_room
+
+    def _next(self, rows: Items[AssistantRow]) -> list[tuple[AssistantRow, int]]:
+        """Makes room for missed tokens of these rows; returns how many of each to compute next."""
+        left = self._max_catch_up
+        items = []
+        for row in rows:
+            count = row.sequence.num_to_compute
+            if count > left:
+                # the tokens that positions depend on are in the text: short of its end, they must
+                # not be drafted
+                count = min(left, count + 1 - self.depth)
+            if count > 0 and self._append(row, count):
+                items.append((row, count))
+                left -= count
+        return items
 
     def _catch_up(self, rows: Items[AssistantRow]) -> dict[AssistantRow, Tensor]:
         """Computes missed tokens; returns logits `(1, vocab)` of each row that is then fully
         computed."""
-        left = self._max_catch_up
-        items: list[tuple[AssistantRow, int]] = []
-        for row in rows:
-            count = min(row.sequence.num_to_compute, left)
-            if count > 0 and self._append(row, count):
-                items.append((row, count))
-                left -= count
+        items = self._next(rows)
         if not items:
             return {}
         few = []
         for row, count in items:
             if 1 < count <= MAX_ROWS and count == row.sequence.num_to_compute:
                 few.append(row)
-        counts = dict(items)
-        for row in few:  # run as a draft, so that the step can be a replay
-            row.hide(counts[row] - 1)
+                row.hide(count - 1)  # runs as a draft, so that the step can be a replay
         items.sort(key=lambda item: item[1] != 1 + len(item[0].sequence.draft))
         plan = StepPlan.of([(row.sequence, count) for row, count in items])
         try:
@@ -272,11 +284,9 @@ class Assistant:
         going = []
         for row in rows:
             growing = drafts[row]
-            confidence = growing.confidences[-1]
-            is_sure = row.threshold is None or confidence >= row.threshold
+            is_sure = row.threshold is None or growing.confidences[-1] >= row.threshold
             has_room = len(growing.tokens) < growing.count
-            has_ended = growing.tokens[-1] in row.eos_ids
-            if has_room and is_sure and not has_ended:
+            if has_room and is_sure and growing.tokens[-1] not in row.eos_ids:
                 going.append(row)
             else:
                 row.note(growing)
@@ -301,25 +311,21 @@ class Assistant:
                 row_scores = scores[place : place + 1].clone()
                 scores[place : place + 1] = row.processors(ids, row_scores)
         tokens = argmax(scores)
-        probs = None
+        confidences = [1.0] * len(rows)
         if any(row.reads_probs for row in rows):
             probs = scores.softmax(dim=-1)
-        for place, row in enumerate(rows):
-            if row.do_sample:
-                assert probs is not None
-                row_probs = probs[place : place + 1].to(row.device)
-                tokens[place] = draw(row_probs, row.generator)[0]
+            for place, row in enumerate(rows):
+                if row.do_sample:
+                    row_probs = probs[place : place + 1].to(row.device)
+                    tokens[place] = draw(row_probs, row.generator)[0]
+            confidences = probs.gather(1, tokens[:, None])[:, 0].tolist()
         chosen = tokens.tolist()
-        confidences = [1.0] * len(rows)
-        if probs is not None:
-            chosen_probs = probs.gather(1, tokens[:, None])
-            confidences = chosen_probs[:, 0].tolist()
-        choices = zip(rows, chosen, confidences)
-        for place, (row, token, confidence) in enumerate(choices):
-            row_scores = None
-            if row.keeps_scores:
-                row_scores = scores[place : place + 1]
-            drafts[row].add(token, confidence, row_scores)
+        for place, (row, token, confidence) in enumerate(zip(rows, chosen, confidences)):
+            draft = drafts[row]
+            draft.tokens.append(token)
+            draft.confidences.append(confidence)
+            if row.do_sample:
+                draft.scores.append(scores[place : place + 1])
             row.sequence.token_ids.append(token)
 
 
@@ -330,69 +336,34 @@ class Growing:
     confidences: list[float] = field(default_factory=list)
     scores: list[Tensor] = field(default_factory=list)
 
-    def add(
-        self,
-        token: int,
-        confidence: float,
-        scores: Tensor | None,
-    ) -> None:
-        self.tokens.append(token)
-        self.confidences.append(confidence)
-        if scores is not None:
-            self.scores.append(scores)
-
-    def draft(self, keeps_scores: bool) -> Draft | None:
+    def draft(self, count: int) -> Draft | None:
+        """The draft, of which `count` tokens are verified."""
         if not self.tokens:
             return None
-        scores = None
-        if keeps_scores:
-            scores = torch.cat(self.scores)
-        return Draft(self.tokens, scores)
+        scores = torch.cat(self.scores) if self.scores else None
+        draft = Draft(self.tokens, scores)
+        del draft.tokens[count:]
+        return draft
 
 
-class AssistantRow:
-    """One row's state in an assistant: its tokens, and transformers' strategy for the number of
-    candidates. The target's logits processors also apply to candidates, except those that hold a
-    state or force a length."""
+class AssistantRow(Source):
+    """One row's state in an assistant: its tokens, its strategy and logits processors."""
 
     def __init__(self, assistant: Assistant, decoding: SampleDecoding) -> None:
-        self.assistant = assistant
+        self.drafter = assistant
         config = decoding.config
         ids = decoding.input_ids
-        self.strategy, self.processors = self._make(decoding)
-        self.do_sample = self.keeps_scores = bool(config.do_sample)
+        self.strategy, self.processors = assistant.candidates(decoding)
+        self.do_sample = bool(config.do_sample)
         self.generator = decoding.generator
         self.device = ids.device
         eos = compat.special_token(config, "eos")
-        self.eos_ids = set()
-        if eos is not None:
-            self.eos_ids = set(eos.flatten().tolist())
-        tokens = ids[0].tolist()
+        self.eos_ids = set() if eos is None else set(eos.flatten().tolist())
         self.prefix: list[int] = []  # tokens before those of `sequence`
         self.sequence = Sequence([])
         Request("draft", [self.sequence], decoding.max_length)
         self.num_followed = 0
-        self.num_proposed = 0
-        num_left = decoding.max_length - len(tokens)
-        self.max_draft = max(1, num_left)
         assistant.add(self)
-
-    def _make(self, decoding: SampleDecoding) -> tuple[Any, LogitsProcessorList]:
-        """Makes transformers' strategy, and the logits processors of candidates."""
-        strategy, made = compat.assisted_candidates(
-            decoding.input_ids,
-            self.assistant.model,
-            decoding.config,
-            decoding.logits_processor,
-        )
-        # transformers makes the processors of minimum lengths for each proposal, from the target's
-        # options
-        processors = []
-        for processor in decoding.logits_processor:
-            if type(processor) is MinLengthLogitsProcessor:
-                processors.append(processor)
-        processors += [processor for processor in made if leaves_rows_alone(processor)]
-        return strategy, LogitsProcessorList(processors)
 
     def hide(self, count: int) -> None:
         """Turns the last `count` tokens into a draft, until `show`."""
@@ -408,16 +379,13 @@ class AssistantRow:
     @property
     def threshold(self) -> float | None:
         """Probability below which a candidate ends the draft."""
+        if self.strategy is None:
+            return None
         return self.strategy.generation_config.assistant_confidence_threshold or None
 
     @property
     def reads_probs(self) -> bool:
         return self.do_sample or self.threshold is not None
-
-    @property
-    def most(self) -> int:
-        """Number of candidates that the strategy wants now."""
-        return int(self.strategy.num_assistant_tokens)
 
     def note(self, growing: Growing) -> None:
         """Passes the draft's size and confidences to the strategy, which learns from them."""
@@ -425,16 +393,10 @@ class AssistantRow:
         if hasattr(self.strategy, "probs"):
             self.strategy.probs.extend(growing.confidences)
 
-    def observe(self, token_ids: list[int], num_accepted: int) -> None:
-        if self.num_proposed:
-            shape = (1, self.num_proposed + 1, 1)
-            scores = torch.empty(shape)
-            self.strategy.update_candidate_strategy(None, scores, num_accepted)
-        self.num_proposed = 0
-
     def close(self) -> None:
-        own = self.assistant.model.generation_config
-        if own.num_assistant_tokens_schedule == "heuristic":
-            # kept for the next call, as in transformers
-            own.num_assistant_tokens = self.strategy.num_assistant_tokens
-        self.assistant.remove(self)
+        if self.strategy is not None:
+            config = self.drafter.model.generation_config
+            if config.num_assistant_tokens_schedule == "heuristic":
+                # kept for the next call, as in transformers
+                config.num_assistant_tokens = self.strategy.num_assistant_tokens
+        self.drafter.remove(self)

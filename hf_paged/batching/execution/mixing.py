@@ -4,12 +4,14 @@ adapter adds."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +33,7 @@ from .adapter_files import AdapterFile, AdapterStore, linear_shape
 from .adapter_shards import NotSplitError, own_part
 from .adapters import (
     BASE,
+    NO_ADAPTER,
     Adapter,
     AdapterError,
     active_adapter,
@@ -44,24 +47,22 @@ from .runner import Runner, in_order
 MAX_MIXES = 64  # kept mixes, for recorded and later steps
 
 
-Ranges = list[tuple[Adapter | None, int, int]]
-"""The adapter of packed tokens `[start, end)`; `None`: the base model."""
+Ranges = list[tuple[Adapter, int, int]]
+"""The adapter of packed tokens `[start, end)`."""
 
 
 class Mirror(Protocol):
-    """Repeats what is done with adapters in the other processes."""
+    """Repeats in the other processes what is done with adapters in this one."""
 
-    def check_mixing(self, names: tuple[str, ...]) -> None:
-        """`Adapters.check` of these modules comes next."""
+    def note(self, name: str, *arguments: Any) -> None:
+        """Before the next forward, they do what has this name, such as `adapters`, to call a method
+        of theirs."""
+
+    def send(self, name: str, *arguments: Any) -> None:
+        """As `note`, at once."""
 
     def load_adapter(self, file: AdapterFile) -> None:
         """Raises [`AdapterError`] if a process cannot load it."""
-
-    def prefetch_adapters(self, files: list[AdapterFile]) -> None: ...
-
-    def forget_adapter(self, file: AdapterFile) -> None: ...
-
-    def forget_model(self) -> None: ...
 
 
 class NotMixableError(Exception):
@@ -72,64 +73,51 @@ class Mix:
     """The adapters of a packed step's tokens, and what they add to which modules."""
 
     def __init__(self, ranges: Ranges, head: nn.Module | None) -> None:
-        self.key = tuple(
-            (None if adapter is None else adapter.key, *bounds) for adapter, *bounds in ranges
-        )
-        used = (adapter for adapter, *_ in ranges if adapter is not None)
-        self.adapters = list({id(adapter): adapter for adapter in used}.values())
+        self.key = _key(ranges)
+        distinct = dict.fromkeys(adapter for adapter, *_ in ranges)
+        self.adapters = [adapter for adapter in distinct if adapter is not NO_ADAPTER]
         self._ranges = ranges
         self._head = head
-        distinct = {id(adapter) for adapter, *_ in ranges}
         self._is_one = len(distinct) == 1
-        modules = (module for adapter in self.adapters for module in adapter.parts)
-        self.modules = list(dict.fromkeys(modules))
+        self.modules = list(self._weights())
         self.num_tokens = 0  # of the forward; tokens after the last range have no adapter
         # tokens whose logits are wanted, if the head gets only these
         self.kept: list[int] | None = None
-        self._deltas = {}
-        for module in self.modules:
-            parts = self._parts(module, ranges)
-            self._deltas[module] = Deltas(parts)
+        self._deltas = {module: self._over(module, ranges) for module in self.modules}
         self.can_record = False  # whether a recorded step with these adapters serves any ranges
 
     @property
     def names(self) -> list[tuple[Hashable, int, int]]:
         """Its ranges with adapter names, for another process (`Adapters.mix_named`)."""
-        names: list[tuple[Hashable, int, int]] = []
-        for adapter, start, end in self._ranges:
-            name = BASE if adapter is None else adapter.key[0]
-            names.append((name, start, end))
-        return names
+        return [(adapter.key[0], start, end) for adapter, start, end in self._ranges]
 
     def prepare(self, device: torch.device) -> None:
         """Prepares for steps that are recorded with fixed ranges."""
         like = torch.empty(0, device=device)
-        if self._is_one:
-            return
-        for deltas in self._deltas.values():
-            deltas.prepare(like)
+        if not self._is_one:
+            for deltas in self._deltas.values():
+                deltas.prepare(like)
 
     def takes_ranges(self, device: torch.device) -> bool:
         """Whether a recorded step can read its ranges on the device."""
-        weights = []
-        for module in self.modules:
-            parts = []
-            for adapter in self.adapters:
-                if module in adapter.parts:
-                    parts.append(adapter.parts[module])
-            weights.append(parts)
-        if not weights:
-            return False
-        return all(can_record(parts, device) for parts in weights)
+        weights = self._weights().values()
+        return bool(weights) and all(
+            can_record([lora for _, lora in parts], device) for parts in weights
+        )
+
+    def _weights(self) -> dict[nn.Module, list[tuple[int, LoraWeights]]]:
+        """By module, the numbers of its adapters and their weights."""
+        weights: dict[nn.Module, list[tuple[int, LoraWeights]]] = {}
+        for number, adapter in enumerate(self.adapters):
+            for module, lora in adapter.parts.items():
+                weights.setdefault(module, []).append((number, lora))
+        return weights
 
     @property
     def tensors(self) -> list[Tensor]:
         """The adapter weights that a recorded step reads."""
-        tensors: list[Tensor] = []
-        for adapter in self.adapters:
-            for lora in adapter.parts.values():
-                tensors += lora.tensors
-        return tensors
+        weights = (lora for adapter in self.adapters for lora in adapter.parts.values())
+        return [tensor for lora in weights for tensor in lora.tensors]
 
     @property
     def variant(self) -> Hashable:
@@ -139,50 +127,32 @@ class Mix:
         return frozenset(adapter.key for adapter in self.adapters)
 
     def ranges(
-        self,
-        adapters: Items[Hashable],
-        num_decodes: int,
-        num_tokens: int,
+        self, adapters: Items[Hashable], num_decodes: int, num_tokens: int
     ) -> list[tuple[Bounds, Bounds]]:
         """Returns the packed tokens of each of these adapters, given by key: its range of decodes,
         and of others."""
         whole: Ranges = [(self.adapters[0], 0, num_tokens)]
         ranges = whole if self._is_one else self._ranges
-        bounds = {}
-        for key in adapters:
-            bounds[key] = [(0, 0), (0, 0)]
+        bounds = {key: [(0, 0), (0, 0)] for key in adapters}
         for adapter, start, end in ranges:
-            if adapter is None:
+            if adapter is NO_ADAPTER:
                 continue
-            adapter_key = adapter.key
             if start < num_decodes:
-                stop = min(end, num_decodes)
-                bounds[adapter_key][0] = (start, stop)
+                bounds[adapter.key][0] = (start, min(end, num_decodes))
             if end > num_decodes:
-                begin = max(start, num_decodes)
-                bounds[adapter_key][1] = (begin, end)
+                bounds[adapter.key][1] = (max(start, num_decodes), end)
         return [(decodes, others) for decodes, others in bounds.values()]
 
     def record(
-        self,
-        ranges: Tensor,
-        most: int,
-        has_others: bool,
+        self, ranges: Tensor, most: int, has_others: bool
     ) -> dict[nn.Module, RecordedDeltas]:
         """What is added, by module, in a recorded step of up to `most` tokens. The step reads
         `ranges` `(n, 2)` on the device: two for each of `adapters`, as `Mix.ranges` returns them,
         or one if all tokens are decodes."""
         deltas = dict[nn.Module, RecordedDeltas]()
-        for module in self.modules:
-            weights = []
-            for number, adapter in enumerate(self.adapters):
-                if module not in adapter.parts:
-                    continue
-                lora = adapter.parts[module]
-                if has_others:
-                    weights += [(2 * number, lora), (2 * number + 1, lora)]
-                else:
-                    weights.append((number, lora))
+        for module, weights in self._weights().items():
+            if has_others:
+                weights = [(2 * number + i, lora) for number, lora in weights for i in (0, 1)]
             deltas[module] = RecordedDeltas(ranges, most, weights)
         return deltas
 
@@ -195,68 +165,48 @@ class Mix:
     def adds_to_head(self) -> bool:
         return self._head in self._deltas
 
-    def __call__(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        output: Tensor,
-    ) -> Tensor:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         """A forward hook of the modules."""
         if mixed.get() is not self:  # a forward in another thread
             return output
         x = args[0]
         x = x.reshape(-1, x.shape[-1])
         out = output.reshape(-1, output.shape[-1])
-        deltas = self._deltas_of(module, len(x))
+        step = recorded.get()
+        deltas: Deltas | RecordedDeltas | None = None
+        if step is not None:
+            deltas = step[module]
+        elif self._is_one:
+            deltas = self._over(module, [(self._ranges[0][0], 0, len(x))])
+        elif self.kept is not None and module is self._head:
+            if len(x) == len(self.kept):
+                deltas = self._over(module, self._kept_ranges(self.kept))
+        elif len(x) == self.num_tokens:
+            deltas = self._deltas[module]
+        if deltas is None:
+            raise NotMixableError(
+                f"{type(module).__name__} gets {len(x)} rows in a forward of {self.num_tokens}"
+                " tokens"
+            )
         deltas.add(out, x)
         return out.view(output.shape)
 
-    def _deltas_of(
-        self,
-        module: nn.Module,
-        num_rows: int,
-    ) -> Deltas | RecordedDeltas:
-        step = recorded.get()
-        if step is not None:
-            return step[module]
-        if self._is_one:
-            adapter = self._ranges[0][0]
-            lora = None
-            if adapter is not None:
-                lora = adapter.parts.get(module)
-            if lora is None:
-                return Deltas([])
-            return Deltas([(0, num_rows, lora)])
-        if self.kept is not None and module is self._head:
-            if num_rows == len(self.kept):
-                parts = self._parts(module, self._kept_ranges())
-                return Deltas(parts)
-        elif num_rows == self.num_tokens:
-            return self._deltas[module]
-        raise NotMixableError(
-            f"{type(module).__name__} gets {num_rows} rows in a forward of {self.num_tokens} tokens"
-        )
-
-    def _parts(
-        self,
-        module: nn.Module,
-        ranges: Ranges,
-    ) -> list[tuple[int, int, LoraWeights]]:
+    def _over(self, module: nn.Module, ranges: Ranges) -> Deltas:
         parts = []
         for adapter, start, end in ranges:
-            if adapter is not None and module in adapter.parts:
+            if module in adapter.parts:
                 parts.append((start, end, adapter.parts[module]))
-        return parts
+        return Deltas(parts)
 
-    def _kept_ranges(self) -> Ranges:
-        def of(token: int) -> Adapter | None:
-            for adapter, start, end in self._ranges:
-                if start <= token < end:
-                    return adapter
-            return None
+    def _kept_ranges(self, tokens: list[int]) -> Ranges:
+        adapters: dict[int, Adapter] = {}
+        for adapter, start, end in self._ranges:
+            adapters.update(dict.fromkeys(range(start, end), adapter))
+        return joined((adapters.get(token, NO_ADAPTER), 1) for token in tokens)
 
-        counts = ((of(token), 1) for token in self.kept or ())
-        return joined(counts)
+
+def _key(ranges: Ranges) -> tuple[Any, ...]:
+    return tuple((adapter.key, start, end) for adapter, start, end in ranges)
 
 
 mixed: ContextVar[Mix | None] = ContextVar("hf_paged_mixed", default=None)
@@ -264,22 +214,21 @@ mixed: ContextVar[Mix | None] = ContextVar("hf_paged_mixed", default=None)
 
 
 recorded: ContextVar[dict[nn.Module, RecordedDeltas] | None] = ContextVar(
-    "hf_paged_recorded",
-    default=None,
+    "hf_paged_recorded", default=None
 )
 """While a step is recorded: what adapters add, by module, for the ranges read on the device."""
 
 
-def joined(counts: Iterable[tuple[Adapter | None, int]]) -> Ranges:
+def joined(counts: Iterable[tuple[Adapter, int]]) -> Ranges:
     """Joins neighbours with the same adapter to one range."""
     ranges: Ranges = []
+    end = 0
     for adapter, count in counts:
-        before, first, start = ranges[-1] if ranges else (None, 0, 0)
-        end = start + count
-        if ranges and before is adapter:
-            ranges[-1] = adapter, first, end
-        else:
-            ranges.append((adapter, start, end))
+        start = end
+        end += count
+        if ranges and ranges[-1][0] is adapter:
+            _, start, _ = ranges.pop()
+        ranges.append((adapter, start, end))
     return ranges
 
 
@@ -298,24 +247,19 @@ class Adapters:
     """The adapters of an executor's forwards: those of the model, by name, and those in folders."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        cache: PagedCache,
-        make: MakeRunner,
-        pages: AdapterPages,
+        self, model: PreTrainedModel, cache: PagedCache, make: MakeRunner, pages: AdapterPages
     ) -> None:
         self._model = model
         self._cache = cache
         self._make = make
-        self.pages = pages
         self.store = AdapterStore(model)
         # no cycle, so that they are freed with their executor
-        forget = weakref.WeakMethod(self._forget)
+        itself = weakref.ref(self)
 
         def on_evict(file: Any) -> None:
-            told = forget()
-            if told is not None:
-                told(file)
+            adapters = itself()
+            if adapters is not None:
+                adapters.forget(file)
 
         pages.on_evict = on_evict
         self._own: dict[str, Adapter] = {}  # by name
@@ -332,20 +276,20 @@ class Adapters:
     def forget_model(self) -> None:
         """Drops what depends on the model, which may have changed."""
         if self.mirror is not None:
-            self.mirror.forget_model()
-        self._seen, self._verdicts = set(), {}
+            self.mirror.note("adapters", "forget_model")
+        self._seen.clear()
+        self._verdicts.clear()
         self._mixes.clear()
         self._recordable.clear()
         self.store.forget_others(set(self._model.modules()))
 
-    def _forget(self, file: AdapterFile) -> None:
+    def forget(self, file: AdapterFile) -> None:
         """After the pool has evicted an adapter: drops its weights."""
         if self.mirror is not None:
-            self.mirror.forget_adapter(file)
+            self.mirror.note("adapters", "forget", file)
         self.store.forget(file)
         for key, mix in list(self._mixes.items()):
-            names = (adapter.key[0] for adapter in mix.adapters)
-            if any(name == file for name in names):
+            if file in [adapter.key[0] for adapter in mix.adapters]:
                 self._mixes.pop(key, None)
 
     def _check_unmerged(self, name: Hashable) -> None:
@@ -354,162 +298,132 @@ class Adapters:
         except AdapterError as error:
             raise AdapterError(name, str(error)) from None
 
-    def together(self, names: Iterable[Hashable]) -> dict[Hashable, Adapter | None]:
-        """Returns, by name, the adapters of a step whose rows can share a forward, `None` for the
-        base model; empty if fewer than two can. Raises [`AdapterError`]."""
+    def together(self, names: Iterable[Hashable]) -> dict[Hashable, Adapter]:
+        """Returns, by name, the adapters of a step whose rows can share a forward; empty if fewer
+        than two can. Raises [`AdapterError`]."""
         names = list(names)
         first_name = next(name for name in names if name is not None)
         self._check_unmerged(first_name)
-        found: dict[Hashable, Adapter | None] = {}
+        adapters: dict[Hashable, Adapter] = {}
         for name in names:
             adapter = self._find(name)
             if isinstance(adapter, str):
                 self.refusals.add(Topic.ADAPTERS(adapter))
             else:
-                found[name] = adapter
-        if len(found) < 2:
+                adapters[name] = adapter
+        if len(adapters) < 2:
             return {}
-        used_modules = set[nn.Module]()
-        for adapter in found.values():
-            if adapter is not None:
-                used_modules.update(adapter.parts)
-        modules = frozenset(used_modules)
+        modules = _modules_of(adapters.values())
         if modules not in self._verdicts:
-            module_names = []
-            for module_name, module in self._model.named_modules():
-                if module in modules:
-                    module_names.append(module_name)
+            named = self._model.named_modules()
+            module_names = [module_name for module_name, module in named if module in modules]
             self._verdicts[modules] = self.check(tuple(module_names))
         reason = self._verdicts[modules]
         if reason is not None:
             self.refusals.add(reason)
             return {}
-        return found
+        return adapters
 
-    def refuse(self, adapters: Iterable[Adapter | None], reason: str) -> None:
+    def refuse(self, adapters: Iterable[Adapter], reason: str) -> None:
         """Notes that these adapters cannot be mixed, after a forward raised `NotMixableError`."""
-        used_modules = set[nn.Module]()
-        for adapter in adapters:
-            if adapter is not None:
-                used_modules.update(adapter.parts)
-        modules = frozenset(used_modules)
         refusal = Topic.ADAPTERS(reason)
-        self._verdicts[modules] = refusal
+        self._verdicts[_modules_of(adapters)] = refusal
         self.refusals.add(refusal)
 
     def prefetch(self, files: list[AdapterFile]) -> None:
         """Starts to load the adapters of the requests that are admitted next."""
         if self.mirror is not None and files:
-            self.mirror.prefetch_adapters(files)
+            self.mirror.note("adapters", "prefetch", files)
         self.store.prefetch(files)
 
     def load(self, file: AdapterFile) -> Adapter:
         """Loads its weights, in all processes that hold shards of the model. Raises
         [`AdapterError`]."""
-        if self.mirror is None or file in self.store:
-            return self.store.get(file)
+        is_new = file not in self.store
         adapter = self.store.get(file)
-        try:
-            self.mirror.load_adapter(file)
-        except BaseException:
-            self.store.forget(file)
-            raise
+        if is_new and self.mirror is not None:
+            try:
+                self.mirror.load_adapter(file)
+            except BaseException:
+                self.store.forget(file)
+                raise
         return adapter
 
     def mix_named(self, ranges: Items[tuple[Hashable, int, int]]) -> Mix:
         """As `mix`, from names (`Mix.names`) that may come from another process. Raises
         [`AdapterError`]."""
-        found: Ranges = []
+        adapters: Ranges = []
         for name, start, end in ranges:
-            adapter = None
-            if name != BASE:
-                adapter = self._find(name)
+            adapter = self._find(name)
             if isinstance(adapter, str):
                 raise AdapterError(name, adapter)
-            found.append((adapter, start, end))
-        return self.mix(found)
+            adapters.append((adapter, start, end))
+        return self.mix(adapters)
 
-    def _find(self, name: Hashable) -> Adapter | str | None:
+    def _find(self, name: Hashable) -> Adapter | str:
         if isinstance(name, AdapterFile):
             return self.load(name)
-        adapter_name = name
         if name is None:
-            adapter_name = active_adapter(self._model)
-        if not isinstance(adapter_name, str):
+            name = active_adapter(self._model)
+        if not isinstance(name, str):
             return "several adapters are active at a time"
-        if adapter_name == BASE:
-            return None
-        known = self._own.get(adapter_name)
-        if known is not None and adapter_name in self._seen:
-            if known.is_current():
-                return known
-        key = (adapter_name, next(self._numbers))
-        found = find_adapter(self._model, adapter_name, key)
-        if isinstance(found, str):
-            return found
-        if known is None or not known.is_like(found):
-            # else steps recorded with the known one stay valid
-            known = self._own[adapter_name] = found
-        self._seen.add(adapter_name)
-        return known
+        if name == BASE:
+            return NO_ADAPTER
+        earlier = self._own.get(name)
+        if earlier is not None and name in self._seen and earlier.is_current():
+            return earlier
+        adapter = find_adapter(self._model, name, (name, next(self._numbers)))
+        if isinstance(adapter, str):
+            return adapter
+        if earlier is not None and earlier.is_like(adapter):
+            adapter = earlier  # steps recorded with it stay valid
+        self._own[name] = adapter
+        self._seen.add(name)
+        return adapter
 
     def mix(self, ranges: Ranges) -> Mix:
         """The mix of consecutive token ranges; an earlier step's, if it is kept."""
-        key = tuple(
-            (None if adapter is None else adapter.key, *bounds) for adapter, *bounds in ranges
-        )
-        known = self._mixes.pop(key, None)
-        if known is None:
-            known = Mix(ranges, head_of(self._model))
-            keys = frozenset(adapter.key for adapter in known.adapters)
+        key = _key(ranges)
+        mix = self._mixes.pop(key, None)
+        if mix is None:
+            mix = Mix(ranges, head_of(self._model))
+            keys = frozenset(adapter.key for adapter in mix.adapters)
             device = self._model.device
             if keys not in self._recordable:
-                self._recordable[keys] = known.takes_ranges(device)
-            known.can_record = self._recordable[keys]
-            if not known.can_record:
-                known.prepare(device)
-        self._mixes[key] = known
+                self._recordable[keys] = mix.takes_ranges(device)
+            mix.can_record = self._recordable[keys]
+            if not mix.can_record:
+                mix.prepare(device)
+        self._mixes[key] = mix
         while len(self._mixes) > MAX_MIXES:
             self._mixes.popitem(last=False)
-        return known
+        return mix
 
     def alone(self, file: AdapterFile) -> Mix:
         """The mix of all rows with one adapter from a folder."""
         self._check_unmerged(file)
-        adapter = self.load(file)
-        return self.mix([(adapter, 0, 0)])
+        return self.mix([(self.load(file), 0, 0)])
 
     def check(self, names: tuple[str, ...]) -> str | None:
         """Checks in short forwards that rows with different adapters on these modules get the same
         results as alone. Returns why they do not, or `None`."""
         if self.mirror is not None:
-            self.mirror.check_mixing(names)
+            self.mirror.send("adapters", "check", names)
         try:
-            ranks = (3, 2)
-            drawn = (_random_adapter(self._model, names, rank) for rank in ranks)
-            adapters = [*drawn, None]
+            adapters = [*(_random_adapter(self._model, names, rank) for rank in (3, 2)), NO_ADAPTER]
         except NotSplitError as error:
             return str(error)
 
         def make(
-            model: PreTrainedModel,
-            cache: PagedCache,
-            layout: Layout,
+            model: PreTrainedModel, cache: PagedCache, layout: Layout
         ) -> tuple[BlockManager, Any]:
             blocks, runner = self._make(model, cache, layout)
             return blocks, _CheckRunner(model, runner, adapters)
 
         try:
-            return capability.reason_against_mixing(
-                self._model,
-                self._cache,
-                make,
-                names,
-            )
+            return capability.reason_against_mixing(self._model, self._cache, make, names)
         except Exception as error:
-            if is_interrupt(error):
-                raise
-            if not is_out_of_memory(error):
+            if is_interrupt(error) or not is_out_of_memory(error):
                 raise
             return "there is no memory to check that they can share a forward"
 
@@ -518,28 +432,23 @@ def run_mixed(
     model: PreTrainedModel,
     runner: Runner,
     plan: StepPlan,
-    found: list[Adapter | None],
+    adapters: list[Adapter],
     mix_of: Callable[[Ranges], Mix],
 ) -> Tensor:
-    """As [`Runner`]'s `run`, in one packed forward; `found` has each row's adapter."""
+    """As [`Runner`]'s `run`, in one packed forward; `adapters` has each row's."""
     # sorted by adapter, so that steps with equally many rows of each adapter share a recorded step
-    distinct = {id(adapter): adapter for adapter in found}
-    every = sorted(
-        distinct.values(),
-        key=lambda adapter: "" if adapter is None else str(adapter.key),
+    distinct = sorted(
+        dict.fromkeys(adapters),
+        key=lambda adapter: (adapter is not NO_ADAPTER, str(adapter.key)),
     )
-    places = {id(adapter): number for number, adapter in enumerate(every)}
-    numbers = [places[id(adapter)] for adapter in found]
-    decodes = [
-        count == 1 or bool(sequence.draft) for sequence, count in zip(plan.sequences, plan.counts)
-    ]
-    order = sorted(
-        range(len(plan)),
-        key=lambda place: (not decodes[place], numbers[place]),
-    )
+    numbers = {adapter: number for number, adapter in enumerate(distinct)}
+    ranked = []
+    for place, (sequence, count) in enumerate(zip(plan.sequences, plan.counts)):
+        is_decode = count == 1 or bool(sequence.draft)
+        ranked.append((not is_decode, numbers[adapters[place]], place))
+    order = [place for *_, place in sorted(ranked)]
     rows = plan.rows_of_logits()
-    counts = ((found[place], plan.counts[place]) for place in order)
-    mix = mix_of(joined(counts))
+    mix = mix_of(joined([(adapters[place], plan.counts[place]) for place in order]))
     with mixing(model, mix):
         logits = runner.run(plan.select(order), mix.variant)
     answers: list[int] = []
@@ -548,38 +457,21 @@ def run_mixed(
     return in_order([(answers, logits)])
 
 
+@dataclass(eq=False)
 class _CheckRunner:
     """A runner for the checks in `capability`; row `i` has the `i`-th adapter."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        runner: Runner,
-        adapters: list[Adapter | None],
-    ) -> None:
-        self._model = model
-        self._runner = runner
-        self._adapters = adapters
+    model: PreTrainedModel
+    runner: Runner
+    adapters: list[Adapter]
 
     def run(self, plan: StepPlan) -> Tensor:
-        found = []
-        for sequence in plan.sequences:
-            found.append(self._adapters[sequence.request.row])
-        head = head_of(self._model)
-        return run_mixed(
-            self._model,
-            self._runner,
-            plan,
-            found,
-            lambda ranges: Mix(ranges, head),
-        )
+        adapters = [self.adapters[sequence.request.row] for sequence in plan.sequences]
+        mix_of = functools.partial(Mix, head=head_of(self.model))
+        return run_mixed(self.model, self.runner, plan, adapters, mix_of)
 
 
-def _random_adapter(
-    model: PreTrainedModel,
-    names: Iterable[str],
-    rank: int,
-) -> Adapter:
+def _random_adapter(model: PreTrainedModel, names: Iterable[str], rank: int) -> Adapter:
     """A random adapter on these modules, the same in every process."""
     generator = torch.Generator().manual_seed(rank)
     parts = dict[nn.Module, LoraWeights]()
@@ -593,17 +485,14 @@ def _random_adapter(
         module = model.get_submodule(name)
         weight: Any = module.weight
         width, depth = linear_shape(module)
-        a = draw(rank, depth)
-        b = draw(width, rank)
-        whole = LoraWeights(
-            a,
-            b,
-            None,
-            0.5,
-        )
+        whole = LoraWeights(draw(rank, depth), draw(width, rank), None, 0.5)
         base_name = name.removesuffix(".base_layer")
         parts[module] = own_part(model, base_name, module, whole)
     return Adapter(("check", rank), parts)
+
+
+def _modules_of(adapters: Iterable[Adapter]) -> frozenset[nn.Module]:
+    return frozenset[nn.Module]().union(*[adapter.parts for adapter in adapters])
 
 
 def head_of(model: PreTrainedModel) -> nn.Module | None:

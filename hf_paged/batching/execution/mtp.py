@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
-from collections.abc import Sequence as Items
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,10 +27,9 @@ from ...threads import step_lock
 from ...topics import Topic
 from ..decoding.sample import SampleDecoding
 from ..decoding.scores import leaves_rows_alone
-from ..decoding.speculation import Draft
 from ..request import Sequence
 from ..scheduling.scheduler import Scheduler
-from .assistant import Assistant, AssistantRow, Growing
+from .assistant import Assistant, AssistantRow, Growing, Wanted
 from .packed import PackedRunner
 
 
@@ -153,67 +151,47 @@ class MtpHeads(Assistant):
             with self.executor.lock:  # between forwards
                 self.target.hidden = self.hidden
 
-    def _propose(self, wanted: Items[tuple[AssistantRow, Sequence, int]]) -> list[Draft | None]:
-        for row, target, _ in wanted:
-            row.prefix = target.token_ids[:1]
-            self._follow(row, target.token_ids[1:])
+    def candidates(self, decoding: SampleDecoding) -> tuple[None, LogitsProcessorList]:
+        """As in transformers' generator, each head proposes a token, whatever was accepted
+        before."""
+        processors = filter(leaves_rows_alone, decoding.logits_processor)
+        return None, LogitsProcessorList(processors)
+
+    def most(self, row: AssistantRow, sequence: Sequence) -> int:
+        # as in transformers, the heads draft only after the first new token
+        if sequence.num_tokens <= sequence.request.num_prompt_tokens:
+            return 0
+        return self.depth
+
+    def _follow(self, row: AssistantRow, token_ids: list[int]) -> None:
+        row.prefix = token_ids[:1]
+        super()._follow(row, token_ids[1:])
+
+    def _draft(self, wanted: Wanted) -> dict[AssistantRow, Growing]:
+        targets = {row: target for row, target, _ in wanted}
         drafts: dict[AssistantRow, Growing] = {}
-        targets = []
-        for row, target, _ in wanted:
-            targets.append((row, target))
-        while items := self._next([pair for pair in targets if pair[0] not in drafts]):
+        while items := self._next([row for row in targets if row not in drafts]):
             ready = []
-            for row, _, count in items:
+            spans = []
+            for row, count in items:
                 if count == row.sequence.num_to_compute:
                     ready.append(row)
-            for row in ready:
-                drafts[row] = Growing(self.depth)
-            self._run(items, ready, drafts)
-            for row, _, count in items:
+                    drafts[row] = Growing(self.depth)
+                start = row.sequence.num_computed_tokens
+                spans.append((targets[row].blocks, start, start + count))
+            self._run(items, self.hidden.read(spans), ready, drafts)
+            for row, count in items:
                 row.sequence.num_computed_tokens += count
-        proposed: list[Draft | None] = []
-        for row, _, count in wanted:
-            draft = None
-            if row in drafts:
-                draft = drafts[row].draft(row.keeps_scores)
-            if draft is not None:
-                del draft.tokens[count:]
-            proposed.append(draft)
-        return proposed
-
-    def _next(
-        self,
-        rows: Items[tuple[AssistantRow, Sequence]],
-    ) -> list[tuple[AssistantRow, Sequence, int]]:
-        """Returns the rows to compute next, each with its target and the number of positions."""
-        left = self._max_catch_up
-        items = []
-        for row, target in rows:
-            due = row.sequence.num_to_compute
-            # later heads read tokens after the last position: short of the text's end these must be
-            # known tokens
-            count = due
-            if due > left:
-                count = min(left, due - self.depth + 1)
-            if count > 0 and self._append(row, count):
-                items.append((row, target, count))
-                left -= count
-        return items
+        return drafts
 
     def _run(
         self,
-        items: list[tuple[AssistantRow, Sequence, int]],
+        items: list[tuple[AssistantRow, int]],
+        hidden: Tensor,
         ready: list[AssistantRow],
         drafts: dict[AssistantRow, Growing],
     ) -> None:
-        spans = []
-        places = []
-        for row, target, count in items:
-            start = row.sequence.num_computed_tokens
-            spans.append((target.blocks, start, start + count))
-            places.append((row.sequence, count))
-        plan = StepPlan.of(places)
-        hidden = self.hidden.read(spans)
+        plan = StepPlan.of([(row.sequence, count) for row, count in items])
 
         def choose(logits: Tensor) -> None:
             self.add_tokens(ready, drafts, logits)
@@ -224,33 +202,5 @@ class MtpHeads(Assistant):
 
         begin = time.perf_counter()
         self.executor.compute(self.executor.using(None), draft)
-        num_positions = sum(count for _, _, count in items)
-        if len(items) == num_positions:
-            seconds = (time.perf_counter() - begin) / self.depth
-            self.seconds_a_token += (seconds - self.seconds_a_token) / 4
-
-
-class MtpRow(AssistantRow):
-    """One row's drafts. As in transformers' generator, each head proposes a token, whatever was
-    accepted before."""
-
-    def _make(self, decoding: SampleDecoding) -> tuple[Any, LogitsProcessorList]:
-        processors = []
-        for processor in decoding.logits_processor:
-            if leaves_rows_alone(processor):
-                processors.append(processor)
-        return None, LogitsProcessorList(processors)
-
-    @property
-    def threshold(self) -> float | None:
-        return None
-
-    @property
-    def most(self) -> int:
-        return self.assistant.depth
-
-    def observe(self, token_ids: list[int], num_accepted: int) -> None:
-        return None
-
-    def close(self) -> None:
-        self.assistant.remove(self)
+        if len(items) == plan.num_tokens:
+            self._time((time.perf_counter() - begin) / self.depth)

@@ -1,0 +1,288 @@
+"""What the prompts of a call hold: their tokens, positions and other content, and their keys in the
+prefix cache."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import marshal
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from ... import compat
+from ...cache.prefix_index import MARSHAL_VERSION
+from .rectangle import padding_mask
+
+# Inputs without prompt content, or with one value per token.
+_COMMON = {
+    *compat.CACHE_NAMES,
+    "use_cache",
+    "logits_to_keep",
+    "tokenizer",
+    "attention_mask",
+    "position_ids",
+}
+# Parts of the config names of placeholder tokens, which stand for images or other media, or mark
+# them.
+_MEDIA = (
+    "image",
+    "video",
+    "audio",
+    "vision",
+    "visual",
+    "speech",
+    "sound",
+    "media",
+    "patch",
+    "frame",
+)
+
+
+class Keys(NamedTuple):
+    """A prompt's keys in the prefix cache, by token; the number of tokens up to the last
+    placeholder for other content, and of those before the first."""
+
+    tokens: list[Hashable]
+    num_content: int
+    num_text: int
+
+
+@dataclass(eq=False)
+class PromptInputs:
+    """The inputs of the model's first forward over the prompts of a call, each once."""
+
+    input_ids: Tensor
+    """`(rows, length)` as transformers' loops get them, one row per prompt; the decoder's if the
+    model has an encoder; `(rows, 0)` if there are only `inputs_embeds`."""
+    model_kwargs: dict[str, Any]  # without a cache
+    paddings: list[int]  # leading columns of each row that are padding
+    # `(rows or 1, length)` or with axes in front
+    position_ids: Tensor | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.position_ids = self.model_kwargs.get("position_ids")
+
+    @property
+    def length(self) -> int:
+        """Columns of the first forward, padding included."""
+        embeds = self.model_kwargs.get("inputs_embeds")
+        # with an encoder, the embeddings were the encoder's
+        if embeds is None or self.num_encoder_tokens:
+            return int(self.input_ids.shape[1])
+        return int(embeds.shape[1])
+
+    @property
+    def num_encoder_tokens(self) -> int:
+        """Encoder tokens of each row, padding included; the decoder attends to their keys and
+        values."""
+        outputs = self.model_kwargs.get("encoder_outputs")
+        if outputs is None:
+            return 0
+        return int(outputs[0].shape[1])
+
+    @functools.cached_property
+    def axes(self) -> list[list[list[int]] | None]:
+        """Each row's positions on each axis; `None` for a row whose positions just count tokens."""
+        ids = self.position_ids
+        if ids is None:
+            return [None] * len(self.input_ids)
+        if ids.dim() != 3:
+            ids = ids[None]
+        num_axes = len(ids)
+        ids = ids.expand(num_axes, len(self.input_ids), self.length)
+        counted = torch.arange(self.length, device=ids.device)
+        rows: list[list[list[int]] | None] = []
+        for row, padding in enumerate(self.paddings):
+            axes = ids[:, row, padding:]
+            is_counted = axes == counted[: self.length - padding]
+            rows.append(None if bool(is_counted.all()) else axes.tolist())
+        return rows
+
+    def num_axes(self, row: int) -> int:
+        """Number of position axes of a row; 0 if positions just count tokens."""
+        return len(self.axes[row] or ())
+
+    def shift(self, row: int, counts_padding: bool = False) -> int:
+        """How many more positions a row's prompt takes than it has tokens; `counts_padding`: its
+        padding takes some where the model itself counts columns."""
+        axes = self.axes[row]
+        if axes is not None:
+            return max(max(axis) + 1 - len(axis) for axis in axes)
+        if counts_padding and self.position_ids is None:
+            return self.paddings[row]
+        return 0
+
+    @property
+    def axis_counts(self) -> tuple[int, ...]:
+        """The distinct numbers of axes of the rows, sorted."""
+        return tuple(sorted({len(axes or ()) for axes in self.axes}))
+
+    def positions(
+        self,
+        row: int,
+        first: int,
+        end: int,
+    ) -> list[list[int]] | None:
+        """Positions of a row's tokens `[first, end)` on each axis, which count on after the prompt;
+        `None` if they just count tokens."""
+        axes = self.axes[row]
+        if axes is None:
+            return None
+        length = len(axes[0])
+        num_counted = end - max(first, length)
+        positions = []
+        for axis in axes:
+            behind = axis[-1] + 1 + max(first - length, 0)
+            positions.append([*axis[first:end], *range(behind, behind + num_counted)])
+        return positions
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the inputs beyond the common ones."""
+        names = self.model_kwargs.keys() - _COMMON
+        return tuple(sorted(name for name in names if not is_unset(self.model_kwargs[name])))
+
+    @property
+    def _types(self) -> list[Tensor]:
+        """Token type inputs, `(rows, length)` each."""
+        types = []
+        for name in self.names:
+            value = self.model_kwargs[name]
+            is_types = name.endswith("token_type_ids") and isinstance(value, Tensor)
+            if is_types and value.shape == self.input_ids.shape:
+                types.append(value)
+        return types
+
+    def content(self, config: PreTrainedConfig) -> Tensor | None:
+        """Which tokens `(rows, length)` are placeholders for other content, such as images; `None`
+        if unknown."""
+        ids = self.input_ids
+        if ids.shape[1] != self.length or self.model_kwargs.get("inputs_embeds") is not None:
+            return None
+        content = torch.zeros_like(ids, dtype=torch.bool)
+        types = self._types
+        for token_types in types:
+            content |= token_types.to(ids.device) != 0
+        attributes = {**vars(config.get_text_config(decoder=True)), **vars(config)}
+        for name, value in attributes.items():
+            is_token = name.endswith(("token_id", "token_index")) and isinstance(value, int)
+            if is_token and any(word in name for word in _MEDIA):
+                content |= ids == value
+        content &= padding_mask(self.paddings, self.length, ids.device)
+        # without placeholders, other inputs than types may stand anywhere
+        is_unknown = not bool(content.any()) and len(types) != len(self.names)
+        return None if is_unknown else content
+
+    def num_text(self, config: PreTrainedConfig) -> int:
+        """Number of tokens before the first placeholder of a single row; 0 for several rows, or if
+        it is unknown."""
+        content = self.content(config) if len(self.paddings) == 1 else None
+        if content is None or not bool(content.any()):
+            return 0
+        return int(content[0].nonzero()[0, 0]) - self.paddings[0]
+
+    def keys(self, config: PreTrainedConfig) -> list[Keys] | None:
+        """Each row's prefix-cache keys, in the namespace of `names`; a placeholder's key includes a
+        hash of all inputs. `None` if the prefix cache cannot be used for these prompts."""
+        content = self.content(config)
+        if content is None:
+            return None
+        types = self._types
+        others = {}
+        for name in self.names:
+            value = self.model_kwargs[name]
+            if not any(value is token_types for token_types in types):
+                others[name] = value
+        # models assign images and sound to placeholder tokens in order, over all rows
+        kinds = (self.input_ids, *types)
+        placed = []
+        for row, stands in enumerate(content):
+            placed.append([kind[row, stands].tolist() for kind in kinds])
+        try:
+            digest = _digest([others, placed])
+        except TypeError:
+            return None
+        rows = list[Keys]()
+        num_text = self.num_text(config)
+        for row, padding in enumerate(self.paddings):
+            ids = self.input_ids[row, padding:].tolist()
+            stands = content[row, padding:].tolist()
+            num_content = 0
+            if any(stands):
+                num_content = len(ids) - stands[::-1].index(True)
+            axes = self.axes[row] or []
+            columns = [token_types[row, padding:].tolist() for token_types in types]
+            columns += axes
+            keys: list[Hashable] = list(ids)
+            for i, (token, is_content) in enumerate(zip(ids, stands)):
+                # unknown how the inputs affect a row without placeholders
+                is_content |= bool(others) and num_content == 0
+                if is_content or any(axis[i] != i for axis in axes):
+                    source = (digest, row) if is_content else None
+                    keys[i] = (token, tuple(column[i] for column in columns), source)
+            rows.append(Keys(keys, num_content, num_text))
+        return rows
+
+    def keys_behind(self, row: int, token_ids: list[int]) -> list[Hashable]:
+        """Prefix-cache keys of tokens that follow a row's prompt: as if they were more of its
+        text."""
+        axes = self.axes[row]
+        if axes is None:
+            return list(token_ids)
+        first = len(axes[0])
+        types = [0] * len(self._types)
+        positions_behind = self.positions(row, first, first + len(token_ids)) or ()
+        keys: list[Hashable] = list(token_ids)
+        for i, positions in enumerate(zip(*positions_behind)):
+            if any(position != first + i for position in positions):
+                keys[i] = (token_ids[i], (*types, *positions), None)
+        return keys
+
+
+def is_unset(value: Any) -> bool:
+    is_empty = isinstance(value, (dict, list, tuple)) and not value
+    return value is None or value is False or is_empty
+
+
+def is_flag(value: Any) -> bool:
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _digest(value: Any) -> bytes:
+    """Hashes all tensors and plain values in nested containers, so that no two inputs with equal
+    digests can be constructed: a user could otherwise be served another's content. Raises
+    `TypeError` for other objects."""
+    tensors: list[Tensor] = []
+
+    def described(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if value.layout is not torch.strided or value.is_quantized:
+                raise TypeError(
+                    f"a tensor of layout {value.layout} and {value.dtype} among the inputs of a"
+                    " model"
+                )
+            tensors.append(value)
+            return "tensor", str(value.dtype), tuple(value.shape)
+        if isinstance(value, dict):
+            parts = []
+            for name, part in value.items():
+                parts.append((described(name), described(part)))
+            return "dict", parts
+        if isinstance(value, (list, tuple)):
+            return "list", [described(part) for part in value]
+        if is_flag(value):
+            return value
+        raise TypeError(f"a {type(value).__name__} among the inputs of a model")
+
+    # the form says where each tensor's bytes end, and so precedes them
+    form = marshal.dumps(described(value), MARSHAL_VERSION)
+    digest = hashlib.blake2b(form, digest_size=32)
+    for tensor in tensors:
+        content = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
+        digest.update(content.reshape(-1).view(torch.uint8).numpy())
+    return digest.digest()

@@ -35,12 +35,13 @@ _EXACT = frozenset(
 _ALONG_AN_AXIS = frozenset("amax amin cumsum max min sort topk _softmax _log_softmax".split())
 
 
-def _is_along_last_axis(function: Any, args: Any) -> bool:
+def _is_along_last_axis(function: Any, args: Any, kwargs: Any) -> bool:
     """Whether an operation is along the last axis alone, not along others, several or all."""
     axis = None
     for index, argument in enumerate(function._schema.arguments):
         if argument.name == "dim":
-            axis = args[index] if index < len(args) else argument.default_value
+            given = args[index] if index < len(args) else argument.default_value
+            axis = kwargs.get("dim", given)
     if isinstance(axis, (list, tuple)) and len(axis) == 1:
         (axis,) = axis
     num_axes = args[0].dim()
@@ -49,12 +50,12 @@ def _is_along_last_axis(function: Any, args: Any) -> bool:
     return axis % max(1, num_axes) == num_axes - 1
 
 
-def is_exact(function: Any, args: Any) -> bool:
+def is_exact(function: Any, args: Any, kwargs: Any) -> bool:
     """Whether PyTorch's operation is batch-invariant: a row's bits do not depend on the other
     rows."""
     name = function._schema.name.removeprefix("aten::")
     if name in _ALONG_AN_AXIS and args[0].is_floating_point():
-        return _is_along_last_axis(function, args)
+        return _is_along_last_axis(function, args, kwargs)
     if name in ("mm", "bmm"):
         return args[0].shape[-1] == 1  # nothing is summed
     return name in _EXACT or function in VIEWS_IN_PLACE

@@ -198,7 +198,7 @@ def _program(
     """Makes an operation's program; `None` if PyTorch's own is batch-invariant. Raises
     [`NotInvariant`] if no kernel computes it."""
     returns_tensors = any("Tensor" in str(x.type) for x in func._schema.returns)
-    if is_exact(func, args) or not returns_tensors:
+    if is_exact(func, args, kwargs) or not returns_tensors:
         return None
     result = args[0]
     outputs: list[Tensor] = []

@@ -383,7 +383,11 @@ class Lowering:
         function = operation.function
         results = tensors_in(operation.result)
         computes = any(tensor.is_floating_point() for tensor in results)
-        if batch_invariant.get() and computes and not is_exact(function, operation.args):
+        if (
+            batch_invariant.get()
+            and computes
+            and not is_exact(function, operation.args, operation.kwargs)
+        ):
             raise NotCapturable(
                 f"no kernel computes {function} with rows that do not depend on one another"
             )

@@ -393,7 +393,7 @@ class MappedStorage(Storage):
             return
         contents = self._for_child
         pages = self.pages.fresh()
-        self.pages, self.slots = pages, RowSlots()
+        self.pages, self.slots = pages, RowSlots(self.config.keep_mappings)
         self._for_child = {}
         for index, layer in self.layers.items():
             if layer.rows is not None:

@@ -298,6 +298,52 @@ def test_idle_rows_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None
     assert placement is not None and not storage.slots._num_full
 
 
+@pytest.mark.parametrize("num_tensors", [1, 2], ids=["side by side", "in two tensors"])
+@pytest.mark.parametrize("driver", ON_HOST)
+def test_keys_and_values_of_different_forms(
+    driver: str, num_tensors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of other dims, or of other dtypes: views of both keep their numbers when blocks are written
+    again."""
+    make, _, dim, heads = DRIVERS[driver]
+    pages = make()
+    size = 2 * pages.granularity // (4 * dim * heads)
+    before = pages.extents.count
+    storage, pool, layer = make_storage(monkeypatch, pages, size, (dim, 3 * dim))
+    if num_tensors == 2:
+        keys = torch.zeros(1, HEADS, 0, dim)
+        layer = storage.make(0, keys, keys.double())
+    storage.grow(3, most=3)
+    pool.grow(3)
+    layer = storage.layers[0]
+    assert len(layer.rows.regions) == num_tensors
+    table = BlockTable(pool, size)
+    table.append(2 * size + 3, pool.allocate(3))
+    for blocks in (layer.keys, layer.values):  # which have room for many more
+        blocks[table.block_ids] = torch.randn(3, *blocks.shape[1:], dtype=blocks.dtype)
+    ids = torch.tensor([table.block_ids], dtype=torch.int32)
+    columns = range(table.num_tokens)
+    step = StepMetadata.rectangle(
+        ids, [len(columns)], size, origins=(0,), columns=columns, query_len=0
+    )
+    expected = [gather(step, blocks, blocks.dtype) for blocks in (layer.keys, layer.values)]
+    placed = layer.rows.place(step)
+    (slot,) = placed.placement.slots
+    for view, numbers in zip(placed[1:], expected):
+        assert torch.equal(view[slot, :, : len(columns)], numbers[0])
+    lent = [layer.rows.lend(step, is_value) for is_value in (False, True)]
+    layer.rows.settle()
+    for blocks in (layer.keys, layer.values):
+        blocks[table.block_ids] = 7
+    for view, numbers in zip(lent, expected):
+        assert view is not None and torch.equal(view, numbers)
+    assert (layer.rows.place(step).values[slot, :, : len(columns)] == 7).all()
+    del placed, lent, view, layer, blocks
+    storage.clear()
+    gc.collect()
+    assert pages.physical_bytes() == 0 and pages.extents.count == before
+
+
 def test_pages_go_with_their_last_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not with a garbage collection, before which other caches may have no mappings left."""
     pages = MemoryFile()

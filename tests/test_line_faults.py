@@ -98,3 +98,18 @@ def test_faults_at_random_bytecodes_are_survived(name: str) -> None:
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "\n22 faults in " in done.stdout
+
+
+@pytest.mark.parametrize("function", ["StepLoop.sample", "Ledger.append", "Ledger.deliver"])
+def test_an_interrupt_at_any_line_of_a_step_loses_no_request(function: str) -> None:
+    """The whole net faults each line once, in the first scenario that visits it: a `generate`
+    call, whose rows no reader waits for."""
+    case = line_faults.SCENARIOS["engine.step"]()
+    visits = visited(case, opcodes=False)
+    wrong = []
+    for place, count in visits.items():
+        if place[3] == function:
+            outcome, why = run_in_child(case, Site(*place, visit=min(3, count), fault="SIGINT"))
+            if outcome != "survived":
+                wrong.append(f"line {place[1]}: {outcome}: {why}")
+    assert not wrong

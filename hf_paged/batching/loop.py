@@ -285,6 +285,8 @@ class StepLoop:
                     generation.is_sampling = False
             self._repeat(repeated)
         except BaseException as cause:
+            for generation in untold:  # they have their tokens, whether or not that was noted
+                generation.is_sampling = False
             lost = [
                 generation
                 for generation, _ in ready

@@ -72,6 +72,8 @@ def test_each_line_fails_in_the_first_scenario_that_visits_it() -> None:
         "OSError",
     }
     assert sites["second"] == [Site("more.py", 1, -1, "f")]
+    later = choose_sites({"first": visits, "engine.step": more}, ["OSError"], 0, 0)["engine.step"]
+    assert Site("more.py", 1, -1, "f", visit=2, fault="OSError") in later and len(later) > 1
     drawn = choose_sites({"second": more}, ["OSError"], sample=40, seed=0)["second"]
     assert len(drawn) == 40 and all(
         1 <= site.visit <= more[site.file, site.line, -1, site.function] for site in drawn

@@ -378,9 +378,11 @@ def _draw_visit(place: Place, counts: collections.Counter[Place], rng: random.Ra
 def choose_sites(
     visits: dict[str, collections.Counter[Place]], faults: list[str], sample: int, seed: int
 ) -> dict[str, list[Site]]:
-    """Sites of each scenario: the first visit of each line that no earlier scenario visits, each
-    with the next fault; or `sample` draws of a scenario's places, visits and faults."""
+    """Sites of each scenario: the first visit of each line that no earlier scenario visits, and in
+    the first scenario of an engine also the middle one of its visits, each with the next fault; or
+    `sample` draws of a scenario's places, visits and faults."""
     rng, chosen, before = random.Random(seed), {}, set[Place]()
+    before_in_engine = set[Place]()  # requests of an engine wait where rows of a call do not
     for name, counts in visits.items():
         # the bytecodes that leave a `with` block: where an exception comes between them, Python
         # skips `__exit__`
@@ -392,9 +394,14 @@ def choose_sites(
                 for place in drawn
             ]
         else:
-            new = [place for place in places if place not in before]
+            new = [(place, 1) for place in places if place not in before]
+            if name.startswith("engine"):
+                later = [place for place in places if place not in before_in_engine]
+                new += [(place, counts[place] // 2 + 1) for place in later if counts[place] > 1]
+                before_in_engine.update(places)
             chosen[name] = [
-                Site(*place, fault=faults[number % len(faults)]) for number, place in enumerate(new)
+                Site(*place, visit=visit, fault=faults[number % len(faults)])
+                for number, (place, visit) in enumerate(new)
             ]
         before.update(places)
     return chosen

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache
 
 from .. import compat
 from ..interrupts import restoring
-from .writes import put_back
+from .writes import restore_attributes
 
 
 class LengthRope:
@@ -81,7 +81,7 @@ class LengthRope:
         with contextlib.ExitStack() as stack:
             for module in self._modules:
                 for held in (vars(module), module._buffers):
-                    stack.callback(put_back, held, dict(held))
+                    stack.callback(restore_attributes, held, dict(held))
                 module._buffers.update(
                     {name: x if x is None else x.clone() for name, x in module._buffers.items()}
                 )

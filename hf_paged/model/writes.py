@@ -188,7 +188,7 @@ class Snapshot:
                     x.set_(copy)
         for _, now, known in self._tables:
             notes = {name: x for name, x in now.items() if name in NOTES}
-            put_back(now, {**known, **notes})
+            restore_attributes(now, {**known, **notes})
 
     def _writes(self, changed: set[int], refilled: set[int], by_engine: bool) -> Iterator[Write]:
         for module, now, known in self._tables:
@@ -202,7 +202,7 @@ class Snapshot:
                     yield Write(module, now, name, before, copied(after), by_engine)
 
 
-def put_back(now: dict[str, Any], before: dict[str, Any]) -> None:
+def restore_attributes(now: dict[str, Any], before: dict[str, Any]) -> None:
     """Makes a dict hold what it held before."""
     for name in now.keys() - before.keys():
         del now[name]

@@ -37,7 +37,7 @@ WRITERS: dict[str, set[str]] = {
         "put_back",
         "PrefixStore.put_back",
         "BlockSwapper.swap_in",
-        "BlockManager.adopt",
+        "adopt",
     },
     "clear": {"GroupMemory.release"},  # of a storage
 }

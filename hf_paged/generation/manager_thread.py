@@ -203,8 +203,13 @@ class ManagerThread:
     def deliver(self, output: GenerationOutput) -> None:
         with self.lock:
             handler = self.handlers.get(output.request_id)
-            if handler is None:
-                self.outputs.setdefault(output.request_id, deque()).append(output)
+            unread = self.outputs.get(output.request_id)
+            if handler is None and unread is None:
+                # at once: without memory for the second of two steps, an empty queue would stay
+                self.outputs[output.request_id] = deque([output])
+            elif handler is None:
+                assert unread is not None
+                unread.append(output)
             else:
                 callback, loop = handler
                 if output.is_finished():

@@ -298,3 +298,15 @@ def test_none_in_a_dict_is_none_as_a_keyword_of_generate() -> None:
         for name in ("num_beams", "num_return_sequences", "max_length"):  # plain raises a TypeError
             (result,) = engine.generate([[5, 6]], {name: None})
             assert isinstance(result.error, ValueError) and f"`{name}` is None" in str(result.error)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"regex": "a" * 70_000}, {"grammar": "a" * 70_000}, {"schema": {"enum": ["a" * 70_000]}}],
+    ids=lambda options: next(iter(options)),
+)
+def test_a_grammar_that_is_too_long_is_refused(options: dict[str, Any]) -> None:
+    with PagedEngine(models.get("llama")) as engine:
+        with pytest.raises(ValueError, match=r"has 70\d\d\d characters: .* at most 65536"):
+            engine.add_request([5, 6, 7], **options)
+        assert not engine.has_unfinished

@@ -22,6 +22,7 @@ NAMES = {  # and the methods of xgrammar's compiler
     "regex": "compile_regex",
     "grammar": "compile_grammar",
 }
+MAX_CHARACTERS = 1 << 16  # of a schema, as text, a regular expression or a grammar
 CACHE_BYTES = 1 << 28  # size of an engine's LRU cache of compiled grammars
 
 
@@ -43,8 +44,8 @@ class Grammars:
         model: PreTrainedModel,
     ) -> GrammarProcessor | None:
         """Returns the logits processor for a request's `schema`, `regex` or `grammar`; `None`
-        without any. Raises `ValueError` for more than one, for one that cannot be compiled, and
-        without a tokenizer; `ImportError` without xgrammar."""
+        without any. Raises `ValueError` for more than one, for one that is too long or cannot be
+        compiled, and without a tokenizer; `ImportError` without xgrammar."""
         given = {name: getattr(options, name) for name in NAMES}
         given = {name: value for name, value in given.items() if value is not None}
         if not given:
@@ -56,6 +57,12 @@ class Grammars:
         ((name, value),) = given.items()
         if name != "schema" and not isinstance(value, str):
             raise ValueError(f"`{name}` is {shown(value)}: it must be text")
+        length = len(value) if isinstance(value, str) else len(repr(value))
+        if length > MAX_CHARACTERS:
+            raise ValueError(
+                f"`{name}` has {length} characters: a request may have at most {MAX_CHARACTERS}"
+                f" (`MAX_CHARACTERS` in `{__name__}`), since longer ones take long to compile"
+            )
         if tokenizer is None:
             raise ValueError(f"`{name}` is about text: make the engine with `tokenizer=`")
         config = model.config.get_text_config(decoder=True)

@@ -46,23 +46,10 @@ class Grammars:
         """Returns the logits processor for a request's `schema`, `regex` or `grammar`; `None`
         without any. Raises `ValueError` for more than one, for one that is too long or cannot be
         compiled, and without a tokenizer; `ImportError` without xgrammar."""
-        given = {name: getattr(options, name) for name in NAMES}
-        given = {name: value for name, value in given.items() if value is not None}
-        if not given:
+        constraint = _constraint_of(options)
+        if constraint is None:
             return None
-        if len(given) > 1:
-            raise ValueError(
-                f"{', '.join(f'`{name}`' for name in given)} exclude one another: pass one of them"
-            )
-        ((name, value),) = given.items()
-        if name != "schema" and not isinstance(value, str):
-            raise ValueError(f"`{name}` is {shown(value)}: it must be text")
-        length = len(value) if isinstance(value, str) else len(repr(value))
-        if length > MAX_CHARACTERS:
-            raise ValueError(
-                f"`{name}` has {length} characters: a request may have at most {MAX_CHARACTERS}"
-                f" (`MAX_CHARACTERS` in `{__name__}`), since longer ones take long to compile"
-            )
+        name, value = constraint
         if tokenizer is None:
             raise ValueError(f"`{name}` is about text: make the engine with `tokenizer=`")
         config = model.config.get_text_config(decoder=True)
@@ -93,6 +80,29 @@ class Grammars:
             )
             cached = self._compiler = tokenizer, vocab_size, compiler
         return cached[2]
+
+
+def _constraint_of(options: RequestOptions) -> tuple[str, Any] | None:
+    """Returns the name and the value of a request's constraint; `None` without any. Raises
+    `ValueError`."""
+    given = {name: getattr(options, name) for name in NAMES}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        return None
+    if len(given) > 1:
+        raise ValueError(
+            f"{', '.join(f'`{name}`' for name in given)} exclude one another: pass one of them"
+        )
+    ((name, value),) = given.items()
+    if name != "schema" and not isinstance(value, str):
+        raise ValueError(f"`{name}` is {shown(value)}: it must be text")
+    length = len(value) if isinstance(value, str) else len(repr(value))
+    if length > MAX_CHARACTERS:
+        raise ValueError(
+            f"`{name}` has {length} characters: a request may have at most {MAX_CHARACTERS}"
+            f" (`MAX_CHARACTERS` in `{__name__}`), since longer ones take long to compile"
+        )
+    return name, value
 
 
 class GrammarProcessor(LogitsProcessor):

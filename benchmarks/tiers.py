@@ -33,7 +33,7 @@ from benchmarks.machine import facts
 from benchmarks.models import FIRST_WORD, SHAPES, build
 from benchmarks.report import markdown
 from benchmarks.workloads import WORKLOADS, Batch, Workload
-from hf_paged.cache.tiers import stores_of
+from hf_paged.tiers.store import stores_of
 
 COLUMNS = ("what", "equal", "found", "disk_s", "computed_s", "ratio", "interval", "turns")
 QUICK = "llama-tiny"

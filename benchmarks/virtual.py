@@ -33,8 +33,8 @@ from benchmarks.report import markdown
 from hf_paged import PagedCache, VirtualStorage, compat
 from hf_paged.attention.backends import gather
 from hf_paged.attention.backends.reference import AttentionCall
-from hf_paged.cache import pages
 from hf_paged.step import StepMetadata
+from hf_paged.virtual import pages
 
 COLUMNS = ("what", "case", "ms", "ratio", "interval", "target", "verdict")
 BLOCKS, VIRTUAL = "blocks", "virtual"

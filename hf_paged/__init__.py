@@ -61,7 +61,6 @@ def _is_command() -> bool:
 if not _is_command():
     from .batching.engine import PagedEngine as PagedEngine
     from .batching.progress import EngineStalledError as EngineStalledError
-    from .batching.ranks import serve_rank as serve_rank
     from .batching.results import EngineStats as EngineStats
     from .batching.results import RequestOutput as RequestOutput
     from .batching.results import RequestResult as RequestResult
@@ -76,12 +75,13 @@ if not _is_command():
     from .generation.install import install as install
     from .generation.install import install_of_environment as _install_of_environment
     from .generation.install import uninstall as uninstall
-    from .model.ranks import RankLostError as RankLostError
     from .model.registry import Route as Route
     from .model.registry import check_integrity as check_integrity
     from .model.registry import free as free
     from .model.registry import last_route as last_route
     from .model.registry import memory_stats as memory_stats
+    from .ranks.leader import serve_rank as serve_rank
+    from .ranks.processes import RankLostError as RankLostError
 
     _install_of_environment()
 

@@ -20,8 +20,8 @@ from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine, PrefixTiers, threads
+from hf_paged.adapters.files import AdapterStore
 from hf_paged.attention.backends import cpp
-from hf_paged.batching.execution.adapter_files import AdapterStore
 from hf_paged.cache import idle
 from tests.support import limits, models
 

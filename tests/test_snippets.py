@@ -45,7 +45,7 @@ PYTHON_ELSEWHERE = {
         "scale-out.md",
         "split_between_processes",
     ): "examples/accelerate_batch.py has it: tests/test_examples.py",
-    ("scale-out.md", "torch.distributed.get_rank()"): "needs torchrun: tests/test_ranks.py",
+    ("scale-out.md", "torch.distributed.get_rank()"): "needs torchrun: tests/ranks/test_ranks.py",
     ("serving.md", "openai.OpenAI"): "needs a server: tests/ecosystem/test_serve.py",
     ("serving.md", "EngineCollector"): "needs prometheus_client: tests/ecosystem/test_metrics.py",
     ("engine.md", "schema="): "needs xgrammar: tests/ecosystem/test_xgrammar.py",
@@ -58,7 +58,7 @@ COMMANDS_ELSEWHERE = {
     "python -m hf_paged run": "starts programs of others: tests/test_run.py, tests/ecosystem",
     "curl": "needs a server: tests/ecosystem/test_ray.py",
     "accelerate launch": "tests/test_examples.py",
-    "torchrun": "tests/test_ranks.py",
+    "torchrun": "tests/ranks/test_ranks.py",
     "python examples/": "tests/test_examples.py",
 }
 

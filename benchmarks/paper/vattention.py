@@ -24,9 +24,9 @@ from benchmarks.paper.traces import SHAREGPT, make_trace
 from benchmarks.paper.turns import Times, backend, details_of, measured, said, small_shape
 from benchmarks.virtual import in_turns
 from hf_paged import PagedCache, VirtualStorage, compat
-from hf_paged.cache import pages
-from hf_paged.cache.virtual import fit_blocks
 from hf_paged.config import MIN_BLOCK_SIZE
+from hf_paged.virtual import pages
+from hf_paged.virtual.storage import fit_blocks
 
 GIB, MIB = 2**30, 2**20
 CHUNK = 256

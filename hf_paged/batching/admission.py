@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
 from ..model.layout import Layout
-from ..model.ranks import is_sharded
+from ..ranks.processes import is_sharded
 from ..topics import Topic
 from .arguments import RequestOptions, ServedByGenerateError
 from .execution.prompts import Prompts

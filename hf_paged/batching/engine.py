@@ -9,13 +9,16 @@ from typing import Any, NoReturn
 
 from transformers import GenerationConfig, PreTrainedModel
 
+from ..adapters.files import adapter_namespace, resolve_adapter
+from ..adapters.peft_models import base_model
 from ..cache.free_memory import trim
-from ..cache.tiers import check_tiers
-from ..cache.virtual import fit_blocks
 from ..config import PagedConfig
 from ..interrupts import guarded
 from ..model.forwards import compute_device
 from ..model.loading import load_model, load_tokenizer
+from ..tiers.saved_prefixes import load, save, saved_to
+from ..tiers.store import check_tiers
+from ..virtual.storage import fit_blocks
 from .arguments import (
     RequestOptions,
     check_config,
@@ -27,12 +30,9 @@ from .arguments import (
 )
 from .engine_core import EngineCore
 from .engine_reports import EngineReports
-from .execution.adapter_files import adapter_namespace, resolve_adapter
-from .execution.adapters import base_model
 from .execution.executor import Window
 from .prompt_forms import Prompt, prompt_ids, split_inputs
 from .results import RequestOutput, RequestResult
-from .saved_prefixes import load, save, saved_to
 from .streams import RequestStream
 
 _ONE_TOKEN = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1, "num_return_sequences": 1}

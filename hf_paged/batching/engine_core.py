@@ -19,16 +19,19 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from .. import forks
+from ..adapters.peft_models import AdapterError, base_model, check_served, has_activated
 from ..cache import budget
 from ..cache.block_pool import OutOfBlocksError
 from ..cache.idle import begin_use, end_use
 from ..cache.memory import PagedMemory
 from ..config import PagedConfig
+from ..grammar import Grammars
 from ..interrupts import ends_with_calls, guarded, is_interrupt, restoring
 from ..model.layout import Layout
-from ..model.rank_signals import PatientLock
-from ..model.ranks import RankLostError
 from ..model.registry import Route, note_route
+from ..ranks.leader import lead
+from ..ranks.processes import RankLostError
+from ..ranks.signals import PatientLock
 from ..timing import counted, counting
 from ..topics import Topic
 from .admission import Admission, check_led
@@ -39,9 +42,7 @@ from .arguments import (
     check_assistant,
     check_names,
 )
-from .decoding.grammar import Grammars
 from .engine_loop import EngineLoop
-from .execution.adapters import AdapterError, base_model, check_served, has_activated
 from .execution.executor import Window
 from .factory import (
     empty_cache,
@@ -50,7 +51,6 @@ from .generation import Generation, Output, RequestState
 from .loop import StepLoop
 from .pauses import Pauses
 from .prompt_forms import Prompt, prompt_ids, split_inputs
-from .ranks import lead
 from .request import Request, Sequence
 from .results import FIRST_TOKEN_SECONDS, OUTPUT_TOKEN_SECONDS, RequestOutput, RequestResult
 

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from .. import compat
-from ..cache.adapter_pages import AdapterPages
+from ..adapters.mixing import Adapters
+from ..adapters.pages import AdapterPages
 from ..cache.block_manager import BlockManager
 from ..cache.free_memory import commits_when_touched
 from ..cache.groups import StateSpec
@@ -20,26 +21,25 @@ from ..cache.memory import PagedMemory
 from ..cache.paged_cache import PagedCache
 from ..cache.states import state_layers
 from ..cache.swap import BlockSwapper
-from ..cache.tiers import PrefixStore
 from ..config import PagedConfig, PrefixTiers
 from ..model import capability
 from ..model.forwards import compute_device
 from ..model.layout import Layout
 from ..model.structure import overridden
 from ..model.weights import WeightsGuard
+from ..speculation.assistant import Assistant, assistant_cache
+from ..speculation.mtp import MtpHeads, MtpRunner, reason_against_mtp
+from ..speculation.sources import Assistance
+from ..speculation.speculator import Speculator
+from ..tiers.store import PrefixStore
 from ..topics import Topic
-from .decoding.speculation import Assistance
-from .execution.assistant import Assistant, assistant_cache
 from .execution.executor import Executor
-from .execution.mixing import Adapters
-from .execution.mtp import MtpHeads, MtpRunner, reason_against_mtp
 from .execution.packed import PackedRunner
 from .execution.rectangles import RectangleRunner
 from .execution.runner import Runner
 from .loop import StepLoop
 from .scheduling.preemption import CostModel, Preemption
 from .scheduling.scheduler import Scheduler
-from .speculator import Speculator
 
 UNLIMITED = 1 << 60
 MANY_BLOCKS = 1 << 40  # more than memory holds; pages are committed when touched

@@ -17,21 +17,21 @@ from transformers import PreTrainedModel
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 
 from .. import compat
+from ..adapters.files import AdapterFile, adapter_namespace, resolve_adapter
+from ..adapters.peft_models import use_adapter
 from ..cache.block_manager import UNCACHED, SequenceBlocks
 from ..config import check_cache_salt
+from ..grammar import GrammarProcessor
 from ..interrupts import is_interrupt
 from ..model.own_loop import select_rows, tensors_of
+from ..speculation.sources import Assistance, Speculation
 from ..step import to_device
 from ..threads import step_lock
 from .arguments import RequestOptions, as_whole, check_streamed_rows
 from .decoding.beam import BeamDecoding
-from .decoding.grammar import GrammarProcessor
 from .decoding.prepare import LoopCall, request_decoding
 from .decoding.sample import SampleDecoding
 from .decoding.scores import PromptLogprobs
-from .decoding.speculation import Assistance, Speculation
-from .execution.adapter_files import AdapterFile, adapter_namespace, resolve_adapter
-from .execution.adapters import use_adapter
 from .execution.prompts import Prompts, prompts_of
 from .request import Request, Sequence
 from .results import RequestOutput, RequestResult, SequenceResult, TextTracker, Timings, decode

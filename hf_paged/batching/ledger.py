@@ -12,12 +12,12 @@ from torch import Tensor
 from ..cache.block_manager import BlockManager
 from ..cache.memory import PagedMemory
 from ..plan import StepPlan
+from ..speculation.speculator import Speculator
 from .decoding.base import LogitRows, SampledTokens
 from .generation import Generation
 from .request import Request, Sequence
 from .scheduling.drafts import settle_draft
 from .scheduling.scheduler import Scheduler
-from .speculator import Speculator
 from .suspects import Suspects
 
 Ready = list[tuple[Generation, LogitRows]]

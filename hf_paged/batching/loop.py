@@ -11,15 +11,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..adapters.peft_models import AdapterError
 from ..cache.block_manager import BlockManager
 from ..cache.block_pool import OutOfBlocksError
 from ..cache.memory import PagedMemory
 from ..interrupts import is_interrupt
-from ..model.ranks import RankLostError, Ranks
 from ..plan import StepPlan
+from ..ranks.processes import RankLostError, Ranks
+from ..speculation.speculator import Speculator
 from .decoding.base import Fetch, Result, SampledTokens
 from .decoding.sampler import sample_step, unknown_token
-from .execution.adapters import AdapterError
 from .execution.executor import Executor, Window
 from .execution.prompts import Prompts, PromptsError
 from .generation import Generation
@@ -27,7 +28,6 @@ from .ledger import Ledger, Ready
 from .progress import Progress
 from .scheduling.scheduler import Scheduler
 from .scheduling.shortage import NeverFits
-from .speculator import Speculator
 
 logger = logging.getLogger(__name__)
 

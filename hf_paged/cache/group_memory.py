@@ -13,13 +13,13 @@ import torch
 
 from ..config import PagedConfig, VirtualStorage
 from ..interrupts import is_interrupt
+from ..virtual.storage import MappedStorage
 from . import budget
 from .block_pool import BlockPool, BlockTable, OutOfBlocksError
 from .free_memory import commits_when_touched, free_bytes
 from .groups import UNBOUNDED, BlockGroup, GroupSpec, StateSpec
 from .states import StateStorage
 from .storage import KVBlocks, Storage
-from .virtual import MappedStorage
 
 if TYPE_CHECKING:
     from .memory import PagedMemory
@@ -48,7 +48,7 @@ MOVES: dict[str, Callable[..., Any]] = {}
 def mirrored(move: Callable[..., Any]) -> Any:
     """Decorates a function of a [`GroupMemory`] that moves the content of its blocks, to notify the
     memory's mirror. Only such functions may call code that writes to blocks
-    (`tests/cache/test_mirror.py` checks the callers)."""
+    (`tests/ranks/test_mirror.py` checks the callers)."""
     MOVES[move.__name__] = move
 
     @functools.wraps(move)

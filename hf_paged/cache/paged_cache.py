@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from ..config import PagedConfig, shown
 from ..step import ReadCounters, StepMetadata
 from ..tools.pictures import cache_html, plot_block_map
+from ..virtual.storage import fit_blocks
 from .block_manager import SequenceBlocks
 from .free_memory import Reservation
 from .groups import GroupSpec
@@ -25,7 +26,6 @@ from .memory import PagedMemory
 from .memory_stats import MemoryStats
 from .rows import CacheRows
 from .stand_ins import spec_of, stand_in
-from .virtual import fit_blocks
 
 # Attributes of a layer that belong to one cache, and are not copied to another's layer.
 _OF_ONE_CACHE = {"graph_states", "group", "index", "num_operations", "packed_handles"}

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..interrupts import is_interrupt
 from ..kernels import quantized
 from ..kernels.cpp import attention as cpp_attention
-from . import pages
+from ..virtual import pages
 from .block_pool import BlockPool
 from .copies import BlockCopies
 from .free_memory import Reservation, commits_when_touched

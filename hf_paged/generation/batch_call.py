@@ -12,12 +12,11 @@ from typing import Any
 import torch
 
 from .. import compat
+from ..adapters.peft_models import adapter_names, without_adapter_names
 from ..batching.decoding.base import Decoding
 from ..batching.decoding.beam import BeamDecoding
 from ..batching.decoding.prepare import LoopCall
 from ..batching.decoding.sample import SampleDecoding
-from ..batching.decoding.speculation import Assistance
-from ..batching.execution.adapters import adapter_names, without_adapter_names
 from ..batching.factory import UNLIMITED, empty_cache, make_loop, not_invariant
 from ..batching.generation import Generation
 from ..batching.loop import StepLoop
@@ -32,8 +31,9 @@ from ..config import PagedConfig
 from ..interrupts import num_modes
 from ..model.forwards import compute_device
 from ..model.own_loop import cache_parts
-from ..model.ranks import is_sharded
 from ..plan import StepPlan
+from ..ranks.processes import is_sharded
+from ..speculation.sources import Assistance
 from ..switches import NOTHING
 from ..topics import Topic
 from .call import Call, caches_in

@@ -12,7 +12,6 @@ from .. import compat
 from ..batching.decoding.prepare import LoopCall
 from ..batching.decoding.sample import SampleDecoding
 from ..batching.decoding.scores import are_row_wise
-from ..batching.decoding.speculation import Assistance
 from ..batching.execution.prompt_inputs import is_unset
 from ..batching.execution.prompts import Prompts, prompts_of
 from ..batching.factory import (
@@ -27,9 +26,10 @@ from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
 from ..model.layout import TOGETHER, Layout, PromptsVerdict
 from ..model.own_loop import mismatched_rows
-from ..model.ranks import is_sharded
 from ..model.rope import find_length_rope
 from ..model.structure import is_stock, overridden
+from ..ranks.processes import is_sharded
+from ..speculation.sources import Assistance
 from ..topics import Topic
 from .call import Call, first_rows
 

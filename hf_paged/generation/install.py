@@ -37,13 +37,13 @@ from ..cache.paged_cache import PagedCache
 from ..config import INSTALL_VARIABLE, PagedConfig, shown
 from ..interrupts import guarded
 from ..model.own_loop import cache_parts
-from ..model.rank_signals import deferring
-from ..model.ranks import ranks_of
 from ..model.registry import memory_for, warn_once
+from ..native import continuous_batching as _continuous_batching
+from ..native import manager_config
+from ..ranks.processes import ranks_of
+from ..ranks.signals import deferring
 from ..switches import NOTHING
 from ..topics import Topic
-from . import continuous_batching as _continuous_batching
-from . import manager_config
 from .after_import import after_import, forget_import
 from .batch_call import batch_of
 from .call import Call, caches_in, current, prepared, rows_per_prompt

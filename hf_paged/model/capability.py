@@ -22,6 +22,7 @@ from ..cache.memory import autocast_dtype
 from ..cache.paged_cache import PagedCache
 from ..compiled import FUNCTIONS, replaced_forward
 from ..kernels import forced
+from ..ranks.processes import ranks_of
 from ..threads import step_lock
 from ..timing import timed
 from ..topics import Topic
@@ -38,7 +39,6 @@ from .checks import (
 )
 from .forwards import code_of, compute_device, hooks_of, tensors_of_module
 from .layout import TOGETHER, Layout, PromptsVerdict
-from .ranks import ranks_of
 from .structure import KV_LAYERS, Modules, reasons
 from .trial import ForwardFailedError, MakeRunner, Trial, product_precision, sample_tokens
 from .writes import Key, Writes, copied, is_same, judge, unread_names

@@ -9,8 +9,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..batching.decoding.grammar import NoTokenError
 from ..batching.results import RequestResult
+from ..grammar import NoTokenError
 from .openai_answers import chat_logprobs, completion_logprobs
 from .openai_fields import CHAT, Translation
 

@@ -24,8 +24,8 @@ from .. import compat
 from ..batching.arguments import RequestOptions, ServedByGenerateError
 from ..batching.engine import PagedEngine
 from ..cache.block_pool import OutOfBlocksError
-from ..generation.continuous_batching import PagedBatchingManager
-from ..generation.pending import output_names
+from ..native.continuous_batching import PagedBatchingManager
+from ..native.pending import output_names
 from ..threads import start
 from ..topics import Topic
 from .openai_answers import joined, joined_streams

@@ -15,7 +15,7 @@ import torch
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
-from hf_paged.batching.execution.assistant import AssistantRow
+from hf_paged.adapters.pages import AdapterPages
 from hf_paged.batching.execution.executor import Executor
 from hf_paged.batching.ledger import Ledger
 from hf_paged.batching.loop import StepLoop
@@ -23,13 +23,13 @@ from hf_paged.batching.request import Request
 from hf_paged.batching.scheduling.queue import RequestQueue
 from hf_paged.batching.scheduling.scheduler import Scheduler
 from hf_paged.batching.shared_loop import SharedLoop
-from hf_paged.cache.adapter_pages import AdapterPages
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.block_pool import BlockPool, BlockTable
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.prefix_index import PrefixIndex
 from hf_paged.cache.swap import BlockSwapper
 from hf_paged.generation import batch_call
+from hf_paged.speculation.assistant import AssistantRow
 from tests.support import interrupts, models
 from tests.support.engine_helpers import (
     assert_drained,

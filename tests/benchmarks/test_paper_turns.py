@@ -14,8 +14,8 @@ from benchmarks.paper import article, plots, vattention
 from benchmarks.paper.rows import FULL, TINY
 from benchmarks.paper.turns import backend, measured, said
 from benchmarks.sections import features, papers
-from hf_paged.cache import pages
 from hf_paged.kernels import VARIABLE
+from hf_paged.virtual import pages
 
 mapped = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memory files")
 

@@ -128,7 +128,7 @@ def _prepare(folder: Path) -> None:
     from transformers import testing_utils
 
     import hf_paged
-    from hf_paged.generation.continuous_batching import PagedBatchingManager
+    from hf_paged.native.continuous_batching import PagedBatchingManager
 
     hf_paged.install(continuous_batching=True)
     tiny = _Models(folder)

@@ -19,7 +19,7 @@ pytest.importorskip("httpx")
 
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from hf_paged.batching.decoding.grammar import Grammars
+from hf_paged.grammar import Grammars
 from hf_paged.tools import served_request, serving
 
 from .served_app import App, save_text_model, served

@@ -20,7 +20,7 @@ pytest.importorskip("xgrammar")
 
 import hf_paged
 from hf_paged.batching.arguments import RequestOptions
-from hf_paged.batching.decoding.grammar import Grammars
+from hf_paged.grammar import Grammars
 from tests.support import models
 from tests.support.models import BOS, EOS, PAD, get, token_ids
 

@@ -20,7 +20,7 @@ NO_FILES = {
     *(
         "tests/a.py",
         "tests/b.py",
-        "tests/cache/test_pages.py",
+        "tests/virtual/test_pages.py",
         "test_other.py",
         "test_some.py",
     ),  # of tests that make it up

@@ -33,8 +33,8 @@ from hf_paged.batching.decoding import sample, sampler
 from hf_paged.batching.engine_core import EngineCore
 from hf_paged.batching.execution import recorders
 from hf_paged.batching.ledger import Ledger
-from hf_paged.cache.block_files import DiskFolder
 from hf_paged.switches import Switches
+from hf_paged.tiers.block_files import DiskFolder
 from tests.support import models
 from tests.support.checks import model_state
 from tests.support.interrupts import MODES, Case, Engine, Generate, interrupt_calls, interrupt_often

@@ -33,7 +33,7 @@ def test_the_slowest_are_chosen(tmp_path: Path) -> None:
     report.write_text(REPORT)
     times = slowest.times_of(report)
     a, b, c = (
-        "tests/cache/test_pages.py::test_a[x-<y>]",
+        "tests/virtual/test_pages.py::test_a[x-<y>]",
         "tests/test_step.py::test_b",
         "tests/test_step.py::test_c",
     )
@@ -45,7 +45,7 @@ def test_the_slowest_are_chosen(tmp_path: Path) -> None:
 
 def test_an_eighth_of_slow_tests_is_kept() -> None:
     grid = [
-        f"tests/cache/test_pages.py::test_cell[{row}-{column}]"
+        f"tests/virtual/test_pages.py::test_cell[{row}-{column}]"
         for row in range(8)
         for column in range(4)
     ]

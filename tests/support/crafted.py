@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from hf_paged.cache import block_files
+from hf_paged.tiers import block_files
 
 Tensors = dict[str, Tensor]
 Metadata = dict[str, str]

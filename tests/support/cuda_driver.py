@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hf_paged.cache import pages
+from hf_paged.virtual import pages
 
 NONE, READ_WRITE = 0, 3
 CONTEXT = "primary context of device 0"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hf_paged.batching import speculator
-from hf_paged.batching.decoding.speculation import StepCosts
+from hf_paged.speculation import speculator
+from hf_paged.speculation.sources import StepCosts
 
 
 class FixedCosts(StepCosts):

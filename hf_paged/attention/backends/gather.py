@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...cache.row_slots import PlacedRows
 from ...kernels import quantized
 from ...step import StepMetadata
+from ...virtual.row_slots import PlacedRows
 from . import reference
 from .parts import APART_QUERIES, SLICE_QUERIES, Layout, Part, plan_parts, plan_rows
 from .reference import AttentionCall

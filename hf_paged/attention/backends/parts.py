@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...cache.row_slots import Placement
 from ...step import StepMetadata
+from ...virtual.row_slots import Placement
 
 APART_QUERIES = 32
 """From this many queries per row, rows of several lengths are not gathered together, and a group's

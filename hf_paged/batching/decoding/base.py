@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import stopping_criteria as known
 
+from ...speculation.sources import Draft
 from ...step import to_device
-from .speculation import Draft
 from .stop_strings import StopStrings
 
 Fetch = Callable[[Tensor], list[int]]  # brings tokens (n,) to the host

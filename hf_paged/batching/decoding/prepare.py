@@ -21,9 +21,11 @@ from transformers import (
 )
 
 from ... import compat
+from ...adapters.peft_models import use_adapter
 from ...config import shown
 from ...model.forwards import compute_device
 from ...model.structure import is_stock
+from ...speculation.sources import Assistance
 from ...threads import step_lock
 from ..arguments import (
     RequestOptions,
@@ -37,11 +39,9 @@ from ..arguments import (
     generation_options,
     is_saved,
 )
-from ..execution.adapters import use_adapter
 from .base import LoopInputs
 from .beam import BeamDecoding
 from .sample import SampleDecoding
-from .speculation import Assistance
 from .stop_strings import StopStrings
 
 Keywords = dict[str, Any]

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...adapters.files import AdapterFile
+from ...adapters.mixing import Adapters, NotMixableError, mixed, mixing, run_mixed
+from ...adapters.peft_models import use_adapter
 from ...attention.backends import obstacles
 from ...attention.latent import wrap_expansions
 from ...attention.masks import mask_observer
@@ -21,10 +24,10 @@ from ...cache.memory import PagedMemory, autocast_dtype
 from ...compiled import running_eagerly
 from ...interrupts import restoring
 from ...model.forwards import compute_device
-from ...model.ranks import ranks_of
 from ...model.state import ModelState, read_state
 from ...model.weights import WeightsGuard
 from ...plan import StepPlan
+from ...ranks.processes import ranks_of
 from ...step import NotPackable
 from ...switches import NOTHING
 from ...tape.products import own_products
@@ -35,9 +38,6 @@ from ..decoding.prepare import num_embeddings
 from ..generation import Generation
 from ..request import Sequence
 from ..scheduling.scheduler import Scheduler
-from .adapter_files import AdapterFile
-from .adapters import use_adapter
-from .mixing import Adapters, NotMixableError, mixed, mixing, run_mixed
 from .run_ahead import RunAhead
 from .runner import Runner, in_order
 

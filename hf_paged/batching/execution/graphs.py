@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...adapters.mixing import mixed, recorded
 from ...attention.backends import obstacles
 from ...attention.switch import model_attention
 from ...cache.free_memory import is_out_of_memory
@@ -30,15 +31,14 @@ from ...cache.storage import KVBlocks
 from ...interrupts import is_interrupt
 from ...kernels import VARIABLE
 from ...kernels.cpp.build import batch_invariant
-from ...model.ranks import is_sharded
 from ...model.state import ModelState
 from ...model.writes import taken_back
+from ...ranks.processes import is_sharded
 from ...step import StepMetadata
 from ...timing import timed
 from ...topics import Topic
 from .graph_keys import MAX_CHUNK_TOKENS, Key, Prefixes, bucket, chunk_bucket, sizes_of
 from .inputs import Bounds, PackedTokens, StaticInputs
-from .mixing import mixed, recorded
 from .recorders import (
     Graph,
     GraphBackend,

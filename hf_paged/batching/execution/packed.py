@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ... import compat
+from ...adapters.mixing import mixed
 from ...attention.eager import showing_rows
 from ...attention.switch import calls_interface
 from ...cache.hidden_states import HiddenStates
@@ -33,7 +34,6 @@ from ..decoding.scores import PromptLogprobs
 from ..request import Sequence
 from .graphs import step_graphs
 from .inputs import PackedTokens, TableRows
-from .mixing import mixed
 from .packing import Packing, recorded_prompts
 from .runner import Runner, in_order
 from .whole_prompts import WholePrompts, sort_places

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...adapters.mixing import mixed
 from ...attention.backends import cpp
 from ...interrupts import restoring
 from ...kernels import forced, uses_triton
@@ -25,7 +26,6 @@ from ...switches import NOTHING
 from ...tape.tape import Tape
 from ...topics import Topic
 from .cuda_graphs import CudaGraphs
-from .mixing import mixed
 
 logger = logging.getLogger(__name__)
 

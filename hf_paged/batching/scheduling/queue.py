@@ -7,7 +7,7 @@ from collections.abc import Hashable, Set
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from ...cache.adapter_pages import AdapterPages
+from ...adapters.pages import AdapterPages
 from ..request import Request, Status
 from .preemption import Preemption
 

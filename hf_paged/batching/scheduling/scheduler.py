@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from ...cache.adapter_pages import AdapterPages
+from ...adapters.pages import AdapterPages
 from ...cache.block_manager import NO_BLOCKS, UNCACHED
 from ...cache.block_pool import OutOfBlocksError
 from ...plan import StepPlan

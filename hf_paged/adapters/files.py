@@ -1,0 +1,333 @@
+"""LoRA adapters in folders saved by PEFT: checks, loading, and the store of loaded ones."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import logging
+import math
+import operator
+import os
+import threading
+import time
+from collections import OrderedDict, defaultdict
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from ..cache.free_memory import free_bytes
+from ..kernels.lora import LoraWeights
+from ..threads import start
+from .peft_models import (
+    BASE,
+    Adapter,
+    AdapterError,
+    check_adapter,
+    check_served,
+    has_adapter,
+    unmixable_layer,
+    wrapper_reason,
+)
+from .shards import own_part
+
+logger = logging.getLogger(__name__)
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PARTS = (".lora_A.weight", ".lora_B.weight", ".lora_B.bias")
+# options of an adapter that adds to more than the outputs of linear layers
+REFUSED = (
+    "modules_to_save",
+    "target_parameters",
+    "trainable_token_indices",
+    "layer_replication",
+)
+NUM_AHEAD = 2  # adapters that are prefetched
+CHUNK_BYTES = 1 << 20  # of a file, read at once
+MAX_DIGESTS = 4096  # files whose hashes are kept
+SETTLED_NS = 10**9  # since the last change of a file: longer than the ticks of file systems' clocks
+HOST_SHARE = 8  # copies in host memory take at most this fraction (1/8) of its free memory
+
+
+class AdapterFile(NamedTuple):
+    """A folder as it was when a request named it; identifies the adapter in requests, prefixes and
+    recorded steps. Another version is another adapter."""
+
+    path: str
+    version: str  # hash of its files' content
+    num_bytes: int  # of its weights in float32
+
+
+def resolve_adapter(model: nn.Module, name: str | None) -> str | AdapterFile | None:
+    """Resolves the name in a request: an adapter of the model, else one in a folder saved by PEFT.
+    Raises [`AdapterError`]."""
+    check_served(model, name)
+    if name is None:
+        return None
+    is_folder = not has_adapter(model, name) and os.path.isfile(os.path.join(name, CONFIG))
+    check_adapter(model, BASE if is_folder else name)
+    return read_adapter_file(name) if is_folder else name
+
+
+def adapter_namespace(adapter: Hashable) -> Hashable:
+    """The adapter's namespace in the prefix cache, the same in every process."""
+    if not isinstance(adapter, AdapterFile):
+        return adapter
+    return (adapter.path, adapter.version)
+
+
+def read_adapter_file(name: str) -> AdapterFile:
+    """Reads a folder's config and its weights' shapes. Raises [`AdapterError`], a `ValueError`,
+    with the reason if the adapter cannot be served or read, or if PEFT is missing."""
+    path = os.path.realpath(name)
+    try:
+        _find_config(path)
+        weights = os.path.join(path, WEIGHTS)
+        if not os.path.isfile(weights):
+            raise ValueError(f"it has no {WEIGHTS}, which PEFT's `save_pretrained` writes")
+        version = _version(path)
+        # layer names by the kind of weight
+        num_numbers = 0
+        layers = defaultdict[str, set[str]](set)
+        with safe_open(weights, "pt") as file:
+            for key in file.keys():
+                shape = file.get_slice(key).get_shape()
+                numbers = math.prod(shape)
+                if not numbers:
+                    raise ValueError(f"{key} is empty: an adapter's rank is at least 1")
+                num_numbers += numbers
+                part = next((end for end in _PARTS if key.endswith(end)), key)
+                layers[part].add(key.removesuffix(part))
+        others = sorted(layers.keys() - set(_PARTS))
+        if others:
+            raise _not_served(name, f"it has {others[0]!r}, which belongs to no linear layer")
+        a, b, bias = (layers[part] for part in _PARTS)
+        incomplete = sorted((a ^ b) | (bias - a))
+        if incomplete:
+            raise ValueError(
+                f"{incomplete[0]} is missing some LoRA weights: save the adapter again"
+            )
+        if not a:
+            raise ValueError("it has no weights")
+    except AdapterError:
+        raise
+    except Exception as error:
+        raise AdapterError(name, f"the adapter in {name!r} cannot be read: {error}") from error
+    return AdapterFile(path, version, 4 * num_numbers)
+
+
+def _find_config(path: str) -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        message = '`adapter` names a folder, which PEFT reads: pip install "hf_paged[integrations]"'
+        raise ImportError(message) from error
+    config = peft.PeftConfig.from_pretrained(path)
+    reason = wrapper_reason(config)
+    if reason is not None:
+        raise AdapterError(path, f"the adapter in {path!r} {reason}")
+    if not isinstance(config, peft.LoraConfig):
+        raise _not_served(path, f"it is not a LoRA adapter ({type(config).__name__})")
+    fields = dataclasses.fields(config)
+    variants = [field.name for field in fields if field.metadata.get("is_lora_variant")]
+    for option in (*variants, *REFUSED):
+        if getattr(config, option, None):
+            raise _not_served(path, f"it has `{option}`")
+    return config
+
+
+def _not_served(name: str, reason: str) -> AdapterError:
+    return AdapterError(
+        name,
+        f"the adapter in {name!r} is not loaded on demand: {reason}. Load it with PEFT's"
+        " `model.load_adapter(folder, name)`, and pass the name: it then runs in forwards of"
+        " its own",
+    )
+
+
+def _version(path: str) -> str:
+    """Hashes the content: copies, archives and images of containers may give other files the same
+    times and sizes."""
+    digests = []
+    for name in (CONFIG, WEIGHTS):
+        file = os.path.join(path, name)
+        stat = os.stat(file)
+        # a file that was written just now may be written again without a change of its times
+        is_settled = time.time_ns() - stat.st_ctime_ns > SETTLED_NS
+        digest = _digest if is_settled else _digest.__wrapped__
+        times = (stat.st_mtime_ns, stat.st_ctime_ns)
+        digests.append(digest(file, stat.st_dev, stat.st_ino, stat.st_size, *times))
+    return "-".join(digests)
+
+
+@functools.lru_cache(maxsize=MAX_DIGESTS)
+def _digest(file: str, *stat: int) -> str:
+    """The content's hash while the file is as `stat` says; no process can set `st_ctime_ns`, the
+    last change's time."""
+    digest = hashlib.blake2b(digest_size=16)
+    with open(file, "rb") as content:
+        while chunk := content.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def load_adapter(model: nn.Module, file: AdapterFile) -> dict[nn.Module, LoraWeights]:
+    """Loads the weights by module of `model`, on the CPU; half precision becomes float32, as in
+    PEFT. Raises [`AdapterError`] if they do not fit this model, or if the files have changed since
+    the request named them."""
+    from peft.utils import load_peft_weights
+    from peft.utils.other import get_pattern_key
+
+    try:
+        config = _find_config(file.path)
+        tensors = load_peft_weights(file.path, device="cpu")
+        parts: dict[nn.Module, LoraWeights] = {}
+        for key in tensors:
+            if not key.endswith(_PARTS[0]):
+                continue
+            name = key.removesuffix(_PARTS[0])
+            a, b, bias = (tensors.get(name + part) for part in _PARTS)
+            layer_name = name.removeprefix("base_model.model.")
+            module = model.get_submodule(layer_name)
+            module = getattr(module, "base_layer", module)
+            reason = unmixable_layer(module)
+            if reason is not None:
+                raise ValueError(f"{layer_name} {reason}")
+            rank = len(a)
+            width, depth = linear_shape(module)
+            fits = a.shape == (rank, depth) and b.shape == (width, rank)
+            if not fits or (bias is not None and bias.shape != (width,)):
+                raise ValueError(
+                    f"{layer_name} maps {depth} to {width} features, its LoRA weights do not: they"
+                    " are for another model"
+                )
+            pattern = get_pattern_key(config.alpha_pattern.keys(), layer_name)
+            alpha = config.alpha_pattern.get(pattern, config.lora_alpha)
+            scaling = alpha / (math.sqrt(rank) if config.use_rslora else rank)
+            whole = LoraWeights(a, b, bias, scaling).map(_copied)
+            parts[module] = own_part(model, layer_name, module, whole)
+        if _version(file.path) != file.version:
+            raise ValueError("its files were changed since the request was added: add it again")
+        return parts
+    except Exception as error:
+        raise AdapterError(
+            file,
+            f"the adapter in {file.path!r} cannot be loaded: {error}",
+        ) from error
+
+
+def _copied(weight: Tensor) -> Tensor:
+    """A copy in single precision or more: safetensors maps the file, which may be overwritten
+    later."""
+    is_half = weight.dtype.itemsize < 4
+    return weight.to(torch.float32 if is_half else weight.dtype, copy=True)
+
+
+def linear_shape(module: nn.Module) -> tuple[int, int]:
+    """Output and input size of a linear layer."""
+    first, second = module.weight.shape
+    return (first, second) if isinstance(module, nn.Linear) else (second, first)
+
+
+@dataclasses.dataclass
+class _Loading:
+    """An adapter being loaded by a thread, which ends when it is loaded. Without `parts`, it is
+    loaded when it is needed: loading failed, or the process forked meanwhile."""
+
+    thread: threading.Thread | None = None
+    parts: dict[nn.Module, LoraWeights] | None = None
+
+
+class AdapterStore:
+    """The loaded weights of adapters in folders. Placed ones are where the model computes, and
+    `forget` is called when one is evicted from the pool. For a model on a device, copies of the
+    last used ones also stay in host memory."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._placed: dict[AdapterFile, Adapter] = {}
+        self._loading: dict[AdapterFile, _Loading] = {}
+        self._host: OrderedDict[AdapterFile, dict[nn.Module, LoraWeights]] = OrderedDict()
+        self._numbers = 0
+        self.num_loads = 0  # from files
+
+    def __contains__(self, file: AdapterFile) -> bool:
+        """Whether its weights are placed where the model computes."""
+        return file in self._placed
+
+    def get(self, file: AdapterFile) -> Adapter:
+        """Returns its weights, and loads them if needed. Raises [`AdapterError`]."""
+        adapter = self._placed.get(file)
+        if adapter is not None:
+            return adapter
+        parts = self._take(file)
+        placed = {}
+        is_copied = False
+        for module, lora in parts.items():
+            device = module.weight.device
+            is_copied |= device.type != "cpu"
+            placed[module] = lora.map(operator.methodcaller("to", device))
+        self._numbers += 1
+        adapter = self._placed[file] = Adapter((file, self._numbers), placed)
+        if is_copied:
+            self._keep(file, parts)
+        return adapter
+
+    def _take(self, file: AdapterFile) -> dict[nn.Module, LoraWeights]:
+        parts = self._host.pop(file, None)
+        if parts is not None:
+            return parts
+        loading = self._loading.pop(file, _Loading())
+        if loading.thread is not None:
+            loading.thread.join()
+        self.num_loads += 1
+        return loading.parts or load_adapter(self._model, file)
+
+    def prefetch(self, files: list[AdapterFile]) -> None:
+        """Starts to load the adapters of waiting requests; drops other prefetched ones."""
+        for file in self._loading.keys() - files:
+            del self._loading[file]
+        for file in files[:NUM_AHEAD]:
+            is_loaded = file in self._placed or file in self._host
+            if is_loaded or file in self._loading:
+                continue
+            loading = _Loading()
+            name = f"hf_paged adapter {Path(file.path).name}"
+            load = functools.partial(self._load, file, loading)
+            loading.thread = start(load, name)
+            if loading.thread is None:  # `get` loads it
+                return
+            self._loading[file] = loading
+
+    def _load(self, file: AdapterFile, loading: _Loading) -> None:
+        with contextlib.suppress(AdapterError):
+            loading.parts = load_adapter(self._model, file)
+
+    def forget(self, file: AdapterFile) -> None:
+        """Drops the placed weights."""
+        self._placed.pop(file, None)
+
+    def forget_others(self, modules: set[nn.Module]) -> None:
+        """Drops weights of modules other than these, which the model has now."""
+        for file, adapter in list(self._placed.items()):
+            if not modules.issuperset(adapter.parts):
+                self._placed.pop(file, None)
+        for file, parts in list(self._host.items()):
+            if not modules.issuperset(parts):
+                self._host.pop(file, None)
+        self._loading.clear()
+
+    def _keep(
+        self,
+        file: AdapterFile,
+        parts: dict[nn.Module, LoraWeights],
+    ) -> None:
+        self._host[file] = parts
+        limit = free_bytes(torch.device("cpu")) // HOST_SHARE
+        while len(self._host) > 1 and sum(file.num_bytes for file in self._host) > limit:
+            self._host.popitem(last=False)

@@ -1,0 +1,191 @@
+"""Constrained decoding by JSON schema, regular expression or grammar, with xgrammar's masks (arXiv
+2411.15100)."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, PreTrainedModel
+
+from .batching.arguments import RequestOptions
+from .config import shown
+from .interrupts import is_interrupt
+from .step import to_device
+
+NAMES = {  # and the methods of xgrammar's compiler
+    "schema": "compile_json_schema",
+    "regex": "compile_regex",
+    "grammar": "compile_grammar",
+}
+MAX_CHARACTERS = 1 << 16  # of a schema, as text, a regular expression or a grammar
+CACHE_BYTES = 1 << 28  # size of an engine's LRU cache of compiled grammars
+
+
+class NoTokenError(RuntimeError):
+    """No token may follow under a request's `schema`, `regex` or `grammar`."""
+
+
+class Grammars:
+    """Compiles and caches the grammars of an engine's requests. For use by several threads."""
+
+    def __init__(self) -> None:
+        # (tokenizer, vocabulary size, compiler for these)
+        self._compiler: tuple[Any, int, Any] | None = None
+
+    def processor(
+        self,
+        options: RequestOptions,
+        tokenizer: Any,
+        model: PreTrainedModel,
+    ) -> GrammarProcessor | None:
+        """Returns the logits processor for a request's `schema`, `regex` or `grammar`; `None`
+        without any. Raises `ValueError` for more than one, for one that is too long or cannot be
+        compiled, and without a tokenizer; `ImportError` without xgrammar."""
+        constraint = _constraint_of(options)
+        if constraint is None:
+            return None
+        name, value = constraint
+        if tokenizer is None:
+            raise ValueError(f"`{name}` is about text: make the engine with `tokenizer=`")
+        config = model.config.get_text_config(decoder=True)
+        compiler = self._compiler_for(tokenizer, config.vocab_size)
+        compile_value = getattr(compiler, NAMES[name])
+        try:
+            return GrammarProcessor(compile_value(value))
+        except Exception as error:  # xgrammar raises several undocumented types
+            if is_interrupt(error):
+                raise
+            raise ValueError(f"`{name}` cannot be compiled: {error}") from error
+
+    def _compiler_for(self, tokenizer: Any, vocab_size: int) -> Any:
+        cached = self._compiler
+        if cached is None or cached[0] is not tokenizer or cached[1] != vocab_size:
+            xgrammar = _xgrammar()
+            try:
+                info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)
+            except Exception as error:
+                raise ValueError(
+                    f"xgrammar cannot read the tokenizer {type(tokenizer).__name__}: {error}"
+                ) from error
+            num_threads = max(1, (os.cpu_count() or 1) // 2)  # the rest is for steps
+            compiler = xgrammar.GrammarCompiler(
+                info,
+                max_threads=num_threads,
+                cache_limit_bytes=CACHE_BYTES,
+            )
+            cached = self._compiler = tokenizer, vocab_size, compiler
+        return cached[2]
+
+
+def _constraint_of(options: RequestOptions) -> tuple[str, Any] | None:
+    """Returns the name and the value of a request's constraint; `None` without any. Raises
+    `ValueError`."""
+    given = {name: getattr(options, name) for name in NAMES}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        return None
+    if len(given) > 1:
+        raise ValueError(
+            f"{', '.join(f'`{name}`' for name in given)} exclude one another: pass one of them"
+        )
+    ((name, value),) = given.items()
+    if name != "schema" and not isinstance(value, str):
+        raise ValueError(f"`{name}` is {shown(value)}: it must be text")
+    length = len(value) if isinstance(value, str) else len(repr(value))
+    if length > MAX_CHARACTERS:
+        raise ValueError(
+            f"`{name}` has {length} characters: a request may have at most {MAX_CHARACTERS}"
+            f" (`MAX_CHARACTERS` in `{__name__}`), since longer ones take long to compile"
+        )
+    return name, value
+
+
+class GrammarProcessor(LogitsProcessor):
+    """Masks the tokens that may not follow, for each row of one request. Looks up a row's matcher
+    by the row's tokens, since rows may be beams that change places, and forks it if several rows
+    continue it."""
+
+    def __init__(self, compiled: Any) -> None:
+        self._compiled = compiled
+        self._matcher_type = _xgrammar().GrammarMatcher
+        self._vocab_size = compiled.tokenizer_info.vocab_size
+        self._stops: list[int] = []
+        self._start: int | None = None  # number of prompt tokens
+        # of the last step, by new tokens; `None` after the end
+        self._matchers: dict[tuple[int, ...], Any] = {}
+
+    def set_stop_tokens(self, tokens: Tensor | None) -> None:
+        """Sets the EOS tokens, allowed once the text is complete. Raises `ValueError` if there are
+        none."""
+        if tokens is None:
+            raise ValueError(
+                "an answer that follows a grammar ends with an EOS token: set `eos_token_id`"
+            )
+        self._stops = tokens.flatten().tolist()
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        vocab_size = self._vocab_size
+        if self._start is None:
+            self._start = input_ids.shape[1]
+        rows = [tuple(tokens) for tokens in input_ids[:, self._start :].tolist()]
+        self._matchers = self._advanced(rows)
+        shape = (len(rows), -(-vocab_size // 32))
+        mask = torch.zeros(shape, dtype=torch.int32, device="cpu")
+        ended: list[int] = []
+        for row, tokens in enumerate(rows):
+            matcher = self._matchers[tokens]
+            if matcher is None:
+                ended.append(row)
+                continue
+            matcher.fill_next_token_bitmask(mask, row)
+            if not mask[row].any():
+                raise NoTokenError(
+                    "no token continues the text under its `schema`, `regex` or `grammar`: the"
+                    " vocabulary lacks a character that must come next, or no text is allowed"
+                )
+        shifts = torch.arange(32, device=scores.device)
+        bits = to_device(mask, scores.device)[:, :, None] >> shifts & 1
+        allowed = bits.flatten(1)[:, :vocab_size].bool()  # [rows, vocab]
+        # columns without a token; negative: tokens without a column
+        missing = scores.shape[1] - vocab_size
+        allowed = torch.nn.functional.pad(allowed, (0, missing))
+        if ended:
+            for token in self._stops:
+                allowed[ended, token] = True
+        return scores.masked_fill(~allowed, float("-inf"))
+
+    def _advanced(self, rows: list[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
+        """Returns the matchers for the rows' tokens, advanced from those of the last step."""
+        matchers: dict[tuple[int, ...], Any] = {}
+        parents = Counter(tokens[:-1] for tokens in set(rows) if tokens)
+        for tokens in rows:
+            if tokens in matchers:
+                continue
+            if not tokens:
+                stops = self._stops
+                matchers[tokens] = self._matcher_type(self._compiled, override_stop_tokens=stops)
+                continue
+            earlier = tokens[:-1]
+            matcher = self._matchers.get(earlier)
+            if matcher is not None:
+                parents[earlier] -= 1
+                if parents[earlier]:  # the last child reuses the parent
+                    matcher = matcher.fork()
+                if not matcher.accept_token(tokens[-1]) or matcher.is_terminated():
+                    matcher = None
+            matchers[tokens] = matcher
+        return matchers
+
+
+def _xgrammar() -> Any:
+    try:
+        return importlib.import_module("xgrammar")
+    except ImportError as error:
+        raise ImportError(
+            '`schema`, `regex` and `grammar` need xgrammar: pip install "hf_paged[structured]"'
+        ) from error

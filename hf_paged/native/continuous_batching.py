@@ -1,0 +1,483 @@
+"""transformers' continuous-batching API on `PagedEngine`: replaces `generate_batch`,
+`init_continuous_batching` and `continuous_batching_context_manager` of models after
+`hf_paged.install(continuous_batching=True)`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import functools
+import itertools
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from typing import Any
+
+from tqdm.auto import tqdm
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers.generation.continuous_batching import ContinuousBatchingManager
+from transformers.generation.continuous_batching.requests import GenerationOutput
+
+from .. import compat, forks
+from ..adapters.peft_models import base_model, check_served
+from ..attention.switch import NAME
+from ..batching.arguments import check_generation_config
+from ..batching.engine import PagedEngine
+from ..batching.results import RequestResult
+from ..topics import Topic
+from .manager_config import paged_config
+from .manager_thread import ManagerThread
+from .one_call import Effective, sample_together
+from .pending import Pending, output_names
+
+logger = logging.getLogger(__name__)
+
+
+_session_lock = forks.rlock()  # guards taking a kept manager from its model, and putting one there
+# models on which a manager has been kept
+_kept: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+
+
+class PagedBatchingManager(ContinuousBatchingManager):
+    """
+    transformers' `ContinuousBatchingManager` on a [`PagedEngine`] that runs in a separate thread;
+    `model.init_continuous_batching` returns one.
+
+    A request gets the tokens of `model.generate` on its prompt alone with its options; requests
+    that sample without a `seed` draw in turn from torch's global generator. A request that cannot
+    be served ends with the error in its output. A step that raises is logged and repeated; if it
+    raises again, its requests end with that error, and others go on. If the thread dies all the
+    same (`SystemExit` in it, for instance), `fatal_error` holds the cause, all unfinished requests
+    end with that error, and methods that wait return.
+
+    Args:
+        model ([`PreTrainedModel`]): Any that [`PagedEngine`] serves.
+        generation_config ([`GenerationConfig`]): Default of all requests, over the model's; a
+            request may change options.
+        continuous_batching_config ([`ContinuousBatchingConfig`]): `MAPPED` lists the fields with a
+            meaning here, `LEFT` those that are ignored.
+
+    Raises:
+        ValueError: for a config that cannot be served, and for models that only `generate` serves.
+    """
+
+    batch_processor = None  # the loop of transformers, which is not used
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        generation_config: GenerationConfig,
+        continuous_batching_config: ContinuousBatchingConfig,
+        workload_hints: Any = None,
+    ) -> None:
+        self.model = model
+        self.generation_config = generation_config
+        self.continuous_batching_config = continuous_batching_config
+        config = paged_config(continuous_batching_config, _cache_config(model, generation_config))
+        self._thread = ManagerThread(model, config, continuous_batching_config.max_queue_size)
+        # for seeds, and for default request ids
+        self._numbers = itertools.count()
+        self._names = itertools.count()
+        self.warmed_up = False
+        weakref.finalize(self, self._thread.is_abandoned.set).atexit = False
+
+    def __reduce__(self) -> Any:
+        # copies and checkpoints of a model leave the manager out, as they do its memory
+        return type(None), ()
+
+    @property
+    def num_return_sequences(self) -> int:
+        """Of requests that do not say otherwise."""
+        return self.generation_config.num_return_sequences or 1
+
+    @property
+    def engine(self) -> PagedEngine:
+        return self._thread.engine
+
+    @property
+    def fatal_error(self) -> BaseException | None:
+        """The error that ended the engine's thread."""
+        return self._thread.fatal_error
+
+    @property
+    def background_thread_status(self) -> Any:
+        """`fatal_error` under transformers' name."""
+        return self._thread
+
+    def warmup(self) -> None:
+        """Does nothing but set `warmed_up`: graphs are captured when their steps first occur."""
+        self.warmed_up = True
+
+    def is_running(self) -> bool:
+        return self._thread.is_alive
+
+    def start(self) -> None:
+        if self.is_running():
+            logger.warning(
+                Topic.CONTINUOUS_BATCHING("the manager is running already, so `start` does nothing")
+            )
+        else:
+            with _session_lock:  # a running manager is not kept for other calls
+                if getattr(self.model, compat.CACHED_MANAGER, None) is self:
+                    delattr(self.model, compat.CACHED_MANAGER)
+                self._thread.start()
+
+    def stop(
+        self,
+        block: bool = True,
+        timeout: float | None = None,
+        keep_for_next_session: bool = False,
+        hard_stop: bool = False,
+    ) -> None:
+        """Accepts no more requests and ends the thread: once all requests are finished, or with
+        `hard_stop` after the step in progress, which fails unfinished requests. Waits for the end
+        of pauses of other threads. Frees the memory, unless it is kept for the next session. Raises
+        `RuntimeError` in a thread that pauses the manager."""
+        if threading.get_ident() in self._thread.pausing:
+            raise RuntimeError(
+                "this thread has paused the manager, which cannot stop until then: leave the"
+                " `pause` context first"
+            )
+        was_started = self._thread.thread is not None
+        self._thread.stop(hard_stop, keep_for_next_session)
+        if block:
+            self.join(time.perf_counter(), timeout)
+        if keep_for_next_session and was_started:
+            with _session_lock:
+                # kept by a concurrent session
+                other = getattr(self.model, compat.CACHED_MANAGER, None)
+                setattr(self.model, compat.CACHED_MANAGER, self)
+                _kept.add(self.model)
+            if other is not None and other is not self:
+                other.destroy()
+
+    def join(self, stop_trigger_time: float = 0.0, timeout: float | None = None) -> None:
+        """Waits for the thread's end, at most `timeout` seconds."""
+        if not self._thread.join(timeout):
+            message = "the engine's thread did not end within %s s, and its requests go on"
+            logger.warning(Topic.CONTINUOUS_BATCHING(message), timeout)
+
+    def destroy(self) -> None:
+        self.stop()
+        self.engine.free()
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Pauses steps within this context, in which the model may be changed. Afterwards
+        unfinished requests continue with the keys and values that they have; cached prefixes of
+        other weights are dropped. Steps continue in evaluation mode; training mode set within the
+        context is restored when the manager ends. Raises `RuntimeError` if the manager is not
+        running, or ends before the pause begins."""
+        if not self.is_running():
+            raise RuntimeError("the manager is not running, so it cannot pause: call `start` first")
+        with self._thread.paused():
+            yield
+
+    def add_request(
+        self,
+        input_ids: list[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        eos_token_id: int | list[int] | None = None,
+        seed: int | None = None,
+        tokenizer: Any = None,
+        request_options: Mapping[str, Any] | None = None,
+        on_result: Callable[[RequestResult], None] | None = None,
+        **options: Any,
+    ) -> str:
+        """Queues a request and returns its id. Outputs are delivered by `get_result`, iteration or
+        a handler; if the request cannot be served, its last output has the error. With
+        `num_return_sequences` n, n - 1 further outputs have the ids `"{request_id}__child#{i}"`.
+
+        Args:
+            input_ids (`list[int]`): The prompt.
+            streaming (`bool`): Deliver an output for each new token, with all tokens so far;
+                log-probabilities come with the last output.
+            record_timestamps (`bool`): Record `time.perf_counter()` of every token.
+            eos_token_id (`int` or `list[int]`, *optional*): Instead of the configuration's;
+                negative ids are ignored.
+            seed (`int`, *optional*): As in `PagedEngine.add_request`, instead of the
+                configuration's.
+            tokenizer (*optional*): For `stop_strings`, as in `generate`; used until a later request
+                passes another.
+            request_options (`dict`, *optional*): Further arguments of `PagedEngine.add_request`:
+                `inputs`, `schema`, `cache_salt`, `top_logprobs`, ...
+            on_result (callable, *optional*): Called with the engine's [`RequestResult`] when the
+                request has ended, in the engine's thread, before its last outputs are delivered.
+            options: Options of [`GenerationConfig`] for this request.
+
+        Raises:
+            ValueError: if an unfinished request has that id.
+            RuntimeError: after `stop`, and, chained to its error, once the thread has died.
+            queue.Full: if the queue stays full (`max_queue_size` requests) for 10 seconds.
+        """
+        if request_id is None:
+            request_id = f"req_{next(self._names)}"
+        cb_config = self.continuous_batching_config
+        if seed is None and cb_config.seed is not None:
+            seed = cb_config.seed + next(self._numbers)
+        options |= {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
+        given = {option: value for option, value in options.items() if value is not None}
+        given.setdefault("num_return_sequences", self.num_return_sequences)
+        make_config = functools.partial(_request_config, self.model, self.generation_config, given)
+        request = Pending(
+            names=output_names(request_id, given["num_return_sequences"]),
+            prompt=input_ids,
+            make_config=make_config,
+            seed=seed,
+            is_streaming=streaming,
+            records_times=record_timestamps,
+            tokenizer=tokenizer,
+            options={"return_logprobs": cb_config.return_logprobs, **(request_options or {})},
+            on_result=on_result,
+        )
+        self._thread.add(request)
+        return request_id
+
+    def add_requests(
+        self,
+        inputs: list[list[int]],
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        **options: Any,
+    ) -> list[str]:
+        """Queues requests in order and returns their ids. Arguments and errors are those of
+        `add_request`."""
+        return [
+            self.add_request(
+                input_ids,
+                None,
+                max_new_tokens,
+                streaming,
+                record_timestamps,
+                **options,
+            )
+            for input_ids in inputs
+        ]
+
+    def cancel_request(self, request_id: str) -> None:
+        """Ends a request after the step in progress; its last output is `FAILED`, with the tokens
+        so far. Raises `ValueError` for a `"...__child#{i}"`: the sequences of a request end
+        together, under the request's own id."""
+        self._thread.cancel(request_id)
+
+    def get_result(
+        self, request_id: str | None = None, timeout: float | None = None
+    ) -> GenerationOutput | None:
+        """Waits for the next output, of `request_id` if given. `None` after `timeout` seconds, and
+        when no more outputs can come because the manager has stopped or died (`fatal_error`).
+        Without a timeout, raises `ValueError` for an id that was never added, or whose last output
+        has been read."""
+        return self._thread.get(request_id, timeout)
+
+    def __iter__(self) -> Iterator[GenerationOutput]:
+        """Yields outputs as they come, until the manager has stopped."""
+        while (output := self.get_result()) is not None:
+            yield output
+
+    def request_id_iter(self, request_id: str) -> Generator[GenerationOutput]:
+        """Yields the outputs of one request as they come, until its last."""
+        while (output := self.get_result(request_id)) is not None:
+            yield output
+            if output.is_finished():
+                return
+
+    def register_result_handler(
+        self, request_id: str, callback: Callable[[GenerationOutput], None]
+    ) -> None:
+        """Delivers the outputs of a request to `callback`, which the running event loop calls,
+        until the last. The request may be added later, to this manager while it runs."""
+        with self._thread.lock:
+            self._thread.handlers[request_id] = callback, asyncio.get_running_loop()
+            for output in self._thread.outputs.pop(request_id, ()):
+                self._thread.deliver(output)
+
+
+def _request_config(
+    model: PreTrainedModel, config: GenerationConfig, options: dict[str, Any]
+) -> GenerationConfig:
+    """The configuration of one request. Raises `ValueError` for options that `GenerationConfig`
+    does not have."""
+    check_generation_config(options)
+    request_config = copy.deepcopy(config)
+    for name in (
+        "cache_implementation",
+        "cache_config",
+        "compile_config",
+        "continuous_batching_config",
+    ):
+        if hasattr(request_config, name):  # options for how transformers would run it
+            setattr(request_config, name, None)
+    for name, value in options.items():
+        setattr(request_config, name, value)
+    effective = Effective(model, request_config)
+    if (effective.num_beams or 1) == 1 and not effective.do_sample:
+        request_config.num_return_sequences = 1  # greedy sequences are all equal
+    else:
+        request_config.num_return_sequences = request_config.num_return_sequences or 1
+    if effective.max_new_tokens is None and effective.max_length is None:
+        text_config = model.config.get_text_config(decoder=True)
+        limit = getattr(text_config, "max_position_embeddings", None)
+        if limit is None:
+            raise ValueError(
+                "neither the call nor the model's config limits the length: pass `max_new_tokens`"
+            )
+        request_config.max_length = limit
+    return request_config
+
+
+# -- replacements of methods of transformers' `ContinuousMixin` ----------------------------------
+
+
+def _cb_config(
+    config: GenerationConfig, given: ContinuousBatchingConfig | None
+) -> ContinuousBatchingConfig:
+    from_config = getattr(config, "continuous_batching_config", None)
+    return given or from_config or ContinuousBatchingConfig()
+
+
+def _cache_config(model: PreTrainedModel, config: GenerationConfig) -> Any:
+    effective = Effective(model, config)
+    if effective.cache_implementation not in (None, "paged", NAME):
+        return None
+    return effective.cache_config
+
+
+def _init(
+    model: Any,
+    generation_config: GenerationConfig | None = None,
+    continuous_batching_config: ContinuousBatchingConfig | None = None,
+    workload_hints: Any = None,
+) -> PagedBatchingManager:
+    config = generation_config or model.generation_config
+    cb_config = _cb_config(config, continuous_batching_config)
+    cached = getattr(model, compat.CACHED_MANAGER, None)
+    if isinstance(cached, PagedBatchingManager) and not cached.is_running():
+        if continuous_batching_config is None or cb_config == cached.continuous_batching_config:
+            cached.generation_config = config
+            return cached
+        model.destroy_cached_continuous_batching_manager()  # it was made for another config
+    return PagedBatchingManager(model, config, cb_config, workload_hints)
+
+
+def _destroy_cached(model: Any) -> None:
+    cached = getattr(model, compat.CACHED_MANAGER, None)
+    if cached is not None:
+        delattr(model, compat.CACHED_MANAGER)
+        cached.destroy()
+
+
+@contextlib.contextmanager
+def _context(
+    model: Any,
+    generation_config: GenerationConfig | None = None,
+    block: bool = True,
+    timeout: float | None = None,
+    continuous_batching_config: ContinuousBatchingConfig | None = None,
+    persistent_manager: bool = False,
+    warmup: bool = True,
+    workload_hints: Any = None,
+) -> Iterator[PagedBatchingManager]:
+    with _session_lock:  # concurrent calls must not take the same kept manager
+        manager = model.init_continuous_batching(generation_config, continuous_batching_config)
+        manager.start()
+    is_hard = True
+    try:
+        yield manager
+        is_hard = False
+    finally:  # if the caller's code raised, unfinished requests are not waited for
+        manager.stop(block, timeout, persistent_manager, hard_stop=is_hard)
+
+
+def _generate_batch(
+    model: Any,
+    inputs: list[list[int]],
+    generation_config: GenerationConfig | None = None,
+    continuous_batching_config: ContinuousBatchingConfig | None = None,
+    record_timestamps: bool = False,
+    progress_bar: bool = False,
+    persistent_manager: bool = False,
+    warmup: bool = True,
+    **options: Any,
+) -> dict[str, GenerationOutput]:
+    if not len(inputs):
+        return {}
+    # one `generate` call would compute no more than the layers in the model
+    check_served(base_model(model), None)
+    base = generation_config or model.generation_config
+    given = {name: value for name, value in options.items() if value is not None}
+    generation_options = {name: value for name, value in given.items() if name != "tokenizer"}
+    config = _request_config(model, base, generation_options)
+    effective = Effective(model, config)
+    # one `generate` call does not tell where a stop string ended a row
+    needs_requests = record_timestamps or persistent_manager or effective.stop_strings
+    if not needs_requests and (effective.num_beams or 1) == 1 and effective.do_sample:
+        cb_config = _cb_config(base, continuous_batching_config)
+        paged = paged_config(cb_config, _cache_config(model, base))
+        sampled = sample_together(model, inputs, config, cb_config, paged)
+        if sampled is not None:
+            return sampled
+    context = model.continuous_batching_context_manager(
+        generation_config,
+        continuous_batching_config=continuous_batching_config,
+        persistent_manager=persistent_manager,
+    )
+    outputs: dict[str, GenerationOutput] = {}
+    with context as manager:
+        added = manager.add_requests(inputs, record_timestamps=record_timestamps, **given)
+        num_sequences = given.get("num_return_sequences", manager.num_return_sequences)
+        names: Iterable[str]
+        names = [name for request_id in added for name in output_names(request_id, num_sequences)]
+        # no tqdm without a progress bar: it takes a lock, which a forked child may find held
+        if progress_bar:
+            names = tqdm(names, unit="request")
+        for name in names:
+            output = manager.get_result(name)
+            if output is None:
+                raise RuntimeError(
+                    f"the manager ended before request {name!r}"
+                ) from manager.fatal_error
+            outputs[name] = output
+        if manager.fatal_error is not None:
+            raise RuntimeError("the engine's thread died") from manager.fatal_error
+    errors = [output.error for output in outputs.values() if output.error is not None]
+    if errors:
+        message = "%d of %d requests failed, and their outputs hold the errors; the first is: %s"
+        logger.error(Topic.FAILED_REQUESTS(message), len(errors), len(outputs), errors[0])
+    return outputs
+
+
+def destroy_kept() -> None:
+    """Destroys managers kept on models for a next session; transformers' own methods would
+    otherwise use them."""
+    for model in list(_kept):
+        if isinstance(getattr(model, compat.CACHED_MANAGER, None), PagedBatchingManager):
+            _destroy_cached(model)
+    _kept.clear()
+
+
+REPLACEMENTS: dict[str, Callable[..., Any]] = {
+    "init_continuous_batching": _init,
+    "destroy_cached_continuous_batching_manager": _destroy_cached,
+    "continuous_batching_context_manager": _context,
+    "generate_batch": _generate_batch,
+}
+"""Replacements by name of the `ContinuousMixin` method."""
+
+
+def through_wrapper(name: str) -> Callable[..., Any]:
+    """A method for wrappers of models, which pass this name on to the model inside, where the
+    wrapper is not known. Raises `ValueError` for adapters that only the wrapper's own `generate`
+    computes."""
+
+    def method(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(base_model(wrapper), name)(*args, **kwargs)
+
+    method.__name__ = name
+    return method

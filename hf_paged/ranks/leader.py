@@ -1,0 +1,375 @@
+"""An engine over several processes, each with a shard of the model's weights and the K/V heads of
+that shard. Process 0 schedules and samples; the others compute its steps (`serve_rank`)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import weakref
+from collections import deque
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..adapters.files import AdapterFile
+from ..adapters.mixing import mixed, mixing
+from ..adapters.peft_models import AdapterError, base_model, check_adapter
+from ..batching.arguments import check_generates
+from ..batching.execution.inputs import PackedTokens
+from ..batching.factory import MANY_BLOCKS, choose_layout, empty_cache, make_loop
+from ..batching.loop import StepLoop
+from ..cache import budget
+from ..cache.group_memory import MOVES, GroupMemory
+from ..cache.memory import PagedMemory, autocast_dtype
+from ..cache.swap import HostBlocks
+from ..config import PagedConfig
+from ..model.forwards import compute_device
+from ..model.state import ModelState
+from ..topics import Topic
+from .processes import RankLostError, Ranks, check_heads, ranks_of
+from .signals import held
+
+logger = logging.getLogger(__name__)
+
+Changes = list[tuple[int, list[int]]]
+"""For each block table of a step: how many leading block ids it shares with the previous table at
+its position, and the block ids after them."""
+
+
+class HeldThere(NamedTuple):
+    """Stands for `HostBlocks`, which each process keeps in its own host memory."""
+
+    number: int
+
+
+class TableHistory:
+    """Encodes a step's block tables as changes since the previous step, as most tables only
+    grow."""
+
+    def __init__(self) -> None:
+        self._tables: list[list[int]] = []
+
+    def changes(self, tables: Sequence[list[int]]) -> Changes:
+        changes: Changes = []
+        for row, ids in enumerate(tables):
+            earlier = self._tables[row] if row < len(self._tables) else []
+            count = len(earlier) if earlier == ids[: len(earlier)] else 0
+            changes.append((count, ids[count:]))
+        self._tables[: len(tables)] = map(list, tables)
+        return changes
+
+    def tables(self, changes: Changes) -> list[list[int]]:
+        """Returns the tables that the other process passed to `changes`."""
+        tables = [
+            [*self._tables[row][:count], *new] if count else new
+            for row, (count, new) in enumerate(changes)
+        ]
+        self._tables[: len(changes)] = map(list, tables)
+        return tables
+
+
+class Leader:
+    """Process 0's side: makes the other processes repeat its operations on blocks and models, in
+    the same order. Operations that need no answer are queued until the next message; each step
+    sends one."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._pid = os.getpid()
+        self._is_open = True
+        self._queue: deque[tuple[str, list[int], tuple[Any, ...]]] = deque()
+        self._groups: list[GroupMemory] = []
+        self._histories: list[TableHistory] = []
+        self._device = torch.device("cpu")
+        ranks.take()
+
+    def check_served(self, model: PreTrainedModel, config: PagedConfig) -> None:
+        """Raises `ValueError` for options that an engine over several processes does not serve,
+        `RuntimeError` once the engine is closed."""
+        if not self._is_open:
+            raise RuntimeError(
+                "the engine was closed, and `serve_rank` has returned in the other processes: make"
+                " a new one"
+            )
+        wanted = {
+            "`batch_invariant`": config.batch_invariant,
+            "`hf_paged.budget`": budget.limit() is not None,
+            "an encoder": model.config.is_encoder_decoder,
+        }
+        for what, is_wanted in wanted.items():
+            if is_wanted:
+                raise ValueError(
+                    f"{what} is not served by an engine whose model is in shards over"
+                    f" {self.ranks.size} processes: leave it out, or call `model.generate(...,"
+                    ' cache_implementation="paged")` in each of them'
+                )
+
+    def choose_layout(self, config: PagedConfig) -> None:
+        """Makes the others call `factory.choose_layout`, which this process calls next."""
+        self.send("choose_layout", config)
+
+    def make(self, model: PreTrainedModel, config: PagedConfig, loop: StepLoop) -> None:
+        self._device, self._groups = compute_device(model), loop.memory.groups_of(loop.blocks)
+        self._histories = [TableHistory() for _ in self._groups]
+        self.note("make", config)
+
+    def begin(self) -> None:
+        """Makes the others begin work, on the model's current state."""
+        self.note("begin")
+
+    def retire(self) -> None:
+        self._groups = []
+        self.note("retire")
+
+    def run(self, tokens: PackedTokens, others: list[int], adapter: Hashable) -> None:
+        mix = mixed.get()
+        changes = [
+            history.changes(group.tables) for history, group in zip(self._histories, tokens.groups)
+        ]
+        rest = tokens._replace(groups=[group._replace(tables=[]) for group in tokens.groups])
+        self.send(
+            "run",
+            rest,
+            changes,
+            others,
+            adapter if mix is None else mix.names,
+            autocast_dtype(self._device),
+        )
+
+    def load_adapter(self, file: AdapterFile) -> None:
+        self.send("load_adapter", file)
+        loaded = self.ranks.gather(True)
+        failed = [rank for rank, (is_loaded,) in enumerate(loaded) if not is_loaded]
+        if failed:
+            self.note("adapters", "forget", file)
+            raise AdapterError(
+                file,
+                f"the adapter in {file.path!r} cannot be loaded by processes {failed} of"
+                f" {self.ranks.size} that hold shards of the model, whose output says why: they"
+                " read the same folder, under the same path",
+            )
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Wraps a forward: if it fails here, checks whether it ended in all processes."""
+        try:
+            yield
+        except RankLostError:
+            raise
+        except Exception:
+            self.send("check_failed")
+            self.ranks.check_failed()
+            raise
+
+    def fingerprint(self, model: nn.Module, state: ModelState | None = None) -> bytes | None:
+        self.send("fingerprint")
+        return self.ranks.fingerprint(model, state)
+
+    def least(self, number: int) -> int:
+        self.send("least")
+        return self.ranks.least(number)
+
+    def moved(self, name: str, group: GroupMemory, arguments: tuple[Any, ...], result: Any) -> None:
+        if group not in self._groups:  # memory of a model that only this process has
+            return
+        number = self._groups.index(group)
+        named = [HeldThere(id(x)) if isinstance(x, HostBlocks) else x for x in arguments]
+        self.note("move", name, number, named, id(result))
+        if isinstance(result, HostBlocks):
+            weakref.finalize(result, self.note, "forget", id(result)).atexit = False
+
+    def close(self) -> None:
+        """Makes `serve_rank` return in the other processes."""
+        if self._is_open and self._pid == os.getpid():
+            try:
+                with contextlib.suppress(RankLostError):
+                    self.send("end")
+            finally:
+                self._is_open, self._groups = False, []
+                self.ranks.give_back()
+
+    def note(self, name: str, *arguments: Any) -> None:
+        self._queue.append((name, [group.pool.num_blocks for group in self._groups], arguments))
+
+    def send(self, name: str, *arguments: Any) -> None:
+        self.note(name, *arguments)
+        orders = [self._queue.popleft() for _ in range(len(self._queue))]
+        self.ranks.send(pickle.dumps(orders, protocol=pickle.HIGHEST_PROTOCOL))
+
+
+def lead(model: PreTrainedModel, owner: Any) -> Leader | None:
+    """Returns the leader of the processes that hold shards of the model, closed when `owner` is
+    collected; `None` if the model is in one process. Raises `ValueError` in processes other than
+    0."""
+    ranks = ranks_of(model)
+    if ranks is None:
+        return None
+    if ranks.rank:
+        raise ValueError(
+            f"this is process {ranks.rank} of the {ranks.size} that hold shards of the model, and"
+            " an engine is driven from process 0: call `hf_paged.serve_rank(model)` here, which"
+            " returns when that engine is closed"
+        )
+    check_heads(model)
+    leader = Leader(ranks)
+    weakref.finalize(owner, leader.close)
+    return leader
+
+
+class Follower:
+    """The other processes' side. A [`Leader`] calls its methods by name."""
+
+    def __init__(self, model: PreTrainedModel, ranks: Ranks) -> None:
+        self.model, self.ranks = model, ranks
+        self._memory: Any
+        self._executor: Any
+        self._groups: list[GroupMemory]
+        self._hosts: dict[int, HostBlocks]  # swapped-out blocks, by the leader's number
+        # the last forward's error, until the leader reports that it failed, too
+        self._failure: Exception | None = None
+        self.retire()
+
+    def serve(self) -> None:
+        """Executes orders until the leader's engine is closed."""
+        while True:
+            for name, num_blocks, arguments in pickle.loads(self.ranks.receive()):
+                if name == "end":
+                    return
+                self._grow(num_blocks)
+                getattr(self, name)(*arguments)
+
+    def choose_layout(self, config: PagedConfig) -> None:
+        self._layout = choose_layout(
+            self.model, empty_cache(self.model, PagedMemory(config, is_bounded=False))
+        )
+
+    def make(self, config: PagedConfig) -> None:
+        self._memory = PagedMemory(config, is_bounded=False)
+        cache = empty_cache(self.model, self._memory)
+        cache.reserve(config.num_blocks or MANY_BLOCKS, config.max_num_seqs)
+        loop = make_loop(self.model, cache, self._layout, config, max_num_seqs=config.max_num_seqs)
+        self._executor = loop.executor
+        self._executor.together = None
+        self._groups = self._memory.groups_of(loop.blocks)
+        self._histories = [TableHistory() for _ in self._groups]
+
+    def begin(self) -> None:
+        self._executor.begin(check_weights=False, replays=False)
+
+    def retire(self) -> None:
+        self._memory = self._executor = None
+        self._groups, self._hosts = [], {}
+
+    def run(
+        self,
+        tokens: PackedTokens,
+        changes: list[Changes],
+        others: list[int],
+        adapter: Hashable,
+        autocast: torch.dtype | None,
+    ) -> None:
+        if self._failure is not None:
+            # only this process failed, and left the others in that forward
+            raise self._failure
+        # before the forward: a missing adapter ends this process
+        if isinstance(adapter, list):
+            using = mixing(self.model, self._executor.adapters.mix_named(adapter))
+        else:
+            if isinstance(adapter, str):
+                check_adapter(self.model, adapter)
+            using = self._executor.using(adapter)
+        groups = [
+            group._replace(tables=history.tables(changed))
+            for group, history, changed in zip(tokens.groups, self._histories, changes)
+        ]
+        whole = tokens._replace(groups=groups)
+        self._executor.autocast = autocast
+        try:
+            with self._executor.attention():
+                self._executor.compute(using, lambda: self._executor.runner.compute(whole, others))
+        except Exception as error:
+            self._failure = error
+
+    def check_failed(self) -> None:
+        self._failure = None
+        self.ranks.check_failed()
+
+    def load_adapter(self, file: AdapterFile) -> None:
+        is_loaded = True
+        try:
+            self._executor.adapters.load(file)
+        except AdapterError as error:
+            is_loaded = False
+            logger.warning(Topic.ADAPTERS(str(error)))
+        self.ranks.gather(is_loaded)
+
+    def adapters(self, method: str, *arguments: Any) -> None:
+        """Calls a method of this process's `Adapters`."""
+        if self._executor is not None:  # else the order is from an earlier loop
+            getattr(self._executor.adapters, method)(*arguments)
+
+    def fingerprint(self) -> None:
+        self.ranks.fingerprint(self.model)
+
+    def least(self) -> None:
+        self.ranks.least(self._memory.affordable_bytes())
+
+    def move(self, name: str, group: int, arguments: list[Any], number: int) -> None:
+        named = [self._hosts[x.number] if isinstance(x, HeldThere) else x for x in arguments]
+        result = MOVES[name](self._groups[group], *named)
+        if isinstance(result, HostBlocks):
+            self._hosts[number] = result
+
+    def forget(self, number: int) -> None:
+        self._hosts.pop(number, None)
+
+    def _grow(self, num_blocks: list[int]) -> None:
+        """Grows each pool to at least the leader's number of blocks."""
+        for group, count in zip(self._groups, num_blocks):
+            missing = count - group.pool.num_blocks
+            if missing > 0:
+                group.storage.grow(count, most=MANY_BLOCKS)
+                group.pool.grow(missing)
+
+
+def serve_rank(model: Any) -> None:
+    """Serves a [`PagedEngine`] of process 0 in the other processes that hold shards of its model
+    (made by `from_pretrained(..., tp_plan="auto")` under `torchrun`). Returns when that engine is
+    closed (the end of its `with`) or garbage-collected; Ctrl-C waits for that.
+
+        if torch.distributed.get_rank() == 0:
+            with hf_paged.PagedEngine(model, tokenizer=tokenizer) as engine:
+                results = engine.generate(prompts, {"max_new_tokens": 64})
+        else:
+            hf_paged.serve_rank(model)
+
+    Args:
+        model ([`PreTrainedModel`] or `PeftModel`): This process's shard, in the mode (train or
+            eval) of process 0's.
+
+    Raises:
+        ValueError: in process 0, and for a model that is not sharded.
+        RankLostError: if another process has ended.
+    """
+    shard = base_model(model)
+    check_generates(shard)
+    ranks = ranks_of(shard)
+    if ranks is None or not ranks.rank:
+        where = "is all in this process" if ranks is None else "is led by this process, number 0"
+        raise ValueError(
+            f"{type(shard).__name__} {where}: make a `PagedEngine` here, others call `serve_rank`"
+        )
+    check_heads(shard)
+    with held(), torch.no_grad():
+        ranks.take()
+        follower = Follower(shard, ranks)
+        try:
+            follower.serve()
+        finally:
+            follower.retire()
+            ranks.give_back()

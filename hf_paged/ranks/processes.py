@@ -1,0 +1,198 @@
+"""Processes that compute every forward of one model together, each with a shard of the weights:
+their group, and the messages between them."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import struct
+import threading
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .. import compat, forks
+from ..model.state import ModelState, fingerprint
+from ..topics import Topic, TopicError
+
+_ENGINE = -1  # user id of an engine, in place of a thread's id
+_MESSAGE = 1 << 14  # bytes of a message's first part, which holds most messages whole
+# how long a process may wait for a message; a process that ended is noticed
+_IDLE = datetime.timedelta(days=365)
+# time for all processes to reach the end of a failed forward
+_FAILED = datetime.timedelta(seconds=20)
+
+
+_lock = forks.lock()
+
+
+class RankLostError(TopicError, RuntimeError):
+    """A process that holds a shard of the model has ended or is out of step with the others: no
+    forward can be computed any more."""
+
+    topic = Topic.RANKS
+
+
+class Ranks:
+    """The processes of one sharded model, in a separate process group (gloo, on the CPU). All
+    methods except `alone`, `take` and `give_back` are collectives: all members call them in the
+    same order."""
+
+    def __init__(self, members: list[int]) -> None:
+        self.size = len(members)
+        self.world = dist.group.WORLD
+        self._first = members[0]
+        self._group = dist.new_group(
+            members, timeout=_IDLE, backend="gloo", use_local_synchronization=True
+        )
+        self.rank = dist.get_rank(self._group)
+        self._user: int | None = None  # the thread of a call, or `_ENGINE`
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Reserves the model for a call. Raises `RuntimeError` while a call of another thread, or
+        an engine, uses it: concurrent forwards could run in a different order in each process."""
+        outer = self.take(threading.get_ident())
+        try:
+            yield
+        finally:
+            self._user = outer
+
+    def take(self, user: int = _ENGINE) -> int | None:
+        """As `alone`, until `give_back`; returns the previous user."""
+        with _lock:
+            outer = self._user
+            if outer is not None and (outer != user or user == _ENGINE):
+                raise RuntimeError(
+                    "this model is sharded over several processes, and an engine or another"
+                    " thread's call uses it: close the engine first, make one call at a time, or"
+                    " add requests to one engine"
+                )
+            self._user = user
+        return outer
+
+    def give_back(self) -> None:
+        self._user = None
+
+    def send(self, message: bytes) -> None:
+        """Sends a message from the first member to the others, which call `receive`."""
+        framed = len(message).to_bytes(8, "little") + message
+        self._broadcast(bytearray(framed[:_MESSAGE].ljust(_MESSAGE, b"\0")))
+        if len(framed) > _MESSAGE:
+            self._broadcast(bytearray(framed[_MESSAGE:]))
+
+    def receive(self) -> bytes:
+        framed = bytearray(_MESSAGE)
+        self._broadcast(framed)
+        end = 8 + int.from_bytes(framed[:8], "little")
+        message = bytes(framed[8:end])
+        if end > _MESSAGE:
+            rest = bytearray(end - _MESSAGE)
+            self._broadcast(rest)
+            message += rest
+        return message
+
+    def _broadcast(self, content: bytearray) -> None:
+        """Sends the content from the first member, or replaces it by what is sent."""
+        with self._reaching():
+            shared = torch.frombuffer(content, dtype=torch.uint8)
+            dist.broadcast(shared, self._first, group=self._group)
+
+    def gather(self, *numbers: int) -> list[list[int]]:
+        """Returns the int64 numbers that each member passes, by rank."""
+        passed = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        gathered = [torch.empty_like(passed) for _ in range(self.size)]
+        with self._reaching():
+            dist.all_gather(gathered, passed, group=self._group)
+        return [row.tolist() for row in gathered]
+
+    def least(self, number: int) -> int:
+        return min(self.gather(number))[0]
+
+    def of_first(self, number: int) -> int:
+        """Returns the number that the first member passes."""
+        return self.gather(number)[0][0]
+
+    def check_same(self, number: int, what: str) -> None:
+        """Raises [`RankLostError`] in every member unless all pass the same number."""
+        numbers = self.gather(number)
+        others = [rank for rank, passed in enumerate(numbers) if passed != numbers[0]]
+        if others:
+            raise RankLostError(
+                f"ranks {others} of {self.size} have {what} than rank 0: make the same calls in"
+                " every process, with the same inputs, options, seeds and weights"
+            )
+
+    def fingerprint(self, model: nn.Module, state: ModelState | None = None) -> bytes | None:
+        """`state.fingerprint` over the shards of all members; `None` if one cannot be read."""
+        shard = fingerprint(model, state)
+        numbers = self.gather(shard is not None, *struct.unpack("<4q", shard or bytes(32)))
+        if not all(is_read for is_read, *_ in numbers):
+            return None
+        return hashlib.blake2b(repr(numbers).encode(), digest_size=32).digest()
+
+    def check_failed(self) -> None:
+        """After a forward failed here: raises [`RankLostError`] unless it failed in every
+        member."""
+        with self._reaching():
+            dist.all_reduce(torch.zeros(1, device="cpu"), group=self._group, async_op=True).wait(
+                _FAILED
+            )
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """A context around a forward of all members: an error passes through if every member has
+        one."""
+        try:
+            yield
+        except Exception:
+            self.check_failed()
+            raise
+
+    @contextlib.contextmanager
+    def _reaching(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # of gloo
+            raise RankLostError(
+                f"rank {self.rank} of {self.size} cannot reach the others: one has ended or failed,"
+                " and its output says why. Start all of them again"
+            ) from error
+
+
+_known: dict[tuple[int, ...], Ranks] = {}
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether several processes compute every forward of the model together."""
+    return compat.shard_ranks(model) is not None
+
+
+def check_heads(model: nn.Module) -> None:
+    """Raises `ValueError` if the K/V heads do not divide evenly among the processes that share the
+    attention."""
+    heads, size = compat.split_heads(model) or (0, 1)
+    if heads % size == 0:
+        return
+    counts = " or ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)
+    raise ValueError(
+        f"{type(model).__name__} has {heads} key/value heads, which {size} processes cannot share"
+        f" evenly: start {counts} processes (`torchrun --nproc_per_node`)"
+    )
+
+
+def ranks_of(model: nn.Module) -> Ranks | None:
+    """The processes that compute the model's forwards together; `None` if this process computes
+    them alone. The first call must happen in all of them."""
+    members = compat.shard_ranks(model)
+    if members is None:
+        return None
+    key = tuple(members)
+    ranks = _known.get(key)
+    if ranks is None or ranks.world is not dist.group.WORLD:
+        # or it belongs to an earlier `init_process_group`
+        ranks = _known[key] = Ranks(members)
+    return ranks

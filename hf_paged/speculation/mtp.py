@@ -1,0 +1,206 @@
+"""Drafts from a model's heads for multi-token prediction (MTP, arXiv 2412.19437, section 2.2;
+transformers' `MtpModel`): rows run together, on the hidden states that the target's steps store in
+its blocks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from .. import compat
+from ..attention.switch import calls_interface
+from ..batching.decoding.sample import SampleDecoding
+from ..batching.decoding.scores import leaves_rows_alone
+from ..batching.execution.packed import PackedRunner
+from ..batching.request import Sequence
+from ..batching.scheduling.scheduler import Scheduler
+from ..cache.block_manager import BlockManager
+from ..cache.hidden_states import HiddenStates, reason_against_hidden_states
+from ..cache.memory import PagedMemory
+from ..cache.paged_cache import PagedCache
+from ..config import PagedConfig
+from ..plan import StepPlan
+from ..ranks.processes import is_sharded
+from ..step import to_device
+from ..threads import step_lock
+from ..topics import Topic
+from .assistant import Assistant, AssistantRow, Growing, Wanted
+
+
+class HiddenNamespace(NamedTuple):
+    """Namespace of prefixes that have hidden states beside keys and values."""
+
+    own: Hashable
+
+
+def reason_against_mtp(model: PreTrainedModel) -> str | None:
+    """Why this model's heads cannot draft for rows of a packed step; `None` if they can."""
+    config = model.config.get_text_config(decoder=True)
+    if not compat.HAS_MTP:
+        return Topic.ASSISTED(
+            "this version of transformers has no `MtpModel` that runs head by head"
+        )
+    if not getattr(config, "num_mtp_layers", None):
+        return Topic.ASSISTED("the model has no multi-token prediction heads (`num_mtp_layers`)")
+    try:
+        cache = DynamicCache(config=model.config.get_mtp_config())
+    except ValueError as error:
+        return Topic.ASSISTED(str(error))
+    layer_types = (DynamicLayer, DynamicSlidingWindowLayer)
+    if any(type(layer) not in layer_types for layer in cache.layers):
+        return Topic.ASSISTED("its heads keep more than keys and values")
+    if is_sharded(model):
+        return Topic.ASSISTED("its weights are in several processes")
+    shared = (model.get_input_embeddings(), model.get_output_embeddings())
+    if any(hasattr(module, "base_layer") for module in shared):
+        return Topic.ASSISTED(
+            "its heads share embeddings or `lm_head`, which have adapters that transformers does"
+            " not load"
+        )
+    if not calls_interface(model.modules()):
+        return Topic.ASSISTED("its layers have their own attention code")
+    empty = DynamicCache(config=config)
+    target_cache = PagedCache.from_empty(empty, PagedMemory(PagedConfig()))
+    return reason_against_hidden_states(target_cache, config.hidden_size)
+
+
+class MtpRunner(PackedRunner):
+    """Runs the heads, one after another, on positions of many sequences at once. At position `i`
+    head `k` reads token `i + k + 1` of the text and the hidden state of the target, or of the
+    previous head, at `i`; it predicts token `i + k + 2`. The sequences given here start at the
+    second token of the text."""
+
+    def draft(
+        self,
+        plan: StepPlan,
+        hidden: Tensor,
+        choose: Callable[[Tensor], None],
+    ) -> None:
+        """Computes positions of each sequence from the target's `hidden` `(1, positions,
+        hidden_size)`. `choose` gets each head's logits `(n, vocab)` of the sequences that are then
+        fully computed, and appends a token to each. The other sequences already have the tokens
+        that later heads read.
+        """
+        tokens = self._packing.pack(plan)
+        inputs, steps = self._to_device(tokens)
+        token_ids = inputs[0:1]
+        places = inputs[1:2]
+        last_on_host = torch.tensor(tokens.last, dtype=torch.long, device="cpu")
+        last = to_device(last_on_host, self.device)
+        token_lists = [sequence.token_ids for sequence in plan.sequences]
+        spans = list(zip(token_lists, plan.starts, plan.counts))
+        self.cache.begin(steps, places)
+        try:
+            with self.products:
+                for head in range(self.model.num_mtp_layers):
+                    if head:
+                        read: list[int] = []
+                        for ids, first, count in spans:
+                            read += ids[first + head : first + head + count]
+                        on_host = torch.tensor([read], dtype=torch.long, device="cpu")
+                        token_ids = to_device(on_host, self.device)
+                    hidden = self.model.forward_layer(
+                        head,
+                        hidden,
+                        places + (head + 1),
+                        self.cache,
+                        input_ids=token_ids,
+                    )
+                    if tokens.last:
+                        choose(compat.mtp_logits(self.model, hidden[:, last])[0])
+        finally:
+            self.cache.begin([None] * len(steps))
+
+
+class MtpHeads(Assistant):
+    """The MTP heads of one model. Once a row is added, the target's steps store hidden states. Each
+    draft runs all heads, which share block tables; positions that depend on rejected tokens are
+    computed again."""
+
+    def __init__(
+        self,
+        target: PackedRunner,
+        cache: PagedCache,
+        made: tuple[BlockManager, MtpRunner],
+        scheduler: Scheduler,
+        max_tokens: int,
+    ) -> None:
+        self.runner = made[1]
+        super().__init__(
+            self.runner.model,
+            cache,
+            made,
+            scheduler,
+            max_tokens,
+        )
+        self.executor.lock = step_lock(target.model)  # the heads share its embedding and `lm_head`
+        self.target = target
+        self.hidden = HiddenStates(target.cache)
+        self.depth: int = self.model.num_mtp_layers
+
+    def add(self, row: AssistantRow) -> None:
+        self.model.train(self.target.model.training)
+        super().add(row)
+        if self.target.hidden is None:
+            with self.executor.lock:  # between forwards
+                self.target.hidden = self.hidden
+
+    def candidates(self, decoding: SampleDecoding) -> tuple[None, LogitsProcessorList]:
+        """As in transformers' generator, each head proposes a token, whatever was accepted
+        before."""
+        processors = filter(leaves_rows_alone, decoding.logits_processor)
+        return None, LogitsProcessorList(processors)
+
+    def most(self, row: AssistantRow, sequence: Sequence) -> int:
+        # as in transformers, the heads draft only after the first new token
+        if sequence.num_tokens <= sequence.request.num_prompt_tokens:
+            return 0
+        return self.depth
+
+    def _follow(self, row: AssistantRow, token_ids: list[int]) -> None:
+        row.prefix = token_ids[:1]
+        super()._follow(row, token_ids[1:])
+
+    def _draft(self, wanted: Wanted) -> dict[AssistantRow, Growing]:
+        targets = {row: target for row, target, _ in wanted}
+        drafts: dict[AssistantRow, Growing] = {}
+        while items := self._next([row for row in targets if row not in drafts]):
+            ready = []
+            spans = []
+            for row, count in items:
+                if count == row.sequence.num_to_compute:
+                    ready.append(row)
+                    drafts[row] = Growing(self.depth)
+                start = row.sequence.num_computed_tokens
+                spans.append((targets[row].blocks, start, start + count))
+            self._run(items, self.hidden.read(spans), ready, drafts)
+            for row, count in items:
+                row.sequence.num_computed_tokens += count
+        return drafts
+
+    def _run(
+        self,
+        items: list[tuple[AssistantRow, int]],
+        hidden: Tensor,
+        ready: list[AssistantRow],
+        drafts: dict[AssistantRow, Growing],
+    ) -> None:
+        plan = StepPlan.of([(row.sequence, count) for row, count in items])
+
+        def choose(logits: Tensor) -> None:
+            self.add_tokens(ready, drafts, logits)
+
+        def draft() -> Tensor:
+            self.runner.draft(plan, hidden, choose)
+            return hidden
+
+        begin = time.perf_counter()
+        self.executor.compute(self.executor.using(None), draft)
+        if len(items) == plan.num_tokens:
+            self._time((time.perf_counter() - begin) / self.depth)

@@ -1,0 +1,435 @@
+"""Drafts of a row's next tokens, which one forward verifies (speculative decoding, arXiv
+2211.17192; prompt lookup; transformers' candidate generators): their sources, and how many tokens
+pay off at the row's acceptance rate. A row gets the tokens that it would get without drafts: the
+step's logits are sampled as usual, position after position, as long as the chosen token is the
+draft's."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..batching.decoding.scores import draw
+from ..interrupts import restoring
+from ..threads import step_lock
+
+NGRAM = 3  # length of the n-grams that are looked up
+MAX_DRAFT = 16  # maximal length of an n-gram draft
+INDEX_SIZE = 1 << 16  # number of n-grams in the index
+_SIZE = array("q").itemsize  # bytes of a token
+
+
+@dataclass(frozen=True)
+class Assistance:
+    """Arguments of assisted generation that a caller passes beside the generation config."""
+
+    model: Any = None  # a smaller `PreTrainedModel`
+    tokenizer: Any = None  # the target's, if the assistant's differs
+    assistant_tokenizer: Any = None
+    ngrams: bool = False  # draft by n-grams if nothing else drafts
+
+    def by_heads(self, config: Any) -> bool:
+        """Whether the model's multi-token prediction heads draft (`use_mtp`), by transformers'
+        precedence."""
+        others = (config.assistant_early_exit, config.prompt_lookup_num_tokens)
+        return bool(config.use_mtp) and others == (None, None)
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether the assistant is a model with the target's tokens, so that its rows can be
+        batched."""
+        has_other_tokens = self.tokenizer is not None and self.assistant_tokenizer is not None
+        return self.model is not None and not has_other_tokens
+
+    def is_asked_for(self, config: Any) -> bool:
+        """Whether transformers would run assisted generation with this generation config."""
+        given = (self.model, config.prompt_lookup_num_tokens, config.assistant_early_exit)
+        return bool(config.use_mtp) or any(value is not None for value in given)
+
+
+@dataclass
+class Draft:
+    """A row's draft in this step. The forward verifies `tokens`, which may be shortened. With
+    `scores` `(n, vocab)`, the logits that the `n` tokens were drawn from, tokens are accepted as in
+    algorithm 1 of the paper; `levels` are its uniform random numbers, drawn in advance."""
+
+    tokens: list[int]
+    scores: Tensor | None = None
+    levels: Tensor | None = None
+    # the unshortened draft: `sample` may accept its first unverified token, too
+    drawn: list[int] = field(init=False)
+    position: int = field(default=0, init=False)  # position of the token that is chosen next
+
+    def __post_init__(self) -> None:
+        self.drawn = list(self.tokens)
+
+    def forget(self, first: int) -> None:
+        """Drops the draft's tokens from position `first` on."""
+        del self.tokens[first:], self.drawn[first:]
+
+    def sample(self, probs: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Returns the next token `(1,)` for `(1, vocab)` probabilities: the draft's, or one drawn
+        from the residual distribution."""
+        assert self.scores is not None and self.levels is not None
+        position = self.position
+        if position < len(self.drawn):
+            token = self.drawn[position]
+            proposed = self.scores[position : position + 1].softmax(dim=-1)
+            ratio = probs[0, token] / proposed[0, token]
+            if bool(self.levels[position] <= ratio):
+                return torch.tensor([token], device=probs.device)
+            residual = (probs - proposed).clamp(min=0)
+            mass = residual.sum()
+            if float(mass) > 0:  # zero if both are equal up to rounding
+                probs = residual / mass
+        return draw(probs, generator)
+
+
+class Source:
+    """The source of one row's drafts. With a `drafter`, that one drafts for all of its rows
+    together."""
+
+    drafter: Any = None  # an `Assistant`
+    limit = MAX_DRAFT  # tokens of a draft, if it has no `drafter`
+    strategy: Any = None  # transformers' candidate generator, which learns from its drafts
+    num_proposed = 0  # tokens of its last draft
+
+    def propose(self, token_ids: list[int], count: int) -> Draft | None:
+        """Drafts up to `count` tokens to follow `token_ids`; `None` without any."""
+        raise NotImplementedError
+
+    def observe(self, token_ids: list[int], num_accepted: int) -> None:
+        """Records that `num_accepted` tokens of the last draft were accepted; `token_ids`: the
+        row's tokens now."""
+        if self.num_proposed:
+            # it reads only the number of scores
+            scores = torch.empty((1, self.num_proposed + 1, 1), device="cpu")
+            self.strategy.update_candidate_strategy(None, scores, num_accepted)
+        self.num_proposed = 0
+
+    def close(self) -> None:
+        """Ends the row."""
+        return None
+
+
+class StepCosts:
+    """Fits the seconds of a decode step as a line in its number of tokens, over the last steps."""
+
+    # `UNKNOWN`: a token's price before there are enough observations
+    FADING = 0.97
+    MIN_STEPS = 8
+    UNKNOWN = 1 / 16
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * 5  # weights, tokens, tokens^2, seconds, tokens * seconds
+        self._count = 0
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        mean = self._sums[3] / self._sums[0] if self._count else seconds
+        if seconds > 4 * mean:  # an outlier: a graph was captured, or the machine was busy
+            return
+        new = (1.0, num_tokens, num_tokens**2, seconds, num_tokens * seconds)
+        if seconds < mean / 4:  # the earlier steps were outliers
+            self._sums, self._count = [0.0] * 5, 0
+        self._sums = [self.FADING * old + value for old, value in zip(self._sums, new)]
+        self._count += 1
+
+    def price(self, num_rows: int, more: float = 0.0) -> float:
+        """Returns the cost of a draft token in a step of `num_rows` rows, as a share of the time
+        that an accepted token saves. Drafting one token for each row takes `more` seconds."""
+        num_rows = max(num_rows, 1)
+        more /= num_rows
+        count, x, xx, y, xy = self._sums
+        spread = count * xx - x * x
+        if self._count < self.MIN_STEPS or spread < 1e-2 * count * count:
+            return self.UNKNOWN + (more * count / y if y else 0)
+        fitted = (count * xy - x * y) / spread
+        slope = min(max(fitted, 0.0), y / x)
+        fixed = max(y / count - slope * x / count, 1e-9)
+        return (slope + more) / (fixed / num_rows + slope)
+
+
+class DraftLength:
+    """Chooses draft lengths: the `k`-th token pays off while the probability that the first `k` are
+    all accepted is above its price. A row whose drafts are rejected, or whose source finds none,
+    pauses for twice as long each time."""
+
+    FADING = 0.8
+    FIRST_PAUSE = 8
+    MAX_PAUSE = 1 << 10
+    MAX_SEARCH = 16
+
+    def __init__(self) -> None:
+        self.pause = 0  # number of following steps without a draft
+        self._accepted = 1.6
+        self._tried = 2.0
+        self._refusal, self._search = self.FIRST_PAUSE, 0  # the next pauses
+
+    def choose(self, price: float, most: int) -> int:
+        """Returns the length of the next draft, at most `most`; 0 begins a pause."""
+        rate = min(self._accepted / self._tried, 0.999)
+        length = 0
+        if rate > 0:
+            length = int(math.log(min(max(price, 1e-6), 0.999)) / math.log(rate))
+        if not length:
+            self.pause = self._refusal
+            self._refusal = min(2 * self._refusal, self.MAX_PAUSE)
+            # tries one token after the pause
+            self._accepted, self._tried = max(self._accepted, 0.5), 1.0
+        return min(length, most)
+
+    def find_nothing(self) -> None:
+        """Begins a pause because the source had no draft."""
+        self.pause = self._search
+        self._search = min(2 * self._search + 1, self.MAX_SEARCH)
+
+    def observe(self, num_proposed: int, num_accepted: int) -> None:
+        self._accepted = self.FADING * self._accepted + num_accepted
+        self._tried = self.FADING * self._tried + min(num_accepted + 1, num_proposed)
+        if num_accepted:
+            self._refusal, self._search = self.FIRST_PAUSE, 0
+
+
+class NgramIndex:
+    """Maps n-grams of `NGRAM` tokens to the tokens that followed them in other rows and earlier
+    requests of the same namespace, given by its digest. Keeps the latest `INDEX_SIZE` n-grams, as
+    bytes, which the garbage collector does not traverse."""
+
+    def __init__(self) -> None:
+        self._behind: OrderedDict[bytes, bytes] = OrderedDict()
+
+    def add(
+        self,
+        token_ids: list[int],
+        start: int,
+        end: int,
+        namespace: bytes = b"",
+    ) -> None:
+        """Adds the tokens that follow the first `n` of `token_ids`, for each `n` in `range(start,
+        end)`."""
+        packed = _packed(token_ids)
+        for number in range(max(start, NGRAM), end):
+            at = number * _SIZE
+            key = namespace + packed[at - NGRAM * _SIZE : at]
+            self._behind[key] = packed[at : at + MAX_DRAFT * _SIZE]
+            self._behind.move_to_end(key)
+        while len(self._behind) > INDEX_SIZE:
+            self._behind.popitem(last=False)
+
+    def find(
+        self,
+        ngram: list[int],
+        namespace: bytes = b"",
+    ) -> list[int]:
+        continuation = self._behind.get(namespace + _packed(ngram), b"")
+        return array("q", continuation).tolist()
+
+    def __len__(self) -> int:
+        return len(self._behind)
+
+
+def _packed(token_ids: list[int]) -> bytes:
+    return array("q", token_ids).tobytes()
+
+
+class Ngrams(Source):
+    """Drafts the tokens that followed the row's last n-gram before, in the row's text or else in
+    others' (`index`). If neither has it after a rejected token, continues behind that place in the
+    copied text: one word may differ."""
+
+    def __init__(self, index: NgramIndex, num_prompt_tokens: int, namespace: bytes = b"") -> None:
+        self.index = index
+        self.namespace = namespace
+        self._text = bytearray()  # the row's tokens; searching bytes is cheaper than a table
+        # number of tokens that are in `index`, with their continuations
+        self._num_told = num_prompt_tokens
+        self._token_ids: list[int] = []
+        self._source: int | None = None  # position of the last draft in the row's text
+        self._next: int | None = None  # position of the next draft if the row goes on copying
+        self._is_guess = False  # whether the last draft was taken from `_next`
+
+    def propose(self, token_ids: list[int], count: int) -> Draft | None:
+        end = len(token_ids)
+        tokens = list[int]()
+        start = self._find(token_ids) if end > NGRAM else None
+        if start is None:
+            tokens = self.index.find(token_ids[end - NGRAM :], self.namespace)[:count]
+        self._is_guess = start is None and not tokens and self._next is not None
+        if self._is_guess:
+            start = self._next
+        self._source, self._next = start, None
+        if start is not None and start < end:
+            tokens = token_ids[start : start + count]
+            if len(tokens) < count:  # the text repeats itself: continue the repetition
+                tokens = list(itertools.islice(itertools.cycle(tokens), count))
+        return Draft(tokens) if tokens else None
+
+    def _find(self, token_ids: list[int]) -> int | None:
+        """Returns where the latest earlier occurrence of the row's last n-gram ends, or `None`."""
+        text = self._text
+        text += _packed(token_ids[len(text) // _SIZE :])
+        self._token_ids = token_ids
+        ngram = text[-NGRAM * _SIZE :]
+        at = len(text) - _SIZE
+        while (at := text.rfind(ngram, 0, at)) >= 0:
+            if at % _SIZE == 0:
+                return at // _SIZE + NGRAM
+            at += len(ngram) - 1  # a match across token boundaries: search on
+        return None
+
+    def observe(self, token_ids: list[int], num_accepted: int) -> None:
+        end = len(token_ids) - MAX_DRAFT
+        if self._source is not None and (num_accepted or not self._is_guess):
+            self._next = self._source + num_accepted + 1
+        self._token_ids, self._source = token_ids, None
+        if end - self._num_told >= MAX_DRAFT:
+            self._tell(end)
+
+    def _tell(self, end: int) -> None:
+        """Adds the continuations of the row's new tokens, up to `end`, to the index."""
+        first = max(0, self._num_told - NGRAM)
+        tokens = self._token_ids[first:]
+        self.index.add(tokens, self._num_told - first, end - first, self.namespace)
+        self._num_told = max(self._num_told, end)
+
+    def close(self) -> None:
+        self._tell(len(self._token_ids) - 1)
+
+
+class Generated(Source):
+    """Drafts of up to `limit` tokens from one of transformers' candidate generators, for one row.
+    With `draws`, the generator of a row with a seed, drafts are drawn from it."""
+
+    def __init__(
+        self,
+        strategy: Any,
+        limit: int,
+        device: torch.device,
+        keeps_scores: bool,
+        draws: torch.Generator | None = None,
+    ) -> None:
+        self.strategy = strategy
+        self.limit = limit
+        self._device = device
+        self._keeps_scores = keeps_scores
+        self._draws = draws
+
+    def propose(self, token_ids: list[int], count: int) -> Draft | None:
+        ids = torch.tensor([token_ids], dtype=torch.long, device=self._device)
+        with self._running():
+            candidates, scores = self.strategy.get_candidates(ids)
+        tokens = candidates[0, len(token_ids) :].tolist()[:count]
+        self.num_proposed = len(tokens)
+        if not tokens:
+            return None
+        if scores is None or not self._keeps_scores:
+            return Draft(tokens)
+        return Draft(tokens, scores[0, : len(tokens)].float())
+
+    @restoring
+    def _running(self) -> Iterator[None]:
+        """Wraps forwards of the generator's model. Early exit lowers `num_hidden_layers` in the
+        model's config, which is restored even after an error or an interrupt."""
+        model = getattr(self.strategy, "assistant_model", None)
+        if model is None:
+            yield
+            return
+        config = getattr(model.base_model, "config", None)
+        num_layers = getattr(config, "num_hidden_layers", None)
+        drawing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._draws is not None:
+            drawing = _drawing_by(self._draws)
+        with step_lock(model), drawing:
+            try:
+                yield
+            finally:
+                if config is not None and num_layers is not None:
+                    config.num_hidden_layers = num_layers
+
+
+@restoring
+def _drawing_by(generator: torch.Generator) -> Iterator[None]:
+    """Makes torch's global generator of the device draw, and advance, as `generator` would."""
+    device: Any = generator.device
+    module: Any = torch.random
+    where: tuple[Any, ...] = ()
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        where = (device,)
+    before = module.get_rng_state(*where)
+    module.set_rng_state(generator.get_state(), *where)
+    try:
+        yield
+    finally:
+        generator.set_state(module.get_rng_state(*where))
+        module.set_rng_state(before, *where)
+
+
+@dataclass(eq=False)
+class Speculation:
+    """A row's source of drafts, with counts of drafted and accepted tokens. Without `length`,
+    drafts are as long as the source allows."""
+
+    source: Source
+    length: DraftLength | None
+    generator: torch.Generator | None = None
+    draft: Draft | None = field(default=None, init=False)
+    wake_at: int = field(default=0, init=False)  # the first step in which it drafts again
+    num_proposed: int = field(default=0, init=False)
+    num_accepted: int = field(default=0, init=False)
+    num_drafts: int = field(default=0, init=False)
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        return self.num_drafts, self.num_proposed, self.num_accepted
+
+    def num_wanted(self, price: float, most: int, step: int) -> int:
+        """Returns how many tokens, of at most `most`, to draft in step number `step`."""
+        if self.length is None:
+            return most
+        count = self.length.choose(price, most)
+        if not count:
+            self.wake_at = step + self.length.pause + 1
+        return count
+
+    def take(self, draft: Draft | None, step: int, num_embeddings: int) -> list[int]:
+        """Keeps the draft for step number `step`, up to the first token for which the model has no
+        embedding, as an assistant may draft; returns its tokens."""
+        if draft is not None:
+            for position, token in enumerate(draft.tokens):
+                if token >= num_embeddings:
+                    draft.forget(position)
+                    break
+        self.draft = draft
+        if draft is None or not draft.tokens:
+            self.draft = None
+            if self.length is not None:
+                self.length.find_nothing()
+                self.wake_at = step + self.length.pause + 1
+            return []
+        if draft.scores is not None:
+            device = draft.scores.device
+            if self.generator is not None:
+                device = self.generator.device
+            draft.levels = torch.rand(len(draft.drawn), generator=self.generator, device=device)
+        return draft.tokens
+
+    def observe(self, token_ids: list[int], num_proposed: int, num_accepted: int) -> None:
+        """Records a step's result: `num_proposed` verified draft tokens, `num_accepted` accepted
+        ones."""
+        self.num_proposed += num_proposed
+        self.num_accepted += num_accepted
+        self.num_drafts += num_proposed > 0
+        if self.length is not None and num_proposed:
+            self.length.observe(num_proposed, num_accepted)
+        self.source.observe(token_ids, num_accepted)
+        self.draft = None

@@ -1,0 +1,476 @@
+"""Blocks as safetensors files: their format and hash, and a folder of limited size for them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import io
+import json
+import logging
+import math
+import os
+import re
+import stat
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from ..cache.storage import KVBlocks
+from ..cache.swap import HostLayer
+from ..config import shown
+from ..interrupts import is_interrupt
+from ..topics import Topic
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "hf_paged prefix 1"
+FOLDER, SUFFIX = "hf_paged-", ".safetensors"
+_OWN = re.compile(r"hf_paged-[0-9a-f]{32}/[0-9a-f]{32}-\d+(\.safetensors|\.[0-9a-f]{32}\.part)")
+"""Only these files in a tier's folder are ever deleted: the name of another folder, say a model's,
+may begin alike."""
+MAX_HEADER_BYTES = 100_000_000  # as in safetensors
+RETRY_SECONDS = 60.0  # after which a write is tried again once one has failed
+_ABANDONED_SECONDS = 600.0  # after which a partial file counts as left by a killed process
+# errors in opening a file that say nothing about the folder's other files
+_OF_ONE_FILE = {
+    *(errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENOENT),
+    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
+}
+
+Layers = dict[int, HostLayer]
+"""Host copies of one group's blocks by layer index, the same number of blocks in each layer."""
+Outline = dict[str, tuple[list[Any], list[tuple[torch.dtype, tuple[int, ...]]]]]
+"""Blocks without their content, by the layer's name in a file: `form_of`, and the dtype and shape
+of each tensor."""
+
+
+class Corrupt(ValueError):
+    """A file does not have the content that was written."""
+
+
+def num_bytes(layers: Layers) -> int:
+    total = 0
+    for layer in layers.values():
+        total += sum(tensor.nbytes for tensor in layer.blocks.data)
+    return total
+
+
+def to_bytes(parts: dict[int, Layers], name: str, **others: str) -> bytes:
+    """Serializes the blocks of some groups as a safetensors file: one tensor
+    `{group}.{layer}.{part}` of shape `(num_blocks, ...)` for each of `KVBlocks.data`, and a hash
+    over everything."""
+    tensors = {}
+    forms = {}
+    for group, layers in parts.items():
+        for index, layer in layers.items():
+            layer_name = f"{group}.{index}"
+            forms[layer_name] = form_of(layer.blocks)
+            for part, tensor in enumerate(layer.blocks.data):
+                tensors[f"{layer_name}.{part}"] = tensor.contiguous()
+    metadata = {
+        "format": FORMAT,
+        "name": name,
+        "layers": json.dumps(forms),
+        **others,
+    }
+    with_hash = metadata | {"hash": _hash(tensors, metadata)}
+    return safetensors.torch.save(tensors, with_hash)
+
+
+def from_bytes(content: bytes) -> tuple[dict[int, Layers], dict[str, str]]:
+    """Inverse of `to_bytes`: returns the blocks, on the CPU, and the metadata with the name. Raises
+    [`Corrupt`]."""
+    length = int.from_bytes(content[:8], "little")
+    metadata = _metadata(content[8 : 8 + length])
+    with parsing():
+        tensors = safetensors.torch.load(content)
+        if metadata.pop("hash") != _hash(tensors, metadata):
+            raise Corrupt("its content does not match its hash")
+        parts: dict[int, Layers] = {}
+        forms = json.loads(metadata["layers"])
+        for layer_name, (heads, key_dim, dtypes, codes) in forms.items():
+            group, index = map(int, layer_name.split("."))
+            data: list[Tensor] = []
+            while (tensor := tensors.pop(f"{layer_name}.{len(data)}", None)) is not None:
+                data.append(tensor)
+            key_dtype, value_dtype = map(_dtype, dtypes)
+            of_codes = None
+            if codes is not None:
+                of_codes = (int(codes[0]), _dtype(codes[1]))
+            blocks = KVBlocks.view(
+                tuple(data),
+                heads,
+                key_dim,
+                (key_dtype, value_dtype),
+                of_codes,
+            )
+            layer = HostLayer(blocks, torch.device("cpu"))
+            parts.setdefault(group, {})[index] = layer
+        if tensors:
+            raise Corrupt("it has tensors of no layer")
+        return parts, metadata
+
+
+def _metadata(header: bytes) -> dict[str, str]:
+    with parsing():
+        metadata: dict[str, str] = json.loads(header)["__metadata__"]
+        if metadata["format"] != FORMAT:
+            raise Corrupt(f"its format is {shown(metadata['format'])}, not {FORMAT!r}")
+        if not {"name", "layers", "hash"} <= metadata.keys():
+            raise Corrupt("its metadata lacks a name, layers or a hash")
+        return metadata
+
+
+@contextlib.contextmanager
+def parsing() -> Iterator[None]:
+    """Raises [`Corrupt`] for any error but `MemoryError`: bytes that others wrote may raise
+    anything in parsers."""
+    try:
+        yield
+    except (Corrupt, MemoryError):
+        raise
+    except Exception as error:
+        if is_interrupt(error):
+            raise
+        raise Corrupt(f"it cannot be read: {type(error).__name__}: {error}") from error
+
+
+class BlockFile:
+    """A file of blocks that is open for reading. It may hold anything, and is read beyond the
+    header only if it has the size of the expected blocks."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises [`Corrupt`], and `OSError` if the file cannot be opened."""
+        self._file = io.open(path, "rb", opener=_open_regular)  # noqa: UP020
+        try:
+            self._num_bytes = os.fstat(self._file.fileno()).st_size
+            length = int.from_bytes(self._file.read(8), "little")
+            if length > min(self._num_bytes, MAX_HEADER_BYTES):
+                raise Corrupt(f"its header would have {length:,} bytes")
+            self.metadata = _metadata(self._file.read(length))
+            self._header_bytes = 8 + length
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, outline: Outline | None) -> dict[int, Layers]:
+        """Returns the blocks. Raises [`Corrupt`] unless they have this outline; `None`: any."""
+        if outline is not None:
+            needed = self._header_bytes
+            for _, tensors in outline.values():
+                for dtype, shape in tensors:
+                    needed += math.prod(shape) * dtype.itemsize
+            if needed != self._num_bytes:
+                raise Corrupt(
+                    f"it has {self._num_bytes:,} bytes, and such blocks of this model take"
+                    f" {needed:,}"
+                )
+        self._file.seek(0)
+        parts, _ = from_bytes(self._file.read(self._num_bytes))
+        read = Outline()
+        for group, layers in parts.items():
+            blocks = {index: layer.blocks for index, layer in layers.items()}
+            read |= outline_of(group, blocks)
+        if outline is not None and read != outline:
+            raise Corrupt("its blocks are not those of this model's layers")
+        return parts
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _open_regular(path: str, flags: int) -> int:
+    """Opens a file without waiting, as opening a FIFO does. Raises [`Corrupt`] if it is not a
+    regular one."""
+    nonblock = getattr(os, "O_NONBLOCK", 0)
+    file = os.open(path, flags | nonblock)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise Corrupt("it is not a regular file")
+    return file
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Writes a file that only its owner can read, whatever the umask, and replaces an existing one
+    atomically."""
+    part = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.part")
+    try:
+        part.touch(0o600, exist_ok=False)
+        part.chmod(0o600)  # the umask may have taken the owner's rights
+        part.write_bytes(content)
+        part.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink()
+
+
+def _make_private(folder: Path) -> None:
+    """Creates a folder, and missing parents, that only their owner can enter. Existing ones keep
+    their modes."""
+    if os.path.isdir(folder):
+        return
+    parents = reversed(folder.parents)
+    for path in (*parents, folder):
+        if not os.path.isdir(path):
+            with contextlib.suppress(FileExistsError):  # another process has just created it
+                path.mkdir(0o700)
+                path.chmod(0o700)  # the umask may have taken the owner's rights
+
+
+def outline_of(
+    group: int,
+    layers: Mapping[int, KVBlocks],
+    num_blocks: int | None = None,
+) -> Outline:
+    """Returns the outline of `num_blocks` blocks of a group's layers, by default of as many as
+    there are."""
+    outline = Outline()
+    for index, blocks in layers.items():
+        tensors = []
+        for tensor in blocks.data:
+            count = num_blocks
+            if count is None:
+                count = tensor.shape[0]
+            tensors.append((tensor.dtype, (count, *tensor.shape[1:])))
+        outline[f"{group}.{index}"] = (form_of(blocks), tensors)
+    return outline
+
+
+def form_of(blocks: KVBlocks) -> list[Any]:
+    """Returns `KVBlocks.form`, which describes blocks without their tensors, as JSON values."""
+    heads, key_dim, dtypes, codes = blocks.form
+    names = [_name(dtype) for dtype in dtypes]
+    of_codes = None
+    if codes is not None:
+        of_codes = [codes[0], _name(codes[1])]
+    return [heads, key_dim, names, of_codes]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise Corrupt(f"{name} is not a dtype")
+    return dtype
+
+
+def _is_regular(path: Path) -> bool:
+    """Whether a regular file is there, and no link, which this package never writes."""
+    status = os.stat(path, follow_symlinks=False)
+    return stat.S_ISREG(status.st_mode)
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _hash(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
+    text = repr(sorted(metadata.items()))
+    digest = hashlib.blake2b(text.encode(), digest_size=16)
+    for name, tensor in sorted(tensors.items()):
+        form = f"{name} {tensor.dtype} {tuple(tensor.shape)}"
+        digest.update(form.encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def check_folder(path: str) -> None:
+    """Creates a tier's folder if it is missing. Raises `OSError` if it cannot be created, listed or
+    entered."""
+    try:
+        _make_private(Path(path))
+        with os.scandir(path):
+            os.stat(os.path.join(path, os.curdir))
+    except OSError as error:
+        if error.errno is not None:
+            reason = os.strerror(error.errno)
+        else:
+            reason = str(error)
+        message = (
+            f"`disk_path` of `prefix_tiers` is not a folder that this process can use: {reason}."
+            " Give another path, or let this process create, list and enter it"
+        )
+        raise OSError(error.errno, message, path) from error
+
+
+class DiskFolder:
+    """A folder of files with at most `max_bytes`, which other processes may use, too: scans the
+    directory rather than keep an index, and deletes the least recently used files first. Errors are
+    logged once per kind, and are misses. After an error of the folder itself it is off: no file is
+    looked up, read or written any more."""
+
+    def __init__(self, path: str, max_bytes: int) -> None:
+        self.path = Path(path)
+        self.max_bytes = max_bytes
+        self.is_off = False
+        # as far as this process knows; `None` before the first scan
+        self.num_bytes: int | None = None
+        self._told: set[str] = set()
+        self._lost: set[str] = set()  # files that cannot be read, nor deleted
+        self._num_written = 0  # bytes since the last scan
+        self._retry_at = 0.0  # `time.monotonic` before which no file is written
+
+    def has(self, weights: str | None, name: str) -> bool:
+        """Whether the file exists; without `weights`, for any weights."""
+        if self.is_off or name in self._lost:
+            return False
+        try:
+            if weights is not None:
+                return _is_regular(self._file(weights, name))
+            # the folders of other weights may be another user's: `isfile` takes an error for a miss
+            entries = os.listdir(self.path)
+            folders = [self.path / entry for entry in entries if entry.startswith(FOLDER)]
+            return any(os.path.isfile(folder / f"{name}{SUFFIX}") for folder in folders)
+        except (FileNotFoundError, NotADirectoryError, MemoryError):
+            return False
+        except OSError as error:
+            if is_interrupt(error):
+                raise
+            self._turn_off(error)
+            return False
+
+    def read(
+        self,
+        weights: str,
+        name: str,
+        outline: Outline | None = None,
+    ) -> dict[int, Layers] | None:
+        """Returns the blocks in a file; `None` if it cannot be read, or if they have another
+        outline than this one: from then on `has` returns `False` for it."""
+        if self.is_off:
+            return None
+        path = self._file(weights, name)
+        try:
+            if not _is_regular(path):
+                raise Corrupt("it is not a regular file")
+            with contextlib.closing(BlockFile(path)) as file:
+                written_name = file.metadata["name"]
+                if written_name != f"{weights}/{name}":
+                    raise Corrupt(f"it is a renamed copy of {shown(written_name)}")
+                parts = file.read(outline)
+        except (OSError, MemoryError) as error:
+            if is_interrupt(error):
+                raise
+            self._lost.add(name)
+            if isinstance(error, OSError) and error.errno not in _OF_ONE_FILE:
+                self._turn_off(error)
+            elif not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+                # else it has just been deleted
+                self._warn(
+                    "read", f"{path} cannot be read, its tokens are computed: {_said(error)}"
+                )
+            return None
+        except Corrupt as error:
+            self._lost.add(name)
+            self._warn("corrupt", f"{path} is dropped, and its tokens are computed: {error}")
+            with contextlib.suppress(OSError):
+                path.unlink()
+                self._lost.discard(name)
+            return None
+        with contextlib.suppress(OSError, MemoryError):
+            os.utime(path)  # for LRU order
+        return parts
+
+    def write(self, weights: str, name: str, parts: dict[int, Layers]) -> None:
+        if self.is_off or time.monotonic() < self._retry_at:
+            return
+        path = self._file(weights, name)
+        try:
+            _make_private(path.parent)
+            content = to_bytes(parts, f"{weights}/{name}")
+            if len(content) > self.max_bytes:  # deleting others would not help
+                self._warn(
+                    "small",
+                    f"`disk_bytes` ({self.max_bytes:,}) has no room for a block of {len(content):,}"
+                    " bytes",
+                )
+                return
+            if self.num_bytes is None or self._num_written + len(content) > self.max_bytes // 32:
+                # others write, too
+                self._look()
+            assert self.num_bytes is not None
+            if self.num_bytes + len(content) > self.max_bytes:
+                self._trim(len(content))
+            if self.num_bytes + len(content) > self.max_bytes:
+                raise OSError(f"`disk_bytes` is {self.max_bytes:,}, and no files can be deleted")
+            write_private(path, content)
+            self._lost.discard(name)
+            self.num_bytes += len(content)
+            self._num_written += len(content)
+        except Exception as error:  # no such folder, no permission, no space, no memory
+            if is_interrupt(error):
+                raise
+            is_full = getattr(error, "errno", None) == errno.ENOSPC
+            full = "; it is full" if is_full else ""
+            self._retry_at = time.monotonic() + RETRY_SECONDS
+            self._warn(
+                "write",
+                f"no prefix blocks are written to {self.path} for {RETRY_SECONDS:.0f}"
+                f" seconds{full}: {_said(error)}. Then it is tried again: free space there, let"
+                " this process write there, or give another `disk_path`",
+            )
+
+    def _file(self, weights: str, name: str) -> Path:
+        return self.path / f"{FOLDER}{weights}" / f"{name}{SUFFIX}"
+
+    def _files(self) -> list[tuple[float, int, Path]]:
+        """Returns (last use, bytes, path) of each file, oldest first; deletes partial files of
+        killed processes."""
+        files = []
+        for path in self.path.glob(f"{FOLDER}*/*"):
+            with contextlib.suppress(OSError):
+                status = path.lstat()
+                is_regular = stat.S_ISREG(status.st_mode)
+                if not is_regular or path.parent.is_symlink():
+                    continue
+                if not _OWN.fullmatch(f"{path.parent.name}/{path.name}"):
+                    continue
+                if path.suffix == SUFFIX:
+                    files.append((status.st_mtime, status.st_size, path))
+                elif status.st_mtime < time.time() - _ABANDONED_SECONDS:
+                    path.unlink()
+        return sorted(files)
+
+    def _look(self) -> list[tuple[float, int, Path]]:
+        files = self._files()
+        num_bytes = sum(size for _, size, _ in files)
+        self.num_bytes, self._num_written = num_bytes, 0
+        return files
+
+    def _trim(self, needed: int) -> None:
+        """Deletes files until `needed` bytes and a tenth of `max_bytes` are free."""
+        files = self._look()
+        assert self.num_bytes is not None
+        for _, size, path in files:
+            if self.num_bytes + needed <= 0.9 * self.max_bytes:
+                break
+            with contextlib.suppress(OSError):
+                path.unlink()
+                self.num_bytes -= size
+        for folder in {path.parent for _, _, path in files}:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # fails unless empty
+
+    def _turn_off(self, error: OSError) -> None:
+        self.is_off = True
+        self._warn(
+            "off",
+            f"the disk tier of prefix blocks in {self.path} is off, and requests go on without it:"
+            f" {_said(error)}. Repair the folder, or give another `disk_path`; then make a new"
+            " engine, or call `hf_paged.free(model)`",
+        )
+
+    def _warn(self, kind: str, message: str) -> None:
+        if kind not in self._told:
+            self._told.add(kind)
+            logger.warning(Topic.PREFIX_TIERS(message))

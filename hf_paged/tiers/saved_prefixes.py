@@ -1,0 +1,206 @@
+"""Saves and loads prefixes: the cached blocks of one prompt of an engine, in a file."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+from collections.abc import Hashable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ..batching.engine_core import EngineCore
+from ..batching.execution.executor import Window
+from ..batching.factory import make_store, reason_against_saving
+from ..batching.loop import StepLoop
+from ..cache.block_pool import OutOfBlocksError
+from ..cache.tier_prefixes import TierError, adopt, missing, num_tokens_of
+from ..config import PrefixTiers, is_whole
+from ..interrupts import restoring
+from ..topics import Topic
+from .block_files import (
+    BlockFile,
+    Corrupt,
+    Layers,
+    Outline,
+    outline_of,
+    parsing,
+    to_bytes,
+    write_private,
+)
+from .store import PrefixStore
+
+
+@restoring
+def _between_steps(core: EngineCore) -> Iterator[tuple[StepLoop, PrefixStore]]:
+    """Yields, between two steps, the engine's loop and a store that names and copies its blocks,
+    after verifying the blocks against the fingerprint of the current weights."""
+    with core.lock:
+        core.pauses.wait()
+        loop = core.get_loop()
+        reason = reason_against_saving(core.memory, loop.blocks)
+        if reason is not None:
+            raise ValueError(
+                f"prefixes of {type(core.model).__name__} are neither saved nor loaded: {reason}"
+            )
+        executor = loop.executor
+        is_idle = not core.requests
+        window = Window()
+        if is_idle:
+            executor.begin()
+        try:
+            executor.open(window)
+            with executor.lock:
+                executor.guard.vouch()
+            if core.memory.fingerprint is None:
+                raise ValueError(
+                    Topic.PREFIX_CACHE(
+                        f"changes of the weights of {type(core.model).__name__} cannot be detected"
+                    )
+                )
+            with core.memory.lock:
+                yield (
+                    loop,
+                    make_store(core.model, core.memory, loop.blocks, PrefixTiers(), core.layout),
+                )
+            executor.settle(window)
+        finally:
+            executor.leave(window)
+            if is_idle:
+                executor.rest()
+
+
+def saved_to(path: Any) -> Path:
+    """Returns `path` as a `Path`. Raises `OSError` if no file can be written there."""
+    target = Path(os.fspath(path))
+    if not target.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "there is no such folder", str(target.parent))
+    if target.is_dir():
+        raise IsADirectoryError(
+            errno.EISDIR, "a folder is there, and the path of a file is needed", str(target)
+        )
+    return target
+
+
+def save(
+    core: EngineCore, token_ids: list[int], namespace: tuple[Hashable, ...], target: Path
+) -> int:
+    """Writes the cached full blocks of `token_ids` to `target`; returns how many tokens they
+    hold."""
+    with _between_steps(core) as (loop, store):
+        manager, rope = loop.blocks, loop.scheduler.rope
+        num_tokens = len(token_ids) // manager.block_size * manager.block_size
+        if not num_tokens:
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens, and only full blocks of"
+                f" {manager.block_size} are saved: pass a longer prompt, or lower `block_size`"
+            )
+        if rope is not None and rope.factors(len(token_ids)):
+            raise ValueError(
+                "such a prompt cannot be saved: its rotary factors depend on the length of the"
+                " whole prompt"
+            )
+        num_nodes = num_tokens // manager.index.block_size
+        links = manager.index.reach(token_ids, namespace, num_nodes, lambda group, digest: False)
+        if len(links) < num_nodes:
+            raise OutOfBlocksError(
+                f"{num_tokens_of(manager, links):,} of the {num_tokens:,} tokens of the prompt"
+                f" stayed in the pool: raise `num_blocks` ({core.config.num_blocks})"
+            )
+        parts: dict[int, Layers] = {}
+        for group in range(len(manager.groups)):
+            nodes = [links[number].node for number in manager.index.needed(group, num_nodes)]
+            ids = [
+                block
+                for node in nodes
+                if node is not None and (block := node.block_ids[group]) is not None
+            ]
+            if ids:
+                parts[group] = store.copy_out(group, ids)
+        name = f"{store.weights}/{links[-1].digest.hex()}"
+    kept = token_ids[:num_tokens]
+    content = to_bytes(parts, name, token_ids=json.dumps(kept), namespace=json.dumps(namespace))
+    write_private(target, content)
+    return len(kept)
+
+
+def load(core: EngineCore, path: Any) -> int:
+    """Loads the blocks of a saved file into the pool's prefix cache; returns how many tokens they
+    hold."""
+    try:
+        with contextlib.closing(BlockFile(Path(os.fspath(path)))) as file:
+            return _load(core, path, file)
+    except Corrupt as error:
+        raise ValueError(f"{path} is not a complete saved prefix: {error}") from error
+
+
+def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
+    if not {"token_ids", "namespace"} <= file.metadata.keys():
+        raise ValueError(f"{path} is a file of a tier's folder, not a saved prefix")
+    with parsing():
+        token_ids = json.loads(file.metadata["token_ids"])
+        namespace = _tuples(json.loads(file.metadata["namespace"]))
+        weights, digest = file.metadata["name"].split("/")
+        if not token_ids or not all(map(is_whole, token_ids)):
+            raise Corrupt("its tokens are not whole numbers")
+    with core.keeping_pool(), _between_steps(core) as (loop, store):
+        if not core.requests and core.config.idle_release_seconds == 0 and loop.blocks.tier is None:
+            raise ValueError(
+                "`idle_release_seconds` is 0, so the pool, including the loaded prefix, would be"
+                " freed at once: raise it, load while a request is unfinished, or give"
+                " `prefix_tiers` a folder"
+            )
+        if weights != store.weights:
+            raise ValueError(
+                f"{path} was computed by another model than this {type(core.model).__name__} is"
+                ' now: other weights, code, dtype, adapters, `block_size` ("auto" may choose'
+                " another one now), `kv_dtype` or `batch_invariant`, or with hidden states of"
+                " `use_mtp` on one side only"
+            )
+        manager = loop.blocks
+        outline = Outline()
+        num_nodes = len(token_ids) // manager.index.block_size
+        # for each group, the positions of the blocks that a sequence after so many nodes needs
+        groups = range(len(manager.groups))
+        numbers = [manager.index.needed(group, num_nodes) for group in groups]
+        for group, needed in enumerate(numbers):
+            if needed:
+                outline |= outline_of(group, store.layers(group), len(needed))
+        parts = file.read(outline)
+        links = manager.index.reach(token_ids, namespace, num_nodes, lambda group, digest: True)
+        if num_tokens_of(manager, links) != len(token_ids) or links[-1].digest.hex() != digest:
+            raise Corrupt("it holds other tokens than its name says")
+        contents: list[dict[int, Any]] = []
+        for group, needed in enumerate(numbers):
+            absent = set(missing(manager, group, links))
+            contents.append(
+                {n: _row(parts[group], row) for row, n in enumerate(needed) if n in absent}
+            )
+        try:
+            with core.memory.changing():
+                has_room = adopt(manager, links, namespace, contents, store)
+        except TierError as error:
+            raise error.cause from error
+        if not has_room:
+            raise manager.refusal or OutOfBlocksError(
+                f"needs {sum(map(len, contents))} blocks of {manager.size_text} tokens,"
+                f" {manager.num_free} available: raise `num_blocks` ({core.config.num_blocks})"
+            )
+    return num_tokens_of(manager, links)
+
+
+def _tuples(value: Any) -> Any:
+    """Converts JSON's nested lists back to tuples. Raises `Corrupt` for what no namespace has."""
+    if not isinstance(value, (list, str, int, type(None))):
+        raise Corrupt(f"its namespace contains {value!r}")
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _row(layers: Layers, row: int) -> Layers:
+    """Cuts one block out of each layer."""
+    cut: Layers = {}
+    for index, layer in layers.items():
+        data = [tensor[row : row + 1] for tensor in layer.blocks.data]
+        cut[index] = layer._replace(blocks=layer.blocks.like(data))
+    return cut

@@ -1,0 +1,368 @@
+"""Tiers for evicted prefix blocks: host memory, and files that a thread writes to a folder."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import os
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import forks
+from ..cache.free_memory import free_bytes
+from ..cache.group_memory import GroupMemory
+from ..cache.memory import PagedMemory
+from ..cache.storage import KVBlocks, LayerKV
+from ..cache.swap import HostBlocks, HostLayer, put_back
+from ..config import PagedConfig, PrefixTiers
+from ..interrupts import is_interrupt
+from ..threads import start
+from .block_files import FORMAT, DiskFolder, Layers, check_folder, form_of, num_bytes, outline_of
+
+QUEUE_BYTES = 256 << 20  # that may wait to be written or confirmed even if little memory is free
+# of unconfirmed blocks above which a fingerprint is taken just to confirm them
+PENDING_BYTES = 64 << 20
+
+
+class _Entry(NamedTuple):
+    layers: Layers
+    num_bytes: int
+
+
+_Key = tuple[str, str]  # hash of weights and options; hash of tokens with the group
+
+
+class PrefixStore:
+    """The tiers of one memory, for the groups of one manager (`block_manager.Tier`). Evicted blocks
+    are copied to host memory at once, before they are overwritten; a thread, alive while there is
+    something to write, writes them to disk. Methods of `Tier` are called with the memory's lock
+    held."""
+
+    def __init__(
+        self,
+        config: PrefixTiers,
+        memory: PagedMemory,
+        groups: Sequence[GroupMemory],
+        device: torch.device | None,
+        layers: Sequence[LayerKV] = (),
+    ) -> None:
+        """`device`: that of layers not allocated yet, `None` if it is not known; `layers`: what
+        they store."""
+        self.config = config
+        self.expected = tuple(layers)
+        self._device = device
+        # weak: the writing thread must not keep the memory or its groups alive
+        self._memory: PagedMemory = weakref.proxy(memory)
+        self._groups = [weakref.proxy(group) for group in groups]
+        given = memory.config
+        sizes = [group.block_size for group in groups if not group.holds_states]
+        block_sizes: list[int] | int = sizes
+        if len(set(sizes)) <= 1:
+            block_sizes = max(sizes, default=0)
+        options = (block_sizes, given.kv_dtype, given.batch_invariant)
+        specs = [repr(group.spec) for group in groups]
+        self._form = FORMAT, options, specs
+        expected = self.expected if device is not None else ()
+        self._unmade: list[Any] = []
+        for group in groups:
+            if group.holds_states:
+                self._unmade.append({})
+            else:
+                self._unmade.append(group.storage.outline(expected))
+        self._folder: DiskFolder | None = None
+        if config.disk_path is not None:
+            self._folder = DiskFolder(os.fspath(config.disk_path), config.disk_bytes)
+        self._host_bytes = config.host_bytes
+        if device is not None and device.type == "cpu":
+            self._host_bytes = 0
+        self._lock = forks.rlock()
+        self._pending: dict[str, _Entry] = {}  # blocks whose weights are unconfirmed
+        # in host memory, in LRU order, most recent last
+        self._held: OrderedDict[_Key, _Entry] = OrderedDict()
+        # keys of `_held` still to be written to disk
+        self._unwritten: OrderedDict[_Key, None] = OrderedDict()
+        self._sizes = {"pending": 0, "held": 0, "unwritten": 0}
+        self._thread: threading.Thread | None = None
+        self.num_kept = self.num_restored = self.num_skipped = 0  # blocks
+        self._known: tuple[Any, str] = (None, "")
+        forks.in_child(self)
+        _stores.add(self)
+
+    @property
+    def _disk(self) -> DiskFolder | None:
+        """The folder; `None` without one, and once it is off."""
+        if self._folder is None or self._folder.is_off:
+            return None
+        return self._folder
+
+    @property
+    def _weights(self) -> str | None:
+        """Hash of what blocks depend on besides tokens, the same in every process; `None` without a
+        fingerprint."""
+        fingerprint = self._memory.fingerprint
+        if fingerprint is None:
+            return None
+        groups = range(len(self._groups))
+        layers = [sorted(self.layers(group)) for group in groups]
+        content = (fingerprint, self._form, layers)
+        if self._known[0] != content:
+            digest = hashlib.blake2b(repr(content).encode(), digest_size=16)
+            self._known = (content, digest.hexdigest())
+        return self._known[1]
+
+    @property
+    def weights(self) -> str:
+        """`_weights`, after a fingerprint was taken."""
+        weights = self._weights
+        assert weights is not None
+        return weights
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that the tier holds now."""
+        return self._sizes["held"] + self._sizes["pending"]
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of all files in the folder, as far as this process knows."""
+        disk = self._disk
+        if disk is None:
+            return 0
+        return disk.num_bytes or 0
+
+    @property
+    def wants_confirmation(self) -> bool:
+        """Whether more than `PENDING_BYTES` are unconfirmed."""
+        return self._sizes["pending"] > PENDING_BYTES
+
+    def keep(self, group: int, block_id: int, digest: bytes, is_vouched_for: bool) -> None:
+        name = _name(group, digest)
+        weights = self._weights
+        if weights is None or self._groups[group].is_incomplete:
+            return
+        key = (weights, name)
+        with self._lock:
+            if name in self._pending or key in self._held:
+                return
+            disk = self._disk
+            if disk is not None and disk.has(weights, name):
+                return
+            if self._disk is None and not self._host_bytes:  # nothing would keep it
+                return
+            try:
+                num_queued = self._sizes["unwritten"] + self._sizes["pending"]
+                max_queued = QUEUE_BYTES + free_bytes(torch.device("cpu")) // 4
+                if num_queued > max_queued:
+                    self.num_skipped += 1  # the disk is slower than evictions
+                    return
+                layers = self.copy_out(group, [block_id])
+            except (MemoryError, OSError, RuntimeError) as error:  # of `psutil` and of torch
+                if is_interrupt(error):
+                    raise
+                self.num_skipped += 1
+                return
+            entry = _Entry(layers, num_bytes(layers))
+            self.num_kept += 1
+            if is_vouched_for:
+                self._hold(key, entry)
+            else:
+                self._pending[name] = entry
+                self._sizes["pending"] += entry.num_bytes
+        self._begin_writing()
+
+    def layers(self, group: int) -> Mapping[int, KVBlocks]:
+        """Returns the layers of a group; before they are allocated, a block like theirs without
+        memory, if known."""
+        allocated: Mapping[int, KVBlocks] = self._groups[group].storage.layers
+        return allocated or self._unmade[group]
+
+    def copy_out(self, group: int, block_ids: list[int]) -> Layers:
+        layers = self._groups[group].storage.layers
+        return {index: HostLayer.copy_of(layer, block_ids) for index, layer in layers.items()}
+
+    def confirm(self) -> None:
+        with self._lock:
+            for name, entry in self._pending.items():
+                self._hold((self.weights, name), entry)
+            self.discard()
+        self._begin_writing()
+
+    def discard(self) -> None:
+        with self._lock:
+            self._pending.clear()
+            self._sizes["pending"] = 0
+
+    def has(self, group: int, digest: bytes) -> bool:
+        name = _name(group, digest)
+        weights = self._weights
+        if not self.layers(group):
+            return False
+        with self._lock:
+            if name in self._pending or (weights, name) in self._held:
+                return True
+            disk = self._disk
+            return disk is not None and disk.has(weights, name)
+
+    def read(self, group: int, digest: bytes) -> Any:
+        name = _name(group, digest)
+        key = (self.weights, name)
+        with self._lock:
+            entry = self._held.get(key)
+            if entry is not None:
+                self._held.move_to_end(key)
+                return entry.layers
+        disk = self._disk
+        parts: dict[int, Layers] | None = None
+        if disk is not None:
+            weights = self.weights
+            outline = outline_of(0, self.layers(group), 1)
+            parts = disk.read(weights, name, outline)
+        if parts is None:  # make `has` return `False` from now on
+            with self._lock:
+                lost = self._pending.pop(name, None)
+                self._sizes["pending"] -= 0 if lost is None else lost.num_bytes
+            return None
+        return parts[0]
+
+    def put_back(self, group: int, contents: list[Any], block_ids: list[int]) -> None:
+        memory = self._groups[group]
+        layers = contents[0]
+        held = memory.storage.layers
+        forms = []
+        for content in contents:
+            forms.append({index: form_of(layer.blocks) for index, layer in content.items()})
+        have_other_forms = any(form != forms[0] for form in forms)
+        has_other_layers = held and held.keys() != layers.keys()
+        if have_other_forms or has_other_layers:
+            raise ValueError("the blocks are not those of these layers")
+        block_bytes = sum(layer.blocks.block_bytes for layer in layers.values())
+        memory.expect(block_bytes)
+        host = HostBlocks()
+        for index, layer in layers.items():
+            data = [content[index].blocks.data for content in contents]
+            joined = [torch.cat(parts) for parts in zip(*data)]
+            blocks = layer.blocks.like(joined)
+            device = self._device
+            if index in held:
+                device = held[index].keys.device
+            assert device is not None
+            host[index] = HostLayer(blocks, device)
+        put_back(memory, host, dict(enumerate(block_ids)))
+        self.num_restored += len(block_ids)
+
+    def _hold(self, key: _Key, entry: _Entry) -> None:
+        if key in self._held:
+            return
+        self._held[key] = entry
+        self._sizes["held"] += entry.num_bytes
+        if self._disk is not None:
+            self._unwritten[key] = None
+            self._sizes["unwritten"] += entry.num_bytes
+        self._trim()
+
+    def _trim(self) -> None:
+        """Evicts written blocks, in LRU order, until host memory, without unwritten blocks, is
+        within its limit."""
+        over = self._sizes["held"] - self._sizes["unwritten"] - self._host_bytes
+        if over <= 0:
+            return
+        for key in list(self._held):
+            if over <= 0:
+                break
+            if key not in self._unwritten:
+                over -= self._held[key].num_bytes
+                self._sizes["held"] -= self._held.pop(key).num_bytes
+
+    def _begin_writing(self) -> None:
+        thread = self._thread
+        if self._unwritten and (thread is None or not thread.is_alive()):
+            # not a daemon: the interpreter waits until all is written. Without a thread,
+            # `_keep_all` writes
+            self._thread = start(self._write, "hf_paged prefix blocks", daemon=False)
+
+    def _write(self) -> None:
+        while self._write_one():
+            pass
+
+    def _write_one(self) -> bool:
+        with self._lock:
+            key = next(iter(self._unwritten), None)
+            if key is None:
+                self._thread = None
+                return False
+            entry = self._held[key]
+        assert self._folder is not None
+        try:
+            self._folder.write(*key, {0: entry.layers})
+        finally:
+            with self._lock:
+                if self._unwritten.pop(key, key) is None:
+                    self._sizes["unwritten"] -= entry.num_bytes
+                self._trim()
+        return True
+
+    def wait(self) -> None:
+        """Waits until all evicted blocks are on disk, or failed to be written."""
+        thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def after_fork(self, freed: set[Any]) -> None:
+        """In a child process: drops unwritten blocks, which the parent writes, and unconfirmed
+        ones."""
+        self._thread = None
+        for key in self._unwritten:
+            if key in self._held:
+                del self._held[key]
+        self._unwritten.clear()
+        self.discard()
+        self._sizes = {
+            "pending": 0,
+            "held": sum(entry.num_bytes for entry in self._held.values()),
+            "unwritten": 0,
+        }
+
+
+def check_tiers(config: PagedConfig) -> None:
+    """Creates the folder of a new pool's disk tier. Raises `OSError` if this process cannot use
+    it."""
+    tiers = PrefixTiers.coerce(config.prefix_tiers)
+    if tiers is not None and tiers.disk_path is not None:
+        check_folder(os.fspath(tiers.disk_path))
+
+
+def _name(group: int, digest: bytes) -> str:
+    return f"{digest.hex()}-{group}"
+
+
+_stores: weakref.WeakSet[PrefixStore] = weakref.WeakSet()
+
+
+def stores_of(memory: PagedMemory) -> Iterable[PrefixStore]:
+    """Returns the prefix stores of a memory."""
+    managers = list(memory.managers.values())
+    tiers = (manager.tier for manager in managers)
+    return [tier for tier in tiers if isinstance(tier, PrefixStore)]
+
+
+def _keep_all() -> None:
+    """Writes all cached blocks to disk when the process ends."""
+    for store in list(_stores):
+        with contextlib.suppress(ReferenceError):  # its memory was freed
+            lock = store._memory.lock
+            if store._disk is not None and lock.acquire(timeout=1):
+                try:
+                    store._memory.give_up_cached()
+                finally:
+                    lock.release()
+        store.wait()
+        store._write()
+
+
+atexit.register(_keep_all)

@@ -1,0 +1,444 @@
+"""Virtual storage: rows as contiguous tensors (vAttention, arXiv 2405.04437). A block's pages are
+mapped at the block's address, which kernels, copies and files use, and again in the address range
+(place) of each row that reads it.
+
+A place belongs to the row whose blocks are mapped there: the row's next step finds it by its last
+block, maps new blocks, and reads plain strided tensors. So this storage needs no notice when rows
+begin, fork or end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import math
+import os
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import compat
+from ..cache.block_pool import BlockPool
+from ..cache.copies import BlockCopies
+from ..cache.free_memory import address_limit
+from ..cache.groups import GroupSpec
+from ..cache.storage import KVBlocks, Storage
+from ..config import MAX_BLOCK_SIZE, MAX_VIRTUAL_BLOCK_SIZE, PagedConfig, VirtualStorage
+from ..step import StepMetadata
+from ..topics import Topic
+from .pages import MemoryFile, Pages, leave_to_parent, pages_for
+from .places import Places, Planes, Region
+from .row_slots import PlacedRows, Placement, RowSlots
+
+logger = logging.getLogger(__name__)
+
+# of addresses for the blocks of a layer; growth beyond it maps them at other addresses
+MAX_ROOM_BYTES = 64 << 30
+
+
+def fit_blocks(
+    config: PagedConfig,
+    model_config: Any,
+    device: torch.device,
+) -> PagedConfig:
+    """Raises the block size so that a block's keys of one head, or with large pages its keys and
+    values of all heads, fill whole pages in half precision, by the model's configuration. Raises
+    `ValueError` if pages cannot be mapped."""
+    if not isinstance(config.storage, VirtualStorage):
+        return config
+    page = pages_for(device, config.storage.page_bytes).granularity
+    heads, width = _widths(model_config)
+    head_bytes = 2 * width  # of a token
+    tokens = page // math.gcd(page, head_bytes)
+    if tokens > MAX_BLOCK_SIZE:
+        all_bytes = 2 * heads * head_bytes
+        tokens = page // math.gcd(page, all_bytes)
+    if tokens > MAX_VIRTUAL_BLOCK_SIZE:
+        raise ValueError(
+            f"`page_bytes` of `VirtualStorage` is {page:,}, and no block of at most"
+            f" {MAX_VIRTUAL_BLOCK_SIZE:,} tokens of this model, {heads} KV heads of {width}, fills"
+            " such pages: lower it"
+        )
+    size = config.block_size  # "auto": the smallest possible
+    if not isinstance(size, str) and size >= tokens:
+        return config
+    return dataclasses.replace(config, block_size=tokens)
+
+
+def _widths(config: Any) -> tuple[int, int]:
+    """Returns the number of KV heads and the head dim; of layers that differ, the numbers that
+    divide all of theirs."""
+    text = None
+    if config is not None:
+        text = config.get_text_config(decoder=True)
+    layer_configs = compat.layer_configs(text)
+    heads, widths = zip(*map(_widths_of_layer, layer_configs))
+    return math.gcd(*heads), math.gcd(*widths)
+
+
+def _widths_of_layer(config: Any) -> tuple[int, int]:
+    heads = getattr(config, "num_attention_heads", None) or 1
+    latent = getattr(config, "kv_lora_rank", None)
+    if isinstance(latent, int):
+        rotary = getattr(config, "qk_rope_head_dim", None) or 0
+        return 1, latent + rotary
+    width = getattr(config, "head_dim", None)
+    if not width:
+        hidden_size = getattr(config, "hidden_size", None)
+        width = (hidden_size or 64 * heads) // heads
+    if not isinstance(width, int):
+        width = 64
+    kv_heads = getattr(config, "num_key_value_heads", None)
+    return kv_heads or heads, width
+
+
+class LayerRows:
+    """The rows of one layer as strided tensors."""
+
+    def __init__(
+        self,
+        storage: MappedStorage,
+        regions: Sequence[Region],
+        form: tuple[Any, ...],
+    ) -> None:
+        self.slots = storage.slots
+        self.config = storage.config
+        self.regions = list(regions)
+        self.places: Places | None = None
+        self._form = form
+        self.is_read = True  # whether the model's own code accepts tensors that are not contiguous
+
+    def place(self, step: StepMetadata) -> PlacedRows | None:
+        """Maps each row of a step and returns where it can be read; `None` if it cannot be
+        mapped."""
+        with self.slots.lock:
+            placed = self._place(step, together=False)
+        if placed is None:
+            return None
+        placement, places = placed
+        if len(places.views) == 2:
+            return PlacedRows(placement, *places.views)
+        both = KVBlocks.view(tuple(places.views), *self._form)
+        return PlacedRows(placement, both.keys, both.values)
+
+    def _place(self, step: StepMetadata, together: bool) -> tuple[Placement, Places] | None:
+        """Maps each row of a step; returns the slots, and where they are. Needs the slots' lock."""
+        placement: Placement | None = step.plan(self.slots.place, together)
+        if placement is None:
+            return None
+        try:
+            return placement, self._follow(placement)
+        except MemoryError:
+            _drop_idle(keep=placement, of=self.slots)
+            try:
+                return placement, self._follow(placement)
+            except MemoryError as error:
+                message = "rows are gathered, since no more of them can be mapped: %s"
+                logger.warning(Topic.VIRTUAL_STORAGE(message), error)
+                self.slots.fill()
+                return None
+
+    def _follow(self, placement: Placement) -> Places:
+        """Maps what is not mapped yet. Raises `MemoryError`."""
+        slots = self.slots
+        shape = (slots.num_slots, slots.max_len)
+        stale = placement.slots
+        if self.places is not None and self.places.shape == shape:
+            versions = self.places.versions
+            rows = slots.rows
+            stale = [slot for slot in stale if versions[slot] != rows[slot].version]
+            if not stale:
+                return self.places
+        self.settle()
+        if self.places is not None and self.places.shape != shape:
+            self.places = None
+        if self.places is None:
+            self.places = Places(self.regions, *shape)
+            stale = placement.slots
+        num_blocks = min(region.num_mapped for region in self.regions)
+        for slot in stale:
+            self.places.follow(slot, slots.rows[slot], self.config, num_blocks)
+        return self.places
+
+    def drop(self, slots: Iterable[int]) -> None:
+        """Unmaps these slots. Needs the slots' lock."""
+        self.settle()
+        for slot in slots:
+            if self.places is not None and slot < len(self.places.mapped):
+                self.places.drop(slot)
+
+    def lend(self, step: StepMetadata, is_value: bool) -> Tensor | None:
+        """Returns all `step.columns` of every row as a view `(rows, heads, len(columns), dim)`,
+        with zeros for padding; `None` if no single view covers the rows."""
+        columns = step.columns
+        size = step.block_size
+        if columns is None or not len(columns):
+            return None
+        if not step.num_rows or not self.is_read:
+            return None
+        shift = step.origins[0] % size
+        if any(origin % size != shift for origin in step.origins):
+            return None
+        if step.has_padding and not self.regions[0].pages.maps_over:
+            return None  # padding is not mapped
+        first = columns.start - shift
+        end = columns.stop - shift
+        if first < 0:
+            return None
+        with self.slots.lock:
+            placed = self._place(step, together=True)
+            if placed is None:
+                return None
+            placement, places = placed
+            slots = range(placement.slots[0], placement.slots[-1] + 1)
+            if len(places.views) == 2:
+                return places.lend(int(is_value), slots, first, end)
+            data = places.lend(0, slots, first, end)
+            both = KVBlocks.view((data,), *self._form)
+            return both.values if is_value else both.keys
+
+    def settle(self) -> None:
+        """Preserves lent views that are still alive (`Places.preserve`). Call before mapping over,
+        or writing to, blocks."""
+        places = self.places  # read once: another thread may change it
+        if places is not None and places.loans:
+            with self.slots.lock:
+                if self.places is not None and self.places.preserve():
+                    self.places = None
+
+    def grow(self, num_blocks: int) -> None:
+        """Gives the regions addresses for `num_blocks` blocks. Raises `MemoryError`, with nothing
+        changed."""
+        regions = [region.grown(num_blocks) for region in self.regions]
+        with self.slots.lock:
+            self.settle()  # readers of older blocks read these rows, too
+            self.regions = regions
+
+    def close(self) -> None:
+        """Returns its pages to the system. No table may hold a block."""
+        with self.slots.lock:
+            places = self.places
+            self.settle()
+            self.places = None
+            if places is not None:
+                places.close()
+            for region in self.regions:
+                region.close()
+
+    def map_fresh(self, pages: Pages, slots: RowSlots) -> None:
+        """In a child process: maps other pages at the blocks' addresses."""
+        self.slots = slots
+        self.places = None
+        for region in self.regions:
+            region.map_fresh(pages)
+
+
+class MappedStorage(Storage):
+    """A storage whose blocks' pages are also mapped for rows. Layers whose blocks do not fill whole
+    pages have plain blocks."""
+
+    def __init__(
+        self,
+        block_size: int,
+        pool: BlockPool,
+        spec: GroupSpec,
+        config: VirtualStorage,
+        before_move: Callable[[], None],
+    ) -> None:
+        """`before_move`: gathers all handles. Called before blocks move, since a child process gets
+        pages of its own at the blocks' addresses alone."""
+        super().__init__(block_size, pool, spec)
+        self._copies = BlockCopies(launches=False)
+        self.config = config
+        self.slots = RowSlots(config.keep_mappings)
+        self.pages: Pages | None = None
+        self._for_child: dict[int, tuple[list[int], KVBlocks]] = {}
+        # also of former layers, which views may hold
+        self._made: weakref.WeakSet[LayerRows] = weakref.WeakSet()
+        self._before_move = before_move
+        _storages.add(self)
+
+    @property
+    def _regions(self) -> list[Region]:
+        return [region for rows in self._mapped for region in rows.regions]
+
+    @property
+    def _mapped(self) -> list[LayerRows]:
+        layers = list(self.layers.values())
+        return [layer.rows for layer in layers if layer.rows is not None]
+
+    @property
+    def physical_bytes(self) -> int:
+        """Bytes of pages in physical memory."""
+        if self.pages is None:
+            return 0
+        return self.pages.physical_bytes()
+
+    @property
+    def num_rows(self) -> int:
+        backed = [region.num_mapped for region in self._regions]
+        return min([super().num_rows, *backed])
+
+    @property
+    def is_elastic(self) -> bool:
+        if not super().is_elastic:
+            return False
+        return self.pages is None or self.pages.is_sparse
+
+    @property
+    def nbytes(self) -> int:
+        num_bytes = self.physical_bytes
+        for layer in self.layers.values():
+            if layer.rows is None:
+                num_bytes += sum(tensor.nbytes for tensor in layer.data)
+        return num_bytes
+
+    def _num_reserved(self, block_bytes: int, device: torch.device) -> int:
+        """Reserves much more address space, which costs nothing, so that blocks need not move as
+        they grow."""
+        room = 0
+        if address_limit() is None:
+            room = MAX_ROOM_BYTES // max(block_bytes, 1)
+        num_reserved = super()._num_reserved(block_bytes, device)
+        return max(room, num_reserved)
+
+    def _allocate(self, num_blocks: int, keys: Tensor, values: Tensor) -> KVBlocks:
+        if keys.device.type == "meta":
+            return super()._allocate(num_blocks, keys, values)
+        like = self._outline(keys, values)
+        if self.pages is None:
+            self.pages = pages_for(keys.device, self.config.page_bytes)
+        page = self.pages.granularity
+        heads = like.data[0].shape[1]
+        has_both = len(like.data) == 1 and heads == 2 * like.keys.shape[1]
+        parts = 2 if has_both else 1
+        shapes = [tuple(tensor.shape[1:]) for tensor in like.data]
+        tensors = zip(shapes, like.data)
+        layouts = [Planes.fit(shape, tensor.dtype, parts, page) for shape, tensor in tensors]
+        fitting = [layout for layout in layouts if layout is not None]
+        if len(fitting) < len(layouts):
+            logger.warning(
+                Topic.VIRTUAL_STORAGE(
+                    "blocks of %d tokens of %s do not fill whole pages of %d bytes and are"
+                    " gathered: raise `block_size`"
+                ),
+                self.block_size,
+                " and ".join(map(str, shapes)),
+                page,
+            )
+            return super()._allocate(num_blocks, keys, values)
+        num_backed = self._pool.num_blocks
+        regions = [Region(self.pages, layout, num_blocks, num_backed) for layout in fitting]
+        rows = LayerRows(self, regions, like.form)
+        self._made.add(rows)
+        return self._over(like, rows)
+
+    def _over(self, like: KVBlocks, rows: LayerRows) -> KVBlocks:
+        tensors = [region.blocks for region in rows.regions]
+        blocks = like.like(tensors)
+        blocks.rows = rows
+        return blocks
+
+    def _grown(self, layer: KVBlocks, num_blocks: int) -> KVBlocks:
+        if layer.rows is None:
+            return super()._grown(layer, num_blocks)
+        self._before_move()
+        layer.rows.grow(num_blocks)
+        return self._over(layer, layer.rows)
+
+    def grow(self, num_blocks: int, most: int) -> None:
+        super().grow(num_blocks, most)
+        for region in self._regions:
+            region.back(num_blocks)
+
+    def promote(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks:
+        self._before_move()
+        return super().promote(index, keys, values)
+
+    def clear(self) -> None:
+        for rows in self._mapped:
+            rows.close()
+        super().clear()
+        slots = RowSlots(self.config.keep_mappings)
+        self.pages, self.slots = None, slots
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        for rows in self._mapped:
+            rows.settle()
+        super().copy_blocks(copies)
+
+    def before_fork(self) -> None:
+        """Copies the content of blocks for the child, since mapped pages stay shared with the
+        parent."""
+        if not isinstance(self.pages, MemoryFile):
+            return
+        for rows in list(self._made):
+            rows.settle()
+        counts = enumerate(self._pool.states())
+        ids = [block_id for block_id, count in counts if count]
+        for index, layer in list(self.layers.items()):  # other threads may add some
+            if layer.rows is not None and ids:
+                self._for_child[index] = ids, layer.at(ids)
+
+    def after_in_parent(self) -> None:
+        self._for_child = {}
+
+    def after_in_child(self) -> None:
+        """Maps new pages at the same addresses and restores the blocks' content."""
+        if not isinstance(self.pages, MemoryFile):
+            return
+        contents = self._for_child
+        pages = self.pages.fresh()
+        self.pages, self.slots = pages, RowSlots(self.config.keep_mappings)
+        self._for_child = {}
+        for index, layer in self.layers.items():
+            if layer.rows is not None:
+                layer.rows.map_fresh(pages, self.slots)
+                if index in contents:
+                    layer.put_blocks(*contents[index])
+
+
+_storages: weakref.WeakSet[MappedStorage] = weakref.WeakSet()
+
+
+def _drop_idle(keep: Placement, of: RowSlots) -> None:
+    """Unmaps slots that no step reads, in all storages, except `keep` in the slots `of`, whose lock
+    is held."""
+    for storage in list(_storages):
+        slots = storage.slots
+        if not slots.lock.acquire(blocking=False):
+            continue  # in use by another thread
+        try:
+            kept = set(keep.slots) if slots is of else ()
+            free = (slot for slot, row in enumerate(slots.rows) if row.is_free)
+            idle = [slot for slot in free if slot not in kept]
+            for rows in storage._mapped:
+                rows.drop(idle)
+            slots.forget(slots.rows[slot] for slot in idle)
+        finally:
+            slots.lock.release()
+
+
+def _tell(name: str) -> None:
+    for storage in list(_storages):
+        try:
+            getattr(storage, name)()
+        except Exception:  # must not keep the others from theirs
+            logger.exception(Topic.MEMORY("blocks of a child process may be lost"))
+
+
+def _after_in_child() -> None:
+    leave_to_parent()
+    _tell("after_in_child")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=functools.partial(_tell, "before_fork"),
+        after_in_parent=functools.partial(_tell, "after_in_parent"),
+        after_in_child=_after_in_child,
+    )

@@ -1,0 +1,98 @@
+"""Adapters in the pool: counted, pinned, cached in one LRU order with prefixes."""
+
+from __future__ import annotations
+
+from hf_paged.adapters.pages import AdapterPages
+from hf_paged.cache.block_manager import BlockManager
+from hf_paged.cache.block_pool import BlockPool
+from hf_paged.cache.groups import FULL_ATTENTION, BlockGroup
+
+BYTES = 100
+
+
+class Group(BlockGroup):
+    size = BYTES
+
+    @property
+    def block_bytes(self) -> int:
+        return self.size
+
+
+def make(num_blocks: int) -> tuple[AdapterPages, BlockManager, Group, list[str]]:
+    group, evicted = Group(BlockPool(num_blocks), FULL_ATTENTION), list[str]()
+    blocks = BlockManager([group], 4)
+    pages = AdapterPages(blocks)
+    pages.on_evict = evicted.append
+    return pages, blocks, group, evicted
+
+
+def test_an_adapter_takes_as_many_blocks_as_hold_its_bytes() -> None:
+    pages, blocks, group, _ = make(8)
+    assert pages.pin("a", 2 * BYTES + 1, "r1") and group.pool.num_used == 3
+    assert pages.pin("a", 2 * BYTES + 1, "r2") and group.pool.num_used == 3
+    blocks.check_integrity()
+    group.pool.check_integrity([table.block_ids for table in blocks.tables(0)])
+    assert not pages.pin("b", 6 * BYTES, "r3") and "b" not in pages
+    pages.unpin("a", "r1")
+    assert group.pool.num_used == 3
+    pages.unpin("a", "r2")
+    assert (group.pool.num_used, group.pool.num_cached) == (0, 3) and "a" in pages
+    blocks.check_integrity()
+
+
+def test_the_least_recently_used_goes_first_and_as_a_whole() -> None:
+    pages, blocks, group, evicted = make(6)
+    for name in ("a", "b"):
+        assert pages.pin(name, 3 * BYTES, name)
+    for name in ("a", "b"):
+        pages.unpin(name, name)
+    assert pages.pin("a", 3 * BYTES, "again")
+    pages.unpin("a", "again")
+    row = blocks.new()
+    assert blocks.append(row, 1) and evicted == ["b"]
+    assert (group.pool.num_free, group.pool.num_cached) == (2, 3)
+    assert "a" in pages and "b" not in pages and pages.num_evictions == 1
+    blocks.check_integrity()
+    assert blocks.append(row, 11) and evicted == ["b"]
+    assert blocks.append(row, 1) and evicted == ["b", "a"]
+    blocks.free(row)
+    assert group.pool.num_free == 6
+
+
+def test_prefixes_and_adapters_have_one_order() -> None:
+    pages, blocks, _, evicted = make(4)
+    assert pages.pin("a", 2 * BYTES, "r")
+    pages.unpin("a", "r")
+    row, tokens = blocks.new(), list(range(8))
+    assert blocks.append(row, 8)
+    blocks.register(row, tokens, 8, None)
+    blocks.free(row)
+    assert pages.pin("b", 2 * BYTES, "r") and evicted == ["a"], "it was let go before the prefix"
+    assert blocks.num_known([*tokens, 0], None) == 8
+    assert pages.pin("c", BYTES, "s") and blocks.num_known([*tokens, 0], None) < 8
+    blocks.check_integrity()
+
+
+def test_hits_are_admissions_with_a_place() -> None:
+    pages, *_ = make(4)
+    assert pages.pin("a", BYTES, "r")
+    pages.unpin("a", "r")  # its request was not admitted
+    assert pages.pin("a", BYTES, "r")
+    pages.use("a")
+    assert pages.num_hits == 0
+    assert pages.pin("a", BYTES, "s")
+    pages.use("a")
+    assert pages.num_hits == 1
+
+
+def test_before_the_first_layer_is_made_one_adapter_has_a_place() -> None:
+    """The bytes of a block are not known then."""
+    pages, blocks, group, evicted = make(4)
+    group.size = 0
+    assert pages.pin("a", 2 * BYTES, "r") and not pages.pin("b", 2 * BYTES, "s")
+    group.size = BYTES
+    assert pages.pin("b", 2 * BYTES, "s") and group.pool.num_used == 2
+    pages.unpin("a", "r")
+    assert "a" in pages and group.pool.num_cached == 2
+    assert pages.pin("c", 2 * BYTES, "t") and evicted == ["a"]
+    blocks.check_integrity()

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 # Before transformers or tokenizers is imported: both read these once.
@@ -62,6 +63,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         mark = item.get_closest_marker("gpu")
         if mark is not None and (obstacle := mark.kwargs.get("unless", no_device)) is not None:
             item.add_marker(pytest.mark.skip(reason=obstacle))
+
+
+def _missing_room(text: str) -> str | None:
+    """What says in an error's text that a room of hf_paged is not there."""
+    found = re.search(r"No module named 'hf_paged\.(\w+)|needs `hf_paged\.(\w+)`", text)
+    return None if found is None else f"needs the room {found.group(1) or found.group(2)}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Skips a module of tests that imports a room which `tests.support.alone` has taken away."""
+    report = yield
+    if report.failed and (reason := _missing_room(str(report.longrepr))) is not None:
+        report.outcome, report.longrepr = "skipped", (str(collector.path), 0, reason)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """Skips a test that asks for a room which `tests.support.alone` has taken away."""
+    try:
+        yield
+    except ImportError as error:
+        if (reason := _missing_room(str(error))) is None:
+            raise
+        pytest.skip(reason)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from ..config import PagedConfig
 from ..interrupts import guarded
 from ..model.forwards import compute_device
 from ..model.loading import load_model, load_tokenizer
+from ..seams import DEFAULT_PARTS, EngineParts
 from ..tiers.saved_prefixes import load, save, saved_to
 from ..tiers.store import check_tiers
 from ..virtual.storage import fit_blocks
@@ -56,6 +57,8 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
             `torch.compile`, `DataParallel`, `DistributedDataParallel`) the model inside runs.
         config ([`PagedConfig`] or `dict`, *optional*): Block size, budgets, preemption.
         tokenizer (*optional*): Needed for text prompts, stop strings, and text in the results.
+        parts ([`hf_paged.seams.EngineParts`], *optional*): Parts of your own in place of those that
+            the config asks for.
 
     Raises:
         ValueError: for a model that cannot generate; for models that only `generate` serves:
@@ -81,6 +84,7 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         config: PagedConfig | Mapping[str, Any] | None = None,
         *,
         tokenizer: Any = None,
+        parts: EngineParts = DEFAULT_PARTS,
         **unknown: Any,
     ) -> None:
         refuse_options(unknown)
@@ -92,7 +96,7 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         self.config = fit_blocks(asked, self.model.config, compute_device(self.model))
         check_tiers(self.config)
         self.tokenizer = tokenizer
-        self._core = EngineCore(self.model, self.config)
+        self._core = EngineCore(self.model, self.config, parts)
         self.timeline = self._core.timeline
 
     @classmethod

@@ -32,6 +32,7 @@ from ..model.registry import Route, note_route
 from ..ranks.leader import lead
 from ..ranks.processes import RankLostError
 from ..ranks.signals import PatientLock
+from ..seams import EngineParts
 from ..timing import counted, counting
 from ..topics import Topic
 from .admission import Admission, check_led
@@ -63,7 +64,7 @@ class EngineCore:
     """Adds, runs and ends an engine's requests, and keeps a step loop that fits the model's current
     state."""
 
-    def __init__(self, model: PreTrainedModel, config: PagedConfig) -> None:
+    def __init__(self, model: PreTrainedModel, config: PagedConfig, parts: EngineParts) -> None:
         self.model = model
         self.config = config
         self.leader = lead(model, self)  # drives the processes that hold other shards of the model
@@ -75,7 +76,7 @@ class EngineCore:
             self.lock = PatientLock(self.inner_lock)
         self.requests: dict[Hashable, RequestState] = {}  # unfinished ones, by id
         self.unread: list[RequestOutput] = []  # outputs for the next `PagedEngine.step`
-        self._owner = EngineLoop(model, config, self.leader, self.inner_lock)
+        self._owner = EngineLoop(model, config, parts, self.leader, self.inner_lock)
         self.timeline = self._owner.timeline
         # spent on what later requests reuse, by part (`Route`)
         self.setup_seconds: dict[str, float] = {}

@@ -15,6 +15,7 @@ from ..config import AUTO, PagedConfig
 from ..model.forwards import compute_device
 from ..model.layout import Layout
 from ..model.registry import Route, block_sizes, route_of
+from ..seams import EngineParts
 from .factory import MANY_BLOCKS, choose_layout, empty_cache, make_loop
 from .loop import StepLoop
 from .scheduling.timeline import Timeline
@@ -43,11 +44,13 @@ class EngineLoop:
         self,
         model: PreTrainedModel,
         config: PagedConfig,
+        parts: EngineParts,
         leader: Any,
         outer_lock: Any,
     ) -> None:
         self._model = model
         self._config = config
+        self._parts = parts
         self._leader = leader
         self._outer_lock = outer_lock
         self.loop: StepLoop | None = None  # `None` while no memory is allocated
@@ -101,6 +104,7 @@ class EngineLoop:
             layout,
             config,
             max_num_seqs=config.max_num_seqs,
+            parts=self._parts,
             leader=self._leader,
         )
         if self._leader is not None:

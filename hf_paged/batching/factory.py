@@ -27,6 +27,7 @@ from ..model.forwards import compute_device
 from ..model.layout import Layout
 from ..model.structure import overridden
 from ..model.weights import WeightsGuard
+from ..seams import DEFAULT_PARTS, EngineParts
 from ..speculation.assistant import Assistant, assistant_cache
 from ..speculation.mtp import MtpHeads, MtpRunner, reason_against_mtp
 from ..speculation.sources import Assistance
@@ -63,6 +64,7 @@ def make_loop(
     config: PagedConfig,
     *,
     max_num_seqs: int,
+    parts: EngineParts = DEFAULT_PARTS,
     leader: Any = None,
 ) -> StepLoop:
     """Makes a loop that runs forwards in this layout, on the memory of `cache`, the model's empty

@@ -1,0 +1,47 @@
+"""The rooms beside the core: features in folders of their own, each imported when a call first
+needs it. The core imports no room by name; whether a call needs one is the caller's question."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from typing import Any
+
+ROOMS = (
+    "adapters",
+    "grammar",
+    "native",
+    "ranks",
+    "ray",
+    "speculation",
+    "tape",
+    "tiers",
+    "tools",
+    "virtual",
+)
+
+
+class RoomMissingError(ImportError):
+    """A call asks for a feature whose room this installation lacks."""
+
+
+@functools.cache
+def is_installed(name: str) -> bool:
+    """Whether the room with this name (`ROOMS`) is there."""
+    return importlib.util.find_spec(f"{__package__}.{name}") is not None
+
+
+@functools.cache
+def room(name: str, option: str) -> Any:
+    """Imports the room with this name (`ROOMS`), which `option`, as its users write it, needs, and
+    returns its module, whose type is a protocol of `hf_paged.seams`. Raises [`RoomMissingError`] if
+    the room is not there."""
+    assert name in ROOMS
+    if not is_installed(name):
+        raise RoomMissingError(
+            f"{option} needs `{__package__}.{name}`, which this installation of hf_paged lacks:"
+            " install all of hf_paged, or leave the option out",
+            name=f"{__package__}.{name}",
+        )
+    return importlib.import_module(f"{__package__}.{name}")

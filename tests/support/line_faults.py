@@ -24,6 +24,7 @@ import json
 import linecache
 import multiprocessing
 import os
+import pickle
 import random
 import select
 import shlex
@@ -44,12 +45,12 @@ from transformers import GenerationConfig
 
 import hf_paged
 from benchmarks import machine
+from tests.adapters.test_peft_engine import ADAPTERS, active, lora_model
 from tests.support import interrupts, models
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_media import media_inputs
 from tests.support.checks import model_state
 from tests.support.prices import fix_prices
-from tests.test_peft_engine import ADAPTERS, active, lora_model
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = str(Path(hf_paged.__file__).parent)
@@ -423,8 +424,22 @@ def _build(name: str) -> interrupts.Case:
 
 
 def list_sites(name: str, opcodes: bool) -> collections.Counter[Place]:
-    """In a process of its own: how often the scenario visits each place."""
-    return visited(_build(name), opcodes)
+    """In a process of its own: how often the scenario visits each place in a forked child, where
+    faults happen later: a child begins without the memory and the recorded steps of its parent."""
+    case = _build(name)
+    gc.collect()
+    gc.freeze()
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException), os.fdopen(write, "wb") as pipe:
+            pickle.dump(visited(case, opcodes), pipe)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        visits: collections.Counter[Place] = pickle.load(pipe)
+    os.waitpid(child, 0)
+    return visits
 
 
 def run_scenario(name: str, sites: list[Site]) -> dict[str, Any]:
@@ -475,7 +490,7 @@ def main() -> int:
     results, num_unlisted, facts = dict[str, dict[str, Any]](), 0, machine.facts()
     context = multiprocessing.get_context("forkserver")
     # Each process then starts with PyTorch, transformers and these imported.
-    context.set_forkserver_preload(["tests.test_peft_engine", "tests.support.architecture_media"])
+    context.set_forkserver_preload(["tests.adapters.test_peft_engine", "tests.support.architecture_media"])
     with concurrent.futures.ProcessPoolExecutor(args.jobs, context, max_tasks_per_child=1) as pool:
         visits = dict(zip(names, pool.map(list_sites, names, [args.opcodes] * len(names))))
         sites = choose_sites(visits, args.fault.split(","), args.sample, args.seed)

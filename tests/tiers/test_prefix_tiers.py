@@ -34,15 +34,15 @@ from hf_paged.native.continuous_batching import PagedBatchingManager
 from hf_paged.tiers import block_files
 from hf_paged.tiers import store as tiers
 from tests.attention import test_latent
-from tests.cache.test_block_files import (
+from tests.support import models
+from tests.support.engine_helpers import assert_drained, lone_run, prompts, run_all
+from tests.tiers.test_block_files import (
     OPERATIONS,
     fail_operation,
     forbidden,
     replace_by_file,
     replace_by_loop,
 )
-from tests.support import models
-from tests.support.engine_helpers import assert_drained, lone_run, prompts, run_all
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6}
 SIZE = models.BLOCK_SIZE
@@ -87,7 +87,7 @@ def no_thread_is_left() -> Iterator[None]:
 _OTHER_PROCESS = """
 import json, sys, torch
 torch.set_num_threads(1)
-from tests.batching.test_prefix_tiers import GREEDY, PagedEngine, build, config
+from tests.tiers.test_prefix_tiers import GREEDY, PagedEngine, build, config
 name, path, prompt = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 with PagedEngine(build(name), config(path)) as engine:
     (result,) = engine.generate([prompt], GREEDY)

@@ -106,6 +106,17 @@ class Assisted(interrupts.Generate):
         )
 
 
+class Recorded(interrupts.Generate):
+    """A call of `generate` that is long enough for its steps to be recorded."""
+
+    def __init__(self) -> None:
+        super().__init__(models.build("llama"), "greedy")
+
+    def tokens(self, paged: dict[str, Any]) -> torch.Tensor:
+        options = {**self.options, "max_new_tokens": 24, "min_new_tokens": 24}
+        return self.model.generate(**self.inputs, **options, **paged)
+
+
 class Images(interrupts.Generate):
     """`generate` with a picture in each row."""
 
@@ -196,6 +207,7 @@ def _engine(name: str, **config: Any) -> Callable[[], interrupts.Case]:
 
 SCENARIOS: dict[str, Callable[[], interrupts.Case]] = {
     **interrupts.CASES,
+    "generate, recorded": Recorded,
     "generate, assisted": lambda: Assisted(models.build("llama"), "greedy"),
     "generate, images": Images,
     "generate, hybrid": lambda: interrupts.Generate(models.build("qwen3_next"), "greedy"),
@@ -490,7 +502,9 @@ def main() -> int:
     results, num_unlisted, facts = dict[str, dict[str, Any]](), 0, machine.facts()
     context = multiprocessing.get_context("forkserver")
     # Each process then starts with PyTorch, transformers and these imported.
-    context.set_forkserver_preload(["tests.adapters.test_peft_engine", "tests.support.architecture_media"])
+    context.set_forkserver_preload(
+        ["tests.adapters.test_peft_engine", "tests.support.architecture_media"]
+    )
     with concurrent.futures.ProcessPoolExecutor(args.jobs, context, max_tasks_per_child=1) as pool:
         visits = dict(zip(names, pool.map(list_sites, names, [args.opcodes] * len(names))))
         sites = choose_sites(visits, args.fault.split(","), args.sample, args.seed)

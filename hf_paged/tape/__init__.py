@@ -1,2 +1,1 @@
-"""A forward as a tape: recorded once, run again, on the CPU by one C++ call, on a GPU in fewer
-launches."""
+"""A forward as a tape: recorded once, run again by one C++ call."""

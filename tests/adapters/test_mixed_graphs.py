@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from hf_paged import PagedConfig, PagedEngine, kernels
-from hf_paged.batching.execution import graph_keys, shared_prefixes
-from hf_paged.batching.execution import graphs as recording
-from hf_paged.batching.execution.graph_keys import Key, chunk_bucket
-from hf_paged.batching.execution.inputs import Sizes
+from hf_paged.batching.execution.buckets import chunk_bucket
 from hf_paged.kernels import cpp
 from hf_paged.kernels.triton import cascade
+from hf_paged.tape import graph_keys, shared_prefixes
+from hf_paged.tape import graphs as recording
+from hf_paged.tape.graph_keys import Key
+from hf_paged.tape.inputs import Sizes
 from tests.attention import test_latent
 from tests.batching.test_runner import SIZE, Row, assert_close, tokens
 from tests.support import models

@@ -12,9 +12,9 @@ from transformers.models.llama import modeling_llama
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
-from hf_paged.batching.execution import cuda_graphs, executor, recorders
-from hf_paged.batching.execution import graphs as recording
 from hf_paged.model.state import read_state
+from hf_paged.tape import cuda_graphs, recorders, run_ahead
+from hf_paged.tape import graphs as recording
 from tests.batching.test_runner import SIZE, Bench, Row, tokens
 from tests.support import models
 from tests.support.engine_helpers import assert_drained, prompts
@@ -64,23 +64,23 @@ def test_steps_ahead_give_the_tokens_of_steps_in_time(
     """The next step runs while the host waits for the previous step's tokens, which a separate copy
     transfers."""
     model, taken = models.build(name).to("cuda"), []
-    take = executor.RunAhead.take
+    take = run_ahead.RunAhead.take
 
-    def counted(self: executor.RunAhead, plan: Any) -> Any:
+    def counted(self: run_ahead.RunAhead, plan: Any) -> Any:
         found = take(self, plan)
         taken.append(found[1])
         return found
 
-    monkeypatch.setattr(executor.RunAhead, "take", counted)
+    monkeypatch.setattr(run_ahead.RunAhead, "take", counted)
     found, stats = texts(model, later=3)
     assert sum(count > 0 for count in taken) > stats.num_steps / 3
-    monkeypatch.setattr(executor.RunAhead, "fetch", lambda *arguments: None)
+    monkeypatch.setattr(run_ahead.RunAhead, "fetch", lambda *arguments: None)
     assert found == texts(model, later=3)[0]
 
 
 def test_tokens_come_before_what_is_launched_after_them() -> None:
     tokens = torch.arange(5, device="cuda")
-    arrived = executor._send(tokens)
+    arrived = run_ahead._send(tokens)
     tokens.fill_(9)  # stands for the next step, which must neither be awaited nor overtake the copy
     assert arrived() == [0, 1, 2, 3, 4]
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...cache.free_memory import is_out_of_memory
-from ...tape.record import HostFirst, KnownAgain, NothingUnrecorded
+from ..cache.free_memory import is_out_of_memory
+from .record import HostFirst, KnownAgain, NothingUnrecorded
 
 capture_stream = functools.cache(torch.cuda.Stream)  # by device
 _LATER: list[Any] = []  # graphs deleted during a capture, when waiting is forbidden: freed after it
@@ -22,9 +22,7 @@ class CudaGraphs:
     """CUDA graphs (ROCm's have the same interface) that share one private memory pool: they are
     replayed one after another, and only the graph itself reads what it left there."""
 
-    runs_ahead = True
-    decodes_alone = False
-    notice = logging.WARNING
+    on_device = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -36,7 +34,7 @@ class CudaGraphs:
         self,
         run: Callable[[], None],
         model: PreTrainedModel,
-        check: Callable[[Callable[[], None]], None],
+        tensors: Sequence[Tensor],
     ) -> RecordedGraph:
         """Runs `run` once as it is, then records it. Waits for the device. Raises what `run`
         raises, and [`NotCapturable`] if it cannot be recorded; streams, random state and memory are

@@ -101,7 +101,7 @@ def make_loop(
         draft_cache = assistant_cache(assistant, memory)
         draft_layout = capability.choose_layout(assistant, draft_cache, make_runner)
         draft_runner = make_runner(
-            assistant, draft_cache, draft_layout, make_recorder=find_recorder
+            assistant, draft_cache, draft_layout, make_recorder=make_recorder
         )
         if commits_when_touched(compute_device(assistant)):
             # growing would copy, and need new graphs

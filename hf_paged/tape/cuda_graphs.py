@@ -22,7 +22,7 @@ class CudaGraphs:
     """CUDA graphs (ROCm's have the same interface) that share one private memory pool: they are
     replayed one after another, and only the graph itself reads what it left there."""
 
-    on_device = True
+    on_device = True  # replays run while the host does something else
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

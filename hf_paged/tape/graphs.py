@@ -174,7 +174,7 @@ class StepGraphs:
         hidden states."""
         if self.obstacle is not None:
             return None
-        if not self._is_recorded(tokens):
+        if not self._is_recorded(tokens, mix):
             return None
         if self._is_observed():
             return None
@@ -216,15 +216,20 @@ class StepGraphs:
             reasons.add(Topic.RECORDING(f"decode steps are not recorded: {reason}"))
         return True
 
-    def _is_recorded(self, tokens: PackedTokens) -> bool:
-        """Whether such steps are recorded: decodes that all want logits, and on some backends steps
-        with few chunk tokens."""
+    def _is_recorded(self, tokens: PackedTokens, mix: Any) -> bool:
+        """Whether such steps are recorded: decodes that all want logits, and on devices steps with
+        few chunk tokens."""
+        if tokens.rope_factors or tokens.axes is not None:
+            return False
         num_chunk_tokens = len(tokens.token_ids) - tokens.num_decodes
         limits = self._limits
         if not num_chunk_tokens:
             is_small = tokens.num_decodes <= limits.get("decodes", tokens.num_decodes)
             return is_small and len(tokens.last) == tokens.num_decodes
         if not self._backend.on_device:
+            return False
+        if mix is not None and (mix.adds_to_head or not mix.can_record):
+            # only the recorded step knows which rows the head gets, or where chunks lie in it
             return False
         return num_chunk_tokens <= limits.get("chunks", MAX_CHUNK_TOKENS)
 

@@ -9,7 +9,6 @@ import gc
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,41 +22,18 @@ from ..model.values import plain_tensors
 from ..step import NotCapturable
 from ..switches import NOTHING
 from ..topics import Topic
-from .cuda_graphs import CudaGraphs
+from .cuda_graphs import CudaGraphs, RecordedGraph
 from .tape import Tape
 
 logger = logging.getLogger(__name__)
 
 
-class GraphBackend(Protocol):
-    """Records work to run it again."""
-
-    # Whether replays run on a device, while the host does something else. Else they compute with
-    # other kernels than the forward, and only decodes are recorded: steps with chunks compute for
-    # long, and nothing is gained by reading shared prefixes once.
-    on_device: bool
-
-    def capture(
-        self,
-        run: Callable[[], None],
-        model: PreTrainedModel,
-        tensors: Sequence[Tensor],
-    ) -> Graph:
-        """Runs `run` once or twice, and records it. `tensors`: those that it reads beside the
-        model's. Raises what `run` raises, and `NotCapturable` if it cannot be recorded."""
-
-    def in_order(self) -> contextlib.AbstractContextManager[None]:
-        """Orders the work within it after that of the last such context."""
-
-
-class Graph(Protocol):
-    def replay(self) -> None:
-        """Runs the recorded work again."""
-
-
 class Tapes:
-    """[`Tape`]s, on the CPU. Each has memory for its intermediate values."""
+    """[`Tape`]s, on the CPU, as the backend that records steps. Each has memory for its
+    intermediate values."""
 
+    # Replays compute with other kernels than the forward. Only decodes are recorded: steps with
+    # chunks compute for long, and reading shared prefixes once gains nothing.
     on_device = False
 
     def capture(
@@ -66,6 +42,8 @@ class Tapes:
         model: PreTrainedModel,
         tensors: Sequence[Tensor],
     ) -> Tape:
+        """Runs `run` twice and records it. `tensors`: those that it reads beside the model's.
+        Raises what `run` raises, and `NotCapturable` if it cannot be recorded."""
         run()  # initializes lazily built objects, and allocates the result
         values = (value for module in model.modules() for value in vars(module).values())
         attributes = (value for value in values if isinstance(value, Tensor))
@@ -88,6 +66,10 @@ class Tapes:
 
     def in_order(self) -> contextlib.AbstractContextManager[None]:
         return NOTHING
+
+
+GraphBackend = Tapes | CudaGraphs
+Graph = Tape | RecordedGraph
 
 
 def graph_backend(device: torch.device) -> GraphBackend | None:

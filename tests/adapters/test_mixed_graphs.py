@@ -276,7 +276,7 @@ def test_one_recorded_step_serves_every_order_of_adapters(
     for."""
     pytest.importorskip("peft")
     _use_triton(monkeypatch)
-    from tests.test_peft_engine import lone_with, lora_model
+    from tests.adapters.test_peft_engine import lone_with, lora_model
 
     model = lora_model(models.build("llama", num_hidden_layers=1))
     texts = prompts(9, 10, 11, seed=3)
@@ -366,7 +366,7 @@ def test_decodes_that_are_too_many_leave_the_others(graphs: FakeGraphs) -> None:
     bench.run([row.take(4) for row in rows])
     for _ in range(2):
         bench.decode(*rows[:2])
-    bench.runner._graphs._limits.clear()  # type: ignore[union-attr]
+    bench.runner.recorder._limits.clear()  # type: ignore[union-attr]
 
     def fail() -> None:
         raise RuntimeError("only few")
@@ -374,11 +374,11 @@ def test_decodes_that_are_too_many_leave_the_others(graphs: FakeGraphs) -> None:
     graphs.fail = fail
     for _ in range(3):
         assert_close(bench.decode(*rows), [bench.plain(row) for row in rows])
-    assert bench.runner._graphs._limits == {"decodes": 4} and graphs.num_replays == 1  # type: ignore[union-attr]
+    assert bench.runner.recorder._limits == {"decodes": 4} and graphs.num_replays == 1  # type: ignore[union-attr]
     graphs.fail = None
     for count in (2, 4, 4):
         bench.decode(*rows[:count])
-    assert graphs.num_replays == 3 and bench.runner._graphs.obstacle is None  # type: ignore[union-attr]
+    assert graphs.num_replays == 3 and bench.runner.recorder.obstacle is None  # type: ignore[union-attr]
 
 
 def test_a_prompt_in_every_step_keeps_nothing_from_being_recorded(graphs: FakeGraphs) -> None:

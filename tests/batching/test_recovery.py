@@ -187,8 +187,8 @@ def test_an_engine_goes_on_after_an_exception_behind_a_change_of_adapters_in_fol
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
     pytest.importorskip("peft")
+    from tests.adapters.test_peft_engine import lone_with
     from tests.batching.test_mixed_adapters import many, saved
-    from tests.test_peft_engine import lone_with
 
     options = {"do_sample": False, "max_new_tokens": 6}
     tuned, texts = many(3, r=8), prompts(9, 14, 5, 20)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.adapters.test_peft_engine import active, lora
 from tests.batching.test_mixed_adapters import many
 from tests.support import models, ranks
-from tests.test_peft_engine import active, lora
 
 pytest.importorskip("peft")
 pytestmark = pytest.mark.slow

@@ -505,7 +505,7 @@ def test_every_adapter_has_its_graphs(graphs: FakeGraphs, monkeypatch: pytest.Mo
     """Alone, and beside others: a graph for every order of adapters and number of rows."""
     pytest.importorskip("peft")
     monkeypatch.setattr(recording, "MIN_MIXED_USES", 8)
-    from tests.test_peft_engine import ADAPTERS, lone_with, lora_model
+    from tests.adapters.test_peft_engine import ADAPTERS, lone_with, lora_model
 
     model = lora_model()
     prompt, options = prompts(12)[0], {**GREEDY, "max_new_tokens": 16}

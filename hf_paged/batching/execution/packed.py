@@ -243,22 +243,15 @@ class PackedRunner(Runner):
         variant: Hashable,
         token_ids: Tensor | None = None,
     ) -> Tensor | None:
-        is_plain = not tokens.rope_factors and tokens.axes is None
-        is_recordable = self.is_packed and is_plain
-        if self.recorder is None or self._state is None:
+        if self.recorder is None or self._state is None or not self.is_packed:
             return None
-        if not is_recordable or not self._state.is_in_place():
+        if not self._state.is_in_place():
             return None
-        mix = mixed.get()
-        if mix is not None and tokens.num_decodes < len(tokens.token_ids):
-            # only the recorded step knows which rows the head gets, or where chunks lie in it
-            if mix.adds_to_head or not mix.can_record:
-                return None
         keeps_hidden = self.hidden is not None
         logits = self.recorder.run(
             tokens,
             variant,
-            mix,
+            mixed.get(),
             self._forward,
             token_ids,
             keeps_hidden,

@@ -45,10 +45,12 @@ def test_without_the_room_steps_run_as_modules(missing: None) -> None:
 
 
 def test_a_fixed_order_needs_the_room(missing: None) -> None:
-    with pytest.raises(RoomMissingError, match=r"`batch_invariant` needs `hf_paged\.tape`"):
-        PagedEngine(models.get("llama"), PagedConfig(batch_invariant=True))
+    text = r"`batch_invariant` needs `hf_paged\.tape`"
+    with PagedEngine(models.get("llama"), PagedConfig(batch_invariant=True)) as engine:
+        with pytest.raises(RoomMissingError, match=text):
+            engine.add_request(prompts(7)[0], GREEDY)
     options = {"cache_implementation": "paged", "cache_config": {"batch_invariant": True}}
-    with pytest.raises(RoomMissingError, match=r"`batch_invariant` needs `hf_paged\.tape`"):
+    with pytest.raises(RoomMissingError, match=text):
         models.build("llama").generate(models.token_ids(1, 9), **GREEDY, **options)
 
 

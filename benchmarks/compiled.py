@@ -96,12 +96,7 @@ TESTED = (
         "int8-decode-128",
         "int8-prefill-128",
     ),
-    *(
-        "fp8_e4m3-store-128",
-        "fp8_e4m3-decode-512-64",
-        "lora rank 128 bfloat16",
-        "fused-rmsnorm-4096-bf16",
-    ),
+    *("fp8_e4m3-store-128", "fp8_e4m3-decode-512-64", "lora rank 128 bfloat16"),
     *("hash", "copy-words"),
 )
 """Cases of `tests.support.kernels` that are compiled here, too, for all chips: of the other

@@ -156,6 +156,16 @@ class Mix:
             deltas[module] = RecordedDeltas(ranges, most, weights)
         return deltas
 
+    @staticmethod
+    @restoring
+    def recording(deltas: dict[nn.Module, RecordedDeltas]) -> Iterator[None]:
+        """Within it, while a step is recorded, adapters add these `deltas` (`record`)."""
+        token = recorded.set(deltas)
+        try:
+            yield
+        finally:
+            recorded.reset(token)
+
     @property
     def tables(self) -> list[Any]:
         """Tensors that a recorded step reads, and must keep alive."""

@@ -160,7 +160,7 @@ class EngineLoop:
         try:
             self.memory.give_up_cached()
         finally:
-            self.memory.graphs = {}  # a cache that someone still holds needs no graphs
+            self.memory.drop_recorders()
             self.loop, self.memory = None, self._new_memory(self.memory.sizes)
 
     def counts(self) -> Counter[str]:

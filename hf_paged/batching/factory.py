@@ -27,7 +27,9 @@ from ..model.forwards import compute_device
 from ..model.layout import Layout
 from ..model.structure import overridden
 from ..model.weights import WeightsGuard
-from ..seams import DEFAULT_PARTS, EngineParts
+from ..ranks.processes import is_sharded
+from ..rooms import is_installed, room
+from ..seams import DEFAULT_PARTS, EngineParts, MakeRecorder, Recorder, TapeRoom
 from ..speculation.assistant import Assistant, assistant_cache
 from ..speculation.mtp import MtpHeads, MtpRunner, reason_against_mtp
 from ..speculation.sources import Assistance
@@ -72,7 +74,8 @@ def make_loop(
     sharded over several processes, each process has a loop with the same generations, or one
     process has it with a `leader` (`batching.ranks`)."""
     memory = cache.memory
-    blocks, runner = make_runner(model, cache, layout, config.batch_invariant)
+    make_recorder = parts.recorder or find_recorder
+    blocks, runner = make_runner(model, cache, layout, config.batch_invariant, make_recorder)
     is_packed = layout.unsupported_reason is None
     # the manager outlives the call whose config this is
     blocks.prefix_caching = config.prefix_caching and (is_packed or layout.continues)
@@ -97,7 +100,9 @@ def make_loop(
     def make_assistant(assistant: PreTrainedModel) -> Assistant:
         draft_cache = assistant_cache(assistant, memory)
         draft_layout = capability.choose_layout(assistant, draft_cache, make_runner)
-        draft_runner = make_runner(assistant, draft_cache, draft_layout)
+        draft_runner = make_runner(
+            assistant, draft_cache, draft_layout, make_recorder=make_recorder
+        )
         if commits_when_touched(compute_device(assistant)):
             # growing would copy, and need new graphs
             draft_cache.reserve(config.num_blocks or MANY_BLOCKS, config.max_num_seqs)
@@ -253,6 +258,7 @@ def choose_layout(
     cannot be."""
     layout = capability.choose_layout(model, cache, make_runner)
     if batch_invariant:
+        room("tape", "`batch_invariant`")  # computes rows in a fixed order
         make = functools.partial(make_runner, is_invariant=True)
         reason = layout.unsupported_reason
         if not reason:
@@ -271,13 +277,27 @@ def not_invariant(model: PreTrainedModel, reason: str) -> ValueError:
     )
 
 
+def find_recorder(model: PreTrainedModel, cache: PagedCache) -> Recorder | None:
+    """What records the model's steps; `None` if the config turns that off or nothing can."""
+    # communication between processes cannot be recorded
+    if not cache.memory.config.capture or is_sharded(model) or not is_installed("tape"):
+        return None
+    tape: TapeRoom = room("tape", "`capture`")
+    return tape.recorder(model, cache)
+
+
 def make_runner(
-    model: PreTrainedModel, cache: PagedCache, layout: Layout, is_invariant: bool = False
+    model: PreTrainedModel,
+    cache: PagedCache,
+    layout: Layout,
+    is_invariant: bool = False,
+    make_recorder: MakeRecorder | None = None,
 ) -> tuple[BlockManager, Runner]:
-    """Makes the block manager and the runner of sequences for this layout."""
+    """Makes the block manager and the runner of sequences for this layout. Without `make_recorder`
+    no step is a replay, as in checks, which are short."""
     if layout.unsupported_reason is None:
-        runner = PackedRunner(model, cache, layout.mixed_lengths)
-        runner.is_invariant = is_invariant
+        recorder = None if make_recorder is None else make_recorder(model, cache)
+        runner = PackedRunner(model, cache, layout.mixed_lengths, recorder, is_invariant)
         return cache.memory.manager(cache.groups), runner
     states = StateSpec(is_empty=not state_layers(cache))
     blocks = cache.memory.manager([*cache.groups, states])

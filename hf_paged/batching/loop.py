@@ -190,7 +190,7 @@ class StepLoop:
                 )
             self._is_split = False
             if not self.scheduler.has_unfinished:
-                self.executor.ahead.clear()
+                self.executor.clear_ahead()
             self.num_steps += 1
             self.seconds += time.perf_counter() - start
             if interrupt is not None:

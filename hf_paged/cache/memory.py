@@ -10,7 +10,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -32,6 +32,9 @@ from .storage import LayerKV
 from .supply import MemorySupply
 from .tier_prefixes import TierError
 from .waits import Holder
+
+if TYPE_CHECKING:
+    from ..seams import Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +70,8 @@ class PagedMemory:
         self.managers: dict[tuple[GroupSpec, ...], BlockManager] = {}  # by the groups of a model
         # of the weights that computed cached blocks (`weights.WeightsGuard`)
         self.fingerprint: Hashable = None
-        # graphs, which hold block addresses, by a model's specs
-        self.graphs: dict[Hashable, Any] = {}
+        # by a model's specs; what they record holds block addresses
+        self.recorders: dict[Hashable, Recorder] = {}
         self._limit_bytes: int | None = None
         self._released_peak_bytes = 0  # of layers freed since the last reset
         self.num_copied = self.peak_blocks = 0  # copied by copy-on-write since the last reset
@@ -363,8 +366,12 @@ class PagedMemory:
         return True
 
     def _forget_graphs(self) -> None:
-        for graphs in self.graphs.values():
-            graphs.clear()
+        for recorder in self.recorders.values():
+            recorder.clear()
+
+    def drop_recorders(self) -> None:
+        """After the last step over this memory: a cache that someone still holds needs none."""
+        self.recorders = {}
 
     def begin_call(self, call: Hashable) -> None:
         """Starts to count the most blocks in use during a `generate` call."""

@@ -210,7 +210,7 @@ def free(model: Any) -> None:
         memories = [_memories.pop(module)[1] for module in _owners(model)]
     for memory in memories:
         memory.give_up_cached()
-        memory.graphs = {}  # caches do not use graphs
+        memory.drop_recorders()
     trim()
 
 

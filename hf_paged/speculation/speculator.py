@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from .. import compat
 from ..batching.decoding.sample import SampleDecoding
-from ..batching.execution.graph_keys import draft_bucket
+from ..batching.execution.buckets import draft_bucket
 from ..batching.generation import Generation
 from ..batching.request import Request, Sequence, Status
 from ..cache.block_manager import UNCACHED

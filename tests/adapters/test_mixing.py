@@ -17,8 +17,8 @@ import torch
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
 from hf_paged.adapters import files as adapter_files
-from hf_paged.batching.execution import graphs
 from hf_paged.kernels.lora import LoraWeights, add_each
+from hf_paged.tape import graphs
 from tests.adapters.test_peft_engine import active, lone_with, lora, peft_state
 from tests.support import models
 from tests.support.checks import model_state

@@ -28,9 +28,9 @@ from ...model.state import ModelState, read_state
 from ...model.weights import WeightsGuard
 from ...plan import StepPlan
 from ...ranks.processes import ranks_of
+from ...seams import RunAhead
 from ...step import NotPackable
 from ...switches import NOTHING
-from ...tape.products import own_products
 from ...threads import step_lock
 from ...topics import Topic
 from ..decoding.base import Fetch, LogitRows
@@ -38,7 +38,6 @@ from ..decoding.prepare import num_embeddings
 from ..generation import Generation
 from ..request import Sequence
 from ..scheduling.scheduler import Scheduler
-from .run_ahead import RunAhead
 from .runner import Runner, in_order
 
 logger = logging.getLogger(__name__)
@@ -79,7 +78,11 @@ class Executor:
         self.replays = False  # whether graphs are used
         self.adapters: Adapters | None = None  # runs rows with different adapters in one forward
         self._next_adapters: list[Hashable] = []  # those that `prefetch` got last
-        self.ahead = RunAhead(memory, scheduler)
+        # launches decodes before their tokens are on the host
+        self.ahead: RunAhead | None = None
+        if runner.recorder is not None:
+            self.ahead = runner.recorder.run_ahead(memory, scheduler)
+        self._num_forwards = 0  # of the runner, at the last look at the state
         # around each step: compiled layers run without compiled code, and configs name our
         # attention
         self._switches: tuple[contextlib.AbstractContextManager[None], ...] | None = None
@@ -151,7 +154,7 @@ class Executor:
             self.guard.abandon()
 
     def rest(self) -> None:
-        self.ahead.clear()
+        self.clear_ahead()
         self.runner.rest()
         with self.lock:
             self.guard.rest()
@@ -170,17 +173,23 @@ class Executor:
         if not self.guard.is_watched:
             self._state = None
         self.num_embeddings = num_embeddings(self.model)  # valid token ids are below this
-        self.ahead.clear()
+        self.clear_ahead()
         if self.adapters is not None:
             self.adapters.forget_model()
         self.runner.begin(None)
+
+    def clear_ahead(self) -> None:
+        """Forgets the step launched ahead."""
+        if self.ahead is not None:
+            self.ahead.clear()
 
     def notice_model(self) -> None:
         """If the guard has found the model changed, drops graphs and the step launched ahead."""
         if self.guard.num_changes != self._num_changes:
             self.forget_model()
             self._num_changes = self.guard.num_changes
-            self._is_state_due = self.replays and (self.runner.can_capture or self.guard.is_on)
+            is_read = self.runner.recorder is not None or self.guard.is_on
+            self._is_state_due = self.replays and is_read
 
     def check_model(self) -> None:
         """Before a step, within `attention`: if other code may have run since the last one
@@ -218,7 +227,7 @@ class Executor:
                 now.accept()
             if not self._switches_attention:  # a call: it is not asked before each replay
                 now.keep_memory()
-        recordable = now if self.runner.can_capture else None
+        recordable = None if self.runner.recorder is None else now
         self.runner.begin(recordable)
         return has_changed
 
@@ -233,7 +242,7 @@ class Executor:
             wrap_expansions(modules)
             eagerly = running_eagerly(compiled_layers(every))
             with eagerly:
-                self.runner.products = own_products(every)
+                self.runner.choose_products(every)
             paged = use_paged_attention(switchable_configs(modules))
             switches = self._switches = eagerly, paged
         eagerly, paged = switches
@@ -252,17 +261,19 @@ class Executor:
         """As [`Runner`]'s `run`; takes the step launched ahead, if any, and computes the rest."""
         if self._is_state_due and plan.num_decodes:
             self._read_model()
-        ahead, num_ahead = self.ahead.take(plan)
+        ahead, num_ahead = None, 0
+        if self.ahead is not None:
+            ahead, num_ahead = self.ahead.take(plan)
         rest = plan
         if ahead is not None:
             if num_ahead == len(plan):
                 return ahead
             rest = plan.select(range(num_ahead, len(plan)))
         logits = self.run_by_adapter(rest)
-        if self._state is not None and self.runner.has_run_code:
+        if self._state is not None and self._num_forwards != self.runner.num_forwards:
             if self.runs_code:
                 self._state.accept()
-            self.runner.has_run_code = False
+            self._num_forwards = self.runner.num_forwards
         if ahead is None:
             return logits
         return torch.cat([ahead, logits])
@@ -381,7 +392,7 @@ class Executor:
             self.adapters.prefetch(files)
 
     def fetch_while_running_ahead(self, ready: list[tuple[Generation, LogitRows]]) -> Fetch | None:
-        if not self.runner.can_run_ahead:
+        if self.ahead is None or not self.runner.is_packed:
             return None
         return self.ahead.fetch(ready, self._run_ahead)
 

@@ -27,12 +27,12 @@ from ...model.rope import find_length_rope
 from ...model.state import ModelState
 from ...model.structure import structural_reason
 from ...plan import StepPlan
+from ...rooms import room
+from ...seams import Recorder, TapeRoom
 from ...step import StepMetadata, to_device
 from ...switches import NOTHING
-from ...tape.invariant import by_kernels, in_fixed_order
 from ..decoding.scores import PromptLogprobs
 from ..request import Sequence
-from .graphs import step_graphs
 from .inputs import PackedTokens, TableRows
 from .packing import Packing, recorded_prompts
 from .runner import Runner, in_order
@@ -56,16 +56,19 @@ class Mirror(Protocol):
 
 
 class PackedRunner(Runner):
-    """Runs the model on tokens of many sequences at once, as replays of graphs where possible. The
-    caller has switched the model's attention. `cache`, empty, tells which layers share block
+    """Runs the model on tokens of many sequences at once, as replays of `recorder` where possible.
+    The caller has switched the model's attention. `cache`, empty, tells which layers share block
     tables. `mixed_lengths`: whether rows of different lengths may be padded, once they are not
-    packed any more (`unpack`)."""
+    packed any more (`unpack`). `is_invariant`: whether a row's bits must not depend on the other
+    rows."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         cache: PagedCache,
         mixed_lengths: bool = True,
+        recorder: Recorder | None = None,
+        is_invariant: bool = False,
     ) -> None:
         self.model = model
         self.cache = cache
@@ -80,11 +83,11 @@ class PackedRunner(Runner):
         self.rope = find_length_rope(model, model.modules())
         self.takes_drafts = self.rope is None
         self._packing = Packing(self._block_sizes, self.rope)
-        self._graphs = step_graphs(model, cache)
-        self.can_capture = self._graphs is not None
-        self.is_invariant = False  # whether a row's bits do not depend on the other rows
+        self.recorder = recorder
+        self._invariant: TapeRoom | None = None
+        if is_invariant:
+            self._invariant = room("tape", "`batch_invariant`")
         self._mixed_lengths = mixed_lengths
-        self.is_packed = self.mixes_adapters = True
         self.mirror: Mirror | None = None  # repeats each step in other processes
         # stores the last hidden state of each computed token
         self.hidden: HiddenStates | None = None
@@ -92,12 +95,7 @@ class PackedRunner(Runner):
         self.begin(None)
 
     def pack(self) -> None:
-        runs_ahead = False
-        if self._graphs is not None:
-            runs_ahead = self._graphs.runs_ahead
-        if not self.is_packed:
-            self.is_packed = self.mixes_adapters = True
-        self.can_run_ahead = runs_ahead
+        self.is_packed = self.mixes_adapters = True
 
     def reason_against_packing(self) -> str | None:
         if not self.is_packed:
@@ -105,11 +103,11 @@ class PackedRunner(Runner):
         return structural_reason(self.model, self.cache)
 
     def unpack(self, reason: str) -> bool:
-        must_pack = self.is_invariant or self.mirror is not None
+        must_pack = self._invariant is not None or self.mirror is not None
         if must_pack or not self.is_packed:
             return False
         note_unpackable(self.model, self.cache, reason)
-        self.is_packed = self.mixes_adapters = self.can_run_ahead = False
+        self.is_packed = self.mixes_adapters = False
         return True
 
     def begin(self, state: ModelState | None) -> None:
@@ -123,13 +121,13 @@ class PackedRunner(Runner):
         if state is None:
             # for models with their own attention code
             self._shows_rows = not calls_interface(self.model.modules())
-        if state is not None and self._graphs is not None:
-            self._graphs.begin(state)
+        if state is not None and self.recorder is not None:
+            self.recorder.begin(state)
 
     def ordered(self) -> contextlib.AbstractContextManager[None]:
-        if self._graphs is None:
+        if self.recorder is None:
             return NOTHING
-        return self._graphs.in_order()
+        return self.recorder.in_order()
 
     def rest(self) -> None:
         self._state = None  # it holds the weights
@@ -139,15 +137,10 @@ class PackedRunner(Runner):
         plan: StepPlan,
         variant: Hashable = None,
     ) -> Tensor:
-        if not self.is_invariant:
+        if self._invariant is None:
             return self._run(plan, variant)
-        with in_fixed_order():
+        with self._invariant.in_fixed_order():
             return self._run(plan, variant)
-
-    def _in_order(self) -> contextlib.AbstractContextManager[None]:
-        if self.is_invariant:
-            return in_fixed_order()
-        return NOTHING
 
     def _run(
         self,
@@ -238,7 +231,8 @@ class PackedRunner(Runner):
         token_ids: Tensor,
         variant: Hashable = None,
     ) -> Tensor | None:
-        with self._in_order():
+        in_order = NOTHING if self._invariant is None else self._invariant.in_fixed_order()
+        with in_order:
             plan = StepPlan.of([(sequence, 1) for sequence in sequences])
             tokens = self._packing.pack(plan, is_ahead=True)
             return self._replay(tokens, variant, token_ids)
@@ -249,21 +243,15 @@ class PackedRunner(Runner):
         variant: Hashable,
         token_ids: Tensor | None = None,
     ) -> Tensor | None:
-        is_plain = not tokens.rope_factors and tokens.axes is None
-        is_recordable = self.is_packed and is_plain
-        if self._graphs is None or self._state is None:
+        if self.recorder is None or self._state is None or not self.is_packed:
             return None
-        if not is_recordable or not self._state.is_in_place():
+        if not self._state.is_in_place():
             return None
-        mix = mixed.get()
-        if mix is not None and tokens.num_decodes < len(tokens.token_ids):
-            # only the recorded step knows which rows the head gets, or where chunks lie in it
-            if mix.adds_to_head or not mix.can_record:
-                return None
         keeps_hidden = self.hidden is not None
-        logits = self._graphs.run(
+        logits = self.recorder.run(
             tokens,
             variant,
+            mixed.get(),
             self._forward,
             token_ids,
             keeps_hidden,
@@ -338,8 +326,8 @@ class PackedRunner(Runner):
         return inputs, steps
 
     def _kernels(self, num_tokens: int) -> contextlib.AbstractContextManager[Any]:
-        if self.is_invariant:
-            return by_kernels()
+        if self._invariant is not None:
+            return self._invariant.by_kernels()
         return self._experts(num_tokens)
 
     def _experts(self, num_tokens: int) -> contextlib.AbstractContextManager[None]:
@@ -408,7 +396,7 @@ class PackedRunner(Runner):
         if kept_states is not None:
             arguments["output_hidden_states"] = -1  # the last alone
         arguments[self._cache_name] = cache
-        self.has_run_code = True
+        self.num_forwards += 1
         if self._state is not None:
             self._state.doubt()
         self.cache.begin(steps, positions)

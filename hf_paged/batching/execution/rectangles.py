@@ -219,7 +219,7 @@ class RectangleRunner(Runner):
         """Runs a rectangle, of which `rows` continue; returns logits `(rows * num_logits, vocab)`
         of each row's last tokens."""
         before = dict(rectangle.inputs)
-        self.has_run_code = True
+        self.num_forwards += 1
         with self.products:
             logits, rectangle.inputs = next_logits(
                 self.model,

@@ -8,11 +8,13 @@ from collections.abc import Sequence as Items
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...cache.block_manager import BlockManager
 from ...model.state import ModelState
 from ...plan import StepPlan
+from ...rooms import is_installed, room
+from ...seams import Recorder, TapeRoom
 from ...step import ReadCounters
 from ...switches import NOTHING
 from ..request import Sequence
@@ -22,18 +24,22 @@ class Runner(Protocol):
     """Computes scheduled tokens."""
 
     mixes_adapters: bool = False  # whether rows with different adapters may be in one forward
-    # whether steps may be replays of graphs, for which it needs the model's state
-    can_capture: bool = False
+    is_packed: bool = False  # whether rows share a forward without padding
+    recorder: Recorder | None = None  # replays steps, for which it needs the model's state
     takes_drafts: bool = False  # whether it computes a sequence's `draft` after its last token
-    # whether the device computes a replay while the host does something else
-    can_run_ahead: bool = False
     has_states: bool = False  # whether a failed step cannot be repeated
     num_captured_steps: int = 0  # steps that were replays
-    has_run_code: bool = False  # whether a step has run the model's own code, which no replay does
+    num_forwards: int = 0  # those that have begun; no replay runs the model's own code
     encoder_blocks: BlockManager | None = None  # blocks of the encoders' keys and values
     counters: ReadCounters  # how its forwards read keys and values
     # around forwards that are no replays
     products: contextlib.AbstractContextManager[Any] = NOTHING
+
+    def choose_products(self, modules: list[nn.Module]) -> None:
+        """Chooses the products of forwards that are no replays, for a model with these modules."""
+        if is_installed("tape"):
+            tape: TapeRoom = room("tape", "half-precision products")
+            self.products = tape.own_products(modules)
 
     def begin(self, state: ModelState | None) -> None:
         """Starts work on a model in this state; `None`: its state is unknown."""

@@ -20,25 +20,26 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...adapters.mixing import mixed, recorded
-from ...attention.backends import obstacles
-from ...attention.switch import model_attention
-from ...cache.free_memory import is_out_of_memory
-from ...cache.group_memory import GroupMemory
-from ...cache.memory import autocast_dtype
-from ...cache.paged_cache import PagedCache
-from ...cache.storage import KVBlocks
-from ...interrupts import is_interrupt
-from ...kernels import VARIABLE
-from ...kernels.cpp.build import batch_invariant
-from ...model.state import ModelState
-from ...model.writes import taken_back
-from ...ranks.processes import is_sharded
-from ...step import StepMetadata
-from ...timing import timed
-from ...topics import Topic
-from .graph_keys import MAX_CHUNK_TOKENS, Key, Prefixes, bucket, chunk_bucket, sizes_of
-from .inputs import Bounds, PackedTokens, StaticInputs
+from ..attention.backends import obstacles
+from ..attention.switch import model_attention
+from ..batching.execution.buckets import bucket, chunk_bucket
+from ..batching.execution.inputs import Bounds, PackedTokens
+from ..batching.scheduling.scheduler import Scheduler
+from ..cache.free_memory import is_out_of_memory
+from ..cache.group_memory import GroupMemory
+from ..cache.memory import PagedMemory, autocast_dtype
+from ..cache.paged_cache import PagedCache
+from ..cache.storage import KVBlocks
+from ..interrupts import is_interrupt
+from ..kernels import VARIABLE
+from ..kernels.cpp.build import batch_invariant
+from ..model.state import ModelState
+from ..model.writes import taken_back
+from ..step import StepMetadata
+from ..timing import timed
+from ..topics import Topic
+from .graph_keys import MAX_CHUNK_TOKENS, Key, Prefixes, sizes_of
+from .inputs import StaticInputs
 from .recorders import (
     Graph,
     GraphBackend,
@@ -48,6 +49,7 @@ from .recorders import (
     reason_of,
     recording_alone,
 )
+from .run_ahead import RunAhead
 from .shared_prefixes import SharedPrefixes
 from .torch_options import active_mode, torch_options
 
@@ -74,30 +76,26 @@ class RecordedStep:
     inputs: StaticInputs
     logits: Tensor
     graph: Graph
-    held: Any = None  # tensors it reads beside the model, blocks and inputs
-    adapters: Sequence[Hashable] | None = None  # keys of the adapters whose ranges are inputs
+    held: Any  # tensors it reads beside the model, blocks and inputs
+    adapters: Sequence[Hashable]  # keys of the adapters whose token ranges are inputs
 
 
-def step_graphs(model: PreTrainedModel, cache: PagedCache) -> StepGraphs | None:
-    """The graphs of `model`, kept in the memory of `cache`; `None` if the config turns them off or
-    none can be made."""
+def recorder(model: PreTrainedModel, cache: PagedCache) -> StepGraphs | None:
+    """The graphs of `model`, kept in the memory of `cache`; `None` if none can be made."""
     memory = cache.memory
-    if not memory.config.capture or is_sharded(model):
-        # communication between processes cannot be recorded
-        return None
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices - {torch.device("meta")}) > 1:
         return None  # a recording covers one device
     groups = [group.blocks for group in cache.groups.values()]
     specs = tuple(cache.groups)
-    found: StepGraphs | None = memory.graphs.get(specs)
+    graphs: Any = memory.recorders.get(specs)
     made_for = (weakref.ref(model), model.device, groups)
-    if found is None or found.made_for != made_for:
+    if not isinstance(graphs, StepGraphs) or graphs.made_for != made_for:
         backend = graph_backend(model.device)
         if backend is None:
             return None
-        found = memory.graphs[specs] = StepGraphs(model, groups, backend)
-    return found
+        graphs = memory.recorders[specs] = StepGraphs(model, groups, backend)
+    return graphs
 
 
 class StepGraphs:
@@ -118,7 +116,6 @@ class StepGraphs:
             groups,
         )
         self._backend = backend
-        self.runs_ahead = backend.runs_ahead
         self._windows = [group.spec.window for group in groups]
         self._block_sizes = [group.block_size for group in groups]
         self._signature: Hashable = None  # the recorded model's state, and options of torch
@@ -152,6 +149,10 @@ class StepGraphs:
             self._uses.clear()  # a model that changes again and again is not recorded each time
             self._signature, self.obstacle, self._limits = signature, None, {}
 
+    def run_ahead(self, memory: PagedMemory, scheduler: Scheduler) -> RunAhead | None:
+        """Launches steps ahead; `None` if the host computes replays itself."""
+        return RunAhead(memory, scheduler) if self._backend.on_device else None
+
     def clear(self) -> None:
         """Drops all graphs."""
         self._graphs.clear()
@@ -161,17 +162,19 @@ class StepGraphs:
         self,
         tokens: PackedTokens,
         variant: Hashable,
+        mix: Any,
         forward: Forward,
         token_ids: Tensor | None = None,
         keeps_hidden: bool = False,
     ) -> Tensor | None:
         """Runs a step as a replay; returns logits `(len(tokens.last), vocab_size)`, which the
-        caller owns, or `None` if no graph serves it. `token_ids` `(n,)`, int64, on the device,
-        replace those of a step of decodes only; nothing is recorded then. `keeps_hidden`: whether
-        the forward also stores hidden states."""
+        caller owns, or `None` if no graph serves it. `mix`: the adapters of its tokens, if they
+        are not the model's own. `token_ids` `(n,)`, int64, on the device, replace those of a step
+        of decodes only; nothing is recorded then. `keeps_hidden`: whether the forward also stores
+        hidden states."""
         if self.obstacle is not None:
             return None
-        if not self._is_recorded(tokens):
+        if not self._is_recorded(tokens, mix):
             return None
         if self._is_observed():
             return None
@@ -183,18 +186,17 @@ class StepGraphs:
             self._forward = forward
             try:
                 prefixes: Prefixes = ()
-                if not self._backend.decodes_alone and "prefixes" not in self._limits:
+                if self._backend.on_device and "prefixes" not in self._limits:
                     prefixes = self._shared.of(tokens)
-                key = self._find(
-                    tokens,
-                    prefixes,
-                    variant,
-                    keeps_hidden,
-                    may_record=token_ids is None,
-                )
+                wanted = self._key(tokens, prefixes, variant, mix, keeps_hidden)
+                key: Key | None = wanted
+                if wanted not in self._graphs:
+                    if token_ids is not None:
+                        return None
+                    key = self._find(wanted, tokens, prefixes, mix)
                 if key is None:
                     return None
-                return self._replay(key, tokens, prefixes, token_ids)
+                return self._replay(key, tokens, prefixes, mix, token_ids)
             finally:
                 self._forward = None
 
@@ -214,28 +216,32 @@ class StepGraphs:
             reasons.add(Topic.RECORDING(f"decode steps are not recorded: {reason}"))
         return True
 
-    def _is_recorded(self, tokens: PackedTokens) -> bool:
-        """Whether such steps are recorded: decodes that all want logits, and on some backends steps
-        with few chunk tokens."""
+    def _is_recorded(self, tokens: PackedTokens, mix: Any) -> bool:
+        """Whether such steps are recorded: decodes that all want logits, and on devices steps with
+        few chunk tokens."""
+        if tokens.rope_factors or tokens.axes is not None:
+            return False
         num_chunk_tokens = len(tokens.token_ids) - tokens.num_decodes
         limits = self._limits
         if not num_chunk_tokens:
             is_small = tokens.num_decodes <= limits.get("decodes", tokens.num_decodes)
             return is_small and len(tokens.last) == tokens.num_decodes
-        if self._backend.decodes_alone:
+        if not self._backend.on_device:
+            return False
+        if mix is not None and (mix.adds_to_head or not mix.can_record):
+            # only the recorded step knows which rows the head gets, or where chunks lie in it
             return False
         return num_chunk_tokens <= limits.get("chunks", MAX_CHUNK_TOKENS)
 
-    def _find(
+    def _key(
         self,
         tokens: PackedTokens,
         prefixes: Prefixes,
         variant: Hashable,
+        mix: Any,
         keeps_hidden: bool,
-        may_record: bool,
-    ) -> Key | None:
-        """Returns the key of the graph for a step: the exact one, recorded once used often enough;
-        else a larger one, or `None`."""
+    ) -> Key:
+        """The key of the smallest graph that serves a step."""
         is_training = getattr(self._model(), "training", False)
         options = (
             torch.get_default_dtype(),
@@ -250,16 +256,21 @@ class StepGraphs:
             keeps_hidden,
             *options,
         )
-        mix = mixed.get()
         num_adapters = 0
         if mix is not None and mix.can_record:
             num_adapters = len(mix.adapters)
         sizes = sizes_of(tokens, prefixes, self._block_sizes, num_adapters)
-        wanted = Key(sizes, full_variant)
-        if wanted in self._graphs:
-            return wanted
-        if not may_record:
-            return None
+        return Key(sizes, full_variant)
+
+    def _find(
+        self,
+        wanted: Key,
+        tokens: PackedTokens,
+        prefixes: Prefixes,
+        mix: Any,
+    ) -> Key | None:
+        """Records the graph `wanted` once it would have been used often enough; until then returns
+        the key of a larger one that serves the step, or `None`."""
 
         def padding(key: Key) -> tuple[Any, ...]:
             sizes = key.sizes
@@ -275,7 +286,7 @@ class StepGraphs:
         if not is_due and serving is None:
             is_due = self._uses[wanted.use] >= least
         if is_due:
-            return self._capture(wanted, tokens, prefixes)
+            return self._capture(wanted, tokens, prefixes, mix)
         self._uses.update((wanted, wanted.use))
         return serving
 
@@ -284,12 +295,12 @@ class StepGraphs:
         key: Key,
         tokens: PackedTokens,
         prefixes: Prefixes,
+        mix: Any,
         token_ids: Tensor | None,
     ) -> Tensor:
         step = self._graphs[key] = self._graphs.pop(key)
         with self._backend.in_order():
-            ranges = _ranges(step.adapters, tokens)
-            step.inputs.fill(tokens, prefixes, ranges)
+            step.inputs.fill(tokens, prefixes, _ranges(step.adapters, tokens, mix))
             if token_ids is not None:
                 replaced = step.inputs.token_ids[0, : len(token_ids)]
                 replaced.copy_(token_ids)
@@ -302,6 +313,7 @@ class StepGraphs:
         key: Key,
         tokens: PackedTokens,
         prefixes: Prefixes,
+        mix: Any,
     ) -> Key | None:
         """Records a graph; `None` if that fails, or while another thread records. A failure is
         logged, and then no or fewer such graphs are recorded. Interrupts wait for the end: torch
@@ -310,94 +322,91 @@ class StepGraphs:
         with timed("record"), recording_alone(self._device) as is_alone:
             if not is_alone:
                 return None
-            return self._capture_alone(key, tokens, prefixes)
+            start = time.perf_counter()
+            try:
+                step = self._record(key, tokens, prefixes, mix)
+            except Exception as error:
+                if is_interrupt(error):
+                    raise
+                logger.debug("capturing %s failed", key, exc_info=True)
+                self._refuse(key, error)
+                return None
+            self._num_short = 0
+            while len(self._graphs) >= MAX_GRAPHS:
+                oldest = next(iter(self._graphs))
+                del self._graphs[oldest]
+                # avoids recording evicted graphs again and again
+                self._uses[oldest] = self._uses[oldest.use] = 0
+            self._graphs[key] = step
+            milliseconds = 1000 * (time.perf_counter() - start)
+            logger.debug("captured %s in %.0f ms", key, milliseconds)
+            return key
 
-    def _capture_alone(
+    def _record(
         self,
         key: Key,
         tokens: PackedTokens,
         prefixes: Prefixes,
-    ) -> Key | None:
-        start = time.perf_counter()
-        outputs: list[Tensor] = []
-        try:
-            inputs = StaticInputs(
-                key.sizes,
-                self._windows,
-                self._block_sizes,
-                self._device,
-            )
-            mix = mixed.get()
-            deltas = None
-            adapters = None
-            if mix is not None and key.sizes.ranges:
-                has_chunks = key.sizes.chunks > 0
-                deltas = mix.record(inputs.ranges, key.sizes.tokens, has_chunks)
-                adapters = [adapter.key for adapter in mix.adapters]
-            # without autocast's cache each replay converts the weights: cached copies are freed
-            # when autocast ends
-            dtype = autocast_dtype(self._device)
-            uncached = torch.autocast(
-                self._device.type,
-                dtype,
-                enabled=dtype is not None,
-                cache_enabled=False,
-            )
-            with self._backend.in_order():
-                inputs.fill(tokens, prefixes, _ranges(adapters, tokens))
-                model = self._model()
-                dtypes = {dtype, getattr(model, "dtype", None)}
-                record = functools.partial(
-                    _record,
-                    weakref.ref(self),
-                    inputs,
-                    outputs,
-                    deltas,
-                )
-                num_logits = max(1, len(tokens.last))
-
-                def check(replay: Callable[[], None]) -> None:
-                    check_replay(replay, outputs[0][:num_logits], dtypes)
-
-                with uncached, taken_back(model):
-                    graph = self._backend.capture(record, model, check)
-        except Exception as error:
-            if is_interrupt(error):
-                raise
-            logger.debug("capturing %s failed", key, exc_info=True)
-            if is_out_of_memory(error):
-                self._num_short += 1
-                self._uses[key] = self._uses[key.use] = -(MIN_USES << self._num_short)
-                log_once(
-                    f"there is no memory for more of them at present ({reason_of(error)})",
-                    self._backend.notice,
-                )
-                return None
-            self._refuse(key, reason_of(error))
-            return None
-        self._num_short = 0
-        while len(self._graphs) >= MAX_GRAPHS:
-            oldest = next(iter(self._graphs))
-            del self._graphs[oldest]
-            # avoids recording evicted graphs again and again
-            self._uses[oldest] = self._uses[oldest.use] = 0
-        held_too: Any = deltas
-        if not deltas and mix is not None:
-            held_too = mix.tables
-        self._graphs[key] = RecordedStep(
-            inputs,
-            outputs[0],
-            graph,
-            held_too,
-            adapters,
+        mix: Any,
+    ) -> RecordedStep:
+        inputs = StaticInputs(
+            key.sizes,
+            self._windows,
+            self._block_sizes,
+            self._device,
         )
-        milliseconds = 1000 * (time.perf_counter() - start)
-        logger.debug("captured %s in %.0f ms", key, milliseconds)
-        return key
+        held: Any = None
+        tensors: list[Tensor] = []
+        adapters: list[Hashable] = []
+        adding: Any = contextlib.nullcontext
+        if mix is not None:
+            held = mix.tables
+            tensors = mix.tensors
+            if key.sizes.ranges:
+                has_chunks = key.sizes.chunks > 0
+                held = mix.record(inputs.ranges, key.sizes.tokens, has_chunks)
+                adding = functools.partial(mix.recording, held)
+                adapters = [adapter.key for adapter in mix.adapters]
+        outputs: list[Tensor] = []
+        run = functools.partial(
+            _run,
+            weakref.ref(self),
+            inputs,
+            outputs,
+            adding,
+        )
+        # without autocast's cache each replay converts the weights: cached copies are freed when
+        # autocast ends
+        dtype = autocast_dtype(self._device)
+        uncached = torch.autocast(
+            self._device.type,
+            dtype,
+            enabled=dtype is not None,
+            cache_enabled=False,
+        )
+        model = self._model()
+        with self._backend.in_order():
+            inputs.fill(tokens, prefixes, _ranges(adapters, tokens, mix))
+            with uncached, taken_back(model):
+                graph = self._backend.capture(run, model, tensors)
+                if not self._backend.on_device:
+                    # a tape computes with other kernels than the modules
+                    logits = outputs[0][: max(1, len(tokens.last))]
+                    check_replay(graph.replay, logits, {dtype, getattr(model, "dtype", None)})
+        return RecordedStep(inputs, outputs[0], graph, held, adapters)
 
-    def _refuse(self, key: Key, reason: str) -> None:
-        """Stops recording such steps of this size or larger; all steps of this model if no decodes
-        are recorded."""
+    def _refuse(self, key: Key, error: Exception) -> None:
+        """After a recording failed: stops recording such steps of this size or larger, all steps of
+        this model if no decodes are recorded; for a while if memory is short."""
+        reason = reason_of(error)
+        log_level = logging.INFO
+        if self._backend.on_device:
+            log_level = logging.WARNING
+        if is_out_of_memory(error):
+            self._num_short += 1
+            self._uses[key] = self._uses[key.use] = -(MIN_USES << self._num_short)
+            log_once(f"there is no memory for more of them at present ({reason})", log_level)
+            return
         sizes = key.sizes
         kind, size = "decodes", sizes.decodes
         if sizes.prefixes:  # the step is tried again without them
@@ -413,7 +422,7 @@ class StepGraphs:
         if kind == "decodes" and not has_decodes:
             self.obstacle = reason
             self.clear()
-            log_once(reason, self._backend.notice)
+            log_once(reason, log_level)
             return
         size_for = chunk_bucket if kind == "chunks" else bucket
         smaller = (number for number in range(1, size) if size_for(number) < size)
@@ -455,40 +464,38 @@ class StepGraphs:
 
 
 def _ranges(
-    adapters: Sequence[Hashable] | None,
+    adapters: Sequence[Hashable],
     tokens: PackedTokens,
+    mix: Any,
 ) -> list[tuple[Bounds, Bounds]]:
-    """The token ranges of these adapters in this thread's step."""
-    mix = mixed.get()
-    if adapters is None or mix is None:
+    """The token ranges of these adapters in a step."""
+    if not adapters:
         return []
-    num_tokens = len(tokens.token_ids)
-    return mix.ranges(adapters, tokens.num_decodes, num_tokens)
+    ranges: list[tuple[Bounds, Bounds]]
+    ranges = mix.ranges(adapters, tokens.num_decodes, len(tokens.token_ids))
+    return ranges
 
 
-def _record(
+def _run(
     owner: weakref.ref[StepGraphs],
     inputs: StaticInputs,
     outputs: list[Tensor],
-    deltas: Any = None,
+    adding: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> None:
     """Runs the forward that is recorded, from `inputs` to `outputs`, which its first run makes.
-    `deltas`: what adapters add, if the step reads their token ranges on the device. `owner` is
-    weak: a recording keeps nothing else alive."""
+    Within `adding`, adapters add what belongs to the token ranges that the step reads on the
+    device. `owner` is weak: a recording keeps nothing else alive."""
     graphs = owner()
     assert graphs is not None and graphs._forward is not None
     # the model's autocast may hold weights that were converted before the recording
     torch.clear_autocast_cache()
-    outer = recorded.set(deltas)
-    try:
+    with adding():
         logits = graphs._forward(
             inputs.token_ids,
             inputs.positions,
             inputs.steps(),
             inputs.kept,
         )
-    finally:
-        recorded.reset(outer)
     torch.clear_autocast_cache()
     if not outputs:
         outputs.append(graphs._output(logits))

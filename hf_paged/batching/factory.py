@@ -12,8 +12,6 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from .. import compat
-from ..adapters.mixing import Adapters
-from ..adapters.pages import AdapterPages
 from ..cache.block_manager import BlockManager
 from ..cache.free_memory import commits_when_touched
 from ..cache.groups import StateSpec
@@ -27,7 +25,8 @@ from ..model.forwards import compute_device
 from ..model.layout import Layout
 from ..model.structure import overridden
 from ..model.weights import WeightsGuard
-from ..seams import DEFAULT_PARTS, EngineParts
+from ..rooms import OnDemand, room
+from ..seams import DEFAULT_PARTS, Adapters, AdaptersRoom, EngineParts
 from ..speculation.assistant import Assistant, assistant_cache
 from ..speculation.mtp import MtpHeads, MtpRunner, reason_against_mtp
 from ..speculation.sources import Assistance
@@ -127,7 +126,7 @@ def make_loop(
         )
 
     speculator = Speculator(model, make_assistant, heads)
-    adapters = AdapterPages(blocks)
+    adapters = OnDemand(functools.partial(_adapters, model, cache, blocks, leader))
     scheduler = Scheduler(
         preemption,
         max_tokens,
@@ -139,11 +138,10 @@ def make_loop(
     )
     # it holds the speculator: a cycle would keep the model and its memory alive
     proxy = weakref.proxy(scheduler)
-    executor = Executor(model, memory, runner, scheduler, guard)
+    executor = Executor(model, memory, runner, scheduler, guard, adapters)
     ranks = executor.ranks
-    executor.adapters = Adapters(model, cache, make_runner, adapters)
     if leader is not None and isinstance(runner, PackedRunner):
-        runner.mirror = executor.adapters.mirror = leader
+        runner.mirror = leader
         guard.fingerprint, executor.together = leader.fingerprint, leader.forward
     elif ranks is not None:
         guard.fingerprint = ranks.fingerprint
@@ -159,6 +157,13 @@ def make_loop(
         speculator,
         ranks if leader is None else None,
     )
+
+
+def _adapters(
+    model: PreTrainedModel, cache: PagedCache, blocks: BlockManager, mirror: Any
+) -> Adapters:
+    adapters: AdaptersRoom = room("adapters", "`adapter`")
+    return adapters.make_adapters(model, cache, make_runner, blocks, mirror)
 
 
 def reason_against_assistance(

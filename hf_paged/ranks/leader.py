@@ -9,7 +9,7 @@ import os
 import pickle
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..adapters.files import AdapterFile
-from ..adapters.mixing import mixed, mixing
-from ..adapters.peft_models import AdapterError, base_model, check_adapter
+from ..adapters.peft_models import AdapterError
 from ..batching.arguments import check_generates
 from ..batching.execution.inputs import PackedTokens
 from ..batching.factory import MANY_BLOCKS, choose_layout, empty_cache, make_loop
@@ -30,6 +29,8 @@ from ..cache.swap import HostBlocks
 from ..config import PagedConfig
 from ..model.forwards import compute_device
 from ..model.state import ModelState
+from ..model.wrappers import base_model
+from ..switches import NOTHING
 from ..topics import Topic
 from .processes import RankLostError, Ranks, check_heads, ranks_of
 from .signals import held
@@ -126,8 +127,7 @@ class Leader:
         self._groups = []
         self.note("retire")
 
-    def run(self, tokens: PackedTokens, others: list[int], adapter: Hashable) -> None:
-        mix = mixed.get()
+    def run(self, tokens: PackedTokens, others: list[int], names: Any) -> None:
         changes = [
             history.changes(group.tables) for history, group in zip(self._histories, tokens.groups)
         ]
@@ -137,7 +137,7 @@ class Leader:
             rest,
             changes,
             others,
-            adapter if mix is None else mix.names,
+            names,
             autocast_dtype(self._device),
         )
 
@@ -270,28 +270,25 @@ class Follower:
         tokens: PackedTokens,
         changes: list[Changes],
         others: list[int],
-        adapter: Hashable,
+        names: Any,
         autocast: torch.dtype | None,
     ) -> None:
         if self._failure is not None:
             # only this process failed, and left the others in that forward
             raise self._failure
-        # before the forward: a missing adapter ends this process
-        if isinstance(adapter, list):
-            using = mixing(self.model, self._executor.adapters.mix_named(adapter))
-        else:
-            if isinstance(adapter, str):
-                check_adapter(self.model, adapter)
-            using = self._executor.using(adapter)
+        executor = self._executor
+        using = NOTHING
+        if names is not None:  # before the forward: a missing adapter ends this process
+            using = executor.adapters().repeat(names)
         groups = [
             group._replace(tables=history.tables(changed))
             for group, history, changed in zip(tokens.groups, self._histories, changes)
         ]
         whole = tokens._replace(groups=groups)
-        self._executor.autocast = autocast
+        executor.autocast = autocast
         try:
-            with self._executor.attention():
-                self._executor.compute(using, lambda: self._executor.runner.compute(whole, others))
+            with executor.attention(), using as context:
+                executor.compute(executor.runner.compute, whole, others, None, context or None)
         except Exception as error:
             self._failure = error
 
@@ -302,16 +299,16 @@ class Follower:
     def load_adapter(self, file: AdapterFile) -> None:
         is_loaded = True
         try:
-            self._executor.adapters.load(file)
+            self._executor.adapters().load(file)
         except AdapterError as error:
             is_loaded = False
             logger.warning(Topic.ADAPTERS(str(error)))
         self.ranks.gather(is_loaded)
 
     def adapters(self, method: str, *arguments: Any) -> None:
-        """Calls a method of this process's `Adapters`."""
+        """Calls a method of this process's `LoopAdapters`."""
         if self._executor is not None:  # else the order is from an earlier loop
-            getattr(self._executor.adapters, method)(*arguments)
+            getattr(self._executor.adapters(), method)(*arguments)
 
     def fingerprint(self) -> None:
         self.ranks.fingerprint(self.model)

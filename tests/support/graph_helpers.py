@@ -71,7 +71,7 @@ class FakeGraphs:
         self.fail: Callable[[], None] | None = None
         self.has_device = False
 
-    def capture(self, run: Any, model: Any = None, check: Any = None) -> FakeGraph:
+    def capture(self, run: Any, model: Any = None, check: Any = None, extra: Any = ()) -> FakeGraph:
         """As in `CudaGraphs`."""
         first = NothingUnrecorded()
         with HostFirst(), first:

@@ -48,8 +48,8 @@ from tests.support import interrupts, models
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_media import media_inputs
 from tests.support.checks import model_state
+from tests.support.peft_models import ADAPTERS, active, lora_model
 from tests.support.prices import fix_prices
-from tests.test_peft_engine import ADAPTERS, active, lora_model
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = str(Path(hf_paged.__file__).parent)
@@ -471,7 +471,9 @@ def main() -> int:
     results, num_unlisted, facts = dict[str, dict[str, Any]](), 0, machine.facts()
     context = multiprocessing.get_context("forkserver")
     # Each process then starts with PyTorch, transformers and these imported.
-    context.set_forkserver_preload(["tests.test_peft_engine", "tests.support.architecture_media"])
+    context.set_forkserver_preload(
+        ["tests.support.peft_models", "tests.support.architecture_media"]
+    )
     with concurrent.futures.ProcessPoolExecutor(args.jobs, context, max_tasks_per_child=1) as pool:
         visits = dict(zip(names, pool.map(list_sites, names, [args.opcodes] * len(names))))
         sites = choose_sites(visits, args.fault.split(","), args.sample, args.seed)

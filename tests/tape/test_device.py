@@ -165,7 +165,9 @@ class DeviceTapes(FakeGraphs):
         super().__init__()
         self.tapes: list[Any] = []
 
-    def capture(self, run: Callable[[], None], model: Any = None, check: Any = None) -> Any:
+    def capture(
+        self, run: Callable[[], None], model: Any = None, check: Any = None, extra: Any = ()
+    ) -> Any:
         with NothingUnrecorded():
             run()
         self.tapes.append(cuda_graphs.fuse(run, CPU, check))

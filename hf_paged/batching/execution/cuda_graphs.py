@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...cache.free_memory import is_out_of_memory
@@ -43,6 +44,7 @@ class CudaGraphs:
         run: Callable[[], None],
         model: PreTrainedModel,
         check: Callable[[Callable[[], None]], None],
+        extra: Sequence[Tensor],
     ) -> RecordedGraph:
         """Runs `run` once as it is, then records it, fused to fewer launches if that passes
         `check`. Waits for the device. Raises what `run` raises, and [`NotCapturable`] if it cannot

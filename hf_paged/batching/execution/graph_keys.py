@@ -24,7 +24,7 @@ class Key(NamedTuple):
     """Identifies a recorded graph."""
 
     sizes: Sizes
-    # adapters, autocast dtype, training mode, batch invariance, whether hidden states are kept,
+    # context, autocast dtype, training mode, batch invariance, whether hidden states are kept,
     # options of torch
     variant: Hashable
 
@@ -67,7 +67,7 @@ class Key(NamedTuple):
 
 
 def _covers(mine: Any, needed: Any) -> bool:
-    """Whether the variants are equal, or differ only in adapters that the needed step does not
+    """Whether the variants are equal, or differ only in what the needed step's context does not
     use."""
     if isinstance(mine, tuple) and isinstance(needed, tuple):
         if mine[1:] == needed[1:]:
@@ -124,7 +124,7 @@ def sizes_of(
     tokens: PackedTokens,
     prefixes: Prefixes,
     block_sizes: list[int],
-    num_adapters: int,
+    num_ranges: int,
 ) -> Sizes:
     """The step's sizes rounded up to few values, such as powers of two, so that few graphs
     serve many steps."""
@@ -149,7 +149,7 @@ def sizes_of(
             rows,
             tuple(widths),
             prefixes=tuple(shared),
-            ranges=num_adapters,
+            ranges=num_ranges,
         )
     num_chunks = len(tokens.query_start) - 1 - decodes
     chunks = _power(MIN_CHUNKS, num_chunks)
@@ -165,5 +165,5 @@ def sizes_of(
         chunks,
         chunk_tokens,
         tuple(shared),
-        2 * num_adapters,
+        2 * num_ranges,
     )

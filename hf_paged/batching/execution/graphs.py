@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...adapters.mixing import mixed, recorded
 from ...attention.backends import obstacles
 from ...attention.switch import model_attention
 from ...cache.free_memory import is_out_of_memory
@@ -34,7 +33,9 @@ from ...kernels.cpp.build import batch_invariant
 from ...model.state import ModelState
 from ...model.writes import taken_back
 from ...ranks.processes import is_sharded
+from ...seams import ForwardContext, RecordedContext
 from ...step import StepMetadata
+from ...switches import NOTHING
 from ...timing import timed
 from ...topics import Topic
 from .graph_keys import MAX_CHUNK_TOKENS, Key, Prefixes, bucket, chunk_bucket, sizes_of
@@ -53,16 +54,18 @@ from .torch_options import active_mode, torch_options
 
 logger = logging.getLogger(__name__)
 
-Forward = Callable[[Tensor, Tensor, list[StepMetadata], Tensor | None], Tensor]
-"""From token ids and positions `(1, n)`, each group's step and the tokens whose logits are wanted
-(`None`: all), logits `(kept, vocab_size)`."""
+Forward = Callable[
+    [Tensor, Tensor, list[StepMetadata], Tensor | None, ForwardContext | None], Tensor
+]
+"""From token ids and positions `(1, n)`, each group's step, the tokens whose logits are wanted
+(`None`: all) and the context, logits `(kept, vocab_size)`."""
 
 # steps of a size before it is recorded; a recording takes about as long as three steps (an
 # estimate, not measured)
 MIN_USES = 3
-# same, for a step with several adapters in a fixed order, which may soon change: about as many
-# replays as pay for it
-MIN_MIXED_USES = 64
+# same, for a step whose context `is_fixed`, which may soon change: about as many replays as pay for
+# it
+MIN_FIXED_USES = 64
 # kept graphs: up to 256 decodes there are 27 sizes; the rest is for chunks, wider tables, adapters
 MAX_GRAPHS = 64
 
@@ -74,8 +77,7 @@ class RecordedStep:
     inputs: StaticInputs
     logits: Tensor
     graph: Graph
-    held: Any = None  # tensors it reads beside the model, blocks and inputs
-    adapters: Sequence[Hashable] | None = None  # keys of the adapters whose ranges are inputs
+    context: RecordedContext | None
 
 
 def step_graphs(model: PreTrainedModel, cache: PagedCache) -> StepGraphs | None:
@@ -132,7 +134,9 @@ class StepGraphs:
         self._num_short = 0  # recordings that ran out of memory since the last success
         # shared by graphs, by vocabulary size and dtype
         self._outputs: dict[tuple[int, torch.dtype], Tensor] = {}
-        self._forward: Forward | None = None  # of the runner whose step is running
+        # of the runner whose step is running, and of the step
+        self._forward: Forward | None = None
+        self._context: ForwardContext | None = None
 
     def begin(self, state: ModelState) -> None:
         """Drops all graphs if they were recorded with the model in another state; in-place weight
@@ -160,7 +164,7 @@ class StepGraphs:
     def run(
         self,
         tokens: PackedTokens,
-        variant: Hashable,
+        context: ForwardContext | None,
         forward: Forward,
         token_ids: Tensor | None = None,
         keeps_hidden: bool = False,
@@ -181,6 +185,7 @@ class StepGraphs:
             if not self._blocks:
                 return None
             self._forward = forward
+            self._context = context
             try:
                 prefixes: Prefixes = ()
                 if not self._backend.decodes_alone and "prefixes" not in self._limits:
@@ -188,7 +193,6 @@ class StepGraphs:
                 key = self._find(
                     tokens,
                     prefixes,
-                    variant,
                     keeps_hidden,
                     may_record=token_ids is None,
                 )
@@ -196,7 +200,7 @@ class StepGraphs:
                     return None
                 return self._replay(key, tokens, prefixes, token_ids)
             finally:
-                self._forward = None
+                self._forward = self._context = None
 
     def _is_observed(self) -> bool:
         """Whether a replay might bypass a mode, or changes that cannot be seen; notes why."""
@@ -230,7 +234,6 @@ class StepGraphs:
         self,
         tokens: PackedTokens,
         prefixes: Prefixes,
-        variant: Hashable,
         keeps_hidden: bool,
         may_record: bool,
     ) -> Key | None:
@@ -242,6 +245,15 @@ class StepGraphs:
             torch.get_num_threads(),
             torch._C._get_deterministic_algorithms(),
         )
+        context = self._context
+        variant = None
+        num_ranges = 0
+        least = MIN_USES
+        if context is not None:
+            variant = context.variant
+            num_ranges = context.num_ranges
+            if context.is_fixed:
+                least = MIN_FIXED_USES
         full_variant = (
             variant,
             autocast_dtype(self._device),
@@ -250,11 +262,7 @@ class StepGraphs:
             keeps_hidden,
             *options,
         )
-        mix = mixed.get()
-        num_adapters = 0
-        if mix is not None and mix.can_record:
-            num_adapters = len(mix.adapters)
-        sizes = sizes_of(tokens, prefixes, self._block_sizes, num_adapters)
+        sizes = sizes_of(tokens, prefixes, self._block_sizes, num_ranges)
         wanted = Key(sizes, full_variant)
         if wanted in self._graphs:
             return wanted
@@ -268,9 +276,6 @@ class StepGraphs:
 
         candidates = (key for key in self._graphs if key.serves(wanted))
         serving = min(candidates, key=padding, default=None)
-        least = MIN_MIXED_USES
-        if mix is None or mix.can_record:
-            least = MIN_USES
         is_due = self._uses[wanted] >= least
         if not is_due and serving is None:
             is_due = self._uses[wanted.use] >= least
@@ -288,8 +293,7 @@ class StepGraphs:
     ) -> Tensor:
         step = self._graphs[key] = self._graphs.pop(key)
         with self._backend.in_order():
-            ranges = _ranges(step.adapters, tokens)
-            step.inputs.fill(tokens, prefixes, ranges)
+            step.inputs.fill(tokens, prefixes, self._ranges(step.context, tokens))
             if token_ids is not None:
                 replaced = step.inputs.token_ids[0, : len(token_ids)]
                 replaced.copy_(token_ids)
@@ -327,13 +331,13 @@ class StepGraphs:
                 self._block_sizes,
                 self._device,
             )
-            mix = mixed.get()
-            deltas = None
-            adapters = None
-            if mix is not None and key.sizes.ranges:
+            context = self._context
+            recorded = None
+            extra: Sequence[Tensor] = ()
+            if context is not None:
                 has_chunks = key.sizes.chunks > 0
-                deltas = mix.record(inputs.ranges, key.sizes.tokens, has_chunks)
-                adapters = [adapter.key for adapter in mix.adapters]
+                recorded = context.record(inputs.ranges, key.sizes.tokens, has_chunks)
+                extra = context.tensors
             # without autocast's cache each replay converts the weights: cached copies are freed
             # when autocast ends
             dtype = autocast_dtype(self._device)
@@ -344,7 +348,7 @@ class StepGraphs:
                 cache_enabled=False,
             )
             with self._backend.in_order():
-                inputs.fill(tokens, prefixes, _ranges(adapters, tokens))
+                inputs.fill(tokens, prefixes, self._ranges(recorded, tokens))
                 model = self._model()
                 dtypes = {dtype, getattr(model, "dtype", None)}
                 record = functools.partial(
@@ -352,7 +356,7 @@ class StepGraphs:
                     weakref.ref(self),
                     inputs,
                     outputs,
-                    deltas,
+                    recorded,
                 )
                 num_logits = max(1, len(tokens.last))
 
@@ -360,7 +364,7 @@ class StepGraphs:
                     check_replay(replay, outputs[0][:num_logits], dtypes)
 
                 with uncached, taken_back(model):
-                    graph = self._backend.capture(record, model, check)
+                    graph = self._backend.capture(record, model, check, extra)
         except Exception as error:
             if is_interrupt(error):
                 raise
@@ -381,16 +385,7 @@ class StepGraphs:
             del self._graphs[oldest]
             # avoids recording evicted graphs again and again
             self._uses[oldest] = self._uses[oldest.use] = 0
-        held_too: Any = deltas
-        if not deltas and mix is not None:
-            held_too = mix.tables
-        self._graphs[key] = RecordedStep(
-            inputs,
-            outputs[0],
-            graph,
-            held_too,
-            adapters,
-        )
+        self._graphs[key] = RecordedStep(inputs, outputs[0], graph, recorded)
         milliseconds = 1000 * (time.perf_counter() - start)
         logger.debug("captured %s in %.0f ms", key, milliseconds)
         return key
@@ -426,6 +421,18 @@ class StepGraphs:
         streams."""
         return self._backend.in_order()
 
+    def _ranges(
+        self,
+        recorded: RecordedContext | None,
+        tokens: PackedTokens,
+    ) -> list[tuple[Bounds, Bounds]]:
+        """What the context gives a step that was recorded with it, or with another that serves
+        it."""
+        context = self._context
+        if context is None or recorded is None:
+            return []
+        return context.ranges(recorded.keys, tokens.num_decodes, len(tokens.token_ids))
+
     def _output(self, logits: Tensor) -> Tensor:
         num_rows, vocab_size = logits.shape
         kind = (vocab_size, logits.dtype)
@@ -454,41 +461,29 @@ class StepGraphs:
             self._shared.forget_costs()
 
 
-def _ranges(
-    adapters: Sequence[Hashable] | None,
-    tokens: PackedTokens,
-) -> list[tuple[Bounds, Bounds]]:
-    """The token ranges of these adapters in this thread's step."""
-    mix = mixed.get()
-    if adapters is None or mix is None:
-        return []
-    num_tokens = len(tokens.token_ids)
-    return mix.ranges(adapters, tokens.num_decodes, num_tokens)
-
-
 def _record(
     owner: weakref.ref[StepGraphs],
     inputs: StaticInputs,
     outputs: list[Tensor],
-    deltas: Any = None,
+    recorded: RecordedContext | None = None,
 ) -> None:
     """Runs the forward that is recorded, from `inputs` to `outputs`, which its first run makes.
-    `deltas`: what adapters add, if the step reads their token ranges on the device. `owner` is
-    weak: a recording keeps nothing else alive."""
+    `owner` is weak: a recording keeps nothing else alive."""
     graphs = owner()
     assert graphs is not None and graphs._forward is not None
     # the model's autocast may hold weights that were converted before the recording
     torch.clear_autocast_cache()
-    outer = recorded.set(deltas)
-    try:
+    reading = NOTHING
+    if recorded is not None:
+        reading = recorded.reading()
+    with reading:
         logits = graphs._forward(
             inputs.token_ids,
             inputs.positions,
             inputs.steps(),
             inputs.kept,
+            graphs._context,
         )
-    finally:
-        recorded.reset(outer)
     torch.clear_autocast_cache()
     if not outputs:
         outputs.append(graphs._output(logits))

@@ -100,7 +100,7 @@ class Sizes(NamedTuple):
     chunk_tokens: int = 0  # in all chunks together
     # by group: prefixes shared by decodes, columns of their tables
     prefixes: tuple[tuple[int, int], ...] = ()
-    ranges: int = 0  # token ranges with an adapter
+    ranges: int = 0  # token ranges of a `ForwardContext`
 
     @property
     def rows(self) -> int:
@@ -254,7 +254,7 @@ class StaticInputs:
     Unused rows hold token 0 at position 0, not stored (slot -1) and attending to nothing (length
     0). `token_ids` and `positions` are `(1, tokens)` int64. `kept`, only with chunks, is `(decodes
     + chunks,)` int64: the tokens whose logits are wanted. `ranges` is `(sizes.ranges, 2)` int64:
-    for each adapter its range of decode tokens, then, with chunks, that of chunk tokens."""
+    for each key of a `RecordedContext` its decode tokens, then, with chunks, its chunk tokens."""
 
     def __init__(
         self,
@@ -334,7 +334,7 @@ class StaticInputs:
         ranges: Sequence[tuple[Bounds, Bounds]] = (),
     ) -> None:
         """Copies a step to the buffers, with the prefixes that its decodes share in each layer
-        group and each adapter's token ranges. First waits until the previous copy from pinned host
+        group and the ranges of its context. First waits until the previous copy from pinned host
         memory is done."""
         if self._copied is not None:
             self._copied.synchronize()

@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ... import compat
-from ...adapters.mixing import mixed
 from ...attention.eager import showing_rows
 from ...attention.switch import calls_interface
 from ...cache.hidden_states import HiddenStates
@@ -27,6 +26,7 @@ from ...model.rope import find_length_rope
 from ...model.state import ModelState
 from ...model.structure import structural_reason
 from ...plan import StepPlan
+from ...seams import ForwardContext
 from ...step import StepMetadata, to_device
 from ...switches import NOTHING
 from ...tape.invariant import by_kernels, in_fixed_order
@@ -50,9 +50,9 @@ class Mirror(Protocol):
         self,
         tokens: PackedTokens,
         others: list[int],
-        adapter: Hashable,
+        names: Any,
     ) -> None:
-        """Announces the next `PackedRunner.compute`, with this adapter."""
+        """Announces the next `PackedRunner.compute`; `names`: those of its context."""
 
 
 class PackedRunner(Runner):
@@ -84,7 +84,7 @@ class PackedRunner(Runner):
         self.can_capture = self._graphs is not None
         self.is_invariant = False  # whether a row's bits do not depend on the other rows
         self._mixed_lengths = mixed_lengths
-        self.is_packed = self.mixes_adapters = True
+        self.is_packed = True
         self.mirror: Mirror | None = None  # repeats each step in other processes
         # stores the last hidden state of each computed token
         self.hidden: HiddenStates | None = None
@@ -95,8 +95,7 @@ class PackedRunner(Runner):
         runs_ahead = False
         if self._graphs is not None:
             runs_ahead = self._graphs.runs_ahead
-        if not self.is_packed:
-            self.is_packed = self.mixes_adapters = True
+        self.is_packed = True
         self.can_run_ahead = runs_ahead
 
     def reason_against_packing(self) -> str | None:
@@ -109,7 +108,7 @@ class PackedRunner(Runner):
         if must_pack or not self.is_packed:
             return False
         note_unpackable(self.model, self.cache, reason)
-        self.is_packed = self.mixes_adapters = self.can_run_ahead = False
+        self.is_packed = self.can_run_ahead = False
         return True
 
     def begin(self, state: ModelState | None) -> None:
@@ -137,12 +136,12 @@ class PackedRunner(Runner):
     def run(
         self,
         plan: StepPlan,
-        variant: Hashable = None,
+        context: ForwardContext | None = None,
     ) -> Tensor:
         if not self.is_invariant:
-            return self._run(plan, variant)
+            return self._run(plan, context)
         with in_fixed_order():
-            return self._run(plan, variant)
+            return self._run(plan, context)
 
     def _in_order(self) -> contextlib.AbstractContextManager[None]:
         if self.is_invariant:
@@ -152,10 +151,10 @@ class PackedRunner(Runner):
     def _run(
         self,
         plan: StepPlan,
-        variant: Hashable,
+        context: ForwardContext | None,
     ) -> Tensor:
         if self.is_packed and not plan.has_inputs:
-            return self._run_packed(plan, variant)
+            return self._run_packed(plan, context)
         wholes, packed = sort_places(plan)
         # kept, it would be a cycle, which would keep the model and its memory alive
         whole_prompts = WholePrompts(self.model, self.cache, self._around_prompts)
@@ -174,7 +173,7 @@ class PackedRunner(Runner):
         if not self.is_packed:
             forwards = self._side_by_side(plan, packed)
         for places in forwards:
-            logits = self._run_packed(plan.select(places), variant)
+            logits = self._run_packed(plan.select(places), context)
             rows_of_places: list[int] = []
             for place in places:
                 rows_of_places += answers[place]
@@ -204,7 +203,7 @@ class PackedRunner(Runner):
     def _run_packed(
         self,
         plan: StepPlan,
-        variant: Hashable,
+        context: ForwardContext | None,
     ) -> Tensor:
         tokens = self._packing.pack(plan)
         # decodes compute no prompt tokens whose log-probabilities are recorded
@@ -213,18 +212,21 @@ class PackedRunner(Runner):
             wanted = recorded_prompts(plan)
         replayed = None
         if not wanted:
-            replayed = self._replay(tokens, variant)
+            replayed = self._replay(tokens, context)
         if replayed is not None:
             return replayed
         others: list[int] = []
         for _, _, places in wanted:
             others += places
         if self.mirror is not None:
-            self.mirror.run(tokens, others, variant)
+            names = None
+            if context is not None:
+                names = context.names
+            self.mirror.run(tokens, others, names)
         rows = None
         if not self.is_packed:
             rows = plan
-        logits = self.compute(tokens, others, rows)
+        logits = self.compute(tokens, others, rows, context)
         end = len(tokens.last)
         for recording, position, places in wanted:
             stop = end + len(places)
@@ -236,17 +238,17 @@ class PackedRunner(Runner):
         self,
         sequences: Items[Sequence],
         token_ids: Tensor,
-        variant: Hashable = None,
+        context: ForwardContext | None = None,
     ) -> Tensor | None:
         with self._in_order():
             plan = StepPlan.of([(sequence, 1) for sequence in sequences])
             tokens = self._packing.pack(plan, is_ahead=True)
-            return self._replay(tokens, variant, token_ids)
+            return self._replay(tokens, context, token_ids)
 
     def _replay(
         self,
         tokens: PackedTokens,
-        variant: Hashable,
+        context: ForwardContext | None,
         token_ids: Tensor | None = None,
     ) -> Tensor | None:
         is_plain = not tokens.rope_factors and tokens.axes is None
@@ -255,15 +257,13 @@ class PackedRunner(Runner):
             return None
         if not is_recordable or not self._state.is_in_place():
             return None
-        mix = mixed.get()
-        if mix is not None and tokens.num_decodes < len(tokens.token_ids):
-            # only the recorded step knows which rows the head gets, or where chunks lie in it
-            if mix.adds_to_head or not mix.can_record:
+        if context is not None and not context.takes_chunks:
+            if tokens.num_decodes < len(tokens.token_ids):
                 return None
         keeps_hidden = self.hidden is not None
         logits = self._graphs.run(
             tokens,
-            variant,
+            context,
             self._forward,
             token_ids,
             keeps_hidden,
@@ -276,6 +276,7 @@ class PackedRunner(Runner):
         tokens: PackedTokens,
         others: list[int],
         rows: StepPlan | None = None,
+        context: ForwardContext | None = None,
     ) -> Tensor:
         """Runs the model without a graph; returns logits of `tokens.last`, then of the packed
         tokens `others`. If `rows` are given, these are not packed: each has one token, or there is
@@ -301,6 +302,7 @@ class PackedRunner(Runner):
                 inputs[1:2],
                 steps,
                 kept,
+                context,
                 wanted,
                 rows,
                 **arguments,
@@ -373,6 +375,7 @@ class PackedRunner(Runner):
         positions: Tensor,
         steps: list[StepMetadata],
         kept: Tensor | None,
+        context: ForwardContext | None,
         wanted: list[int] | None = None,
         rows: StepPlan | None = None,
         **arguments: Any,
@@ -399,11 +402,9 @@ class PackedRunner(Runner):
             width = max(step.key_len or 0 for step in steps)
             arguments["attention_mask"] = token_ids.new_ones(1, width)
         num_tokens = token_ids.numel()
-        mix = mixed.get()
-        if mix is not None:
-            mix.num_tokens = num_tokens
-            # in a recorded step only the device knows them
-            mix.kept = wanted or [] if picks_logits else None
+        if context is not None:
+            picked = wanted or [] if picks_logits else None
+            context.begin(num_tokens, picked)
         kept_states = self.hidden
         if kept_states is not None:
             arguments["output_hidden_states"] = -1  # the last alone

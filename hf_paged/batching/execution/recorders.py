@@ -8,14 +8,13 @@ import functools
 import gc
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...adapters.mixing import mixed
 from ...attention.backends import cpp
 from ...interrupts import restoring
 from ...kernels import forced, uses_triton
@@ -46,10 +45,11 @@ class GraphBackend(Protocol):
         run: Callable[[], None],
         model: PreTrainedModel,
         check: Check,
+        extra: Sequence[Tensor],
     ) -> Graph:
-        """Runs `run` once or twice, and records it. A replay that does not just repeat the same
-        kernels must pass `check`. Raises what `run` raises, and `NotCapturable` if it cannot be
-        recorded."""
+        """Runs `run` once or twice, and records it; it reads the tensors of `model`, and `extra`
+        ones. A replay that does not just repeat the same kernels must pass `check`. Raises what
+        `run` raises, and `NotCapturable` if it cannot be recorded."""
 
     def in_order(self) -> contextlib.AbstractContextManager[None]:
         """Orders the work within it after that of the last such context."""
@@ -72,17 +72,14 @@ class Tapes:
         run: Callable[[], None],
         model: PreTrainedModel,
         check: Check,
+        extra: Sequence[Tensor],
     ) -> Tape:
         run()  # initializes lazily built objects, and allocates the result
         values = (value for module in model.modules() for value in vars(module).values())
         attributes = (value for value in values if isinstance(value, Tensor))
-        mix = mixed.get()
-        added = []
-        if mix is not None:
-            added = mix.tensors
         parts = (
             part
-            for tensor in (*model.parameters(), *model.buffers(), *attributes, *added)
+            for tensor in (*model.parameters(), *model.buffers(), *attributes, *extra)
             for part in plain_tensors(tensor)
         )
         kept = {part.untyped_storage().data_ptr() for part in parts}

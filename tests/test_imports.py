@@ -41,7 +41,6 @@ PLACES = {
 }
 
 NEIGHBOURS: dict[str, set[str]] = {
-    "ranks": {"adapters"},
     "speculation": {"ranks"},
     "tools": {"grammar", "native"},
 }

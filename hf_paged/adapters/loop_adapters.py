@@ -68,8 +68,8 @@ class Mirror(Protocol):
     def send(self, name: str, *arguments: Any) -> None:
         """As `note`, at once."""
 
-    def load_adapter(self, file: AdapterFile) -> None:
-        """Raises [`AdapterError`] if a process cannot load it."""
+    def load_adapter(self, file: AdapterFile) -> str | None:
+        """Returns by which of them it cannot be loaded, and why; `None`: it is loaded."""
 
 
 class LoopAdapters:
@@ -274,7 +274,12 @@ class LoopAdapters:
         adapter = self.store.get(file)
         if is_new and self._mirror is not None:
             try:
-                self._mirror.load_adapter(file)
+                failed = self._mirror.load_adapter(file)
+                if failed is not None:
+                    raise AdapterError(
+                        file,
+                        f"the adapter in {file.path!r} cannot be loaded {failed}",
+                    )
             except BaseException:
                 self.store.forget(file)
                 raise

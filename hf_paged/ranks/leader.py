@@ -16,12 +16,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..adapters.files import AdapterFile
-from ..adapters.peft_models import AdapterError
 from ..batching.arguments import check_generates
 from ..batching.execution.inputs import PackedTokens
 from ..batching.factory import MANY_BLOCKS, choose_layout, empty_cache, make_loop
 from ..batching.loop import StepLoop
+from ..batching.request import RowsError
 from ..cache import budget
 from ..cache.group_memory import MOVES, GroupMemory
 from ..cache.memory import PagedMemory, autocast_dtype
@@ -141,18 +140,17 @@ class Leader:
             autocast_dtype(self._device),
         )
 
-    def load_adapter(self, file: AdapterFile) -> None:
+    def load_adapter(self, file: Any) -> str | None:
         self.send("load_adapter", file)
         loaded = self.ranks.gather(True)
         failed = [rank for rank, (is_loaded,) in enumerate(loaded) if not is_loaded]
-        if failed:
-            self.note("adapters", "forget", file)
-            raise AdapterError(
-                file,
-                f"the adapter in {file.path!r} cannot be loaded by processes {failed} of"
-                f" {self.ranks.size} that hold shards of the model, whose output says why: they"
-                " read the same folder, under the same path",
-            )
+        if not failed:
+            return None
+        self.note("adapters", "forget", file)
+        return (
+            f"by processes {failed} of {self.ranks.size} that hold shards of the model, whose"
+            " output says why: they read the same folder, under the same path"
+        )
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -296,11 +294,11 @@ class Follower:
         self._failure = None
         self.ranks.check_failed()
 
-    def load_adapter(self, file: AdapterFile) -> None:
+    def load_adapter(self, file: Any) -> None:
         is_loaded = True
         try:
             self._executor.adapters().load(file)
-        except AdapterError as error:
+        except RowsError as error:
             is_loaded = False
             logger.warning(Topic.ADAPTERS(str(error)))
         self.ranks.gather(is_loaded)

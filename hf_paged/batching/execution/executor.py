@@ -293,7 +293,7 @@ class Executor:
         for sequence in plan.sequences:
             if sequence.request.adapter is not None:
                 return self.adapters().run(plan, self)
-        return self.compute(self.runner.run, plan)
+        return self.compute(self.runner.run, plan, None)
 
     def compute(self, work: Callable[..., Tensor], *arguments: Any) -> Tensor:
         """Runs a forward, `work`: one of the runner's methods."""
@@ -323,7 +323,7 @@ class Executor:
         known = token_ids.clamp(0, self.num_embeddings - 1)
         with self.lock, self._cast():
             if adapter is None:
-                return self.runner.run_ahead(sequences, known)
+                return self.runner.run_ahead(sequences, known, None)
             with self.adapters().using(adapter) as context:
                 return self.runner.run_ahead(sequences, known, context)
 

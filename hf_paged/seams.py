@@ -86,9 +86,6 @@ class Adapters(Protocol):
     def using(self, adapter: Hashable) -> AbstractContextManager[ForwardContext | None]:
         """Around a forward of rows with one adapter. Raises as `run`."""
 
-    def repeat(self, names: Any) -> AbstractContextManager[ForwardContext | None]:
-        """Around a forward whose context has these `names` in another process. Raises as `run`."""
-
     def forget_model(self) -> None:
         """Drops what depends on the model, which may have changed."""
 
@@ -125,7 +122,7 @@ class AdaptersRoom(Protocol):
         """The adapter of a request's option `adapter`. Raises `ValueError` if it cannot be served;
         `takes_ids`: whether the prompt is of token ids alone."""
 
-    def use_adapter(self, model: nn.Module, name: Hashable) -> AbstractContextManager[None]:
+    def use_adapter(self, model: nn.Module, name: Hashable) -> AbstractContextManager[Any]:
         """Around a forward of `model` with its adapter of this name."""
 
     def row_adapters(self, model: nn.Module) -> AbstractContextManager[list[str] | None]:

@@ -9,7 +9,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..batching.execution.executor import Executor
-from ..batching.execution.runner import Runner, in_order
+from ..batching.execution.runner import in_order
 from ..batching.request import Request
 from ..cache.block_manager import BlockManager
 from ..cache.free_memory import is_out_of_memory
@@ -38,7 +38,6 @@ from .mixing import (
     head_of,
     key_of,
     mixing,
-    naming,
     run_mixed,
     takes_ranges,
 )
@@ -51,6 +50,7 @@ from .peft_models import (
     active_adapter,
     check_adapter,
     find_adapter,
+    use_adapter,
 )
 from .shards import NotSplitError, own_part
 
@@ -90,14 +90,7 @@ class LoopAdapters:
         self._mirror = mirror
         self.store = AdapterStore(model)
         # no cycle, so that they are freed with their loop
-        itself = weakref.ref(self)
-
-        def on_evict(file: Any) -> None:
-            adapters = itself()
-            if adapters is not None:
-                adapters.forget(file)
-
-        self.pages = AdapterPages(blocks, on_evict)
+        self.pages = AdapterPages(blocks, weakref.WeakMethod(self.forget))
         self._next: list[Hashable] = []  # files that `prefetch` found last
         self._own: dict[str, Adapter] = {}  # by name
         # names of `_own` that were read again since the model may have changed
@@ -107,7 +100,6 @@ class LoopAdapters:
         self._mixes: OrderedDict[Hashable, Mix] = OrderedDict()
         # by adapters: whether a recorded step serves all ranges
         self._recordable: dict[frozenset[Hashable], bool] = {}
-        self.refusals: set[str] = set()  # why rows with adapters needed separate forwards
 
     def counts(self) -> dict[str, int]:
         return {
@@ -147,11 +139,8 @@ class LoopAdapters:
         self.store.prefetch(files)
 
     def using(self, adapter: Hashable) -> contextlib.AbstractContextManager[ForwardContext | None]:
-        if adapter is None:  # as the model is
-            return contextlib.nullcontext()
-        if isinstance(adapter, str):
-            return naming(self._model, adapter)
-        assert isinstance(adapter, AdapterFile)
+        if not isinstance(adapter, AdapterFile):
+            return use_adapter(self._model, adapter)
         self._check_unmerged(adapter)
         return mixing(self._model, self._mix([(self.load(adapter), 0, 0)]))
 
@@ -184,8 +173,7 @@ class LoopAdapters:
 
         alone = list(range(len(plan)))
         if executor.runner.is_packed:
-            mixable = self._mixable(names)
-            executor.slowed_by.update(self.refusals)
+            mixable = self._mixable(names, executor.slowed_by)
             places = []
             chosen = []
             for place in alone:
@@ -200,7 +188,9 @@ class LoopAdapters:
                     note(places, logits)
                     alone = sorted(set(alone) - set(places))
                 except NotMixableError as error:
-                    self._refuse(chosen, str(error))
+                    reason = Topic.ADAPTERS(str(error))
+                    self._verdicts[_modules_of(chosen)] = reason
+                    executor.slowed_by.add(reason)
         for name in sorted({adapters[place] for place in alone}, key=str):
             places = [place for place in alone if adapters[place] == name]
             note(places, self._run_alone(name, plan.select(places), executor))
@@ -235,9 +225,9 @@ class LoopAdapters:
         except AdapterError as error:
             raise AdapterError(name, str(error)) from None
 
-    def _mixable(self, names: Iterable[Hashable]) -> dict[Hashable, Adapter]:
+    def _mixable(self, names: Iterable[Hashable], slowed_by: set[str]) -> dict[Hashable, Adapter]:
         """Returns, by name, the adapters of a step whose rows can share a forward; empty if fewer
-        than two can. Raises [`AdapterError`]."""
+        than two can, with the reason in `slowed_by`. Raises [`AdapterError`]."""
         names = list(names)
         first_name = next(name for name in names if name is not None)
         self._check_unmerged(first_name)
@@ -245,7 +235,7 @@ class LoopAdapters:
         for name in names:
             adapter = self._find(name)
             if isinstance(adapter, str):
-                self.refusals.add(Topic.ADAPTERS(adapter))
+                slowed_by.add(Topic.ADAPTERS(adapter))
             else:
                 adapters[name] = adapter
         if len(adapters) < 2:
@@ -257,15 +247,9 @@ class LoopAdapters:
             self._verdicts[modules] = self.check(tuple(module_names))
         reason = self._verdicts[modules]
         if reason is not None:
-            self.refusals.add(reason)
+            slowed_by.add(reason)
             return {}
         return adapters
-
-    def _refuse(self, adapters: Iterable[Adapter], reason: str) -> None:
-        """Notes that these adapters cannot be mixed, after a forward raised `NotMixableError`."""
-        refusal = Topic.ADAPTERS(reason)
-        self._verdicts[_modules_of(adapters)] = refusal
-        self.refusals.add(refusal)
 
     def load(self, file: AdapterFile) -> Adapter:
         """Loads its weights, in all processes that hold shards of the model. Raises
@@ -339,7 +323,13 @@ class LoopAdapters:
             model: PreTrainedModel, cache: PagedCache, layout: Layout
         ) -> tuple[BlockManager, Any]:
             blocks, runner = self._make(model, cache, layout)
-            return blocks, _CheckRunner(model, runner, adapters)
+            mix_of = functools.partial(Mix, head=head_of(model))
+
+            def run(plan: StepPlan) -> Tensor:
+                rows = [adapters[sequence.request.row] for sequence in plan.sequences]
+                return run_mixed(model, runner.run, plan, rows, mix_of)
+
+            return blocks, SimpleNamespace(run=run)
 
         try:
             return capability.reason_against_mixing(self._model, self._cache, make, names)
@@ -347,20 +337,6 @@ class LoopAdapters:
             if is_interrupt(error) or not is_out_of_memory(error):
                 raise
             return "there is no memory to check that they can share a forward"
-
-
-@dataclass(eq=False)
-class _CheckRunner:
-    """A runner for the checks in `capability`; row `i` has the `i`-th adapter."""
-
-    model: PreTrainedModel
-    runner: Runner
-    adapters: list[Adapter]
-
-    def run(self, plan: StepPlan) -> Tensor:
-        adapters = [self.adapters[sequence.request.row] for sequence in plan.sequences]
-        mix_of = functools.partial(Mix, head=head_of(self.model))
-        return run_mixed(self.model, self.runner.run, plan, adapters, mix_of)
 
 
 def _random_adapter(model: PreTrainedModel, names: Iterable[str], rank: int) -> Adapter:

@@ -152,13 +152,6 @@ class RecordedMix:
             recorded.reset(outer)
 
 
-class NamedContext(ForwardContext):
-    """All rows run with one adapter of the model."""
-
-    def __init__(self, name: str) -> None:
-        self.variant = self.names = name
-
-
 def _weights_of(adapters: list[Adapter]) -> dict[nn.Module, list[tuple[int, LoraWeights]]]:
     """By module, the numbers of its adapters and their weights."""
     weights: dict[nn.Module, list[tuple[int, LoraWeights]]] = {}
@@ -212,12 +205,6 @@ def mixing(model: nn.Module, mix: Mix) -> Iterator[Mix]:
         for module in mix.modules:
             stack.callback(module.register_forward_hook(mix).remove)
         yield mix
-
-
-@restoring
-def naming(model: nn.Module, name: str) -> Iterator[NamedContext]:
-    with use_adapter(model, name):
-        yield NamedContext(name)
 
 
 def run_mixed(

@@ -29,7 +29,9 @@ class AdapterPages:
     are cached, in one LRU order with cached prefixes, and the adapter is evicted with the first of
     them. Call under the memory's lock."""
 
-    def __init__(self, blocks: BlockManager, on_evict: Callable[[Any], None]) -> None:
+    def __init__(
+        self, blocks: BlockManager, on_evict: Callable[[], Callable[[Any], None] | None]
+    ) -> None:
         self._blocks = blocks
         self._group: int | None = None  # the first with keys and values
         for number, group in enumerate(blocks.groups):
@@ -38,7 +40,7 @@ class AdapterPages:
                 break
         self._pages: dict[Hashable, _Pages] = {}
         self._owners: dict[int, Hashable] = {}  # adapter by block id
-        self._on_evict = on_evict  # called with each evicted adapter
+        self._on_evict = on_evict  # returns what is called with each evicted adapter
         # avoids a cycle: a pool is freed with its last user, not by the garbage collector
         itself = weakref.ref(self)
         self._on_evict_block = lambda block_id: (
@@ -122,8 +124,7 @@ class AdapterPages:
         for adapter, pages in gone.items():
             for table in pages.blocks.tables:
                 table.block_ids = []
-            self.num_evictions += 1
-            self._on_evict(adapter)
+            self._note_eviction(adapter)
 
     @property
     def _table(self) -> int:
@@ -177,5 +178,10 @@ class AdapterPages:
         for block_id in ids:
             del self._owners[block_id]
         del self._pages[adapter]
+        self._note_eviction(adapter)
+
+    def _note_eviction(self, adapter: Hashable) -> None:
         self.num_evictions += 1
-        self._on_evict(adapter)
+        on_evict = self._on_evict()
+        if on_evict is not None:
+            on_evict(adapter)

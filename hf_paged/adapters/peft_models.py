@@ -17,6 +17,7 @@ from ..batching.request import Request, RowsError
 from ..config import meant
 from ..interrupts import restoring
 from ..kernels.lora import LoraWeights
+from ..seams import ForwardContext
 from ..topics import Topic, TopicError
 from .shards import is_split, local, local_weights
 
@@ -212,13 +213,20 @@ def check_adapter(model: nn.Module, name: str) -> list[Any]:
     return layers
 
 
+class NamedContext(ForwardContext):
+    """All rows run with one adapter of the model."""
+
+    def __init__(self, name: str) -> None:
+        self.variant = self.names = name
+
+
 @restoring
-def use_adapter(model: nn.Module, name: Hashable) -> Iterator[None]:
+def use_adapter(model: nn.Module, name: Hashable) -> Iterator[NamedContext | None]:
     """Within it, forwards of `model` run with its adapter `name` (`"__base__"`: with none; `None`,
     or no string: as the model is). Raises [`AdapterError`]. Unlike PEFT's `set_adapter` it leaves
     `requires_grad` alone."""
     if not isinstance(name, str):
-        yield
+        yield None
         return
     layers = check_adapter(model, name)
     saved = []
@@ -231,7 +239,7 @@ def use_adapter(model: nn.Module, name: Hashable) -> Iterator[None]:
             layer._disable_adapters = name == BASE
             if name != BASE:
                 layer._active_adapter = [name]
-        yield
+        yield NamedContext(name)
     finally:
         for layer, state in saved:
             for key in _STATE - state.keys():

@@ -26,7 +26,7 @@ from ..model.layout import Layout
 from ..model.structure import overridden
 from ..model.weights import WeightsGuard
 from ..rooms import OnDemand, room
-from ..seams import DEFAULT_PARTS, Adapters, AdaptersRoom, EngineParts
+from ..seams import DEFAULT_PARTS, Adapters, EngineParts
 from ..speculation.assistant import Assistant, assistant_cache
 from ..speculation.mtp import MtpHeads, MtpRunner, reason_against_mtp
 from ..speculation.sources import Assistance
@@ -126,7 +126,14 @@ def make_loop(
         )
 
     speculator = Speculator(model, make_assistant, heads)
-    adapters = OnDemand(functools.partial(_adapters, model, cache, blocks, leader))
+
+    def make_adapters() -> Adapters:
+        adapters: Adapters = room("adapters", "`adapter`").make_adapters(
+            model, cache, make_runner, blocks, leader
+        )
+        return adapters
+
+    adapters = OnDemand(make_adapters)
     scheduler = Scheduler(
         preemption,
         max_tokens,
@@ -157,13 +164,6 @@ def make_loop(
         speculator,
         ranks if leader is None else None,
     )
-
-
-def _adapters(
-    model: PreTrainedModel, cache: PagedCache, blocks: BlockManager, mirror: Any
-) -> Adapters:
-    adapters: AdaptersRoom = room("adapters", "`adapter`")
-    return adapters.make_adapters(model, cache, make_runner, blocks, mirror)
 
 
 def reason_against_assistance(

@@ -13,33 +13,28 @@ from ..rooms import room
 from ..seams import AdaptersRoom, ResolvedAdapter
 from ..switches import NOTHING
 
-NO_ADAPTER = ResolvedAdapter()  # of a request that names none, on a model that has none
-
 
 def adapters_for(model: Any, adapter: Hashable = None) -> AdaptersRoom | None:
     """The room of adapters if a request names an `adapter`, or PEFT has put some on the model."""
-    if adapter is not None:
-        adapters: AdaptersRoom = room("adapters", "`adapter`")
-        return adapters
-    if getattr(model, "peft_config", None):
-        adapters = room("adapters", "a model with adapters of PEFT")
-        return adapters
-    return None
+    if adapter is None and not getattr(model, "peft_config", None):
+        return None
+    adapters: AdaptersRoom = room("adapters", "an adapter of PEFT, in `adapter` or on the model,")
+    return adapters
 
 
 def resolve_adapter(model: Any, name: str | None, takes_ids: bool = True) -> ResolvedAdapter:
     """As `AdaptersRoom.resolve_adapter`."""
     adapters = adapters_for(model, name)
     if adapters is None:
-        return NO_ADAPTER
+        return ResolvedAdapter()
     return adapters.resolve_adapter(model, name, takes_ids)
 
 
-def use_adapter(model: Any, name: Hashable) -> AbstractContextManager[None]:
+def use_adapter(model: Any, name: Hashable) -> AbstractContextManager[Any]:
     """As `AdaptersRoom.use_adapter`; `None`: as the model is."""
-    if name is None:
+    adapters = adapters_for(None, name)
+    if adapters is None:
         return NOTHING
-    adapters: AdaptersRoom = room("adapters", "`adapter`")
     return adapters.use_adapter(model, name)
 
 

@@ -6,7 +6,10 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+Part = TypeVar("Part")
 
 ROOMS = (
     "adapters",
@@ -45,3 +48,18 @@ def room(name: str, option: str) -> Any:
             name=f"{__package__}.{name}",
         )
     return importlib.import_module(f"{__package__}.{name}")
+
+
+class OnDemand(Generic[Part]):
+    """A part that few calls need: made when it is first asked for; `made` is `None` before. Without
+    `make` no call needs it."""
+
+    def __init__(self, make: Callable[[], Part] | None = None) -> None:
+        self._make = make
+        self.made: Part | None = None
+
+    def __call__(self) -> Part:
+        if self.made is None:
+            assert self._make is not None
+            self.made = self._make()
+        return self.made

@@ -4,26 +4,27 @@ engine what implements them. No code of a feature stands here."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from .plan import StepPlan
 
 if TYPE_CHECKING:  # types of the core alone
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
+    from .batching import request
     from .batching.decoding.base import Fetch, LogitRows
-    from .batching.execution.inputs import PackedTokens
+    from .batching.execution.executor import Executor
+    from .batching.execution.inputs import Bounds, PackedTokens
     from .batching.generation import Generation
-    from .batching.request import Sequence
+    from .batching.request import Request
     from .batching.scheduling.scheduler import Scheduler
     from .cache.memory import PagedMemory
     from .cache.paged_cache import PagedCache
     from .model.state import ModelState
-    from .plan import StepPlan
-
-
-# -- recorded steps ------------------------------------------------------------------------------
 
 
 class Recorder(Protocol):
@@ -36,17 +37,15 @@ class Recorder(Protocol):
     def run(
         self,
         tokens: PackedTokens,
-        variant: Hashable,
-        mix: Any,
+        context: ForwardContext | None,
         forward: Callable[..., Tensor],
         token_ids: Tensor | None = None,
         keeps_hidden: bool = False,
     ) -> Tensor | None:
         """Runs a step as a replay; returns logits `(len(tokens.last), vocab_size)`, which the
         caller owns, or `None` if none serves it: `forward` then computes it, from token ids and
-        positions `(1, n)`, a step of each layer group, and the tokens whose logits are wanted.
-        `variant` identifies the forward's adapters; `mix`: the adapters of the tokens, unless these
-        are the model's. `token_ids` `(n,)`, int64, on the device, replace those of `tokens`.
+        positions `(1, n)`, a step of each layer group, the tokens whose logits are wanted, and
+        the context. `token_ids` `(n,)`, int64, on the device, replace those of `tokens`.
         `keeps_hidden`: whether the forward also stores hidden states."""
 
     def in_order(self) -> contextlib.AbstractContextManager[None]:
@@ -66,7 +65,7 @@ class RunAhead(Protocol):
     def fetch(
         self,
         ready: list[tuple[Generation, LogitRows]],
-        launch: Callable[[list[Sequence], Tensor], Tensor | None],
+        launch: Callable[[list[request.Sequence], Tensor], Tensor | None],
     ) -> Fetch | None:
         """Returns a function that copies the tokens of all open rows, `(n,)` in order, to the host,
         and meanwhile launches the next step; `None` if these rows need the host. `launch` returns
@@ -102,7 +101,113 @@ class TapeRoom(Protocol):
         `NotPackable` before an operation without a kernel."""
 
 
-# -- what an engine is built from ----------------------------------------------------------------
+class ForwardContext(Protocol):
+    """What tells the tokens of a packed forward apart beside ids and positions, while its context
+    manager is open."""
+
+    variant: Hashable  # in the keys of recorded steps
+    names: Any  # from which another process makes the same context
+    num_ranges: int = 0  # ranges of tokens that recorded steps read on the device, as `ranges` says
+    is_fixed: bool = False  # whether a recorded step serves these ranges alone
+    takes_chunks: bool = True  # whether recorded steps may have chunks
+    tensors: Sequence[Tensor] = ()  # what forwards read beside the model's tensors
+
+    def begin(self, num_tokens: int, kept: list[int] | None) -> None:
+        """Before the model's forward of so many tokens. `kept`: those that its head gets, where
+        that is not all; in a recorded step, where the device knows them, none."""
+        return None
+
+    def ranges(
+        self, keys: Sequence[Hashable], num_decodes: int, num_tokens: int
+    ) -> list[tuple[Bounds, Bounds]]:
+        """This step's ranges for a recorded step, in the order of its `keys`: of decodes, of
+        others."""
+        return []
+
+    def record(self, ranges: Tensor, most: int, has_others: bool) -> RecordedContext | None:
+        """Before a step of up to `most` tokens is recorded, which reads `ranges` `(n, 2)` on the
+        device: two for each key, or one if all tokens are decodes."""
+        return None
+
+
+class RecordedContext(Protocol):
+    """The `ForwardContext` of a recorded step, which keeps it alive."""
+
+    keys: Sequence[Hashable]  # of its ranges
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Around each run of the forward that is recorded."""
+
+
+class Adapters(Protocol):
+    """The adapters of a loop's requests (`Request.adapter`), made when the first request names
+    one."""
+
+    def admit(self, request: Request, bring_in: Callable[[], bool]) -> bool:
+        """Brings a waiting request in, with the memory that its adapter takes in the pool; returns
+        whether it is in. Under the memory's lock, like `release`."""
+
+    def release(self, request: Request) -> None:
+        """After the request has left the running ones."""
+
+    def prefetch(self, waiting: Sequence[Request]) -> None:
+        """Before each forward, with the requests that are admitted next."""
+
+    def run(self, plan: StepPlan, executor: Executor) -> Tensor:
+        """As `Runner.run`, each row with its adapter, in as few forwards (`Executor.compute`) as
+        can be. Raises `RowsError` if an adapter cannot be used."""
+
+    def using(self, adapter: Hashable) -> AbstractContextManager[ForwardContext | None]:
+        """Around a forward of rows with one adapter. Raises as `run`."""
+
+    def forget_model(self) -> None:
+        """Drops what depends on the model, which may have changed."""
+
+    def counts(self) -> dict[str, int]:
+        """Fields of `EngineStats`."""
+
+
+class ResolvedAdapter(NamedTuple):
+    """The adapter that a request names."""
+
+    key: Hashable = None  # `Request.adapter`
+    namespace: Hashable = None  # in the prefix cache; the same in every process
+    num_bytes: int = 0  # of the pool, while the request runs
+
+
+class AdaptersRoom(Protocol):
+    """What the core asks of `hf_paged.adapters`."""
+
+    def check_wrapped(self, levels: Sequence[Any]) -> None:
+        """Raises `ValueError` for adapters that PEFT's own `generate` computes; `levels`: a model
+        and its wrappers, from the outside."""
+
+    def check_served(self, model: nn.Module, adapter: Hashable) -> None:
+        """Raises `ValueError` if layers in the model do not compute what PEFT computes with the
+        adapter; `None`: as the model is."""
+
+    def has_activated(self, model: nn.Module) -> bool:
+        """Whether `check_served` may raise for an adapter that it has let pass: one that is active
+        now."""
+
+    def resolve_adapter(
+        self, model: nn.Module, name: str | None, takes_ids: bool
+    ) -> ResolvedAdapter:
+        """The adapter of a request's option `adapter`. Raises `ValueError` if it cannot be served;
+        `takes_ids`: whether the prompt is of token ids alone."""
+
+    def use_adapter(self, model: nn.Module, name: Hashable) -> AbstractContextManager[Any]:
+        """Around a forward of `model` with its adapter of this name."""
+
+    def row_adapters(self, model: nn.Module) -> AbstractContextManager[list[str] | None]:
+        """Takes `adapter_names` of PEFT's `generate` away from the running call's forwards; enters
+        with the names, `None` if it got none."""
+
+    def make_adapters(
+        self, model: Any, cache: Any, make_runner: Any, blocks: Any, mirror: Any
+    ) -> Adapters:
+        """The adapters of a new loop; `mirror` repeats in other processes what is done with
+        them."""
 
 
 @dataclass(frozen=True)

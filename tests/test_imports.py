@@ -41,8 +41,6 @@ PLACES = {
 }
 
 NEIGHBOURS: dict[str, set[str]] = {
-    "native": {"adapters"},
-    "ranks": {"adapters"},
     "speculation": {"ranks"},
     "tools": {"grammar", "native"},
 }

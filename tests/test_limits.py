@@ -20,7 +20,6 @@ from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine, PrefixTiers, threads
-from hf_paged.adapters.files import AdapterStore
 from hf_paged.attention.backends import cpp
 from hf_paged.cache import idle
 from tests.support import limits, models
@@ -100,6 +99,8 @@ def test_tiers_write_once_there_are_threads(threadless: pytest.MonkeyPatch, tmp_
 
 
 def test_an_adapter_is_loaded_by_the_step_that_needs_it(threadless: pytest.MonkeyPatch) -> None:
+    from hf_paged.adapters.files import AdapterStore
+
     store: Any = AdapterStore(torch.nn.Linear(1, 1))
     file: Any = type("File", (), {"path": "a"})()
     store.prefetch([file])

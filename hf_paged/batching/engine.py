@@ -9,13 +9,12 @@ from typing import Any, NoReturn
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..adapters.files import adapter_namespace, resolve_adapter
-from ..adapters.peft_models import base_model
 from ..cache.free_memory import trim
 from ..config import PagedConfig
 from ..interrupts import guarded
 from ..model.forwards import compute_device
 from ..model.loading import load_model, load_tokenizer
+from ..model.wrappers import base_model, resolve_adapter
 from ..seams import DEFAULT_PARTS, EngineParts
 from ..tiers.saved_prefixes import load, save, saved_to
 from ..tiers.store import check_tiers
@@ -449,7 +448,7 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
             )
             if result.error is not None:
                 raise result.error
-            namespace = adapter_namespace(resolve_adapter(self.model, adapter))
+            namespace = resolve_adapter(self.model, adapter).namespace
             salt = cache_salt or self.config.cache_salt
             return save(self._core, ids, (namespace, salt), target)
 

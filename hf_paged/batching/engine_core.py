@@ -19,7 +19,6 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from .. import forks
-from ..adapters.peft_models import AdapterError, base_model, check_served, has_activated
 from ..cache import budget
 from ..cache.block_pool import OutOfBlocksError
 from ..cache.idle import begin_use, end_use
@@ -29,6 +28,7 @@ from ..grammar import Grammars
 from ..interrupts import ends_with_calls, guarded, is_interrupt, restoring
 from ..model.layout import Layout
 from ..model.registry import Route, note_route
+from ..model.wrappers import adapters_for, base_model
 from ..ranks.leader import lead
 from ..ranks.processes import RankLostError
 from ..ranks.signals import PatientLock
@@ -52,7 +52,7 @@ from .generation import Generation, Output, RequestState
 from .loop import StepLoop
 from .pauses import Pauses
 from .prompt_forms import Prompt, prompt_ids, split_inputs
-from .request import Request, Sequence
+from .request import Request, RowsError, Sequence
 from .results import FIRST_TOKEN_SECONDS, OUTPUT_TOKEN_SECONDS, RequestOutput, RequestResult
 
 logger = logging.getLogger(__name__)
@@ -413,12 +413,13 @@ class EngineCore:
     def _end_unserved(self) -> None:
         """Ends requests whose adapter only PEFT's own `generate` computes: it may have become
         active since `add`."""
-        if not has_activated(self.model):
+        adapters = adapters_for(self.model)
+        if adapters is None or not adapters.has_activated(self.model):
             return
         for state in list(self.requests.values()):
             try:
-                check_served(self.model, state.request.adapter)
-            except AdapterError as error:
+                adapters.check_served(self.model, state.request.adapter)
+            except RowsError as error:
                 state.error = error
                 self.end(state, "error")
 

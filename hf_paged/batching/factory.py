@@ -12,8 +12,6 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from .. import compat
-from ..adapters.mixing import Adapters
-from ..adapters.pages import AdapterPages
 from ..cache.block_manager import BlockManager
 from ..cache.free_memory import commits_when_touched
 from ..cache.groups import StateSpec
@@ -28,8 +26,8 @@ from ..model.layout import Layout
 from ..model.structure import overridden
 from ..model.weights import WeightsGuard
 from ..ranks.processes import is_sharded
-from ..rooms import is_installed, room
-from ..seams import DEFAULT_PARTS, EngineParts, MakeRecorder, Recorder, TapeRoom
+from ..rooms import OnDemand, is_installed, room
+from ..seams import DEFAULT_PARTS, Adapters, EngineParts, MakeRecorder, Recorder, TapeRoom
 from ..speculation.assistant import Assistant, assistant_cache
 from ..speculation.mtp import MtpHeads, MtpRunner, reason_against_mtp
 from ..speculation.sources import Assistance
@@ -132,7 +130,14 @@ def make_loop(
         )
 
     speculator = Speculator(model, make_assistant, heads)
-    adapters = AdapterPages(blocks)
+
+    def make_adapters() -> Adapters:
+        adapters: Adapters = room("adapters", "`adapter`").make_adapters(
+            model, cache, make_runner, blocks, leader
+        )
+        return adapters
+
+    adapters = OnDemand(make_adapters)
     scheduler = Scheduler(
         preemption,
         max_tokens,
@@ -144,11 +149,10 @@ def make_loop(
     )
     # it holds the speculator: a cycle would keep the model and its memory alive
     proxy = weakref.proxy(scheduler)
-    executor = Executor(model, memory, runner, scheduler, guard)
+    executor = Executor(model, memory, runner, scheduler, guard, adapters)
     ranks = executor.ranks
-    executor.adapters = Adapters(model, cache, make_runner, adapters)
     if leader is not None and isinstance(runner, PackedRunner):
-        runner.mirror = executor.adapters.mirror = leader
+        runner.mirror = leader
         guard.fingerprint, executor.together = leader.fingerprint, leader.forward
     elif ranks is not None:
         guard.fingerprint = ranks.fingerprint

@@ -17,13 +17,12 @@ from transformers import PreTrainedModel
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 
 from .. import compat
-from ..adapters.files import AdapterFile, adapter_namespace, resolve_adapter
-from ..adapters.peft_models import use_adapter
 from ..cache.block_manager import UNCACHED, SequenceBlocks
 from ..config import check_cache_salt
 from ..grammar import GrammarProcessor
 from ..interrupts import is_interrupt
 from ..model.own_loop import select_rows, tensors_of
+from ..model.wrappers import resolve_adapter, use_adapter
 from ..speculation.sources import Assistance, Speculation
 from ..step import to_device
 from ..threads import step_lock
@@ -165,7 +164,8 @@ class RequestState(Generation):
         outbox: deque[RequestOutput] | list[RequestOutput],
         tells_tokens: bool = True,
     ) -> None:
-        adapter = resolve_adapter(model, options.adapter)
+        takes_ids = options.inputs is None and not model.config.is_encoder_decoder
+        adapter = resolve_adapter(model, options.adapter, takes_ids)
         check_cache_salt(options.cache_salt)
         priority = as_whole(
             "priority",
@@ -174,12 +174,6 @@ class RequestState(Generation):
             _MAX_PRIORITY,
             after=", lower runs earlier",
         )
-        takes_ids = options.inputs is None and not model.config.is_encoder_decoder
-        if isinstance(adapter, AdapterFile) and not takes_ids:
-            raise ValueError(
-                f"`adapter` {adapter.path!r} is loaded on demand, which serves prompts of token ids"
-                " alone: load it with PEFT's `model.load_adapter(folder, name)`, and pass the name"
-            )
         self.prompt_ids = prompt_ids
         prepare = functools.partial(
             request_decoding, model, prompt_ids, generation_config, options, tokenizer
@@ -192,15 +186,21 @@ class RequestState(Generation):
         # number of prompt tokens (of the decoder, if the model has an encoder)
         self._start = decoding.length
         tokens = decoding.input_ids[0].tolist()
-        namespace = (adapter_namespace(adapter), options.cache_salt)
+        namespace = (adapter.namespace, options.cache_salt)
         prompts = None if call is None else _prompts_of(model, call)
         # positions given as embeddings
         num_unseen = 0 if prompts is None else prompts.length - len(tokens)
         sequences = [Sequence([0] * num_unseen + tokens)]
         size = decoding.max_length + num_unseen, decoding.num_rows
-        self.request = Request(options.request_id, sequences, *size, priority, namespace, adapter)
-        if isinstance(adapter, AdapterFile):
-            self.request.adapter_bytes = adapter.num_bytes
+        self.request = Request(
+            options.request_id,
+            sequences,
+            *size,
+            priority,
+            namespace,
+            adapter.key,
+            adapter.num_bytes,
+        )
         if options.prompt_logprobs:
             self.request.prompt_logprobs = PromptLogprobs(tokens, int(options.top_logprobs))
             self.request.namespace = UNCACHED  # the whole prompt must be computed

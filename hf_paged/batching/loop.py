@@ -6,12 +6,11 @@ import logging
 import operator
 import time
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..adapters.peft_models import AdapterError
 from ..cache.block_manager import BlockManager
 from ..cache.block_pool import OutOfBlocksError
 from ..cache.memory import PagedMemory
@@ -22,10 +21,10 @@ from ..speculation.speculator import Speculator
 from .decoding.base import Fetch, Result, SampledTokens
 from .decoding.sampler import sample_step, unknown_token
 from .execution.executor import Executor, Window
-from .execution.prompts import Prompts, PromptsError
 from .generation import Generation
 from .ledger import Ledger, Ready
 from .progress import Progress
+from .request import RowsError
 from .scheduling.scheduler import Scheduler
 from .scheduling.shortage import NeverFits
 
@@ -75,12 +74,9 @@ class StepLoop:
             "num_swaps": self.scheduler.preemption.num_swaps,
             "num_captured_steps": self.executor.runner.num_captured_steps,
         }
-        pages = self.scheduler.adapters
-        if pages is not None:
-            counts["num_adapter_hits"] = pages.num_hits
-            counts["num_adapter_evictions"] = pages.num_evictions
-        if self.executor.adapters is not None:
-            counts["num_adapter_loads"] = self.executor.adapters.store.num_loads
+        adapters = self.executor.adapters.made
+        if adapters is not None:
+            counts |= adapters.counts()
         return counts
 
     def __repr__(self) -> str:
@@ -329,7 +325,9 @@ class StepLoop:
             self.executor.notice_model()
             if plan.preempted:
                 self.ledger.split_preempted(plan.preempted)
-            self.executor.prefetch(self.scheduler.queue.next_adapters())
+            adapters = self.executor.adapters.made
+            if adapters is not None:
+                adapters.prefetch(self.scheduler.queue.waiting)
             logits = None
             if plan.sequences:
                 logits = self._run(plan, untold)
@@ -376,20 +374,16 @@ class StepLoop:
         """Ends the generations to which a forward's error belongs; of several together, the next
         steps find out which. `num_unsized`: groups whose blocks had no known size before it."""
         cause: BaseException = error
-        if isinstance(error, PromptsError):
+        if isinstance(error, RowsError) and error.cause is not None:
             cause = error.cause
         if isinstance(cause, OutOfBlocksError) and self.blocks.num_unsized < num_unsized:
             # the forward showed the blocks' true size, so that fewer fit: the step is repeated
             return
         failed = self.ledger.generations_of(plan.sequences)
         wholes = list(dict.fromkeys(generation.whole or generation for generation in failed))
-        if isinstance(error, AdapterError):  # the other generations repeat the step
+        if isinstance(error, RowsError):
             failed = [
-                generation for generation in failed if _has_adapter(generation, error.adapter)
-            ]
-        elif isinstance(error, PromptsError):
-            failed = [
-                generation for generation in failed if _has_prompts(generation, error.prompts)
+                generation for generation in failed if any(map(error.concerns, generation.requests))
             ]
         elif len(wholes) > 1:
             self.ledger.suspects.halve(wholes)
@@ -488,12 +482,3 @@ class StepLoop:
             for generation in lost:
                 if generation not in repeated and generation not in untold:
                     self._fail(generation, RuntimeError(_INTERRUPTED.format(cause)), untold)
-
-
-def _has_adapter(generation: Generation, adapter: Hashable) -> bool:
-    return any(request.adapter == adapter for request in generation.requests)
-
-
-def _has_prompts(generation: Generation, prompts: Prompts) -> bool:
-    given = (request.inputs for request in generation.requests)
-    return any(inputs is not None and inputs[0] is prompts for inputs in given)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from .. import compat
-from ..adapters.peft_models import adapter_names, without_adapter_names
 from ..batching.decoding.base import Decoding
 from ..batching.decoding.beam import BeamDecoding
 from ..batching.decoding.prepare import LoopCall
@@ -31,6 +30,7 @@ from ..config import PagedConfig
 from ..interrupts import num_modes
 from ..model.forwards import compute_device
 from ..model.own_loop import cache_parts
+from ..model.wrappers import adapters_for
 from ..plan import StepPlan
 from ..ranks.processes import is_sharded
 from ..speculation.sources import Assistance
@@ -51,11 +51,12 @@ def batch_of(call: Call, loop: LoopCall) -> BatchCall | None:
     """A decoding loop of a call for the engine; `None`, with the reason noted, if the engine cannot
     serve it. Raises `ValueError` if `batch_invariant` is set then: only the engine supports it."""
     with contextlib.ExitStack() as stack:
-        names = adapter_names(call.model)
-        if names is not None:
+        adapters = adapters_for(call.model)
+        names = None
+        if adapters is not None:
             # else PEFT would take them as adapters of a forward's rows, which differ from the
             # call's
-            stack.enter_context(without_adapter_names(call.model))
+            names = stack.enter_context(adapters.row_adapters(call.model))
         batch = _batch_of(call, loop, names)
         if batch is not None:
             call.stack.push(stack.pop_all())
@@ -259,7 +260,7 @@ class BatchCall(Candidate):
                 executor.check_model()
                 plan = _schedule(loop, late)
                 if len(plan):
-                    executor.run_by_adapter(plan)
+                    executor.run_rows(plan)
                     for sequence, count in zip(plan.sequences, plan.counts):
                         sequence.num_computed_tokens += count
             if not len(plan) and not shortage.wait():

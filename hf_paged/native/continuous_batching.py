@@ -22,11 +22,11 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from .. import compat, forks
-from ..adapters.peft_models import base_model, check_served
 from ..attention.switch import NAME
 from ..batching.arguments import check_generation_config
 from ..batching.engine import PagedEngine
 from ..batching.results import RequestResult
+from ..model.wrappers import adapters_for, base_model
 from ..topics import Topic
 from .manager_config import paged_config
 from .manager_thread import ManagerThread
@@ -409,7 +409,9 @@ def _generate_batch(
     if not len(inputs):
         return {}
     # one `generate` call would compute no more than the layers in the model
-    check_served(base_model(model), None)
+    base_adapters = adapters_for(base_model(model))
+    if base_adapters is not None:
+        base_adapters.check_served(base_model(model), None)
     base = generation_config or model.generation_config
     given = {name: value for name, value in options.items() if value is not None}
     generation_options = {name: value for name, value in given.items() if name != "tokenizer"}

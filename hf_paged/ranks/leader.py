@@ -9,20 +9,18 @@ import os
 import pickle
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..adapters.files import AdapterFile
-from ..adapters.mixing import mixed, mixing
-from ..adapters.peft_models import AdapterError, base_model, check_adapter
 from ..batching.arguments import check_generates
 from ..batching.execution.inputs import PackedTokens
 from ..batching.factory import MANY_BLOCKS, choose_layout, empty_cache, make_loop
 from ..batching.loop import StepLoop
+from ..batching.request import RowsError
 from ..cache import budget
 from ..cache.group_memory import MOVES, GroupMemory
 from ..cache.memory import PagedMemory, autocast_dtype
@@ -30,6 +28,8 @@ from ..cache.swap import HostBlocks
 from ..config import PagedConfig
 from ..model.forwards import compute_device
 from ..model.state import ModelState
+from ..model.wrappers import base_model
+from ..switches import NOTHING
 from ..topics import Topic
 from .processes import RankLostError, Ranks, check_heads, ranks_of
 from .signals import held
@@ -126,8 +126,7 @@ class Leader:
         self._groups = []
         self.note("retire")
 
-    def run(self, tokens: PackedTokens, others: list[int], adapter: Hashable) -> None:
-        mix = mixed.get()
+    def run(self, tokens: PackedTokens, others: list[int], names: Any) -> None:
         changes = [
             history.changes(group.tables) for history, group in zip(self._histories, tokens.groups)
         ]
@@ -137,22 +136,21 @@ class Leader:
             rest,
             changes,
             others,
-            adapter if mix is None else mix.names,
+            names,
             autocast_dtype(self._device),
         )
 
-    def load_adapter(self, file: AdapterFile) -> None:
+    def load_adapter(self, file: Any) -> str | None:
         self.send("load_adapter", file)
         loaded = self.ranks.gather(True)
         failed = [rank for rank, (is_loaded,) in enumerate(loaded) if not is_loaded]
-        if failed:
-            self.note("adapters", "forget", file)
-            raise AdapterError(
-                file,
-                f"the adapter in {file.path!r} cannot be loaded by processes {failed} of"
-                f" {self.ranks.size} that hold shards of the model, whose output says why: they"
-                " read the same folder, under the same path",
-            )
+        if not failed:
+            return None
+        self.note("adapters", "forget", file)
+        return (
+            f"by processes {failed} of {self.ranks.size} that hold shards of the model, whose"
+            " output says why: they read the same folder, under the same path"
+        )
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -270,28 +268,25 @@ class Follower:
         tokens: PackedTokens,
         changes: list[Changes],
         others: list[int],
-        adapter: Hashable,
+        names: Any,
         autocast: torch.dtype | None,
     ) -> None:
         if self._failure is not None:
             # only this process failed, and left the others in that forward
             raise self._failure
-        # before the forward: a missing adapter ends this process
-        if isinstance(adapter, list):
-            using = mixing(self.model, self._executor.adapters.mix_named(adapter))
-        else:
-            if isinstance(adapter, str):
-                check_adapter(self.model, adapter)
-            using = self._executor.using(adapter)
+        executor = self._executor
+        using = NOTHING
+        if names is not None:  # before the forward: a missing adapter ends this process
+            using = executor.adapters().repeat(names)
         groups = [
             group._replace(tables=history.tables(changed))
             for group, history, changed in zip(tokens.groups, self._histories, changes)
         ]
         whole = tokens._replace(groups=groups)
-        self._executor.autocast = autocast
+        executor.autocast = autocast
         try:
-            with self._executor.attention():
-                self._executor.compute(using, lambda: self._executor.runner.compute(whole, others))
+            with executor.attention(), using as context:
+                executor.compute(executor.runner.compute, whole, others, None, context or None)
         except Exception as error:
             self._failure = error
 
@@ -299,19 +294,19 @@ class Follower:
         self._failure = None
         self.ranks.check_failed()
 
-    def load_adapter(self, file: AdapterFile) -> None:
+    def load_adapter(self, file: Any) -> None:
         is_loaded = True
         try:
-            self._executor.adapters.load(file)
-        except AdapterError as error:
+            self._executor.adapters().load(file)
+        except RowsError as error:
             is_loaded = False
             logger.warning(Topic.ADAPTERS(str(error)))
         self.ranks.gather(is_loaded)
 
     def adapters(self, method: str, *arguments: Any) -> None:
-        """Calls a method of this process's `Adapters`."""
+        """Calls a method of this process's `LoopAdapters`."""
         if self._executor is not None:  # else the order is from an earlier loop
-            getattr(self._executor.adapters, method)(*arguments)
+            getattr(self._executor.adapters(), method)(*arguments)
 
     def fingerprint(self) -> None:
         self.ranks.fingerprint(self.model)

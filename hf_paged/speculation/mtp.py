@@ -201,6 +201,6 @@ class MtpHeads(Assistant):
             return hidden
 
         begin = time.perf_counter()
-        self.executor.compute(self.executor.using(None), draft)
+        self.executor.compute(draft)
         if len(items) == plan.num_tokens:
             self._time((time.perf_counter() - begin) / self.depth)

@@ -26,7 +26,7 @@ class Key(NamedTuple):
     """Identifies a recorded graph."""
 
     sizes: Sizes
-    # adapters, autocast dtype, training mode, batch invariance, whether hidden states are kept,
+    # context, autocast dtype, training mode, batch invariance, whether hidden states are kept,
     # options of torch
     variant: Hashable
 
@@ -69,7 +69,7 @@ class Key(NamedTuple):
 
 
 def _covers(mine: Any, needed: Any) -> bool:
-    """Whether the variants are equal, or differ only in adapters that the needed step does not
+    """Whether the variants are equal, or differ only in what the needed step's context does not
     use."""
     if isinstance(mine, tuple) and isinstance(needed, tuple):
         if mine[1:] == needed[1:]:
@@ -94,7 +94,7 @@ def sizes_of(
     tokens: PackedTokens,
     prefixes: Prefixes,
     block_sizes: list[int],
-    num_adapters: int,
+    num_ranges: int,
 ) -> Sizes:
     """The step's sizes rounded up to few values, such as powers of two, so that few graphs
     serve many steps."""
@@ -119,7 +119,7 @@ def sizes_of(
             rows,
             tuple(widths),
             prefixes=tuple(shared),
-            ranges=num_adapters,
+            ranges=num_ranges,
         )
     num_chunks = len(tokens.query_start) - 1 - decodes
     chunks = power_of_two(MIN_CHUNKS, num_chunks)
@@ -135,5 +135,5 @@ def sizes_of(
         chunks,
         chunk_tokens,
         tuple(shared),
-        2 * num_adapters,
+        2 * num_ranges,
     )

@@ -35,7 +35,9 @@ from ..kernels import VARIABLE
 from ..kernels.cpp.build import batch_invariant
 from ..model.state import ModelState
 from ..model.writes import taken_back
+from ..seams import ForwardContext, RecordedContext
 from ..step import StepMetadata
+from ..switches import NOTHING
 from ..timing import timed
 from ..topics import Topic
 from .graph_keys import MAX_CHUNK_TOKENS, Key, Prefixes, sizes_of
@@ -55,16 +57,18 @@ from .torch_options import active_mode, torch_options
 
 logger = logging.getLogger(__name__)
 
-Forward = Callable[[Tensor, Tensor, list[StepMetadata], Tensor | None], Tensor]
-"""From token ids and positions `(1, n)`, each group's step and the tokens whose logits are wanted
-(`None`: all), logits `(kept, vocab_size)`."""
+Forward = Callable[
+    [Tensor, Tensor, list[StepMetadata], Tensor | None, ForwardContext | None], Tensor
+]
+"""From token ids and positions `(1, n)`, each group's step, the tokens whose logits are wanted
+(`None`: all) and the context, logits `(kept, vocab_size)`."""
 
 # steps of a size before it is recorded; a recording takes about as long as three steps (an
 # estimate, not measured)
 MIN_USES = 3
-# same, for a step with several adapters in a fixed order, which may soon change: about as many
-# replays as pay for it
-MIN_MIXED_USES = 64
+# same, for a step whose context `is_fixed`, which may soon change: about as many replays as pay for
+# it
+MIN_FIXED_USES = 64
 # kept graphs: up to 256 decodes there are 27 sizes; the rest is for chunks, wider tables, adapters
 MAX_GRAPHS = 64
 
@@ -76,8 +80,7 @@ class RecordedStep:
     inputs: StaticInputs
     logits: Tensor
     graph: Graph
-    held: Any  # tensors it reads beside the model, blocks and inputs
-    adapters: Sequence[Hashable]  # keys of the adapters whose token ranges are inputs
+    context: RecordedContext | None
 
 
 def recorder(model: PreTrainedModel, cache: PagedCache) -> StepGraphs | None:
@@ -130,6 +133,7 @@ class StepGraphs:
         # shared by graphs, by vocabulary size and dtype
         self._outputs: dict[tuple[int, torch.dtype], Tensor] = {}
         self._forward: Forward | None = None  # of the runner whose step is running
+        self._context: ForwardContext | None = None  # of that step
 
     def begin(self, state: ModelState) -> None:
         """Drops all graphs if they were recorded with the model in another state; in-place weight
@@ -161,20 +165,18 @@ class StepGraphs:
     def run(
         self,
         tokens: PackedTokens,
-        variant: Hashable,
-        mix: Any,
+        context: ForwardContext | None,
         forward: Forward,
         token_ids: Tensor | None = None,
         keeps_hidden: bool = False,
     ) -> Tensor | None:
         """Runs a step as a replay; returns logits `(len(tokens.last), vocab_size)`, which the
-        caller owns, or `None` if no graph serves it. `mix`: the adapters of its tokens, if they
-        are not the model's own. `token_ids` `(n,)`, int64, on the device, replace those of a step
-        of decodes only; nothing is recorded then. `keeps_hidden`: whether the forward also stores
-        hidden states."""
+        caller owns, or `None` if no graph serves it. `token_ids` `(n,)`, int64, on the device,
+        replace those of a step of decodes only; nothing is recorded then. `keeps_hidden`: whether
+        the forward also stores hidden states."""
         if self.obstacle is not None:
             return None
-        if not self._is_recorded(tokens, mix):
+        if not self._is_recorded(tokens, context):
             return None
         if self._is_observed():
             return None
@@ -184,21 +186,22 @@ class StepGraphs:
             if not self._blocks:
                 return None
             self._forward = forward
+            self._context = context
             try:
                 prefixes: Prefixes = ()
                 if self._backend.on_device and "prefixes" not in self._limits:
                     prefixes = self._shared.of(tokens)
-                wanted = self._key(tokens, prefixes, variant, mix, keeps_hidden)
+                wanted = self._key(tokens, prefixes, keeps_hidden)
                 key: Key | None = wanted
                 if wanted not in self._graphs:
                     if token_ids is not None:
                         return None
-                    key = self._find(wanted, tokens, prefixes, mix)
+                    key = self._find(wanted, tokens, prefixes)
                 if key is None:
                     return None
-                return self._replay(key, tokens, prefixes, mix, token_ids)
+                return self._replay(key, tokens, prefixes, token_ids)
             finally:
-                self._forward = None
+                self._forward = self._context = None
 
     def _is_observed(self) -> bool:
         """Whether a replay might bypass a mode, or changes that cannot be seen; notes why."""
@@ -216,7 +219,7 @@ class StepGraphs:
             reasons.add(Topic.RECORDING(f"decode steps are not recorded: {reason}"))
         return True
 
-    def _is_recorded(self, tokens: PackedTokens, mix: Any) -> bool:
+    def _is_recorded(self, tokens: PackedTokens, context: ForwardContext | None) -> bool:
         """Whether such steps are recorded: decodes that all want logits, and on devices steps with
         few chunk tokens."""
         if tokens.rope_factors or tokens.axes is not None:
@@ -228,8 +231,7 @@ class StepGraphs:
             return is_small and len(tokens.last) == tokens.num_decodes
         if not self._backend.on_device:
             return False
-        if mix is not None and (mix.adds_to_head or not mix.can_record):
-            # only the recorded step knows which rows the head gets, or where chunks lie in it
+        if context is not None and not context.takes_chunks:
             return False
         return num_chunk_tokens <= limits.get("chunks", MAX_CHUNK_TOKENS)
 
@@ -237,8 +239,6 @@ class StepGraphs:
         self,
         tokens: PackedTokens,
         prefixes: Prefixes,
-        variant: Hashable,
-        mix: Any,
         keeps_hidden: bool,
     ) -> Key:
         """The key of the smallest graph that serves a step."""
@@ -248,6 +248,11 @@ class StepGraphs:
             torch.get_num_threads(),
             torch._C._get_deterministic_algorithms(),
         )
+        variant = None
+        num_ranges = 0
+        if self._context is not None:
+            variant = self._context.variant
+            num_ranges = self._context.num_ranges
         full_variant = (
             variant,
             autocast_dtype(self._device),
@@ -256,10 +261,7 @@ class StepGraphs:
             keeps_hidden,
             *options,
         )
-        num_adapters = 0
-        if mix is not None and mix.can_record:
-            num_adapters = len(mix.adapters)
-        sizes = sizes_of(tokens, prefixes, self._block_sizes, num_adapters)
+        sizes = sizes_of(tokens, prefixes, self._block_sizes, num_ranges)
         return Key(sizes, full_variant)
 
     def _find(
@@ -267,7 +269,6 @@ class StepGraphs:
         wanted: Key,
         tokens: PackedTokens,
         prefixes: Prefixes,
-        mix: Any,
     ) -> Key | None:
         """Records the graph `wanted` once it would have been used often enough; until then returns
         the key of a larger one that serves the step, or `None`."""
@@ -279,14 +280,14 @@ class StepGraphs:
 
         candidates = (key for key in self._graphs if key.serves(wanted))
         serving = min(candidates, key=padding, default=None)
-        least = MIN_MIXED_USES
-        if mix is None or mix.can_record:
-            least = MIN_USES
+        least = MIN_USES
+        if self._context is not None and self._context.is_fixed:
+            least = MIN_FIXED_USES
         is_due = self._uses[wanted] >= least
         if not is_due and serving is None:
             is_due = self._uses[wanted.use] >= least
         if is_due:
-            return self._capture(wanted, tokens, prefixes, mix)
+            return self._capture(wanted, tokens, prefixes)
         self._uses.update((wanted, wanted.use))
         return serving
 
@@ -295,12 +296,11 @@ class StepGraphs:
         key: Key,
         tokens: PackedTokens,
         prefixes: Prefixes,
-        mix: Any,
         token_ids: Tensor | None,
     ) -> Tensor:
         step = self._graphs[key] = self._graphs.pop(key)
         with self._backend.in_order():
-            step.inputs.fill(tokens, prefixes, _ranges(step.adapters, tokens, mix))
+            step.inputs.fill(tokens, prefixes, self._ranges(step.context, tokens))
             if token_ids is not None:
                 replaced = step.inputs.token_ids[0, : len(token_ids)]
                 replaced.copy_(token_ids)
@@ -313,7 +313,6 @@ class StepGraphs:
         key: Key,
         tokens: PackedTokens,
         prefixes: Prefixes,
-        mix: Any,
     ) -> Key | None:
         """Records a graph; `None` if that fails, or while another thread records. A failure is
         logged, and then no or fewer such graphs are recorded. Interrupts wait for the end: torch
@@ -324,7 +323,7 @@ class StepGraphs:
                 return None
             start = time.perf_counter()
             try:
-                step = self._record(key, tokens, prefixes, mix)
+                step = self._record(key, tokens, prefixes)
             except Exception as error:
                 if is_interrupt(error):
                     raise
@@ -347,7 +346,6 @@ class StepGraphs:
         key: Key,
         tokens: PackedTokens,
         prefixes: Prefixes,
-        mix: Any,
     ) -> RecordedStep:
         inputs = StaticInputs(
             key.sizes,
@@ -355,25 +353,20 @@ class StepGraphs:
             self._block_sizes,
             self._device,
         )
-        held: Any = None
-        tensors: list[Tensor] = []
-        adapters: list[Hashable] = []
-        adding: Any = contextlib.nullcontext
-        if mix is not None:
-            held = mix.tables
-            tensors = mix.tensors
-            if key.sizes.ranges:
-                has_chunks = key.sizes.chunks > 0
-                held = mix.record(inputs.ranges, key.sizes.tokens, has_chunks)
-                adding = functools.partial(mix.recording, held)
-                adapters = [adapter.key for adapter in mix.adapters]
+        context = self._context
+        recorded = None
+        tensors: Sequence[Tensor] = ()
+        if context is not None:
+            has_chunks = key.sizes.chunks > 0
+            recorded = context.record(inputs.ranges, key.sizes.tokens, has_chunks)
+            tensors = context.tensors
         outputs: list[Tensor] = []
         run = functools.partial(
             _run,
             weakref.ref(self),
             inputs,
             outputs,
-            adding,
+            recorded,
         )
         # without autocast's cache each replay converts the weights: cached copies are freed when
         # autocast ends
@@ -386,14 +379,14 @@ class StepGraphs:
         )
         model = self._model()
         with self._backend.in_order():
-            inputs.fill(tokens, prefixes, _ranges(adapters, tokens, mix))
+            inputs.fill(tokens, prefixes, self._ranges(recorded, tokens))
             with uncached, taken_back(model):
                 graph = self._backend.capture(run, model, tensors)
                 if not self._backend.on_device:
                     # a tape computes with other kernels than the modules
                     logits = outputs[0][: max(1, len(tokens.last))]
                     check_replay(graph.replay, logits, {dtype, getattr(model, "dtype", None)})
-        return RecordedStep(inputs, outputs[0], graph, held, adapters)
+        return RecordedStep(inputs, outputs[0], graph, recorded)
 
     def _refuse(self, key: Key, error: Exception) -> None:
         """After a recording failed: stops recording such steps of this size or larger, all steps of
@@ -451,6 +444,14 @@ class StepGraphs:
                 )
         return output[:num_rows]
 
+    def _ranges(
+        self, recorded: RecordedContext | None, tokens: PackedTokens
+    ) -> list[tuple[Bounds, Bounds]]:
+        """The token ranges of the running step's context, for a recorded step."""
+        if recorded is None or self._context is None:
+            return []
+        return self._context.ranges(recorded.keys, tokens.num_decodes, len(tokens.token_ids))
+
     def _follow_blocks(self) -> None:
         """Drops all graphs if a layer's blocks were replaced: the pool grew or was rebuilt."""
         blocks: list[KVBlocks] = []
@@ -463,38 +464,26 @@ class StepGraphs:
             self._shared.forget_costs()
 
 
-def _ranges(
-    adapters: Sequence[Hashable],
-    tokens: PackedTokens,
-    mix: Any,
-) -> list[tuple[Bounds, Bounds]]:
-    """The token ranges of these adapters in a step."""
-    if not adapters:
-        return []
-    ranges: list[tuple[Bounds, Bounds]]
-    ranges = mix.ranges(adapters, tokens.num_decodes, len(tokens.token_ids))
-    return ranges
-
-
 def _run(
     owner: weakref.ref[StepGraphs],
     inputs: StaticInputs,
     outputs: list[Tensor],
-    adding: Callable[[], contextlib.AbstractContextManager[None]],
+    recorded: RecordedContext | None,
 ) -> None:
     """Runs the forward that is recorded, from `inputs` to `outputs`, which its first run makes.
-    Within `adding`, adapters add what belongs to the token ranges that the step reads on the
-    device. `owner` is weak: a recording keeps nothing else alive."""
+    `owner` is weak: a recording keeps nothing else alive."""
     graphs = owner()
     assert graphs is not None and graphs._forward is not None
     # the model's autocast may hold weights that were converted before the recording
     torch.clear_autocast_cache()
-    with adding():
+    reading = NOTHING if recorded is None else recorded.reading()
+    with reading:
         logits = graphs._forward(
             inputs.token_ids,
             inputs.positions,
             inputs.steps(),
             inputs.kept,
+            graphs._context,
         )
     torch.clear_autocast_cache()
     if not outputs:

@@ -15,7 +15,6 @@ import torch
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
-from hf_paged.adapters.pages import AdapterPages
 from hf_paged.batching.execution.executor import Executor
 from hf_paged.batching.ledger import Ledger
 from hf_paged.batching.loop import StepLoop
@@ -187,8 +186,8 @@ def test_an_engine_goes_on_after_an_exception_behind_a_change_of_adapters_in_fol
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
     pytest.importorskip("peft")
-    from tests.adapters.test_mixing import many, saved
-    from tests.adapters.test_peft_engine import lone_with
+    from hf_paged.adapters.pages import AdapterPages
+    from tests.support.peft_models import lone_with, many, saved
 
     options = {"do_sample": False, "max_new_tokens": 6}
     tuned, texts = many(3, r=8), prompts(9, 14, 5, 20)

@@ -45,11 +45,11 @@ from transformers import GenerationConfig
 
 import hf_paged
 from benchmarks import machine
-from tests.adapters.test_peft_engine import ADAPTERS, active, lora_model
 from tests.support import interrupts, models
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_media import media_inputs
 from tests.support.checks import model_state
+from tests.support.peft_models import ADAPTERS, active, lora_model
 from tests.support.prices import fix_prices
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -503,7 +503,7 @@ def main() -> int:
     context = multiprocessing.get_context("forkserver")
     # Each process then starts with PyTorch, transformers and these imported.
     context.set_forkserver_preload(
-        ["tests.adapters.test_peft_engine", "tests.support.architecture_media"]
+        ["tests.support.peft_models", "tests.support.architecture_media"]
     )
     with concurrent.futures.ProcessPoolExecutor(args.jobs, context, max_tasks_per_child=1) as pool:
         visits = dict(zip(names, pool.map(list_sites, names, [args.opcodes] * len(names))))

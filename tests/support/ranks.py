@@ -24,8 +24,6 @@ from transformers.distributed import DistributedConfig
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
-from hf_paged.adapters import files as adapter_files
-from hf_paged.adapters.peft_models import AdapterError
 from tests.support import models
 from tests.support.engine_helpers import MANY_ENDS
 from tests.support.prices import fix_prices
@@ -529,11 +527,13 @@ def adapter_folders(model: Any) -> Any:
     found["short"] = led(
         model, {"block_size": BLOCK_SIZE, "num_blocks": 16, "prefix_caching": False}, one_by_one
     )
+    from hf_paged.adapters import files as adapter_files
+
     load = adapter_files.load_adapter
 
     def fail(model: Any, file: Any) -> Any:
         if file.path == os.path.realpath(names[1]):
-            raise AdapterError(file, "no such folder here")
+            raise adapter_files.AdapterError(file, "no such folder here")
         return load(model, file)
 
     def unread(engine: PagedEngine) -> Any:

@@ -504,8 +504,8 @@ def test_a_runner_that_did_not_begin_is_eager(graphs: FakeGraphs) -> None:
 def test_every_adapter_has_its_graphs(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, and beside others: a graph for every order of adapters and number of rows."""
     pytest.importorskip("peft")
-    monkeypatch.setattr(recording, "MIN_MIXED_USES", 8)
-    from tests.adapters.test_peft_engine import ADAPTERS, lone_with, lora_model
+    monkeypatch.setattr(recording, "MIN_FIXED_USES", 8)
+    from tests.support.peft_models import ADAPTERS, lone_with, lora_model
 
     model = lora_model()
     prompt, options = prompts(12)[0], {**GREEDY, "max_new_tokens": 16}

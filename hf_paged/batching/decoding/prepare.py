@@ -21,10 +21,10 @@ from transformers import (
 )
 
 from ... import compat
-from ...adapters.peft_models import use_adapter
 from ...config import shown
 from ...model.forwards import compute_device
 from ...model.structure import is_stock
+from ...model.wrappers import use_adapter
 from ...speculation.sources import Assistance
 from ...threads import step_lock
 from ..arguments import (

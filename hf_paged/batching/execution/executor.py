@@ -1,11 +1,10 @@
-"""Runs one model's forwards for the batching loop, one at a time, each with its adapter, and
-notices model changes."""
+"""Runs one model's forwards for the batching loop, one at a time, and notices model changes."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +12,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...adapters.files import AdapterFile
-from ...adapters.mixing import Adapters, NotMixableError, mixed, mixing, run_mixed
-from ...adapters.peft_models import use_adapter
 from ...attention.backends import obstacles
 from ...attention.latent import wrap_expansions
 from ...attention.masks import mask_observer
@@ -28,7 +24,8 @@ from ...model.state import ModelState, read_state
 from ...model.weights import WeightsGuard
 from ...plan import StepPlan
 from ...ranks.processes import ranks_of
-from ...seams import RunAhead
+from ...rooms import OnDemand
+from ...seams import Adapters, RunAhead
 from ...step import NotPackable
 from ...switches import NOTHING
 from ...threads import step_lock
@@ -38,7 +35,7 @@ from ..decoding.prepare import num_embeddings
 from ..generation import Generation
 from ..request import Sequence
 from ..scheduling.scheduler import Scheduler
-from .runner import Runner, in_order
+from .runner import Runner
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +60,7 @@ class Executor:
         runner: Runner,
         scheduler: Scheduler,
         guard: WeightsGuard,
+        adapters: OnDemand[Adapters] | None = None,
     ) -> None:
         self.model = model
         self.runner = runner
@@ -76,8 +74,7 @@ class Executor:
         self.slowed_by: set[str] = set()  # why kernels did not serve some steps
         self.checks_weights = False  # whether the prefix cache is used (`begin`)
         self.replays = False  # whether graphs are used
-        self.adapters: Adapters | None = None  # runs rows with different adapters in one forward
-        self._next_adapters: list[Hashable] = []  # those that `prefetch` got last
+        self.adapters = adapters or OnDemand[Adapters]()
         # launches decodes before their tokens are on the host
         self.ahead: RunAhead | None = None
         if runner.recorder is not None:
@@ -174,8 +171,8 @@ class Executor:
             self._state = None
         self.num_embeddings = num_embeddings(self.model)  # valid token ids are below this
         self.clear_ahead()
-        if self.adapters is not None:
-            self.adapters.forget_model()
+        if self.adapters.made is not None:
+            self.adapters.made.forget_model()
         self.runner.begin(None)
 
     def clear_ahead(self) -> None:
@@ -269,7 +266,7 @@ class Executor:
             if num_ahead == len(plan):
                 return ahead
             rest = plan.select(range(num_ahead, len(plan)))
-        logits = self.run_by_adapter(rest)
+        logits = self.run_rows(rest)
         if self._state is not None and self._num_forwards != self.runner.num_forwards:
             if self.runs_code:
                 self._state.accept()
@@ -278,16 +275,16 @@ class Executor:
             return logits
         return torch.cat([ahead, logits])
 
-    def run_by_adapter(self, plan: StepPlan) -> Tensor:
-        """As `run`: one forward for all rows whose adapters can be mixed, then one for each other
-        adapter. If a packed forward turns out to be impossible, for instance since the caller's
-        code changed the model, the same step, and all later ones, run without packing."""
+    def run_rows(self, plan: StepPlan) -> Tensor:
+        """As `run`, with nothing launched ahead. If a packed forward turns out to be impossible,
+        for instance since the caller's code changed the model, the same step, and all later ones,
+        run without packing."""
         try:
-            return self._run_by_adapter(plan)
+            return self._run_rows(plan)
         except NotPackable as error:
             if not self._unpack(str(error), "a packed forward failed: "):
                 raise
-        return self._run_by_adapter(plan)
+        return self._run_rows(plan)
 
     def _unpack(self, reason: str, finding: str = "") -> bool:
         """Packs no rows any more, for `reason`, which `finding` introduces; returns whether steps
@@ -302,94 +299,22 @@ class Executor:
         )
         return True
 
-    def _run_by_adapter(self, plan: StepPlan) -> Tensor:
-        adapters = [sequence.request.adapter for sequence in plan.sequences]
-        names = dict.fromkeys(adapters)
-        if len(names) == 1:
-            return self.run_with(adapters[0], plan)
-        rows = plan.rows_of_logits()
-        parts: list[tuple[list[int], Tensor]] = []
+    def _run_rows(self, plan: StepPlan) -> Tensor:
+        for sequence in plan.sequences:
+            if sequence.request.adapter is not None:
+                return self.adapters().run(plan, self)
+        return self.compute(self.runner.run, plan, None)
 
-        def note(places: list[int], logits: Tensor) -> None:
-            answers: list[int] = []
-            for place in places:
-                answers += rows[place]
-            parts.append((answers, logits))
-
-        alone = list(range(len(plan)))
-        if self.runner.mixes_adapters and self.adapters is not None:
-            found = self.adapters.together(names)
-            self.slowed_by |= self.adapters.refusals
-            places = []
-            chosen = []
-            for place in alone:
-                request = plan.sequences[place].request
-                if request.adapter in found and request.inputs is None:
-                    places.append(place)
-                    chosen.append(found[request.adapter])
-            distinct = set(map(id, chosen))
-            if len(distinct) > 1:
-                try:
-                    with self._cast(), self._window():
-                        logits = run_mixed(
-                            self.model,
-                            self.runner,
-                            plan.select(places),
-                            chosen,
-                            self.adapters.mix,
-                        )
-                        note(places, logits)
-                    done = set(places)
-                    alone = [place for place in alone if place not in done]
-                except NotMixableError as error:
-                    self.adapters.refuse(chosen, str(error))
-        names_alone = {adapters[place] for place in alone}
-        for name in sorted(names_alone, key=str):
-            places = [place for place in alone if adapters[place] == name]
-            logits = self.run_with(name, plan.select(places))
-            note(places, logits)
-        return in_order(parts)
-
-    def run_with(
-        self,
-        adapter: Hashable,
-        plan: StepPlan,
-    ) -> Tensor:
-        """As `run`, with all rows on one adapter, and nothing launched ahead."""
-        using = self.using(adapter)
-        with self._cast(), self._window(), using:
-            mix = mixed.get()
-            variant = adapter if mix is None else mix.variant
-            return self.runner.run(plan, variant)
-
-    def compute(
-        self,
-        using: contextlib.AbstractContextManager[None],
-        work: Callable[[], Tensor],
-    ) -> Tensor:
-        """Runs a forward, `work`, within `using`, which sets its adapters."""
-        with self._cast(), self._window(), using:
-            return work()
+    def compute(self, work: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        """Runs a forward, `work`: one of the runner's methods."""
+        with self._cast(), self._window():
+            return work(*arguments)
 
     def _window(self) -> contextlib.AbstractContextManager[None]:
         """Around a forward that other processes compute as well."""
         if self.together is None:
             return NOTHING
         return self.together()
-
-    def using(self, adapter: Hashable) -> contextlib.AbstractContextManager[None]:
-        if isinstance(adapter, AdapterFile) and self.adapters is not None:
-            return mixing(self.model, self.adapters.alone(adapter))
-        if adapter is None:  # as the model is
-            return NOTHING
-        return use_adapter(self.model, adapter)
-
-    def prefetch(self, adapters: list[Hashable]) -> None:
-        """Starts to load adapters of the requests that are admitted next."""
-        if self.adapters is not None and adapters != self._next_adapters:
-            self._next_adapters = adapters
-            files = [adapter for adapter in adapters if isinstance(adapter, AdapterFile)]
-            self.adapters.prefetch(files)
 
     def fetch_while_running_ahead(self, ready: list[tuple[Generation, LogitRows]]) -> Fetch | None:
         if self.ahead is None or not self.runner.is_packed:
@@ -406,10 +331,11 @@ class Executor:
             return None
         # the host reports ids out of range once it has them
         known = token_ids.clamp(0, self.num_embeddings - 1)
-        with self.lock, self._cast(), self.using(adapter):
-            mix = mixed.get()
-            variant = adapter if mix is None else mix.variant
-            return self.runner.run_ahead(sequences, known, variant)
+        with self.lock, self._cast():
+            if adapter is None:
+                return self.runner.run_ahead(sequences, known, None)
+            with self.adapters().using(adapter) as context:
+                return self.runner.run_ahead(sequences, known, context)
 
     def _cast(self) -> contextlib.AbstractContextManager[Any]:
         if self.autocast is None and autocast_dtype(self._device) is None:

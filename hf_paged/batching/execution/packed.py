@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ... import compat
-from ...adapters.mixing import mixed
 from ...attention.eager import showing_rows
 from ...attention.switch import calls_interface
 from ...cache.hidden_states import HiddenStates
@@ -28,7 +27,7 @@ from ...model.state import ModelState
 from ...model.structure import structural_reason
 from ...plan import StepPlan
 from ...rooms import room
-from ...seams import Recorder, TapeRoom
+from ...seams import ForwardContext, Recorder, TapeRoom
 from ...step import StepMetadata, to_device
 from ...switches import NOTHING
 from ..decoding.scores import PromptLogprobs
@@ -50,9 +49,9 @@ class Mirror(Protocol):
         self,
         tokens: PackedTokens,
         others: list[int],
-        adapter: Hashable,
+        names: Any,
     ) -> None:
-        """Announces the next `PackedRunner.compute`, with this adapter."""
+        """Announces the next `PackedRunner.compute`; `names`: those of its context."""
 
 
 class PackedRunner(Runner):
@@ -95,7 +94,7 @@ class PackedRunner(Runner):
         self.begin(None)
 
     def pack(self) -> None:
-        self.is_packed = self.mixes_adapters = True
+        self.is_packed = True
 
     def reason_against_packing(self) -> str | None:
         if not self.is_packed:
@@ -107,7 +106,7 @@ class PackedRunner(Runner):
         if must_pack or not self.is_packed:
             return False
         note_unpackable(self.model, self.cache, reason)
-        self.is_packed = self.mixes_adapters = False
+        self.is_packed = False
         return True
 
     def begin(self, state: ModelState | None) -> None:
@@ -135,20 +134,20 @@ class PackedRunner(Runner):
     def run(
         self,
         plan: StepPlan,
-        variant: Hashable = None,
+        context: ForwardContext | None = None,
     ) -> Tensor:
         if self._invariant is None:
-            return self._run(plan, variant)
+            return self._run(plan, context)
         with self._invariant.in_fixed_order():
-            return self._run(plan, variant)
+            return self._run(plan, context)
 
     def _run(
         self,
         plan: StepPlan,
-        variant: Hashable,
+        context: ForwardContext | None,
     ) -> Tensor:
         if self.is_packed and not plan.has_inputs:
-            return self._run_packed(plan, variant)
+            return self._run_packed(plan, context)
         wholes, packed = sort_places(plan)
         # kept, it would be a cycle, which would keep the model and its memory alive
         whole_prompts = WholePrompts(self.model, self.cache, self._around_prompts)
@@ -167,7 +166,7 @@ class PackedRunner(Runner):
         if not self.is_packed:
             forwards = self._side_by_side(plan, packed)
         for places in forwards:
-            logits = self._run_packed(plan.select(places), variant)
+            logits = self._run_packed(plan.select(places), context)
             rows_of_places: list[int] = []
             for place in places:
                 rows_of_places += answers[place]
@@ -197,7 +196,7 @@ class PackedRunner(Runner):
     def _run_packed(
         self,
         plan: StepPlan,
-        variant: Hashable,
+        context: ForwardContext | None,
     ) -> Tensor:
         tokens = self._packing.pack(plan)
         # decodes compute no prompt tokens whose log-probabilities are recorded
@@ -206,18 +205,21 @@ class PackedRunner(Runner):
             wanted = recorded_prompts(plan)
         replayed = None
         if not wanted:
-            replayed = self._replay(tokens, variant)
+            replayed = self._replay(tokens, context)
         if replayed is not None:
             return replayed
         others: list[int] = []
         for _, _, places in wanted:
             others += places
         if self.mirror is not None:
-            self.mirror.run(tokens, others, variant)
+            names = None
+            if context is not None:
+                names = context.names
+            self.mirror.run(tokens, others, names)
         rows = None
         if not self.is_packed:
             rows = plan
-        logits = self.compute(tokens, others, rows)
+        logits = self.compute(tokens, others, rows, context)
         end = len(tokens.last)
         for recording, position, places in wanted:
             stop = end + len(places)
@@ -229,18 +231,18 @@ class PackedRunner(Runner):
         self,
         sequences: Items[Sequence],
         token_ids: Tensor,
-        variant: Hashable = None,
+        context: ForwardContext | None = None,
     ) -> Tensor | None:
         in_order = NOTHING if self._invariant is None else self._invariant.in_fixed_order()
         with in_order:
             plan = StepPlan.of([(sequence, 1) for sequence in sequences])
             tokens = self._packing.pack(plan, is_ahead=True)
-            return self._replay(tokens, variant, token_ids)
+            return self._replay(tokens, context, token_ids)
 
     def _replay(
         self,
         tokens: PackedTokens,
-        variant: Hashable,
+        context: ForwardContext | None,
         token_ids: Tensor | None = None,
     ) -> Tensor | None:
         if self.recorder is None or self._state is None or not self.is_packed:
@@ -250,8 +252,7 @@ class PackedRunner(Runner):
         keeps_hidden = self.hidden is not None
         logits = self.recorder.run(
             tokens,
-            variant,
-            mixed.get(),
+            context,
             self._forward,
             token_ids,
             keeps_hidden,
@@ -264,6 +265,7 @@ class PackedRunner(Runner):
         tokens: PackedTokens,
         others: list[int],
         rows: StepPlan | None = None,
+        context: ForwardContext | None = None,
     ) -> Tensor:
         """Runs the model without a graph; returns logits of `tokens.last`, then of the packed
         tokens `others`. If `rows` are given, these are not packed: each has one token, or there is
@@ -289,6 +291,7 @@ class PackedRunner(Runner):
                 inputs[1:2],
                 steps,
                 kept,
+                context,
                 wanted,
                 rows,
                 **arguments,
@@ -361,6 +364,7 @@ class PackedRunner(Runner):
         positions: Tensor,
         steps: list[StepMetadata],
         kept: Tensor | None,
+        context: ForwardContext | None,
         wanted: list[int] | None = None,
         rows: StepPlan | None = None,
         **arguments: Any,
@@ -387,11 +391,9 @@ class PackedRunner(Runner):
             width = max(step.key_len or 0 for step in steps)
             arguments["attention_mask"] = token_ids.new_ones(1, width)
         num_tokens = token_ids.numel()
-        mix = mixed.get()
-        if mix is not None:
-            mix.num_tokens = num_tokens
-            # in a recorded step only the device knows them
-            mix.kept = wanted or [] if picks_logits else None
+        if context is not None:
+            picked = wanted or [] if picks_logits else None
+            context.begin(num_tokens, picked)
         kept_states = self.hidden
         if kept_states is not None:
             arguments["output_hidden_states"] = -1  # the last alone

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable
 from collections.abc import Sequence as Items
 from typing import Any, Protocol
 
@@ -14,7 +13,7 @@ from ...cache.block_manager import BlockManager
 from ...model.state import ModelState
 from ...plan import StepPlan
 from ...rooms import is_installed, room
-from ...seams import Recorder, TapeRoom
+from ...seams import ForwardContext, Recorder, TapeRoom
 from ...step import ReadCounters
 from ...switches import NOTHING
 from ..request import Sequence
@@ -23,8 +22,7 @@ from ..request import Sequence
 class Runner(Protocol):
     """Computes scheduled tokens."""
 
-    mixes_adapters: bool = False  # whether rows with different adapters may be in one forward
-    is_packed: bool = False  # whether rows share a forward without padding
+    is_packed: bool = False  # whether rows of all kinds may share a forward, without padding
     recorder: Recorder | None = None  # replays steps, for which it needs the model's state
     takes_drafts: bool = False  # whether it computes a sequence's `draft` after its last token
     has_states: bool = False  # whether a failed step cannot be repeated
@@ -48,17 +46,16 @@ class Runner(Protocol):
     def run(
         self,
         plan: StepPlan,
-        variant: Hashable = None,
+        context: ForwardContext | None = None,
     ) -> Tensor:
-        """Computes the tokens of a step, within `torch.no_grad`. `variant` identifies the forward's
-        adapters. Returns logits `(n, vocab_size)` in the model's dtype, as many as the plan says,
-        in its order."""
+        """Computes the tokens of a step, within `torch.no_grad` and `context`. Returns logits `(n,
+        vocab_size)` in the model's dtype, as many as the plan says, in its order."""
 
     def run_ahead(
         self,
         sequences: list[Sequence],
         token_ids: Tensor,
-        variant: Hashable = None,
+        context: ForwardContext | None = None,
     ) -> Tensor | None:
         """Returns logits `(n, vocab_size)` after one more token of each sequence, given as `(n,)`
         int64 on the device; `None` if the step needs the tokens on the host."""

@@ -323,7 +323,7 @@ def test_an_engine_gives_plain_tokens_when_kernels_of_adapters_fail_midway(
     first: int, launches: Launches
 ) -> None:
     pytest.importorskip("peft")
-    from tests.adapters.test_peft_engine import ADAPTERS, lone_with, lora_model
+    from tests.support.peft_models import ADAPTERS, lone_with, lora_model
 
     model, (prompt,) = lora_model(), prompts(11)
     options = {**MODES["greedy"], "max_new_tokens": 5}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Generator, Hashable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from transformers import GenerationConfig, PreTrainedModel
@@ -16,9 +16,9 @@ from ..config import PagedConfig
 from ..interrupts import guarded
 from ..model.forwards import compute_device
 from ..model.loading import load_model, load_tokenizer
-from ..seams import DEFAULT_PARTS, EngineParts
-from ..tiers.saved_prefixes import load, save, saved_to
-from ..tiers.store import check_tiers
+from ..model.registry import check_tiers
+from ..rooms import room
+from ..seams import DEFAULT_PARTS, EngineParts, TiersRoom
 from ..virtual.storage import fit_blocks
 from .arguments import (
     RequestOptions,
@@ -433,13 +433,14 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
             OutOfBlocksError: if the pool cannot hold the prompt.
             OSError: if the file cannot be written.
         """
+        tiers: TiersRoom = room("tiers", "`save_prefix`")
         text, inputs = split_inputs(prompt, None)
         if inputs is not None:
             names = ", ".join(map(str, inputs))
             raise ValueError(f"`prompt` has {names}: only prompts of token ids alone can be saved")
         ids = prompt_ids(text, self.tokenizer)
-        target = saved_to(path)
-        with self._core.keeping_pool():
+
+        def compute() -> tuple[Hashable, ...]:
             (result,) = self.generate(
                 [ids],
                 _ONE_TOKEN,
@@ -450,8 +451,9 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
             if result.error is not None:
                 raise result.error
             namespace = adapter_namespace(resolve_adapter(self.model, adapter))
-            salt = cache_salt or self.config.cache_salt
-            return save(self._core, ids, (namespace, salt), target)
+            return namespace, cache_salt or self.config.cache_salt
+
+        return tiers.save(self._core, ids, compute, path)
 
     @guarded
     def load_prefix(self, path: str | os.PathLike[str]) -> int:
@@ -472,7 +474,8 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
             OutOfBlocksError: if the pool has no room.
             OSError: if the file cannot be read.
         """
-        return load(self._core, path)
+        tiers: TiersRoom = room("tiers", "`load_prefix`")
+        return tiers.load(self._core, path)
 
     @guarded
     def reset_prefix_cache(self) -> None:

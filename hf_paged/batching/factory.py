@@ -7,7 +7,6 @@ import functools
 import weakref
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
@@ -21,18 +20,18 @@ from ..cache.memory import PagedMemory
 from ..cache.paged_cache import PagedCache
 from ..cache.states import state_layers
 from ..cache.swap import BlockSwapper
-from ..config import PagedConfig, PrefixTiers
+from ..config import PagedConfig
 from ..model import capability
 from ..model.forwards import compute_device
 from ..model.layout import Layout
 from ..model.structure import overridden
 from ..model.weights import WeightsGuard
+from ..rooms import room
 from ..seams import DEFAULT_PARTS, EngineParts
 from ..speculation.assistant import Assistant, assistant_cache
 from ..speculation.mtp import MtpHeads, MtpRunner, reason_against_mtp
 from ..speculation.sources import Assistance
 from ..speculation.speculator import Speculator
-from ..tiers.store import PrefixStore
 from ..topics import Topic
 from .execution.executor import Executor
 from .execution.packed import PackedRunner
@@ -76,7 +75,13 @@ def make_loop(
     is_packed = layout.unsupported_reason is None
     # the manager outlives the call whose config this is
     blocks.prefix_caching = config.prefix_caching and (is_packed or layout.continues)
-    reason = set_tier(model, memory, blocks, config, layout)
+    make_tier = parts.tier
+    if make_tier is None and config.prefix_tiers is not None:
+        make_tier = room("tiers", "`prefix_tiers`").make_tier
+    tier, reason = None, None
+    if make_tier is not None:
+        tier, reason = make_tier(model, memory, blocks, config, layout)
+    blocks.set_tier(tier)
     guard = WeightsGuard(model, memory, blocks)
     swapper = BlockSwapper(memory.groups_of(blocks), blocks.flush_copies)
     preemption = Preemption(
@@ -189,61 +194,6 @@ def reason_against_assistance(
     if layout.unsupported_reason is None:
         return None
     return Topic.ASSISTED(f"the assistant: {layout.unsupported_reason}")
-
-
-def set_tier(
-    model: PreTrainedModel,
-    memory: PagedMemory,
-    blocks: BlockManager,
-    config: PagedConfig,
-    layout: Layout,
-) -> str | None:
-    """Sets the tier that keeps blocks evicted from the prefix cache, by `config.prefix_tiers`.
-    Returns why a requested tier cannot be set, else `None`."""
-    requested = PrefixTiers.coerce(config.prefix_tiers)
-    if requested is None:
-        blocks.set_tier(None)
-        return None
-    reason = reason_against_saving(memory, blocks)
-    if requested.disk_path is None and compute_device(model).type == "cpu":
-        reason = Topic.PREFIX_TIERS(
-            "the pool is in host memory already, so only a disk tier helps: set `disk_path`"
-        )
-    tier = blocks.tier
-    if reason is not None:
-        blocks.set_tier(None)
-    elif (
-        not isinstance(tier, PrefixStore)
-        or tier.config != requested
-        or tier.expected != layout.layers
-    ):
-        blocks.set_tier(make_store(model, memory, blocks, requested, layout))
-    return reason
-
-
-def reason_against_saving(memory: PagedMemory, blocks: BlockManager) -> str | None:
-    """Returns why cached prefixes cannot leave the pool; `None` if they can."""
-    if not blocks.prefix_caching:
-        return Topic.PREFIX_TIERS("prompts of this model are not cached")
-    if memory.least is not None:
-        return Topic.PREFIX_TIERS("their keys and values are in several processes")
-    if blocks.keeps_states:
-        return Topic.PREFIX_TIERS("snapshots of the model's states stay in the pool")
-    return None
-
-
-def make_store(
-    model: PreTrainedModel,
-    memory: PagedMemory,
-    blocks: BlockManager,
-    tiers: PrefixTiers,
-    layout: Layout,
-) -> PrefixStore:
-    """Makes the store that copies and names this manager's cached blocks."""
-    devices = {parameter.device for parameter in model.parameters()} - {torch.device("meta")}
-    # those of layers on several are known from the first forward
-    device = compute_device(model) if len(devices) < 2 else None
-    return PrefixStore(tiers, memory, memory.groups_of(blocks), device, layout.layers)
 
 
 def choose_layout(

@@ -30,7 +30,6 @@ from .handles import Handles
 from .memory_stats import MemoryStats, share_of_unused_slots, stats_of
 from .storage import LayerKV
 from .supply import MemorySupply
-from .tier_prefixes import TierError
 from .waits import Holder
 
 logger = logging.getLogger(__name__)
@@ -166,7 +165,7 @@ class PagedMemory:
                 self.recover()
             try:
                 yield
-            except (OutOfBlocksError, TierError):  # raised with nothing changed
+            except OutOfBlocksError:  # raised with nothing changed
                 raise
             except BaseException:
                 self.recover()
@@ -422,7 +421,7 @@ class PagedMemory:
     def give_up_cached(self) -> None:
         """Evicts all cached blocks to the tiers, if there are any."""
         with self.lock:
-            if any(manager.tier for manager in self.managers.values()):
+            if any(manager.tier is not None for manager in self.managers.values()):
                 for group in self.groups.values():
                     group.pool.evict(group.pool.num_cached)
 

@@ -22,8 +22,8 @@ from ..cache.memory_stats import MemoryStats
 from ..config import AUTO, PagedConfig, shown
 from ..kernels.costs import find_costs
 from ..ranks.processes import check_heads, ranks_of
+from ..rooms import room
 from ..step import ReadCounters
-from ..tiers.store import check_tiers
 from ..topics import Topic
 from ..virtual.storage import fit_blocks
 from .forwards import compute_device
@@ -165,6 +165,12 @@ def memory_for(
     if before is not None and before is not memory:
         before.give_up_cached()
     return memory
+
+
+def check_tiers(config: PagedConfig) -> None:
+    """Raises `OSError` if the folder of a new pool's `prefix_tiers` cannot be used."""
+    if config.prefix_tiers is not None:
+        room("tiers", "`prefix_tiers`").check(config)
 
 
 def note_route(model: PreTrainedModel, route: Route) -> None:

@@ -6,16 +6,14 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
 from ..batching.engine_core import EngineCore
 from ..batching.execution.executor import Window
-from ..batching.factory import make_store, reason_against_saving
 from ..batching.loop import StepLoop
 from ..cache.block_pool import OutOfBlocksError
-from ..cache.tier_prefixes import TierError, adopt, missing, num_tokens_of
 from ..config import PrefixTiers, is_whole
 from ..interrupts import restoring
 from ..topics import Topic
@@ -29,7 +27,8 @@ from .block_files import (
     to_bytes,
     write_private,
 )
-from .store import PrefixStore
+from .prefixes import TierError, adopt, missing, num_tokens_of
+from .store import PrefixStore, make_store, reason_against_saving
 
 
 @restoring
@@ -71,7 +70,7 @@ def _between_steps(core: EngineCore) -> Iterator[tuple[StepLoop, PrefixStore]]:
                 executor.rest()
 
 
-def saved_to(path: Any) -> Path:
+def _saved_to(path: Any) -> Path:
     """Returns `path` as a `Path`. Raises `OSError` if no file can be written there."""
     target = Path(os.fspath(path))
     if not target.parent.is_dir():
@@ -84,6 +83,19 @@ def saved_to(path: Any) -> Path:
 
 
 def save(
+    core: EngineCore,
+    token_ids: list[int],
+    compute: Callable[[], tuple[Hashable, ...]],
+    path: Any,
+) -> int:
+    """Writes the blocks of `token_ids` to a file, after `compute`, which computes them and returns
+    their namespace; returns how many tokens they hold."""
+    target = _saved_to(path)
+    with core.keeping_pool():
+        return _save(core, token_ids, compute(), target)
+
+
+def _save(
     core: EngineCore, token_ids: list[int], namespace: tuple[Hashable, ...], target: Path
 ) -> int:
     """Writes the cached full blocks of `token_ids` to `target`; returns how many tokens they
@@ -177,11 +189,14 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
             contents.append(
                 {n: _row(parts[group], row) for row, n in enumerate(needed) if n in absent}
             )
-        try:
-            with core.memory.changing():
-                has_room = adopt(manager, links, namespace, contents, store)
-        except TierError as error:
-            raise error.cause from error
+        failure = None
+        with core.memory.changing():
+            try:
+                has_room = adopt(store, manager, links, namespace, contents)
+            except TierError as error:  # with nothing changed, so nothing to recover
+                failure = error
+        if failure is not None:
+            raise failure.cause from failure
         if not has_room:
             raise manager.refusal or OutOfBlocksError(
                 f"needs {sum(map(len, contents))} blocks of {manager.size_text} tokens,"

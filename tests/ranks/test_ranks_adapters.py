@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.batching.test_mixed_adapters import many
+from tests.adapters.test_mixing import many
 from tests.support import models, ranks
 from tests.test_peft_engine import active, lora
 

@@ -1,49 +1,23 @@
-"""Prefixes whose blocks a tier below the pool keeps: found, restored and adopted. Plain Python: no
-tensors."""
+"""Prefixes whose blocks lie in a store below the pool: found, restored and adopted. Plain Python:
+no tensors."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from ..cache.block_manager import UNCACHED, BlockManager
+from ..cache.block_pool import OutOfBlocksError
+from ..cache.prefix_index import Link
 from ..interrupts import is_interrupt
-from .block_manager import UNCACHED, BlockManager
-from .block_pool import OutOfBlocksError
-from .prefix_index import Link
 
-
-class Tier(Protocol):
-    """Keeps the content of evicted blocks (`cache.tiers`)."""
-
-    def keep(self, group: int, block_id: int, digest: bytes, is_vouched_for: bool) -> None:
-        """Keeps a block that is being evicted, by its digest (`prefix_index.Link`). If not vouched
-        for, it is served only after `confirm`."""
-
-    def has(self, group: int, digest: bytes) -> bool:
-        """Whether `read` may find the group's block with this digest, including unconfirmed
-        blocks."""
-
-    def read(self, group: int, digest: bytes) -> Any:
-        """Returns the block's content under the current weights; `None` if it is lost."""
-
-    def put_back(self, group: int, contents: list[Any], block_ids: list[int]) -> None:
-        """Writes contents from `read` to blocks. Raises `ValueError` if they do not fit the
-        layers."""
-
-    @property
-    def wants_confirmation(self) -> bool:
-        """Whether many kept bytes are not vouched for."""
-
-    def confirm(self) -> None:
-        """Marks all kept blocks as computed with the last fingerprinted weights."""
-
-    def discard(self) -> None:
-        """Drops kept blocks that are not vouched for."""
+if TYPE_CHECKING:
+    from .store import PrefixStore
 
 
 class TierError(Exception):
-    """A tier failed to copy blocks, for the reason in `cause`: no memory, or other layers. Nothing
+    """A store failed to copy blocks, for the reason in `cause`: no memory, or other layers. Nothing
     was changed."""
 
     def __init__(self, cause: Exception) -> None:
@@ -69,38 +43,35 @@ def num_tokens_of(manager: BlockManager, path: Sequence[Any]) -> int:
 
 
 def restorable(
-    manager: BlockManager, token_ids: Sequence[Hashable], namespace: Hashable
+    store: PrefixStore, manager: BlockManager, token_ids: Sequence[Hashable], namespace: Hashable
 ) -> list[Link]:
-    """Returns the path that `match` would attach if the pools had the tier's blocks."""
-    if manager.tier is None:
-        return []
+    """Returns the path that `match` would attach if the pools had the store's blocks."""
     if not manager.prefix_caching or namespace is UNCACHED:
         return []
     max_nodes = (len(token_ids) - 1) // manager.unit
-    return manager.index.reach(token_ids, namespace, max_nodes, manager.tier.has)
+    return manager.index.reach(token_ids, namespace, max_nodes, store.has)
 
 
 def restore(
-    manager: BlockManager, token_ids: Sequence[Hashable], namespace: Hashable, num_tokens: int
+    store: PrefixStore,
+    manager: BlockManager,
+    token_ids: Sequence[Hashable],
+    namespace: Hashable,
+    num_tokens: int,
 ) -> bool:
-    """Restores blocks from the tier for `match` to find, if that gives a prefix longer than
-    `num_tokens`. `False` if there are none, or no room. The current weights must have been
-    vouched for. Raises `TierError`."""
-    tier = manager.tier
-    while tier is not None:
-        links = restorable(manager, token_ids, namespace)
+    """Restores blocks from the store, as `seams.Tier.restore`. Raises `TierError`."""
+    while True:  # a block that `read` could not find is gone from the store, so that the loop ends
+        links = restorable(store, manager, token_ids, namespace)
         if num_tokens_of(manager, links) <= num_tokens:
             return False
         contents = []  # of each group's missing blocks, by position on the path
         for group in range(len(manager.groups)):
             absent = missing(manager, group, links)
             with _copying():
-                contents.append({n: tier.read(group, links[n].digest) for n in absent})
+                contents.append({n: store.read(group, links[n].digest) for n in absent})
         blocks = (block for of_group in contents for block in of_group.values())
         if all(block is not None for block in blocks):
-            return adopt(manager, links, namespace, contents, tier)
-    # no tier; a block that `read` could not find is gone from the tier, so that the loop ends
-    return False
+            return adopt(store, manager, links, namespace, contents)
 
 
 def missing(manager: BlockManager, group: int, links: Sequence[Link]) -> list[int]:
@@ -111,11 +82,11 @@ def missing(manager: BlockManager, group: int, links: Sequence[Link]) -> list[in
 
 
 def adopt(
+    store: PrefixStore,
     manager: BlockManager,
     links: Sequence[Link],
     namespace: Hashable,
     contents: Sequence[dict[int, Any]],
-    tier: Tier,
 ) -> bool:
     """Writes `contents[group]`, by position on the path, to new blocks and registers them as
     cached. `False`, with nothing changed, if there is no room. Raises `TierError` if they
@@ -135,7 +106,7 @@ def adopt(
         for number, (of_group, block_ids) in enumerate(zip(contents, taken)):
             if block_ids:
                 with _copying():
-                    tier.put_back(number, list(of_group.values()), block_ids)
+                    store.put_back(number, list(of_group.values()), block_ids)
         named = [dict(zip(numbers, block_ids)) for numbers, block_ids in zip(contents, taken)]
         node = manager.index.root(namespace)
         for n, link in enumerate(links):

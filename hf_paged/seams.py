@@ -4,17 +4,25 @@ engine what implements them. No code of a feature stands here."""
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:  # types of the core alone
+    from torch import nn
     from transformers import PreTrainedModel
 
+    from .batching.arguments import RequestOptions
     from .batching.engine_core import EngineCore
+    from .batching.execution.inputs import PackedTokens
+    from .batching.loop import StepLoop
     from .cache.block_manager import BlockManager
+    from .cache.group_memory import GroupMemory
     from .cache.memory import PagedMemory
     from .config import PagedConfig
     from .model.layout import Layout
+    from .model.state import ModelState
+    from .plan import StepPlan
 
 
 class TierCounts(NamedTuple):
@@ -103,6 +111,92 @@ class TiersRoom(Protocol):
         """Loads the blocks of such a file into the prefix cache; returns how many tokens they
         hold."""
         ...
+
+
+class Processes(Protocol):
+    """The processes that compute each forward of a model together, each with a shard of its weights
+    and the K/V heads of that shard. Either all make the same calls, or one leads: it schedules and
+    samples, and the others do what it tells them."""
+
+    leads: bool
+
+    def least(self, number: int) -> int:
+        """Returns the minimum of a number over all processes."""
+        ...
+
+    def agree(self, number: int) -> int:
+        """Returns the first process's number, where each must decide alike but measures its own
+        times."""
+        ...
+
+    def fingerprint(self, model: nn.Module, state: ModelState | None) -> bytes | None:
+        """`model.state.fingerprint` over the shards of all processes; `None` if one cannot be
+        read."""
+        ...
+
+    def check(self, plan: StepPlan) -> None:
+        """Before a step's forward. Raises `RankLostError` if another process has scheduled other
+        tokens."""
+
+    def run(self, tokens: PackedTokens, others: list[int], adapter: Hashable) -> None:
+        """Announces the next `PackedRunner.compute`, with this adapter."""
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Around a forward of all processes: an error passes through if all of them have one, else
+        it becomes a `RankLostError`."""
+        ...
+
+    def moved(self, name: str, group: GroupMemory, arguments: tuple[Any, ...], result: Any) -> None:
+        """Called after `group_memory.MOVES[name](group, *arguments)` returned `result`. These, in
+        order, are all changes to the content of blocks except what forwards write."""
+
+    def adapters(self, method: str, *arguments: Any) -> None:
+        """Has the others call this method of their executor's adapters, before the next forward.
+        Raises `AdapterError` if one cannot `"load"`."""
+
+
+class Leader(Processes, Protocol):
+    """What an engine asks of the processes that it leads."""
+
+    def locked(self, lock: Any) -> AbstractContextManager[Any]:
+        """Returns a context that holds the engine's lock: an interrupt between the messages of
+        processes would leave them waiting for each other."""
+        ...
+
+    def check_request(
+        self, model: PreTrainedModel, config: PagedConfig, options: RequestOptions
+    ) -> None:
+        """Raises `ValueError` for what an engine over several processes does not serve,
+        `RuntimeError` once the engine is closed."""
+
+    def choose_layout(
+        self, model: PreTrainedModel, config: PagedConfig, choose: Callable[[], Layout]
+    ) -> Layout:
+        """Calls `factory.choose_layout`, here as `choose`, in all processes. Raises `ValueError`
+        for a layout that is not packed."""
+        ...
+
+    def make(self, model: PreTrainedModel, config: PagedConfig, loop: StepLoop) -> None:
+        """Has the others make a loop's memory and executor."""
+
+    def begin(self) -> None:
+        """Has the others begin work, on the model's current state."""
+
+    def retire(self) -> None:
+        """Has the others drop what they have made."""
+
+    def close(self) -> None:
+        """Makes `serve_rank` return in the others."""
+
+
+class RanksRoom(Protocol):
+    """The module `hf_paged.ranks`. `model.sharding` has its functions, for any model."""
+
+    def processes_of(self, model: nn.Module) -> Processes: ...
+    def lead(self, model: nn.Module, owner: Any) -> Leader: ...
+    def alone(self, model: nn.Module) -> AbstractContextManager[None]: ...
+    def held(self) -> AbstractContextManager[None]: ...
+    def serve(self, model: Any) -> None: ...
 
 
 @dataclass(frozen=True)

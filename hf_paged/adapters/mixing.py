@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,20 +49,6 @@ MAX_MIXES = 64  # kept mixes, for recorded and later steps
 
 Ranges = list[tuple[Adapter, int, int]]
 """The adapter of packed tokens `[start, end)`."""
-
-
-class Mirror(Protocol):
-    """Repeats in the other processes what is done with adapters in this one."""
-
-    def note(self, name: str, *arguments: Any) -> None:
-        """Before the next forward, they do what has this name, such as `adapters`, to call a method
-        of theirs."""
-
-    def send(self, name: str, *arguments: Any) -> None:
-        """As `note`, at once."""
-
-    def load_adapter(self, file: AdapterFile) -> None:
-        """Raises [`AdapterError`] if a process cannot load it."""
 
 
 class NotMixableError(Exception):
@@ -266,7 +252,7 @@ class Adapters:
         # names of `_own` that were read again since the model may have changed
         self._seen: set[str] = set()
         self._numbers = itertools.count()
-        self.mirror: Mirror | None = None
+        self._processes = cache.memory.processes
         self._verdicts: dict[frozenset[nn.Module], str | None] = {}
         self._mixes: OrderedDict[Hashable, Mix] = OrderedDict()
         # by adapters: whether a recorded step serves all ranges
@@ -275,8 +261,8 @@ class Adapters:
 
     def forget_model(self) -> None:
         """Drops what depends on the model, which may have changed."""
-        if self.mirror is not None:
-            self.mirror.note("adapters", "forget_model")
+        if self._processes is not None:
+            self._processes.adapters("forget_model")
         self._seen.clear()
         self._verdicts.clear()
         self._mixes.clear()
@@ -285,8 +271,8 @@ class Adapters:
 
     def forget(self, file: AdapterFile) -> None:
         """After the pool has evicted an adapter: drops its weights."""
-        if self.mirror is not None:
-            self.mirror.note("adapters", "forget", file)
+        if self._processes is not None:
+            self._processes.adapters("forget", file)
         self.store.forget(file)
         for key, mix in list(self._mixes.items()):
             if file in [adapter.key[0] for adapter in mix.adapters]:
@@ -332,8 +318,8 @@ class Adapters:
 
     def prefetch(self, files: list[AdapterFile]) -> None:
         """Starts to load the adapters of the requests that are admitted next."""
-        if self.mirror is not None and files:
-            self.mirror.note("adapters", "prefetch", files)
+        if self._processes is not None and files:
+            self._processes.adapters("prefetch", files)
         self.store.prefetch(files)
 
     def load(self, file: AdapterFile) -> Adapter:
@@ -341,9 +327,9 @@ class Adapters:
         [`AdapterError`]."""
         is_new = file not in self.store
         adapter = self.store.get(file)
-        if is_new and self.mirror is not None:
+        if is_new and self._processes is not None:
             try:
-                self.mirror.load_adapter(file)
+                self._processes.adapters("load", file)
             except BaseException:
                 self.store.forget(file)
                 raise
@@ -407,8 +393,8 @@ class Adapters:
     def check(self, names: tuple[str, ...]) -> str | None:
         """Checks in short forwards that rows with different adapters on these modules get the same
         results as alone. Returns why they do not, or `None`."""
-        if self.mirror is not None:
-            self.mirror.send("adapters", "check", names)
+        if self._processes is not None:
+            self._processes.adapters("check", names)
         try:
             adapters = [*(_random_adapter(self._model, names, rank) for rank in (3, 2)), NO_ADAPTER]
         except NotSplitError as error:

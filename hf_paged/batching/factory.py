@@ -27,7 +27,7 @@ from ..model.layout import Layout
 from ..model.structure import overridden
 from ..model.weights import WeightsGuard
 from ..rooms import room
-from ..seams import DEFAULT_PARTS, EngineParts
+from ..seams import DEFAULT_PARTS, EngineParts, Processes
 from ..speculation.assistant import Assistant, assistant_cache
 from ..speculation.mtp import MtpHeads, MtpRunner, reason_against_mtp
 from ..speculation.sources import Assistance
@@ -64,14 +64,12 @@ def make_loop(
     *,
     max_num_seqs: int,
     parts: EngineParts = DEFAULT_PARTS,
-    leader: Any = None,
 ) -> StepLoop:
     """Makes a loop that runs forwards in this layout, on the memory of `cache`, the model's empty
-    cache. `config` is passed because calls of other threads may replace the memory's. With a model
-    sharded over several processes, each process has a loop with the same generations, or one
-    process has it with a `leader` (`batching.ranks`)."""
+    cache. `config` is passed because calls of other threads may replace the memory's."""
     memory = cache.memory
-    blocks, runner = make_runner(model, cache, layout, config.batch_invariant)
+    processes = memory.processes
+    blocks, runner = make_runner(model, cache, layout, config.batch_invariant, processes)
     is_packed = layout.unsupported_reason is None
     # the manager outlives the call whose config this is
     blocks.prefix_caching = config.prefix_caching and (is_packed or layout.continues)
@@ -93,6 +91,7 @@ def make_loop(
         replays=layout.replays,
         encoder_blocks=runner.encoder_blocks,
         cost=CostModel() if config.preemption == "auto" else None,
+        agree=int if processes is None else processes.agree,
     )
     max_tokens = config.max_num_batched_tokens if is_packed else UNLIMITED
     max_chunk = config.max_chunk_tokens
@@ -145,15 +144,7 @@ def make_loop(
     # it holds the speculator: a cycle would keep the model and its memory alive
     proxy = weakref.proxy(scheduler)
     executor = Executor(model, memory, runner, scheduler, guard)
-    ranks = executor.ranks
     executor.adapters = Adapters(model, cache, make_runner, adapters)
-    if leader is not None and isinstance(runner, PackedRunner):
-        runner.mirror = executor.adapters.mirror = leader
-        guard.fingerprint, executor.together = leader.fingerprint, leader.forward
-    elif ranks is not None:
-        guard.fingerprint = ranks.fingerprint
-        executor.together = ranks.forward
-        preemption.agree = ranks.of_first
     if reason is not None:
         executor.slowed_by.add(f"`prefix_tiers` has no effect: {reason}")
     return StepLoop(
@@ -162,7 +153,6 @@ def make_loop(
         blocks,
         scheduler,
         speculator,
-        ranks if leader is None else None,
     )
 
 
@@ -222,12 +212,16 @@ def not_invariant(model: PreTrainedModel, reason: str) -> ValueError:
 
 
 def make_runner(
-    model: PreTrainedModel, cache: PagedCache, layout: Layout, is_invariant: bool = False
+    model: PreTrainedModel,
+    cache: PagedCache,
+    layout: Layout,
+    is_invariant: bool = False,
+    processes: Processes | None = None,
 ) -> tuple[BlockManager, Runner]:
-    """Makes the block manager and the runner of sequences for this layout."""
+    """Makes the block manager and the runner of sequences for this layout. `processes`: those that
+    compute its steps together; forwards of a check need none."""
     if layout.unsupported_reason is None:
-        runner = PackedRunner(model, cache, layout.mixed_lengths)
-        runner.is_invariant = is_invariant
+        runner = PackedRunner(model, cache, layout.mixed_lengths, is_invariant, processes)
         return cache.memory.manager(cache.groups), runner
     states = StateSpec(is_empty=not state_layers(cache))
     blocks = cache.memory.manager([*cache.groups, states])

@@ -31,8 +31,8 @@ from ..config import PagedConfig
 from ..interrupts import num_modes
 from ..model.forwards import compute_device
 from ..model.own_loop import cache_parts
+from ..model.sharding import is_sharded
 from ..plan import StepPlan
-from ..ranks.processes import is_sharded
 from ..speculation.sources import Assistance
 from ..switches import NOTHING
 from ..topics import Topic

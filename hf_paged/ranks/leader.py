@@ -9,7 +9,7 @@ import os
 import pickle
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from ..adapters.files import AdapterFile
 from ..adapters.mixing import mixed, mixing
 from ..adapters.peft_models import AdapterError, base_model, check_adapter
-from ..batching.arguments import check_generates
+from ..batching.arguments import RequestOptions, check_generates
 from ..batching.execution.inputs import PackedTokens
 from ..batching.factory import MANY_BLOCKS, choose_layout, empty_cache, make_loop
 from ..batching.loop import StepLoop
@@ -29,10 +29,13 @@ from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.swap import HostBlocks
 from ..config import PagedConfig
 from ..model.forwards import compute_device
+from ..model.layout import Layout
+from ..model.sharding import RankLostError, is_sharded
 from ..model.state import ModelState
+from ..plan import StepPlan
 from ..topics import Topic
-from .processes import RankLostError, Ranks, check_heads, ranks_of
-from .signals import held
+from .processes import Ranks, processes_of
+from .signals import PatientLock, held
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +78,10 @@ class TableHistory:
 
 class Leader:
     """Process 0's side: makes the other processes repeat its operations on blocks and models, in
-    the same order. Operations that need no answer are queued until the next message; each step
-    sends one."""
+    the same order (`seams.Leader`). Operations that need no answer are queued until the next
+    message; each step sends one."""
+
+    leads = True
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -88,9 +93,25 @@ class Leader:
         self._device = torch.device("cpu")
         ranks.take()
 
-    def check_served(self, model: PreTrainedModel, config: PagedConfig) -> None:
-        """Raises `ValueError` for options that an engine over several processes does not serve,
-        `RuntimeError` once the engine is closed."""
+    def locked(self, lock: Any) -> PatientLock:
+        return PatientLock(lock)
+
+    def check_request(
+        self, model: PreTrainedModel, config: PagedConfig, options: RequestOptions
+    ) -> None:
+        self._check_served(model, config)
+        if options.inputs is not None:
+            raise ValueError(
+                "`inputs` beside token ids are not served by an engine whose model is in shards"
+                ' over several processes: call `model.generate(..., cache_implementation="paged")`'
+                " in each of them"
+            )
+        if options.assistant_model is not None and is_sharded(options.assistant_model):
+            raise ValueError(
+                "`assistant_model` is in shards over several processes: load it in process 0 alone"
+            )
+
+    def _check_served(self, model: PreTrainedModel, config: PagedConfig) -> None:
         if not self._is_open:
             raise RuntimeError(
                 "the engine was closed, and `serve_rank` has returned in the other processes: make"
@@ -109,9 +130,19 @@ class Leader:
                     ' cache_implementation="paged")` in each of them'
                 )
 
-    def choose_layout(self, config: PagedConfig) -> None:
-        """Makes the others call `factory.choose_layout`, which this process calls next."""
+    def choose_layout(
+        self, model: PreTrainedModel, config: PagedConfig, choose: Callable[[], Layout]
+    ) -> Layout:
+        self._check_served(model, config)
         self.send("choose_layout", config)
+        layout = choose()
+        if layout.unsupported_reason is not None:
+            raise ValueError(
+                f"{type(model).__name__}, in shards over several processes, is served by an"
+                f" engine in packed forwards alone: {layout.unsupported_reason}. Call `generate` in"
+                " each of them"
+            )
+        return layout
 
     def make(self, model: PreTrainedModel, config: PagedConfig, loop: StepLoop) -> None:
         self._device, self._groups = compute_device(model), loop.memory.groups_of(loop.blocks)
@@ -119,7 +150,6 @@ class Leader:
         self.note("make", config)
 
     def begin(self) -> None:
-        """Makes the others begin work, on the model's current state."""
         self.note("begin")
 
     def retire(self) -> None:
@@ -141,12 +171,20 @@ class Leader:
             autocast_dtype(self._device),
         )
 
-    def load_adapter(self, file: AdapterFile) -> None:
+    def adapters(self, method: str, *arguments: Any) -> None:
+        if method == "load":
+            self._load_adapter(*arguments)
+        elif method == "check":  # whose forwards follow at once
+            self.send("adapters", method, *arguments)
+        else:
+            self.note("adapters", method, *arguments)
+
+    def _load_adapter(self, file: AdapterFile) -> None:
         self.send("load_adapter", file)
         loaded = self.ranks.gather(True)
         failed = [rank for rank, (is_loaded,) in enumerate(loaded) if not is_loaded]
         if failed:
-            self.note("adapters", "forget", file)
+            self.adapters("forget", file)
             raise AdapterError(
                 file,
                 f"the adapter in {file.path!r} cannot be loaded by processes {failed} of"
@@ -156,7 +194,6 @@ class Leader:
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Wraps a forward: if it fails here, checks whether it ended in all processes."""
         try:
             yield
         except RankLostError:
@@ -174,6 +211,13 @@ class Leader:
         self.send("least")
         return self.ranks.least(number)
 
+    def agree(self, number: int) -> int:
+        """This process decides for all, and `check` has nothing to compare."""
+        return number
+
+    def check(self, plan: StepPlan) -> None:
+        pass
+
     def moved(self, name: str, group: GroupMemory, arguments: tuple[Any, ...], result: Any) -> None:
         if group not in self._groups:  # memory of a model that only this process has
             return
@@ -184,7 +228,6 @@ class Leader:
             weakref.finalize(result, self.note, "forget", id(result)).atexit = False
 
     def close(self) -> None:
-        """Makes `serve_rank` return in the other processes."""
         if self._is_open and self._pid == os.getpid():
             try:
                 with contextlib.suppress(RankLostError):
@@ -202,20 +245,15 @@ class Leader:
         self.ranks.send(pickle.dumps(orders, protocol=pickle.HIGHEST_PROTOCOL))
 
 
-def lead(model: PreTrainedModel, owner: Any) -> Leader | None:
-    """Returns the leader of the processes that hold shards of the model, closed when `owner` is
-    collected; `None` if the model is in one process. Raises `ValueError` in processes other than
-    0."""
-    ranks = ranks_of(model)
-    if ranks is None:
-        return None
+def lead(model: nn.Module, owner: Any) -> Leader:
+    """As `model.sharding.lead`, for a model in shards."""
+    ranks = processes_of(model)
     if ranks.rank:
         raise ValueError(
             f"this is process {ranks.rank} of the {ranks.size} that hold shards of the model, and"
             " an engine is driven from process 0: call `hf_paged.serve_rank(model)` here, which"
             " returns when that engine is closed"
         )
-    check_heads(model)
     leader = Leader(ranks)
     weakref.finalize(owner, leader.close)
     return leader
@@ -254,7 +292,6 @@ class Follower:
         cache.reserve(config.num_blocks or MANY_BLOCKS, config.max_num_seqs)
         loop = make_loop(self.model, cache, self._layout, config, max_num_seqs=config.max_num_seqs)
         self._executor = loop.executor
-        self._executor.together = None
         self._groups = self._memory.groups_of(loop.blocks)
         self._histories = [TableHistory() for _ in self._groups]
 
@@ -337,34 +374,15 @@ class Follower:
                 group.pool.grow(missing)
 
 
-def serve_rank(model: Any) -> None:
-    """Serves a [`PagedEngine`] of process 0 in the other processes that hold shards of its model
-    (made by `from_pretrained(..., tp_plan="auto")` under `torchrun`). Returns when that engine is
-    closed (the end of its `with`) or garbage-collected; Ctrl-C waits for that.
-
-        if torch.distributed.get_rank() == 0:
-            with hf_paged.PagedEngine(model, tokenizer=tokenizer) as engine:
-                results = engine.generate(prompts, {"max_new_tokens": 64})
-        else:
-            hf_paged.serve_rank(model)
-
-    Args:
-        model ([`PreTrainedModel`] or `PeftModel`): This process's shard, in the mode (train or
-            eval) of process 0's.
-
-    Raises:
-        ValueError: in process 0, and for a model that is not sharded.
-        RankLostError: if another process has ended.
-    """
+def serve(model: Any) -> None:
+    """As `hf_paged.serve_rank`."""
     shard = base_model(model)
     check_generates(shard)
-    ranks = ranks_of(shard)
-    if ranks is None or not ranks.rank:
-        where = "is all in this process" if ranks is None else "is led by this process, number 0"
-        raise ValueError(
-            f"{type(shard).__name__} {where}: make a `PagedEngine` here, others call `serve_rank`"
-        )
-    check_heads(shard)
+    if not is_sharded(shard):
+        raise _not_served(shard, "is all in this process")
+    ranks = processes_of(shard)
+    if not ranks.rank:
+        raise _not_served(shard, "is led by this process, number 0")
     with held(), torch.no_grad():
         ranks.take()
         follower = Follower(shard, ranks)
@@ -373,3 +391,9 @@ def serve_rank(model: Any) -> None:
         finally:
             follower.retire()
             ranks.give_back()
+
+
+def _not_served(model: nn.Module, where: str) -> ValueError:
+    return ValueError(
+        f"{type(model).__name__} {where}: make a `PagedEngine` here, others call `serve_rank`"
+    )

@@ -399,7 +399,7 @@ def reason_against_saving(memory: PagedMemory, blocks: BlockManager) -> str | No
     """Returns why cached prefixes cannot leave the pool; `None` if they can."""
     if not blocks.prefix_caching:
         return Topic.PREFIX_TIERS("prompts of this model are not cached")
-    if memory.least is not None:
+    if memory.processes is not None:
         return Topic.PREFIX_TIERS("their keys and values are in several processes")
     if blocks.keeps_states:
         return Topic.PREFIX_TIERS("snapshots of the model's states stay in the pool")

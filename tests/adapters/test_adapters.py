@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from hf_paged import PagedConfig, PagedEngine
+from tests.adapters.test_peft_engine import lone_with, lora_model
 from tests.support.engine_helpers import assert_drained, assert_same_as_lone, prompts, run_all
-from tests.test_peft_engine import lone_with, lora_model
 
 BEAMS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 14, "num_beams": 3}
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 14}

@@ -275,7 +275,7 @@ def test_one_recorded_step_serves_every_order_of_adapters(
     for."""
     pytest.importorskip("peft")
     _use_triton(monkeypatch)
-    from tests.test_peft_engine import lone_with, lora_model
+    from tests.adapters.test_peft_engine import lone_with, lora_model
 
     model = lora_model(models.build("llama", num_hidden_layers=1))
     texts = prompts(9, 10, 11, seed=3)

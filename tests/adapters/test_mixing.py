@@ -19,6 +19,7 @@ from hf_paged import PagedConfig, PagedEngine
 from hf_paged.adapters import files as adapter_files
 from hf_paged.batching.execution import graphs
 from hf_paged.kernels.lora import LoraWeights, add_each
+from tests.adapters.test_peft_engine import active, lone_with, lora, peft_state
 from tests.support import models
 from tests.support.checks import model_state
 from tests.support.engine_helpers import (
@@ -30,7 +31,6 @@ from tests.support.engine_helpers import (
     run_all,
 )
 from tests.test_faults import Countdown, OnPurpose, last_block, replaced_forward
-from tests.test_peft_engine import active, lone_with, lora, peft_state
 
 peft = pytest.importorskip("peft")
 

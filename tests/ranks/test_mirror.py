@@ -76,8 +76,9 @@ class Told(list[Any]):
 
 @pytest.mark.parametrize("window", [None, 16])
 def test_a_mirror_that_does_what_it_is_told_holds_the_same(window: int | None) -> None:
-    here, there = (PagedMemory(PagedConfig(block_size=8)) for _ in range(2))
-    here.mirror = told = Told()
+    told: Any = Told()
+    here = PagedMemory(PagedConfig(block_size=8), processes=told)
+    there = PagedMemory(PagedConfig(block_size=8))
     spec, states = GroupSpec(window=window), torch.empty(1, 2, 0, 4)
     groups = [memory.group(spec) for memory in (here, there)]
     for group in groups:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.adapters.test_mixing import many
+from tests.adapters.test_peft_engine import active, lora
 from tests.support import models, ranks
-from tests.test_peft_engine import active, lora
 
 pytest.importorskip("peft")
 pytestmark = pytest.mark.slow

@@ -27,7 +27,6 @@ from ...model.forwards import compute_device
 from ...model.state import ModelState, read_state
 from ...model.weights import WeightsGuard
 from ...plan import StepPlan
-from ...ranks.processes import ranks_of
 from ...step import NotPackable
 from ...switches import NOTHING
 from ...tape.products import own_products
@@ -69,11 +68,7 @@ class Executor:
         self.runner = runner
         self.guard = guard
         self.lock = step_lock(model)
-        # processes that compute each forward together: an interrupt in one would leave the others
-        # stuck in the forward
-        self.ranks = ranks_of(model)
-        # wraps such a forward
-        self.together: Callable[[], contextlib.AbstractContextManager[None]] | None = None
+        self._processes = memory.processes
         self.slowed_by: set[str] = set()  # why kernels did not serve some steps
         self.checks_weights = False  # whether the prefix cache is used (`begin`)
         self.replays = False  # whether graphs are used
@@ -362,9 +357,9 @@ class Executor:
 
     def _window(self) -> contextlib.AbstractContextManager[None]:
         """Around a forward that other processes compute as well."""
-        if self.together is None:
+        if self._processes is None:
             return NOTHING
-        return self.together()
+        return self._processes.forward()
 
     def using(self, adapter: Hashable) -> contextlib.AbstractContextManager[None]:
         if isinstance(adapter, AdapterFile) and self.adapters is not None:

@@ -31,9 +31,9 @@ from ...cache.storage import KVBlocks
 from ...interrupts import is_interrupt
 from ...kernels import VARIABLE
 from ...kernels.cpp.build import batch_invariant
+from ...model.sharding import is_sharded
 from ...model.state import ModelState
 from ...model.writes import taken_back
-from ...ranks.processes import is_sharded
 from ...step import StepMetadata
 from ...timing import timed
 from ...topics import Topic

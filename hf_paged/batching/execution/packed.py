@@ -8,7 +8,7 @@ import logging
 from array import array
 from collections.abc import Hashable, Iterable, Iterator
 from collections.abc import Sequence as Items
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from ...model.rope import find_length_rope
 from ...model.state import ModelState
 from ...model.structure import structural_reason
 from ...plan import StepPlan
+from ...seams import Processes
 from ...step import StepMetadata, to_device
 from ...switches import NOTHING
 from ...tape.invariant import by_kernels, in_fixed_order
@@ -45,27 +46,20 @@ MAX_GATHERED_EXPERTS = 64
 memory."""
 
 
-class Mirror(Protocol):
-    def run(
-        self,
-        tokens: PackedTokens,
-        others: list[int],
-        adapter: Hashable,
-    ) -> None:
-        """Announces the next `PackedRunner.compute`, with this adapter."""
-
-
 class PackedRunner(Runner):
     """Runs the model on tokens of many sequences at once, as replays of graphs where possible. The
     caller has switched the model's attention. `cache`, empty, tells which layers share block
     tables. `mixed_lengths`: whether rows of different lengths may be padded, once they are not
-    packed any more (`unpack`)."""
+    packed any more (`unpack`). `is_invariant`: whether a row's bits do not depend on the other
+    rows. `processes`: those that compute each forward together."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         cache: PagedCache,
         mixed_lengths: bool = True,
+        is_invariant: bool = False,
+        processes: Processes | None = None,
     ) -> None:
         self.model = model
         self.cache = cache
@@ -82,10 +76,10 @@ class PackedRunner(Runner):
         self._packing = Packing(self._block_sizes, self.rope)
         self._graphs = step_graphs(model, cache)
         self.can_capture = self._graphs is not None
-        self.is_invariant = False  # whether a row's bits do not depend on the other rows
+        self.is_invariant = is_invariant
         self._mixed_lengths = mixed_lengths
         self.is_packed = self.mixes_adapters = True
-        self.mirror: Mirror | None = None  # repeats each step in other processes
+        self._processes = processes
         # stores the last hidden state of each computed token
         self.hidden: HiddenStates | None = None
         self.pack()
@@ -105,7 +99,8 @@ class PackedRunner(Runner):
         return structural_reason(self.model, self.cache)
 
     def unpack(self, reason: str) -> bool:
-        must_pack = self.is_invariant or self.mirror is not None
+        is_led = self._processes is not None and self._processes.leads
+        must_pack = self.is_invariant or is_led
         if must_pack or not self.is_packed:
             return False
         note_unpackable(self.model, self.cache, reason)
@@ -219,8 +214,8 @@ class PackedRunner(Runner):
         others: list[int] = []
         for _, _, places in wanted:
             others += places
-        if self.mirror is not None:
-            self.mirror.run(tokens, others, variant)
+        if self._processes is not None:
+            self._processes.run(tokens, others, variant)
         rows = None
         if not self.is_packed:
             rows = plan

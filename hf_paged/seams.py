@@ -146,9 +146,12 @@ class Processes(Protocol):
         it becomes a `RankLostError`."""
         ...
 
-    def moved(self, name: str, group: GroupMemory, arguments: tuple[Any, ...], result: Any) -> None:
-        """Called after `group_memory.MOVES[name](group, *arguments)` returned `result`. These, in
-        order, are all changes to the content of blocks except what forwards write."""
+    def moved(
+        self, move: Callable[..., Any], group: GroupMemory, arguments: tuple[Any, ...], result: Any
+    ) -> None:
+        """Called after `move(group, *arguments)`, which is `group_memory.mirrored`, returned
+        `result`. These, in order, are all changes to the content of blocks except what forwards
+        write."""
 
     def adapters(self, method: str, *arguments: Any) -> None:
         """Has the others call this method of their executor's adapters, before the next forward.

@@ -141,9 +141,13 @@ class EngineLoop:
         if self._config.block_size == AUTO:
             lengths = () if seen is None else seen.seen
             sizes = block_sizes(self._model, self._config, seen=lengths)
-        memory = PagedMemory(self._config, sizes=sizes, keeps_cached=True, processes=self._leader)
-        memory.outer_lock = self._outer_lock
-        return memory
+        return PagedMemory(
+            self._config,
+            sizes=sizes,
+            keeps_cached=True,
+            processes=self._leader,
+            outer_lock=self._outer_lock,
+        )
 
     def retire(self) -> None:
         """Drops the loop and its memory; keeps its counters."""

@@ -34,21 +34,16 @@ KEPT_STATES = 16  # state snapshots up to which a pool without a budget grows ra
 CACHED_RATIO = 2
 
 
-MOVES: dict[str, Callable[..., Any]] = {}
-"""Functions that move the content of a group's blocks, by name (`mirrored`)."""
-
-
 def mirrored(move: Callable[..., Any]) -> Any:
     """Decorates a function of a [`GroupMemory`] that moves the content of its blocks, to tell the
     memory's processes. Only such functions may call code that writes to blocks
     (`tests/ranks/test_mirror.py` checks the callers)."""
-    MOVES[move.__name__] = move
 
     @functools.wraps(move)
     def both(group: GroupMemory, *arguments: Any) -> Any:
         result = move(group, *arguments)
         if (processes := group.memory.processes) is not None:
-            processes.moved(move.__name__, group, arguments, result)
+            processes.moved(both, group, arguments, result)
         return result
 
     return both

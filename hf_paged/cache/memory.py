@@ -50,12 +50,14 @@ class PagedMemory:
         sizes: BlockSizes | None = None,
         keeps_cached: bool = False,
         processes: Processes | None = None,
+        outer_lock: Any = None,
     ) -> None:
         """`is_bounded`: whether `hf_paged.budget` counts it; `False` for short checks of a model.
         `sizes`: block sizes with `block_size` `"auto"`; without it all blocks have the default
         size. `keeps_cached`: without a budget, grow beside up to `CACHED_RATIO` cached blocks for
         each block of the most in use at once, rather than evict them. `processes`: those that hold
-        other heads of the same blocks, and compute the forwards of the loops on it together."""
+        other heads of the same blocks, and compute the forwards of the loops on it together.
+        `outer_lock`: an engine's lock, taken before `lock`, also in finalizers of its streams."""
         self.config = config
         self.is_bounded = is_bounded
         self.keeps_cached = keeps_cached
@@ -64,8 +66,7 @@ class PagedMemory:
         if config.block_size == AUTO:
             self.sizes = sizes or BlockSizes()
         self.lock = forks.rlock()
-        # an engine's lock, taken before `lock`, also in finalizers of its streams
-        self.outer_lock: Any = None
+        self.outer_lock = outer_lock
         self.groups: dict[GroupSpec, GroupMemory] = {}
         self.managers: dict[tuple[GroupSpec, ...], BlockManager] = {}  # by the groups of a model
         # of the weights that computed cached blocks (`weights.WeightsGuard`)

@@ -24,7 +24,7 @@ from ..batching.execution.inputs import PackedTokens
 from ..batching.factory import MANY_BLOCKS, choose_layout, empty_cache, make_loop
 from ..batching.loop import StepLoop
 from ..cache import budget
-from ..cache.group_memory import MOVES, GroupMemory
+from ..cache.group_memory import GroupMemory
 from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.swap import HostBlocks
 from ..config import PagedConfig
@@ -150,7 +150,7 @@ class Leader:
         self.note("make", config)
 
     def begin(self) -> None:
-        self.note("begin")
+        self.note("begin", autocast_dtype(self._device))
 
     def retire(self) -> None:
         self._groups = []
@@ -168,7 +168,6 @@ class Leader:
             changes,
             others,
             adapter if mix is None else mix.names,
-            autocast_dtype(self._device),
         )
 
     def adapters(self, method: str, *arguments: Any) -> None:
@@ -218,12 +217,14 @@ class Leader:
     def check(self, plan: StepPlan) -> None:
         pass
 
-    def moved(self, name: str, group: GroupMemory, arguments: tuple[Any, ...], result: Any) -> None:
+    def moved(
+        self, move: Callable[..., Any], group: GroupMemory, arguments: tuple[Any, ...], result: Any
+    ) -> None:
         if group not in self._groups:  # memory of a model that only this process has
             return
         number = self._groups.index(group)
         named = [HeldThere(id(x)) if isinstance(x, HostBlocks) else x for x in arguments]
-        self.note("move", name, number, named, id(result))
+        self.note("move", move, number, named, id(result))
         if isinstance(result, HostBlocks):
             weakref.finalize(result, self.note, "forget", id(result)).atexit = False
 
@@ -295,8 +296,10 @@ class Follower:
         self._groups = self._memory.groups_of(loop.blocks)
         self._histories = [TableHistory() for _ in self._groups]
 
-    def begin(self) -> None:
-        self._executor.begin(check_weights=False, replays=False)
+    def begin(self, autocast: torch.dtype | None) -> None:
+        kind = compute_device(self.model).type
+        with torch.autocast(kind, dtype=autocast, enabled=autocast is not None):
+            self._executor.begin(check_weights=False, replays=False)
 
     def retire(self) -> None:
         self._memory = self._executor = None
@@ -308,7 +311,6 @@ class Follower:
         changes: list[Changes],
         others: list[int],
         adapter: Hashable,
-        autocast: torch.dtype | None,
     ) -> None:
         if self._failure is not None:
             # only this process failed, and left the others in that forward
@@ -325,7 +327,6 @@ class Follower:
             for group, history, changed in zip(tokens.groups, self._histories, changes)
         ]
         whole = tokens._replace(groups=groups)
-        self._executor.autocast = autocast
         try:
             with self._executor.attention():
                 self._executor.compute(using, lambda: self._executor.runner.compute(whole, others))
@@ -356,9 +357,9 @@ class Follower:
     def least(self) -> None:
         self.ranks.least(self._memory.affordable_bytes())
 
-    def move(self, name: str, group: int, arguments: list[Any], number: int) -> None:
+    def move(self, move: Callable[..., Any], group: int, arguments: list[Any], number: int) -> None:
         named = [self._hosts[x.number] if isinstance(x, HeldThere) else x for x in arguments]
-        result = MOVES[name](self._groups[group], *named)
+        result = move(self._groups[group], *named)
         if isinstance(result, HostBlocks):
             self._hosts[number] = result
 

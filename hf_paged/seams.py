@@ -3,7 +3,7 @@ engine what implements them. No code of a feature stands here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # types of the core alone
     from .batching.engine_core import EngineCore
     from .batching.execution.inputs import PackedTokens
     from .batching.loop import StepLoop
+    from .batching.request import Sequence
     from .cache.block_manager import BlockManager
     from .cache.group_memory import GroupMemory
     from .cache.memory import PagedMemory
@@ -42,22 +43,15 @@ class Tier(Protocol):
         """Keeps a block that is being evicted, by its digest (`prefix_index.Link`). If not vouched
         for, it is served only after `confirm`."""
 
-    def reach(
-        self, blocks: BlockManager, token_ids: Sequence[Hashable], namespace: Hashable
-    ) -> int:
-        """Returns how many tokens `BlockManager.match` would find after `restore`."""
+    def reach(self, blocks: BlockManager, sequence: Sequence) -> int:
+        """Returns how many tokens of a sequence `BlockManager.match` would find after
+        `restore`."""
         ...
 
-    def restore(
-        self,
-        blocks: BlockManager,
-        token_ids: Sequence[Hashable],
-        namespace: Hashable,
-        num_tokens: int,
-    ) -> bool:
-        """Registers kept blocks in the pool, for `match` to find, if that gives a prefix longer
-        than `num_tokens`. `False`, with nothing changed, if there are none, or no room, or if they
-        cannot be copied. The current weights have been vouched for."""
+    def restore(self, blocks: BlockManager, sequence: Sequence) -> bool:
+        """Registers kept blocks in the pool, for `match` to find, if that gives a longer prefix
+        than the sequence has. `False`, with nothing changed, if there are none, or no room, or if
+        they cannot be copied. The current weights have been vouched for."""
         ...
 
     @property
@@ -166,20 +160,16 @@ class Leader(Processes, Protocol):
         processes would leave them waiting for each other."""
         ...
 
-    def check_request(
-        self, model: PreTrainedModel, config: PagedConfig, options: RequestOptions
-    ) -> None:
+    def check_request(self, options: RequestOptions) -> None:
         """Raises `ValueError` for what an engine over several processes does not serve,
         `RuntimeError` once the engine is closed."""
 
-    def choose_layout(
-        self, model: PreTrainedModel, config: PagedConfig, choose: Callable[[], Layout]
-    ) -> Layout:
+    def choose_layout(self, choose: Callable[[], Layout]) -> Layout:
         """Calls `factory.choose_layout`, here as `choose`, in all processes. Raises `ValueError`
         for a layout that is not packed."""
         ...
 
-    def make(self, model: PreTrainedModel, config: PagedConfig, loop: StepLoop) -> None:
+    def make(self, loop: StepLoop) -> None:
         """Has the others make a loop's memory and executor."""
 
     def begin(self) -> None:
@@ -190,16 +180,6 @@ class Leader(Processes, Protocol):
 
     def close(self) -> None:
         """Makes `serve_rank` return in the others."""
-
-
-class RanksRoom(Protocol):
-    """The module `hf_paged.ranks`. `model.sharding` has its functions, for any model."""
-
-    def processes_of(self, model: nn.Module) -> Processes: ...
-    def lead(self, model: nn.Module, owner: Any) -> Leader: ...
-    def alone(self, model: nn.Module) -> AbstractContextManager[None]: ...
-    def held(self) -> AbstractContextManager[None]: ...
-    def serve(self, model: Any) -> None: ...
 
 
 @dataclass(frozen=True)

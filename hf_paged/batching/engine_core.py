@@ -65,7 +65,8 @@ class EngineCore:
     def __init__(self, model: PreTrainedModel, config: PagedConfig, parts: EngineParts) -> None:
         self.model = model
         self.config = config
-        self.leader = lead(model, self)  # drives the processes that hold other shards of the model
+        # drives the processes that hold other shards of the model
+        self.leader = lead(model, config, self)
         # all methods hold it, and callers while they read
         self.inner_lock = forks.rlock()
         self.lock: AbstractContextManager[Any] = self.inner_lock
@@ -188,7 +189,7 @@ class EngineCore:
         if self.requests:
             self._owner.check_unchanged()
         if self.leader is not None:
-            self.leader.check_request(self.model, self.config, options)
+            self.leader.check_request(options)
         if name in self.requests:
             raise ValueError(
                 f"request id {name!r} is in use by an unfinished request: choose another"

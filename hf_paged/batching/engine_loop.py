@@ -65,12 +65,11 @@ class EngineLoop:
     def choose_layout(self, empty: PagedCache) -> Layout:
         """Returns how the model's forwards are laid out now. Raises `ValueError` if an engine over
         several processes cannot serve the model. `empty`: the model's empty cache."""
-        model = self._model
-        config = self._config
-        choose = functools.partial(choose_layout, model, empty, config.batch_invariant)
+        is_invariant = self._config.batch_invariant
+        choose = functools.partial(choose_layout, self._model, empty, is_invariant)
         if self._leader is None:
             return choose()
-        return self._leader.choose_layout(model, config, choose)
+        return self._leader.choose_layout(choose)
 
     def update(self, empty: PagedCache, layout: Layout, keeps_pool: bool) -> bool:
         """Between requests: makes a new loop if there is none, if the model has changed since, or,
@@ -103,7 +102,7 @@ class EngineLoop:
             parts=self._parts,
         )
         if self._leader is not None:
-            self._leader.make(model, config, self.loop)
+            self._leader.make(self.loop)
         self.loop.scheduler.timeline = self.timeline
         self.layout = layout
         self._counters = cache.counters

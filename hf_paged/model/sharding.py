@@ -9,8 +9,9 @@ from typing import Any
 from torch import nn
 
 from .. import compat
+from ..config import PagedConfig
 from ..rooms import is_installed, room
-from ..seams import Leader, Processes, RanksRoom
+from ..seams import Leader, Processes
 from ..switches import NOTHING
 from ..topics import Topic, TopicError
 
@@ -27,9 +28,8 @@ def is_sharded(model: nn.Module) -> bool:
     return compat.shard_ranks(model) is not None
 
 
-def _ranks() -> RanksRoom:
-    ranks: RanksRoom = room("ranks", "a model in shards over several processes")
-    return ranks
+def _ranks() -> Any:
+    return room("ranks", "a model in shards over several processes")
 
 
 def processes_of(model: nn.Module) -> Processes | None:
@@ -39,10 +39,11 @@ def processes_of(model: nn.Module) -> Processes | None:
     return _ranks().processes_of(model) if is_sharded(model) else None
 
 
-def lead(model: nn.Module, owner: Any) -> Leader | None:
-    """Returns what drives the other processes that hold shards of the model, closed when `owner` is
-    collected; `None` if there are none. Raises `ValueError` in processes other than 0."""
-    return _ranks().lead(model, owner) if is_sharded(model) else None
+def lead(model: nn.Module, config: PagedConfig, owner: Any) -> Leader | None:
+    """Returns what drives the other processes that hold shards of the model for an engine with this
+    config, closed when `owner` is collected; `None` if there are none. Raises `ValueError` in
+    processes other than 0."""
+    return _ranks().lead(model, config, owner) if is_sharded(model) else None
 
 
 def alone(model: nn.Module) -> contextlib.AbstractContextManager[None]:

@@ -83,23 +83,22 @@ class Leader:
 
     leads = True
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, model: PreTrainedModel, config: PagedConfig, ranks: Ranks) -> None:
         self.ranks = ranks
+        self._model = model
+        self._config = config
         self._pid = os.getpid()
         self._is_open = True
         self._queue: deque[tuple[str, list[int], tuple[Any, ...]]] = deque()
         self._groups: list[GroupMemory] = []
         self._histories: list[TableHistory] = []
-        self._device = torch.device("cpu")
         ranks.take()
 
     def locked(self, lock: Any) -> PatientLock:
         return PatientLock(lock)
 
-    def check_request(
-        self, model: PreTrainedModel, config: PagedConfig, options: RequestOptions
-    ) -> None:
-        self._check_served(model, config)
+    def check_request(self, options: RequestOptions) -> None:
+        self._check_served()
         if options.inputs is not None:
             raise ValueError(
                 "`inputs` beside token ids are not served by an engine whose model is in shards"
@@ -111,16 +110,16 @@ class Leader:
                 "`assistant_model` is in shards over several processes: load it in process 0 alone"
             )
 
-    def _check_served(self, model: PreTrainedModel, config: PagedConfig) -> None:
+    def _check_served(self) -> None:
         if not self._is_open:
             raise RuntimeError(
                 "the engine was closed, and `serve_rank` has returned in the other processes: make"
                 " a new one"
             )
         wanted = {
-            "`batch_invariant`": config.batch_invariant,
+            "`batch_invariant`": self._config.batch_invariant,
             "`hf_paged.budget`": budget.limit() is not None,
-            "an encoder": model.config.is_encoder_decoder,
+            "an encoder": self._model.config.is_encoder_decoder,
         }
         for what, is_wanted in wanted.items():
             if is_wanted:
@@ -130,27 +129,25 @@ class Leader:
                     ' cache_implementation="paged")` in each of them'
                 )
 
-    def choose_layout(
-        self, model: PreTrainedModel, config: PagedConfig, choose: Callable[[], Layout]
-    ) -> Layout:
-        self._check_served(model, config)
-        self.send("choose_layout", config)
+    def choose_layout(self, choose: Callable[[], Layout]) -> Layout:
+        self._check_served()
+        self.send("choose_layout", self._config)
         layout = choose()
         if layout.unsupported_reason is not None:
             raise ValueError(
-                f"{type(model).__name__}, in shards over several processes, is served by an"
+                f"{type(self._model).__name__}, in shards over several processes, is served by an"
                 f" engine in packed forwards alone: {layout.unsupported_reason}. Call `generate` in"
                 " each of them"
             )
         return layout
 
-    def make(self, model: PreTrainedModel, config: PagedConfig, loop: StepLoop) -> None:
-        self._device, self._groups = compute_device(model), loop.memory.groups_of(loop.blocks)
+    def make(self, loop: StepLoop) -> None:
+        self._groups = loop.memory.groups_of(loop.blocks)
         self._histories = [TableHistory() for _ in self._groups]
-        self.note("make", config)
+        self.note("make", self._config)
 
     def begin(self) -> None:
-        self.note("begin", autocast_dtype(self._device))
+        self.note("begin", autocast_dtype(compute_device(self._model)))
 
     def retire(self) -> None:
         self._groups = []
@@ -246,7 +243,7 @@ class Leader:
         self.ranks.send(pickle.dumps(orders, protocol=pickle.HIGHEST_PROTOCOL))
 
 
-def lead(model: nn.Module, owner: Any) -> Leader:
+def lead(model: PreTrainedModel, config: PagedConfig, owner: Any) -> Leader:
     """As `model.sharding.lead`, for a model in shards."""
     ranks = processes_of(model)
     if ranks.rank:
@@ -255,7 +252,7 @@ def lead(model: nn.Module, owner: Any) -> Leader:
             " an engine is driven from process 0: call `hf_paged.serve_rank(model)` here, which"
             " returns when that engine is closed"
         )
-    leader = Leader(ranks)
+    leader = Leader(model, config, ranks)
     weakref.finalize(owner, leader.close)
     return leader
 

@@ -1,5 +1,5 @@
-"""Prefixes whose blocks lie in a store below the pool: found, restored and adopted. Plain Python:
-no tensors."""
+"""Prefixes whose blocks lie in a store below the pool: which blocks the pool lacks, and their
+adoption. Plain Python: no tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..cache.block_manager import UNCACHED, BlockManager
+from ..cache.block_manager import BlockManager
 from ..cache.block_pool import OutOfBlocksError
 from ..cache.prefix_index import Link
 from ..interrupts import is_interrupt
@@ -26,7 +26,8 @@ class TierError(Exception):
 
 
 @contextlib.contextmanager
-def _copying() -> Iterator[None]:
+def copying() -> Iterator[None]:
+    """Raises `TierError` for the errors of a copy."""
     try:
         yield
     except OutOfBlocksError:
@@ -35,43 +36,6 @@ def _copying() -> Iterator[None]:
         if is_interrupt(error):
             raise
         raise TierError(error) from error
-
-
-def num_tokens_of(manager: BlockManager, path: Sequence[Any]) -> int:
-    """Returns the number of tokens of a path of nodes or links."""
-    return len(path) * manager.unit
-
-
-def restorable(
-    store: PrefixStore, manager: BlockManager, token_ids: Sequence[Hashable], namespace: Hashable
-) -> list[Link]:
-    """Returns the path that `match` would attach if the pools had the store's blocks."""
-    if not manager.prefix_caching or namespace is UNCACHED:
-        return []
-    max_nodes = (len(token_ids) - 1) // manager.unit
-    return manager.index.reach(token_ids, namespace, max_nodes, store.has)
-
-
-def restore(
-    store: PrefixStore,
-    manager: BlockManager,
-    token_ids: Sequence[Hashable],
-    namespace: Hashable,
-    num_tokens: int,
-) -> bool:
-    """Restores blocks from the store, as `seams.Tier.restore`. Raises `TierError`."""
-    while True:  # a block that `read` could not find is gone from the store, so that the loop ends
-        links = restorable(store, manager, token_ids, namespace)
-        if num_tokens_of(manager, links) <= num_tokens:
-            return False
-        contents = []  # of each group's missing blocks, by position on the path
-        for group in range(len(manager.groups)):
-            absent = missing(manager, group, links)
-            with _copying():
-                contents.append({n: store.read(group, links[n].digest) for n in absent})
-        blocks = (block for of_group in contents for block in of_group.values())
-        if all(block is not None for block in blocks):
-            return adopt(store, manager, links, namespace, contents)
 
 
 def missing(manager: BlockManager, group: int, links: Sequence[Link]) -> list[int]:
@@ -105,7 +69,7 @@ def adopt(
             return False
         for number, (of_group, block_ids) in enumerate(zip(contents, taken)):
             if block_ids:
-                with _copying():
+                with copying():
                     store.put_back(number, list(of_group.values()), block_ids)
         named = [dict(zip(numbers, block_ids)) for numbers, block_ids in zip(contents, taken)]
         node = manager.index.root(namespace)

@@ -27,7 +27,7 @@ from .block_files import (
     to_bytes,
     write_private,
 )
-from .prefixes import TierError, adopt, missing, num_tokens_of
+from .prefixes import TierError, adopt, missing
 from .store import PrefixStore, make_store, reason_against_saving
 
 
@@ -117,7 +117,7 @@ def _save(
         links = manager.index.reach(token_ids, namespace, num_nodes, lambda group, digest: False)
         if len(links) < num_nodes:
             raise OutOfBlocksError(
-                f"{num_tokens_of(manager, links):,} of the {num_tokens:,} tokens of the prompt"
+                f"{len(links) * manager.unit:,} of the {num_tokens:,} tokens of the prompt"
                 f" stayed in the pool: raise `num_blocks` ({core.config.num_blocks})"
             )
         parts: dict[int, Layers] = {}
@@ -181,7 +181,7 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
                 outline |= outline_of(group, store.layers(group), len(needed))
         parts = file.read(outline)
         links = manager.index.reach(token_ids, namespace, num_nodes, lambda group, digest: True)
-        if num_tokens_of(manager, links) != len(token_ids) or links[-1].digest.hex() != digest:
+        if len(links) * manager.unit != len(token_ids) or links[-1].digest.hex() != digest:
             raise Corrupt("it holds other tokens than its name says")
         contents: list[dict[int, Any]] = []
         for group, needed in enumerate(numbers):
@@ -202,7 +202,7 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
                 f"needs {sum(map(len, contents))} blocks of {manager.size_text} tokens,"
                 f" {manager.num_free} available: raise `num_blocks` ({core.config.num_blocks})"
             )
-    return num_tokens_of(manager, links)
+    return len(token_ids)
 
 
 def _tuples(value: Any) -> Any:

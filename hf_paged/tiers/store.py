@@ -10,18 +10,21 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Items
 from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
 from .. import forks
-from ..cache.block_manager import BlockManager
+from ..batching.request import Sequence
+from ..cache.block_manager import UNCACHED, BlockManager
 from ..cache.block_pool import OutOfBlocksError
 from ..cache.free_memory import free_bytes
 from ..cache.group_memory import GroupMemory
 from ..cache.memory import PagedMemory
+from ..cache.prefix_index import Link
 from ..cache.storage import KVBlocks, LayerKV
 from ..cache.swap import HostBlocks, HostLayer, put_back
 from ..config import PagedConfig, PrefixTiers
@@ -32,7 +35,7 @@ from ..seams import TierCounts
 from ..threads import start
 from ..topics import Topic
 from .block_files import FORMAT, DiskFolder, Layers, check_folder, form_of, num_bytes, outline_of
-from .prefixes import TierError, num_tokens_of, restorable, restore
+from .prefixes import TierError, adopt, copying, missing
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +62,9 @@ class PrefixStore:
         self,
         config: PrefixTiers,
         memory: PagedMemory,
-        groups: Sequence[GroupMemory],
+        groups: Items[GroupMemory],
         device: torch.device | None,
-        layers: Sequence[LayerKV] = (),
+        layers: Items[LayerKV] = (),
     ) -> None:
         """`device`: that of layers not allocated yet, `None` if it is not known; `layers`: what
         they store."""
@@ -205,20 +208,20 @@ class PrefixStore:
             self._pending.clear()
             self._sizes["pending"] = 0
 
-    def reach(
-        self, blocks: BlockManager, token_ids: Sequence[Hashable], namespace: Hashable
-    ) -> int:
-        return num_tokens_of(blocks, restorable(self, blocks, token_ids, namespace))
+    def reach(self, blocks: BlockManager, sequence: Sequence) -> int:
+        return len(self._path(blocks, sequence)) * blocks.unit
 
-    def restore(
-        self,
-        blocks: BlockManager,
-        token_ids: Sequence[Hashable],
-        namespace: Hashable,
-        num_tokens: int,
-    ) -> bool:
+    def _path(self, blocks: BlockManager, sequence: Sequence) -> list[Link]:
+        """Returns the path that `match` would attach if the pools had all blocks of this store."""
+        namespace = sequence.request.namespace
+        if not blocks.prefix_caching or namespace is UNCACHED:
+            return []
+        max_nodes = (sequence.num_tokens - 1) // blocks.unit
+        return blocks.index.reach(sequence.keys, namespace, max_nodes, self.has)
+
+    def restore(self, blocks: BlockManager, sequence: Sequence) -> bool:
         try:
-            return restore(self, blocks, token_ids, namespace, num_tokens)
+            return self._restore(blocks, sequence)
         except OutOfBlocksError:
             # under `hf_paged.budget`: it is computed instead, when there is room
             return False
@@ -232,6 +235,20 @@ class PrefixStore:
                 )
                 logger.warning(Topic.PREFIX_TIERS(message), error.cause)
             return False
+
+    def _restore(self, blocks: BlockManager, sequence: Sequence) -> bool:
+        while True:  # a block that `read` could not find is gone from here, so that the loop ends
+            links = self._path(blocks, sequence)
+            if len(links) * blocks.unit <= sequence.num_computed_tokens:
+                return False
+            contents = []  # of each group's missing blocks, by position on the path
+            for group in range(len(blocks.groups)):
+                absent = missing(blocks, group, links)
+                with copying():
+                    contents.append({n: self.read(group, links[n].digest) for n in absent})
+            layers = (block for of_group in contents for block in of_group.values())
+            if all(block is not None for block in layers):
+                return adopt(self, blocks, links, sequence.request.namespace, contents)
 
     def has(self, group: int, digest: bytes) -> bool:
         """Whether `read` may find the group's block with this digest, including unconfirmed

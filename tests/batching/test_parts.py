@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hf_paged import PagedEngine
+from hf_paged.batching.request import Sequence
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.swap import copy_out, put_back
@@ -27,19 +28,18 @@ class DictTier(dict[bytes, Any]):
     def keep(self, group: int, block_id: int, digest: bytes, is_vouched_for: bool) -> None:
         self[digest] = copy_out(self.group, [block_id])
 
-    def path(self, blocks: BlockManager, token_ids: Any, namespace: Any) -> list[Any]:
-        most = (len(token_ids) - 1) // blocks.unit
-        return blocks.index.reach(token_ids, namespace, most, lambda group, digest: digest in self)
+    def path(self, blocks: BlockManager, sequence: Sequence) -> list[Any]:
+        most = (sequence.num_tokens - 1) // blocks.unit
+        namespace = sequence.request.namespace
+        return blocks.index.reach(sequence.keys, namespace, most, lambda _, digest: digest in self)
 
-    def reach(self, blocks: BlockManager, token_ids: Any, namespace: Any) -> int:
-        return len(self.path(blocks, token_ids, namespace)) * blocks.unit
+    def reach(self, blocks: BlockManager, sequence: Sequence) -> int:
+        return len(self.path(blocks, sequence)) * blocks.unit
 
-    def restore(
-        self, blocks: BlockManager, token_ids: Any, namespace: Any, num_tokens: int
-    ) -> bool:
-        links = self.path(blocks, token_ids, namespace)
+    def restore(self, blocks: BlockManager, sequence: Sequence) -> bool:
+        links = self.path(blocks, sequence)
         (new_ids,) = blocks.take([len(links)]) or [[]]
-        node = blocks.index.root(namespace)
+        node = blocks.index.root(sequence.request.namespace)
         for link, block_id in zip(links, new_ids):  # all blocks that the pool has are new ones
             assert link.node is None
             put_back(self.group, self[link.digest], {0: block_id})

@@ -319,8 +319,7 @@ class Preemption:
         if self.replays_prompt(request):
             return False
         (sequence,) = rows
-        num_tokens = tier.reach(self.blocks, sequence.keys, request.namespace)
-        return num_tokens > sequence.num_computed_tokens
+        return tier.reach(self.blocks, sequence) > sequence.num_computed_tokens
 
     def _restore(self, request: Request) -> None:
         """Copies that prefix from the tier into newly allocated blocks of the row, as after a
@@ -328,8 +327,7 @@ class Preemption:
         (sequence,) = request.open_sequences
         tier = self.blocks.tier
         assert tier is not None
-        num_computed = sequence.num_computed_tokens
-        if tier.restore(self.blocks, sequence.keys, request.namespace, num_computed):
+        if tier.restore(self.blocks, sequence):
             stops = sequence.blocks.stops
             self.blocks.free(sequence.blocks)
             sequence.blocks = self.blocks.new()

@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # types of the core alone
     from .batching.engine_core import EngineCore
     from .batching.execution.inputs import PackedTokens
     from .batching.loop import StepLoop
+    from .batching.prompt_forms import Prompt
     from .batching.request import Sequence
     from .cache.block_manager import BlockManager
     from .cache.group_memory import GroupMemory
@@ -93,12 +94,13 @@ class TiersRoom(Protocol):
     def save(
         self,
         core: EngineCore,
-        token_ids: list[int],
-        compute: Callable[[], tuple[Hashable, ...]],
+        prompt: Prompt,
+        tokenizer: Any,
+        compute: Callable[[list[int]], tuple[Hashable, ...]],
         path: Any,
     ) -> int:
-        """Writes the full blocks of a prompt to a file, after `compute`, which computes them and
-        returns their namespace; returns how many tokens they hold."""
+        """Writes the full blocks of a prompt to a file, after `compute`, which computes its token
+        ids and returns the blocks' namespace; returns how many tokens they hold."""
         ...
 
     def load(self, core: EngineCore, path: Any) -> int:

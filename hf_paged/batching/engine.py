@@ -32,7 +32,7 @@ from .arguments import (
 from .engine_core import EngineCore
 from .engine_reports import EngineReports
 from .execution.executor import Window
-from .prompt_forms import Prompt, prompt_ids, split_inputs
+from .prompt_forms import Prompt
 from .results import RequestOutput, RequestResult
 from .streams import RequestStream
 
@@ -434,26 +434,17 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
             OSError: if the file cannot be written.
         """
         tiers: TiersRoom = room("tiers", "`save_prefix`")
-        text, inputs = split_inputs(prompt, None)
-        if inputs is not None:
-            names = ", ".join(map(str, inputs))
-            raise ValueError(f"`prompt` has {names}: only prompts of token ids alone can be saved")
-        ids = prompt_ids(text, self.tokenizer)
 
-        def compute() -> tuple[Hashable, ...]:
+        def compute(ids: list[int]) -> tuple[Hashable, ...]:
             (result,) = self.generate(
-                [ids],
-                _ONE_TOKEN,
-                progress=False,
-                adapter=adapter,
-                cache_salt=cache_salt,
+                [ids], _ONE_TOKEN, progress=False, adapter=adapter, cache_salt=cache_salt
             )
             if result.error is not None:
                 raise result.error
             namespace = adapter_namespace(resolve_adapter(self.model, adapter))
             return namespace, cache_salt or self.config.cache_salt
 
-        return tiers.save(self._core, ids, compute, path)
+        return tiers.save(self._core, prompt, self.tokenizer, compute, path)
 
     @guarded
     def load_prefix(self, path: str | os.PathLike[str]) -> int:

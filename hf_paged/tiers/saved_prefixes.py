@@ -13,6 +13,7 @@ from typing import Any
 from ..batching.engine_core import EngineCore
 from ..batching.execution.executor import Window
 from ..batching.loop import StepLoop
+from ..batching.prompt_forms import Prompt, prompt_ids, split_inputs
 from ..cache.block_pool import OutOfBlocksError
 from ..config import PrefixTiers, is_whole
 from ..interrupts import restoring
@@ -84,15 +85,20 @@ def _saved_to(path: Any) -> Path:
 
 def save(
     core: EngineCore,
-    token_ids: list[int],
-    compute: Callable[[], tuple[Hashable, ...]],
+    prompt: Prompt,
+    tokenizer: Any,
+    compute: Callable[[list[int]], tuple[Hashable, ...]],
     path: Any,
 ) -> int:
-    """Writes the blocks of `token_ids` to a file, after `compute`, which computes them and returns
-    their namespace; returns how many tokens they hold."""
+    """As `seams.TiersRoom.save`."""
+    text, inputs = split_inputs(prompt, None)
+    if inputs is not None:
+        names = ", ".join(map(str, inputs))
+        raise ValueError(f"`prompt` has {names}: only prompts of token ids alone can be saved")
+    ids = prompt_ids(text, tokenizer)
     target = _saved_to(path)
     with core.keeping_pool():
-        return _save(core, token_ids, compute(), target)
+        return _save(core, ids, compute(ids), target)
 
 
 def _save(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_paged import PagedEngine
+import pytest
+
+from hf_paged import PagedEngine, rooms
 from hf_paged.batching.request import Sequence
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.swap import copy_out, put_back
+from hf_paged.rooms import RoomMissingError
 from hf_paged.seams import EngineParts, TierCounts
 from tests.support import models
 from tests.support.engine_helpers import assert_drained, lone_run, prompts
@@ -78,3 +81,18 @@ def test_a_toy_tier_keeps_and_restores_what_the_pool_evicts() -> None:
         assert stats.tier_kept_blocks == len(tier) == 4
         assert stats.tier_restored_blocks == tier.num_restored == 4
         assert_drained(engine)
+
+
+def test_without_the_room_of_tiers_only_calls_that_need_it_fail(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = models.build("llama")
+    rooms.room.cache_clear()
+    monkeypatch.setattr(rooms, "is_installed", lambda name: name != "tiers")
+    with PagedEngine(model) as engine:
+        (result,) = engine.generate([[1, 2, 3]], {"max_new_tokens": 2})
+        assert result.error is None
+        with pytest.raises(RoomMissingError, match=r"`save_prefix` needs `hf_paged\.tiers`"):
+            engine.save_prefix([1, 2, 3], "prefix")
+    with pytest.raises(RoomMissingError, match=r"`prefix_tiers` needs `hf_paged\.tiers`"):
+        PagedEngine(model, {"prefix_tiers": "folder"})

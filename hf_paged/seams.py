@@ -16,14 +16,22 @@ if TYPE_CHECKING:  # types of the core alone
     from transformers import PreTrainedModel
 
     from .batching import request
+    from .batching.arguments import RequestOptions
     from .batching.decoding.base import Fetch, LogitRows
+    from .batching.engine_core import EngineCore
     from .batching.execution.executor import Executor
     from .batching.execution.inputs import Bounds, PackedTokens
     from .batching.generation import Generation
+    from .batching.loop import StepLoop
+    from .batching.prompt_forms import Prompt
     from .batching.request import Request
     from .batching.scheduling.scheduler import Scheduler
+    from .cache.block_manager import BlockManager
+    from .cache.group_memory import GroupMemory
     from .cache.memory import PagedMemory
     from .cache.paged_cache import PagedCache
+    from .config import PagedConfig
+    from .model.layout import Layout
     from .model.state import ModelState
 
 
@@ -203,11 +211,166 @@ class AdaptersRoom(Protocol):
         """Takes `adapter_names` of PEFT's `generate` away from the running call's forwards; enters
         with the names, `None` if it got none."""
 
-    def make_adapters(
-        self, model: Any, cache: Any, make_runner: Any, blocks: Any, mirror: Any
-    ) -> Adapters:
-        """The adapters of a new loop; `mirror` repeats in other processes what is done with
-        them."""
+    def make_adapters(self, model: Any, cache: Any, make_runner: Any, blocks: Any) -> Adapters:
+        """The adapters of a new loop."""
+
+
+class TierCounts(NamedTuple):
+    """Figures of a tier, for `memory_stats`: bytes that it holds now, and blocks so far."""
+
+    host_bytes: int = 0
+    disk_bytes: int = 0  # of the folder, as far as this process knows
+    num_kept: int = 0
+    num_restored: int = 0
+
+
+class Tier(Protocol):
+    """Keeps the content of blocks that the prefix cache of one block manager evicts. Its methods
+    are called with the memory's lock held."""
+
+    def keep(self, group: int, block_id: int, digest: bytes, is_vouched_for: bool) -> None:
+        """Keeps a block that is being evicted, by its digest (`prefix_index.Link`). If not vouched
+        for, it is served only after `confirm`."""
+
+    def reach(self, blocks: BlockManager, sequence: request.Sequence) -> int:
+        """Returns how many tokens of a sequence `BlockManager.match` would find after
+        `restore`."""
+        ...
+
+    def restore(self, blocks: BlockManager, sequence: request.Sequence) -> bool:
+        """Registers kept blocks in the pool, for `match` to find, if that gives a longer prefix
+        than the sequence has. `False`, with nothing changed, if there are none, or no room, or if
+        they cannot be copied. The current weights have been vouched for."""
+        ...
+
+    @property
+    def wants_confirmation(self) -> bool:
+        """Whether many kept bytes are not vouched for."""
+        ...
+
+    def confirm(self) -> None:
+        """Marks all kept blocks as computed with the last fingerprinted weights."""
+
+    def discard(self) -> None:
+        """Drops kept blocks that are not vouched for."""
+
+    def counts(self) -> TierCounts: ...
+
+
+class MakeTier(Protocol):
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        memory: PagedMemory,
+        blocks: BlockManager,
+        config: PagedConfig,
+        layout: Layout,
+    ) -> tuple[Tier | None, str | None]:
+        """Returns the tier for a new loop on these blocks, perhaps an earlier one, or `None` and
+        why they have none."""
+        ...
+
+
+class TiersRoom(Protocol):
+    """The module `hf_paged.tiers`."""
+
+    make_tier: MakeTier
+
+    def check(self, config: PagedConfig) -> None:
+        """Raises `OSError` if the folder of `config.prefix_tiers` cannot be used."""
+
+    def save(
+        self,
+        core: EngineCore,
+        prompt: Prompt,
+        tokenizer: Any,
+        compute: Callable[[list[int]], tuple[Hashable, ...]],
+        path: Any,
+    ) -> int:
+        """Writes the full blocks of a prompt to a file, after `compute`, which computes its token
+        ids and returns the blocks' namespace; returns how many tokens they hold."""
+        ...
+
+    def load(self, core: EngineCore, path: Any) -> int:
+        """Loads the blocks of such a file into the prefix cache; returns how many tokens they
+        hold."""
+        ...
+
+
+class Processes(Protocol):
+    """The processes that compute each forward of a model together, each with a shard of its weights
+    and the K/V heads of that shard. Either all make the same calls, or one leads: it schedules and
+    samples, and the others do what it tells them."""
+
+    leads: bool
+
+    def least(self, number: int) -> int:
+        """Returns the minimum of a number over all processes."""
+        ...
+
+    def agree(self, number: int) -> int:
+        """Returns the first process's number, where each must decide alike but measures its own
+        times."""
+        ...
+
+    def fingerprint(self, model: nn.Module, state: ModelState | None) -> bytes | None:
+        """`model.state.fingerprint` over the shards of all processes; `None` if one cannot be
+        read."""
+        ...
+
+    def check(self, plan: StepPlan) -> None:
+        """Before a step's forward. Raises `RankLostError` if another process has scheduled other
+        tokens."""
+
+    def run(self, tokens: PackedTokens, others: list[int], names: Any) -> None:
+        """Announces the next `PackedRunner.compute`, with the context that has these `names`."""
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Around a forward of all processes: an error passes through if all of them have one, else
+        it becomes a `RankLostError`."""
+        ...
+
+    def moved(
+        self, move: Callable[..., Any], group: GroupMemory, arguments: tuple[Any, ...], result: Any
+    ) -> None:
+        """Called after `move(group, *arguments)`, which is `group_memory.mirrored`, returned
+        `result`. These, in order, are all changes to the content of blocks except what forwards
+        write."""
+
+    def adapters(self, method: str, *arguments: Any) -> str | None:
+        """Has the others call this method of their loop's `Adapters`, before the next forward.
+        After `"load"` returns by which of them an adapter cannot be loaded, and why."""
+        return None
+
+
+class Leader(Processes, Protocol):
+    """What an engine asks of the processes that it leads."""
+
+    def locked(self, lock: Any) -> AbstractContextManager[Any]:
+        """Returns a context that holds the engine's lock: an interrupt between the messages of
+        processes would leave them waiting for each other."""
+        ...
+
+    def check_request(self, options: RequestOptions) -> None:
+        """Raises `ValueError` for what an engine over several processes does not serve,
+        `RuntimeError` once the engine is closed."""
+
+    def choose_layout(self, choose: Callable[[], Layout]) -> Layout:
+        """Calls `factory.choose_layout`, here as `choose`, in all processes. Raises `ValueError`
+        for a layout that is not packed."""
+        ...
+
+    def make(self, loop: StepLoop) -> None:
+        """Has the others make a loop's memory and executor."""
+
+    def begin(self) -> None:
+        """Has the others begin work, on the model's current state."""
+
+    def retire(self) -> None:
+        """Has the others drop what they have made."""
+
+    def close(self) -> None:
+        """Makes `serve_rank` return in the others."""
 
 
 @dataclass(frozen=True)
@@ -216,6 +379,7 @@ class EngineParts:
     for."""
 
     recorder: MakeRecorder | None = None
+    tier: MakeTier | None = None
 
 
 DEFAULT_PARTS = EngineParts()

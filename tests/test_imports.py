@@ -41,7 +41,6 @@ PLACES = {
 }
 
 NEIGHBOURS: dict[str, set[str]] = {
-    "speculation": {"ranks"},
     "tools": {"grammar", "native"},
 }
 """The rooms that a room may import beside the core."""

@@ -95,7 +95,10 @@ def test_tiers_write_once_there_are_threads(threadless: pytest.MonkeyPatch, tmp_
         store: Any = engine._core.loop.blocks.tier  # type: ignore[union-attr]
         engine.free()  # evicts all blocks
         store.wait()
-        assert bool(store._unwritten) == is_threadless and bool(store.disk_bytes) != is_threadless
+        assert (
+            bool(store._unwritten) == is_threadless
+            and bool(store.counts().disk_bytes) != is_threadless
+        )
 
 
 def test_an_adapter_is_loaded_by_the_step_that_needs_it(threadless: pytest.MonkeyPatch) -> None:

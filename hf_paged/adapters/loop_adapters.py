@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as Items
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,20 +58,6 @@ MAX_MIXES = 64  # kept mixes, for recorded and later steps
 NUM_NEXT = 16  # waiting requests whose adapters may be loaded before they are admitted
 
 
-class Mirror(Protocol):
-    """Repeats in the other processes what is done with adapters in this one."""
-
-    def note(self, name: str, *arguments: Any) -> None:
-        """Before the next forward, they do what has this name, such as `adapters`, to call a method
-        of theirs."""
-
-    def send(self, name: str, *arguments: Any) -> None:
-        """As `note`, at once."""
-
-    def load_adapter(self, file: AdapterFile) -> str | None:
-        """Returns by which of them it cannot be loaded, and why; `None`: it is loaded."""
-
-
 class LoopAdapters:
     """The adapters of a loop's requests: those of the model, by name, and those in folders, whose
     weights take memory of its pool. Implements `seams.Adapters`."""
@@ -82,12 +68,11 @@ class LoopAdapters:
         cache: PagedCache,
         make_runner: MakeRunner,
         blocks: BlockManager,
-        mirror: Mirror | None,
     ) -> None:
         self._model = model
         self._cache = cache
         self._make = make_runner
-        self._mirror = mirror
+        self._processes = cache.memory.processes
         self.store = AdapterStore(model)
         # no cycle, so that they are freed with their loop
         self.pages = AdapterPages(blocks, weakref.WeakMethod(self.forget))
@@ -134,8 +119,8 @@ class LoopAdapters:
 
     def load_ahead(self, files: list[Any]) -> None:
         """Starts to load these adapters."""
-        if self._mirror is not None and files:
-            self._mirror.note("adapters", "load_ahead", files)
+        if self._processes is not None and files:
+            self._processes.adapters("load_ahead", files)
         self.store.prefetch(files)
 
     def using(self, adapter: Hashable) -> contextlib.AbstractContextManager[ForwardContext | None]:
@@ -202,8 +187,8 @@ class LoopAdapters:
 
     def forget_model(self) -> None:
         """Drops what depends on the model, which may have changed."""
-        if self._mirror is not None:
-            self._mirror.note("adapters", "forget_model")
+        if self._processes is not None:
+            self._processes.adapters("forget_model")
         self._seen.clear()
         self._verdicts.clear()
         self._mixes.clear()
@@ -212,8 +197,8 @@ class LoopAdapters:
 
     def forget(self, file: AdapterFile) -> None:
         """After the pool has evicted an adapter: drops its weights."""
-        if self._mirror is not None:
-            self._mirror.note("adapters", "forget", file)
+        if self._processes is not None:
+            self._processes.adapters("forget", file)
         self.store.forget(file)
         for key, mix in list(self._mixes.items()):
             if file in [adapter.key[0] for adapter in mix.adapters]:
@@ -256,9 +241,9 @@ class LoopAdapters:
         [`AdapterError`]."""
         is_new = file not in self.store
         adapter = self.store.get(file)
-        if is_new and self._mirror is not None:
+        if is_new and self._processes is not None:
             try:
-                failed = self._mirror.load_adapter(file)
+                failed = self._processes.adapters("load", file)
                 if failed is not None:
                     raise AdapterError(
                         file,
@@ -312,8 +297,8 @@ class LoopAdapters:
     def check(self, names: tuple[str, ...]) -> str | None:
         """Checks in short forwards that rows with different adapters on these modules get the same
         results as alone. Returns why they do not, or `None`."""
-        if self._mirror is not None:
-            self._mirror.send("adapters", "check", names)
+        if self._processes is not None:
+            self._processes.adapters("check", names)
         try:
             adapters = [*(_random_adapter(self._model, names, rank) for rank in (3, 2)), NO_ADAPTER]
         except NotSplitError as error:

@@ -11,9 +11,8 @@ from transformers import PreTrainedModel
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
 from ..model.layout import Layout
-from ..ranks.processes import is_sharded
 from ..topics import Topic
-from .arguments import RequestOptions, ServedByGenerateError
+from .arguments import ServedByGenerateError
 from .execution.prompts import Prompts
 from .factory import (
     check_prompts,
@@ -124,17 +123,3 @@ class Admission:
             state.assistance = dataclasses.replace(
                 assistance, ngrams=self._config.speculation == "ngram"
             )
-
-
-def check_led(options: RequestOptions) -> None:
-    """Raises `ValueError` for requests that an engine over several processes does not serve."""
-    if options.inputs is not None:
-        raise ValueError(
-            "`inputs` beside token ids are not served by an engine whose model is in shards over"
-            ' several processes: call `model.generate(..., cache_implementation="paged")` in each'
-            " of them"
-        )
-    if options.assistant_model is not None and is_sharded(options.assistant_model):
-        raise ValueError(
-            "`assistant_model` is in shards over several processes: load it in process 0 alone"
-        )

@@ -28,14 +28,12 @@ from ..grammar import Grammars
 from ..interrupts import ends_with_calls, guarded, is_interrupt, restoring
 from ..model.layout import Layout
 from ..model.registry import Route, note_route
+from ..model.sharding import RankLostError, lead
 from ..model.wrappers import adapters_for, base_model
-from ..ranks.leader import lead
-from ..ranks.processes import RankLostError
-from ..ranks.signals import PatientLock
 from ..seams import EngineParts
 from ..timing import counted, counting
 from ..topics import Topic
-from .admission import Admission, check_led
+from .admission import Admission
 from .arguments import (
     RequestOptions,
     as_list,
@@ -67,13 +65,13 @@ class EngineCore:
     def __init__(self, model: PreTrainedModel, config: PagedConfig, parts: EngineParts) -> None:
         self.model = model
         self.config = config
-        self.leader = lead(model, self)  # drives the processes that hold other shards of the model
-        # All methods hold it, and callers while they read. An interrupt between the messages of
-        # processes would leave them waiting for each other.
+        # drives the processes that hold other shards of the model
+        self.leader = lead(model, config, self)
+        # all methods hold it, and callers while they read
         self.inner_lock = forks.rlock()
         self.lock: AbstractContextManager[Any] = self.inner_lock
         if self.leader is not None:
-            self.lock = PatientLock(self.inner_lock)
+            self.lock = self.leader.locked(self.inner_lock)
         self.requests: dict[Hashable, RequestState] = {}  # unfinished ones, by id
         self.unread: list[RequestOutput] = []  # outputs for the next `PagedEngine.step`
         self._owner = EngineLoop(model, config, parts, self.leader, self.inner_lock)
@@ -191,8 +189,7 @@ class EngineCore:
         if self.requests:
             self._owner.check_unchanged()
         if self.leader is not None:
-            self.leader.check_served(self.model, self.config)
-            check_led(options)
+            self.leader.check_request(options)
         if name in self.requests:
             raise ValueError(
                 f"request id {name!r} is in use by an unfinished request: choose another"

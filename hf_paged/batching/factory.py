@@ -7,7 +7,6 @@ import functools
 import weakref
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
@@ -19,20 +18,27 @@ from ..cache.memory import PagedMemory
 from ..cache.paged_cache import PagedCache
 from ..cache.states import state_layers
 from ..cache.swap import BlockSwapper
-from ..config import PagedConfig, PrefixTiers
+from ..config import PagedConfig
 from ..model import capability
 from ..model.forwards import compute_device
 from ..model.layout import Layout
+from ..model.sharding import is_sharded
 from ..model.structure import overridden
 from ..model.weights import WeightsGuard
-from ..ranks.processes import is_sharded
 from ..rooms import OnDemand, is_installed, room
-from ..seams import DEFAULT_PARTS, Adapters, EngineParts, MakeRecorder, Recorder, TapeRoom
+from ..seams import (
+    DEFAULT_PARTS,
+    Adapters,
+    EngineParts,
+    MakeRecorder,
+    Processes,
+    Recorder,
+    TapeRoom,
+)
 from ..speculation.assistant import Assistant, assistant_cache
 from ..speculation.mtp import MtpHeads, MtpRunner, reason_against_mtp
 from ..speculation.sources import Assistance
 from ..speculation.speculator import Speculator
-from ..tiers.store import PrefixStore
 from ..topics import Topic
 from .execution.executor import Executor
 from .execution.packed import PackedRunner
@@ -65,19 +71,25 @@ def make_loop(
     *,
     max_num_seqs: int,
     parts: EngineParts = DEFAULT_PARTS,
-    leader: Any = None,
 ) -> StepLoop:
     """Makes a loop that runs forwards in this layout, on the memory of `cache`, the model's empty
-    cache. `config` is passed because calls of other threads may replace the memory's. With a model
-    sharded over several processes, each process has a loop with the same generations, or one
-    process has it with a `leader` (`batching.ranks`)."""
+    cache. `config` is passed because calls of other threads may replace the memory's."""
     memory = cache.memory
+    processes = memory.processes
     make_recorder = parts.recorder or find_recorder
-    blocks, runner = make_runner(model, cache, layout, config.batch_invariant, make_recorder)
+    blocks, runner = make_runner(
+        model, cache, layout, config.batch_invariant, make_recorder, processes
+    )
     is_packed = layout.unsupported_reason is None
     # the manager outlives the call whose config this is
     blocks.prefix_caching = config.prefix_caching and (is_packed or layout.continues)
-    reason = set_tier(model, memory, blocks, config, layout)
+    make_tier = parts.tier
+    if make_tier is None and config.prefix_tiers is not None:
+        make_tier = room("tiers", "`prefix_tiers`").make_tier
+    tier, reason = None, None
+    if make_tier is not None:
+        tier, reason = make_tier(model, memory, blocks, config, layout)
+    blocks.set_tier(tier)
     guard = WeightsGuard(model, memory, blocks)
     swapper = BlockSwapper(memory.groups_of(blocks), blocks.flush_copies)
     preemption = Preemption(
@@ -89,6 +101,7 @@ def make_loop(
         replays=layout.replays,
         encoder_blocks=runner.encoder_blocks,
         cost=CostModel() if config.preemption == "auto" else None,
+        agree=int if processes is None else processes.agree,
     )
     max_tokens = config.max_num_batched_tokens if is_packed else UNLIMITED
     max_chunk = config.max_chunk_tokens
@@ -133,7 +146,7 @@ def make_loop(
 
     def make_adapters() -> Adapters:
         adapters: Adapters = room("adapters", "`adapter`").make_adapters(
-            model, cache, make_runner, blocks, leader
+            model, cache, make_runner, blocks
         )
         return adapters
 
@@ -150,14 +163,6 @@ def make_loop(
     # it holds the speculator: a cycle would keep the model and its memory alive
     proxy = weakref.proxy(scheduler)
     executor = Executor(model, memory, runner, scheduler, guard, adapters)
-    ranks = executor.ranks
-    if leader is not None and isinstance(runner, PackedRunner):
-        runner.mirror = leader
-        guard.fingerprint, executor.together = leader.fingerprint, leader.forward
-    elif ranks is not None:
-        guard.fingerprint = ranks.fingerprint
-        executor.together = ranks.forward
-        preemption.agree = ranks.of_first
     if reason is not None:
         executor.slowed_by.add(f"`prefix_tiers` has no effect: {reason}")
     return StepLoop(
@@ -166,7 +171,6 @@ def make_loop(
         blocks,
         scheduler,
         speculator,
-        ranks if leader is None else None,
     )
 
 
@@ -198,61 +202,6 @@ def reason_against_assistance(
     if layout.unsupported_reason is None:
         return None
     return Topic.ASSISTED(f"the assistant: {layout.unsupported_reason}")
-
-
-def set_tier(
-    model: PreTrainedModel,
-    memory: PagedMemory,
-    blocks: BlockManager,
-    config: PagedConfig,
-    layout: Layout,
-) -> str | None:
-    """Sets the tier that keeps blocks evicted from the prefix cache, by `config.prefix_tiers`.
-    Returns why a requested tier cannot be set, else `None`."""
-    requested = PrefixTiers.coerce(config.prefix_tiers)
-    if requested is None:
-        blocks.set_tier(None)
-        return None
-    reason = reason_against_saving(memory, blocks)
-    if requested.disk_path is None and compute_device(model).type == "cpu":
-        reason = Topic.PREFIX_TIERS(
-            "the pool is in host memory already, so only a disk tier helps: set `disk_path`"
-        )
-    tier = blocks.tier
-    if reason is not None:
-        blocks.set_tier(None)
-    elif (
-        not isinstance(tier, PrefixStore)
-        or tier.config != requested
-        or tier.expected != layout.layers
-    ):
-        blocks.set_tier(make_store(model, memory, blocks, requested, layout))
-    return reason
-
-
-def reason_against_saving(memory: PagedMemory, blocks: BlockManager) -> str | None:
-    """Returns why cached prefixes cannot leave the pool; `None` if they can."""
-    if not blocks.prefix_caching:
-        return Topic.PREFIX_TIERS("prompts of this model are not cached")
-    if memory.least is not None:
-        return Topic.PREFIX_TIERS("their keys and values are in several processes")
-    if blocks.keeps_states:
-        return Topic.PREFIX_TIERS("snapshots of the model's states stay in the pool")
-    return None
-
-
-def make_store(
-    model: PreTrainedModel,
-    memory: PagedMemory,
-    blocks: BlockManager,
-    tiers: PrefixTiers,
-    layout: Layout,
-) -> PrefixStore:
-    """Makes the store that copies and names this manager's cached blocks."""
-    devices = {parameter.device for parameter in model.parameters()} - {torch.device("meta")}
-    # those of layers on several are known from the first forward
-    device = compute_device(model) if len(devices) < 2 else None
-    return PrefixStore(tiers, memory, memory.groups_of(blocks), device, layout.layers)
 
 
 def choose_layout(
@@ -296,12 +245,14 @@ def make_runner(
     layout: Layout,
     is_invariant: bool = False,
     make_recorder: MakeRecorder | None = None,
+    processes: Processes | None = None,
 ) -> tuple[BlockManager, Runner]:
     """Makes the block manager and the runner of sequences for this layout. Without `make_recorder`
-    no step is a replay, as in checks, which are short."""
+    no step is a replay, as in checks, which are short. `processes`: those that compute its steps
+    together; forwards of a check need none."""
     if layout.unsupported_reason is None:
         recorder = None if make_recorder is None else make_recorder(model, cache)
-        runner = PackedRunner(model, cache, layout.mixed_lengths, recorder, is_invariant)
+        runner = PackedRunner(model, cache, layout.mixed_lengths, recorder, is_invariant, processes)
         return cache.memory.manager(cache.groups), runner
     states = StateSpec(is_empty=not state_layers(cache))
     blocks = cache.memory.manager([*cache.groups, states])

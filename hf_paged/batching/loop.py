@@ -15,8 +15,8 @@ from ..cache.block_manager import BlockManager
 from ..cache.block_pool import OutOfBlocksError
 from ..cache.memory import PagedMemory
 from ..interrupts import is_interrupt
+from ..model.sharding import RankLostError
 from ..plan import StepPlan
-from ..ranks.processes import RankLostError, Ranks
 from ..speculation.speculator import Speculator
 from .decoding.base import Fetch, Result, SampledTokens
 from .decoding.sampler import sample_step, unknown_token
@@ -46,7 +46,6 @@ class StepLoop:
     blocks: BlockManager  # owner of the block tables that the runner reads
     scheduler: Scheduler
     speculator: Speculator
-    ranks: Ranks | None = None  # processes that each run the same generations in a loop
     num_steps: int = 0
     seconds: float = 0.0  # spent in steps
 
@@ -341,8 +340,8 @@ class StepLoop:
         start = time.perf_counter()
         num_unsized = self.blocks.num_unsized
         try:
-            if self.ranks is not None:
-                self.ranks.check_same(plan.digest(), "scheduled other tokens")
+            if self.memory.processes is not None:
+                self.memory.processes.check(plan)
             logits = self.executor.run(plan)
         except BaseException as error:
             self.undo_step()

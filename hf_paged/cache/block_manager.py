@@ -7,15 +7,13 @@ import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..seams import Tier
 from .block_pool import BlockTable, OutOfBlocksError
 from .groups import UNBOUNDED, BlockGroup, StateSpec
 from .prefix_index import Node, PrefixIndex
 from .supply import BlockSupply
-
-if TYPE_CHECKING:
-    from .tier_prefixes import Tier
 
 UNCACHED = object()
 """The namespace of sequences that do not use the prefix cache."""

@@ -7,7 +7,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,28 +34,16 @@ KEPT_STATES = 16  # state snapshots up to which a pool without a budget grows ra
 CACHED_RATIO = 2
 
 
-class Mirror(Protocol):
-    """Is notified, in order, of all changes to the content of blocks except what forwards write."""
-
-    def moved(self, name: str, group: GroupMemory, arguments: tuple[Any, ...], result: Any) -> None:
-        """Called after `MOVES[name](group, *arguments)` returned `result`."""
-
-
-MOVES: dict[str, Callable[..., Any]] = {}
-"""Functions that move the content of a group's blocks, by name (`mirrored`)."""
-
-
 def mirrored(move: Callable[..., Any]) -> Any:
-    """Decorates a function of a [`GroupMemory`] that moves the content of its blocks, to notify the
-    memory's mirror. Only such functions may call code that writes to blocks
+    """Decorates a function of a [`GroupMemory`] that moves the content of its blocks, to tell the
+    memory's processes. Only such functions may call code that writes to blocks
     (`tests/ranks/test_mirror.py` checks the callers)."""
-    MOVES[move.__name__] = move
 
     @functools.wraps(move)
     def both(group: GroupMemory, *arguments: Any) -> Any:
         result = move(group, *arguments)
-        if (mirror := group.memory.mirror) is not None:
-            mirror.moved(move.__name__, group, arguments, result)
+        if (processes := group.memory.processes) is not None:
+            processes.moved(both, group, arguments, result)
         return result
 
     return both

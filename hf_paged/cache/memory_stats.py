@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..tools.pictures import group_label, memory_figures, memory_html
 from . import budget
@@ -83,7 +83,7 @@ def stats_of(memory: PagedMemory) -> MemoryStats:
     """Returns the current figures of a memory whose lock is held."""
     groups = memory.groups.values()
     managers = memory.managers.values()
-    tiers: list[Any] = [manager.tier for manager in managers if manager.tier is not None]
+    tiers = [manager.tier.counts() for manager in managers if manager.tier is not None]
     return MemoryStats(
         block_size=memory.block_size,
         block_sizes=_choices(memory),

@@ -30,9 +30,9 @@ from ..config import PagedConfig
 from ..interrupts import num_modes
 from ..model.forwards import compute_device
 from ..model.own_loop import cache_parts
+from ..model.sharding import is_sharded
 from ..model.wrappers import adapters_for
 from ..plan import StepPlan
-from ..ranks.processes import is_sharded
 from ..speculation.sources import Assistance
 from ..switches import NOTHING
 from ..topics import Topic

@@ -27,8 +27,8 @@ from ..config import PagedConfig
 from ..model.layout import TOGETHER, Layout, PromptsVerdict
 from ..model.own_loop import mismatched_rows
 from ..model.rope import find_length_rope
+from ..model.sharding import is_sharded
 from ..model.structure import is_stock, overridden
-from ..ranks.processes import is_sharded
 from ..speculation.sources import Assistance
 from ..topics import Topic
 from .call import Call, first_rows

@@ -38,10 +38,9 @@ from ..config import INSTALL_VARIABLE, PagedConfig, shown
 from ..interrupts import guarded
 from ..model.own_loop import cache_parts
 from ..model.registry import memory_for, warn_once
+from ..model.sharding import alone, deferring
 from ..native import continuous_batching as _continuous_batching
 from ..native import manager_config
-from ..ranks.processes import ranks_of
-from ..ranks.signals import deferring
 from ..switches import NOTHING
 from ..topics import Topic
 from .after_import import after_import, forget_import
@@ -231,9 +230,7 @@ def _page(call: Call, config: PagedConfig, arguments: dict[str, Any]) -> None:
     num_prompts = arguments.get("batch_size") or 1
     num_rows = num_prompts * rows_per_prompt(generation_config)
     if call.is_running:
-        ranks = ranks_of(model)
-        if ranks is not None:
-            call.stack.enter_context(ranks.alone())
+        call.stack.enter_context(alone(model))
     lengths = [length] * num_rows if length else []
     call.memory = memory = memory_for(model, config, lengths)
     if call.is_running:

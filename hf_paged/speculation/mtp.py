@@ -25,8 +25,8 @@ from ..cache.hidden_states import HiddenStates, reason_against_hidden_states
 from ..cache.memory import PagedMemory
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
+from ..model.sharding import is_sharded
 from ..plan import StepPlan
-from ..ranks.processes import is_sharded
 from ..step import to_device
 from ..threads import step_lock
 from ..topics import Topic

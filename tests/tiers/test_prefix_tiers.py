@@ -924,18 +924,21 @@ def test_blocks_stay_in_host_memory_up_to_its_limit(with_disk: bool, tmp_path: P
                 engine.memory.give_up_cached()
                 store.wait()
                 assert (
-                    store.host_bytes <= 30 * block and bool(blocks_on_disk(tmp_path)) is with_disk
+                    store.counts().host_bytes <= 30 * block
+                    and bool(blocks_on_disk(tmp_path)) is with_disk
                 )
                 engine.check_integrity()
         assert (
             store.num_restored
-            and store.host_bytes == sum(each.num_bytes for each in store._held.values()) > 0
+            and store.counts().host_bytes
+            == sum(each.num_bytes for each in store._held.values())
+            > 0
         )
         for text in prompts(100, 110, 120, seed=7):
             assert run(engine, text)[0] == lone_run(model, text, GREEDY)[0]
             engine.memory.give_up_cached()
             store.wait()
-            assert 25 * block < store.host_bytes <= 30 * block
+            assert 25 * block < store.counts().host_bytes <= 30 * block
         assert_drained(engine)
 
 
@@ -952,7 +955,7 @@ def test_a_slow_disk_skips_blocks_and_nothing_waits(tmp_path: Path, monkeypatch:
             assert run(engine, text)[0] == lone_run(model, text, GREEDY)[0]
             engine.memory.give_up_cached()
         (store,) = tiers.stores_of(engine.memory)
-        assert store.num_skipped and store.host_bytes < 40_000
+        assert store.num_skipped and store.counts().host_bytes < 40_000
         gate.set()
         store.wait()
         assert len(blocks_on_disk(tmp_path)) == store.num_kept

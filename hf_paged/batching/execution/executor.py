@@ -23,7 +23,6 @@ from ...model.forwards import compute_device
 from ...model.state import ModelState, read_state
 from ...model.weights import WeightsGuard
 from ...plan import StepPlan
-from ...ranks.processes import ranks_of
 from ...rooms import OnDemand
 from ...seams import Adapters, RunAhead
 from ...step import NotPackable
@@ -66,11 +65,7 @@ class Executor:
         self.runner = runner
         self.guard = guard
         self.lock = step_lock(model)
-        # processes that compute each forward together: an interrupt in one would leave the others
-        # stuck in the forward
-        self.ranks = ranks_of(model)
-        # wraps such a forward
-        self.together: Callable[[], contextlib.AbstractContextManager[None]] | None = None
+        self._processes = memory.processes
         self.slowed_by: set[str] = set()  # why kernels did not serve some steps
         self.checks_weights = False  # whether the prefix cache is used (`begin`)
         self.replays = False  # whether graphs are used
@@ -312,9 +307,9 @@ class Executor:
 
     def _window(self) -> contextlib.AbstractContextManager[None]:
         """Around a forward that other processes compute as well."""
-        if self.together is None:
+        if self._processes is None:
             return NOTHING
-        return self.together()
+        return self._processes.forward()
 
     def fetch_while_running_ahead(self, ready: list[tuple[Generation, LogitRows]]) -> Fetch | None:
         if self.ahead is None or not self.runner.is_packed:

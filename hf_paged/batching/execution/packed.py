@@ -8,7 +8,7 @@ import logging
 from array import array
 from collections.abc import Hashable, Iterable, Iterator
 from collections.abc import Sequence as Items
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from ...model.state import ModelState
 from ...model.structure import structural_reason
 from ...plan import StepPlan
 from ...rooms import room
-from ...seams import ForwardContext, Recorder, TapeRoom
+from ...seams import ForwardContext, Processes, Recorder, TapeRoom
 from ...step import StepMetadata, to_device
 from ...switches import NOTHING
 from ..decoding.scores import PromptLogprobs
@@ -44,22 +44,12 @@ MAX_GATHERED_EXPERTS = 64
 memory."""
 
 
-class Mirror(Protocol):
-    def run(
-        self,
-        tokens: PackedTokens,
-        others: list[int],
-        names: Any,
-    ) -> None:
-        """Announces the next `PackedRunner.compute`; `names`: those of its context."""
-
-
 class PackedRunner(Runner):
     """Runs the model on tokens of many sequences at once, as replays of `recorder` where possible.
     The caller has switched the model's attention. `cache`, empty, tells which layers share block
     tables. `mixed_lengths`: whether rows of different lengths may be padded, once they are not
     packed any more (`unpack`). `is_invariant`: whether a row's bits must not depend on the other
-    rows."""
+    rows. `processes`: those that compute each forward together."""
 
     def __init__(
         self,
@@ -68,6 +58,7 @@ class PackedRunner(Runner):
         mixed_lengths: bool = True,
         recorder: Recorder | None = None,
         is_invariant: bool = False,
+        processes: Processes | None = None,
     ) -> None:
         self.model = model
         self.cache = cache
@@ -87,7 +78,7 @@ class PackedRunner(Runner):
         if is_invariant:
             self._invariant = room("tape", "`batch_invariant`")
         self._mixed_lengths = mixed_lengths
-        self.mirror: Mirror | None = None  # repeats each step in other processes
+        self._processes = processes
         # stores the last hidden state of each computed token
         self.hidden: HiddenStates | None = None
         self.pack()
@@ -102,7 +93,8 @@ class PackedRunner(Runner):
         return structural_reason(self.model, self.cache)
 
     def unpack(self, reason: str) -> bool:
-        must_pack = self._invariant is not None or self.mirror is not None
+        is_led = self._processes is not None and self._processes.leads
+        must_pack = self._invariant is not None or is_led
         if must_pack or not self.is_packed:
             return False
         note_unpackable(self.model, self.cache, reason)
@@ -211,11 +203,11 @@ class PackedRunner(Runner):
         others: list[int] = []
         for _, _, places in wanted:
             others += places
-        if self.mirror is not None:
+        if self._processes is not None:
             names = None
             if context is not None:
                 names = context.names
-            self.mirror.run(tokens, others, names)
+            self._processes.run(tokens, others, names)
         rows = None
         if not self.is_packed:
             rows = plan

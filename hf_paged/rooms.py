@@ -45,3 +45,8 @@ def room(name: str, option: str) -> Any:
             name=f"{__package__}.{name}",
         )
     return importlib.import_module(f"{__package__}.{name}")
+
+
+def optional(name: str) -> Any | None:
+    """Returns the module of the room with this name, `None` if the room is not there."""
+    return room(name, "") if is_installed(name) else None

@@ -12,6 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..adapters.files import adapter_namespace, resolve_adapter
 from ..adapters.peft_models import base_model
 from ..cache.free_memory import trim
+from ..cache.storage import fit_blocks
 from ..config import PagedConfig
 from ..interrupts import guarded
 from ..model.forwards import compute_device
@@ -19,7 +20,6 @@ from ..model.loading import load_model, load_tokenizer
 from ..seams import DEFAULT_PARTS, EngineParts
 from ..tiers.saved_prefixes import load, save, saved_to
 from ..tiers.store import check_tiers
-from ..virtual.storage import fit_blocks
 from .arguments import (
     RequestOptions,
     check_config,

@@ -146,7 +146,9 @@ class EngineLoop:
         if self._config.block_size == AUTO:
             lengths = () if seen is None else seen.seen
             sizes = block_sizes(self._model, self._config, seen=lengths)
-        memory = PagedMemory(self._config, sizes=sizes, keeps_cached=True)
+        memory = PagedMemory(
+            self._config, sizes=sizes, keeps_cached=True, make_storage=self._parts.storage
+        )
         if self._leader is not None:
             memory.least, memory.mirror = self._leader.least, self._leader
         memory.outer_lock = self._outer_lock

@@ -19,13 +19,13 @@ from ..cache.free_memory import trim
 from ..cache.idle import begin_use
 from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.memory_stats import MemoryStats
+from ..cache.storage import fit_blocks
 from ..config import AUTO, PagedConfig, shown
 from ..kernels.costs import find_costs
 from ..ranks.processes import check_heads, ranks_of
 from ..step import ReadCounters
 from ..tiers.store import check_tiers
 from ..topics import Topic
-from ..virtual.storage import fit_blocks
 from .forwards import compute_device
 
 logger = logging.getLogger(__name__)

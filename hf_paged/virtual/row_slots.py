@@ -9,12 +9,10 @@ import operator
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
-
-from torch import Tensor
 
 from .. import forks
 from ..step import StepMetadata
+from .placed_rows import Placement
 
 MIN_ROWS = 64
 MAX_ROWS = 1024
@@ -52,21 +50,6 @@ class Row:
         if not 0 <= index < len(self.block_ids):
             return False
         return self.block_ids[index] == block_id
-
-
-@dataclass(frozen=True, eq=False)
-class Placement:
-    slots: list[int]  # per row of a step
-    firsts: list[int]  # position in the slot, in tokens, of each row's position 0 in the step
-
-
-class PlacedRows(NamedTuple):
-    """Where the rows of a step can be read. Stays readable while the step and these views live,
-    whatever else is mapped meanwhile."""
-
-    placement: Placement
-    keys: Tensor  # (slots, heads, max_len, dim); only placed rows may be read
-    values: Tensor
 
 
 class RowSlots:

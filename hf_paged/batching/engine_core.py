@@ -524,7 +524,7 @@ class EngineCore:
         `PATIENCE`)."""
         now = time.perf_counter()
         self._short_since = self._short_since or now
-        if not loop.blocks.num_withheld() or now - self._short_since > budget.PATIENCE:
+        if not loop.blocks.supply.num_withheld or now - self._short_since > budget.PATIENCE:
             self._short_since = 0.0
             return False
         time.sleep(0.01)

@@ -187,7 +187,7 @@ class SharedLoop:
         self._retry_at = time.perf_counter() + _POLL
         self._shortage = shortage = self._shortage or Shortage(self.loop.memory)
         is_patient = time.monotonic() - shortage.since < budget.PATIENCE
-        return shortage.may_end() or (is_patient and bool(self.loop.blocks.num_withheld()))
+        return shortage.may_end() or (is_patient and bool(self.loop.blocks.supply.num_withheld))
 
     def goes_on(self, thread: int) -> bool:
         """As `cache.waits.Holder`. A loop that is short of blocks has preempted its requests, which

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .block_pool import BlockTable, OutOfBlocksError
 from .groups import UNBOUNDED, BlockGroup, StateSpec
 from .prefix_index import Node, PrefixIndex
+from .supply import BlockSupply
 
 if TYPE_CHECKING:
     from .tier_prefixes import Tier
@@ -50,18 +51,15 @@ NO_BLOCKS = SequenceBlocks()
 
 class BlockManager:
     """Allocates blocks to sequences: `SequenceBlocks.tables[i]` belongs to `groups[i]`. Copies of
-    shared blocks are queued (`flush_copies`). `num_free` counts the blocks that may still be taken
-    over all groups, including cached ones, and `num_total` those that could be if nothing else ran;
-    by default those of the pools. `prefix_caching`: keep full blocks, and reuse them for the same
-    tokens."""
+    shared blocks are queued (`flush_copies`). `supply` counts the blocks that it may take (default:
+    those of the pools). `prefix_caching`: keep full blocks, and reuse them for the same tokens."""
 
     def __init__(
         self,
         groups: Sequence[BlockGroup],
         block_size: int,
-        num_free: Callable[[], int] | None = None,
         prefix_caching: bool = True,
-        num_total: Callable[[], int] | None = None,
+        supply: BlockSupply | None = None,
     ) -> None:
         self.groups = list(groups)
         self.prefix_caching = prefix_caching
@@ -86,15 +84,7 @@ class BlockManager:
         self._has_order = any(pool.take is not None for pool in pools)
         self.has_windows = any(group.spec.window is not None for group in groups)
         self.tier: Tier | None = None  # keeps blocks that the prefix cache evicts (`set_tier`)
-        # blocks missing in `num_free` while other models' pools are in use
-        self.num_withheld: Callable[[], int] = lambda: 0
-        # with a limit in bytes: frees the memory of groups without used blocks; returns whether
-        # there were any
-        self.release_unused: Callable[[], bool] = lambda: False
-        # whether a table holds a block that counts against the limit of these groups
-        self.is_used: Callable[[], bool] = lambda: any(group.pool.num_used for group in self.groups)
-        self._num_free = num_free
-        self._num_total = num_total
+        self.supply = supply or BlockSupply(self.groups)
         self._alive: weakref.WeakKeyDictionary[SequenceBlocks, None] = weakref.WeakKeyDictionary()
         # of blocks for other content; each has `recover`
         self.holders: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -112,17 +102,13 @@ class BlockManager:
         self._dropped = 0  # blocks of earlier epochs must not be registered
         # sequences that began with a cached prefix, and prefixes restored from the tier
         self.num_hits = 0
-        # called with the length of each ended sequence
-        self.note_length: Callable[[int], None] = lambda length: None
         # why the last `take` failed, if not by the number of free blocks
         self.refusal: OutOfBlocksError | None = None
 
     @property
     def num_free(self) -> int:
         """Blocks that may still be taken over all groups, including cached ones."""
-        if self._num_free is not None:
-            return self._num_free()
-        return sum(group.pool.num_available for group in self.groups)
+        return self.supply.num_free
 
     @property
     def size_text(self) -> str:
@@ -147,11 +133,7 @@ class BlockManager:
     @property
     def num_total(self) -> int:
         """Blocks that would be available if nothing else ran."""
-        if self._num_total is not None:
-            return self._num_total()
-        num_free = self.num_free
-        counted = (group for group in self.groups if group.spec.is_counted)
-        return num_free + sum(group.pool.num_used for group in counted)
+        return self.supply.num_total
 
     def num_spanned(
         self,
@@ -382,7 +364,7 @@ class BlockManager:
         if blocks.tables:
             length = blocks.tables[0].num_tokens
             if length:
-                self.note_length(length)
+                self.supply.note_length(length)
         self.free(blocks)
 
     def free(self, blocks: SequenceBlocks) -> None:

@@ -30,6 +30,7 @@ from .groups import GroupSpec
 from .handles import Handles
 from .memory_stats import MemoryStats, share_of_unused_slots, stats_of
 from .storage import LayerKV, storage_of
+from .supply import MemorySupply
 from .tier_prefixes import TierError
 from .waits import Holder
 
@@ -145,19 +146,9 @@ class PagedMemory:
         specs = tuple(specs)
         with self.lock:
             if specs not in self.managers:
-                memory = weakref.proxy(self)  # no cycle
                 groups = [self.group(spec) for spec in specs]
-                manager = BlockManager(
-                    groups,
-                    self.block_size,
-                    lambda: memory.num_obtainable(groups),
-                    num_total=lambda: memory.num_obtainable(groups, if_unused=True),
-                )
-                if self.sizes is not None:
-                    manager.note_length = self.sizes.note
-                manager.num_withheld = lambda: memory.num_withheld
-                manager.release_unused = lambda: memory.release_unused()
-                manager.is_used = lambda: memory.is_used
+                supply = MemorySupply(groups, self)
+                manager = BlockManager(groups, self.block_size, supply=supply)
                 self.managers[specs] = manager
             return self.managers[specs]
 

@@ -11,6 +11,7 @@ from hf_paged.cache.block_manager import BlockManager, SequenceBlocks
 from hf_paged.cache.block_pool import BlockPool, OutOfBlocksError
 from hf_paged.cache.groups import BlockGroup, GroupSpec
 from hf_paged.cache.memory import PagedMemory
+from hf_paged.cache.supply import BlockSupply
 from hf_paged.config import PagedConfig
 
 SIZE = 4
@@ -379,8 +380,14 @@ def test_groups_with_blocks_of_other_sizes_share_prefixes_in_steps_of_the_larges
 
 
 def test_a_manager_tells_of_sequences_that_end() -> None:
-    blocks, told = manager(None), []
-    blocks.note_length = told.append
+    told: list[int] = []
+
+    class Supply(BlockSupply):
+        def note_length(self, length: int) -> None:
+            told.append(length)
+
+    groups = [BlockGroup(BlockPool(16))]
+    blocks = BlockManager(groups, SIZE, supply=Supply(groups))
     for length in (3, 10):
         blocks.end(stored(blocks, range(length)))
     blocks.free(stored(blocks, range(6)))

@@ -396,7 +396,11 @@ def choose_sites(
         else:
             new = [(place, 1) for place in places if place not in before]
             if name.startswith("engine"):
-                later = [place for place in places if place not in before_in_engine]
+                later = [
+                    place
+                    for place in places
+                    if place not in before_in_engine and not _is_with(place)  # `_draw_visit`
+                ]
                 new += [(place, counts[place] // 2 + 1) for place in later if counts[place] > 1]
                 before_in_engine.update(places)
             chosen[name] = [

@@ -36,11 +36,11 @@ def out_of_blocks(
         f"nothing can be scheduled: request {request.request_id!r} needs more blocks,"
         f" {num_waiting} requests wait, {num_running} run, {total} blocks are available. "
     )
-    if num_running or manager.is_used():
+    if num_running or manager.supply.is_used:
         return OutOfBlocksError(
             shortage + "Others hold blocks: free their caches, or raise `num_blocks`"
         )
-    if manager.num_withheld():
+    if manager.supply.num_withheld:
         return OutOfBlocksError(
             shortage
             + "Other models hold the rest of `hf_paged.budget`: end their requests, or raise it"

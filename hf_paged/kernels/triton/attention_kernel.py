@@ -5,113 +5,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # read at import, as Triton does
-
-
-@triton.jit
-def dot(a, b, acc):
-    """`a @ b + acc` in float32; float32 products are exact. Operands are converted for Triton's
-    interpreter, which would multiply the bits of bfloat16."""
-    if INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
-    elif a.dtype == tl.float32:
-        return tl.dot(a, b, acc, input_precision="ieee")
-    else:
-        return tl.dot(a, b, acc)
-
-
-@triton.jit
-def _find_item(
-    seq_lens,
-    starts,
-    item,
-    rows,
-    programs,
-    target,
-    window,
-    query_len,
-    TILE: tl.constexpr,
-    MIN_SPLIT: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-):
-    """Returns an item's row and split, the row's number of splits and first item, and the tokens
-    per split. The row is at least `rows` for an unused item. Every row has a split, so that rows
-    without tokens get zeros."""
-    i = tl.arange(0, BLOCK_ROWS)
-    ends = tl.load(seq_lens + i, mask=i < rows, other=0)
-    firsts = tl.load(starts + i, mask=i < rows, other=0)
-    if window is not None:  # the first query sees the oldest key
-        firsts = tl.maximum(firsts, ends - query_len + 1 - window)
-    tokens = tl.maximum(ends - firsts // TILE * TILE, 0)
-    size = tl.cdiv(tl.sum(tokens.to(tl.int64), axis=0) * programs, target)
-    size = tl.cdiv(tl.maximum(size, MIN_SPLIT), TILE).to(tl.int32) * TILE
-    splits = tl.where(i < rows, tl.maximum(tl.cdiv(tokens, size), 1), 0)
-    # The running sum is constant past the last row, so items past the last one get row BLOCK_ROWS.
-    row = tl.sum((tl.cumsum(splits, axis=0) <= item).to(tl.int32), axis=0)
-    first = tl.sum(tl.where(i < row, splits, 0), axis=0)
-    return row, item - first, tl.sum(tl.where(i == row, splits, 0), axis=0), first, size
-
-
-@triton.jit
-def _find_row(query_start, tile, rows, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Returns a tile's row and its number within the row, which may be past the row's last tile.
-    Row `i` begins at tile `query_start[i] * GROUP // BLOCK_M + i`, which leaves each row at least
-    the tiles it needs; a tile's row is the last that begins at or before it. Counting takes one
-    load where a binary search takes eight."""
-    row = -1
-    for first in range(0, rows, 256):
-        i = first + tl.arange(0, 256)
-        begins = tl.load(query_start + i, mask=i < rows, other=0) * GROUP // BLOCK_M + i
-        row += tl.sum(((begins <= tile) & (i < rows)).to(tl.int32), axis=0)
-    return row, tile - (tl.load(query_start + row) * GROUP // BLOCK_M + row)
-
-
-@triton.jit
-def _load(pointers, is_seen, is_real, MASK_TOKENS: tl.constexpr, MASK_DIMS: tl.constexpr):
-    """Loads a tile of keys or values, zeros where masked. Masks that hide nothing are left out:
-    they cost registers and branches."""
-    if MASK_TOKENS and MASK_DIMS:
-        return tl.load(pointers, mask=is_seen & is_real, other=0.0)
-    elif MASK_TOKENS:
-        return tl.load(pointers, mask=is_seen, other=0.0)
-    elif MASK_DIMS:
-        return tl.load(pointers, mask=is_real, other=0.0)
-    else:
-        return tl.load(pointers)
-
-
-@triton.jit
-def _convert(tile, like, STORED: tl.constexpr):
-    """Converts a tile of keys or values to the dtype of `like`; codes (`quantized.NUMBERS`) convert
-    exactly, unscaled. 8-bit floats are converted by float16 bits, which differ only in the exponent
-    bias: this works on every chip."""
-    if STORED == 0:
-        return tile.to(like.dtype)
-    elif STORED == 1:
-        return tile.to(tl.float32).to(like.dtype)
-    else:
-        bits = tile.to(tl.uint16)
-        if STORED == 2:
-            half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
-            return (half.to(tl.float32) * 256.0).to(like.dtype)
-        else:
-            return (bits << 8).to(tl.float16, bitcast=True).to(like.dtype)
-
-
-@triton.jit
-def _scale(tile, factors, STORED: tl.constexpr):
-    """Scales codes of values in float16, where the weights have not been scaled instead."""
-    if STORED and tile.dtype == tl.float16:
-        return (tile.to(tl.float32) * factors[:, None]).to(tl.float16)
-    else:
-        return tile
-
-
-@triton.jit
-def _load_scales(scales, is_seen, MASKED: tl.constexpr):
-    return tl.load(scales, mask=is_seen, other=0.0) if MASKED else tl.load(scales)
+from .attention_tiles import (
+    LOG2_E,
+    convert_tile,
+    dot,
+    find_item,
+    find_row,
+    load_scales,
+    load_tile,
+    scale_tile,
+    store_rows,
+)
 
 
 @triton.jit
@@ -177,18 +81,20 @@ def _attend_tile(
     offset = (position % BLOCK_SIZE).to(tl.int64)
     key_rows = (block * key_block + offset * key_token)[:, None]
     d = tl.arange(0, KEY_MAIN)[None, :]
-    k = _load(keys + key_rows + d, is_seen[:, None], d < KEY_DIM, MASKED, KEY_MAIN > KEY_DIM)
-    k = _convert(k, q, STORED)
+    k = load_tile(keys + key_rows + d, is_seen[:, None], d < KEY_DIM, MASKED, KEY_MAIN > KEY_DIM)
+    k = convert_tile(k, q, STORED)
     scores = dot(q, tl.trans(k), None)  # [M, TILE]
     if KEY_REST > 0:
         d_rest = KEY_MAIN + tl.arange(0, KEY_REST)[None, :]
         padded: tl.constexpr = KEY_MAIN + KEY_REST > KEY_DIM
-        k_rest = _load(keys + key_rows + d_rest, is_seen[:, None], d_rest < KEY_DIM, MASKED, padded)
-        k_rest = _convert(k_rest, q, STORED)
+        k_rest = load_tile(
+            keys + key_rows + d_rest, is_seen[:, None], d_rest < KEY_DIM, MASKED, padded
+        )
+        k_rest = convert_tile(k_rest, q, STORED)
         scores = dot(q_rest, tl.trans(k_rest), scores)
 
     if STORED:  # block strides count bytes, of codes and scales; scales are float32
-        scores *= _load_scales(key_scales + block * (key_block // 4) + offset, is_seen, MASKED)[
+        scores *= load_scales(key_scales + block * (key_block // 4) + offset, is_seen, MASKED)[
             None, :
         ]
     if not FOLDED:
@@ -220,71 +126,34 @@ def _attend_tile(
     total = total * shrink + tl.sum(weights, axis=1)
     factors = None
     if STORED:
-        factors = _load_scales(value_scales + block * (value_block // 4) + offset, is_seen, MASKED)
+        factors = load_scales(value_scales + block * (value_block // 4) + offset, is_seen, MASKED)
         if q.dtype != tl.float16:  # float16 cannot represent small scaled weights
             weights *= factors[None, :]
     weights = weights.to(q.dtype)
     if VALUE_IS_KEY:
-        acc = dot(weights, _scale(k, factors, STORED), acc * shrink[:, None])
+        acc = dot(weights, scale_tile(k, factors, STORED), acc * shrink[:, None])
         if VALUE_REST > 0:
-            acc_rest = dot(weights, _scale(k_rest, factors, STORED), acc_rest * shrink[:, None])
+            acc_rest = dot(weights, scale_tile(k_rest, factors, STORED), acc_rest * shrink[:, None])
     else:
         value_rows = (
             key_rows if SAME_STRIDES else (block * value_block + offset * value_token)[:, None]
         )
         d = tl.arange(0, VALUE_MAIN)[None, :]
-        v = _load(
+        v = load_tile(
             values + value_rows + d, is_seen[:, None], d < VALUE_DIM, MASKED, VALUE_MAIN > VALUE_DIM
         )
-        acc = dot(weights, _scale(_convert(v, q, STORED), factors, STORED), acc * shrink[:, None])
+        acc = dot(
+            weights, scale_tile(convert_tile(v, q, STORED), factors, STORED), acc * shrink[:, None]
+        )
         if VALUE_REST > 0:
             d = VALUE_MAIN + tl.arange(0, VALUE_REST)[None, :]
-            v = _load(values + value_rows + d, is_seen[:, None], d < VALUE_DIM, MASKED, True)
+            v = load_tile(values + value_rows + d, is_seen[:, None], d < VALUE_DIM, MASKED, True)
             acc_rest = dot(
-                weights, _scale(_convert(v, q, STORED), factors, STORED), acc_rest * shrink[:, None]
+                weights,
+                scale_tile(convert_tile(v, q, STORED), factors, STORED),
+                acc_rest * shrink[:, None],
             )
     return acc, acc_rest, total, new_top
-
-
-@triton.jit
-def _store_rows(
-    out,
-    lse,
-    at,
-    acc,
-    acc_rest,
-    total,
-    top,
-    factor,
-    is_row,
-    VALUE_DIM: tl.constexpr,
-    VALUE_MAIN: tl.constexpr,
-    VALUE_REST: tl.constexpr,
-):
-    """Writes results to the rows `at` of `(n, VALUE_DIM)`: zeros, and log-sum-exp `-inf`, for rows
-    that saw no keys."""
-    has_seen = total > 0.0
-    total = tl.where(has_seen, total, 1.0)
-    inverse = tl.where(has_seen, 1.0 / total, 0.0)[:, None]
-    d = tl.arange(0, VALUE_MAIN)[None, :]
-    pointers = out + at[:, None] * VALUE_DIM + d
-    tl.store(
-        pointers, (acc * inverse).to(out.dtype.element_ty), mask=is_row[:, None] & (d < VALUE_DIM)
-    )
-    if VALUE_REST > 0:
-        d = VALUE_MAIN + tl.arange(0, VALUE_REST)[None, :]
-        pointers = out + at[:, None] * VALUE_DIM + d
-        tl.store(
-            pointers,
-            (acc_rest * inverse).to(out.dtype.element_ty),
-            mask=is_row[:, None] & (d < VALUE_DIM),
-        )
-    if lse is not None:
-        tl.store(
-            lse + at,
-            tl.where(has_seen, (top * factor + tl.log2(total)) * LN_2, float("-inf")),
-            mask=is_row,
-        )
 
 
 # Arguments that differ from step to step are not specialized: numbers, and the addresses of
@@ -388,7 +257,7 @@ def attention_kernel(
         item = tl.program_id(1)
         row = item
         if SPLIT:
-            row, part, num_parts, first_item, size = _find_item(
+            row, part, num_parts, first_item, size = find_item(
                 seq_lens,
                 starts,
                 item,
@@ -409,7 +278,7 @@ def attention_kernel(
         first_query = row * query_len
     else:
         # The last tiles see the most keys, so they start first.
-        row, tile = _find_row(
+        row, tile = find_row(
             query_start, tl.num_programs(0) - 1 - tl.program_id(0), rows, GROUP, BLOCK_M
         )
         kv_head = tl.program_id(1)
@@ -431,11 +300,13 @@ def attention_kernel(
     q_rows = query + (token * query_token + head * query_head)[:, None]
     d = tl.arange(0, KEY_MAIN)[None, :]
     # [BLOCK_M, KEY_MAIN]
-    q = _load(q_rows + d, is_row[:, None], d < KEY_DIM, True, True).to(DOT_DTYPE)
+    q = load_tile(q_rows + d, is_row[:, None], d < KEY_DIM, True, True).to(DOT_DTYPE)
     q_rest = None
     if KEY_REST > 0:
         d_rest = KEY_MAIN + tl.arange(0, KEY_REST)[None, :]
-        q_rest = _load(q_rows + d_rest, is_row[:, None], d_rest < KEY_DIM, True, True).to(DOT_DTYPE)
+        q_rest = load_tile(q_rows + d_rest, is_row[:, None], d_rest < KEY_DIM, True, True).to(
+            DOT_DTYPE
+        )
 
     # Some query of the tile sees each key in [low, high); all queries see those in [full_low,
     # full_high).
@@ -560,7 +431,7 @@ def attention_kernel(
         first += tl.cast(part, tl.int64) * num_tokens
     if not BY_LENGTH or num_parts == 1:
         rows_at = at + first * HEADS
-        _store_rows(
+        store_rows(
             out,
             lse,
             rows_at,
@@ -576,7 +447,7 @@ def attention_kernel(
         )
     elif SPLIT:
         rows_at = at + item.to(tl.int64) * query_len * HEADS
-        _store_rows(
+        store_rows(
             part_out,
             part_lse,
             rows_at,

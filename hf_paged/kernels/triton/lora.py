@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import DTYPES
-from .attention_kernel import dot
+from .attention_tiles import dot
 from .launch import launch
 
 if TYPE_CHECKING:  # `..lora` imports this module

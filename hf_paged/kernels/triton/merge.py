@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention_kernel import LN_2, LOG2_E
+from .attention_tiles import LN_2, LOG2_E
 from .launch import LaunchFailedError, launch
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attention_kernel import INTERPRETED
+from .attention_tiles import INTERPRETED
 
 
 @triton.jit

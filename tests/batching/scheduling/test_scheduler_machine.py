@@ -25,6 +25,7 @@ from hf_paged.batching.scheduling.scheduler import Scheduler
 from hf_paged.cache.block_manager import NO_BLOCKS, BlockManager
 from hf_paged.cache.block_pool import BlockPool, BlockTable, OutOfBlocksError
 from hf_paged.cache.groups import BlockGroup, GroupSpec
+from hf_paged.cache.supply import BlockSupply
 
 SIZES = [(4, 4, 4)] * 3 + [(4, 2, 8), (8, 2, 2), (2, 8, 4)]  # tokens in a block of each layer group
 GARBAGE = ("garbage",)
@@ -69,6 +70,18 @@ class Group(BlockGroup):
     def __init__(self, pool: BlockPool, spec: GroupSpec, memory: Memory) -> None:
         super().__init__(pool, spec, memory.block_size)
         self.copy_blocks = memory.copy_blocks  # type: ignore[method-assign]
+
+
+class SharedSupply(BlockSupply):
+    """Blocks of pools that share one limit."""
+
+    def __init__(self, groups: list[BlockGroup], num_blocks: int) -> None:
+        super().__init__(groups)
+        self.num_blocks = num_blocks
+
+    @property
+    def num_free(self) -> int:
+        return self.num_blocks - sum(group.pool.num_used for group in self.groups)
 
 
 class AnyCost(CostModel):
@@ -203,10 +216,8 @@ class Engine(RuleBasedStateMachine):
         if is_shared:
             for group, pool in zip(self.groups, pools):
                 group.make_room, group.can_grow = self.room(pool, pools), True
-        num_free = (
-            (lambda: num_blocks - sum(pool.num_used for pool in pools)) if is_shared else None
-        )
-        self.manager = BlockManager(self.groups, 16, num_free, prefix_caching)
+        supply = SharedSupply(self.groups, num_blocks) if is_shared else None
+        self.manager = BlockManager(self.groups, 16, prefix_caching, supply)
         self.swapper = FakeSwapper(self.groups, self.memories, self.random)
         self.scheduler = Scheduler(
             Preemption(

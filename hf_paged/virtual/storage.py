@@ -30,9 +30,8 @@ from ..config import MAX_BLOCK_SIZE, MAX_VIRTUAL_BLOCK_SIZE, PagedConfig, Virtua
 from ..step import StepMetadata
 from ..topics import Topic
 from .pages import MemoryFile, Pages, pages_for
-from .placed_rows import PlacedRows, Placement
 from .places import Places, Planes, Region
-from .row_slots import RowSlots
+from .row_slots import PlacedRows, Placement, RowSlots
 
 logger = logging.getLogger(__name__)
 

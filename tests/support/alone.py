@@ -17,6 +17,13 @@ from pathlib import Path
 from hf_paged.rooms import ROOMS
 
 ROOT = Path(__file__).resolve().parents[2]
+# An editable installation finds in its own project what the copy lacks.
+NO_EDITABLE = """
+import sys
+sys.meta_path[:] = [
+    finder for finder in sys.meta_path if "editable" not in getattr(finder, "__module__", "")
+]
+"""
 COPIED = ("hf_paged", "tests", "examples", "docs", "benchmarks", "pyproject.toml", "README.md")
 
 
@@ -46,6 +53,7 @@ def main() -> None:
             else:
                 shutil.copy(source, target)
         take_away(Path(folder), rooms)
+        (Path(folder) / "sitecustomize.py").write_text(NO_EDITABLE)
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", *options]
         variables = {**os.environ, "PYTHONPATH": folder}  # before the installed project
         sys.exit(subprocess.run(command, cwd=folder, env=variables).returncode)

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..cache.free_memory import trim
+from ..cache.storage import fit_blocks
 from ..config import PagedConfig
 from ..interrupts import guarded
 from ..model.forwards import compute_device
@@ -18,7 +19,6 @@ from ..model.registry import check_tiers
 from ..model.wrappers import base_model, resolve_adapter
 from ..rooms import room
 from ..seams import DEFAULT_PARTS, EngineParts, TiersRoom
-from ..virtual.storage import fit_blocks
 from .arguments import (
     RequestOptions,
     check_config,

@@ -144,6 +144,7 @@ class EngineLoop:
             self._config,
             sizes=sizes,
             keeps_cached=True,
+            make_storage=self._parts.storage,
             processes=self._leader,
             outer_lock=self._outer_lock,
         )

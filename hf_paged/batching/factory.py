@@ -256,7 +256,8 @@ def make_runner(
         return cache.memory.manager(cache.groups), runner
     states = StateSpec(is_empty=not state_layers(cache))
     blocks = cache.memory.manager([*cache.groups, states])
-    return blocks, RectangleRunner(model, cache, cache.memory.group(states).storage, layout)
+    slots: Any = cache.memory.group(states).storage
+    return blocks, RectangleRunner(model, cache, slots, layout)
 
 
 reason_against_rows = functools.partial(capability.reason_against_rows, make=make_runner)

@@ -79,7 +79,7 @@ class BlockManager:
         pools = [group.pool for group in groups]
         windows = [group.spec.prefix_window for group in groups]
         self.index = PrefixIndex(pools, windows, self.unit, ratios)
-        self._has_runs = any(pool.run_length for pool in pools)
+        self._has_order = any(pool.take is not None for pool in pools)
         self.has_windows = any(group.spec.window is not None for group in groups)
         self.tier: Tier | None = None  # keeps blocks that the prefix cache evicts (`set_tier`)
         self.supply = supply or BlockSupply(self.groups)
@@ -204,7 +204,7 @@ class BlockManager:
                 table.skip(group.spec.first_visible(end))
         self.trim(blocks, num_settled)
         last = None
-        if self._has_runs:
+        if self._has_order:
             last = [table.last_block for table in tables]
         taken = self.take([table.num_needed(end - table.num_tokens) for table in tables], last)
         if taken is None and self._unname_state(blocks):

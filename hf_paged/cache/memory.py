@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .. import forks
 from ..config import AUTO, PagedConfig
 from ..interrupts import is_interrupt, restoring
-from ..seams import Processes
+from ..seams import Processes, StorageFactory
 from ..topics import Topic
 from . import budget
 from .block_manager import BlockManager, SequenceBlocks
@@ -29,7 +29,7 @@ from .group_memory import GroupMemory, over_budget
 from .groups import GroupSpec
 from .handles import Handles
 from .memory_stats import MemoryStats, share_of_unused_slots, stats_of
-from .storage import LayerKV
+from .storage import LayerKV, storage_of
 from .supply import MemorySupply
 from .waits import Holder
 
@@ -52,16 +52,19 @@ class PagedMemory:
         is_bounded: bool = True,
         sizes: BlockSizes | None = None,
         keeps_cached: bool = False,
+        make_storage: StorageFactory | None = None,
         processes: Processes | None = None,
         outer_lock: Any = None,
     ) -> None:
         """`is_bounded`: whether `hf_paged.budget` counts it; `False` for short checks of a model.
         `sizes`: block sizes with `block_size` `"auto"`; without it all blocks have the default
         size. `keeps_cached`: without a budget, grow beside up to `CACHED_RATIO` cached blocks for
-        each block of the most in use at once, rather than evict them. `processes`: those that hold
-        other heads of the same blocks, and compute the forwards of the loops on it together.
+        each block of the most in use at once, rather than evict them. `make_storage`: the storage
+        of layer groups with keys and values, by default that of the config. `processes`: those that
+        hold other heads of the same blocks, and compute the forwards of the loops on it together.
         `outer_lock`: an engine's lock, taken before `lock`, also in finalizers of its streams."""
         self.config = config
+        self.make_storage: StorageFactory = make_storage or storage_of
         self.is_bounded = is_bounded
         self.keeps_cached = keeps_cached
         self.processes = processes
@@ -102,7 +105,7 @@ class PagedMemory:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # each layer group pickles the blocks it holds
-        return PagedMemory, (self.config, True, self.sizes)
+        return PagedMemory, (self.config, True, self.sizes, False, self.make_storage)
 
     def block_size_of(self, spec: GroupSpec) -> int:
         """Returns the tokens per block of a group that does not hold states."""

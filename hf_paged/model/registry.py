@@ -19,12 +19,12 @@ from ..cache.free_memory import trim
 from ..cache.idle import begin_use
 from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.memory_stats import MemoryStats
+from ..cache.storage import fit_blocks
 from ..config import AUTO, PagedConfig, shown
 from ..kernels.costs import find_costs
 from ..rooms import room
 from ..step import ReadCounters
 from ..topics import Topic
-from ..virtual.storage import fit_blocks
 from .forwards import compute_device
 from .sharding import is_sharded, processes_of
 

@@ -464,7 +464,7 @@ def destroy_kept() -> None:
     _kept.clear()
 
 
-REPLACEMENTS: dict[str, Callable[..., Any]] = {
+replacements: dict[str, Callable[..., Any]] = {
     "init_continuous_batching": _init,
     "destroy_cached_continuous_batching_manager": _destroy_cached,
     "continuous_batching_context_manager": _context,
@@ -473,13 +473,22 @@ REPLACEMENTS: dict[str, Callable[..., Any]] = {
 """Replacements by name of the `ContinuousMixin` method."""
 
 
-def through_wrapper(name: str) -> Callable[..., Any]:
-    """A method for wrappers of models, which pass this name on to the model inside, where the
-    wrapper is not known. Raises `ValueError` for adapters that only the wrapper's own `generate`
-    computes."""
-
+def _through_wrapper(name: str) -> Callable[..., Any]:
     def method(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(base_model(wrapper), name)(*args, **kwargs)
 
     method.__name__ = name
     return method
+
+
+through_wrapper = {
+    name: _through_wrapper(name)
+    for name in (
+        "init_continuous_batching",
+        "continuous_batching_context_manager",
+        "generate_batch",
+    )
+}
+"""Methods for wrappers of models, which pass these names on to the model inside, where the wrapper
+is not known. They raise `ValueError` for adapters that only the wrapper's own `generate`
+computes."""

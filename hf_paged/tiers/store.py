@@ -88,7 +88,9 @@ class PrefixStore:
             if group.holds_states:
                 self._unmade.append({})
             else:
-                self._unmade.append(group.storage.outline(expected))
+                own = (layer for layer in expected if layer.spec == group.spec)
+                outline = group.storage.outline
+                self._unmade.append({layer.layer: outline(*layer.states) for layer in own})
         self._folder: DiskFolder | None = None
         if config.disk_path is not None:
             self._folder = DiskFolder(os.fspath(config.disk_path), config.disk_bytes)

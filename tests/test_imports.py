@@ -43,7 +43,6 @@ PLACES = {
 NEIGHBOURS: dict[str, set[str]] = {
     "native": {"adapters"},
     "ranks": {"adapters"},
-    "speculation": {"ranks"},
     "tools": {"grammar", "native"},
 }
 """The rooms that a room may import beside the core."""

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import logging
 from array import array
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from typing import Any, Protocol
 
@@ -18,7 +18,6 @@ from ... import compat
 from ...adapters.mixing import mixed
 from ...attention.eager import showing_rows
 from ...attention.switch import calls_interface
-from ...cache.hidden_states import HiddenStates
 from ...cache.paged_cache import PagedCache
 from ...interrupts import restoring
 from ...model.capability import note_unpackable
@@ -86,8 +85,7 @@ class PackedRunner(Runner):
         self._mixed_lengths = mixed_lengths
         self.is_packed = self.mixes_adapters = True
         self.mirror: Mirror | None = None  # repeats each step in other processes
-        # stores the last hidden state of each computed token
-        self.hidden: HiddenStates | None = None
+        self.store_hidden: Callable[[Tensor], None] | None = None
         self.pack()
         self.begin(None)
 
@@ -98,6 +96,11 @@ class PackedRunner(Runner):
         if not self.is_packed:
             self.is_packed = self.mixes_adapters = True
         self.can_run_ahead = runs_ahead
+
+    def keep_hidden(self, store: Callable[[Tensor], None]) -> None:
+        """Between forwards: from now on, each passes its tokens' last hidden states `(1, n,
+        hidden_size)` to `store` while the cache's layers have its slots."""
+        self.store_hidden = store
 
     def reason_against_packing(self) -> str | None:
         if not self.is_packed:
@@ -260,7 +263,7 @@ class PackedRunner(Runner):
             # only the recorded step knows which rows the head gets, or where chunks lie in it
             if mix.adds_to_head or not mix.can_record:
                 return None
-        keeps_hidden = self.hidden is not None
+        keeps_hidden = self.store_hidden is not None
         logits = self._graphs.run(
             tokens,
             variant,
@@ -404,8 +407,8 @@ class PackedRunner(Runner):
             mix.num_tokens = num_tokens
             # in a recorded step only the device knows them
             mix.kept = wanted or [] if picks_logits else None
-        kept_states = self.hidden
-        if kept_states is not None:
+        store_hidden = self.store_hidden
+        if store_hidden is not None:
             arguments["output_hidden_states"] = -1  # the last alone
         arguments[self._cache_name] = cache
         self.has_run_code = True
@@ -425,10 +428,8 @@ class PackedRunner(Runner):
                 logits = logits[0]
             else:
                 logits = logits.flatten(0, 1)
-            if kept_states is not None:
-                last_states = outputs.hidden_states[-1]
-                packed_states = last_states.reshape(1, num_tokens, -1)
-                kept_states.store(packed_states)
+            if store_hidden is not None:
+                store_hidden(outputs.hidden_states[-1].reshape(1, num_tokens, -1))
         finally:
             self.cache.begin([None] * len(steps))
         # the model may ignore `logits_to_keep`

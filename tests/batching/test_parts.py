@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from hf_paged import PagedConfig, PagedEngine
+from hf_paged import PagedConfig, PagedEngine, rooms
+from hf_paged.batching import admission, engine_core, factory
 from hf_paged.batching.decoding.base import Draft
 from hf_paged.batching.generation import Generation
+from hf_paged.rooms import RoomMissingError
 from hf_paged.seams import Drafter, EngineParts
 from tests.support import models
 from tests.support.engine_helpers import assert_drained, assert_same_as_lone, lone_run, prompts
@@ -143,3 +145,33 @@ def test_no_drafter_is_made_for_a_call_that_asks_for_none() -> None:
     with PagedEngine(model, CONFIG) as engine:
         engine.generate(prompts(9), GREEDY)
         assert engine._core.loop is not None and engine._core.loop.drafting.drafter is None
+
+
+@pytest.mark.parametrize(
+    ("option", "config", "options", "generation"),
+    [
+        ("speculation", {"speculation": "ngram"}, {}, {}),
+        ("prompt_lookup_num_tokens", {}, {}, {"prompt_lookup_num_tokens": 3}),
+        ("use_mtp", {}, {}, {"use_mtp": True}),
+        ("assistant_model", {}, {"assistant_model": "llama"}, {}),
+        ("schema", {}, {"schema": "{}"}, {}),
+    ],
+)
+def test_an_option_of_a_missing_room_names_both(
+    option: str,
+    config: dict[str, Any],
+    options: dict[str, Any],
+    generation: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = models.get("llama")
+    monkeypatch.setattr(rooms, "is_installed", lambda name: False)
+    monkeypatch.setattr(rooms, "room", rooms.room.__wrapped__)
+    for module in (factory, admission, engine_core):
+        monkeypatch.setattr(module, "room", rooms.room)
+    if "assistant_model" in options:
+        options = {"assistant_model": models.get_assistant("llama")}
+    with PagedEngine(model, PagedConfig(block_size=8, **config)) as engine:
+        with pytest.raises(RoomMissingError, match=f"`{option}`.* needs `hf_paged"):
+            engine.add_request(prompts(9)[0], {**GREEDY, **generation}, **options)
+        assert not engine.has_unfinished

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import os
@@ -24,13 +25,13 @@ from ..cache.block_pool import OutOfBlocksError
 from ..cache.idle import begin_use, end_use
 from ..cache.memory import PagedMemory
 from ..config import PagedConfig
-from ..grammar import Grammars
 from ..interrupts import ends_with_calls, guarded, is_interrupt, restoring
 from ..model.layout import Layout
 from ..model.registry import Route, note_route
 from ..model.sharding import RankLostError, lead
 from ..model.wrappers import adapters_for, base_model
-from ..seams import EngineParts
+from ..rooms import room
+from ..seams import EngineParts, Grammars
 from ..timing import counted, counting
 from ..topics import Topic
 from .admission import Admission
@@ -65,6 +66,7 @@ class EngineCore:
     def __init__(self, model: PreTrainedModel, config: PagedConfig, parts: EngineParts) -> None:
         self.model = model
         self.config = config
+        self._parts = parts
         # drives the processes that hold other shards of the model
         self.leader = lead(model, config, self)
         # all methods hold it, and callers while they read
@@ -82,7 +84,6 @@ class EngineCore:
         # the lock the loop
         self.readers: weakref.WeakValueDictionary[asyncio.AbstractEventLoop, asyncio.Lock]
         self.readers = weakref.WeakValueDictionary()
-        self.grammars = Grammars()
         self.pauses = Pauses(self.inner_lock)
         self._admission: Admission | None = None  # until the next check of the loop
         # of requests: finished ones, their prompts' tokens and those found in the prefix cache
@@ -101,6 +102,11 @@ class EngineCore:
         self._numbers = itertools.count()  # for generated ids
         forks.in_child(self)
         ends_with_calls(self)
+
+    @functools.cached_property
+    def grammars(self) -> Grammars:
+        made: Grammars = room("grammar", "`schema`, `regex` or `grammar`").Grammars()
+        return made
 
     def make_id(self) -> str:
         names = (f"request-{number}" for number in self._numbers)
@@ -126,8 +132,8 @@ class EngineCore:
         options = dataclasses.replace(options, inputs=inputs)
         if inputs is None:
             self.check_length(ids, options.request_id, asked_new_tokens(generation_config))
-        constraint = self.grammars.processor(options, tokenizer, self.model)
-        if constraint is not None:
+        if (options.schema, options.regex, options.grammar) != (None, None, None):
+            constraint = self.grammars.processor(options, tokenizer, self.model)
             processors = as_list("logits_processor", options.logits_processor)
             options = dataclasses.replace(options, logits_processor=[*processors, constraint])
         box = self.unread if outbox is None else outbox
@@ -555,7 +561,7 @@ class EngineCore:
                 new.request.limit_positions(owner.layout.max_positions)
             return loop
         empty = empty_cache(self.model, PagedMemory(self.config))  # holds no blocks
-        self._admission = Admission(self.model, self.config, empty)
+        self._admission = Admission(self.model, self.config, self._parts, empty)
         layout = owner.choose_layout(empty)
         if new is not None and is_of_tokens:
             new.request.limit_positions(layout.max_positions)

@@ -10,9 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from .. import compat
 from ..cache.block_manager import BlockManager
-from ..cache.free_memory import commits_when_touched
 from ..cache.groups import StateSpec
 from ..cache.memory import PagedMemory
 from ..cache.paged_cache import PagedCache
@@ -23,28 +21,24 @@ from ..model import capability
 from ..model.forwards import compute_device
 from ..model.layout import Layout
 from ..model.sharding import is_sharded
-from ..model.structure import overridden
 from ..model.weights import WeightsGuard
 from ..rooms import OnDemand, is_installed, room
 from ..seams import (
     DEFAULT_PARTS,
     Adapters,
+    Drafter,
     EngineParts,
     MakeRecorder,
     Processes,
     Recorder,
     TapeRoom,
 )
-from ..speculation.assistant import Assistant, assistant_cache
-from ..speculation.mtp import MtpHeads, MtpRunner, reason_against_mtp
-from ..speculation.sources import Assistance
-from ..speculation.speculator import Speculator
-from ..topics import Topic
 from .execution.executor import Executor
 from .execution.packed import PackedRunner
 from .execution.rectangles import RectangleRunner
 from .execution.runner import Runner
 from .loop import StepLoop
+from .scheduling.drafts import Drafting
 from .scheduling.preemption import CostModel, Preemption
 from .scheduling.scheduler import Scheduler
 
@@ -104,45 +98,11 @@ def make_loop(
         agree=int if processes is None else processes.agree,
     )
     max_tokens = config.max_num_batched_tokens if is_packed else UNLIMITED
-    max_chunk = config.max_chunk_tokens
-    if max_chunk is None and compute_device(model).type == "cpu":
-        max_chunk = CPU_CHUNK_TOKENS
 
-    def make_assistant(assistant: PreTrainedModel) -> Assistant:
-        draft_cache = assistant_cache(assistant, memory)
-        draft_layout = capability.choose_layout(assistant, draft_cache, make_runner)
-        draft_runner = make_runner(
-            assistant, draft_cache, draft_layout, make_recorder=make_recorder
-        )
-        if commits_when_touched(compute_device(assistant)):
-            # growing would copy, and need new graphs
-            draft_cache.reserve(config.num_blocks or MANY_BLOCKS, config.max_num_seqs)
-        most = min(max_tokens, max_chunk or max_tokens)
-        return Assistant(
-            assistant,
-            draft_cache,
-            draft_runner,
-            proxy,
-            most,
-            draft_layout.max_positions,
-        )
-
-    @functools.cache
-    def heads() -> MtpHeads:
-        assert isinstance(runner, PackedRunner)
-        heads_model = compat.load_mtp(model)
-        heads_cache = assistant_cache(heads_model, memory)
-        heads_blocks = memory.manager(heads_cache.groups)
-        heads_runner = MtpRunner(heads_model, heads_cache)
-        return MtpHeads(
-            runner,
-            heads_cache,
-            (heads_blocks, heads_runner),
-            proxy,
-            max_tokens,
-        )
-
-    speculator = Speculator(model, make_assistant, heads)
+    def make_drafter() -> Drafter:
+        # the room has been asked for a call's own options already (`reason_against`)
+        make = parts.drafter or room("speculation", "`speculation`").Speculator
+        return make(model, config, memory, runner, proxy)
 
     def make_adapters() -> Adapters:
         adapters: Adapters = room("adapters", "`adapter`").make_adapters(
@@ -150,17 +110,18 @@ def make_loop(
         )
         return adapters
 
+    drafting = Drafting(make_drafter)
     adapters = OnDemand(make_adapters)
     scheduler = Scheduler(
         preemption,
         max_tokens,
         max_num_seqs,
-        max_chunk if is_packed else None,
+        max_chunk_tokens(model, config) if is_packed else None,
         rope=runner.rope if isinstance(runner, PackedRunner) else None,
-        reclaim=speculator.reclaim,
+        reclaim=drafting.reclaim,
         adapters=adapters,
     )
-    # it holds the speculator: a cycle would keep the model and its memory alive
+    # it holds the drafter: a cycle would keep the model and its memory alive
     proxy = weakref.proxy(scheduler)
     executor = Executor(model, memory, runner, scheduler, guard, adapters)
     if reason is not None:
@@ -170,38 +131,15 @@ def make_loop(
         memory,
         blocks,
         scheduler,
-        speculator,
+        drafting,
     )
 
 
-def reason_against_assistance(
-    model: PreTrainedModel, config: Any, assistance: Assistance
-) -> str | None:
-    """Returns why the engine cannot assist rows with this generation config, layout aside; `None`
-    if it can."""
-    assistant = assistance.model
-    method = overridden(model, compat.ASSISTED_DECODING)
-    if method is not None:
-        return Topic.ASSISTED(f"it overrides `{method}`")
-    if config.speculation_type is not None:
-        return Topic.ASSISTED("`speculation_type` drafts from hidden states, one row a call")
-    if config.assistant_ensemble_weight is not None:
-        return Topic.ASSISTED("`assistant_ensemble_weight` changes which drafts are accepted")
-    if assistance.by_heads(config):
-        return reason_against_mtp(model)
-    if assistant is None:
-        return None
-    if type(assistant).__name__.startswith(compat.READS_TARGETS_CACHE):
-        return Topic.ASSISTED("the assistant reads the target's keys and values")
-    if assistant.config.is_encoder_decoder:
-        return Topic.ASSISTED("the assistant has an encoder")
-    if not assistance.is_joint or config.assistant_early_exit is not None:
-        return None
-    cache = assistant_cache(assistant, PagedMemory(PagedConfig()))
-    layout = capability.choose_layout(assistant, cache, make_runner)
-    if layout.unsupported_reason is None:
-        return None
-    return Topic.ASSISTED(f"the assistant: {layout.unsupported_reason}")
+def max_chunk_tokens(model: PreTrainedModel, config: PagedConfig) -> int | None:
+    """Returns how many prefill tokens a step with decodes may have; `None`: as many as fit."""
+    if config.max_chunk_tokens is None and compute_device(model).type == "cpu":
+        return CPU_CHUNK_TOKENS
+    return config.max_chunk_tokens
 
 
 def choose_layout(

@@ -17,7 +17,6 @@ from ..cache.memory import PagedMemory
 from ..interrupts import is_interrupt
 from ..model.sharding import RankLostError
 from ..plan import StepPlan
-from ..speculation.speculator import Speculator
 from .decoding.base import Fetch, Result, SampledTokens
 from .decoding.sampler import sample_step, unknown_token
 from .execution.executor import Executor, Window
@@ -25,6 +24,7 @@ from .generation import Generation
 from .ledger import Ledger, Ready
 from .progress import Progress
 from .request import RowsError
+from .scheduling.drafts import Drafting
 from .scheduling.scheduler import Scheduler
 from .scheduling.shortage import NeverFits
 
@@ -45,7 +45,7 @@ class StepLoop:
     memory: PagedMemory  # its lock guards the block tables
     blocks: BlockManager  # owner of the block tables that the runner reads
     scheduler: Scheduler
-    speculator: Speculator
+    drafting: Drafting
     num_steps: int = 0
     seconds: float = 0.0  # spent in steps
 
@@ -53,7 +53,7 @@ class StepLoop:
         # generations that advanced or failed and are not reported yet; callers remove those that
         # they have reported
         self.untold: deque[Generation] = deque()
-        self.ledger = Ledger(self.blocks, self.memory, self.scheduler, self.speculator)
+        self.ledger = Ledger(self.blocks, self.memory, self.scheduler)
         self._progress = Progress()
         # in a step, while an exception would leave its bookkeeping half done
         self._is_split = False
@@ -61,15 +61,12 @@ class StepLoop:
 
     def counts(self) -> dict[str, float]:
         """What the loop has done so far: the fields of [`EngineStats`] that only grow."""
-        num_drafts, num_draft_tokens, num_accepted_tokens = self.speculator.counts()
         counts = {
             "num_generated_tokens": self.ledger.num_generated_tokens,
             "num_preemptions": self.ledger.num_preemptions,
             "num_steps": self.num_steps,
             "seconds": self.seconds,
-            "num_drafts": num_drafts,
-            "num_draft_tokens": num_draft_tokens,
-            "num_accepted_tokens": num_accepted_tokens,
+            **self.ledger.draft_counts,
             "num_swaps": self.scheduler.preemption.num_swaps,
             "num_captured_steps": self.executor.runner.num_captured_steps,
         }
@@ -87,12 +84,13 @@ class StepLoop:
         never fit."""
         try:
             for part in generation.parts or [generation]:
-                if self.executor.runner.takes_drafts:
-                    self.speculator.attach(part)
+                asks = part.assistance is not None and part.is_single and not part.is_done
+                if asks and self.executor.runner.takes_drafts:
+                    self.drafting.attach(part)
             self._add(generation)
         except BaseException:
             for part in generation.parts or [generation]:
-                self.speculator.detach(part)
+                part.end_drafts()
             raise
 
     def _add(self, generation: Generation) -> None:
@@ -154,7 +152,8 @@ class StepLoop:
         """Between steps: notes that the weights changed; `recompute` drops the K/V of unfinished
         requests."""
         try:
-            self.speculator.change_weights()
+            if self.drafting.drafter is not None:
+                self.drafting.drafter.change_weights()
             with self.executor.lock:
                 self.executor.change_weights()
                 if recompute:
@@ -203,14 +202,16 @@ class StepLoop:
     def propose(self, untold: deque[Generation]) -> None:
         """Drafts tokens for the rows that speculate, before `compute` and outside of
         `executor.attention`. Adds generations whose source fails to `untold`."""
-        if not self.speculator.is_due():
+        drafter = self.drafting.drafter
+        if drafter is None:
             return
-
-        def fail(generation: Generation, error: Exception) -> None:
-            self._fail(generation, error, untold)
-
-        # a source locks only the model that it runs: two models may be each other's assistants
-        self.speculator.propose(self.executor.num_embeddings, self.scheduler.queue.num_rows, fail)
+        num_rows = self.scheduler.queue.num_rows
+        # a drafter locks only the model that it runs: two models may be each other's assistants
+        for generation, draft in drafter.propose(self.executor.num_embeddings, num_rows):
+            if isinstance(draft, Exception):
+                self._fail(generation, draft, untold)
+            else:
+                generation.take_draft(draft)
 
     def compute(self, untold: deque[Generation]) -> Ready:
         """Schedules and computes once, within `executor.attention`. Returns the generations all of
@@ -350,7 +351,6 @@ class StepLoop:
                 raise
             self._end_failed(plan, error, num_unsized, untold)
             return None
-        num_tokens = plan.num_tokens
         seconds = time.perf_counter() - start
         with self.memory.lock:
             self.scheduler.commit(plan)
@@ -358,9 +358,10 @@ class StepLoop:
                 self.ledger.suspects.clear_computed()
         cost = self.scheduler.preemption.cost
         if not plan.has_chunks:
-            self.speculator.costs.observe(num_tokens, seconds)
+            if self.drafting.drafter is not None:
+                self.drafting.drafter.computed(plan.num_tokens, seconds)
         elif cost is not None:
-            cost.observe_prefill(num_tokens, seconds)
+            cost.observe_prefill(plan.num_tokens, seconds)
         return logits
 
     def _end_failed(
@@ -431,7 +432,7 @@ class StepLoop:
             generation.is_sampling = False
         with self.executor.lock, self.memory.lock:
             self.memory.recover()
-            self.speculator.reclaim()
+            self.drafting.reclaim()
             self.ledger.recover()
             self.scheduler.recover(self.ledger.rows)
             self.ledger.drop_finished()

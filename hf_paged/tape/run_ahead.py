@@ -59,7 +59,7 @@ class RunAhead:
         sequences: list[Sequence] = []
         for generation, _ in ready:
             is_sampled = isinstance(generation.decoding, SampleDecoding)
-            if not is_sampled or generation.speculation is not None:
+            if not is_sampled or generation.drafter is not None:
                 return None
             for row in generation.decoding.open_rows:
                 request, index = generation.rows[row]

@@ -1130,7 +1130,7 @@ def test_an_interrupted_generate_leaves_nothing_behind() -> None:
 # place -> the object, and its method, that a step calls outside of the forward
 OUTSIDE: dict[str, Callable[[StepLoop], tuple[Any, str]]] = {
     "the window opens": lambda loop: (loop.executor, "open"),
-    "drafts": lambda loop: (loop.speculator, "is_due"),
+    "drafts": lambda loop: (loop, "propose"),
     "attention is switched": lambda loop: (loop.executor, "attention"),
     "the schedule": lambda loop: (loop.scheduler, "_schedule"),
     "running rows get tokens": lambda loop: (loop.scheduler, "_continue_running"),

@@ -183,11 +183,11 @@ class Executor:
             is_read = self.runner.recorder is not None or self.guard.is_on
             self._is_state_due = self.replays and is_read
 
-    def check_model(self) -> None:
+    def check_model(self, is_due: bool = False) -> None:
         """Before a step, within `attention`: if other code may have run since the last one
-        (`is_unchecked`) and has changed the model, drops cached prefixes, graphs and the step
-        launched ahead. Rows are packed no more if its structure rules that out now."""
-        is_due, self.is_unchecked = self.is_unchecked, False
+        (`is_unchecked` or `is_due`) and has changed the model, drops cached prefixes, graphs and
+        the step launched ahead. Rows are packed no more if its structure rules that out now."""
+        is_due, self.is_unchecked = is_due or self.is_unchecked, False
         if not is_due or self._state is None:
             return
         if not self._state.is_same() and self._read_model():

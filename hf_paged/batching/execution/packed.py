@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import logging
 from array import array
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from ... import compat
 from ...attention.eager import showing_rows
 from ...attention.switch import calls_interface
-from ...cache.hidden_states import HiddenStates
 from ...cache.paged_cache import PagedCache
 from ...interrupts import restoring
 from ...model.capability import note_unpackable
@@ -79,13 +78,17 @@ class PackedRunner(Runner):
             self._invariant = room("tape", "`batch_invariant`")
         self._mixed_lengths = mixed_lengths
         self._processes = processes
-        # stores the last hidden state of each computed token
-        self.hidden: HiddenStates | None = None
+        self.store_hidden: Callable[[Tensor], None] | None = None
         self.pack()
         self.begin(None)
 
     def pack(self) -> None:
         self.is_packed = True
+
+    def keep_hidden(self, store: Callable[[Tensor], None]) -> None:
+        """Between forwards: from now on, each passes its tokens' last hidden states `(1, n,
+        hidden_size)` to `store` while the cache's layers have its slots."""
+        self.store_hidden = store
 
     def reason_against_packing(self) -> str | None:
         if not self.is_packed:
@@ -241,7 +244,7 @@ class PackedRunner(Runner):
             return None
         if not self._state.is_in_place():
             return None
-        keeps_hidden = self.hidden is not None
+        keeps_hidden = self.store_hidden is not None
         logits = self.recorder.run(
             tokens,
             context,
@@ -386,8 +389,8 @@ class PackedRunner(Runner):
         if context is not None:
             picked = wanted or [] if picks_logits else None
             context.begin(num_tokens, picked)
-        kept_states = self.hidden
-        if kept_states is not None:
+        store_hidden = self.store_hidden
+        if store_hidden is not None:
             arguments["output_hidden_states"] = -1  # the last alone
         arguments[self._cache_name] = cache
         self.num_forwards += 1
@@ -407,10 +410,8 @@ class PackedRunner(Runner):
                 logits = logits[0]
             else:
                 logits = logits.flatten(0, 1)
-            if kept_states is not None:
-                last_states = outputs.hidden_states[-1]
-                packed_states = last_states.reshape(1, num_tokens, -1)
-                kept_states.store(packed_states)
+            if store_hidden is not None:
+                store_hidden(outputs.hidden_states[-1].reshape(1, num_tokens, -1))
         finally:
             self.cache.begin([None] * len(steps))
         # the model may ignore `logits_to_keep`

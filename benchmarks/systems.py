@@ -165,9 +165,7 @@ class Engine(System):
                     times[output.request_id][sequence].append(now)
                 if output.finished:
                     results[output.request_id] = output.result
-        for result in results.values():
-            if result.error is not None:
-                raise result.error
+        checked(list(results.values()))
         rows = [sequence.token_ids for name in names for sequence in results[name].sequences]
         told = workload.options.get("num_beams", 1) == 1
         return Answer(rows, [row for name in names for row in times[name]] if told else [])
@@ -195,7 +193,6 @@ class SmallPool(Engine):
 
     Args:
         of ([`Engine`]): The other engine.
-        of ([`Engine`]): That other.
     """
 
     of: Engine | None = None
@@ -208,6 +205,14 @@ class SmallPool(Engine):
                 num_blocks=self.of.engine.stats().peak_blocks // 3
             )
         return super().__call__(model, shape, workload, batch)
+
+
+def checked(results: list[Any]) -> list[Any]:
+    """The results of an engine; raises the error of one that failed."""
+    for result in results:
+        if result.error is not None:
+            raise result.error
+    return results
 
 
 @contextlib.contextmanager

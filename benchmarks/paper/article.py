@@ -20,9 +20,8 @@ from benchmarks.paper.measured import A100, OPT_13B_SLOTS, serve
 from benchmarks.paper.rows import PAPER, READ, TOLD, TOLD_S2, Row, Size
 from benchmarks.paper.serving import StepCost, serve_paged, serve_static
 from benchmarks.paper.traces import LONGEST, SHAREGPT, make_trace
-from benchmarks.paper.turns import Times, details_of, measured, said, small_shape
+from benchmarks.paper.turns import Times, details_of, in_turns, measured, said, small_shape
 from benchmarks.systems import Generate, System, quiet
-from benchmarks.virtual import in_turns
 from benchmarks.workloads import WORKLOADS, Workload, contiguous_bytes
 
 SWEEP = tuple(block for block in SUPPORTED if block <= 64)
@@ -63,7 +62,6 @@ def block_times(size: Size) -> dict[str, Times]:
         )[0]
 
     works = {str(block): functools.partial(work, block) for block in SWEEP}
-    in_turns(works, 1)  # warm-up
     return {"engine": in_turns(works, size.turns), "kernel": seconds_of(size, size.turns)}
 
 
@@ -158,7 +156,6 @@ def preempted_times(size: Size) -> dict[str, Times]:
             return seconds
 
         works = {method: functools.partial(work, method) for method in METHODS}
-        in_turns(works, 1)  # warm-up
         found[str(block)] = in_turns(works, size.turns) | counts
     return found
 
@@ -305,7 +302,6 @@ def beam_times(size: Size) -> dict[str, Times]:
 
     with quiet():
         works = {name: functools.partial(work, name) for name in systems}
-        in_turns(works, 1)  # warm-up
         found = in_turns(works, size.turns)
     hf_paged.free(model)
     return {"W5": found | numbers}

@@ -21,8 +21,7 @@ from benchmarks.models import SHAPES, Shape, build
 from benchmarks.paper.measured import prompt_of
 from benchmarks.paper.rows import READ, TOLD_S1, VATTENTION, Row, Size, ranged
 from benchmarks.paper.traces import SHAREGPT, make_trace
-from benchmarks.paper.turns import Times, backend, details_of, measured, said, small_shape
-from benchmarks.virtual import in_turns
+from benchmarks.paper.turns import Times, backend, details_of, in_turns, measured, said, small_shape
 from hf_paged import PagedCache, VirtualStorage, compat
 from hf_paged.config import MIN_BLOCK_SIZE
 from hf_paged.virtual import pages
@@ -137,7 +136,6 @@ def prefill_times(size: Size) -> dict[str, Times]:
             return seconds
 
         works = {name: functools.partial(work, name) for name in (*systems, RESERVED)}
-        in_turns(works, 1)  # warm-up
         found[str(context)] = in_turns(works, size.turns)
     for engine in engines.values():
         engine.free()
@@ -257,7 +255,6 @@ def decode_times(size: Size) -> dict[str, Times]:
                 return (time.perf_counter() - start) / steps
 
         works = {name: functools.partial(work, name) for name in systems}
-        in_turns(works, 1)  # warm-up
         for name, found_logits in logits.items():
             torch.testing.assert_close(
                 found_logits, logits[DYNAMIC], atol=1e-3, rtol=1e-3, msg=f"{name} differs"

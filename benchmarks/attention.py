@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import attention_data, ceilings, machine, report
+from benchmarks import attention_data, ceilings, machine, paired, report, runner
 from benchmarks.attention_data import DTYPES, Data, Setting
 from benchmarks.attention_peers import CONTIGUOUS, INT8, Attention, Peer, Skipped, peers
 from benchmarks.ceilings import Ceilings
@@ -78,9 +78,7 @@ def admit(contenders: Sequence[Peer], data: Data) -> tuple[dict[str, Attention],
             except Skipped as error:
                 problem = f"skipped: {error}"
             except Exception as error:  # a failing peer is a result
-                problem = (
-                    f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
-                )
+                problem = report.failed(error)[:160]
         problems[peer.name] = problem
     return functions, problems
 
@@ -168,6 +166,7 @@ def rows_of(
         median = statistics.median(seconds)
         num_bytes = setting.quantized_bytes if name == INT8 else setting.num_bytes
         row = {
+            **common,
             "contender": name,
             "us": [1e6 * value for value in seconds],
             "time": f"{1e6 * median:.0f} ({1e6 * min(seconds):.0f}..{1e6 * max(seconds):.0f})",
@@ -176,15 +175,12 @@ def rows_of(
             "bandwidth_share": f"{num_bytes / median / limits.bandwidth:.0%}",
             "matmul_share": f"{setting.flops / median / flops:.0%}",
         }
-        if CONTIGUOUS in times:
-            row["over_contiguous"] = statistics.median(
-                a / b for a, b in zip(seconds, times[CONTIGUOUS])
-            )
-        if "ours" in times:
-            row["ours_over"] = statistics.median(a / b for a, b in zip(times["ours"], seconds))
-            if name == INT8:
-                row["over_ours"] = statistics.median(a / b for a, b in zip(seconds, times["ours"]))
-        found.append({**common, **row})
+        pairs = {"over_contiguous": (name, CONTIGUOUS), "ours_over": ("ours", name)}
+        pairs |= {"over_ours": (name, "ours")} if name == INT8 else {}
+        for key, (one, other) in pairs.items():
+            if one in times and other in times:
+                row[key] = statistics.median(paired.ratios(times[one], times[other]))
+        found.append(row)
     return found + [
         {**common, "contender": name, "time": problem} for name, problem in problems.items()
     ]
@@ -295,31 +291,24 @@ def draw(data: Mapping[str, Any], path: Path) -> Path | None:
     return report.save(figure, path)
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--device": runner.DEVICE,
+    "--phase": {"choices": list(PHASES), "nargs": "+"},
+    "--only": {"default": "", "help": 'regular expression on "heads phase case block dtype"'},
+    "--repeats": {"type": int, "help": "turns of each contender (9; 2 with --quick)"},
+    "--threads": runner.THREADS,
+    "--flex-seconds": {
+        "type": float,
+        "default": 30.0,
+        "help": "for compiling flex_attention; 0: leave it out",
+    },
+    "--quick": runner.QUICK,
+    "--results": runner.RESULTS,
+}
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", choices=machine.devices(), default="cpu")
-    parser.add_argument("--phase", choices=["decode", "chunk", "prefill"], nargs="+")
-    parser.add_argument(
-        "--only", default="", help='regular expression on "heads phase case block dtype"'
-    )
-    parser.add_argument("--repeats", type=int, help="turns of each contender (9; 2 with --quick)")
-    parser.add_argument("--threads", type=int, help="of PyTorch; as many as it takes without it")
-    parser.add_argument(
-        "--flex-seconds",
-        type=float,
-        default=30.0,
-        help="for compiling flex_attention; 0: leave it out",
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="a tiny shape and two turns: only to see that it runs"
-    )
-    parser.add_argument(
-        "--results",
-        type=Path,
-        help="directory for the files (benchmarks/results; none with --quick)",
-    )
+    parser = runner.parser_of(__doc__, OPTIONS)
     args = parser.parse_args(argv)
     args.repeats = args.repeats or (2 if args.quick else 9)
     args.results = args.results or (None if args.quick else report.RESULTS)
@@ -332,17 +321,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
 
-    def chosen(setting: Setting) -> bool:
-        title = (
-            f"{setting.shape.name} {setting.case.phase} {setting.case.name} {setting.block_size}"
-            f" {setting.dtype}"
-        )
-        return (not args.phase or setting.case.phase in args.phase) and re.search(
-            args.only, title
-        ) is not None
-
     settings = [
-        setting for setting in attention_data.settings(args.device, args.quick) if chosen(setting)
+        setting
+        for setting in attention_data.settings(args.device, args.quick)
+        if setting.case.phase in (args.phase or PHASES) and re.search(args.only, setting.title)
     ]
     facts = machine.facts(args.device)
     limits = ceilings.measure(args.device, args.quick)

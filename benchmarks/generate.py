@@ -16,19 +16,25 @@ import argparse
 import contextlib
 import gc
 import math
-import multiprocessing
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 import hf_paged
-from benchmarks import arrivals, ceilings, generate_tables, kv_memory, latency, machine, report
+from benchmarks import (
+    arrivals,
+    ceilings,
+    generate_tables,
+    kv_memory,
+    latency,
+    machine,
+    report,
+    runner,
+)
 from benchmarks.continuous import GenerateBatch, tuned
 from benchmarks.generate_tables import COLUMNS, Result
 from benchmarks.models import SHAPES, Shape, build
@@ -139,7 +145,7 @@ def turn(
         result.problem = str(error)
         return None
     except Exception as error:  # a failing peer is a result
-        result.problem = f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        result.problem = report.failed(error)
         return None
     bytes_now = system.kv_bytes(model, shape, workload, workload.batch(repeat, shape.vocab))
     if repeat < 0:
@@ -195,57 +201,40 @@ def run(
                 tokens[name] = rows
         if repeat > first:
             longest = max(longest, time.perf_counter() - start)
-        plain = next(
-            (
-                tokens[name]
-                for name in reversed(names)
-                if name.startswith("plain") and name in tokens
-            ),
-            None,
-        )
+        last = [name for name in names if name.startswith("plain") and name in tokens][-1:]
         for name, rows in tokens.items():
-            if plain is not None and (not workload.sampled or name == "ours"):
+            if last and (not workload.sampled or name == "ours"):
                 # other random draws give other samples
-                results[name].equal.append(equal_share(plain, rows))
+                results[name].equal.append(equal_share(tokens[last[0]], rows))
     for system in systems.values():
         system.free()
     hf_paged.free(model)
     return list(results.values())
 
 
-def apart(
-    device: str,
-    shape: Shape,
-    workload: Workload,
-    floor: float,
-    repeats: int,
-    first: int,
-    kinds: Kinds,
-) -> list[Result]:
-    """Runs the turns of plain and ours in a separate process: another memory layout, another build
-    of the model."""
-    arguments = device, shape, workload, floor, repeats, first, kinds, torch.get_num_threads()
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_apart, *arguments).result()
+def apart(*arguments: Any) -> list[Result]:
+    """`run` for plain and ours in a separate process: another memory layout, another build of the
+    model. `arguments`: of `_apart`, but for the number of threads."""
+    (found,) = runner.in_processes(1, _apart, torch.get_num_threads(), *arguments)
+    return found
 
 
 def _apart(
+    threads: int,
     device: str,
     shape: Shape,
     workload: Workload,
-    floor: float,
-    repeats: int,
-    first: int,
     kinds: Kinds,
-    threads: int,
+    repeats: int,
+    floor: float,
+    first: int,
 ) -> list[Result]:
     torch.set_num_threads(threads)
     with quiet():
         model = model_of(shape, device, kinds.int8)
-        gc.collect()
-        gc.freeze()
         systems = systems_for(workload, None, False, kinds=kinds)
-        return run(model, shape, workload, systems, repeats, floor, first=first)
+        with runner.frozen():
+            return run(model, shape, workload, systems, repeats, floor, first=first)
 
 
 def floor_of(cost: Cost, limits: ceilings.Ceilings, workload: Workload) -> float:
@@ -282,60 +271,47 @@ def check(device: str, workloads: Sequence[Workload]) -> list[tuple[str, str, st
     return found
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--device": runner.DEVICE,
+    "--model": {"choices": list(SHAPES), "help": "(llama-100m; llama-tiny with --quick)"},
+    "--only": {
+        "default": "",
+        "help": "workloads, for example W1,arrivals; without it all, and the memory",
+    },
+    "--no-peers": {"action": "store_true", "help": "no other way of transformers' own"},
+    "--peers": {
+        "nargs": "+",
+        "default": [],
+        "choices": list(TITLES),
+        "help": "engines for processors, each installed apart",
+    },
+    "--int8": {
+        "action": "store_true",
+        "help": "weights as 8-bit integers: torchao's, the peers' own",
+    },
+    "--batch-invariant": {
+        "action": "store_true",
+        "help": "the engine once more, with batch_invariant",
+    },
+    "--no-memory": {"action": "store_true", "help": "leave out the memory measurements"},
+    "--repeats": {
+        "type": int,
+        "help": "turns of each system in a process, whatever time they take",
+    },
+    "--minutes": {
+        "type": float,
+        "help": f"to plan with; {MINUTES:g} on a CPU, without a limit elsewhere",
+    },
+    "--threads": runner.THREADS,
+    "--quick": runner.QUICK,
+    "--results": runner.RESULTS,
+}
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", choices=machine.devices(), default="cpu")
-    parser.add_argument(
-        "--model", choices=list(SHAPES), help="(llama-100m; llama-tiny with --quick)"
-    )
-    parser.add_argument(
-        "--only",
-        default="",
-        help="workloads, for example W1,arrivals; without it all, and the memory",
-    )
-    parser.add_argument("--no-peers", action="store_true", help="no other way of transformers' own")
-    parser.add_argument(
-        "--peers",
-        nargs="+",
-        default=[],
-        choices=list(TITLES),
-        help="engines for processors, each installed apart",
-    )
-    parser.add_argument(
-        "--int8", action="store_true", help="weights as 8-bit integers: torchao's, the peers' own"
-    )
-    parser.add_argument(
-        "--batch-invariant", action="store_true", help="the engine once more, with batch_invariant"
-    )
-    parser.add_argument(
-        "--no-memory", action="store_true", help="leave out the memory measurements"
-    )
-    parser.add_argument(
-        "--repeats", type=int, help="turns of each system in a process, whatever time they take"
-    )
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        help=f"to plan with; {MINUTES:g} on a CPU, without a limit elsewhere",
-    )
-    parser.add_argument("--threads", type=int, help="of PyTorch; as many as it takes without it")
-    parser.add_argument(
-        "--quick", action="store_true", help="short texts and one turn: only to see that it runs"
-    )
-    parser.add_argument(
-        "--results",
-        type=Path,
-        help="directory for the files (benchmarks/results; none with --quick)",
-    )
+    parser = runner.parser_of(__doc__, OPTIONS)
     args = parser.parse_args(argv)
-    names = [*WORKLOADS, "arrivals"]
-    args.only = [name for name in args.only.split(",") if name]
-    if unknown := [name for name in args.only if name not in names]:
-        parser.error(
-            f"argument --only: invalid choice: {unknown[0]!r} (choose from {', '.join(names)})"
-        )
+    args.only = runner.parts(parser, args.only, [*WORKLOADS, "arrivals"])
     args.model = args.model or ("llama-tiny" if args.quick else "llama-100m")
     args.results = args.results or (None if args.quick else report.RESULTS)
     if args.minutes is None:
@@ -435,10 +411,8 @@ def measure(state: Run, model: Any, workload: Workload, peer: GenerateBatch | No
     found = run(model, shape, workload, systems, repeats, floor, fewest, state.until(workload.name))
     for process in range(1, workload.processes):
         try:
-            found_apart = apart(
-                args.device, shape, workload, floor, repeats, process * repeats, kinds
-            )
-            others = {one.system: one for one in found_apart}
+            arguments = args.device, shape, workload, kinds, repeats, floor, process * repeats
+            others = {one.system: one for one in apart(*arguments)}
         except Exception as error:  # the turns of this process are kept
             state.extra["problems"].append(
                 f"{workload.name}, process {process + 1}: {type(error).__name__}: {error}"
@@ -451,15 +425,11 @@ def measure(state: Run, model: Any, workload: Workload, peer: GenerateBatch | No
     table = report.markdown(rows, state.columns).split("\n")
     print("\n".join(table if not state.rows else table[2:]), flush=True)
     state.rows += rows
-    third = systems.get(SMALL_POOL)
-    blocks = (
-        third.cache_config.num_blocks
-        if isinstance(third, SmallPool) and third.cache_config
-        else None
-    )
-    state.extra["memory"] += map(
-        asdict, kv_memory.of_results(found, shape, workload, SMALL_POOL, blocks)
-    )
+    third, blocks = systems.get(SMALL_POOL), None
+    if isinstance(third, SmallPool) and third.cache_config:
+        blocks = third.cache_config.num_blocks
+    memory = kv_memory.of_results(found, shape, workload, SMALL_POOL, blocks)
+    state.extra["memory"] += map(asdict, memory)
     return found
 
 
@@ -542,13 +512,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
-    gc.collect()
-    gc.freeze()  # exempt existing objects from garbage collection before every turn
-    try:
-        with quiet():
-            benchmark(args)
-    finally:
-        gc.unfreeze()
+    with runner.frozen(), quiet():
+        benchmark(args)
 
 
 if __name__ == "__main__":

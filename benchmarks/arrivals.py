@@ -205,8 +205,7 @@ def run(
                 row["problem"] = report.failed(error)
             found.append(row)
         found.sort(key=lambda row: list(systems).index(row["system"]))
-        table = report.markdown(found, COLUMNS).split("\n")
-        print("\n".join(table if turn == 1 else table[2:]), flush=True)
+        report.show(found, COLUMNS, is_first=turn == 1)
         yield found
 
 

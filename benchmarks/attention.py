@@ -28,6 +28,7 @@ from benchmarks import attention_data, ceilings, machine, paired, report, runner
 from benchmarks.attention_data import DTYPES, Data, Setting
 from benchmarks.attention_peers import CONTIGUOUS, INT8, Attention, Peer, Skipped, peers
 from benchmarks.ceilings import Ceilings
+from benchmarks.runner import option
 from benchmarks.systems import quiet
 from hf_paged.attention.backends import reference
 
@@ -206,13 +207,10 @@ def run(
             seconds = 0.002 if args.quick else 0.1
             times, recorded = measure(functions, data.layers, setting.device, args.repeats, seconds)
         found = rows_of(setting, times, problems, limits)
-        if is_gpu:
-            for row in found:
-                row["timed"] = (
-                    "a graph" if row["contender"] in recorded else "calls" if "us" in row else None
-                )
-        table = report.markdown(found, columns).split("\n")
-        print("\n".join(table if not rows else table[2:]), flush=True)
+        for row in found if is_gpu else ():
+            is_recorded = row["contender"] in recorded
+            row["timed"] = ("a graph" if is_recorded else "calls") if "us" in row else None
+        report.show(found, columns, is_first=not rows)
         rows += found
         if args.results:
             report.write(
@@ -242,13 +240,11 @@ def in_words(row: Mapping[str, Any]) -> str:
     """What a row computes: "llama-3.1-8b: 4 rows, 64 tokens after 512"."""
     rows, tokens, total = re.fullmatch(r"(\d+) x (\S+)(?: of (\d+))?", row["case"]).groups()  # type: ignore[union-attr]
     tokens = tokens.replace("..", " to ")
-    what = f"{rows} row{'s' * (rows != '1')}"
-    what += (
-        f", {tokens} tokens after {int(total) - int(tokens)}" if total else f" of {tokens} tokens"
-    )
-    return f"{row['heads']}: {what}" + (
-        f", blocks of {row['block_size']}" if row["block_size"] != 16 else ""
-    )
+    what = f" of {tokens} tokens"
+    if total:
+        what = f", {tokens} tokens after {int(total) - int(tokens)}"
+    blocks = f", blocks of {row['block_size']}" if row["block_size"] != 16 else ""
+    return f"{row['heads']}: {rows} row{'s' * (rows != '1')}{what}{blocks}"
 
 
 def draw(data: Mapping[str, Any], path: Path) -> Path | None:
@@ -267,12 +263,10 @@ def draw(data: Mapping[str, Any], path: Path) -> Path | None:
     foot = report.caption(data["facts"], "bfloat16, heads of the models named")
     figure, axes = report.figure(140 + 21 * sum(heights), foot, **options)
     for axis, (phase, titles) in zip(axes[:, 0], cases.items()):
-        for (contender, name), color, marker in zip(
-            PICTURED.items(), report.PALETTE, report.MARKERS
-        ):
-            rows = [
-                row for row in chosen if row["contender"] == contender and row["phase"] == phase
-            ]
+        for index, (contender, name) in enumerate(PICTURED.items()):
+            mine = [row for row in chosen if row["contender"] == contender]
+            rows = [row for row in mine if row["phase"] == phase]
+            color, marker = report.PALETTE[index], report.MARKERS[index]
             ratios = [row["over_contiguous"] for row in rows]
             heights = [titles.index(in_words(row)) for row in rows]
             axis.scatter(ratios, heights, s=34, c=color, marker=marker, label=name, zorder=3)
@@ -281,27 +275,19 @@ def draw(data: Mapping[str, Any], path: Path) -> Path | None:
         axis.set_yticks(range(len(titles)), titles, fontsize=8)
         axis.set_title(PHASES[phase], fontsize=9, loc="left")
     report.log_ticks(axes[-1, 0].xaxis)
-    axes[-1, 0].set_xlabel(
-        "time over that of SDPA on contiguous tensors: left of 1 is faster", fontsize=9
-    )
-    marks = axes[0, 0].get_legend_handles_labels()
-    figure.legend(
-        *marks, loc="outside lower center", ncols=5, fontsize=8, frameon=False, columnspacing=1.2
-    )
+    said = "time over that of SDPA on contiguous tensors: left of 1 is faster"
+    axes[-1, 0].set_xlabel(said, fontsize=9)
+    report.legend_below(figure, axes[0, 0], 5, columnspacing=1.2)
     return report.save(figure, path)
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "--device": runner.DEVICE,
-    "--phase": {"choices": list(PHASES), "nargs": "+"},
-    "--only": {"default": "", "help": 'regular expression on "heads phase case block dtype"'},
-    "--repeats": {"type": int, "help": "turns of each contender (9; 2 with --quick)"},
+    "--phase": option(choices=list(PHASES), nargs="+"),
+    "--only": option('regular expression on "heads phase case block dtype"', default=""),
+    "--repeats": option("turns of each contender (9; 2 with --quick)", type=int),
     "--threads": runner.THREADS,
-    "--flex-seconds": {
-        "type": float,
-        "default": 30.0,
-        "help": "for compiling flex_attention; 0: leave it out",
-    },
+    "--flex-seconds": option("compiling flex_attention; 0: leave it out", type=float, default=30.0),
     "--quick": runner.QUICK,
     "--results": runner.RESULTS,
 }

@@ -24,6 +24,7 @@ from benchmarks.aot import Compiled, in_processes, measure, require_compiler
 from benchmarks.chips import CHIPS
 from benchmarks.machine import facts
 from benchmarks.report import RESULTS, command_line, markdown, read, write
+from benchmarks.runner import option
 from benchmarks.tune import Problem
 
 HALF, FULL = torch.bfloat16, torch.float32
@@ -163,12 +164,11 @@ def _notes(rows: Sequence[dict[str, Any]]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
-    jobs_help = "processes that compile at the same time"
-    options: dict[str, dict[str, Any]] = {
-        "--chips": {"nargs": "+", "choices": list(CHIPS), "default": list(CHIPS)},
-        "--only": {"nargs": "+", "default": [""], "help": "cases that contain one of these"},
-        "--jobs": {"type": int, "default": 2, "help": jobs_help},
-        "--quick": runner.QUICK | {"help": f"two cases on {QUICK_CHIP}: shows that it runs"},
+    options = {
+        "--chips": option(nargs="+", choices=list(CHIPS), default=list(CHIPS)),
+        "--only": option("cases that contain one of these", nargs="+", default=[""]),
+        "--jobs": option("processes that compile at the same time", type=int, default=2),
+        "--quick": runner.flag(f"two cases on {QUICK_CHIP}: shows that it runs"),
         "--results": runner.RESULTS,
     }
     args = runner.parser_of(__doc__, options).parse_args(argv)

@@ -147,8 +147,8 @@ main = runner.Benchmark(
     options={
         "--device": runner.DEVICE,
         "--model": runner.MODEL | {"default": "qwen2.5-0.5b"},
-        "--case": {"default": "", "help": "one of your own, ROWSxTOKENS of the prompts"},
-        "--new-tokens": {"type": int, "default": 24, "help": "steps timed in each turn"},
+        "--case": runner.option("one of your own, ROWSxTOKENS of the prompts", default=""),
+        "--new-tokens": runner.option("steps timed in each turn", type=int, default=24),
     },
     only="regular expression on the case's name",
     quick={"model": "llama-tiny", "new_tokens": 4},

@@ -40,6 +40,7 @@ from benchmarks.generate_tables import COLUMNS, Result
 from benchmarks.models import SHAPES, Shape, build
 from benchmarks.peers import TITLES, Peer
 from benchmarks.roofline import Cost, call_seconds
+from benchmarks.runner import flag, option
 from benchmarks.systems import Answer, Engine, Generate, NotAvailable, SmallPool, System, quiet
 from benchmarks.workloads import WORKLOADS, Workload, equal_share
 
@@ -241,10 +242,9 @@ def floor_of(cost: Cost, limits: ceilings.Ceilings, workload: Workload) -> float
     """Seconds of one call by the roofline."""
     batch = workload.batch(0, cost.shape.vocab)
     rows = max(workload.rows_per_prompt, workload.options.get("num_beams", 1))
-    lengths = [len(prompt) for prompt in batch.prompts]
-    return call_seconds(
-        cost, limits, limits.flops["bfloat16"], lengths, batch.new_tokens, rows, workload.prefix
-    )
+    lengths, flops = [len(prompt) for prompt in batch.prompts], limits.flops["bfloat16"]
+    new = batch.new_tokens
+    return call_seconds(cost, limits, flops, lengths, new, rows, workload.prefix)
 
 
 def check(device: str, workloads: Sequence[Workload]) -> list[tuple[str, str, str]]:
@@ -263,45 +263,29 @@ def check(device: str, workloads: Sequence[Workload]) -> list[tuple[str, str, st
                 expected = timed(Generate(), model, tiny, small, 0)[1].rows
                 actual = timed(system, model, tiny, small, 0)[1].rows
                 share = equal_share(expected, actual)
-                found.append(
-                    (workload.name, name, "equal" if expected == actual else f"{share:.1%} equal")
-                )
+                outcome = "equal" if expected == actual else f"{share:.1%} equal"
             except Exception as error:
-                found.append((workload.name, name, f"failed: {type(error).__name__}: {error}"))
+                outcome = f"failed: {type(error).__name__}: {error}"
+            found.append((workload.name, name, outcome))
     return found
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "--device": runner.DEVICE,
-    "--model": {"choices": list(SHAPES), "help": "(llama-100m; llama-tiny with --quick)"},
-    "--only": {
-        "default": "",
-        "help": "workloads, for example W1,arrivals; without it all, and the memory",
-    },
-    "--no-peers": {"action": "store_true", "help": "no other way of transformers' own"},
-    "--peers": {
-        "nargs": "+",
-        "default": [],
-        "choices": list(TITLES),
-        "help": "engines for processors, each installed apart",
-    },
-    "--int8": {
-        "action": "store_true",
-        "help": "weights as 8-bit integers: torchao's, the peers' own",
-    },
-    "--batch-invariant": {
-        "action": "store_true",
-        "help": "the engine once more, with batch_invariant",
-    },
-    "--no-memory": {"action": "store_true", "help": "leave out the memory measurements"},
-    "--repeats": {
-        "type": int,
-        "help": "turns of each system in a process, whatever time they take",
-    },
-    "--minutes": {
-        "type": float,
-        "help": f"to plan with; {MINUTES:g} on a CPU, without a limit elsewhere",
-    },
+    "--model": option("(llama-100m; llama-tiny with --quick)", choices=list(SHAPES)),
+    "--only": option("such as W1,arrivals; without it all, and the memory", default=""),
+    "--no-peers": flag("no other way of transformers' own"),
+    "--peers": option(
+        "engines for processors, each installed apart",
+        nargs="+",
+        default=[],
+        choices=list(TITLES),
+    ),
+    "--int8": flag("weights as 8-bit integers: torchao's, the peers' own"),
+    "--batch-invariant": flag("the engine once more, with batch_invariant"),
+    "--no-memory": flag("leave out the memory measurements"),
+    "--repeats": option("turns of each system in a process, whatever time they take", type=int),
+    "--minutes": option(f"to plan with; {MINUTES:g} on a CPU, else without a limit", type=float),
     "--threads": runner.THREADS,
     "--quick": runner.QUICK,
     "--results": runner.RESULTS,
@@ -422,8 +406,7 @@ def measure(state: Run, model: Any, workload: Workload, peer: GenerateBatch | No
             if result.system in others and not result.problem:
                 result.add(others[result.system])
     rows = generate_tables.rows_of(found)
-    table = report.markdown(rows, state.columns).split("\n")
-    print("\n".join(table if not state.rows else table[2:]), flush=True)
+    report.show(rows, state.columns, is_first=not state.rows)
     state.rows += rows
     third, blocks = systems.get(SMALL_POOL), None
     if isinstance(third, SmallPool) and third.cache_config:
@@ -447,32 +430,21 @@ def benchmark(args: argparse.Namespace) -> None:
     facts, limits = machine.facts(args.device), ceilings.measure(args.device, args.quick)
     print("; ".join(f"{name} {value}" for name, value in facts.items()))
     if facts["tree"] != machine.CLEAN:
-        print(
-            "This is no run of a revision that others can check out: the work tree is"
-            f" {facts['tree']}."
-        )
+        print(f"No run of a revision that others can check out: the work tree is {facts['tree']}.")
     model = model_of(shape, args.device, args.int8)
     cost, state = Cost.of(model, shape), Run(args, facts, limits)
     weights = "8-bit weights in bfloat16" if args.int8 else "bfloat16"
-    print(
-        f"{limits}\n{shape.name}: {(cost.body + cost.head) / 1e6:.1f}M parameters a token,"
-        f" {weights}\n",
-        flush=True,
-    )
+    count = f"{(cost.body + cost.head) / 1e6:.1f}M parameters a token"
+    print(f"{limits}\n{shape.name}: {count}, {weights}\n", flush=True)
     if args.quick:
         print("A quick run shows that everything runs; its figures and targets say nothing.\n")
     peer: GenerateBatch | None = None
     if not args.no_peers:
         with state.part("tuning of generate_batch"):
             peer = tune(state, model, shape, args.quick)
-    print(
-        "\n".join(f"{workload.name}: {workload.title}" for workload in workloads) + "\n", flush=True
-    )
-    state.extra |= {
-        "workloads": {one.name: one.title for one in workloads},
-        "memory": [],
-        "arrivals": [],
-    }
+    print(*(f"{one.name}: {one.title}" for one in workloads), "", sep="\n", flush=True)
+    state.extra["workloads"] = {one.name: one.title for one in workloads}
+    state.extra |= {"memory": [], "arrivals": []}
     results: list[Result] = []
     try:
         for workload in workloads:
@@ -493,9 +465,8 @@ def benchmark(args: argparse.Namespace) -> None:
             print(f"\nfloat32, tiny: {checked}\n", flush=True)
         if not args.no_memory:
             with state.part("memory"):
-                state.extra["memory"] += map(
-                    asdict, kv_memory.measure(args.device, workloads, args.quick)
-                )
+                measured = kv_memory.measure(args.device, workloads, args.quick)
+                state.extra["memory"] += map(asdict, measured)
         if state.extra["memory"]:
             print(report.markdown(state.extra["memory"]), flush=True)
     finally:

@@ -292,10 +292,10 @@ main = runner.Benchmark(
     run,
     show,
     options={
-        "--runs": {"type": int, "default": 20},
-        "--seconds": {"type": float, "default": 6.0},
+        "--runs": runner.option(type=int, default=20),
+        "--seconds": runner.option(type=float, default=6.0),
         "--model": runner.MODEL | {"default": "llama-24m"},
-        "--only": {"nargs": "*", "default": list(ATTACKS), "choices": list(ATTACKS)},
+        "--only": runner.option(nargs="*", default=list(ATTACKS), choices=list(ATTACKS)),
     },
     quick={"runs": 1, "seconds": 2.0, "model": "llama-tiny"},
     facts="facts",

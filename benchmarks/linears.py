@@ -89,7 +89,7 @@ main = runner.Benchmark(
     __doc__,
     run,
     lambda data: [table(data["rows"])],
-    options={"--models": {"nargs": "+", "default": list(MODELS), "choices": list(SHAPES)}},
+    options={"--models": runner.option(nargs="+", default=list(MODELS), choices=list(SHAPES))},
     fixed={"rows": ROWS, "turns": TURNS, "num_bytes": CPU_BYTES},
     quick={"models": ["llama-tiny"], "rows": (1, 5), "turns": 1, "num_bytes": 1 << 26},
 ).main

@@ -104,7 +104,7 @@ main = runner.Benchmark(
         "rows": run(args.tokens, args.turns),
     },
     show,
-    options={"--tokens": {"type": int, "default": 32768, "help": "of the prompt"}},
+    options={"--tokens": runner.option("of the prompt", type=int, default=32768)},
     turns=5,
     quick={"tokens": 512, "turns": 1},
     facts="facts",

@@ -231,8 +231,8 @@ main = runner.Benchmark(
     show,
     options={
         "--model": runner.MODEL,
-        "--rows": {"type": int, "default": 32},
-        "--adapters": {"type": int, "default": 8},
+        "--rows": runner.option(type=int, default=32),
+        "--adapters": runner.option(type=int, default=8),
     },
     turns=9,
     fixed={"warm_ups": 2, "new_tokens": 64, "longest": 32},

@@ -233,7 +233,7 @@ main = runner.Benchmark(
     __doc__,
     run,
     show,
-    options={"--model": runner.MODEL, "--processes": {"type": int, "default": 2}},
+    options={"--model": runner.MODEL, "--processes": runner.option(type=int, default=2)},
     turns=3,
     fixed={"prompts": 32, "new_tokens": 64},
     quick={"model": "llama-tiny", "turns": 1, "prompts": 4, "new_tokens": 8},

@@ -95,6 +95,12 @@ def markdown(
     return "\n".join(lines)
 
 
+def show(rows: Iterable[Row], columns: Columns | None, is_first: bool) -> None:
+    """Prints a table, or further rows of one."""
+    lines = markdown(rows, columns).split("\n")
+    print("\n".join(lines if is_first else lines[2:]), flush=True)
+
+
 def write(
     name: str,
     facts: Row,
@@ -272,15 +278,28 @@ def grouped_bars(
     axis.grid(axis="x", color="#dddddd", linewidth=0.6)
 
 
+def marked(index: int) -> dict[str, Any]:
+    """Style of the line of a series by its number."""
+    return {"color": PALETTE[index], "marker": MARKERS[index], "markersize": 5}
+
+
+def octaves(axis: Any, ticks: Sequence[int], said: str) -> None:
+    """A horizontal axis of powers of two."""
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(ticks, [str(tick) for tick in ticks])
+    axis.set_xlabel(said)
+
+
 def title(axis: Any, said: str) -> None:
     """A title at the left of the axes."""
     axis.set_title(said, fontsize=10, loc="left")
 
 
-def legend_below(figure: Any, axis: Any, columns: int) -> None:
+def legend_below(figure: Any, axis: Any, columns: int, **options: Any) -> None:
     """A legend below all axes, of the marks of one."""
     marks = axis.get_legend_handles_labels()
-    figure.legend(*marks, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
+    style = {"loc": "outside lower center", "fontsize": 8, "frameon": False, **options}
+    figure.legend(*marks, ncols=columns, **style)
 
 
 def legend_above(axis: Any) -> None:

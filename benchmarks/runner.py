@@ -29,16 +29,24 @@ Data = dict[str, Any]
 Name = TypeVar("Name")
 Result = TypeVar("Result")
 
-MODEL: Data = {"choices": list(SHAPES), "default": "llama-100m", "help": "shape (%(default)s)"}
-DTYPE: Data = {"choices": ["bfloat16", "float32"], "default": "bfloat16"}
-DEVICE: Data = {"choices": machine.devices(), "default": "cpu"}
-THREADS: Data = {"type": int, "help": "of PyTorch; as many as it takes without it"}
-QUICK: Data = {"action": "store_true", "help": "small: only shows that it runs"}
-RESULTS: Data = {
-    "type": Path,
-    "help": "directory for the files (benchmarks/results; none with --quick)",
-}
-"""Keywords of `add_argument` for options that several benchmarks have."""
+
+def option(said: str = "", **keywords: Any) -> Data:
+    """Keywords of `add_argument`; `said`: the help."""
+    return {**keywords, "help": said}
+
+
+def flag(said: str) -> Data:
+    """An option without a value."""
+    return option(said, action="store_true")
+
+
+MODEL = option("shape (%(default)s)", choices=list(SHAPES), default="llama-100m")
+DTYPE = option(choices=["bfloat16", "float32"], default="bfloat16")
+DEVICE = option(choices=machine.devices(), default="cpu")
+THREADS = option("of PyTorch; as many as it takes without it", type=int)
+QUICK = flag("small: only shows that it runs")
+RESULTS = option("directory for the files (benchmarks/results; none with --quick)", type=Path)
+"""Options that several benchmarks have."""
 
 
 def parser_of(
@@ -110,11 +118,11 @@ class Benchmark:
     def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
         options = dict(self.options)
         if self.turns is not None:
-            help_ = "of each contender, the order alternates (%(default)s)"
-            options["--turns"] = {"type": int, "default": self.turns, "help": help_}
+            said = "of each contender, the order alternates (%(default)s)"
+            options["--turns"] = option(said, type=int, default=self.turns)
         if self.only:
-            options["--only"] = {"default": ",".join(self.known), "help": self.only}
-        options["--json"] = {"type": Path, "help": "also write the results to this file"}
+            options["--only"] = option(self.only, default=",".join(self.known))
+        options["--json"] = option("also write the results to this file", type=Path)
         parser = parser_of(self.about, {**options, "--quick": QUICK})
         parser.set_defaults(**self.fixed)
         if parser.parse_args(argv).quick:
@@ -150,11 +158,11 @@ def in_order(names: Iterable[Name], turn: int) -> list[Name]:
 
 
 def take_turns(
-    arms: Mapping[str, Callable[[int], Result]], turns: int, warm_ups: int = 0, title: str = ""
-) -> dict[str, list[Result]]:
+    arms: Mapping[Name, Callable[[int], Result]], turns: int, warm_ups: int = 0, title: str = ""
+) -> dict[Name, list[Result]]:
     """What each arm returns for the numbers of the turns, in alternating order. Warm-up turns have
     numbers below 0, and their results are left out."""
-    found: dict[str, list[Result]] = {name: [] for name in arms}
+    found: dict[Name, list[Result]] = {name: [] for name in arms}
     for turn in tqdm(range(-warm_ups, turns), desc=title, disable=None):
         for name in in_order(arms, turn):
             result = arms[name](turn)

@@ -177,7 +177,7 @@ main = runner.Benchmark(
     lambda data: [markdown(data["rows"], {column: column for column in COLUMNS})],
     options={
         "--model": runner.MODEL | {"default": "qwen2.5-0.5b"},
-        "--tokens": {"type": int, "default": 2001, "help": "of the prompt of the first row"},
+        "--tokens": runner.option("of the prompt of the first row", type=int, default=2001),
     },
     turns=5,
     only="the first or the second row alone",

@@ -89,10 +89,8 @@ def waste(size: Size) -> list[Row]:
             Row(f"memory by use, {title}", published, shown, "% of the memory", source, why, parts)
         )
     source = f"{PAPER}, figure 2 ({READ}: 61.8 to 79.6)"
-    name, shown = (
-        "memory that holds no token, best and worst reservation",
-        f"{min(empty):.1f} to {max(empty):.1f}",
-    )
+    name = "memory that holds no token, best and worst reservation"
+    shown = f"{min(empty):.1f} to {max(empty):.1f}"
     rows.append(Row(name, "60 to 80", shown, "% of the memory", source, SPREAD))
     shares = {
         sigma: [outcome.usage.percent() for outcome in found["ours", sigma]] for sigma in SIGMAS
@@ -140,17 +138,8 @@ def batch_size(size: Size) -> list[Row]:
         why = f"arithmetic: {fit} sequences of {LONGEST} fit; the last ones do not fill the batch"
         why = why if name == "Max" else SPREAD
         published, source = f"{FIGURE_13A[name]:.2f}", f"{PAPER}, figure 13a ({READ})"
-        rows.append(
-            Row(
-                f"batch size in {OPT_13B_SLOTS} slots, {shown}",
-                published,
-                ours,
-                "requests",
-                source,
-                why,
-                details,
-            )
-        )
+        title = f"batch size in {OPT_13B_SLOTS} slots, {shown}"
+        rows.append(Row(title, published, ours, "requests", source, why, details))
     said = {
         "Max": ("FasterTransformer, which reserves the longest sequence", "4 (48 over 12)"),
         "Pow2": ("Orca (Pow2)", "3 (48 over 16)"),

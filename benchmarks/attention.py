@@ -114,7 +114,7 @@ def elapsed(work: Callable[[], None], device: str) -> float:
 def measure(
     functions: dict[str, Attention], layers: int, device: str, repeats: int, seconds: float
 ) -> tuple[dict[str, list[float]], set[str]]:
-    """Seconds per call, in turns of rotating order; each turn loops over the layers for about
+    """Seconds per call, in turns of alternating order; each turn loops over the layers for about
     `seconds`, estimated from the warm-up. Also the names of the contenders captured in a graph, on
     a GPU."""
     names = list(functions)
@@ -143,8 +143,7 @@ def measure(
             works[name] = replay
             recorded.add(name)
     for repeat in range(repeats):
-        turn = repeat % len(names)
-        for name in names[turn:] + names[:turn]:
+        for name in runner.in_order(names, repeat):
             times[name].append(elapsed(works[name], device) / calls[name])
     return times, recorded
 

@@ -164,9 +164,8 @@ def by_system(rows: Iterable[Mapping[str, Any]], key: str) -> dict[str, dict[str
     values: dict[str, dict[str, float]] = {}
     for row in rows:
         if row.get(key):
-            values.setdefault(NAMES.get(row["system"], row["system"]), {})[
-                WORKLOADS[row["workload"]].title
-            ] = row[key]
+            mine = values.setdefault(NAMES.get(row["system"], row["system"]), {})
+            mine[WORKLOADS[row["workload"]].title] = row[key]
     return values
 
 
@@ -185,11 +184,8 @@ def draw_speed(rows: Sequence[Mapping[str, Any]], foot: str, path: Path) -> Path
 
 def memory_rows(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The rows of the best plain `generate` and of ours, whose peaks of K/V are compared."""
-    return [
-        row
-        for row in rows
-        if row.get("kv_mib") and (row["plain_over"] == 1 or row["system"] == "ours")
-    ]
+    held = [row for row in rows if row.get("kv_mib")]
+    return [row for row in held if row["plain_over"] == 1 or row["system"] == "ours"]
 
 
 def draw_memory(rows: Sequence[Mapping[str, Any]], foot: str, path: Path) -> Path | None:

@@ -52,8 +52,7 @@ def compare(layers: list[Tensor], rows: int, turns: int) -> dict[str, Any]:
     seconds = runner.take_turns(runner.timed(works), turns, warm_ups=1)
     faster = estimate(ratios(seconds["torch"], seconds["ours"]))
     medians = {name: round(1e3 * statistics.median(x), 2) for name, x in seconds.items()}
-    found = {"torch_ms": medians["torch"], "ours_ms": medians["ours"]}
-    return found | {"ratio": round(faster.value, 2), "interval": faster.bounds(2)}
+    return {f"{name}_ms": medians[name] for name in works} | faster.entries(2)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -73,15 +73,15 @@ class Arm:
     rows: list[list[list[int]]] = field(default_factory=list)
 
     def __call__(self, turn: int) -> Turn:
-        runner_, count = self.engine._core.get_loop().executor.runner, 0
-        run = type(runner_).run
+        model_runner, count = self.engine._core.get_loop().executor.runner, 0
+        run = type(model_runner).run
 
         def counted(*args: Any) -> Any:
             nonlocal count
             count += 1
-            return run(runner_, *args)
+            return run(model_runner, *args)
 
-        runner_.mixes_adapters, runner_.run = self.mixes, counted  # type: ignore[method-assign]
+        model_runner.mixes_adapters, model_runner.run = self.mixes, counted  # type: ignore[method-assign]
         options = {"max_new_tokens": self.new_tokens, "do_sample": False, "eos_token_id": None}
         before, results = self.engine.stats().num_adapter_loads, []
         seconds = runner.seconds_of(
@@ -89,7 +89,7 @@ class Arm:
                 self.engine.generate(self.texts[turn], options, adapter=self.adapters)
             )
         )
-        del runner_.run
+        del model_runner.run
         self.rows.append([result.token_ids for result in checked(results)])
         loads = self.engine.stats().num_adapter_loads - before
         return Turn(seconds, count, loads, self.rows[-1])

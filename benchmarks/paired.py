@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 FEWEST = 5
 """Turns below which there is no interval."""
@@ -43,6 +43,10 @@ class Estimate(NamedTuple):
 
     def text(self, digits: int) -> str:
         return f"{self.value:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
+
+    def entries(self, digits: int) -> dict[str, Any]:
+        """The entries of a row."""
+        return {"ratio": round(self.value, digits), "interval": self.bounds(digits)}
 
     def bounds(self, digits: int) -> list[float]:
         return [round(self.low, digits), round(self.high, digits)]

@@ -340,8 +340,7 @@ def row_of(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     for system in OURS:
         ratio = paired.estimate(paired.ratios(seconds[system], seconds["plain"]))
         row[system] = {
-            "ratio": round(ratio.value, 3),
-            "interval": ratio.bounds(3),
+            **ratio.entries(3),
             "equal": all(each[system]["equal"] for each in found),
             "road": found[0][system]["road"],
         }

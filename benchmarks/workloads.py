@@ -163,10 +163,8 @@ def sharegpt_like(num_requests: int, scale: float, vocab: int, repeat: int = 0) 
     log-normal with means of 161 in and 338 out, at most 2048 each, times `scale`. Another `repeat`
     has other words and the same lengths.
     """
-    draw, words = (
-        random.Random("sharegpt"),
-        random.Random(f"sharegpt words {repeat or ''}".rstrip()),
-    )
+    draw = random.Random("sharegpt")
+    words = random.Random(f"sharegpt words {repeat or ''}".rstrip())
 
     def length(mean: float, sigma: float) -> int:
         # exp(mu + sigma^2 / 2) is the mean of a log-normal
@@ -200,10 +198,8 @@ def left_padded(prompts: list[list[int]], device: Any) -> dict[str, torch.Tensor
     """`[rows, longest]` int64 ids and mask."""
     width = max(map(len, prompts))
     ids = torch.tensor([[PAD] * (width - len(row)) + row for row in prompts], device=device)
-    mask = torch.tensor(
-        [[0] * (width - len(row)) + [1] * len(row) for row in prompts], device=device
-    )
-    return {"input_ids": ids, "attention_mask": mask}
+    mask = [[0] * (width - len(row)) + [1] * len(row) for row in prompts]
+    return {"input_ids": ids, "attention_mask": torch.tensor(mask, device=device)}
 
 
 def equal_share(expected: list[list[int]], actual: list[list[int]]) -> float:

@@ -66,7 +66,9 @@ class Trace:
     @classmethod
     def make(cls, device: str, quick: bool, vocab: int, rate: float, repeat: int) -> Trace:
         """On a CPU lengths are an eighth and requests fewer, to bound the run time."""
-        count, scale = (8, 0.05) if quick else (40, 0.125) if device == "cpu" else (256, 1.0)
+        count, scale = (40, 0.125) if device == "cpu" else (256, 1.0)
+        if quick:
+            count, scale = 8, 0.05
         times = poisson_times(count, rate) if rate != float("inf") else [0.0] * count
         return cls(sharegpt_like(count, scale, vocab, repeat), times)
 

@@ -208,7 +208,9 @@ def run(
         found = rows_of(setting, times, problems, limits)
         for row in found if is_gpu else ():
             is_recorded = row["contender"] in recorded
-            row["timed"] = ("a graph" if is_recorded else "calls") if "us" in row else None
+            row["timed"] = None
+            if "us" in row:
+                row["timed"] = "a graph" if is_recorded else "calls"
         report.show(found, columns, is_first=not rows)
         rows += found
         if args.results:

@@ -166,7 +166,9 @@ def lora_rows(runs: Sequence[Data]) -> list[dict[str, Any]]:
             if name == MIXED:
                 line[title] += f", at least {target:g}: {paired.said(faster.high >= target)}"
         told = {row["equal"] for row in rows} - {""}
-        line["tokens as alone"] = ("equal" if told == {"yes"} else "NOT equal") if told else ""
+        line["tokens as alone"] = ""
+        if told:
+            line["tokens as alone"] = "equal" if told == {"yes"} else "NOT equal"
         found.append(line)
     return found
 

@@ -333,6 +333,31 @@ class Varlen(Peer):
         return call
 
 
+class AtenFlash(Peer):
+    """torch's FlashAttention over one contiguous slot per row, with the lengths on the device."""
+
+    name, cuda = "aten flash, contiguous", True
+
+    def prepare(self, data: Data) -> Attention:
+        case, query = data.setting.case, data.query.transpose(1, 2).flatten(0, 1)
+        batch = len(case.seq_lens)
+        rows, slots = (
+            _starts([size] * batch, query.device) for size in (case.query_len, case.longest)
+        )
+        options = dict(scale=data.scale, seqused_k=data.step.on_device.seq_lens)
+        sizes = (rows, slots, case.query_len, case.longest, 0.0, case.query_len > 1, False)
+        # [layers, 2, batch * longest, kv_heads, D]
+        contiguous = data.padded.transpose(3, 4).contiguous().flatten(2, 3)
+
+        def call(layer: int) -> Tensor:
+            out = torch.ops.aten._flash_attention_forward(
+                query, *contiguous[layer], *sizes, **options
+            )[0]
+            return out.view(data.query.transpose(1, 2).shape)
+
+        return call
+
+
 def _starts(counts: list[int], device: torch.device) -> Tensor:
     """`[0, counts[0], counts[0] + counts[1], ...]`, int32."""
     return F.pad(torch.tensor(counts).cumsum(0), (1, 0)).int().to(device)
@@ -361,5 +386,6 @@ def time_limit(seconds: float) -> Iterator[None]:
 def peers(quick: bool, flex_seconds: float) -> list[Peer]:
     """All peers: the contiguous ideal, ours, then the others."""
     ours = [Ours(""), *(Ours(name) for name in backends.BACKENDS), Quantized()]
-    rest = [Flex(0 if quick else flex_seconds), FlashAttention(), FlashInfer(), Varlen()]
+    rest = [Flex(0 if quick else flex_seconds), FlashAttention(), FlashInfer()]
+    rest += [Varlen(), AtenFlash()]
     return [Contiguous(), *ours, Transformers("sdpa"), Transformers("eager"), *rest]

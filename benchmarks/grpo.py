@@ -135,17 +135,19 @@ def measure(args: argparse.Namespace, prompts: int) -> dict[str, Any]:
     model.__class__ = Timed
     weights = copy.deepcopy(model.state_dict())
     answers: list[Any] = []
+    routes: dict[str, Any] = {}
 
     def rollouts(system: str) -> tuple[float, float]:
         model.load_state_dict(weights)
         *seconds, found = train(model, shape, system, prompts, args.new_tokens, args.length)
         answers.append(found)
+        routes[system] = hf_paged.last_route(model)
         return seconds[0], seconds[1]
 
     arms = {system: (lambda turn, system=system: rollouts(system)) for system in SYSTEMS}
     turns = runner.take_turns(arms, args.turns, warm_ups=1, title=args.model)
     hf_paged.check_integrity(model)
-    route = hf_paged.last_route(model)
+    route = routes["generate_batch"]
     row: dict[str, Any] = {
         "model": args.model,
         "dtype": "float32",

@@ -97,7 +97,6 @@ TESTED = (
     "fp8_e4m3-store-128",
     "fp8_e4m3-decode-512-64",
     "lora rank 128 bfloat16",
-    "fused-rmsnorm-4096-bf16",
     "hash",
     "copy-words",
 )

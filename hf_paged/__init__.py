@@ -80,8 +80,8 @@ if not _is_command():
     from .model.registry import free as free
     from .model.registry import last_route as last_route
     from .model.registry import memory_stats as memory_stats
-    from .ranks.leader import serve_rank as serve_rank
-    from .ranks.processes import RankLostError as RankLostError
+    from .model.sharding import RankLostError as RankLostError
+    from .model.sharding import serve_rank as serve_rank
 
     _install_of_environment()
 

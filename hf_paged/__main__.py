@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from . import __version__
+from . import __version__, rooms
 
 try:
     from . import config
@@ -196,6 +196,7 @@ def versions() -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Replaces this process by the program, or prints the error and exits with 2; prints help
     without a command."""
+    rooms.require("tools", "`python -m hf_paged`")
     if arguments is None:
         arguments = sys.argv[1:]
     if arguments[:1] == ["inspect"]:

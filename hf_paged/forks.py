@@ -3,13 +3,20 @@ threads held are reset there, and objects drop what those threads left half chan
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import threading
 import weakref
 from typing import Any
 
+from .topics import Topic
+
+logger = logging.getLogger(__name__)
+
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 _survivors: weakref.WeakSet[Any] = weakref.WeakSet()
+_shared: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def lock() -> threading.Lock:
@@ -33,6 +40,20 @@ def in_child(survivor: Any) -> None:
     _survivors.add(survivor)
 
 
+def around(owner: Any) -> None:
+    """Makes forks call `owner.before_fork()`, and after it `owner.after_in_parent()` or
+    `owner.after_in_child()`: before other objects of the child change, which may drop this one."""
+    _shared.add(owner)
+
+
+def _tell(name: str) -> None:
+    for owner in list(_shared):
+        try:
+            getattr(owner, name)()
+        except Exception:  # must not keep the others from theirs
+            logger.exception(Topic.MEMORY("blocks of a child process may be lost"))
+
+
 def _after_fork() -> None:
     freed = set()
     for lock in list(_locks):
@@ -41,9 +62,14 @@ def _after_fork() -> None:
         else:
             lock._at_fork_reinit()  # as the standard library does
             freed.add(lock)
+    _tell("after_in_child")
     for survivor in list(_survivors):
         survivor.after_fork(freed)
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(
+        before=functools.partial(_tell, "before_fork"),
+        after_in_parent=functools.partial(_tell, "after_in_parent"),
+        after_in_child=_after_fork,
+    )

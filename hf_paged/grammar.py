@@ -42,14 +42,11 @@ class Grammars:
         options: RequestOptions,
         tokenizer: Any,
         model: PreTrainedModel,
-    ) -> GrammarProcessor | None:
-        """Returns the logits processor for a request's `schema`, `regex` or `grammar`; `None`
-        without any. Raises `ValueError` for more than one, for one that is too long or cannot be
-        compiled, and without a tokenizer; `ImportError` without xgrammar."""
-        constraint = _constraint_of(options)
-        if constraint is None:
-            return None
-        name, value = constraint
+    ) -> GrammarProcessor:
+        """Returns the logits processor for a request's `schema`, `regex` or `grammar`. Raises
+        `ValueError` for more than one, for one that is too long or cannot be compiled, and without
+        a tokenizer; `ImportError` without xgrammar."""
+        name, value = _constraint_of(options)
         if tokenizer is None:
             raise ValueError(f"`{name}` is about text: make the engine with `tokenizer=`")
         config = model.config.get_text_config(decoder=True)
@@ -82,13 +79,10 @@ class Grammars:
         return cached[2]
 
 
-def _constraint_of(options: RequestOptions) -> tuple[str, Any] | None:
-    """Returns the name and the value of a request's constraint; `None` without any. Raises
-    `ValueError`."""
+def _constraint_of(options: RequestOptions) -> tuple[str, Any]:
+    """Returns the name and the value of a request's constraint. Raises `ValueError`."""
     given = {name: getattr(options, name) for name in NAMES}
     given = {name: value for name, value in given.items() if value is not None}
-    if not given:
-        return None
     if len(given) > 1:
         raise ValueError(
             f"{', '.join(f'`{name}`' for name in given)} exclude one another: pass one of them"

@@ -25,7 +25,7 @@ from transformers.utils import logging
 
 from .cache.block_sizes import BlockSizes, Choice, Costs
 from .cache.free_memory import free_bytes
-from .cache.groups import GroupSpec
+from .cache.groups import GroupSpec, group_label
 from .cache.storage import KVBlocks
 from .config import AUTO, KV_DTYPES, PagedConfig
 from .kernels.costs import find_costs
@@ -39,7 +39,7 @@ from .tools.models import (
     saved_generation_config,
     stores_latents,
 )
-from .tools.pictures import format_bytes, group_label
+from .tools.pictures import format_bytes
 
 
 @dataclass(frozen=True)

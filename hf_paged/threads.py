@@ -62,7 +62,8 @@ def wait(condition: threading.Condition, lock: threading.RLock, seconds: float) 
 _step_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 
 
-def step_lock(model: nn.Module) -> threading.RLock:
+def step_lock(model: nn.Module, whole: nn.Module | None = None) -> threading.RLock:
     """Returns the model's lock, held from scheduling to the end of a forward and while the model's
-    state is read: all callers share its adapters."""
-    return _step_locks.setdefault(model, forks.rlock())
+    state is read: all callers share its adapters. A model that shares modules with another
+    (`whole`) gets the other's lock."""
+    return _step_locks.setdefault(model, forks.rlock() if whole is None else step_lock(whole))

@@ -20,7 +20,6 @@ from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine, PrefixTiers, threads
-from hf_paged.adapters.files import AdapterStore
 from hf_paged.attention.backends import cpp
 from hf_paged.cache import idle
 from tests.support import limits, models
@@ -96,10 +95,15 @@ def test_tiers_write_once_there_are_threads(threadless: pytest.MonkeyPatch, tmp_
         store: Any = engine._core.loop.blocks.tier  # type: ignore[union-attr]
         engine.free()  # evicts all blocks
         store.wait()
-        assert bool(store._unwritten) == is_threadless and bool(store.disk_bytes) != is_threadless
+        assert (
+            bool(store._unwritten) == is_threadless
+            and bool(store.counts().disk_bytes) != is_threadless
+        )
 
 
 def test_an_adapter_is_loaded_by_the_step_that_needs_it(threadless: pytest.MonkeyPatch) -> None:
+    from hf_paged.adapters.files import AdapterStore
+
     store: Any = AdapterStore(torch.nn.Linear(1, 1))
     file: Any = type("File", (), {"path": "a"})()
     store.prefetch([file])

@@ -55,7 +55,7 @@ PYTHON_ELSEWHERE = {
 COMMANDS_ELSEWHERE = {
     "python3 -m venv": "an installation: .ci/run",
     "pip install": "an installation: .ci/run",
-    "python -m hf_paged run": "starts programs of others: tests/test_run.py, tests/ecosystem",
+    "python -m hf_paged run": "starts programs of others: tests/tools/test_run.py, tests/ecosystem",
     "curl": "needs a server: tests/ecosystem/test_ray.py",
     "accelerate launch": "tests/test_examples.py",
     "torchrun": "tests/ranks/test_ranks.py",

@@ -16,7 +16,7 @@ from benchmarks.models import SHAPES, build
 from benchmarks.roofline import Cost
 from benchmarks.systems import Answer, Engine, Generate, System, quiet
 from benchmarks.workloads import WORKLOADS, Workload
-from hf_paged.batching.execution import graphs
+from hf_paged.tape import graphs
 
 LLAMA, QWEN, TINY = "llama-3.1-8b", "qwen3-0.6b", "llama-tiny"
 TURNS = 3

@@ -29,7 +29,7 @@ from benchmarks.workloads import left_padded
 from tests.support.kernels import aot, variants
 
 MODELS = ("llama-3.1-8b", "qwen3-0.6b")  # both with eight K/V heads of 128
-CASES = ("fused", "hash", "copy", "int8")  # beginnings of `AotCase` names
+CASES = ("hash", "copy", "int8")  # beginnings of `AotCase` names
 KEY_FILE = "triton_key.txt"
 FAKE_CHIP = "sm_90"
 SECONDS = 60.0  # of one job

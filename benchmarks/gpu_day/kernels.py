@@ -13,7 +13,6 @@ from typing import Any
 import numpy
 import torch
 from packaging import version
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from benchmarks.gpu_day.record import Record, Skipped, first_lines, warnings_logged
 from benchmarks.workers import Lost, in_workers
@@ -25,7 +24,7 @@ from hf_paged.kernels.triton import MAX_QUERIES
 from tests.attention.test_backends import TOLERANCE, Call, Case, build
 from tests.kernels.triton import test_cascade, test_copy, test_hash, test_lora, test_store
 from tests.support.attention import attend
-from tests.support.kernels.device import DEVICE, on_device
+from tests.support.kernels.device import on_device
 
 TRITON = metadata.version("triton")
 HALF, SINGLE = torch.bfloat16, torch.float32
@@ -160,20 +159,6 @@ def hashing(is_fake: bool) -> None:
     assert hash_all(tensors).tolist() == [hash_portable(tensor).tolist() for tensor in tensors]
 
 
-def fused(is_fake: bool) -> None:
-    """A residual and a norm, recorded and run again as one kernel, on other numbers."""
-    from hf_paged.tape.device import DeviceTape
-
-    norm = LlamaRMSNorm(96).to(DEVICE, HALF)
-    x, y, output = (torch.randn(3, 96, dtype=HALF).to(DEVICE) for _ in range(3))
-    with torch.no_grad():
-        tape = DeviceTape.record(lambda: output.copy_(norm(x + y)), x.device)
-        x.mul_(-2)
-        tape.replay(spoils=True)
-        torch.testing.assert_close(output, norm(x + y), atol=2e-2, rtol=2e-2)
-    assert tape.num_launches == 1, f"{tape.num_launches} launches"
-
-
 RANGES = [(2, 21, 4), (21, 22, 17), (25, 43, 8)]
 STORE: dict[str, Any] = dict(
     heads=3, key_dim=40, value_dim=9, block=16, transposed=False, slot_dtype=torch.int64
@@ -190,7 +175,6 @@ CASES: dict[str, Callable[[bool], None]] = {
     "prefill d64 float32, starts": functools.partial(
         attention, queries=33, seq_lens=(300, 257), dtype=SINGLE
     ),
-    "fused operations": fused,
     "cascade": lambda _: test_cascade.test_shared_prefixes_give_what_plain_decode_gives(
         HALF, False, 3
     ),

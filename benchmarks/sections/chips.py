@@ -31,7 +31,7 @@ def compiled(data: Data) -> str:
                 )
     said = flow(
         f"""**Triton kernels, compiled without a GPU**, `{data["command"]}`: attention of decodes and prompts for
-        heads of 64 to 576, quantized blocks, shared prefixes, stores, merges, copies, hashes, LoRA, fused operations.
+        heads of 64 to 576, quantized blocks, shared prefixes, stores, merges, copies, hashes, LoRA.
         Nothing has run. Registers and instructions of each kernel:
         [{COMPILED}.md](../benchmarks/results/{COMPILED}.md)."""
     )

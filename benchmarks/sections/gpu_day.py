@@ -105,19 +105,19 @@ PREDICTIONS = (
     Prediction(
         "d",
         f"a token of one row, {QWEN}",
-        "1.2 to 1.6 ms (2.5 to 3 with 56 launches a layer, before small operations were fused)",
+        "2.5 to 3 ms (56 launches a layer)",
         step(QWEN, 1, 16),
     ),
     Prediction(
         "d",
         f"a token of one row, {LLAMA}",
-        "4.6 to 5.2 ms (6 to 6.5 with 40 launches a layer)",
+        "6 to 6.5 ms (40 launches a layer)",
         step(LLAMA, 1, 16),
     ),
     Prediction(
         "d",
         f"a step of 64 rows of 2048 tokens, {LLAMA}",
-        "8.5 to 9.2 ms (22 to 24 with rows of 8192)",
+        "8.5 to 9.2 ms with small operations fused, as then (22 to 24 with rows of 8192)",
         step(LLAMA, 64, 2048),
     ),
     Prediction(

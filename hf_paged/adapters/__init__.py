@@ -1,0 +1,17 @@
+"""LoRA adapters of PEFT for a model's requests: rows with different ones share packed forwards, and
+those in folders take memory of the block pool. Implements `seams.AdaptersRoom`; imports no other
+room."""
+
+from .files import resolve_adapter
+from .loop_adapters import LoopAdapters as make_adapters
+from .peft_models import check_served, check_wrapped, has_activated, row_adapters, use_adapter
+
+__all__ = [
+    "check_served",
+    "check_wrapped",
+    "has_activated",
+    "make_adapters",
+    "resolve_adapter",
+    "row_adapters",
+    "use_adapter",
+]

@@ -13,7 +13,6 @@ import os
 import threading
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 
 from ..cache.free_memory import free_bytes
 from ..kernels.lora import LoraWeights
+from ..seams import ResolvedAdapter
 from ..threads import start
 from .peft_models import (
     BASE,
@@ -63,22 +63,23 @@ class AdapterFile(NamedTuple):
     num_bytes: int  # of its weights in float32
 
 
-def resolve_adapter(model: nn.Module, name: str | None) -> str | AdapterFile | None:
+def resolve_adapter(model: nn.Module, name: str | None, takes_ids: bool) -> ResolvedAdapter:
     """Resolves the name in a request: an adapter of the model, else one in a folder saved by PEFT.
     Raises [`AdapterError`]."""
     check_served(model, name)
     if name is None:
-        return None
+        return ResolvedAdapter()
     is_folder = not has_adapter(model, name) and os.path.isfile(os.path.join(name, CONFIG))
     check_adapter(model, BASE if is_folder else name)
-    return read_adapter_file(name) if is_folder else name
-
-
-def adapter_namespace(adapter: Hashable) -> Hashable:
-    """The adapter's namespace in the prefix cache, the same in every process."""
-    if not isinstance(adapter, AdapterFile):
-        return adapter
-    return (adapter.path, adapter.version)
+    if not is_folder:
+        return ResolvedAdapter(name, name)
+    file = read_adapter_file(name)
+    if not takes_ids:
+        raise ValueError(
+            f"`adapter` {file.path!r} is loaded on demand, which serves prompts of token ids"
+            " alone: load it with PEFT's `model.load_adapter(folder, name)`, and pass the name"
+        )
+    return ResolvedAdapter(file, (file.path, file.version), file.num_bytes)
 
 
 def read_adapter_file(name: str) -> AdapterFile:

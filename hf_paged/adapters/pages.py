@@ -29,7 +29,9 @@ class AdapterPages:
     are cached, in one LRU order with cached prefixes, and the adapter is evicted with the first of
     them. Call under the memory's lock."""
 
-    def __init__(self, blocks: BlockManager) -> None:
+    def __init__(
+        self, blocks: BlockManager, on_evict: Callable[[], Callable[[Any], None] | None]
+    ) -> None:
         self._blocks = blocks
         self._group: int | None = None  # the first with keys and values
         for number, group in enumerate(blocks.groups):
@@ -38,11 +40,10 @@ class AdapterPages:
                 break
         self._pages: dict[Hashable, _Pages] = {}
         self._owners: dict[int, Hashable] = {}  # adapter by block id
-        # called with each evicted adapter
-        self.on_evict: Callable[[Any], None] = lambda adapter: None
+        self._on_evict = on_evict  # returns what is called with each evicted adapter
         # avoids a cycle: a pool is freed with its last user, not by the garbage collector
         itself = weakref.ref(self)
-        self._on_evict = lambda block_id: (
+        self._on_evict_block = lambda block_id: (
             None if (pages := itself()) is None else pages._evicted(block_id)
         )
         # admitted requests with a resident adapter; evicted adapters
@@ -119,12 +120,11 @@ class AdapterPages:
         of the pool must follow."""
         gone, self._pages, self._owners = self._pages, {}, {}
         if self._group is not None:
-            self._blocks.groups[self._group].pool.drop_all(self._on_evict)
+            self._blocks.groups[self._group].pool.drop_all(self._on_evict_block)
         for adapter, pages in gone.items():
             for table in pages.blocks.tables:
                 table.block_ids = []
-            self.num_evictions += 1
-            self.on_evict(adapter)
+            self._note_eviction(adapter)
 
     @property
     def _table(self) -> int:
@@ -152,7 +152,7 @@ class AdapterPages:
         self._hold(pages, ids)
         for block_id in ids:
             self._owners[block_id] = adapter
-            pool.keep(block_id, self._on_evict)
+            pool.keep(block_id, self._on_evict_block)
         return True
 
     def _hold(self, pages: _Pages, ids: list[int]) -> None:
@@ -178,5 +178,10 @@ class AdapterPages:
         for block_id in ids:
             del self._owners[block_id]
         del self._pages[adapter]
+        self._note_eviction(adapter)
+
+    def _note_eviction(self, adapter: Hashable) -> None:
         self.num_evictions += 1
-        self.on_evict(adapter)
+        on_evict = self._on_evict()
+        if on_evict is not None:
+            on_evict(adapter)

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 from transformers.pytorch_utils import Conv1D
 
+from ..batching.request import Request, RowsError
 from ..config import meant
 from ..interrupts import restoring
 from ..kernels.lora import LoraWeights
+from ..seams import ForwardContext
 from ..topics import Topic, TopicError
 from .shards import is_split, local, local_weights
 
@@ -25,12 +26,15 @@ _STATE = {"_active_adapter", "_disable_adapters"}  # of PEFT's layers
 _NAMES = "adapter_names"  # keyword by which PEFT passes each row's adapter to its layers
 
 
-class AdapterError(TopicError, ValueError):
+class AdapterError(RowsError, TopicError, ValueError):
     topic = Topic.ADAPTERS
 
     def __init__(self, adapter: Hashable, message: str) -> None:
         super().__init__(message)
         self.adapter = adapter
+
+    def concerns(self, request: Request) -> bool:
+        return request.adapter == self.adapter
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.adapter, str(self))
@@ -63,48 +67,18 @@ class Adapter:
 NO_ADAPTER = Adapter((BASE, -1), {})  # the base model alone
 
 
-def base_model(model: Any) -> Any:
-    """The transformers model inside wrappers of `torch.compile`, PEFT and data parallelism, or the
-    model itself. Raises `ValueError` for FSDP's, and [`AdapterError`] for adapters that PEFT's own
-    `generate` computes and that cannot be inactive."""
-    base = model
-    configs = _configs(model)
-    while (inner := _wrapped(base)) is not None:
-        base = inner
-        configs = configs | _configs(inner)
+def check_wrapped(levels: Sequence[Any]) -> None:
+    """Raises [`AdapterError`] for adapters that PEFT's own `generate` computes and that cannot be
+    inactive; `levels`: a model and its wrappers, from the outside."""
+    configs: dict[str, Any] = {}
+    for level in levels:
+        configs |= _configs(level)
     for name, config in configs.items():
         # prompt learning and X-LoRA have no layers of these names, in which `check_served` sees
         # whether they are active
-        reason = None if has_adapter(base, name) else wrapper_reason(config)
+        reason = None if has_adapter(levels[-1], name) else wrapper_reason(config)
         if reason is not None:
             raise AdapterError(name, f"adapter {name!r} {reason}")
-    return base
-
-
-def _wrapped(model: Any) -> Any:
-    """The model in this wrapper; `None` if it is no wrapper."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    kinds: tuple[Any, ...] = ()
-    if fsdp is not None:
-        kinds = (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
-    is_module = isinstance(model, nn.Module)
-    if is_module and any(isinstance(module, kinds) for module in model.modules()):
-        raise ValueError(
-            f"`model` is a {type(model).__name__} that FSDP has sharded: all processes must run its"
-            " forwards together, but an engine schedules its own. Call `model.generate(...,"
-            ' cache_implementation="paged", synced_gpus=True)` in each process'
-        )
-    compiled = getattr(model, "_orig_mod", None)
-    if compiled is not None:
-        return compiled
-    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        return model.module
-    if hasattr(model, "get_base_model"):
-        return model.get_base_model()
-    # `PeftMixedModel` has no such method
-    if _is_of_peft(model) and "base_model" in model._modules:
-        return model.base_model.model
-    return None
 
 
 def _configs(model: Any) -> dict[str, Any]:
@@ -120,7 +94,7 @@ def wrapper_reason(config: Any) -> str | None:
         reason = (
             f"is prompt learning ({kind}): its virtual tokens are made by PEFT's own `generate`"
         )
-    elif is_activated(config):
+    elif _is_activated(config):
         reason = (
             f"begins at its `alora_invocation_tokens` ({kind}), which PEFT's own `generate` finds"
             " in the prompt"
@@ -137,14 +111,14 @@ def wrapper_reason(config: Any) -> str | None:
     return f"{reason}. Call {call} instead of an engine or `generate_batch`"
 
 
-def is_activated(config: Any) -> bool:
+def _is_activated(config: Any) -> bool:
     """Whether this PEFT config is of an activated LoRA (aLoRA), which adds to the tokens from its
     invocation on."""
     return bool(getattr(config, "alora_invocation_tokens", None))
 
 
 def has_activated(model: nn.Module) -> bool:
-    return any(map(is_activated, _configs(model).values()))
+    return any(map(_is_activated, _configs(model).values()))
 
 
 def check_served(model: nn.Module, name: Hashable) -> None:
@@ -239,13 +213,20 @@ def check_adapter(model: nn.Module, name: str) -> list[Any]:
     return layers
 
 
+class NamedContext(ForwardContext):
+    """All rows run with one adapter of the model."""
+
+    def __init__(self, name: str) -> None:
+        self.variant = self.names = name
+
+
 @restoring
-def use_adapter(model: nn.Module, name: Hashable) -> Iterator[None]:
+def use_adapter(model: nn.Module, name: Hashable) -> Iterator[NamedContext | None]:
     """Within it, forwards of `model` run with its adapter `name` (`"__base__"`: with none; `None`,
     or no string: as the model is). Raises [`AdapterError`]. Unlike PEFT's `set_adapter` it leaves
     `requires_grad` alone."""
     if not isinstance(name, str):
-        yield
+        yield None
         return
     layers = check_adapter(model, name)
     saved = []
@@ -258,7 +239,7 @@ def use_adapter(model: nn.Module, name: Hashable) -> Iterator[None]:
             layer._disable_adapters = name == BASE
             if name != BASE:
                 layer._active_adapter = [name]
-        yield
+        yield NamedContext(name)
     finally:
         for layer, state in saved:
             for key in _STATE - state.keys():
@@ -377,9 +358,6 @@ def _tensors(layer: Any, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
     return a.weight, b.weight, b.bias
 
 
-# -- `adapter_names` of PEFT's `generate` --------------------------------------------------------
-
-
 def _names_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, int, Any]]:
     for module in model.modules():
         hooks = list(module._forward_pre_hooks.items())
@@ -388,25 +366,20 @@ def _names_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, int, Any]]:
                 yield module, number, hook
 
 
-def adapter_names(model: nn.Module) -> list[str] | None:
-    """The adapter names of the rows of the running `generate` call, as PEFT got them; `None` if it
-    got none."""
-    row_names = None
-    # after a failed call PEFT leaves its hooks, before those of the next call
-    for _, _, hook in _names_hooks(model):
-        row_names = list(hook.keywords[_NAMES])
-    return row_names
-
-
 @restoring
-def without_adapter_names(model: nn.Module) -> Iterator[None]:
+def row_adapters(model: nn.Module) -> Iterator[list[str] | None]:
     """Within it, PEFT's layers do not get `adapter_names`, which they can only apply to rows of a
-    padded batch."""
+    padded batch. Enters with the names of the running `generate` call's rows, as PEFT got them;
+    `None` if it got none."""
     removed = list(_names_hooks(model))
+    names = None
+    # after a failed call PEFT leaves its hooks, before those of the next call
+    for _, _, hook in removed:
+        names = list(hook.keywords[_NAMES])
     for module, number, _ in removed:
         del module._forward_pre_hooks[number]
     try:
-        yield
+        yield names
     finally:
         for module, number, hook in removed:
             module._forward_pre_hooks[number] = hook

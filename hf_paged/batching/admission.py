@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Hashable
 from typing import Any
 
@@ -11,9 +10,10 @@ from transformers import PreTrainedModel
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
 from ..model.layout import Layout
-from ..ranks.processes import is_sharded
+from ..rooms import room
+from ..seams import EngineParts, SpeculationRoom
 from ..topics import Topic
-from .arguments import RequestOptions, ServedByGenerateError
+from .arguments import ServedByGenerateError, option_for_drafts
 from .execution.prompts import Prompts
 from .factory import (
     check_prompts,
@@ -21,7 +21,6 @@ from .factory import (
     how_rows_join,
     max_positions,
     not_invariant,
-    reason_against_assistance,
     reason_against_rows,
 )
 from .generation import RequestState
@@ -31,9 +30,12 @@ class Admission:
     """Requests of one model whose state stays as it is: checks of prompts with inputs run once.
     `empty`: the model's empty cache."""
 
-    def __init__(self, model: PreTrainedModel, config: PagedConfig, empty: PagedCache) -> None:
+    def __init__(
+        self, model: PreTrainedModel, config: PagedConfig, parts: EngineParts, empty: PagedCache
+    ) -> None:
         self._model = model
         self._config = config
+        self._parts = parts
         self._empty = empty
         self._verdicts: dict[Hashable, Any] = {}  # of checks of prompts with inputs
 
@@ -102,8 +104,9 @@ class Admission:
         layout: Layout,
         takes_drafts: bool,
     ) -> None:
-        """Sets or clears the request's assistance. `takes_drafts`: whether the loop's forwards
-        verify drafts. Raises `ValueError` if the request asks for assistance that cannot run."""
+        """Clears the request's assistance unless its row is drafted for. `takes_drafts`: whether
+        the loop's forwards verify drafts. Raises `ValueError` if the request asks for assistance
+        that cannot run."""
         assistance = state.assistance
         config = state.decoding.config
         assert assistance is not None
@@ -112,29 +115,16 @@ class Admission:
             reason = Topic.INPUTS("the prompt is more than token ids")
         elif reason is None and not takes_drafts:
             reason = Topic.ASSISTED("rotary factors depend on a row's length")
-        if assistance.is_asked_for(config):
-            reason = reason or reason_against_assistance(self._model, config, assistance)
+        option = option_for_drafts(config, assistance.model)
+        if option is not None:
+            if reason is None:
+                speculation: SpeculationRoom = room("speculation", f"`{option}`")
+                reason = speculation.reason_against(self._model, config, assistance)
             if reason is not None:
                 raise ValueError(
                     f"the engine cannot assist this request: {reason}. Leave out `assistant_model`,"
                     " `prompt_lookup_num_tokens` and the like, or call `generate` with one row"
                 )
-        state.assistance = None
-        if reason is None:
-            state.assistance = dataclasses.replace(
-                assistance, ngrams=self._config.speculation == "ngram"
-            )
-
-
-def check_led(options: RequestOptions) -> None:
-    """Raises `ValueError` for requests that an engine over several processes does not serve."""
-    if options.inputs is not None:
-        raise ValueError(
-            "`inputs` beside token ids are not served by an engine whose model is in shards over"
-            ' several processes: call `model.generate(..., cache_implementation="paged")` in each'
-            " of them"
-        )
-    if options.assistant_model is not None and is_sharded(options.assistant_model):
-        raise ValueError(
-            "`assistant_model` is in shards over several processes: load it in process 0 alone"
-        )
+        asks = option or self._config.speculation or self._parts.drafter
+        if reason is not None or asks is None:
+            state.assistance = None

@@ -55,6 +55,27 @@ class RequestOptions:
     assistant_tokenizer: Any = None
 
 
+@dataclass(frozen=True)
+class Assistance:
+    """Arguments of assisted generation that a caller passes beside the generation config."""
+
+    model: Any = None  # a smaller `PreTrainedModel`
+    tokenizer: Any = None  # the target's, if the assistant's differs
+    assistant_tokenizer: Any = None
+
+
+def option_for_drafts(config: Any, assistant: Any = None) -> str | None:
+    """Returns the option for which transformers would run assisted generation; `None` without
+    any."""
+    options = {
+        "assistant_model": assistant,
+        "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens,
+        "assistant_early_exit": config.assistant_early_exit,
+        "use_mtp": config.use_mtp or None,
+    }
+    return next((name for name, value in options.items() if value is not None), None)
+
+
 def asked_new_tokens(generation_config: Any) -> int:
     """The `max_new_tokens` of a request's config or options; 1 if they name none."""
     options = generation_config

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Generator, Hashable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..adapters.files import adapter_namespace, resolve_adapter
-from ..adapters.peft_models import base_model
 from ..cache.free_memory import trim
+from ..cache.storage import fit_blocks
 from ..config import PagedConfig
 from ..interrupts import guarded
 from ..model.forwards import compute_device
 from ..model.loading import load_model, load_tokenizer
-from ..seams import DEFAULT_PARTS, EngineParts
-from ..tiers.saved_prefixes import load, save, saved_to
-from ..tiers.store import check_tiers
-from ..virtual.storage import fit_blocks
+from ..model.registry import check_tiers
+from ..model.wrappers import base_model, resolve_adapter
+from ..rooms import room
+from ..seams import DEFAULT_PARTS, EngineParts, TiersRoom
 from .arguments import (
     RequestOptions,
     check_config,
@@ -32,7 +31,7 @@ from .arguments import (
 from .engine_core import EngineCore
 from .engine_reports import EngineReports
 from .execution.executor import Window
-from .prompt_forms import Prompt, prompt_ids, split_inputs
+from .prompt_forms import Prompt
 from .results import RequestOutput, RequestResult
 from .streams import RequestStream
 
@@ -433,25 +432,18 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
             OutOfBlocksError: if the pool cannot hold the prompt.
             OSError: if the file cannot be written.
         """
-        text, inputs = split_inputs(prompt, None)
-        if inputs is not None:
-            names = ", ".join(map(str, inputs))
-            raise ValueError(f"`prompt` has {names}: only prompts of token ids alone can be saved")
-        ids = prompt_ids(text, self.tokenizer)
-        target = saved_to(path)
-        with self._core.keeping_pool():
+        tiers: TiersRoom = room("tiers", "`save_prefix`")
+
+        def compute(ids: list[int]) -> tuple[Hashable, ...]:
             (result,) = self.generate(
-                [ids],
-                _ONE_TOKEN,
-                progress=False,
-                adapter=adapter,
-                cache_salt=cache_salt,
+                [ids], _ONE_TOKEN, progress=False, adapter=adapter, cache_salt=cache_salt
             )
             if result.error is not None:
                 raise result.error
-            namespace = adapter_namespace(resolve_adapter(self.model, adapter))
-            salt = cache_salt or self.config.cache_salt
-            return save(self._core, ids, (namespace, salt), target)
+            namespace = resolve_adapter(self.model, adapter).namespace
+            return namespace, cache_salt or self.config.cache_salt
+
+        return tiers.save(self._core, prompt, self.tokenizer, compute, path)
 
     @guarded
     def load_prefix(self, path: str | os.PathLike[str]) -> int:
@@ -472,7 +464,8 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
             OutOfBlocksError: if the pool has no room.
             OSError: if the file cannot be read.
         """
-        return load(self._core, path)
+        tiers: TiersRoom = room("tiers", "`load_prefix`")
+        return tiers.load(self._core, path)
 
     @guarded
     def reset_prefix_cache(self) -> None:

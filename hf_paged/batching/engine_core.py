@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import os
@@ -19,23 +20,21 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from .. import forks
-from ..adapters.peft_models import AdapterError, base_model, check_served, has_activated
 from ..cache import budget
 from ..cache.block_pool import OutOfBlocksError
 from ..cache.idle import begin_use, end_use
 from ..cache.memory import PagedMemory
 from ..config import PagedConfig
-from ..grammar import Grammars
 from ..interrupts import ends_with_calls, guarded, is_interrupt, restoring
 from ..model.layout import Layout
 from ..model.registry import Route, note_route
-from ..ranks.leader import lead
-from ..ranks.processes import RankLostError
-from ..ranks.signals import PatientLock
-from ..seams import EngineParts
+from ..model.sharding import RankLostError, lead
+from ..model.wrappers import adapters_for, base_model
+from ..rooms import room
+from ..seams import EngineParts, Grammars
 from ..timing import counted, counting
 from ..topics import Topic
-from .admission import Admission, check_led
+from .admission import Admission
 from .arguments import (
     RequestOptions,
     as_list,
@@ -52,7 +51,7 @@ from .generation import Generation, Output, RequestState
 from .loop import StepLoop
 from .pauses import Pauses
 from .prompt_forms import Prompt, prompt_ids, split_inputs
-from .request import Request, Sequence
+from .request import Request, RowsError, Sequence
 from .results import FIRST_TOKEN_SECONDS, OUTPUT_TOKEN_SECONDS, RequestOutput, RequestResult
 
 logger = logging.getLogger(__name__)
@@ -67,13 +66,14 @@ class EngineCore:
     def __init__(self, model: PreTrainedModel, config: PagedConfig, parts: EngineParts) -> None:
         self.model = model
         self.config = config
-        self.leader = lead(model, self)  # drives the processes that hold other shards of the model
-        # All methods hold it, and callers while they read. An interrupt between the messages of
-        # processes would leave them waiting for each other.
+        self._parts = parts
+        # drives the processes that hold other shards of the model
+        self.leader = lead(model, config, self)
+        # all methods hold it, and callers while they read
         self.inner_lock = forks.rlock()
         self.lock: AbstractContextManager[Any] = self.inner_lock
         if self.leader is not None:
-            self.lock = PatientLock(self.inner_lock)
+            self.lock = self.leader.locked(self.inner_lock)
         self.requests: dict[Hashable, RequestState] = {}  # unfinished ones, by id
         self.unread: list[RequestOutput] = []  # outputs for the next `PagedEngine.step`
         self._owner = EngineLoop(model, config, parts, self.leader, self.inner_lock)
@@ -84,7 +84,6 @@ class EngineCore:
         # the lock the loop
         self.readers: weakref.WeakValueDictionary[asyncio.AbstractEventLoop, asyncio.Lock]
         self.readers = weakref.WeakValueDictionary()
-        self.grammars = Grammars()
         self.pauses = Pauses(self.inner_lock)
         self._admission: Admission | None = None  # until the next check of the loop
         # of requests: finished ones, their prompts' tokens and those found in the prefix cache
@@ -103,6 +102,11 @@ class EngineCore:
         self._numbers = itertools.count()  # for generated ids
         forks.in_child(self)
         ends_with_calls(self)
+
+    @functools.cached_property
+    def grammars(self) -> Grammars:
+        made: Grammars = room("grammar", "`schema`, `regex` or `grammar`").Grammars()
+        return made
 
     def make_id(self) -> str:
         names = (f"request-{number}" for number in self._numbers)
@@ -128,8 +132,8 @@ class EngineCore:
         options = dataclasses.replace(options, inputs=inputs)
         if inputs is None:
             self.check_length(ids, options.request_id, asked_new_tokens(generation_config))
-        constraint = self.grammars.processor(options, tokenizer, self.model)
-        if constraint is not None:
+        if (options.schema, options.regex, options.grammar) != (None, None, None):
+            constraint = self.grammars.processor(options, tokenizer, self.model)
             processors = as_list("logits_processor", options.logits_processor)
             options = dataclasses.replace(options, logits_processor=[*processors, constraint])
         box = self.unread if outbox is None else outbox
@@ -191,8 +195,7 @@ class EngineCore:
         if self.requests:
             self._owner.check_unchanged()
         if self.leader is not None:
-            self.leader.check_served(self.model, self.config)
-            check_led(options)
+            self.leader.check_request(options)
         if name in self.requests:
             raise ValueError(
                 f"request id {name!r} is in use by an unfinished request: choose another"
@@ -413,12 +416,13 @@ class EngineCore:
     def _end_unserved(self) -> None:
         """Ends requests whose adapter only PEFT's own `generate` computes: it may have become
         active since `add`."""
-        if not has_activated(self.model):
+        adapters = adapters_for(self.model)
+        if adapters is None or not adapters.has_activated(self.model):
             return
         for state in list(self.requests.values()):
             try:
-                check_served(self.model, state.request.adapter)
-            except AdapterError as error:
+                adapters.check_served(self.model, state.request.adapter)
+            except RowsError as error:
                 state.error = error
                 self.end(state, "error")
 
@@ -557,7 +561,7 @@ class EngineCore:
                 new.request.limit_positions(owner.layout.max_positions)
             return loop
         empty = empty_cache(self.model, PagedMemory(self.config))  # holds no blocks
-        self._admission = Admission(self.model, self.config, empty)
+        self._admission = Admission(self.model, self.config, self._parts, empty)
         layout = owner.choose_layout(empty)
         if new is not None and is_of_tokens:
             new.request.limit_positions(layout.max_positions)

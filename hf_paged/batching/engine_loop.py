@@ -3,6 +3,7 @@ changed."""
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..config import AUTO, PagedConfig
 from ..model.forwards import compute_device
 from ..model.layout import Layout
 from ..model.registry import Route, block_sizes, route_of
-from ..seams import EngineParts
+from ..seams import EngineParts, Leader
 from .factory import MANY_BLOCKS, choose_layout, empty_cache, make_loop
 from .loop import StepLoop
 from .scheduling.timeline import Timeline
@@ -25,9 +26,6 @@ COUNTS = (
     "num_preemptions",
     "num_steps",
     "seconds",
-    "num_drafts",
-    "num_draft_tokens",
-    "num_accepted_tokens",
     "num_adapter_hits",
     "num_adapter_loads",
     "num_adapter_evictions",
@@ -45,7 +43,7 @@ class EngineLoop:
         model: PreTrainedModel,
         config: PagedConfig,
         parts: EngineParts,
-        leader: Any,
+        leader: Leader | None,
         outer_lock: Any,
     ) -> None:
         self._model = model
@@ -64,17 +62,11 @@ class EngineLoop:
     def choose_layout(self, empty: PagedCache) -> Layout:
         """Returns how the model's forwards are laid out now. Raises `ValueError` if an engine over
         several processes cannot serve the model. `empty`: the model's empty cache."""
-        if self._leader is not None:
-            self._leader.check_served(self._model, self._config)
-            self._leader.choose_layout(self._config)
-        layout = choose_layout(self._model, empty, self._config.batch_invariant)
-        if self._leader is not None and layout.unsupported_reason is not None:
-            raise ValueError(
-                f"{type(self._model).__name__}, in shards over several processes, is served by an"
-                f" engine in packed forwards alone: {layout.unsupported_reason}. Call `generate` in"
-                " each of them"
-            )
-        return layout
+        is_invariant = self._config.batch_invariant
+        choose = functools.partial(choose_layout, self._model, empty, is_invariant)
+        if self._leader is None:
+            return choose()
+        return self._leader.choose_layout(choose)
 
     def update(self, empty: PagedCache, layout: Layout, keeps_pool: bool) -> bool:
         """Between requests: makes a new loop if there is none, if the model has changed since, or,
@@ -105,10 +97,9 @@ class EngineLoop:
             config,
             max_num_seqs=config.max_num_seqs,
             parts=self._parts,
-            leader=self._leader,
         )
         if self._leader is not None:
-            self._leader.make(model, config, self.loop)
+            self._leader.make(self.loop)
         self.loop.scheduler.timeline = self.timeline
         self.layout = layout
         self._counters = cache.counters
@@ -146,11 +137,14 @@ class EngineLoop:
         if self._config.block_size == AUTO:
             lengths = () if seen is None else seen.seen
             sizes = block_sizes(self._model, self._config, seen=lengths)
-        memory = PagedMemory(self._config, sizes=sizes, keeps_cached=True)
-        if self._leader is not None:
-            memory.least, memory.mirror = self._leader.least, self._leader
-        memory.outer_lock = self._outer_lock
-        return memory
+        return PagedMemory(
+            self._config,
+            sizes=sizes,
+            keeps_cached=True,
+            make_storage=self._parts.storage,
+            processes=self._leader,
+            outer_lock=self._outer_lock,
+        )
 
     def retire(self) -> None:
         """Drops the loop and its memory; keeps its counters."""
@@ -160,7 +154,7 @@ class EngineLoop:
         try:
             self.memory.give_up_cached()
         finally:
-            self.memory.graphs = {}  # a cache that someone still holds needs no graphs
+            self.memory.drop_recorders()
             self.loop, self.memory = None, self._new_memory(self.memory.sizes)
 
     def counts(self) -> Counter[str]:

@@ -6,10 +6,11 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from .. import rooms
 from ..cache.memory import PagedMemory
 from ..config import PagedConfig
 from ..model.registry import Route
-from ..tools.pictures import MAX_REQUESTS, engine_html, plot_block_map, plot_intervals
+from ..seams import ToolsRoom
 from .engine_core import EngineCore
 from .results import EngineStats
 from .scheduling.timeline import Timeline
@@ -106,33 +107,25 @@ class EngineReports:
         """Plots `block_map`: which blocks are free, used, shared by how many sequences, cached.
         Returns a matplotlib `Figure`: that of `ax` (`matplotlib.axes.Axes`), or a new one, 800
         pixels wide. Raises `ImportError` without matplotlib, which the extra `viz` installs."""
-        block_map = self.block_map()
-        total = self.config.num_blocks
-        used = sum(state > 0 for states in block_map.values() for state in states)
-        title = f"{type(self.model).__name__}: {used:,} blocks in use"
-        if total is not None:
-            taken = sum(map(len, block_map.values()))
-            untouched = total - taken
-            title += f" of {total:,}, {untouched:,} never taken so far"
-        return plot_block_map(block_map, title, ax)
+        tools: ToolsRoom = rooms.room("tools", "`plot_memory`")
+        return tools.plot_engine(self, ax)
 
-    def plot_timeline(
-        self, unit: str = "steps", ax: Any = None, max_requests: int = MAX_REQUESTS
-    ) -> Any:
+    def plot_timeline(self, unit: str = "steps", ax: Any = None, max_requests: int = 40) -> Any:
         """Plots, like `plot_memory`, which requests were in the batch when, over `unit` (`"steps"`
         or `"seconds"`). One row for each of the last `max_requests` requests shows prefill, decode,
         recompute, waiting, preempted, swapped out; and for each step that verified a draft, its
         length and how many tokens were accepted. Reads the last thousands of `timeline.intervals()`
         and `timeline.verifications()`. Raises `ValueError` for another unit or fewer than 1
         request."""
+        tools: ToolsRoom = rooms.room("tools", "`plot_timeline`")
         with self._core.lock:
             intervals = self.timeline.intervals()
             verifications = self.timeline.verifications()
-        return plot_intervals(intervals, unit, ax, max_requests, verifications)
+        return tools.plot_intervals(intervals, unit, ax, max_requests, verifications)
 
-    def _repr_html_(self) -> str:
-        title = f"PagedEngine({type(self.model).__name__})"
-        return engine_html(title, self.stats(), self.block_map())
+    def _repr_html_(self) -> str | None:
+        tools: ToolsRoom | None = rooms.optional("tools")
+        return None if tools is None else tools.engine_html(self)
 
     def __repr__(self) -> str:
         stats = self.stats()

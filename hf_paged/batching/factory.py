@@ -7,38 +7,38 @@ import functools
 import weakref
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from .. import compat
-from ..adapters.mixing import Adapters
-from ..adapters.pages import AdapterPages
 from ..cache.block_manager import BlockManager
-from ..cache.free_memory import commits_when_touched
 from ..cache.groups import StateSpec
 from ..cache.memory import PagedMemory
 from ..cache.paged_cache import PagedCache
 from ..cache.states import state_layers
 from ..cache.swap import BlockSwapper
-from ..config import PagedConfig, PrefixTiers
+from ..config import PagedConfig
 from ..model import capability
 from ..model.forwards import compute_device
 from ..model.layout import Layout
-from ..model.structure import overridden
+from ..model.sharding import is_sharded
 from ..model.weights import WeightsGuard
-from ..seams import DEFAULT_PARTS, EngineParts
-from ..speculation.assistant import Assistant, assistant_cache
-from ..speculation.mtp import MtpHeads, MtpRunner, reason_against_mtp
-from ..speculation.sources import Assistance
-from ..speculation.speculator import Speculator
-from ..tiers.store import PrefixStore
-from ..topics import Topic
+from ..rooms import OnDemand, is_installed, room
+from ..seams import (
+    DEFAULT_PARTS,
+    Adapters,
+    Drafter,
+    EngineParts,
+    MakeRecorder,
+    Processes,
+    Recorder,
+    TapeRoom,
+)
 from .execution.executor import Executor
 from .execution.packed import PackedRunner
 from .execution.rectangles import RectangleRunner
 from .execution.runner import Runner
 from .loop import StepLoop
+from .scheduling.drafts import Drafting
 from .scheduling.preemption import CostModel, Preemption
 from .scheduling.scheduler import Scheduler
 
@@ -65,18 +65,25 @@ def make_loop(
     *,
     max_num_seqs: int,
     parts: EngineParts = DEFAULT_PARTS,
-    leader: Any = None,
 ) -> StepLoop:
     """Makes a loop that runs forwards in this layout, on the memory of `cache`, the model's empty
-    cache. `config` is passed because calls of other threads may replace the memory's. With a model
-    sharded over several processes, each process has a loop with the same generations, or one
-    process has it with a `leader` (`batching.ranks`)."""
+    cache. `config` is passed because calls of other threads may replace the memory's."""
     memory = cache.memory
-    blocks, runner = make_runner(model, cache, layout, config.batch_invariant)
+    processes = memory.processes
+    make_recorder = parts.recorder or find_recorder
+    blocks, runner = make_runner(
+        model, cache, layout, config.batch_invariant, make_recorder, processes
+    )
     is_packed = layout.unsupported_reason is None
     # the manager outlives the call whose config this is
     blocks.prefix_caching = config.prefix_caching and (is_packed or layout.continues)
-    reason = set_tier(model, memory, blocks, config, layout)
+    make_tier = parts.tier
+    if make_tier is None and config.prefix_tiers is not None:
+        make_tier = room("tiers", "`prefix_tiers`").make_tier
+    tier, reason = None, None
+    if make_tier is not None:
+        tier, reason = make_tier(model, memory, blocks, config, layout)
+    blocks.set_tier(tier)
     guard = WeightsGuard(model, memory, blocks)
     swapper = BlockSwapper(memory.groups_of(blocks), blocks.flush_copies)
     preemption = Preemption(
@@ -88,67 +95,35 @@ def make_loop(
         replays=layout.replays,
         encoder_blocks=runner.encoder_blocks,
         cost=CostModel() if config.preemption == "auto" else None,
+        agree=int if processes is None else processes.agree,
     )
     max_tokens = config.max_num_batched_tokens if is_packed else UNLIMITED
-    max_chunk = config.max_chunk_tokens
-    if max_chunk is None and compute_device(model).type == "cpu":
-        max_chunk = CPU_CHUNK_TOKENS
 
-    def make_assistant(assistant: PreTrainedModel) -> Assistant:
-        draft_cache = assistant_cache(assistant, memory)
-        draft_layout = capability.choose_layout(assistant, draft_cache, make_runner)
-        draft_runner = make_runner(assistant, draft_cache, draft_layout)
-        if commits_when_touched(compute_device(assistant)):
-            # growing would copy, and need new graphs
-            draft_cache.reserve(config.num_blocks or MANY_BLOCKS, config.max_num_seqs)
-        most = min(max_tokens, max_chunk or max_tokens)
-        return Assistant(
-            assistant,
-            draft_cache,
-            draft_runner,
-            proxy,
-            most,
-            draft_layout.max_positions,
+    def make_drafter() -> Drafter:
+        # the room has been asked for a call's own options already (`reason_against`)
+        make = parts.drafter or room("speculation", "`speculation`").Speculator
+        return make(model, config, memory, runner, proxy)
+
+    def make_adapters() -> Adapters:
+        adapters: Adapters = room("adapters", "`adapter`").make_adapters(
+            model, cache, make_runner, blocks
         )
+        return adapters
 
-    @functools.cache
-    def heads() -> MtpHeads:
-        assert isinstance(runner, PackedRunner)
-        heads_model = compat.load_mtp(model)
-        heads_cache = assistant_cache(heads_model, memory)
-        heads_blocks = memory.manager(heads_cache.groups)
-        heads_runner = MtpRunner(heads_model, heads_cache)
-        return MtpHeads(
-            runner,
-            heads_cache,
-            (heads_blocks, heads_runner),
-            proxy,
-            max_tokens,
-        )
-
-    speculator = Speculator(model, make_assistant, heads)
-    adapters = AdapterPages(blocks)
+    drafting = Drafting(make_drafter)
+    adapters = OnDemand(make_adapters)
     scheduler = Scheduler(
         preemption,
         max_tokens,
         max_num_seqs,
-        max_chunk if is_packed else None,
+        max_chunk_tokens(model, config) if is_packed else None,
         rope=runner.rope if isinstance(runner, PackedRunner) else None,
-        reclaim=speculator.reclaim,
+        reclaim=drafting.reclaim,
         adapters=adapters,
     )
-    # it holds the speculator: a cycle would keep the model and its memory alive
+    # it holds the drafter: a cycle would keep the model and its memory alive
     proxy = weakref.proxy(scheduler)
-    executor = Executor(model, memory, runner, scheduler, guard)
-    ranks = executor.ranks
-    executor.adapters = Adapters(model, cache, make_runner, adapters)
-    if leader is not None and isinstance(runner, PackedRunner):
-        runner.mirror = executor.adapters.mirror = leader
-        guard.fingerprint, executor.together = leader.fingerprint, leader.forward
-    elif ranks is not None:
-        guard.fingerprint = ranks.fingerprint
-        executor.together = ranks.forward
-        preemption.agree = ranks.of_first
+    executor = Executor(model, memory, runner, scheduler, guard, adapters)
     if reason is not None:
         executor.slowed_by.add(f"`prefix_tiers` has no effect: {reason}")
     return StepLoop(
@@ -156,94 +131,15 @@ def make_loop(
         memory,
         blocks,
         scheduler,
-        speculator,
-        ranks if leader is None else None,
+        drafting,
     )
 
 
-def reason_against_assistance(
-    model: PreTrainedModel, config: Any, assistance: Assistance
-) -> str | None:
-    """Returns why the engine cannot assist rows with this generation config, layout aside; `None`
-    if it can."""
-    assistant = assistance.model
-    method = overridden(model, compat.ASSISTED_DECODING)
-    if method is not None:
-        return Topic.ASSISTED(f"it overrides `{method}`")
-    if config.speculation_type is not None:
-        return Topic.ASSISTED("`speculation_type` drafts from hidden states, one row a call")
-    if config.assistant_ensemble_weight is not None:
-        return Topic.ASSISTED("`assistant_ensemble_weight` changes which drafts are accepted")
-    if assistance.by_heads(config):
-        return reason_against_mtp(model)
-    if assistant is None:
-        return None
-    if type(assistant).__name__.startswith(compat.READS_TARGETS_CACHE):
-        return Topic.ASSISTED("the assistant reads the target's keys and values")
-    if assistant.config.is_encoder_decoder:
-        return Topic.ASSISTED("the assistant has an encoder")
-    if not assistance.is_joint or config.assistant_early_exit is not None:
-        return None
-    cache = assistant_cache(assistant, PagedMemory(PagedConfig()))
-    layout = capability.choose_layout(assistant, cache, make_runner)
-    if layout.unsupported_reason is None:
-        return None
-    return Topic.ASSISTED(f"the assistant: {layout.unsupported_reason}")
-
-
-def set_tier(
-    model: PreTrainedModel,
-    memory: PagedMemory,
-    blocks: BlockManager,
-    config: PagedConfig,
-    layout: Layout,
-) -> str | None:
-    """Sets the tier that keeps blocks evicted from the prefix cache, by `config.prefix_tiers`.
-    Returns why a requested tier cannot be set, else `None`."""
-    requested = PrefixTiers.coerce(config.prefix_tiers)
-    if requested is None:
-        blocks.set_tier(None)
-        return None
-    reason = reason_against_saving(memory, blocks)
-    if requested.disk_path is None and compute_device(model).type == "cpu":
-        reason = Topic.PREFIX_TIERS(
-            "the pool is in host memory already, so only a disk tier helps: set `disk_path`"
-        )
-    tier = blocks.tier
-    if reason is not None:
-        blocks.set_tier(None)
-    elif (
-        not isinstance(tier, PrefixStore)
-        or tier.config != requested
-        or tier.expected != layout.layers
-    ):
-        blocks.set_tier(make_store(model, memory, blocks, requested, layout))
-    return reason
-
-
-def reason_against_saving(memory: PagedMemory, blocks: BlockManager) -> str | None:
-    """Returns why cached prefixes cannot leave the pool; `None` if they can."""
-    if not blocks.prefix_caching:
-        return Topic.PREFIX_TIERS("prompts of this model are not cached")
-    if memory.least is not None:
-        return Topic.PREFIX_TIERS("their keys and values are in several processes")
-    if blocks.keeps_states:
-        return Topic.PREFIX_TIERS("snapshots of the model's states stay in the pool")
-    return None
-
-
-def make_store(
-    model: PreTrainedModel,
-    memory: PagedMemory,
-    blocks: BlockManager,
-    tiers: PrefixTiers,
-    layout: Layout,
-) -> PrefixStore:
-    """Makes the store that copies and names this manager's cached blocks."""
-    devices = {parameter.device for parameter in model.parameters()} - {torch.device("meta")}
-    # those of layers on several are known from the first forward
-    device = compute_device(model) if len(devices) < 2 else None
-    return PrefixStore(tiers, memory, memory.groups_of(blocks), device, layout.layers)
+def max_chunk_tokens(model: PreTrainedModel, config: PagedConfig) -> int | None:
+    """Returns how many prefill tokens a step with decodes may have; `None`: as many as fit."""
+    if config.max_chunk_tokens is None and compute_device(model).type == "cpu":
+        return CPU_CHUNK_TOKENS
+    return config.max_chunk_tokens
 
 
 def choose_layout(
@@ -253,6 +149,7 @@ def choose_layout(
     cannot be."""
     layout = capability.choose_layout(model, cache, make_runner)
     if batch_invariant:
+        room("tape", "`batch_invariant`")  # computes rows in a fixed order
         make = functools.partial(make_runner, is_invariant=True)
         reason = layout.unsupported_reason
         if not reason:
@@ -271,17 +168,34 @@ def not_invariant(model: PreTrainedModel, reason: str) -> ValueError:
     )
 
 
+def find_recorder(model: PreTrainedModel, cache: PagedCache) -> Recorder | None:
+    """What records the model's steps; `None` if the config turns that off or nothing can."""
+    # communication between processes cannot be recorded
+    if not cache.memory.config.capture or is_sharded(model) or not is_installed("tape"):
+        return None
+    tape: TapeRoom = room("tape", "`capture`")
+    return tape.recorder(model, cache)
+
+
 def make_runner(
-    model: PreTrainedModel, cache: PagedCache, layout: Layout, is_invariant: bool = False
+    model: PreTrainedModel,
+    cache: PagedCache,
+    layout: Layout,
+    is_invariant: bool = False,
+    make_recorder: MakeRecorder | None = None,
+    processes: Processes | None = None,
 ) -> tuple[BlockManager, Runner]:
-    """Makes the block manager and the runner of sequences for this layout."""
+    """Makes the block manager and the runner of sequences for this layout. Without `make_recorder`
+    no step is a replay, as in checks, which are short. `processes`: those that compute its steps
+    together; forwards of a check need none."""
     if layout.unsupported_reason is None:
-        runner = PackedRunner(model, cache, layout.mixed_lengths)
-        runner.is_invariant = is_invariant
+        recorder = None if make_recorder is None else make_recorder(model, cache)
+        runner = PackedRunner(model, cache, layout.mixed_lengths, recorder, is_invariant, processes)
         return cache.memory.manager(cache.groups), runner
     states = StateSpec(is_empty=not state_layers(cache))
     blocks = cache.memory.manager([*cache.groups, states])
-    return blocks, RectangleRunner(model, cache, cache.memory.group(states).storage, layout)
+    slots: Any = cache.memory.group(states).storage
+    return blocks, RectangleRunner(model, cache, slots, layout)
 
 
 reason_against_rows = functools.partial(capability.reason_against_rows, make=make_runner)

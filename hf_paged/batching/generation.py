@@ -7,7 +7,7 @@ import copy
 import functools
 import itertools
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,23 +17,22 @@ from transformers import PreTrainedModel
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 
 from .. import compat
-from ..adapters.files import AdapterFile, adapter_namespace, resolve_adapter
-from ..adapters.peft_models import use_adapter
 from ..cache.block_manager import UNCACHED, SequenceBlocks
 from ..config import check_cache_salt
-from ..grammar import GrammarProcessor
 from ..interrupts import is_interrupt
 from ..model.own_loop import select_rows, tensors_of
-from ..speculation.sources import Assistance, Speculation
+from ..model.wrappers import resolve_adapter, use_adapter
+from ..seams import Drafter
 from ..step import to_device
 from ..threads import step_lock
-from .arguments import RequestOptions, as_whole, check_streamed_rows
+from .arguments import Assistance, RequestOptions, as_whole, check_streamed_rows
+from .decoding.base import Draft
 from .decoding.beam import BeamDecoding
 from .decoding.prepare import LoopCall, request_decoding
 from .decoding.sample import SampleDecoding
 from .decoding.scores import PromptLogprobs
 from .execution.prompts import Prompts, prompts_of
-from .request import Request, Sequence
+from .request import Request, Sequence, Status
 from .results import RequestOutput, RequestResult, SequenceResult, TextTracker, Timings, decode
 
 _MAX_PRIORITY = 2**31 - 1  # keeps `arrivals + priority * AGING` exact as a float
@@ -51,13 +50,15 @@ class Generation:
     # for each row of the decoding, its request and the sequence's index in it
     rows: list[tuple[Request, int]]
     keep_blocks: bool = False  # keep the blocks of ended rows, for a cache that `generate` returns
-    assistance: Assistance | None = None  # the source of drafts, if each row advances by itself
+    assistance: Assistance | None = None  # if its only row, or each part's, asks for drafts
     # with `keep_blocks`, by ended row: its blocks and how many tokens they hold
     kept: dict[int, tuple[SequenceBlocks, int]] = field(default_factory=dict, init=False)
     parts: list[Generation] = field(default_factory=list, init=False)  # after `split`, one a row
     # of the last step, by row; no entry for beams; several entries if a draft was accepted
     new_tokens: list[dict[int, int]] = field(default_factory=list, init=False)
-    speculation: Speculation | None = field(default=None, init=False)  # drafts for its only row
+    drafter: Drafter | None = field(default=None, init=False)  # drafts for its only row
+    # of verified drafts, by the names of `RequestResult`
+    draft_counts: Counter[str] = field(default_factory=Counter, init=False)
     error: Exception | None = field(default=None, init=False)  # the error that ended it early
     is_closed: bool = field(default=False, init=False)  # its rows need no further step
     # it has the logits of all open rows, and no tokens yet
@@ -143,12 +144,36 @@ class Generation:
         num_tokens = len(request.sequences[index].token_ids)
         self.decoding.take_back(num_tokens - request.num_prompt_tokens)
 
+    @property
+    def sequence_to_draft(self) -> Sequence | None:
+        """The sequence of its only row if the next step computes its last token, behind which it
+        may have a draft, else `None`."""
+        ((request, index),) = self.rows
+        if request.status is not Status.RUNNING or self.is_sampling:
+            return None
+        if index >= len(request.sequences):
+            return None
+        sequence = request.sequences[index]
+        if sequence.num_to_compute != 1 or not sequence.num_computed_tokens:
+            return None
+        return None if sequence.draft else sequence
+
+    def take_draft(self, draft: Draft) -> None:
+        """Has the next step verify a draft behind its `sequence_to_draft`."""
+        ((request, index),) = self.rows
+        self.decoding.draft = draft  # before the scheduler sees the tokens
+        request.sequences[index].draft = draft.tokens
+
     def forget_logits(self) -> None:
         """Drops the logits of rows that wait for other rows; those rows are computed again."""
         self._logits = {}
 
     def close(self) -> None:
         self._logits, self.is_closed = {}, True
+
+    def end_drafts(self) -> None:
+        if self.drafter is not None:
+            self.drafter.detach(self)
 
 
 class RequestState(Generation):
@@ -165,7 +190,8 @@ class RequestState(Generation):
         outbox: deque[RequestOutput] | list[RequestOutput],
         tells_tokens: bool = True,
     ) -> None:
-        adapter = resolve_adapter(model, options.adapter)
+        takes_ids = options.inputs is None and not model.config.is_encoder_decoder
+        adapter = resolve_adapter(model, options.adapter, takes_ids)
         check_cache_salt(options.cache_salt)
         priority = as_whole(
             "priority",
@@ -174,33 +200,34 @@ class RequestState(Generation):
             _MAX_PRIORITY,
             after=", lower runs earlier",
         )
-        takes_ids = options.inputs is None and not model.config.is_encoder_decoder
-        if isinstance(adapter, AdapterFile) and not takes_ids:
-            raise ValueError(
-                f"`adapter` {adapter.path!r} is loaded on demand, which serves prompts of token ids"
-                " alone: load it with PEFT's `model.load_adapter(folder, name)`, and pass the name"
-            )
         self.prompt_ids = prompt_ids
         prepare = functools.partial(
             request_decoding, model, prompt_ids, generation_config, options, tokenizer
         )
         decoding, call = prepare()
         for processor in decoding.logits_processor:
-            if isinstance(processor, GrammarProcessor):
-                processor.set_stop_tokens(compat.special_token(decoding.config, "eos"))
+            set_stop_tokens = getattr(processor, "set_stop_tokens", None)  # of a grammar's
+            if set_stop_tokens is not None:
+                set_stop_tokens(compat.special_token(decoding.config, "eos"))
         check_streamed_rows(options.streamer, decoding.num_rows, "ask for one sequence a request")
         # number of prompt tokens (of the decoder, if the model has an encoder)
         self._start = decoding.length
         tokens = decoding.input_ids[0].tolist()
-        namespace = (adapter_namespace(adapter), options.cache_salt)
+        namespace = (adapter.namespace, options.cache_salt)
         prompts = None if call is None else _prompts_of(model, call)
         # positions given as embeddings
         num_unseen = 0 if prompts is None else prompts.length - len(tokens)
         sequences = [Sequence([0] * num_unseen + tokens)]
         size = decoding.max_length + num_unseen, decoding.num_rows
-        self.request = Request(options.request_id, sequences, *size, priority, namespace, adapter)
-        if isinstance(adapter, AdapterFile):
-            self.request.adapter_bytes = adapter.num_bytes
+        self.request = Request(
+            options.request_id,
+            sequences,
+            *size,
+            priority,
+            namespace,
+            adapter.key,
+            adapter.num_bytes,
+        )
         if options.prompt_logprobs:
             self.request.prompt_logprobs = PromptLogprobs(tokens, int(options.top_logprobs))
             self.request.namespace = UNCACHED  # the whole prompt must be computed
@@ -364,9 +391,7 @@ class RequestState(Generation):
             num_preemptions=self.request.num_preemptions,
             prompt_logprobs=None if recorded is None else recorded.values,
             prompt_top_logprobs=recorded.top if recorded is not None and recorded.num_top else None,
-            num_drafts=0 if self.speculation is None else self.speculation.num_drafts,
-            num_draft_tokens=0 if self.speculation is None else self.speculation.num_proposed,
-            num_accepted_tokens=0 if self.speculation is None else self.speculation.num_accepted,
+            **self.draft_counts,
         )
 
     def end_streamer(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
@@ -12,8 +12,7 @@ from torch import Tensor
 from ..cache.block_manager import BlockManager
 from ..cache.memory import PagedMemory
 from ..plan import StepPlan
-from ..speculation.speculator import Speculator
-from .decoding.base import LogitRows, SampledTokens
+from .decoding.base import Draft, LogitRows, SampledTokens
 from .generation import Generation
 from .request import Request, Sequence
 from .scheduling.drafts import settle_draft
@@ -32,9 +31,10 @@ class Ledger:
     blocks: BlockManager
     memory: PagedMemory
     scheduler: Scheduler
-    speculator: Speculator
     num_generated_tokens: int = 0
     num_preemptions: int = 0
+    # `Generation.draft_counts` of all generations
+    draft_counts: Counter[str] = field(default_factory=Counter, init=False)
     # by unfinished request, each sequence's row
     rows: dict[Request, list[tuple[Generation, int]]] = field(default_factory=dict, init=False)
     # parts of split generations, which may have their logits already
@@ -97,12 +97,9 @@ class Ledger:
                 if not generation.is_single:
                     found.setdefault(generation, {})[row] = place
                 elif not generation.is_closed:
-                    decoding = generation.decoding
-                    if sequence.draft:
-                        assert generation.speculation is not None
-                        decoding.draft = generation.speculation.draft
-                    else:
-                        decoding.draft = None  # of a step that failed behind its forward
+                    if not sequence.draft:
+                        # it was dropped, or is of a step that failed behind its forward
+                        generation.decoding.draft = None
                     ready.append((generation, LogitRows(logits, place, end)))
         if self.new_parts or found:
             self._gather(logits, found, ready)
@@ -150,7 +147,7 @@ class Ledger:
         draft = generation.decoding.draft
         earlier: list[dict[int, int]] = []
         if draft is not None:
-            self._settle_draft(generation, sampled.earlier)
+            self._settle_draft(generation, draft, sampled.earlier)
             earlier = [{0: token} for token in sampled.earlier]
         new: dict[int, int] = {}
         for row in sampled.rows:
@@ -165,11 +162,8 @@ class Ledger:
             elif request.max_positions < sys.maxsize:
                 outgrows |= len(token_ids) > request.max_positions
         generation.new_tokens = [*earlier, new]
-        if draft is not None and generation.speculation is not None:
-            ((request, index),) = generation.rows
-            token_ids = request.sequences[index].token_ids
-            num_accepted = len(sampled.earlier)
-            generation.speculation.observe(token_ids, len(draft.tokens), num_accepted)
+        if draft is not None and generation.drafter is not None:
+            generation.drafter.accepted(generation, len(draft.tokens), len(sampled.earlier))
         if outgrows:
             self.outgrown.append(generation)
         if finished and generation.decoding.is_done:
@@ -208,16 +202,22 @@ class Ledger:
                     self._end_row(generation, row)
         self.close(generation)
 
-    def _settle_draft(self, generation: Generation, accepted: tuple[int, ...]) -> None:
+    def _settle_draft(
+        self, generation: Generation, draft: Draft, accepted: tuple[int, ...]
+    ) -> None:
         """Appends the accepted draft tokens to the row, and drops the rest of the draft."""
         ((request, index),) = generation.rows
         sequence = request.sequences[index]
         # does nothing if it was preempted meanwhile
         settle_draft(self.blocks, sequence, len(accepted))
-        assert generation.decoding.draft is not None
-        self.scheduler.timeline.verified(
-            request, len(generation.decoding.draft.tokens), len(accepted)
-        )
+        num_draft_tokens = len(draft.tokens)
+        self.scheduler.timeline.verified(request, num_draft_tokens, len(accepted))
+        for counts in (self.draft_counts, generation.draft_counts):
+            counts.update(
+                num_drafts=1,
+                num_draft_tokens=num_draft_tokens,
+                num_accepted_tokens=len(accepted),
+            )
         sequence.token_ids += accepted
         self.num_generated_tokens += len(accepted)
         generation.decoding.draft = None
@@ -264,7 +264,7 @@ class Ledger:
             elif index < len(request.sequences):
                 self.scheduler.finish_sequence(request.sequences[index])
         generation.close()
-        self.speculator.detach(generation)
+        generation.end_drafts()
 
     def _finish(self, request: Request) -> None:
         if request in self.rows:

@@ -6,26 +6,25 @@ import logging
 import operator
 import time
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..adapters.peft_models import AdapterError
 from ..cache.block_manager import BlockManager
 from ..cache.block_pool import OutOfBlocksError
 from ..cache.memory import PagedMemory
 from ..interrupts import is_interrupt
+from ..model.sharding import RankLostError
 from ..plan import StepPlan
-from ..ranks.processes import RankLostError, Ranks
-from ..speculation.speculator import Speculator
 from .decoding.base import Fetch, Result, SampledTokens
 from .decoding.sampler import sample_step, unknown_token
 from .execution.executor import Executor, Window
-from .execution.prompts import Prompts, PromptsError
 from .generation import Generation
 from .ledger import Ledger, Ready
 from .progress import Progress
+from .request import RowsError
+from .scheduling.drafts import Drafting
 from .scheduling.scheduler import Scheduler
 from .scheduling.shortage import NeverFits
 
@@ -46,8 +45,7 @@ class StepLoop:
     memory: PagedMemory  # its lock guards the block tables
     blocks: BlockManager  # owner of the block tables that the runner reads
     scheduler: Scheduler
-    speculator: Speculator
-    ranks: Ranks | None = None  # processes that each run the same generations in a loop
+    drafting: Drafting
     num_steps: int = 0
     seconds: float = 0.0  # spent in steps
 
@@ -55,7 +53,7 @@ class StepLoop:
         # generations that advanced or failed and are not reported yet; callers remove those that
         # they have reported
         self.untold: deque[Generation] = deque()
-        self.ledger = Ledger(self.blocks, self.memory, self.scheduler, self.speculator)
+        self.ledger = Ledger(self.blocks, self.memory, self.scheduler)
         self._progress = Progress()
         # in a step, while an exception would leave its bookkeeping half done
         self._is_split = False
@@ -63,24 +61,18 @@ class StepLoop:
 
     def counts(self) -> dict[str, float]:
         """What the loop has done so far: the fields of [`EngineStats`] that only grow."""
-        num_drafts, num_draft_tokens, num_accepted_tokens = self.speculator.counts()
         counts = {
             "num_generated_tokens": self.ledger.num_generated_tokens,
             "num_preemptions": self.ledger.num_preemptions,
             "num_steps": self.num_steps,
             "seconds": self.seconds,
-            "num_drafts": num_drafts,
-            "num_draft_tokens": num_draft_tokens,
-            "num_accepted_tokens": num_accepted_tokens,
+            **self.ledger.draft_counts,
             "num_swaps": self.scheduler.preemption.num_swaps,
             "num_captured_steps": self.executor.runner.num_captured_steps,
         }
-        pages = self.scheduler.adapters
-        if pages is not None:
-            counts["num_adapter_hits"] = pages.num_hits
-            counts["num_adapter_evictions"] = pages.num_evictions
-        if self.executor.adapters is not None:
-            counts["num_adapter_loads"] = self.executor.adapters.store.num_loads
+        adapters = self.executor.adapters.made
+        if adapters is not None:
+            counts |= adapters.counts()
         return counts
 
     def __repr__(self) -> str:
@@ -92,12 +84,13 @@ class StepLoop:
         never fit."""
         try:
             for part in generation.parts or [generation]:
-                if self.executor.runner.takes_drafts:
-                    self.speculator.attach(part)
+                asks = part.assistance is not None and part.is_single and not part.is_done
+                if asks and self.executor.runner.takes_drafts:
+                    self.drafting.attach(part)
             self._add(generation)
         except BaseException:
             for part in generation.parts or [generation]:
-                self.speculator.detach(part)
+                part.end_drafts()
             raise
 
     def _add(self, generation: Generation) -> None:
@@ -159,7 +152,8 @@ class StepLoop:
         """Between steps: notes that the weights changed; `recompute` drops the K/V of unfinished
         requests."""
         try:
-            self.speculator.change_weights()
+            if self.drafting.drafter is not None:
+                self.drafting.drafter.change_weights()
             with self.executor.lock:
                 self.executor.change_weights()
                 if recompute:
@@ -190,7 +184,7 @@ class StepLoop:
                 )
             self._is_split = False
             if not self.scheduler.has_unfinished:
-                self.executor.ahead.clear()
+                self.executor.clear_ahead()
             self.num_steps += 1
             self.seconds += time.perf_counter() - start
             if interrupt is not None:
@@ -208,14 +202,16 @@ class StepLoop:
     def propose(self, untold: deque[Generation]) -> None:
         """Drafts tokens for the rows that speculate, before `compute` and outside of
         `executor.attention`. Adds generations whose source fails to `untold`."""
-        if not self.speculator.is_due():
+        drafter = self.drafting.drafter
+        if drafter is None:
             return
-
-        def fail(generation: Generation, error: Exception) -> None:
-            self._fail(generation, error, untold)
-
-        # a source locks only the model that it runs: two models may be each other's assistants
-        self.speculator.propose(self.executor.num_embeddings, self.scheduler.queue.num_rows, fail)
+        num_rows = self.scheduler.queue.num_rows
+        # a drafter locks only the model that it runs: two models may be each other's assistants
+        for generation, draft in drafter.propose(self.executor.num_embeddings, num_rows):
+            if isinstance(draft, Exception):
+                self._fail(generation, draft, untold)
+            else:
+                generation.take_draft(draft)
 
     def compute(self, untold: deque[Generation]) -> Ready:
         """Schedules and computes once, within `executor.attention`. Returns the generations all of
@@ -329,7 +325,9 @@ class StepLoop:
             self.executor.notice_model()
             if plan.preempted:
                 self.ledger.split_preempted(plan.preempted)
-            self.executor.prefetch(self.scheduler.queue.next_adapters())
+            adapters = self.executor.adapters.made
+            if adapters is not None:
+                adapters.prefetch(self.scheduler.queue.waiting)
             logits = None
             if plan.sequences:
                 logits = self._run(plan, untold)
@@ -343,8 +341,8 @@ class StepLoop:
         start = time.perf_counter()
         num_unsized = self.blocks.num_unsized
         try:
-            if self.ranks is not None:
-                self.ranks.check_same(plan.digest(), "scheduled other tokens")
+            if self.memory.processes is not None:
+                self.memory.processes.check(plan)
             logits = self.executor.run(plan)
         except BaseException as error:
             self.undo_step()
@@ -353,7 +351,6 @@ class StepLoop:
                 raise
             self._end_failed(plan, error, num_unsized, untold)
             return None
-        num_tokens = plan.num_tokens
         seconds = time.perf_counter() - start
         with self.memory.lock:
             self.scheduler.commit(plan)
@@ -361,9 +358,10 @@ class StepLoop:
                 self.ledger.suspects.clear_computed()
         cost = self.scheduler.preemption.cost
         if not plan.has_chunks:
-            self.speculator.costs.observe(num_tokens, seconds)
+            if self.drafting.drafter is not None:
+                self.drafting.drafter.computed(plan.num_tokens, seconds)
         elif cost is not None:
-            cost.observe_prefill(num_tokens, seconds)
+            cost.observe_prefill(plan.num_tokens, seconds)
         return logits
 
     def _end_failed(
@@ -376,20 +374,16 @@ class StepLoop:
         """Ends the generations to which a forward's error belongs; of several together, the next
         steps find out which. `num_unsized`: groups whose blocks had no known size before it."""
         cause: BaseException = error
-        if isinstance(error, PromptsError):
+        if isinstance(error, RowsError) and error.cause is not None:
             cause = error.cause
         if isinstance(cause, OutOfBlocksError) and self.blocks.num_unsized < num_unsized:
             # the forward showed the blocks' true size, so that fewer fit: the step is repeated
             return
         failed = self.ledger.generations_of(plan.sequences)
         wholes = list(dict.fromkeys(generation.whole or generation for generation in failed))
-        if isinstance(error, AdapterError):  # the other generations repeat the step
+        if isinstance(error, RowsError):
             failed = [
-                generation for generation in failed if _has_adapter(generation, error.adapter)
-            ]
-        elif isinstance(error, PromptsError):
-            failed = [
-                generation for generation in failed if _has_prompts(generation, error.prompts)
+                generation for generation in failed if any(map(error.concerns, generation.requests))
             ]
         elif len(wholes) > 1:
             self.ledger.suspects.halve(wholes)
@@ -438,7 +432,7 @@ class StepLoop:
             generation.is_sampling = False
         with self.executor.lock, self.memory.lock:
             self.memory.recover()
-            self.speculator.reclaim()
+            self.drafting.reclaim()
             self.ledger.recover()
             self.scheduler.recover(self.ledger.rows)
             self.ledger.drop_finished()
@@ -488,12 +482,3 @@ class StepLoop:
             for generation in lost:
                 if generation not in repeated and generation not in untold:
                     self._fail(generation, RuntimeError(_INTERRUPTED.format(cause)), untold)
-
-
-def _has_adapter(generation: Generation, adapter: Hashable) -> bool:
-    return any(request.adapter == adapter for request in generation.requests)
-
-
-def _has_prompts(generation: Generation, prompts: Prompts) -> bool:
-    given = (request.inputs for request in generation.requests)
-    return any(inputs is not None and inputs[0] is prompts for inputs in given)

@@ -81,6 +81,15 @@ class Sequence:
         return f"Sequence({self.num_computed_tokens} of {self.num_tokens} tokens computed)"
 
 
+class RowsError(Exception):
+    """A step's error that belongs to some of its requests alone; the others repeat the step."""
+
+    cause: Exception | None = None  # what those requests get in its place
+
+    def concerns(self, request: Request) -> bool:
+        raise NotImplementedError
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Request:
     """One prompt with the sequences that grow from it (samples or beams): the unit of admission and
@@ -93,7 +102,7 @@ class Request:
     num_rows: int = 1  # number of sequences after forking
     priority: int = 0  # lower runs earlier
     namespace: Hashable = None  # prefixes are shared only within it: the adapter and the cache salt
-    adapter: Hashable = None  # the name of an adapter of the model, or an `AdapterFile`
+    adapter: Hashable = None  # that its forwards use; `None`: they run as the model is
     adapter_bytes: int = 0  # size of the adapter weights that the pool must hold while it runs
     # for a prompt with inputs beside token ids: the call's `Prompts`, which the runner reads, and
     # the row in them; the model's own forward computes such a prompt as a whole

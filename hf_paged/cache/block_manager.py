@@ -7,15 +7,13 @@ import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..seams import Tier
 from .block_pool import BlockTable, OutOfBlocksError
 from .groups import UNBOUNDED, BlockGroup, StateSpec
 from .prefix_index import Node, PrefixIndex
 from .supply import BlockSupply
-
-if TYPE_CHECKING:
-    from .tier_prefixes import Tier
 
 UNCACHED = object()
 """The namespace of sequences that do not use the prefix cache."""
@@ -81,7 +79,7 @@ class BlockManager:
         pools = [group.pool for group in groups]
         windows = [group.spec.prefix_window for group in groups]
         self.index = PrefixIndex(pools, windows, self.unit, ratios)
-        self._has_runs = any(pool.run_length for pool in pools)
+        self._has_order = any(pool.take is not None for pool in pools)
         self.has_windows = any(group.spec.window is not None for group in groups)
         self.tier: Tier | None = None  # keeps blocks that the prefix cache evicts (`set_tier`)
         self.supply = supply or BlockSupply(self.groups)
@@ -206,7 +204,7 @@ class BlockManager:
                 table.skip(group.spec.first_visible(end))
         self.trim(blocks, num_settled)
         last = None
-        if self._has_runs:
+        if self._has_order:
             last = [table.last_block for table in tables]
         taken = self.take([table.num_needed(end - table.num_tokens) for table in tables], last)
         if taken is None and self._unname_state(blocks):

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from ..topics import Topic, TopicError
+
+Take: TypeAlias = Callable[[dict[int, None], int, int, int | None], list[int]]
+"""Takes block ids out of the free ones, given the number of all blocks, how many to take, and the
+block that they should follow."""
 
 
 class OutOfBlocksError(TopicError, RuntimeError):
@@ -20,7 +25,8 @@ class BlockPool:
     tables), cached (held by none, but kept) or free. Cached blocks are evicted in LRU order
     (PagedAttention, arXiv 2309.06180, section 4.2)."""
 
-    def __init__(self, num_blocks: int = 0) -> None:
+    def __init__(self, num_blocks: int = 0, take: Take | None = None) -> None:
+        """`take`: which free blocks to take; by default those that have been free the longest."""
         self._refcounts: list[int] = []
         self._free: OrderedDict[int, None] = OrderedDict()
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -28,9 +34,7 @@ class BlockPool:
         self._kept: dict[int, Callable[[int], None]] = {}
         self.num_shared = 0  # blocks that more than one table holds
         self.peak_used = 0  # most blocks in use at once since the pool was last shrunk
-        # consecutive blocks per table, as far as they are free; 0: blocks in the order in which
-        # they were freed
-        self.run_length = 0
+        self.take = take
         self._wrong_write: str | None = None
         self.has_lost = False  # a table that held blocks was collected, so that `recount` is due
         self.grow(num_blocks)
@@ -94,9 +98,9 @@ class BlockPool:
         self.peak_used = self.num_used
 
     def allocate(self, num_blocks: int, after: int | None = None) -> list[int]:
-        """Takes `num_blocks` blocks with refcount 1; evicts cached ones if too few are free. With a
-        `run_length`, prefers those that follow block `after`, else those of the lowest ids. Raises
-        `OutOfBlocksError`, with none taken or evicted."""
+        """Takes `num_blocks` blocks with refcount 1; evicts cached ones if too few are free.
+        `after`: the last block of their table, for `take`. Raises `OutOfBlocksError`, with none
+        taken or evicted."""
         free = self._free
         if num_blocks > len(free) and num_blocks > self.num_available:
             cached = f" and {self.num_cached} cached" if self._cached else ""
@@ -105,36 +109,14 @@ class BlockPool:
             )
         while num_blocks > len(free):  # `on_evict` may drop further blocks
             self.evict(1)
-        if self.run_length:
-            block_ids = self._take_runs(num_blocks, after)
-        else:
+        if self.take is None:
             block_ids = [free.popitem(last=False)[0] for _ in range(num_blocks)]
+        else:
+            block_ids = self.take(free, self.num_blocks, num_blocks, after)
         for block_id in block_ids:
             self._refcounts[block_id] = 1
         self.peak_used = max(self.peak_used, len(self._refcounts) - len(free) - len(self._cached))
         return block_ids
-
-    def _take_runs(self, num_blocks: int, after: int | None) -> list[int]:
-        free = self._free
-        run = self.run_length
-        taken = []
-        following = -1 if after is None else after + 1
-        for _ in range(num_blocks):
-            if following not in free:  # begin a free run
-                starts: Sequence[int] = ()
-                if run > 1:
-                    starts = range(0, self.num_blocks - run + 1, run)
-                whole = (
-                    start
-                    for start in starts
-                    if all(block_id in free for block_id in range(start, start + run))
-                )
-                lowest = min(free)
-                following = next(whole, lowest)
-            del free[following]
-            taken.append(following)
-            following += 1
-        return taken
 
     def acquire(self, block_ids: Iterable[int]) -> None:
         """Adds a holder to each of these used or cached blocks."""

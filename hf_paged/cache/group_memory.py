@@ -7,19 +7,18 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..config import PagedConfig, VirtualStorage
 from ..interrupts import is_interrupt
-from ..virtual.storage import MappedStorage
+from ..seams import Storage
 from . import budget
 from .block_pool import BlockPool, BlockTable, OutOfBlocksError
 from .free_memory import commits_when_touched, free_bytes
 from .groups import UNBOUNDED, BlockGroup, GroupSpec, StateSpec
 from .states import StateStorage
-from .storage import KVBlocks, Storage
+from .storage import KVBlocks
 
 if TYPE_CHECKING:
     from .memory import PagedMemory
@@ -27,35 +26,22 @@ if TYPE_CHECKING:
 # New block ids are added a few at a time, so that freed blocks, whose pages are warm, are used
 # again first.
 GROWTH_STEP = 16
-MANY_RUNS = 16  # runs of blocks that a pool with virtual storage adds at once, for rows to begin in
 KEPT_STATES = 16  # state snapshots up to which a pool without a budget grows rather than evicts
 # An engine's pool without a budget keeps this many cached blocks for each block of its peak use,
 # and grows beside them.
 CACHED_RATIO = 2
 
 
-class Mirror(Protocol):
-    """Is notified, in order, of all changes to the content of blocks except what forwards write."""
-
-    def moved(self, name: str, group: GroupMemory, arguments: tuple[Any, ...], result: Any) -> None:
-        """Called after `MOVES[name](group, *arguments)` returned `result`."""
-
-
-MOVES: dict[str, Callable[..., Any]] = {}
-"""Functions that move the content of a group's blocks, by name (`mirrored`)."""
-
-
 def mirrored(move: Callable[..., Any]) -> Any:
-    """Decorates a function of a [`GroupMemory`] that moves the content of its blocks, to notify the
-    memory's mirror. Only such functions may call code that writes to blocks
+    """Decorates a function of a [`GroupMemory`] that moves the content of its blocks, to tell the
+    memory's processes. Only such functions may call code that writes to blocks
     (`tests/ranks/test_mirror.py` checks the callers)."""
-    MOVES[move.__name__] = move
 
     @functools.wraps(move)
     def both(group: GroupMemory, *arguments: Any) -> Any:
         result = move(group, *arguments)
-        if (mirror := group.memory.mirror) is not None:
-            mirror.moved(move.__name__, group, arguments, result)
+        if (processes := group.memory.processes) is not None:
+            processes.moved(both, group, arguments, result)
         return result
 
     return both
@@ -65,34 +51,25 @@ class GroupMemory(BlockGroup):
     can_grow = True
 
     def __init__(self, memory: PagedMemory, spec: GroupSpec) -> None:
-        self.holds_states = isinstance(spec, StateSpec)  # blocks are slots for states
-        block_size = UNBOUNDED
-        if not self.holds_states:
-            block_size = memory.block_size_of(spec)
-        super().__init__(BlockPool(), spec, block_size)
-        self.is_counted = spec.is_counted
         # weak, to avoid a cycle: the pool is freed with the memory's last user, not by the garbage
         # collector
         self.memory: PagedMemory = weakref.proxy(memory)
-        self.storage: Any = self._make_storage(memory.config)
+        self.holds_states = isinstance(spec, StateSpec)  # blocks are slots for states
+        self.storage: Storage
+        if self.holds_states:
+            block_size = UNBOUNDED
+            self.storage = StateStorage(BlockPool())
+        else:
+            block_size = memory.block_size_of(spec)
+            weak_memory = self.memory
+            self.storage = memory.make_storage(
+                memory.config, spec, block_size, lambda: weak_memory.gather_handles()
+            )
+        super().__init__(self.storage.pool, spec, block_size)
+        self.is_counted = spec.is_counted
         self._expected_bytes = 0  # of a block over all layers, estimated from the first layer
         self._is_short = False  # a layer could not be allocated for all blocks of the pool
         self._is_making = False  # a layer is being made, without content for cached blocks
-
-    def _make_storage(self, config: PagedConfig) -> Storage | StateStorage:
-        if self.holds_states:
-            return StateStorage(self.pool)
-        if isinstance(config.storage, VirtualStorage):
-            self.pool.run_length = 1 + config.storage.blocks_ahead
-            memory = self.memory
-            return MappedStorage(
-                self.block_size,
-                self.pool,
-                self.spec,
-                config.storage,
-                before_move=lambda: memory.gather_handles(),  # `memory` is a weak proxy
-            )
-        return Storage(self.block_size, self.pool, self.spec, config.kv_dtype)
 
     @property
     def block_bytes(self) -> int:
@@ -101,12 +78,11 @@ class GroupMemory(BlockGroup):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the pool's blocks; with runs of blocks at most the storage's physical bytes."""
+        """Bytes of the pool's blocks."""
         block_bytes = self.storage.block_bytes if self._is_short else self.block_bytes
         held = self.pool.num_blocks * block_bytes
-        if self.pool.run_length > 1:
-            return min(held, self.storage.physical_bytes)
-        return held
+        most = self.storage.most_bytes
+        return held if most is None else min(held, most)
 
     @property
     def taken_bytes(self) -> int:
@@ -197,9 +173,10 @@ class GroupMemory(BlockGroup):
     def _growth_step(self, affordable: int) -> int:
         """Returns how many blocks to add at least, of those that can be had."""
         pool = self.pool
-        if pool.run_length > 1 and self.storage.is_elastic and not self._has_limit:
+        step = self.storage.growth_step
+        if step and self.storage.is_elastic and not self._has_limit:
             # only ids: blocks take no memory before they are written to
-            return MANY_RUNS * pool.run_length
+            return step
         if self.holds_states or not self.is_sized:
             return 0
         if affordable < sys.maxsize and len(self.memory.groups) > 1:
@@ -292,10 +269,10 @@ class GroupMemory(BlockGroup):
         first use. `num_begun`: tables with blocks that the step writes to, `None` if any has
         content. Raises `ValueError` if the layer's blocks have other heads, dims or device,
         `OutOfBlocksError` if there is no memory."""
-        layer: KVBlocks | None = self.storage.find(index, keys, values)
+        layer: KVBlocks | None = self.storage.layers.get(index)
         if layer is not None:
-            return layer
-        if index in self.storage.layers:
+            if layer.fits(keys, values):
+                return layer
             has_content = num_begun is None
             if num_begun is not None:
                 num_live = sum(bool(table.block_ids) for table in self.live_tables())
@@ -311,7 +288,7 @@ class GroupMemory(BlockGroup):
         finally:
             self._is_making = False
         self._expected_bytes = 0
-        self.expect(num_layers * self.storage.block_bytes_of(keys, values))
+        self.expect(num_layers * self.storage.outline(keys, values).block_bytes)
         self._is_short = True
         if not commits_when_touched(keys.device):
             budget.make_way(self.memory)

@@ -3,6 +3,7 @@ no tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,3 +137,13 @@ class BlockGroup:
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copies the first block of each pair to the second; all are read before one is written."""
+
+
+def group_label(key: Hashable) -> str:
+    """A layer group's label, from its window, or from the kind of its cache and its window."""
+    kind, window = key if isinstance(key, tuple) else ("self", key)
+    if kind == "cross":
+        return "cross attention"
+    if window is None:
+        return "full attention"
+    return f"window of {window:,} tokens"

@@ -281,7 +281,9 @@ class PagedTensor(ReadOnlyTensor):
         if self.read().is_contiguous():
             return False
         contiguous = self.dense().contiguous()
-        self.layer.rows.is_read, self._dense = False, contiguous
+        assert self.layer.rows is not None
+        self.layer.rows.stop_lending()
+        self._dense = contiguous
         return True
 
     @classmethod

@@ -42,7 +42,7 @@ def end_use(memory: PagedMemory) -> None:
     pool alive."""
     seconds = memory.config.idle_release_seconds
     # must free in step with the pools of other processes, whose clocks differ
-    is_in_step = memory.least is not None and memory.mirror is None
+    is_in_step = memory.processes is not None and not memory.processes.leads
     if seconds is None or (seconds == 0 and memory.release()) or is_in_step:
         begin_use(memory)
     else:

@@ -9,8 +9,8 @@ import sys
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -18,20 +18,23 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .. import forks
 from ..config import AUTO, PagedConfig
 from ..interrupts import is_interrupt, restoring
+from ..seams import Processes, StorageFactory
 from ..topics import Topic
 from . import budget
 from .block_manager import BlockManager, SequenceBlocks
 from .block_pool import OutOfBlocksError
 from .block_sizes import DEFAULT_BLOCK_SIZE, MIN_UNSERVED, BlockSizes
 from .free_memory import free_bytes_of_all, trim
-from .group_memory import GroupMemory, Mirror, over_budget
+from .group_memory import GroupMemory, over_budget
 from .groups import GroupSpec
 from .handles import Handles
 from .memory_stats import MemoryStats, share_of_unused_slots, stats_of
-from .storage import LayerKV
+from .storage import LayerKV, storage_of
 from .supply import MemorySupply
-from .tier_prefixes import TierError
 from .waits import Holder
+
+if TYPE_CHECKING:
+    from ..seams import Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -49,26 +52,33 @@ class PagedMemory:
         is_bounded: bool = True,
         sizes: BlockSizes | None = None,
         keeps_cached: bool = False,
+        make_storage: StorageFactory | None = None,
+        processes: Processes | None = None,
+        outer_lock: Any = None,
     ) -> None:
         """`is_bounded`: whether `hf_paged.budget` counts it; `False` for short checks of a model.
         `sizes`: block sizes with `block_size` `"auto"`; without it all blocks have the default
         size. `keeps_cached`: without a budget, grow beside up to `CACHED_RATIO` cached blocks for
-        each block of the most in use at once, rather than evict them."""
+        each block of the most in use at once, rather than evict them. `make_storage`: the storage
+        of layer groups with keys and values, by default that of the config. `processes`: those that
+        hold other heads of the same blocks, and compute the forwards of the loops on it together.
+        `outer_lock`: an engine's lock, taken before `lock`, also in finalizers of its streams."""
         self.config = config
+        self.make_storage: StorageFactory = make_storage or storage_of
         self.is_bounded = is_bounded
         self.keeps_cached = keeps_cached
+        self.processes = processes
         self.sizes: BlockSizes | None = None
         if config.block_size == AUTO:
             self.sizes = sizes or BlockSizes()
         self.lock = forks.rlock()
-        # an engine's lock, taken before `lock`, also in finalizers of its streams
-        self.outer_lock: Any = None
+        self.outer_lock = outer_lock
         self.groups: dict[GroupSpec, GroupMemory] = {}
         self.managers: dict[tuple[GroupSpec, ...], BlockManager] = {}  # by the groups of a model
         # of the weights that computed cached blocks (`weights.WeightsGuard`)
         self.fingerprint: Hashable = None
-        # graphs, which hold block addresses, by a model's specs
-        self.graphs: dict[Hashable, Any] = {}
+        # by a model's specs; what they record holds block addresses
+        self.recorders: dict[Hashable, Recorder] = {}
         self._limit_bytes: int | None = None
         self._released_peak_bytes = 0  # of layers freed since the last reset
         self.num_copied = self.peak_blocks = 0  # copied by copy-on-write since the last reset
@@ -87,11 +97,6 @@ class PagedMemory:
         self.holders: list[Holder] = []  # calls that hold blocks; only appended to and removed from
         self.num_steps = 0  # of all calls, of each layer group: for those that wait for blocks
         self.last_used = time.monotonic()  # by a call, or an engine
-        # With sharded heads, where other processes hold other heads of the same blocks. `least`
-        # returns the minimum of a number over all processes; `mirror` is notified of changes to
-        # blocks if this process does the bookkeeping for all.
-        self.least: Callable[[int], int] | None = None
-        self.mirror: Mirror | None = None
         if is_bounded:
             budget.join(self)
 
@@ -100,7 +105,7 @@ class PagedMemory:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # each layer group pickles the blocks it holds
-        return PagedMemory, (self.config, True, self.sizes)
+        return PagedMemory, (self.config, True, self.sizes, False, self.make_storage)
 
     def block_size_of(self, spec: GroupSpec) -> int:
         """Returns the tokens per block of a group that does not hold states."""
@@ -166,7 +171,7 @@ class PagedMemory:
                 self.recover()
             try:
                 yield
-            except (OutOfBlocksError, TierError):  # raised with nothing changed
+            except OutOfBlocksError:  # raised with nothing changed
                 raise
             except BaseException:
                 self.recover()
@@ -314,8 +319,8 @@ class PagedMemory:
         fraction = self.config.memory_fraction
         if fraction is not None and self._limit_bytes is None:
             limit_bytes = self.affordable_bytes()
-            if self.least is not None:
-                limit_bytes = self.least(limit_bytes)
+            if self.processes is not None:
+                limit_bytes = self.processes.least(limit_bytes)
             self._limit_bytes = limit_bytes
         if self._limit_bytes is None:
             return most
@@ -363,8 +368,12 @@ class PagedMemory:
         return True
 
     def _forget_graphs(self) -> None:
-        for graphs in self.graphs.values():
-            graphs.clear()
+        for recorder in self.recorders.values():
+            recorder.clear()
+
+    def drop_recorders(self) -> None:
+        """After the last step over this memory: a cache that someone still holds needs none."""
+        self.recorders = {}
 
     def begin_call(self, call: Hashable) -> None:
         """Starts to count the most blocks in use during a `generate` call."""
@@ -422,7 +431,7 @@ class PagedMemory:
     def give_up_cached(self) -> None:
         """Evicts all cached blocks to the tiers, if there are any."""
         with self.lock:
-            if any(manager.tier for manager in self.managers.values()):
+            if any(manager.tier is not None for manager in self.managers.values()):
                 for group in self.groups.values():
                     group.pool.evict(group.pool.num_cached)
 

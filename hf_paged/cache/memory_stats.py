@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..tools.pictures import group_label, memory_figures, memory_html
+from .. import rooms
+from ..seams import ToolsRoom
 from . import budget
 from .block_sizes import Choice
+from .groups import group_label
 
 if TYPE_CHECKING:
     from .group_memory import GroupMemory
     from .memory import PagedMemory
-
-_TITLE = "Memory for keys and values"
 
 
 @dataclass(frozen=True, repr=False)
@@ -70,20 +70,19 @@ class MemoryStats:
     block_sizes: dict[str, Choice] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        figures = memory_figures(self)
-        width = max(map(len, figures))
-        lines = (f"  {label:{width}}  {text}" for label, text in figures.items())
-        return "\n".join([_TITLE, *lines])
+        tools: ToolsRoom | None = rooms.optional("tools")
+        return f"MemoryStats({vars(self)})" if tools is None else tools.stats_text(self)
 
-    def _repr_html_(self) -> str:
-        return memory_html(_TITLE, memory_figures(self), {})
+    def _repr_html_(self) -> str | None:
+        tools: ToolsRoom | None = rooms.optional("tools")
+        return None if tools is None else tools.stats_html(self)
 
 
 def stats_of(memory: PagedMemory) -> MemoryStats:
     """Returns the current figures of a memory whose lock is held."""
     groups = memory.groups.values()
     managers = memory.managers.values()
-    tiers: list[Any] = [manager.tier for manager in managers if manager.tier is not None]
+    tiers = [manager.tier.counts() for manager in managers if manager.tier is not None]
     return MemoryStats(
         block_size=memory.block_size,
         block_sizes=_choices(memory),

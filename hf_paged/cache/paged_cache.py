@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
+from .. import rooms
 from ..config import PagedConfig, shown
+from ..seams import ToolsRoom
 from ..step import ReadCounters, StepMetadata
-from ..tools.pictures import cache_html, plot_block_map
-from ..virtual.storage import fit_blocks
 from .block_manager import SequenceBlocks
 from .free_memory import Reservation
 from .groups import GroupSpec
@@ -26,6 +26,7 @@ from .memory import PagedMemory
 from .memory_stats import MemoryStats
 from .rows import CacheRows
 from .stand_ins import spec_of, stand_in
+from .storage import fit_blocks
 
 # Attributes of a layer that belong to one cache, and are not copied to another's layer.
 _OF_ONE_CACHE = {"graph_states", "group", "index", "num_operations", "packed_handles"}
@@ -391,14 +392,12 @@ class PagedCache(DynamicCache):
         """Plots the blocks of the memory behind this cache, as a matplotlib `Figure`; `ax` and
         errors as in [`PagedEngine.plot_memory`].
         """
-        block_map = self.memory.block_map()
-        title = f"{self.memory.num_used:,} blocks in use"
-        return plot_block_map(block_map, title, ax)
+        tools: ToolsRoom = rooms.room("tools", "`plot_memory`")
+        return tools.plot_cache(self, ax)
 
-    def _repr_html_(self) -> str:
-        title = f"{type(self).__name__}, {len(self.layers)} layers"
-        stats = self.stats()
-        return cache_html(title, stats, self.memory.block_map())
+    def _repr_html_(self) -> str | None:
+        tools: ToolsRoom | None = rooms.optional("tools")
+        return None if tools is None else tools.cache_html(self)
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` unless pool, tables and refcounts agree."""

@@ -41,12 +41,20 @@ class StateStorage:
         self.nbytes = 0
         self.num_rows = 0
         self.is_elastic = True
-        self.layers: dict[int, Any] = {}  # always empty; `Storage` has this attribute
-        self._pool = pool
+        self.most_bytes: int | None = None
+        self.growth_step = 0
+        self.layers: dict[int, Any] = {}  # always empty
+        self.pool = pool
         self._rows: dict[int, tuple[Callable[[], Any], int]] = {}
 
     def grow(self, num_blocks: int, most: int) -> None:
         """Does nothing: the holders have the memory."""
+
+    def make(self, *_: Any) -> Any:
+        """Raises `TypeError`: states have no layers of blocks."""
+        raise TypeError("a storage of states has no layers of blocks")
+
+    reserve = outline = promote = make
 
     def clear(self) -> None:
         """Forgets all states. No slot may be used or kept."""
@@ -86,7 +94,7 @@ class StateStorage:
         slots_by_holder: dict[Any, set[int]] = {}
         for slot, (get, _) in list(self._rows.items()):
             holder = get()
-            if holder is None or not (self._pool.refcount(slot) or self._pool.is_kept(slot)):
+            if holder is None or not (self.pool.refcount(slot) or self.pool.is_kept(slot)):
                 del self._rows[slot]
             else:
                 slots_by_holder.setdefault(holder, set()).add(slot)
@@ -95,11 +103,11 @@ class StateStorage:
     def copy_kept(self) -> None:
         """Copies the states that the prefix cache keeps, since forwards will change their rows.
         Evicts those whose step is no longer alive from the prefix cache."""
-        for slot in self._pool.kept:
+        for slot in self.pool.kept:
             try:
                 holder, row = self.find(slot)
             except KeyError:
-                self._pool.lose(slot)
+                self.pool.lose(slot)
             else:
                 if not isinstance(holder, StateRows):
                     part = (holder.state_layers, [row])

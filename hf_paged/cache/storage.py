@@ -5,20 +5,22 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from .. import rooms
+from ..config import PagedConfig
 from ..interrupts import is_interrupt
 from ..kernels import quantized
 from ..kernels.cpp import attention as cpp_attention
-from ..virtual import pages
+from ..seams import MappedRows, Storage, VirtualRoom
 from .block_pool import BlockPool
 from .copies import BlockCopies
-from .free_memory import Reservation, commits_when_touched
+from .free_memory import Reservation, commits_when_touched, reserved
 from .groups import FULL_ATTENTION, GroupSpec
 from .store import Look, Store, choose_store
 
@@ -43,14 +45,14 @@ class KVBlocks:
     keys: Tensor
     values: Tensor
     dtypes: tuple[torch.dtype, torch.dtype] = ()  # type: ignore[assignment]
+    rows: MappedRows | None = field(default=None, repr=False)
+    """The rows as contiguous tensors, if the storage has them."""
     look: Look | None = field(default=None, init=False, repr=False)
     """`looks` of the K/V that were last stored, which these blocks fit."""
     quantized_dtype: torch.dtype | None = field(default=None, init=False)
     """Dtype of the codes, if blocks are quantized."""
     shares_scales: bool = field(default=False, init=False)
     """Whether keys and values are quantized side by side with one common scale."""
-    rows: Any = field(default=None, init=False, repr=False)
-    """With virtual storage, the rows as contiguous tensors (`virtual.LayerRows`)."""
     attention: cpp_attention.Attention | None = field(default=None, init=False, repr=False)
     """The prepared C++ kernel call on these blocks, reused by calls with the same tensor
     layouts."""
@@ -122,6 +124,12 @@ class KVBlocks:
             chosen = choose_store(keys, values, blocks.keys, blocks.values, slots)
             self._store, self.look = chosen, look
         self._store(keys, values, slots)
+
+    def fits(self, keys: Tensor, values: Tensor) -> bool:
+        """Whether these blocks can store K/V like these as they are."""
+        if self.dtypes != (keys.dtype, values.dtype):
+            return False
+        return _sizes(self.keys, self.values) == _sizes(keys, values)
 
     def no_states(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Returns empty keys and values (no rows, no tokens) with the heads, dims and dtypes of the
@@ -257,6 +265,11 @@ class LayerKV(NamedTuple):
     keys: Kind
     values: Kind
 
+    @property
+    def states(self) -> tuple[Tensor, Tensor]:
+        """Empty keys and values of the layer, on the meta device."""
+        return _no_states((self.keys, self.values), torch.device("meta"))
+
 
 def _tiles(data: tuple[Tensor, ...], codes: tuple[int, torch.dtype] | None) -> tuple[Tensor, ...]:
     if codes is None:
@@ -270,8 +283,7 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         size = math.prod(shape) * dtype.itemsize
         is_on_linux_host = device.type == "cpu" and sys.platform == "linux"
         if is_on_linux_host and size >= MIN_RESERVED_BYTES:
-            memory = pages.reserved(size)
-            return memory.view(dtype).view(shape)
+            return reserved(size).view(dtype).view(shape)
         return torch.empty(shape, dtype=dtype, device=device)
 
 
@@ -294,10 +306,13 @@ _NUM_BLOCKS = operator.attrgetter("num_blocks")
 _IS_ELASTIC = operator.attrgetter("is_elastic")
 
 
-class Storage:
+class BlockStorage:
     """The block tensors of one layer group, one `KVBlocks` per layer, allocated when the layer
     first writes, for all blocks of the pool, or at the reserved size. When full they grow to the
     reserved size, or by half."""
+
+    most_bytes: int | None = None
+    growth_step = 0
 
     def __init__(
         self,
@@ -307,7 +322,7 @@ class Storage:
         kv_dtype: str | None = None,
     ) -> None:
         self.block_size = block_size
-        self._pool = pool  # which has all blocks that may be used
+        self.pool = pool
         self.spec = spec
         self.kv_dtype = kv_dtype
         self.layers: dict[int, KVBlocks] = {}
@@ -378,7 +393,7 @@ class Storage:
             num_blocks = layer.keys.shape[0]
             promoted = self._allocate(num_blocks, no_keys, no_values)
             # later blocks were never written: copying would commit their memory
-            used = slice(self._pool.num_blocks)
+            used = slice(self.pool.num_blocks)
             promoted.keys[used] = layer.keys[used]
             promoted.values[used] = layer.values[used]
         self.layers[index] = promoted
@@ -403,14 +418,6 @@ class Storage:
     def _grown(self, layer: KVBlocks, num_blocks: int) -> KVBlocks:
         return layer.grown(num_blocks)
 
-    def find(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks | None:
-        layer = self.layers.get(index)
-        if layer is None or layer.dtypes != (keys.dtype, values.dtype):
-            return None
-        if _sizes(layer.keys, layer.values) != _sizes(keys, values):
-            return None
-        return layer
-
     def _allocate(self, num_blocks: int, keys: Tensor, values: Tensor) -> KVBlocks:
         return KVBlocks.allocate(
             num_blocks,
@@ -421,29 +428,16 @@ class Storage:
             kv_dtype=self.kv_dtype,
         )
 
-    def block_bytes_of(self, keys: Tensor, values: Tensor) -> int:
-        """Returns the bytes of a block of a layer with K/V like these."""
-        return self._outline(keys, values).block_bytes
-
-    def _outline(self, keys: Tensor, values: Tensor) -> KVBlocks:
+    def outline(self, keys: Tensor, values: Tensor) -> KVBlocks:
         """Returns a block of a layer with K/V like these, on the meta device."""
         no_keys = keys[:, :, :0].to("meta")
         no_values = values[:, :, :0].to("meta")
         return self._allocate(1, no_keys, no_values)
 
-    def outline(self, layers: Iterable[LayerKV]) -> dict[int, KVBlocks]:
-        """Returns a block of each of these layers that has this spec, on the meta device."""
-        blocks = {}
-        for layer in layers:
-            if layer.spec == self.spec:
-                states = _no_states((layer.keys, layer.values), torch.device("meta"))
-                blocks[layer.layer] = self._allocate(1, *states)
-        return blocks
-
     def make(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks:
-        block_bytes = self.block_bytes_of(keys, values)
+        block_bytes = self.outline(keys, values).block_bytes
         num_reserved = self._num_reserved(block_bytes, keys.device)
-        num_least = self._pool.num_blocks
+        num_least = self.pool.num_blocks
         num_blocks = num_expected = max(num_least, num_reserved)
         layer: KVBlocks | None = None
         while layer is None:
@@ -475,6 +469,31 @@ class Storage:
         layers = self.layers.values()
         tensors = (tensor for layer in layers for tensor in layer.data)
         self._copies.make(tensors, copies)
+
+
+def storage_of(
+    config: PagedConfig, spec: GroupSpec, block_size: int, before_move: Callable[[], None]
+) -> Storage:
+    """Makes the storage that a config asks for (`StorageFactory`)."""
+    room = _room(config)
+    if room is not None:
+        return room.make_storage(config, spec, block_size, before_move)
+    return BlockStorage(block_size, BlockPool(), spec, config.kv_dtype)
+
+
+def fit_blocks(config: PagedConfig, model_config: Any, device: torch.device) -> PagedConfig:
+    """Raises the block size to what the storage needs for a model with this configuration. Raises
+    `ValueError` if the device lacks the storage."""
+    room = _room(config)
+    return config if room is None else room.fit_blocks(config, model_config, device)
+
+
+def _room(config: PagedConfig) -> VirtualRoom | None:
+    """Returns the room whose storage a config asks for; `None` for plain blocks."""
+    if config.storage == "blocks":
+        return None
+    room: VirtualRoom = rooms.room("virtual", f"`storage={config.storage!r}`")
+    return room
 
 
 def _attended(keys: torch.dtype, values: torch.dtype) -> tuple[torch.dtype, torch.dtype]:

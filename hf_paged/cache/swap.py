@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..interrupts import is_interrupt
+from ..seams import Storage
 from .group_memory import GroupMemory, mirrored
-from .storage import KVBlocks, Storage
+from .storage import KVBlocks
 
 
 class HostLayer(NamedTuple):
@@ -57,7 +58,8 @@ def copy_out(group: GroupMemory, block_ids: list[int]) -> HostBlocks:
         return HostBlocks(copies)
     if not block_ids:
         return HostBlocks({})
-    return HostBlocks({0: group.storage.copy_out(block_ids)})
+    states: Any = group.storage
+    return HostBlocks({0: states.copy_out(block_ids)})
 
 
 @mirrored

@@ -6,13 +6,14 @@ import contextlib
 import dataclasses
 import functools
 import threading
+from collections import Counter
 from collections.abc import Hashable
 from typing import Any
 
 import torch
 
 from .. import compat
-from ..adapters.peft_models import adapter_names, without_adapter_names
+from ..batching.arguments import Assistance
 from ..batching.decoding.base import Decoding
 from ..batching.decoding.beam import BeamDecoding
 from ..batching.decoding.prepare import LoopCall
@@ -31,9 +32,9 @@ from ..config import PagedConfig
 from ..interrupts import num_modes
 from ..model.forwards import compute_device
 from ..model.own_loop import cache_parts
+from ..model.sharding import is_sharded
+from ..model.wrappers import adapters_for
 from ..plan import StepPlan
-from ..ranks.processes import is_sharded
-from ..speculation.sources import Assistance
 from ..switches import NOTHING
 from ..topics import Topic
 from .call import Call, caches_in
@@ -51,11 +52,12 @@ def batch_of(call: Call, loop: LoopCall) -> BatchCall | None:
     """A decoding loop of a call for the engine; `None`, with the reason noted, if the engine cannot
     serve it. Raises `ValueError` if `batch_invariant` is set then: only the engine supports it."""
     with contextlib.ExitStack() as stack:
-        names = adapter_names(call.model)
-        if names is not None:
+        adapters = adapters_for(call.model)
+        names = None
+        if adapters is not None:
             # else PEFT would take them as adapters of a forward's rows, which differ from the
             # call's
-            stack.enter_context(without_adapter_names(call.model))
+            names = stack.enter_context(adapters.row_adapters(call.model))
         batch = _batch_of(call, loop, names)
         if batch is not None:
             call.stack.push(stack.pop_all())
@@ -135,11 +137,11 @@ class BatchCall(Candidate):
                     return shared.run(generation, keeps_prefixes, replays, finish, make)
             finally:
                 rows = generation.parts or [generation]
-                drafts = [row.speculation for row in rows if row.speculation is not None]
+                drafts = sum((row.draft_counts for row in rows), Counter[str]())
                 call.details |= dict(
                     num_captured_steps=executor.runner.num_captured_steps,
-                    num_draft_tokens=sum(draft.num_proposed for draft in drafts),
-                    num_accepted_tokens=sum(draft.num_accepted for draft in drafts),
+                    num_draft_tokens=drafts["num_draft_tokens"],
+                    num_accepted_tokens=drafts["num_accepted_tokens"],
                 )
                 call.counters.append(executor.runner.counters)
                 call.slowed_by |= executor.slowed_by
@@ -156,7 +158,7 @@ class BatchCall(Candidate):
         if may_use_ngrams and self.layout.reason_against_drafts is None:
             if isinstance(decoding, SampleDecoding) and self.prompts is None:
                 if is_alone or (generation.can_split and not decoding.do_sample):
-                    assistance = Assistance(ngrams=True)
+                    assistance = Assistance()
         generation.assistance = assistance
         if assistance is not None and not is_alone:
             generation.split()
@@ -259,7 +261,7 @@ class BatchCall(Candidate):
                 executor.check_model()
                 plan = _schedule(loop, late)
                 if len(plan):
-                    executor.run_by_adapter(plan)
+                    executor.run_rows(plan)
                     for sequence, count in zip(plan.sequences, plan.counts):
                         sequence.num_computed_tokens += count
             if not len(plan) and not shortage.wait():
@@ -294,7 +296,7 @@ def _schedule(loop: StepLoop, sequences: list[Sequence]) -> StepPlan:
             if not count:
                 break
             has_room = loop.blocks.append(sequence.blocks, count)
-            if not has_room and loop.speculator.reclaim():
+            if not has_room and loop.drafting.reclaim():
                 has_room = loop.blocks.append(sequence.blocks, count)
             if not has_room:
                 count = 1  # token by token, blocks leave windows

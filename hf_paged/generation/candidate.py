@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from .. import compat
+from ..batching.arguments import Assistance, option_for_drafts
 from ..batching.decoding.prepare import LoopCall
-from ..batching.decoding.sample import SampleDecoding
-from ..batching.decoding.scores import are_row_wise
 from ..batching.execution.prompt_inputs import is_unset
 from ..batching.execution.prompts import Prompts, prompts_of
 from ..batching.factory import (
@@ -19,7 +18,6 @@ from ..batching.factory import (
     choose_layout,
     how_rows_join,
     max_positions,
-    reason_against_assistance,
     reason_against_rows,
 )
 from ..cache.paged_cache import PagedCache
@@ -27,9 +25,10 @@ from ..config import PagedConfig
 from ..model.layout import TOGETHER, Layout, PromptsVerdict
 from ..model.own_loop import mismatched_rows
 from ..model.rope import find_length_rope
+from ..model.sharding import is_sharded
 from ..model.structure import is_stock, overridden
-from ..ranks.processes import is_sharded
-from ..speculation.sources import Assistance
+from ..rooms import room
+from ..seams import SpeculationRoom
 from ..topics import Topic
 from .call import Call, first_rows
 
@@ -116,7 +115,9 @@ class Candidate:
                 }
             )
         if self.assistance is not None:
-            yield from self._reasons_against_drafts(self.assistance)
+            option = option_for_drafts(self.config, self.assistance.model)
+            speculation: SpeculationRoom = room("speculation", f"`{option}`")
+            yield from speculation.reasons_against_call(self, self.assistance)
 
     def _reasons_against_options(self) -> Iterator[str]:
         model = self.model
@@ -326,38 +327,3 @@ class Candidate:
         count = max_positions(model, self.cache, prompts)
         self.layout = TOGETHER._replace(unsupported_reason=reason, max_positions=count)
         self.paddings = [padding for padding in prompts.paddings for _ in range(repeats)]
-
-    def _reasons_against_drafts(self, assistance: Assistance) -> Iterator[str]:
-        """Yields why rows of a call that the engine serves cannot use assisted decoding."""
-        model = self.model
-        config = self.config
-        num_rows = len(self.paddings)
-        is_alone = num_rows == 1
-        returns_scores = config.return_dict_in_generate and (
-            config.output_scores or config.output_logits
-        )
-        reason = self.layout.reason_against_drafts
-        yield from _applying(
-            {
-                Topic.RANKS("each rank would time the drafts by its own clock"): is_sharded(model),
-                Topic.ASSISTED(
-                    "a single row is sampled or streamed as transformers' own loop does it"
-                ): is_alone and (config.do_sample or self.streamer is not None),
-                # such as guidance, whose cache then holds them
-                Topic.ASSISTED(
-                    "a stateful processor must see rejected drafts too, as in transformers' own"
-                    " loop"
-                ): is_alone and not are_row_wise(self.inputs.logits_processor, num_rows),
-                Topic.ASSISTED("`output_scores` or `output_logits` is set"): returns_scores,
-                str(reason): reason is not None,
-                Topic.INPUTS("prompts are more than token ids"): self.prompts is not None,
-                Topic.ASSISTED("rotary factors depend on a row's length"): (
-                    find_length_rope(model, model.modules()) is not None
-                ),
-            }
-        )
-        if not is_alone and not SampleDecoding(self.inputs, self.streamer).can_split:
-            yield Topic.ASSISTED("a processor or criterion of the caller sees all rows at once")
-        reason = reason_against_assistance(model, config, assistance)
-        if reason is not None:
-            yield reason

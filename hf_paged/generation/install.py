@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation.continuous_batching import ContinuousMixin
 from transformers.generation.utils import GenerationMixin
 
-from .. import compat, forks
+from .. import compat, forks, rooms
 from ..attention import interface
 from ..attention.latent import unwrap_expansions
 from ..attention.switch import NAME
@@ -38,10 +38,8 @@ from ..config import INSTALL_VARIABLE, PagedConfig, shown
 from ..interrupts import guarded
 from ..model.own_loop import cache_parts
 from ..model.registry import memory_for, warn_once
-from ..native import continuous_batching as _continuous_batching
-from ..native import manager_config
-from ..ranks.processes import ranks_of
-from ..ranks.signals import deferring
+from ..model.sharding import alone, deferring
+from ..seams import NativeRoom
 from ..switches import NOTHING
 from ..topics import Topic
 from .after_import import after_import, forget_import
@@ -231,9 +229,7 @@ def _page(call: Call, config: PagedConfig, arguments: dict[str, Any]) -> None:
     num_prompts = arguments.get("batch_size") or 1
     num_rows = num_prompts * rows_per_prompt(generation_config)
     if call.is_running:
-        ranks = ranks_of(model)
-        if ranks is not None:
-            call.stack.enter_context(ranks.alone())
+        call.stack.enter_context(alone(model))
     lengths = [length] * num_rows if length else []
     call.memory = memory = memory_for(model, config, lengths)
     if call.is_running:
@@ -349,8 +345,6 @@ _REPLACEMENTS: dict[str, Callable[[Invocation], Any]] = {
     **_OF_GENERATION,
     compat.WARN_OF_PADDING: _warn_of_padding,
 }
-for _name, _function in _continuous_batching.REPLACEMENTS.items():
-    _REPLACEMENTS[_name] = functools.partial(Invocation.run, function=_function)
 _installed: dict[tuple[type, str], tuple[Method | None, Method]] = {}
 """By class and name of each replaced method: the original, if there was one, and the wrapper that
 replaced it."""
@@ -385,8 +379,8 @@ def _method(owner: type, name: str) -> Method:
 
 
 def _replace(owner: type, name: str, wrapper: Method | None = None) -> None:
-    """Replaces a method, unless it has been, by `wrapper`, or by one of its `_REPLACEMENTS`. For
-    use within `_lock`."""
+    """Replaces a method, unless it has been, by `wrapper`, or by one of `_REPLACEMENTS`. For use
+    within `_lock`."""
     if (owner, name) not in _installed:
         if wrapper is None:
             wrapper = _wrapper(_method(owner, name), _REPLACEMENTS[name])
@@ -394,17 +388,18 @@ def _replace(owner: type, name: str, wrapper: Method | None = None) -> None:
         setattr(owner, name, wrapper)
 
 
+def _native() -> NativeRoom:
+    room: NativeRoom = rooms.room("native", "`continuous_batching`")
+    return room
+
+
 def _add_to_peft(module: Any) -> None:
     """Adds the names of continuous batching to `PeftModel`, which passes them on to the model
     inside."""
     with _lock:
-        for name in (
-            "init_continuous_batching",
-            "continuous_batching_context_manager",
-            "generate_batch",
-        ):
+        for name, method in _native().through_wrapper.items():
             if (ContinuousMixin, name) in _installed:
-                _replace(module.PeftModel, name, _continuous_batching.through_wrapper(name))
+                _replace(module.PeftModel, name, method)
 
 
 def _wrap_overrides(model_class: type) -> None:
@@ -437,6 +432,7 @@ def install(
             changes nothing of it.
     """
     global _is_default
+    native = None if continuous_batching is False else _native()
     with _lock:
         if not _installed:
             interface.register()
@@ -445,13 +441,14 @@ def install(
                 _replace(GenerationMixin, name)
             _replace(PreTrainedModel, compat.WARN_OF_PADDING)
         _is_default |= by_default
-        if continuous_batching is not False:
-            given = None if continuous_batching is True else continuous_batching
-            config = PagedConfig.coerce(given, "continuous_batching")
-            manager_config.set_default(config)
-            for name in _continuous_batching.REPLACEMENTS:
-                _replace(ContinuousMixin, name)
-    if continuous_batching is not False:
+        if native is not None:
+            given = None if isinstance(continuous_batching, bool) else continuous_batching
+            native.set_default(PagedConfig.coerce(given, "continuous_batching"))
+            for name, function in native.replacements.items():
+                replacement = functools.partial(Invocation.run, function=function)
+                wrapper = _wrapper(_method(ContinuousMixin, name), replacement)
+                _replace(ContinuousMixin, name, wrapper)
+    if native is not None:
         after_import("peft.peft_model", _add_to_peft)
 
 
@@ -484,7 +481,8 @@ def uninstall() -> None:
                 raise RuntimeError(message)
         _is_default = False
         forget_import(_add_to_peft)
-        _continuous_batching.destroy_kept()
+        if any(owner is ContinuousMixin for owner, _ in _installed):
+            _native().destroy_kept()
         while _installed:
             (owner, name), (original, _) = _installed.popitem()
             if original is None:

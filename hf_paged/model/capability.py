@@ -22,7 +22,6 @@ from ..cache.memory import autocast_dtype
 from ..cache.paged_cache import PagedCache
 from ..compiled import FUNCTIONS, replaced_forward
 from ..kernels import forced
-from ..ranks.processes import ranks_of
 from ..threads import step_lock
 from ..timing import timed
 from ..topics import Topic
@@ -39,6 +38,7 @@ from .checks import (
 )
 from .forwards import code_of, compute_device, hooks_of, tensors_of_module
 from .layout import TOGETHER, Layout, PromptsVerdict
+from .sharding import processes_of
 from .structure import KV_LAYERS, Modules, reasons
 from .trial import ForwardFailedError, MakeRunner, Trial, product_precision, sample_tokens
 from .writes import Key, Writes, copied, is_same, judge, unread_names
@@ -244,19 +244,19 @@ def _glance(model: PreTrainedModel) -> tuple[Any, ...]:
 def _look(check: Callable[[Trial], Any], layout: str, trial: Trial, kind: Any) -> Any:
     model = trial.model
     modules = list(model.modules())
-    ranks = ranks_of(model)
+    processes = processes_of(model)
     reason = next(reasons(model, trial.cache, modules, layout), None)
-    if reason is not None and ranks is None:
+    if reason is not None and processes is None:
         return reason
     key = _key(check, kind, model, trial.cache, modules)
     with _lock:
         verdicts = _verdicts.setdefault(model, {})
         state = _KNOWN if key in verdicts else _OPEN
-    if ranks is not None:
+    if processes is not None:
         # modules may differ between processes: all processes run the check, or none
         if reason is not None:
             state = _REFUSED
-        state = ranks.least(state)
+        state = processes.least(state)
         if state == _REFUSED:
             return reason or Topic.RANKS("another rank cannot use this layout")
     if state == _KNOWN:

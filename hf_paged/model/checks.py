@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import compat
 from ..cache.free_memory import is_out_of_memory
 from ..cache.memory import PagedMemory, autocast_dtype
+from ..cache.storage import storage_of
 from ..interrupts import is_interrupt
 from ..kernels import uses_triton
 from ..topics import Topic
@@ -124,13 +125,15 @@ def run_kernels(trial: Trial) -> None:
         kv_dtype=memory.config.kv_dtype,
         storage=memory.config.storage,
     )
-    if like == CONFIG:
+    if like == CONFIG and memory.make_storage is storage_of:
         return
     end = LENGTH - 1
     steps = ((0, end),), ((0, 1),)
     try:
         rows = sample_tokens(trial.model)
-        like_memory = PagedMemory(like, is_bounded=False, sizes=memory.sizes)
+        like_memory = PagedMemory(
+            like, is_bounded=False, sizes=memory.sizes, make_storage=memory.make_storage
+        )
         trial.run(Layout(), rows, (end,), steps, like_memory)
     except Exception as error:
         # there may be no memory for large blocks, which requests then wait for

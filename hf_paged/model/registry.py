@@ -19,14 +19,14 @@ from ..cache.free_memory import trim
 from ..cache.idle import begin_use
 from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.memory_stats import MemoryStats
+from ..cache.storage import fit_blocks
 from ..config import AUTO, PagedConfig, shown
 from ..kernels.costs import find_costs
-from ..ranks.processes import check_heads, ranks_of
+from ..rooms import room
 from ..step import ReadCounters
-from ..tiers.store import check_tiers
 from ..topics import Topic
-from ..virtual.storage import fit_blocks
 from .forwards import compute_device
+from .sharding import is_sharded, processes_of
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ def block_sizes(
         reason = "blocks of `prefix_tiers` are found by processes that saw other lengths"
     elif config.batch_invariant:
         reason = "`batch_invariant` gives the same bits whatever lengths were seen"
-    elif ranks_of(model) is not None:
+    elif is_sharded(model):
         reason = "shards of a block lie in several processes"
     if reason is not None:
         return BlockSizes(Costs({}, reason))
@@ -145,7 +145,9 @@ def memory_for(
         config.batch_invariant,
     )
     has_tiers = config.block_size == AUTO and config.prefix_tiers is not None
-    key = (budget, has_tiers, config.storage, model.dtype, autocast_dtype(device), device)
+    processes = processes_of(model)
+    dtypes = model.dtype, autocast_dtype(device)
+    key = (budget, has_tiers, config.storage, dtypes, device, processes)
     with _lock:
         known, before = _memories.get(model, (None, None))
         memory = before
@@ -153,18 +155,21 @@ def memory_for(
             check_tiers(config)
         sizes = before.better_sizes() if before is not None and known == key else None
         if memory is None or known != key or sizes is not None:
-            check_heads(model)
             if config.block_size == AUTO:
                 sizes = sizes or block_sizes(model, config, expected)
-            memory = PagedMemory(config, sizes=sizes)
-            ranks = ranks_of(model)
-            memory.least = None if ranks is None else ranks.least
+            memory = PagedMemory(config, sizes=sizes, processes=processes)
         _memories[model] = key, memory
         memory.config = config
         begin_use(memory)
     if before is not None and before is not memory:
         before.give_up_cached()
     return memory
+
+
+def check_tiers(config: PagedConfig) -> None:
+    """Raises `OSError` if the folder of a new pool's `prefix_tiers` cannot be used."""
+    if config.prefix_tiers is not None:
+        room("tiers", "`prefix_tiers`").check(config)
 
 
 def note_route(model: PreTrainedModel, route: Route) -> None:
@@ -210,7 +215,7 @@ def free(model: Any) -> None:
         memories = [_memories.pop(module)[1] for module in _owners(model)]
     for memory in memories:
         memory.give_up_cached()
-        memory.graphs = {}  # caches do not use graphs
+        memory.drop_recorders()
     trim()
 
 

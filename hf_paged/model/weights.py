@@ -3,16 +3,12 @@ change."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
 from ..cache.block_manager import BlockManager
 from ..cache.memory import PagedMemory
 from .state import ModelState, carries_state, fingerprint
-
-Fingerprint = Callable[[nn.Module, ModelState | None], bytes | None]
 
 
 class WeightsGuard:
@@ -33,7 +29,8 @@ class WeightsGuard:
         # whether the executor compares the model with what it was (`ModelState.is_same`)
         self.is_watched = False
         self.num_changes = 0  # how often the model was found to have changed
-        self.fingerprint: Fingerprint = fingerprint
+        processes = memory.processes
+        self._fingerprint = fingerprint if processes is None else processes.fingerprint
 
     @property
     def is_on(self) -> bool:
@@ -98,7 +95,7 @@ class WeightsGuard:
         self._forget()
 
     def _compare(self, state: ModelState | None = None) -> bool:
-        weights = self.fingerprint(self._model, state)
+        weights = self._fingerprint(self._model, state)
         now = None
         if weights is not None:
             now = (weights, self._autocast)

@@ -22,11 +22,11 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from .. import compat, forks
-from ..adapters.peft_models import base_model, check_served
 from ..attention.switch import NAME
 from ..batching.arguments import check_generation_config
 from ..batching.engine import PagedEngine
 from ..batching.results import RequestResult
+from ..model.wrappers import adapters_for, base_model
 from ..topics import Topic
 from .manager_config import paged_config
 from .manager_thread import ManagerThread
@@ -409,7 +409,9 @@ def _generate_batch(
     if not len(inputs):
         return {}
     # one `generate` call would compute no more than the layers in the model
-    check_served(base_model(model), None)
+    base_adapters = adapters_for(base_model(model))
+    if base_adapters is not None:
+        base_adapters.check_served(base_model(model), None)
     base = generation_config or model.generation_config
     given = {name: value for name, value in options.items() if value is not None}
     generation_options = {name: value for name, value in given.items() if name != "tokenizer"}
@@ -462,7 +464,7 @@ def destroy_kept() -> None:
     _kept.clear()
 
 
-REPLACEMENTS: dict[str, Callable[..., Any]] = {
+replacements: dict[str, Callable[..., Any]] = {
     "init_continuous_batching": _init,
     "destroy_cached_continuous_batching_manager": _destroy_cached,
     "continuous_batching_context_manager": _context,
@@ -471,13 +473,22 @@ REPLACEMENTS: dict[str, Callable[..., Any]] = {
 """Replacements by name of the `ContinuousMixin` method."""
 
 
-def through_wrapper(name: str) -> Callable[..., Any]:
-    """A method for wrappers of models, which pass this name on to the model inside, where the
-    wrapper is not known. Raises `ValueError` for adapters that only the wrapper's own `generate`
-    computes."""
-
+def _through_wrapper(name: str) -> Callable[..., Any]:
     def method(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(base_model(wrapper), name)(*args, **kwargs)
 
     method.__name__ = name
     return method
+
+
+through_wrapper = {
+    name: _through_wrapper(name)
+    for name in (
+        "init_continuous_batching",
+        "continuous_batching_context_manager",
+        "generate_batch",
+    )
+}
+"""Methods for wrappers of models, which pass these names on to the model inside, where the wrapper
+is not known. They raise `ValueError` for adapters that only the wrapper's own `generate`
+computes."""

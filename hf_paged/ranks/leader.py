@@ -9,30 +9,33 @@ import os
 import pickle
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..adapters.files import AdapterFile
-from ..adapters.mixing import mixed, mixing
-from ..adapters.peft_models import AdapterError, base_model, check_adapter
-from ..batching.arguments import check_generates
+from ..batching.arguments import RequestOptions, check_generates
 from ..batching.execution.inputs import PackedTokens
 from ..batching.factory import MANY_BLOCKS, choose_layout, empty_cache, make_loop
 from ..batching.loop import StepLoop
+from ..batching.request import RowsError
 from ..cache import budget
-from ..cache.group_memory import MOVES, GroupMemory
+from ..cache.group_memory import GroupMemory
 from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.swap import HostBlocks
 from ..config import PagedConfig
 from ..model.forwards import compute_device
+from ..model.layout import Layout
+from ..model.sharding import RankLostError, is_sharded
 from ..model.state import ModelState
+from ..model.wrappers import base_model
+from ..plan import StepPlan
+from ..switches import NOTHING
 from ..topics import Topic
-from .processes import RankLostError, Ranks, check_heads, ranks_of
-from .signals import held
+from .processes import Ranks, processes_of
+from .signals import PatientLock, held
 
 logger = logging.getLogger(__name__)
 
@@ -75,31 +78,48 @@ class TableHistory:
 
 class Leader:
     """Process 0's side: makes the other processes repeat its operations on blocks and models, in
-    the same order. Operations that need no answer are queued until the next message; each step
-    sends one."""
+    the same order (`seams.Leader`). Operations that need no answer are queued until the next
+    message; each step sends one."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    leads = True
+
+    def __init__(self, model: PreTrainedModel, config: PagedConfig, ranks: Ranks) -> None:
         self.ranks = ranks
+        self._model = model
+        self._config = config
         self._pid = os.getpid()
         self._is_open = True
         self._queue: deque[tuple[str, list[int], tuple[Any, ...]]] = deque()
         self._groups: list[GroupMemory] = []
         self._histories: list[TableHistory] = []
-        self._device = torch.device("cpu")
         ranks.take()
 
-    def check_served(self, model: PreTrainedModel, config: PagedConfig) -> None:
-        """Raises `ValueError` for options that an engine over several processes does not serve,
-        `RuntimeError` once the engine is closed."""
+    def locked(self, lock: Any) -> PatientLock:
+        return PatientLock(lock)
+
+    def check_request(self, options: RequestOptions) -> None:
+        self._check_served()
+        if options.inputs is not None:
+            raise ValueError(
+                "`inputs` beside token ids are not served by an engine whose model is in shards"
+                ' over several processes: call `model.generate(..., cache_implementation="paged")`'
+                " in each of them"
+            )
+        if options.assistant_model is not None and is_sharded(options.assistant_model):
+            raise ValueError(
+                "`assistant_model` is in shards over several processes: load it in process 0 alone"
+            )
+
+    def _check_served(self) -> None:
         if not self._is_open:
             raise RuntimeError(
                 "the engine was closed, and `serve_rank` has returned in the other processes: make"
                 " a new one"
             )
         wanted = {
-            "`batch_invariant`": config.batch_invariant,
+            "`batch_invariant`": self._config.batch_invariant,
             "`hf_paged.budget`": budget.limit() is not None,
-            "an encoder": model.config.is_encoder_decoder,
+            "an encoder": self._model.config.is_encoder_decoder,
         }
         for what, is_wanted in wanted.items():
             if is_wanted:
@@ -109,25 +129,31 @@ class Leader:
                     ' cache_implementation="paged")` in each of them'
                 )
 
-    def choose_layout(self, config: PagedConfig) -> None:
-        """Makes the others call `factory.choose_layout`, which this process calls next."""
-        self.send("choose_layout", config)
+    def choose_layout(self, choose: Callable[[], Layout]) -> Layout:
+        self._check_served()
+        self.send("choose_layout", self._config)
+        layout = choose()
+        if layout.unsupported_reason is not None:
+            raise ValueError(
+                f"{type(self._model).__name__}, in shards over several processes, is served by an"
+                f" engine in packed forwards alone: {layout.unsupported_reason}. Call `generate` in"
+                " each of them"
+            )
+        return layout
 
-    def make(self, model: PreTrainedModel, config: PagedConfig, loop: StepLoop) -> None:
-        self._device, self._groups = compute_device(model), loop.memory.groups_of(loop.blocks)
+    def make(self, loop: StepLoop) -> None:
+        self._groups = loop.memory.groups_of(loop.blocks)
         self._histories = [TableHistory() for _ in self._groups]
-        self.note("make", config)
+        self.note("make", self._config)
 
     def begin(self) -> None:
-        """Makes the others begin work, on the model's current state."""
-        self.note("begin")
+        self.note("begin", autocast_dtype(compute_device(self._model)))
 
     def retire(self) -> None:
         self._groups = []
         self.note("retire")
 
-    def run(self, tokens: PackedTokens, others: list[int], adapter: Hashable) -> None:
-        mix = mixed.get()
+    def run(self, tokens: PackedTokens, others: list[int], names: Any) -> None:
         changes = [
             history.changes(group.tables) for history, group in zip(self._histories, tokens.groups)
         ]
@@ -137,26 +163,32 @@ class Leader:
             rest,
             changes,
             others,
-            adapter if mix is None else mix.names,
-            autocast_dtype(self._device),
+            names,
         )
 
-    def load_adapter(self, file: AdapterFile) -> None:
+    def adapters(self, method: str, *arguments: Any) -> str | None:
+        if method == "load":
+            return self._load_adapter(*arguments)
+        if method == "check":  # whose forwards follow at once
+            self.send("adapters", method, *arguments)
+        else:
+            self.note("adapters", method, *arguments)
+        return None
+
+    def _load_adapter(self, file: Any) -> str | None:
         self.send("load_adapter", file)
         loaded = self.ranks.gather(True)
         failed = [rank for rank, (is_loaded,) in enumerate(loaded) if not is_loaded]
-        if failed:
-            self.note("adapters", "forget", file)
-            raise AdapterError(
-                file,
-                f"the adapter in {file.path!r} cannot be loaded by processes {failed} of"
-                f" {self.ranks.size} that hold shards of the model, whose output says why: they"
-                " read the same folder, under the same path",
-            )
+        if not failed:
+            return None
+        self.note("adapters", "forget", file)
+        return (
+            f"by processes {failed} of {self.ranks.size} that hold shards of the model, whose"
+            " output says why: they read the same folder, under the same path"
+        )
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Wraps a forward: if it fails here, checks whether it ended in all processes."""
         try:
             yield
         except RankLostError:
@@ -174,17 +206,25 @@ class Leader:
         self.send("least")
         return self.ranks.least(number)
 
-    def moved(self, name: str, group: GroupMemory, arguments: tuple[Any, ...], result: Any) -> None:
+    def agree(self, number: int) -> int:
+        """This process decides for all, and `check` has nothing to compare."""
+        return number
+
+    def check(self, plan: StepPlan) -> None:
+        pass
+
+    def moved(
+        self, move: Callable[..., Any], group: GroupMemory, arguments: tuple[Any, ...], result: Any
+    ) -> None:
         if group not in self._groups:  # memory of a model that only this process has
             return
         number = self._groups.index(group)
         named = [HeldThere(id(x)) if isinstance(x, HostBlocks) else x for x in arguments]
-        self.note("move", name, number, named, id(result))
+        self.note("move", move, number, named, id(result))
         if isinstance(result, HostBlocks):
             weakref.finalize(result, self.note, "forget", id(result)).atexit = False
 
     def close(self) -> None:
-        """Makes `serve_rank` return in the other processes."""
         if self._is_open and self._pid == os.getpid():
             try:
                 with contextlib.suppress(RankLostError):
@@ -202,21 +242,16 @@ class Leader:
         self.ranks.send(pickle.dumps(orders, protocol=pickle.HIGHEST_PROTOCOL))
 
 
-def lead(model: PreTrainedModel, owner: Any) -> Leader | None:
-    """Returns the leader of the processes that hold shards of the model, closed when `owner` is
-    collected; `None` if the model is in one process. Raises `ValueError` in processes other than
-    0."""
-    ranks = ranks_of(model)
-    if ranks is None:
-        return None
+def lead(model: PreTrainedModel, config: PagedConfig, owner: Any) -> Leader:
+    """As `model.sharding.lead`, for a model in shards."""
+    ranks = processes_of(model)
     if ranks.rank:
         raise ValueError(
             f"this is process {ranks.rank} of the {ranks.size} that hold shards of the model, and"
             " an engine is driven from process 0: call `hf_paged.serve_rank(model)` here, which"
             " returns when that engine is closed"
         )
-    check_heads(model)
-    leader = Leader(ranks)
+    leader = Leader(model, config, ranks)
     weakref.finalize(owner, leader.close)
     return leader
 
@@ -254,12 +289,13 @@ class Follower:
         cache.reserve(config.num_blocks or MANY_BLOCKS, config.max_num_seqs)
         loop = make_loop(self.model, cache, self._layout, config, max_num_seqs=config.max_num_seqs)
         self._executor = loop.executor
-        self._executor.together = None
         self._groups = self._memory.groups_of(loop.blocks)
         self._histories = [TableHistory() for _ in self._groups]
 
-    def begin(self) -> None:
-        self._executor.begin(check_weights=False, replays=False)
+    def begin(self, autocast: torch.dtype | None) -> None:
+        kind = compute_device(self.model).type
+        with torch.autocast(kind, dtype=autocast, enabled=autocast is not None):
+            self._executor.begin(check_weights=False, replays=False)
 
     def retire(self) -> None:
         self._memory = self._executor = None
@@ -270,28 +306,23 @@ class Follower:
         tokens: PackedTokens,
         changes: list[Changes],
         others: list[int],
-        adapter: Hashable,
-        autocast: torch.dtype | None,
+        names: Any,
     ) -> None:
         if self._failure is not None:
             # only this process failed, and left the others in that forward
             raise self._failure
-        # before the forward: a missing adapter ends this process
-        if isinstance(adapter, list):
-            using = mixing(self.model, self._executor.adapters.mix_named(adapter))
-        else:
-            if isinstance(adapter, str):
-                check_adapter(self.model, adapter)
-            using = self._executor.using(adapter)
+        executor = self._executor
+        using = NOTHING
+        if names is not None:  # before the forward: a missing adapter ends this process
+            using = executor.adapters().repeat(names)
         groups = [
             group._replace(tables=history.tables(changed))
             for group, history, changed in zip(tokens.groups, self._histories, changes)
         ]
         whole = tokens._replace(groups=groups)
-        self._executor.autocast = autocast
         try:
-            with self._executor.attention():
-                self._executor.compute(using, lambda: self._executor.runner.compute(whole, others))
+            with executor.attention(), using as context:
+                executor.compute(executor.runner.compute, whole, others, None, context or None)
         except Exception as error:
             self._failure = error
 
@@ -299,19 +330,19 @@ class Follower:
         self._failure = None
         self.ranks.check_failed()
 
-    def load_adapter(self, file: AdapterFile) -> None:
+    def load_adapter(self, file: Any) -> None:
         is_loaded = True
         try:
-            self._executor.adapters.load(file)
-        except AdapterError as error:
+            self._executor.adapters().load(file)
+        except RowsError as error:
             is_loaded = False
             logger.warning(Topic.ADAPTERS(str(error)))
         self.ranks.gather(is_loaded)
 
     def adapters(self, method: str, *arguments: Any) -> None:
-        """Calls a method of this process's `Adapters`."""
+        """Calls a method of this process's `LoopAdapters`."""
         if self._executor is not None:  # else the order is from an earlier loop
-            getattr(self._executor.adapters, method)(*arguments)
+            getattr(self._executor.adapters(), method)(*arguments)
 
     def fingerprint(self) -> None:
         self.ranks.fingerprint(self.model)
@@ -319,9 +350,9 @@ class Follower:
     def least(self) -> None:
         self.ranks.least(self._memory.affordable_bytes())
 
-    def move(self, name: str, group: int, arguments: list[Any], number: int) -> None:
+    def move(self, move: Callable[..., Any], group: int, arguments: list[Any], number: int) -> None:
         named = [self._hosts[x.number] if isinstance(x, HeldThere) else x for x in arguments]
-        result = MOVES[name](self._groups[group], *named)
+        result = move(self._groups[group], *named)
         if isinstance(result, HostBlocks):
             self._hosts[number] = result
 
@@ -337,34 +368,15 @@ class Follower:
                 group.pool.grow(missing)
 
 
-def serve_rank(model: Any) -> None:
-    """Serves a [`PagedEngine`] of process 0 in the other processes that hold shards of its model
-    (made by `from_pretrained(..., tp_plan="auto")` under `torchrun`). Returns when that engine is
-    closed (the end of its `with`) or garbage-collected; Ctrl-C waits for that.
-
-        if torch.distributed.get_rank() == 0:
-            with hf_paged.PagedEngine(model, tokenizer=tokenizer) as engine:
-                results = engine.generate(prompts, {"max_new_tokens": 64})
-        else:
-            hf_paged.serve_rank(model)
-
-    Args:
-        model ([`PreTrainedModel`] or `PeftModel`): This process's shard, in the mode (train or
-            eval) of process 0's.
-
-    Raises:
-        ValueError: in process 0, and for a model that is not sharded.
-        RankLostError: if another process has ended.
-    """
+def serve(model: Any) -> None:
+    """As `hf_paged.serve_rank`."""
     shard = base_model(model)
     check_generates(shard)
-    ranks = ranks_of(shard)
-    if ranks is None or not ranks.rank:
-        where = "is all in this process" if ranks is None else "is led by this process, number 0"
-        raise ValueError(
-            f"{type(shard).__name__} {where}: make a `PagedEngine` here, others call `serve_rank`"
-        )
-    check_heads(shard)
+    if not is_sharded(shard):
+        raise _not_served(shard, "is all in this process")
+    ranks = processes_of(shard)
+    if not ranks.rank:
+        raise _not_served(shard, "is led by this process, number 0")
     with held(), torch.no_grad():
         ranks.take()
         follower = Follower(shard, ranks)
@@ -373,3 +385,9 @@ def serve_rank(model: Any) -> None:
         finally:
             follower.retire()
             ranks.give_back()
+
+
+def _not_served(model: nn.Module, where: str) -> ValueError:
+    return ValueError(
+        f"{type(model).__name__} {where}: make a `PagedEngine` here, others call `serve_rank`"
+    )

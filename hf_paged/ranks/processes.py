@@ -9,14 +9,16 @@ import hashlib
 import struct
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from .. import compat, forks
+from ..model.sharding import RankLostError
 from ..model.state import ModelState, fingerprint
-from ..topics import Topic, TopicError
+from ..plan import StepPlan
 
 _ENGINE = -1  # user id of an engine, in place of a thread's id
 _MESSAGE = 1 << 14  # bytes of a message's first part, which holds most messages whole
@@ -29,17 +31,12 @@ _FAILED = datetime.timedelta(seconds=20)
 _lock = forks.lock()
 
 
-class RankLostError(TopicError, RuntimeError):
-    """A process that holds a shard of the model has ended or is out of step with the others: no
-    forward can be computed any more."""
-
-    topic = Topic.RANKS
-
-
 class Ranks:
-    """The processes of one sharded model, in a separate process group (gloo, on the CPU). All
-    methods except `alone`, `take` and `give_back` are collectives: all members call them in the
-    same order."""
+    """The processes of one sharded model, in a separate process group (gloo, on the CPU), as calls
+    that all of them make need them (`seams.Processes`). All methods except `alone`, `take` and
+    `give_back` are collectives: all members call them in the same order."""
+
+    leads = False
 
     def __init__(self, members: list[int]) -> None:
         self.size = len(members)
@@ -112,22 +109,24 @@ class Ranks:
     def least(self, number: int) -> int:
         return min(self.gather(number))[0]
 
-    def of_first(self, number: int) -> int:
-        """Returns the number that the first member passes."""
+    def agree(self, number: int) -> int:
         return self.gather(number)[0][0]
 
-    def check_same(self, number: int, what: str) -> None:
-        """Raises [`RankLostError`] in every member unless all pass the same number."""
-        numbers = self.gather(number)
+    def run(self, *forward: Any) -> None:
+        """The others run it, too: so do `moved` and `adapters`."""
+
+    moved = adapters = run
+
+    def check(self, plan: StepPlan) -> None:
+        numbers = self.gather(plan.digest())
         others = [rank for rank, passed in enumerate(numbers) if passed != numbers[0]]
         if others:
             raise RankLostError(
-                f"ranks {others} of {self.size} have {what} than rank 0: make the same calls in"
-                " every process, with the same inputs, options, seeds and weights"
+                f"ranks {others} of {self.size} have scheduled other tokens than rank 0: make the"
+                " same calls in every process, with the same inputs, options, seeds and weights"
             )
 
     def fingerprint(self, model: nn.Module, state: ModelState | None = None) -> bytes | None:
-        """`state.fingerprint` over the shards of all members; `None` if one cannot be read."""
         shard = fingerprint(model, state)
         numbers = self.gather(shard is not None, *struct.unpack("<4q", shard or bytes(32)))
         if not all(is_read for is_read, *_ in numbers):
@@ -166,12 +165,7 @@ class Ranks:
 _known: dict[tuple[int, ...], Ranks] = {}
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Whether several processes compute every forward of the model together."""
-    return compat.shard_ranks(model) is not None
-
-
-def check_heads(model: nn.Module) -> None:
+def _check_heads(model: nn.Module) -> None:
     """Raises `ValueError` if the K/V heads do not divide evenly among the processes that share the
     attention."""
     heads, size = compat.split_heads(model) or (0, 1)
@@ -184,12 +178,15 @@ def check_heads(model: nn.Module) -> None:
     )
 
 
-def ranks_of(model: nn.Module) -> Ranks | None:
-    """The processes that compute the model's forwards together; `None` if this process computes
-    them alone. The first call must happen in all of them."""
+def alone(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    return processes_of(model).alone()
+
+
+def processes_of(model: nn.Module) -> Ranks:
+    """The processes that share this model in shards, as `model.sharding.processes_of`."""
     members = compat.shard_ranks(model)
-    if members is None:
-        return None
+    assert members is not None
+    _check_heads(model)
     key = tuple(members)
     ranks = _known.get(key)
     if ranks is None or ranks.world is not dist.group.WORLD:

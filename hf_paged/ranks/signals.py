@@ -11,7 +11,6 @@ costs every `held` a look at its handler. A model in one process needs none of t
 from __future__ import annotations
 
 import _signal  # `signal` wraps the same functions at ten times the cost
-import contextlib
 import os
 import signal
 import sys
@@ -19,11 +18,6 @@ import threading
 from collections import deque
 from types import FrameType
 from typing import Any
-
-from torch import nn
-
-from ..switches import NOTHING
-from .processes import is_sharded
 
 _NAMES = "INT TERM ALRM USR1 USR2 HUP QUIT CHLD XCPU VTALRM PROF BREAK".split()
 SIGNALS: tuple[int, ...] = tuple(
@@ -152,12 +146,6 @@ class PatientLock:
         hold = self._holds[threading.get_ident()].pop()
         self._lock.release()
         hold.__exit__()
-
-
-def deferring(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Around a call that several processes make together, if they share the model: defers signals
-    until its end."""
-    return held() if is_sharded(model) else NOTHING
 
 
 def _forget() -> None:

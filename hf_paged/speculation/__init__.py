@@ -1,0 +1,6 @@
+"""Drafts of the next tokens of a loop's rows: by n-grams, a smaller model, the model's own heads or
+one of transformers' candidate generators. Implements `seams.Drafter`; imports no other room."""
+
+from .speculator import Speculator as Speculator
+from .speculator import reason_against as reason_against
+from .speculator import reasons_against_call as reasons_against_call

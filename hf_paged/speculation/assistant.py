@@ -16,6 +16,8 @@ from transformers.cache_utils import DynamicCache
 from transformers.generation.logits_process import MinLengthLogitsProcessor
 
 from .. import compat, forks
+from ..batching.arguments import Assistance
+from ..batching.decoding.base import Draft
 from ..batching.decoding.sample import SampleDecoding
 from ..batching.decoding.scores import argmax, draw, leaves_rows_alone
 from ..batching.execution.executor import Executor
@@ -29,7 +31,7 @@ from ..cache.paged_cache import PagedCache
 from ..model.weights import WeightsGuard
 from ..plan import StepPlan
 from ..step import NotPackable
-from .sources import Draft, Source
+from .sources import DrawnDraft, Source
 
 # up to this many missed tokens of a row run as rows of one token each, so that the step can be a
 # replay
@@ -50,6 +52,14 @@ def assistant_cache(model: PreTrainedModel, memory: PagedMemory) -> PagedCache:
         number = _numbers[model]
     empty = DynamicCache(config=model.config.get_text_config(decoder=True))
     return PagedCache.from_empty(empty, memory, f"assistant {number}")
+
+
+def is_joint(assistance: Assistance, config: Any) -> bool:
+    """Whether the assistant is a model with the target's tokens, so that its rows can be
+    batched."""
+    has_other_tokens = None not in (assistance.tokenizer, assistance.assistant_tokenizer)
+    is_model = assistance.model is not None and config.assistant_early_exit is None
+    return is_model and not has_other_tokens
 
 
 class Assistant:
@@ -74,13 +84,7 @@ class Assistant:
         self._max_positions = max_positions  # as in `Layout`
         self.blocks, runner = made
         guard = WeightsGuard(model, self.memory, self.blocks)
-        self.executor = Executor(
-            model,
-            self.memory,
-            runner,
-            scheduler,
-            guard,
-        )
+        self.executor = Executor(model, self.memory, runner, scheduler, guard)
         self.rows: list[AssistantRow] = []
         self.seconds_a_token = 0.0  # average time of a forward with one token per row
         self._pause = 1
@@ -163,17 +167,12 @@ class Assistant:
         try:
             with self.executor.lock, self.executor.attention():
                 self.executor.notice_model()
-                self.executor.is_unchecked = True
-                self.executor.check_model()
+                self.executor.check_model(is_due=True)
                 for row, target, _ in wanted:
                     self._follow(row, target.token_ids)
                 drafts = self._draft(wanted)
-                proposed: list[Draft | None] = [None] * len(wanted)
-                for place, (row, _, count) in enumerate(wanted):
-                    if row in drafts:
-                        proposed[place] = drafts[row].draft(count)
             self._pause = max(1, self._pause - 1)
-            return proposed
+            return [drafts[row].draft(count) if row in drafts else None for row, _, count in wanted]
         except (OutOfBlocksError, NotPackable):
             # a limit in bytes, met by the first forward, or heads that can no longer be packed:
             # costs only speed
@@ -340,8 +339,9 @@ class Growing:
         """The draft, of which `count` tokens are verified."""
         if not self.tokens:
             return None
-        scores = torch.cat(self.scores) if self.scores else None
-        draft = Draft(self.tokens, scores)
+        draft = Draft(self.tokens)
+        if self.scores:
+            draft = DrawnDraft(self.tokens, torch.cat(self.scores))
         del draft.tokens[count:]
         return draft
 
@@ -350,12 +350,11 @@ class AssistantRow(Source):
     """One row's state in an assistant: its tokens, its strategy and logits processors."""
 
     def __init__(self, assistant: Assistant, decoding: SampleDecoding) -> None:
-        self.drafter = assistant
+        self.assistant = assistant
         config = decoding.config
         ids = decoding.input_ids
         self.strategy, self.processors = assistant.candidates(decoding)
         self.do_sample = bool(config.do_sample)
-        self.generator = decoding.generator
         self.device = ids.device
         eos = compat.special_token(config, "eos")
         self.eos_ids = set() if eos is None else set(eos.flatten().tolist())
@@ -395,8 +394,8 @@ class AssistantRow(Source):
 
     def close(self) -> None:
         if self.strategy is not None:
-            config = self.drafter.model.generation_config
+            config = self.assistant.model.generation_config
             if config.num_assistant_tokens_schedule == "heuristic":
                 # kept for the next call, as in transformers
                 config.num_assistant_tokens = self.strategy.num_assistant_tokens
-        self.drafter.remove(self)
+        self.assistant.remove(self)

@@ -4,9 +4,10 @@ its blocks."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,23 +21,33 @@ from ..batching.decoding.scores import leaves_rows_alone
 from ..batching.execution.packed import PackedRunner
 from ..batching.request import Sequence
 from ..batching.scheduling.scheduler import Scheduler
-from ..cache.block_manager import BlockManager
-from ..cache.hidden_states import HiddenStates, reason_against_hidden_states
+from ..cache.block_manager import SequenceBlocks
+from ..cache.groups import GroupSpec
+from ..cache.layers import PagedLayer
 from ..cache.memory import PagedMemory
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
+from ..kernels import quantized
 from ..plan import StepPlan
-from ..ranks.processes import is_sharded
 from ..step import to_device
 from ..threads import step_lock
 from ..topics import Topic
-from .assistant import Assistant, AssistantRow, Growing, Wanted
+from .assistant import Assistant, AssistantRow, Growing, Wanted, assistant_cache
+
+MAX_DIM = 128  # head dim when a hidden state is stored as heads
 
 
 class HiddenNamespace(NamedTuple):
     """Namespace of prefixes that have hidden states beside keys and values."""
 
     own: Hashable
+
+
+def drafts_by_heads(config: Any) -> bool:
+    """Whether the model's multi-token prediction heads draft (`use_mtp`), by transformers'
+    precedence."""
+    others = (config.assistant_early_exit, config.prompt_lookup_num_tokens)
+    return bool(config.use_mtp) and others == (None, None)
 
 
 def reason_against_mtp(model: PreTrainedModel) -> str | None:
@@ -55,7 +66,7 @@ def reason_against_mtp(model: PreTrainedModel) -> str | None:
     layer_types = (DynamicLayer, DynamicSlidingWindowLayer)
     if any(type(layer) not in layer_types for layer in cache.layers):
         return Topic.ASSISTED("its heads keep more than keys and values")
-    if is_sharded(model):
+    if compat.shard_ranks(model) is not None:
         return Topic.ASSISTED("its weights are in several processes")
     shared = (model.get_input_embeddings(), model.get_output_embeddings())
     if any(hasattr(module, "base_layer") for module in shared):
@@ -67,7 +78,57 @@ def reason_against_mtp(model: PreTrainedModel) -> str | None:
         return Topic.ASSISTED("its layers have their own attention code")
     empty = DynamicCache(config=config)
     target_cache = PagedCache.from_empty(empty, PagedMemory(PagedConfig()))
-    return reason_against_hidden_states(target_cache, config.hidden_size)
+    if config.hidden_size % 2:
+        return Topic.ASSISTED(
+            f"hidden states of odd size ({config.hidden_size}) cannot be stored as keys and values"
+        )
+    if GroupSpec() in target_cache.groups:
+        return None
+    return Topic.ASSISTED("no layer keeps all tokens, so hidden states have no blocks")
+
+
+class HiddenStates:
+    """Hidden states in the blocks of the full-attention layers, so that they are shared, copied,
+    swapped and cached with K/V; half of each is stored as the keys and half as the values of a
+    layer."""
+
+    def __init__(self, cache: PagedCache) -> None:
+        self._layer = PagedLayer(cache.groups[GroupSpec()], len(cache.layers))
+
+    def store(self, hidden: Tensor) -> None:
+        """Stores the hidden states `(1, n, hidden_size)` of the current packed step in its
+        slots."""
+        half = hidden.shape[2] // 2
+        dim = math.gcd(half, MAX_DIM)
+        heads = half // dim
+        states = hidden.reshape(1, -1, 2 * heads, dim)
+        keys = states[:, :, :heads].transpose(1, 2)
+        values = states[:, :, heads:].transpose(1, 2)
+        layer = self._layer
+        group = layer.group
+        with group.memory.lock:
+            # `num_layers` is 1: do not estimate the other layers' bytes from this one
+            group.blocks.layer(layer.index, keys, values, 1, group.num_begun(0))
+        layer.update(keys, values)
+        layer.packed_handles = None
+
+    def read(self, wanted: Iterable[tuple[SequenceBlocks, int, int]]) -> Tensor:
+        """Returns the hidden states `(1, n, hidden_size)` of tokens `[first, end)` of each
+        sequence, concatenated."""
+        group = self._layer.group
+        slots = []
+        for sequence, first, end in wanted:
+            table = sequence.tables[group.number]
+            slots += table.slots(first, end)
+        with group.memory.lock:
+            blocks = group.blocks.storage.layers[self._layer.index]
+            on_host = torch.tensor(slots, dtype=torch.long, device="cpu")
+            at = to_device(on_host, blocks.keys.device)
+            size = group.blocks.block_size
+            index = (at // size, slice(None), at % size)
+            # each (n, heads, dim)
+            halves = [quantized.read(stored, index, dtype) for stored, dtype in blocks.pair]
+        return torch.cat([half.flatten(1) for half in halves], dim=1)[None]
 
 
 class MtpRunner(PackedRunner):
@@ -123,23 +184,14 @@ class MtpHeads(Assistant):
     draft runs all heads, which share block tables; positions that depend on rejected tokens are
     computed again."""
 
-    def __init__(
-        self,
-        target: PackedRunner,
-        cache: PagedCache,
-        made: tuple[BlockManager, MtpRunner],
-        scheduler: Scheduler,
-        max_tokens: int,
-    ) -> None:
-        self.runner = made[1]
-        super().__init__(
-            self.runner.model,
-            cache,
-            made,
-            scheduler,
-            max_tokens,
-        )
-        self.executor.lock = step_lock(target.model)  # the heads share its embedding and `lm_head`
+    def __init__(self, target: PackedRunner, scheduler: Scheduler) -> None:
+        model = compat.load_mtp(target.model)
+        step_lock(model, target.model)  # the heads share its embedding and `lm_head`
+        memory = target.cache.memory
+        cache = assistant_cache(model, memory)
+        self.runner = MtpRunner(model, cache)
+        made = memory.manager(cache.groups), self.runner
+        super().__init__(model, cache, made, scheduler, scheduler.max_num_batched_tokens)
         self.target = target
         self.hidden = HiddenStates(target.cache)
         self.depth: int = self.model.num_mtp_layers
@@ -147,9 +199,9 @@ class MtpHeads(Assistant):
     def add(self, row: AssistantRow) -> None:
         self.model.train(self.target.model.training)
         super().add(row)
-        if self.target.hidden is None:
+        if self.target.store_hidden is None:
             with self.executor.lock:  # between forwards
-                self.target.hidden = self.hidden
+                self.target.keep_hidden(self.hidden.store)
 
     def candidates(self, decoding: SampleDecoding) -> tuple[None, LogitsProcessorList]:
         """As in transformers' generator, each head proposes a token, whatever was accepted
@@ -201,6 +253,6 @@ class MtpHeads(Assistant):
             return hidden
 
         begin = time.perf_counter()
-        self.executor.compute(self.executor.using(None), draft)
+        self.executor.compute(draft)
         if len(items) == plan.num_tokens:
             self._time((time.perf_counter() - begin) / self.depth)

@@ -12,12 +12,12 @@ import math
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..batching.decoding.base import Draft
 from ..batching.decoding.scores import draw
 from ..interrupts import restoring
 from ..threads import step_lock
@@ -28,58 +28,22 @@ INDEX_SIZE = 1 << 16  # number of n-grams in the index
 _SIZE = array("q").itemsize  # bytes of a token
 
 
-@dataclass(frozen=True)
-class Assistance:
-    """Arguments of assisted generation that a caller passes beside the generation config."""
+class DrawnDraft(Draft):
+    """A draft drawn from `scores` `(n, vocab)`, the logits of its `n` tokens; sampled rows accept
+    tokens as in algorithm 1 of the paper."""
 
-    model: Any = None  # a smaller `PreTrainedModel`
-    tokenizer: Any = None  # the target's, if the assistant's differs
-    assistant_tokenizer: Any = None
-    ngrams: bool = False  # draft by n-grams if nothing else drafts
+    is_drawn = True
+    levels: Tensor  # the algorithm's uniform random numbers, drawn in advance
 
-    def by_heads(self, config: Any) -> bool:
-        """Whether the model's multi-token prediction heads draft (`use_mtp`), by transformers'
-        precedence."""
-        others = (config.assistant_early_exit, config.prompt_lookup_num_tokens)
-        return bool(config.use_mtp) and others == (None, None)
-
-    @property
-    def is_joint(self) -> bool:
-        """Whether the assistant is a model with the target's tokens, so that its rows can be
-        batched."""
-        has_other_tokens = self.tokenizer is not None and self.assistant_tokenizer is not None
-        return self.model is not None and not has_other_tokens
-
-    def is_asked_for(self, config: Any) -> bool:
-        """Whether transformers would run assisted generation with this generation config."""
-        given = (self.model, config.prompt_lookup_num_tokens, config.assistant_early_exit)
-        return bool(config.use_mtp) or any(value is not None for value in given)
-
-
-@dataclass
-class Draft:
-    """A row's draft in this step. The forward verifies `tokens`, which may be shortened. With
-    `scores` `(n, vocab)`, the logits that the `n` tokens were drawn from, tokens are accepted as in
-    algorithm 1 of the paper; `levels` are its uniform random numbers, drawn in advance."""
-
-    tokens: list[int]
-    scores: Tensor | None = None
-    levels: Tensor | None = None
-    # the unshortened draft: `sample` may accept its first unverified token, too
-    drawn: list[int] = field(init=False)
-    position: int = field(default=0, init=False)  # position of the token that is chosen next
-
-    def __post_init__(self) -> None:
-        self.drawn = list(self.tokens)
-
-    def forget(self, first: int) -> None:
-        """Drops the draft's tokens from position `first` on."""
-        del self.tokens[first:], self.drawn[first:]
+    def __init__(self, tokens: list[int], scores: Tensor) -> None:
+        super().__init__(tokens)
+        # the unshortened draft: `sample` may accept its first unverified token, too
+        self.drawn = list(tokens)
+        self.scores = scores
 
     def sample(self, probs: Tensor, generator: torch.Generator | None) -> Tensor:
         """Returns the next token `(1,)` for `(1, vocab)` probabilities: the draft's, or one drawn
         from the residual distribution."""
-        assert self.scores is not None and self.levels is not None
         position = self.position
         if position < len(self.drawn):
             token = self.drawn[position]
@@ -95,13 +59,16 @@ class Draft:
 
 
 class Source:
-    """The source of one row's drafts. With a `drafter`, that one drafts for all of its rows
-    together."""
+    """The source of one row's drafts. With an `assistant`, that one drafts for all of its rows
+    together. Without `length`, drafts are as long as the source allows."""
 
-    drafter: Any = None  # an `Assistant`
-    limit = MAX_DRAFT  # tokens of a draft, if it has no `drafter`
+    assistant: Any = None  # an `Assistant`
+    limit = MAX_DRAFT  # tokens of a draft, if it has no `assistant`
     strategy: Any = None  # transformers' candidate generator, which learns from its drafts
     num_proposed = 0  # tokens of its last draft
+    length: DraftLength | None = None
+    generator: torch.Generator | None = None  # the row's
+    wake_at = 0  # the first step in which it drafts again
 
     def propose(self, token_ids: list[int], count: int) -> Draft | None:
         """Drafts up to `count` tokens to follow `token_ids`; `None` without any."""
@@ -119,6 +86,37 @@ class Source:
     def close(self) -> None:
         """Ends the row."""
         return None
+
+    def num_wanted(self, price: float, most: int, step: int) -> int:
+        """Returns how many tokens, of at most `most`, to draft in step number `step`."""
+        if self.length is None:
+            return most
+        count = self.length.choose(price, most)
+        if not count:
+            self.wake_at = step + self.length.pause + 1
+        return count
+
+    def take(self, draft: Draft | None, step: int, num_embeddings: int) -> Draft | None:
+        """Returns the draft for step number `step`, up to the first token for which the model has
+        no embedding, as an assistant may draft; `None` if that leaves nothing."""
+        if draft is not None:
+            for position, token in enumerate(draft.tokens):
+                if token >= num_embeddings:
+                    del draft.tokens[position:]
+                    if isinstance(draft, DrawnDraft):
+                        del draft.drawn[position:]
+                    break
+        if draft is None or not draft.tokens:
+            if self.length is not None:
+                self.length.find_nothing()
+                self.wake_at = step + self.length.pause + 1
+            return None
+        if isinstance(draft, DrawnDraft):
+            device = draft.scores.device
+            if self.generator is not None:
+                device = self.generator.device
+            draft.levels = torch.rand(len(draft.drawn), generator=self.generator, device=device)
+        return draft
 
 
 class StepCosts:
@@ -233,9 +231,6 @@ class NgramIndex:
         continuation = self._behind.get(namespace + _packed(ngram), b"")
         return array("q", continuation).tolist()
 
-    def __len__(self) -> int:
-        return len(self._behind)
-
 
 def _packed(token_ids: list[int]) -> bytes:
     return array("q", token_ids).tobytes()
@@ -307,20 +302,18 @@ class Ngrams(Source):
 
 class Generated(Source):
     """Drafts of up to `limit` tokens from one of transformers' candidate generators, for one row.
-    With `draws`, the generator of a row with a seed, drafts are drawn from it."""
+    Those of a sampled row (`draws`) with a seed are drawn from its generator."""
 
     def __init__(
         self,
         strategy: Any,
         limit: int,
         device: torch.device,
-        keeps_scores: bool,
-        draws: torch.Generator | None = None,
+        draws: bool,
     ) -> None:
         self.strategy = strategy
         self.limit = limit
         self._device = device
-        self._keeps_scores = keeps_scores
         self._draws = draws
 
     def propose(self, token_ids: list[int], count: int) -> Draft | None:
@@ -331,9 +324,9 @@ class Generated(Source):
         self.num_proposed = len(tokens)
         if not tokens:
             return None
-        if scores is None or not self._keeps_scores:
+        if scores is None or not self._draws:
             return Draft(tokens)
-        return Draft(tokens, scores[0, : len(tokens)].float())
+        return DrawnDraft(tokens, scores[0, : len(tokens)].float())
 
     @restoring
     def _running(self) -> Iterator[None]:
@@ -346,8 +339,8 @@ class Generated(Source):
         config = getattr(model.base_model, "config", None)
         num_layers = getattr(config, "num_hidden_layers", None)
         drawing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self._draws is not None:
-            drawing = _drawing_by(self._draws)
+        if self._draws and self.generator is not None:
+            drawing = _drawing_by(self.generator)
         with step_lock(model), drawing:
             try:
                 yield
@@ -372,64 +365,3 @@ def _drawing_by(generator: torch.Generator) -> Iterator[None]:
     finally:
         generator.set_state(module.get_rng_state(*where))
         module.set_rng_state(before, *where)
-
-
-@dataclass(eq=False)
-class Speculation:
-    """A row's source of drafts, with counts of drafted and accepted tokens. Without `length`,
-    drafts are as long as the source allows."""
-
-    source: Source
-    length: DraftLength | None
-    generator: torch.Generator | None = None
-    draft: Draft | None = field(default=None, init=False)
-    wake_at: int = field(default=0, init=False)  # the first step in which it drafts again
-    num_proposed: int = field(default=0, init=False)
-    num_accepted: int = field(default=0, init=False)
-    num_drafts: int = field(default=0, init=False)
-
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        return self.num_drafts, self.num_proposed, self.num_accepted
-
-    def num_wanted(self, price: float, most: int, step: int) -> int:
-        """Returns how many tokens, of at most `most`, to draft in step number `step`."""
-        if self.length is None:
-            return most
-        count = self.length.choose(price, most)
-        if not count:
-            self.wake_at = step + self.length.pause + 1
-        return count
-
-    def take(self, draft: Draft | None, step: int, num_embeddings: int) -> list[int]:
-        """Keeps the draft for step number `step`, up to the first token for which the model has no
-        embedding, as an assistant may draft; returns its tokens."""
-        if draft is not None:
-            for position, token in enumerate(draft.tokens):
-                if token >= num_embeddings:
-                    draft.forget(position)
-                    break
-        self.draft = draft
-        if draft is None or not draft.tokens:
-            self.draft = None
-            if self.length is not None:
-                self.length.find_nothing()
-                self.wake_at = step + self.length.pause + 1
-            return []
-        if draft.scores is not None:
-            device = draft.scores.device
-            if self.generator is not None:
-                device = self.generator.device
-            draft.levels = torch.rand(len(draft.drawn), generator=self.generator, device=device)
-        return draft.tokens
-
-    def observe(self, token_ids: list[int], num_proposed: int, num_accepted: int) -> None:
-        """Records a step's result: `num_proposed` verified draft tokens, `num_accepted` accepted
-        ones."""
-        self.num_proposed += num_proposed
-        self.num_accepted += num_accepted
-        self.num_drafts += num_proposed > 0
-        if self.length is not None and num_proposed:
-            self.length.observe(num_proposed, num_accepted)
-        self.source.observe(token_ids, num_accepted)
-        self.draft = None

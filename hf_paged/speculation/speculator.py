@@ -3,116 +3,190 @@ each step."""
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
-from collections.abc import Callable
+from collections.abc import Hashable, Iterator
 from collections.abc import Sequence as Items
+from typing import Any
 
 from transformers import PreTrainedModel
 
 from .. import compat
+from ..batching.arguments import Assistance, option_for_drafts
+from ..batching.decoding.base import Draft
 from ..batching.decoding.sample import SampleDecoding
-from ..batching.execution.graph_keys import draft_bucket
+from ..batching.decoding.scores import are_row_wise
+from ..batching.execution.buckets import draft_bucket
+from ..batching.execution.packed import PackedRunner
+from ..batching.execution.runner import Runner
+from ..batching.factory import MANY_BLOCKS, find_recorder, make_runner, max_chunk_tokens
 from ..batching.generation import Generation
-from ..batching.request import Request, Sequence, Status
+from ..batching.request import Request, Sequence
+from ..batching.scheduling.scheduler import Scheduler
 from ..cache.block_manager import UNCACHED
+from ..cache.free_memory import commits_when_touched
+from ..cache.memory import PagedMemory
 from ..cache.prefix_index import namespace_digest
+from ..config import PagedConfig
+from ..generation.candidate import Candidate
 from ..interrupts import is_interrupt
+from ..model.capability import choose_layout
 from ..model.forwards import compute_device
-from .assistant import Assistant, AssistantRow
-from .mtp import HiddenNamespace, MtpHeads
-from .sources import (
-    Assistance,
-    Draft,
-    DraftLength,
-    Generated,
-    NgramIndex,
-    Ngrams,
-    Source,
-    Speculation,
-    StepCosts,
-)
+from ..model.rope import find_length_rope
+from ..model.structure import overridden
+from ..topics import Topic
+from .assistant import Assistant, AssistantRow, assistant_cache, is_joint
+from .mtp import HiddenNamespace, MtpHeads, drafts_by_heads, reason_against_mtp
+from .sources import DraftLength, Generated, NgramIndex, Ngrams, Source, StepCosts
 
-Fail = Callable[[Generation, Exception], None]
-
-
-Row = tuple[Generation, Speculation, Sequence, int]
+Row = tuple[Generation, Source, Sequence, int]
 """A row that drafts in this step, and the number of tokens to draft."""
 
 
+def reasons_against_call(call: Candidate, assistance: Assistance) -> Iterator[str]:
+    """Yields why rows of a `generate` call that the engine serves cannot use assisted decoding; the
+    first counts."""
+    model = call.model
+    config = call.config
+    num_rows = len(call.paddings)
+    is_alone = num_rows == 1
+    returns_scores = config.return_dict_in_generate and (
+        config.output_scores or config.output_logits
+    )
+    reason = call.layout.reason_against_drafts
+    reasons = {
+        Topic.RANKS("each rank would time the drafts by its own clock"): (
+            compat.shard_ranks(model) is not None
+        ),
+        Topic.ASSISTED("a single row is sampled or streamed as transformers' own loop does it"): (
+            is_alone and (config.do_sample or call.streamer is not None)
+        ),
+        # such as guidance, whose cache then holds them
+        Topic.ASSISTED(
+            "a stateful processor must see rejected drafts too, as in transformers' own loop"
+        ): is_alone and not are_row_wise(call.inputs.logits_processor, num_rows),
+        Topic.ASSISTED("`output_scores` or `output_logits` is set"): returns_scores,
+        str(reason): reason is not None,
+        Topic.INPUTS("prompts are more than token ids"): call.prompts is not None,
+        Topic.ASSISTED("rotary factors depend on a row's length"): (
+            find_length_rope(model, model.modules()) is not None
+        ),
+    }
+    yield from itertools.compress(reasons, reasons.values())
+    if not is_alone and not SampleDecoding(call.inputs, call.streamer).can_split:
+        yield Topic.ASSISTED("a processor or criterion of the caller sees all rows at once")
+    yield from filter(None, [reason_against(model, config, assistance)])
+
+
+def reason_against(model: PreTrainedModel, config: Any, assistance: Assistance) -> str | None:
+    """Returns why the engine cannot assist rows with this generation config, layout aside; `None`
+    if it can."""
+    assistant = assistance.model
+    method = overridden(model, compat.ASSISTED_DECODING)
+    if method is not None:
+        return Topic.ASSISTED(f"it overrides `{method}`")
+    if config.speculation_type is not None:
+        return Topic.ASSISTED("`speculation_type` drafts from hidden states, one row a call")
+    if config.assistant_ensemble_weight is not None:
+        return Topic.ASSISTED("`assistant_ensemble_weight` changes which drafts are accepted")
+    if drafts_by_heads(config):
+        return reason_against_mtp(model)
+    if assistant is None:
+        return None
+    if type(assistant).__name__.startswith(compat.READS_TARGETS_CACHE):
+        return Topic.ASSISTED("the assistant reads the target's keys and values")
+    if assistant.config.is_encoder_decoder:
+        return Topic.ASSISTED("the assistant has an encoder")
+    if not is_joint(assistance, config):
+        return None
+    cache = assistant_cache(assistant, PagedMemory(PagedConfig()))
+    layout = choose_layout(assistant, cache, make_runner)
+    if layout.unsupported_reason is None:
+        return None
+    return Topic.ASSISTED(f"the assistant: {layout.unsupported_reason}")
+
+
 class Speculator:
-    """Drafts tokens for the rows of one loop. `make_assistant` makes the assistant for a model with
-    the same tokens, `heads` the model's own multi-token prediction heads."""
+    """The [`hf_paged.seams.Drafter`] of a loop: chooses each row's source of drafts, and which rows
+    draft together."""
 
     def __init__(
         self,
         model: PreTrainedModel,
-        make_assistant: Callable[[PreTrainedModel], Assistant],
-        heads: Callable[[], MtpHeads],
+        config: PagedConfig,
+        memory: PagedMemory,
+        runner: Runner,
+        scheduler: Scheduler,
     ) -> None:
         self.model = model
-        self._make_assistant = make_assistant
-        self._heads = heads
-        self._ended = (0, 0, 0)  # `counts` of ended rows
+        self._config = config
+        self._memory = memory
+        self._runner = runner
+        self._scheduler = scheduler
         self.costs = StepCosts()
         self._step = 0
         self._index = NgramIndex()
         self._numbers = itertools.count()
-        self._rows: dict[Generation, Speculation] = {}
+        self.rows: dict[Generation, Source] = {}
 
-    def attach(self, generation: Generation) -> None:
-        """Gives a generation of one row the source of drafts that its config and its caller ask
-        for, if any."""
+    def attach(self, generation: Generation) -> tuple[bool, Hashable]:
+        """Gives a row the source of drafts that its config and its caller ask for, else n-grams."""
+        ((request, _),) = generation.rows
         decoding = generation.decoding
         assistance = generation.assistance
-        if assistance is None or not isinstance(decoding, SampleDecoding):
-            return
-        if len(generation.rows) != 1 or generation.is_done:
-            return
-        ((request, _),) = generation.rows
+        assert assistance is not None
         config = decoding.config
+        namespace = request.namespace
+        # sampled rows use transformers' fixed draft lengths: a seed then gives the same tokens,
+        # whatever the steps' times
+        adapts = not decoding.do_sample
+        drafts_first = False
         source: Source
-        if assistance.is_asked_for(config):
-            # sampled rows use transformers' fixed draft lengths: a seed then gives the same tokens,
-            # whatever the steps' times
-            adapts = not decoding.do_sample
-            by_heads = assistance.by_heads(config)
-            if by_heads:
-                source = self._by_heads(request, decoding)
-            elif assistance.is_joint and config.assistant_early_exit is None:
+        if option_for_drafts(config, assistance.model) is None:
+            source = self._ngrams(request)
+            adapts = True
+        elif drafts_by_heads(config):
+            if namespace is not UNCACHED and not isinstance(namespace, HiddenNamespace):
+                namespace = HiddenNamespace(namespace)
+            source = AssistantRow(self._heads, decoding)
+        else:
+            if is_joint(assistance, config):
                 source = AssistantRow(self._assistant_of(assistance.model), decoding)
             else:
                 source = self._generated(decoding, assistance)
                 adapts |= config.prompt_lookup_num_tokens is not None
-            request.drafts_first = not adapts and not by_heads
-        elif assistance.ngrams:
-            source = self._ngrams(request)
-            adapts = True
-        else:
-            return
-        length = DraftLength() if adapts else None
-        generation.speculation = Speculation(source, length, decoding.generator)
-        self._rows[generation] = generation.speculation
+            drafts_first = not adapts
+        source.length = DraftLength() if adapts else None
+        source.generator = decoding.generator
+        self.rows[generation] = source
+        return drafts_first, namespace
 
-    def _by_heads(self, request: Request, decoding: SampleDecoding) -> AssistantRow:
-        heads = self._heads()
-        namespace = request.namespace
-        is_hidden = isinstance(namespace, HiddenNamespace)
-        if namespace is not UNCACHED and not is_hidden:
-            request.namespace = HiddenNamespace(namespace)
-        return AssistantRow(heads, decoding)
+    @functools.cached_property
+    def _heads(self) -> MtpHeads:
+        assert isinstance(self._runner, PackedRunner)
+        return MtpHeads(self._runner, self._scheduler)
 
     def _assistant_of(self, model: PreTrainedModel) -> Assistant:
         for assistant in self._assistants:
             if assistant.model is model:
                 return assistant
-        return self._make_assistant(model)
+        config = self._config
+        cache = assistant_cache(model, self._memory)
+        layout = choose_layout(model, cache, make_runner)
+        made = make_runner(model, cache, layout, make_recorder=find_recorder)
+        if commits_when_touched(compute_device(model)):
+            # growing would copy, and need new graphs
+            cache.reserve(config.num_blocks or MANY_BLOCKS, config.max_num_seqs)
+        most = self._scheduler.max_num_batched_tokens
+        most = min(most, max_chunk_tokens(self.model, config) or most)
+        return Assistant(model, cache, made, self._scheduler, most, layout.max_positions)
 
     @property
     def _assistants(self) -> list[Assistant]:
         """Those that have rows. A row of another thread may end meanwhile."""
-        drafters = [row.source.drafter for row in list(self._rows.values())]
-        return [drafter for drafter in dict.fromkeys(drafters) if drafter is not None]
+        assistants = [source.assistant for source in list(self.rows.values())]
+        return [assistant for assistant in dict.fromkeys(assistants) if assistant is not None]
 
     def _ngrams(self, request: Request) -> Ngrams:
         namespace = request.namespace
@@ -138,22 +212,23 @@ class Speculator:
             assistant_tokenizer=assistance.assistant_tokenizer,
         )
         limit = num_lookup_tokens if is_lookup else decoding.max_length
-        draws = None
-        if decoding.do_sample and not is_lookup:
-            draws = decoding.generator
-        device = compute_device(self.model)
-        return Generated(strategy, limit, device, decoding.do_sample, draws)
+        return Generated(strategy, limit, compute_device(self.model), decoding.do_sample)
 
     def detach(self, generation: Generation) -> None:
-        speculation = self._rows.pop(generation, None)
-        if speculation is not None:
-            self._ended = _total([self._ended, speculation.counts])
-            speculation.source.close()
+        source = self.rows.pop(generation, None)
+        if source is not None:
+            source.close()
 
-    def counts(self) -> tuple[int, int, int]:
-        """Returns the numbers of verified drafts, of tokens in them, and of accepted tokens."""
-        rows = list(self._rows.values())
-        return _total([self._ended, *(row.counts for row in rows)])
+    def accepted(self, generation: Generation, num_draft_tokens: int, num_accepted: int) -> None:
+        source = self.rows.get(generation)
+        if source is not None:
+            if source.length is not None:
+                source.length.observe(num_draft_tokens, num_accepted)
+            ((request, index),) = generation.rows
+            source.observe(request.sequences[index].token_ids, num_accepted)
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        self.costs.observe(num_tokens, seconds)
 
     def reclaim(self) -> bool:
         """Frees the blocks of all assistants; returns whether there were any."""
@@ -164,33 +239,31 @@ class Speculator:
         for assistant in self._assistants:
             assistant.change_weights()
 
-    def is_due(self) -> bool:
-        """Begins a step; returns whether any row drafts in it."""
+    def propose(
+        self, num_embeddings: int, num_rows: int
+    ) -> list[tuple[Generation, Draft | Exception]]:
+        """As [`hf_paged.seams.Drafter`] says; if a source raises, its error ends its rows."""
         self._step += 1
         step = self._step
-        rows = self._rows
-        return bool(rows) and any(row.wake_at <= step for row in list(rows.values()))
-
-    def propose(self, num_embeddings: int, num_rows: int, fail: Fail) -> None:
-        """Drafts, before a step of `num_rows` rows, for those that run and have one token to
-        compute. If a source raises, `fail` ends its rows."""
-        rows = list(self._rows.items())  # a copy: other threads' calls add rows
-        step = self._step
         ready: list[Row] = []
-        for generation, speculation in rows:
-            if speculation.wake_at > step:
+        for generation, source in list(self.rows.items()):  # other threads' calls add rows
+            if source.wake_at > step:
                 continue
-            sequence = _waiting_row(generation)
+            sequence = generation.sequence_to_draft
             if sequence is not None:
-                ready.append((generation, speculation, sequence, 0))
+                ready.append((generation, source, sequence, 0))
         if not ready:
-            return
+            return []
+        drafts: dict[Generation, Draft] = {}
+        errors: list[tuple[Generation, Draft | Exception]] = []
         groups = self._groups(ready, num_rows)
         while groups:
             members = groups.pop()
             try:
-                for (_, speculation, sequence, _), draft in zip(members, _drafts(members)):
-                    sequence.draft = speculation.take(draft, step, num_embeddings)
+                for (generation, source, _, _), proposed in zip(members, _drafts(members)):
+                    draft = source.take(proposed, step, num_embeddings)
+                    if draft is not None:
+                        drafts[generation] = draft
             except Exception as error:
                 if is_interrupt(error):
                     raise
@@ -198,85 +271,65 @@ class Speculator:
                 if middle:  # in halves, so that only rows end for which the assistant fails alone
                     groups += [members[:middle], members[middle:]]
                 else:
-                    fail(members[0][0], error)
-        _fit(ready, num_rows)
+                    errors.append((members[0][0], error))
+        _fit([(source, drafts[row].tokens) for row, source, *_ in ready if row in drafts], num_rows)
+        return [*errors, *drafts.items()]
 
     def _groups(self, ready: list[Row], num_rows: int) -> list[list[Row]]:
         """Groups rows that draft together; the last group is the first to draft."""
         price_alone = self.costs.price(num_rows)
         alone: list[list[Row]] = []
         together: dict[Assistant, list[Row]] = {}
-        for generation, speculation, sequence, _ in ready:
-            source = speculation.source
-            drafter = source.drafter
+        for generation, source, sequence, _ in ready:
+            assistant = source.assistant
             price = price_alone
             most = source.limit
-            if drafter is not None:
-                price = self.costs.price(num_rows, drafter.seconds_a_token)
-                most = drafter.most(source, sequence)
+            if assistant is not None:
+                price = self.costs.price(num_rows, assistant.seconds_a_token)
+                most = assistant.most(source, sequence)
             room = sequence.request.max_num_tokens - sequence.num_tokens - 1
             most = min(most, room)
             if most <= 0:
                 continue
-            count = speculation.num_wanted(price, most, self._step)
+            count = source.num_wanted(price, most, self._step)
             if not count:
                 continue
-            row = (generation, speculation, sequence, count)
-            if drafter is None:
+            row = (generation, source, sequence, count)
+            if assistant is None:
                 alone.append([row])
             else:
-                together.setdefault(drafter, []).append(row)
+                together.setdefault(assistant, []).append(row)
         return [*together.values(), *reversed(alone)]
 
 
 def _drafts(rows: list[Row]) -> Items[Draft | None]:
     """Drafts for rows of one assistant, or for a row whose source has none."""
-    _, speculation, sequence, count = rows[0]
-    source = speculation.source
-    if source.drafter is None:
+    _, source, sequence, count = rows[0]
+    if source.assistant is None:
         return [source.propose(sequence.token_ids, count)]
-    wanted = [(row.source, sequence, count) for _, row, sequence, count in rows]
-    drafts: Items[Draft | None] = source.drafter.propose(wanted)
+    drafts: Items[Draft | None] = source.assistant.propose([row[1:] for row in rows])
     return drafts
 
 
-def _total(counts: Items[tuple[int, int, int]]) -> tuple[int, int, int]:
-    drafts, proposed, accepted = map(sum, zip(*counts))
-    return drafts, proposed, accepted
-
-
-def _waiting_row(generation: Generation) -> Sequence | None:
-    """Returns the row's sequence if the next step computes its last token, else `None`."""
-    ((request, index),) = generation.rows
-    if request.status is not Status.RUNNING or generation.is_sampling:
-        return None
-    if index >= len(request.sequences):
-        return None
-    sequence = request.sequences[index]
-    if sequence.num_to_compute != 1 or not sequence.num_computed_tokens:
-        return None
-    return None if sequence.draft else sequence
-
-
-def _fit(rows: list[Row], num_rows: int) -> None:
+def _fit(drafts: list[tuple[Source, list[int]]], num_rows: int) -> None:
     """Shortens drafts whose lengths adapt if the step's size (`num_rows` plus draft tokens) is at
     least as close to the captured size below as to the captured size that it would be padded to:
     padding is computed, too."""
-    drafts: list[list[int]] = []
-    for _, speculation, sequence, _ in rows:
-        if speculation.length is None:
-            num_rows += len(sequence.draft)
-        elif sequence.draft:
-            drafts.append(sequence.draft)
-    total = num_rows + sum(map(len, drafts))
+    adapting: list[list[int]] = []
+    for source, tokens in drafts:
+        if source.length is None:
+            num_rows += len(tokens)
+        else:
+            adapting.append(tokens)
+    total = num_rows + sum(map(len, adapting))
     sizes = map(draft_bucket, range(num_rows, total + 1))
     below = max((size for size in sizes if size <= total), default=num_rows)
     excess = total - max(below, num_rows)
     if excess > draft_bucket(total) - total:
         return
-    longest = [(-len(draft), row) for row, draft in enumerate(drafts)]
+    longest = [(-len(tokens), row) for row, tokens in enumerate(adapting)]
     heapq.heapify(longest)
     for _ in range(excess):  # the last candidates are the least likely
         length, row = longest[0]
-        drafts[row].pop()
+        adapting[row].pop()
         heapq.heapreplace(longest, (length + 1, row))

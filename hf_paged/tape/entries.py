@@ -75,7 +75,7 @@ class Linear:
 
 @dataclass(eq=False)
 class Call:
-    """A PyTorch operation, or a launch of a Triton kernel, with [`Ref`]s as tensors."""
+    """A PyTorch operation, with [`Ref`]s as tensors."""
 
     function: Callable[..., Any]
     given: Any  # its arguments and keyword arguments

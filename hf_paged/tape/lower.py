@@ -19,13 +19,11 @@ from ..step import NotCapturable
 from .entries import Call, Entry, Kernel, Linear
 from .exact import VIEWS_IN_PLACE, is_exact
 from .passes import simplify
-from .record import KernelCall, Launched, Operation, Recorded, tensors_in, written
+from .record import KernelCall, Operation, Recorded, tensors_in, written
 from .rows import Layout, Rows, Shape, layout, shape_of
 from .values import DTYPES, FLOATS, Values, values_of
 
 _PICK = struct.Struct("3Q5q")  # struct PickCall
-_CPU = torch.device("cpu")
-MAX_REDUCED_WIDTH = 16384  # widest rows that one program on a device reduces
 
 # operations of lists, by PyTorch's names
 _ONE_NAME = (
@@ -52,13 +50,10 @@ _ROUNDS_NUMBERS = {"add", "sub", "maximum", "minimum"}
 
 @dataclass
 class Lowering:
-    """Lowers a recording on `device`. `is_kept`: whether an outside tensor's owner keeps it alive
-    at its address. Only with `has_kernels` are there C++ kernels for products and lookups, and
-    reductions over rows of any width."""
+    """Lowers a recording. `is_kept`: whether an outside tensor's owner keeps it alive at its
+    address."""
 
     is_kept: Callable[[Tensor], bool]
-    device: torch.device = _CPU
-    has_kernels: bool = True
     values: Values = field(default_factory=Values)
     entries: list[Entry] = field(default_factory=list)
     # addresses of storages written before the last operation
@@ -73,8 +68,6 @@ class Lowering:
         for operation in operations:
             if isinstance(operation, KernelCall):
                 self._kernel(operation)
-            elif isinstance(operation, Launched):
-                self._launch(operation)
             else:
                 self._operation(operation)
         self.entries = simplify(self.entries, self.values)
@@ -125,8 +118,6 @@ class Lowering:
         name = function.name()
         if name in _METHODS:
             return _METHODS[name](self, operation)
-        if name in _KERNELS:
-            return self.has_kernels and _KERNELS[name](self, operation)
         op = _UNARY.get(name)
         operands = args[:1]
         if name in _BINARY:
@@ -158,7 +149,7 @@ class Lowering:
         tensors = [x for x in (*inputs, output) if x is not None]
         if output.dtype not in FLOATS or not output.numel():
             return None
-        if any(x.device != self.device or x.dtype not in dtypes for x in tensors):
+        if not all(x.is_cpu and x.dtype in dtypes for x in tensors):
             return None
         shape = shape_of(sizes)
         layouts = [layout(self.values.ref(x), sizes) for x in tensors]
@@ -242,9 +233,7 @@ class Lowering:
 
     def _can_reduce(self, x: Tensor) -> bool:
         """Whether lists reduce the last axis of `x`."""
-        if not x.dim() or x.shape[-1] < 2:
-            return False
-        return self.has_kernels or x.shape[-1] <= MAX_REDUCED_WIDTH
+        return x.dim() > 0 and x.shape[-1] > 1
 
     def _reduce(self, operation: Operation) -> bool:
         x, *others = operation.args
@@ -370,15 +359,6 @@ class Lowering:
     def _refs(self, x: Any) -> Any:
         return tree_map_only(Tensor, self.values.ref, x)
 
-    def _launch(self, launched: Launched) -> None:
-        given = launched.args, launched.kwargs
-        self._hold(tensors_in(given))
-        given = self._refs(given)
-        reads = values_of(tree_leaves(given))
-        writes = values_of(self._refs(launched.writes))
-        function = launched.kernel[launched.grid]
-        self.entries.append(Call(function, given, [], reads, writes))
-
     def _call(self, operation: Operation) -> None:
         function = operation.function
         results = tensors_in(operation.result)
@@ -406,8 +386,6 @@ _METHODS: dict[str, _Method] = {
     "aten::native_layer_norm": Lowering._layer_norm,
     "aten::cat": Lowering._cat,
     **dict.fromkeys(_REDUCTIONS, Lowering._reduce),
-}
-_KERNELS: dict[str, _Method] = {
     "aten::softplus": Lowering._softplus,
     "aten::embedding": Lowering._pick,
     "aten::mm": Lowering._linear,
@@ -427,8 +405,6 @@ def _changed(operations: list[Recorded]) -> Iterator[int]:
         tensors: Iterable[Tensor] = ()
         if isinstance(operation, KernelCall):
             tensors = operation.writes.values()
-        elif isinstance(operation, Launched):
-            tensors = operation.writes
         elif operation.function not in VIEWS_IN_PLACE:
             tensors = written(operation.function, operation.args, operation.kwargs)
         yield from map(_storage, tensors)

@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..interrupts import end_modes, num_modes, restoring
 from ..kernels.cpp.build import observer
-from ..kernels.triton import launch
 from ..step import NotCapturable
 
 aten = torch.ops.aten
@@ -319,17 +318,7 @@ class KernelCall(NamedTuple):
     writes: dict[int, Tensor]
 
 
-class Launched(NamedTuple):
-    """A launch of one of our Triton kernels: its arguments, and the tensors it wrote."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    writes: list[Tensor]
-
-
-Recorded = Operation | KernelCall | Launched
+Recorded = Operation | KernelCall
 
 
 class _Recorder(NothingUnrecorded):
@@ -366,13 +355,11 @@ def recording() -> Iterator[list[Recorded]]:
     cannot be replayed."""
     operations: list[Recorded] = []
     token = observer.set(lambda *call: operations.append(KernelCall(*call)))
-    other = launch.observer.set(lambda *call: operations.append(Launched(*call)))
     modes = num_modes()
     try:
         recorder = _Recorder(operations)
         with NothingRead(recorder), recorder:
             yield operations
     finally:
-        launch.observer.reset(other)
         observer.reset(token)
         end_modes(modes)  # those that an interrupt left on would refuse what follows

@@ -61,8 +61,6 @@ class Values:
         self.fixed: dict[int, int] = {}  # addresses of values outside the tape's memory, by number
         self.constants: list[Tensor] = []  # computed once, by the recording
         self.held: list[Tensor] = []  # outside tensors that must live as long as the tape
-        # outside storages that operations use, by address
-        self.outside: dict[int, torch.UntypedStorage] = {}
 
     def add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -86,13 +84,9 @@ class Values:
 
     def ref(self, tensor: Tensor) -> Ref:
         number = self.number(tensor)
-        storage = tensor.untyped_storage()
-        base = storage.data_ptr()
         start = tensor.data_ptr()
-        if number is None or number in self.fixed:
-            self.outside[base] = storage
         if number is not None:
-            start -= base
+            start -= tensor.untyped_storage().data_ptr()
         return Ref(number, start, tensor.dtype, tensor.shape, tensor.stride())
 
 

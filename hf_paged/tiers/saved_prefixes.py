@@ -6,16 +6,15 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
 from ..batching.engine_core import EngineCore
 from ..batching.execution.executor import Window
-from ..batching.factory import make_store, reason_against_saving
 from ..batching.loop import StepLoop
+from ..batching.prompt_forms import Prompt, prompt_ids, split_inputs
 from ..cache.block_pool import OutOfBlocksError
-from ..cache.tier_prefixes import TierError, adopt, missing, num_tokens_of
 from ..config import PrefixTiers, is_whole
 from ..interrupts import restoring
 from ..topics import Topic
@@ -29,7 +28,8 @@ from .block_files import (
     to_bytes,
     write_private,
 )
-from .store import PrefixStore
+from .prefixes import TierError, adopt, missing
+from .store import PrefixStore, make_store, reason_against_saving
 
 
 @restoring
@@ -71,7 +71,7 @@ def _between_steps(core: EngineCore) -> Iterator[tuple[StepLoop, PrefixStore]]:
                 executor.rest()
 
 
-def saved_to(path: Any) -> Path:
+def _saved_to(path: Any) -> Path:
     """Returns `path` as a `Path`. Raises `OSError` if no file can be written there."""
     target = Path(os.fspath(path))
     if not target.parent.is_dir():
@@ -84,6 +84,24 @@ def saved_to(path: Any) -> Path:
 
 
 def save(
+    core: EngineCore,
+    prompt: Prompt,
+    tokenizer: Any,
+    compute: Callable[[list[int]], tuple[Hashable, ...]],
+    path: Any,
+) -> int:
+    """As `seams.TiersRoom.save`."""
+    text, inputs = split_inputs(prompt, None)
+    if inputs is not None:
+        names = ", ".join(map(str, inputs))
+        raise ValueError(f"`prompt` has {names}: only prompts of token ids alone can be saved")
+    ids = prompt_ids(text, tokenizer)
+    target = _saved_to(path)
+    with core.keeping_pool():
+        return _save(core, ids, compute(ids), target)
+
+
+def _save(
     core: EngineCore, token_ids: list[int], namespace: tuple[Hashable, ...], target: Path
 ) -> int:
     """Writes the cached full blocks of `token_ids` to `target`; returns how many tokens they
@@ -105,7 +123,7 @@ def save(
         links = manager.index.reach(token_ids, namespace, num_nodes, lambda group, digest: False)
         if len(links) < num_nodes:
             raise OutOfBlocksError(
-                f"{num_tokens_of(manager, links):,} of the {num_tokens:,} tokens of the prompt"
+                f"{len(links) * manager.unit:,} of the {num_tokens:,} tokens of the prompt"
                 f" stayed in the pool: raise `num_blocks` ({core.config.num_blocks})"
             )
         parts: dict[int, Layers] = {}
@@ -169,7 +187,7 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
                 outline |= outline_of(group, store.layers(group), len(needed))
         parts = file.read(outline)
         links = manager.index.reach(token_ids, namespace, num_nodes, lambda group, digest: True)
-        if num_tokens_of(manager, links) != len(token_ids) or links[-1].digest.hex() != digest:
+        if len(links) * manager.unit != len(token_ids) or links[-1].digest.hex() != digest:
             raise Corrupt("it holds other tokens than its name says")
         contents: list[dict[int, Any]] = []
         for group, needed in enumerate(numbers):
@@ -177,17 +195,20 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
             contents.append(
                 {n: _row(parts[group], row) for row, n in enumerate(needed) if n in absent}
             )
-        try:
-            with core.memory.changing():
-                has_room = adopt(manager, links, namespace, contents, store)
-        except TierError as error:
-            raise error.cause from error
+        failure = None
+        with core.memory.changing():
+            try:
+                has_room = adopt(store, manager, links, namespace, contents)
+            except TierError as error:  # with nothing changed, so nothing to recover
+                failure = error
+        if failure is not None:
+            raise failure.cause from failure
         if not has_room:
             raise manager.refusal or OutOfBlocksError(
                 f"needs {sum(map(len, contents))} blocks of {manager.size_text} tokens,"
                 f" {manager.num_free} available: raise `num_blocks` ({core.config.num_blocks})"
             )
-    return num_tokens_of(manager, links)
+    return len(token_ids)
 
 
 def _tuples(value: Any) -> Any:

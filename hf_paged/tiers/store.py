@@ -5,25 +5,39 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
+import logging
 import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Items
 from typing import Any, NamedTuple
 
 import torch
+from transformers import PreTrainedModel
 
 from .. import forks
+from ..batching.request import Sequence
+from ..cache.block_manager import UNCACHED, BlockManager
+from ..cache.block_pool import OutOfBlocksError
 from ..cache.free_memory import free_bytes
 from ..cache.group_memory import GroupMemory
 from ..cache.memory import PagedMemory
+from ..cache.prefix_index import Link
 from ..cache.storage import KVBlocks, LayerKV
 from ..cache.swap import HostBlocks, HostLayer, put_back
 from ..config import PagedConfig, PrefixTiers
 from ..interrupts import is_interrupt
+from ..model.forwards import compute_device
+from ..model.layout import Layout
+from ..seams import TierCounts
 from ..threads import start
+from ..topics import Topic
 from .block_files import FORMAT, DiskFolder, Layers, check_folder, form_of, num_bytes, outline_of
+from .prefixes import TierError, adopt, copying, missing
+
+logger = logging.getLogger(__name__)
 
 QUEUE_BYTES = 256 << 20  # that may wait to be written or confirmed even if little memory is free
 # of unconfirmed blocks above which a fingerprint is taken just to confirm them
@@ -39,8 +53,8 @@ _Key = tuple[str, str]  # hash of weights and options; hash of tokens with the g
 
 
 class PrefixStore:
-    """The tiers of one memory, for the groups of one manager (`block_manager.Tier`). Evicted blocks
-    are copied to host memory at once, before they are overwritten; a thread, alive while there is
+    """The tiers of one memory, for the groups of one manager (`seams.Tier`). Evicted blocks are
+    copied to host memory at once, before they are overwritten; a thread, alive while there is
     something to write, writes them to disk. Methods of `Tier` are called with the memory's lock
     held."""
 
@@ -48,9 +62,9 @@ class PrefixStore:
         self,
         config: PrefixTiers,
         memory: PagedMemory,
-        groups: Sequence[GroupMemory],
+        groups: Items[GroupMemory],
         device: torch.device | None,
-        layers: Sequence[LayerKV] = (),
+        layers: Items[LayerKV] = (),
     ) -> None:
         """`device`: that of layers not allocated yet, `None` if it is not known; `layers`: what
         they store."""
@@ -74,7 +88,9 @@ class PrefixStore:
             if group.holds_states:
                 self._unmade.append({})
             else:
-                self._unmade.append(group.storage.outline(expected))
+                own = (layer for layer in expected if layer.spec == group.spec)
+                outline = group.storage.outline
+                self._unmade.append({layer.layer: outline(*layer.states) for layer in own})
         self._folder: DiskFolder | None = None
         if config.disk_path is not None:
             self._folder = DiskFolder(os.fspath(config.disk_path), config.disk_bytes)
@@ -91,6 +107,7 @@ class PrefixStore:
         self._thread: threading.Thread | None = None
         self.num_kept = self.num_restored = self.num_skipped = 0  # blocks
         self._known: tuple[Any, str] = (None, "")
+        self.told: set[type] = set()  # errors that a warning has named
         forks.in_child(self)
         _stores.add(self)
 
@@ -123,18 +140,13 @@ class PrefixStore:
         assert weights is not None
         return weights
 
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory that the tier holds now."""
-        return self._sizes["held"] + self._sizes["pending"]
-
-    @property
-    def disk_bytes(self) -> int:
-        """Bytes of all files in the folder, as far as this process knows."""
+    def counts(self) -> TierCounts:
         disk = self._disk
-        if disk is None:
-            return 0
-        return disk.num_bytes or 0
+        disk_bytes = 0
+        if disk is not None:
+            disk_bytes = disk.num_bytes or 0
+        host_bytes = self._sizes["held"] + self._sizes["pending"]
+        return TierCounts(host_bytes, disk_bytes, self.num_kept, self.num_restored)
 
     @property
     def wants_confirmation(self) -> bool:
@@ -198,7 +210,51 @@ class PrefixStore:
             self._pending.clear()
             self._sizes["pending"] = 0
 
+    def reach(self, blocks: BlockManager, sequence: Sequence) -> int:
+        return len(self._path(blocks, sequence)) * blocks.unit
+
+    def _path(self, blocks: BlockManager, sequence: Sequence) -> list[Link]:
+        """Returns the path that `match` would attach if the pools had all blocks of this store."""
+        namespace = sequence.request.namespace
+        if not blocks.prefix_caching or namespace is UNCACHED:
+            return []
+        max_nodes = (sequence.num_tokens - 1) // blocks.unit
+        return blocks.index.reach(sequence.keys, namespace, max_nodes, self.has)
+
+    def restore(self, blocks: BlockManager, sequence: Sequence) -> bool:
+        try:
+            return self._restore(blocks, sequence)
+        except OutOfBlocksError:
+            # under `hf_paged.budget`: it is computed instead, when there is room
+            return False
+        except TierError as error:
+            # it is computed instead; any other error may have split a change of the blocks
+            if type(error.cause) not in self.told:
+                self.told.add(type(error.cause))
+                message = (
+                    "cached blocks could not be restored from a tier, so their tokens are computed"
+                    " again: %r"
+                )
+                logger.warning(Topic.PREFIX_TIERS(message), error.cause)
+            return False
+
+    def _restore(self, blocks: BlockManager, sequence: Sequence) -> bool:
+        while True:  # a block that `read` could not find is gone from here, so that the loop ends
+            links = self._path(blocks, sequence)
+            if len(links) * blocks.unit <= sequence.num_computed_tokens:
+                return False
+            contents = []  # of each group's missing blocks, by position on the path
+            for group in range(len(blocks.groups)):
+                absent = missing(blocks, group, links)
+                with copying():
+                    contents.append({n: self.read(group, links[n].digest) for n in absent})
+            layers = (block for of_group in contents for block in of_group.values())
+            if all(block is not None for block in layers):
+                return adopt(self, blocks, links, sequence.request.namespace, contents)
+
     def has(self, group: int, digest: bytes) -> bool:
+        """Whether `read` may find the group's block with this digest, including unconfirmed
+        blocks."""
         name = _name(group, digest)
         weights = self._weights
         if not self.layers(group):
@@ -209,7 +265,8 @@ class PrefixStore:
             disk = self._disk
             return disk is not None and disk.has(weights, name)
 
-    def read(self, group: int, digest: bytes) -> Any:
+    def read(self, group: int, digest: bytes) -> Layers | None:
+        """Returns the block's content under the current weights; `None` if it is lost."""
         name = _name(group, digest)
         key = (self.weights, name)
         with self._lock:
@@ -230,7 +287,9 @@ class PrefixStore:
             return None
         return parts[0]
 
-    def put_back(self, group: int, contents: list[Any], block_ids: list[int]) -> None:
+    def put_back(self, group: int, contents: list[Layers], block_ids: list[int]) -> None:
+        """Writes contents from `read` to blocks. Raises `ValueError` if they do not fit the
+        layers."""
         memory = self._groups[group]
         layers = contents[0]
         held = memory.storage.layers
@@ -329,7 +388,58 @@ class PrefixStore:
         }
 
 
-def check_tiers(config: PagedConfig) -> None:
+def make_tier(
+    model: PreTrainedModel,
+    memory: PagedMemory,
+    blocks: BlockManager,
+    config: PagedConfig,
+    layout: Layout,
+) -> tuple[PrefixStore | None, str | None]:
+    """Returns the store that keeps blocks evicted from the prefix cache (`config.prefix_tiers`), an
+    earlier one of `blocks` if it fits; or `None` and why there is none."""
+    requested = PrefixTiers.coerce(config.prefix_tiers)
+    assert requested is not None
+    reason = reason_against_saving(memory, blocks)
+    if requested.disk_path is None and compute_device(model).type == "cpu":
+        reason = Topic.PREFIX_TIERS(
+            "the pool is in host memory already, so only a disk tier helps: set `disk_path`"
+        )
+    if reason is not None:
+        return None, reason
+    tier = blocks.tier
+    if isinstance(tier, PrefixStore):
+        if tier.config == requested and tier.expected == layout.layers:
+            tier.told.clear()
+            return tier, None
+    return make_store(model, memory, blocks, requested, layout), None
+
+
+def reason_against_saving(memory: PagedMemory, blocks: BlockManager) -> str | None:
+    """Returns why cached prefixes cannot leave the pool; `None` if they can."""
+    if not blocks.prefix_caching:
+        return Topic.PREFIX_TIERS("prompts of this model are not cached")
+    if memory.processes is not None:
+        return Topic.PREFIX_TIERS("their keys and values are in several processes")
+    if blocks.keeps_states:
+        return Topic.PREFIX_TIERS("snapshots of the model's states stay in the pool")
+    return None
+
+
+def make_store(
+    model: PreTrainedModel,
+    memory: PagedMemory,
+    blocks: BlockManager,
+    tiers: PrefixTiers,
+    layout: Layout,
+) -> PrefixStore:
+    """Makes the store that copies and names this manager's cached blocks."""
+    devices = {parameter.device for parameter in model.parameters()} - {torch.device("meta")}
+    # those of layers on several are known from the first forward
+    device = compute_device(model) if len(devices) < 2 else None
+    return PrefixStore(tiers, memory, memory.groups_of(blocks), device, layout.layers)
+
+
+def check(config: PagedConfig) -> None:
     """Creates the folder of a new pool's disk tier. Raises `OSError` if this process cannot use
     it."""
     tiers = PrefixTiers.coerce(config.prefix_tiers)

@@ -1,2 +1,11 @@
-"""Tools beside generation: pictures of the memory, the memory that a model would need, metrics,
-serving."""
+"""Tools beside generation: pictures of the memory and of requests (functions for the core, below),
+the memory that a model would need, metrics, `transformers serve`. Imports the rooms `native` and
+`grammar`, for serving."""
+
+from .pictures import cache_html as cache_html
+from .pictures import engine_html as engine_html
+from .pictures import plot_cache as plot_cache
+from .pictures import plot_engine as plot_engine
+from .pictures import plot_intervals as plot_intervals
+from .pictures import stats_html as stats_html
+from .pictures import stats_text as stats_text

@@ -1,5 +1,4 @@
-"""Plots and HTML of blocks and of requests over steps, from plain lists: no models, tensors or
-schedulers."""
+"""Plots and HTML of blocks, of requests over steps and of figures."""
 
 from __future__ import annotations
 
@@ -12,11 +11,16 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..cache.groups import group_label
+
 if TYPE_CHECKING:
+    from ..batching.engine import PagedEngine
     from ..batching.results import EngineStats
     from ..batching.scheduling.timeline import Interval, Verification
     from ..cache.memory_stats import MemoryStats
+    from ..cache.paged_cache import PagedCache
 
+TITLE = "Memory for keys and values"
 WIDTH, DPI = 8.0, 100  # inches; 800 pixels
 # of all groups of a picture together; in larger pools a cell stands for several blocks
 MAX_CELLS = 128 * 64
@@ -92,29 +96,6 @@ def to_cells(states: list[int], size: int) -> list[int]:
         [(kind, _)] = counts.most_common(1)
         cells.append(kind)
     return cells
-
-
-def group_label(key: Hashable) -> str:
-    """A layer group's label, from its window, or from the kind of its cache and its window."""
-    kind, window = key if isinstance(key, tuple) else ("self", key)
-    if kind == "cross":
-        return "cross attention"
-    if window is None:
-        return "full attention"
-    return f"window of {window:,} tokens"
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Formats bytes in binary units, with about three digits."""
-    value = float(num_bytes)
-    unit = "bytes"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value >= 1024:
-            value = value / 1024
-            unit = larger
-    if unit == "bytes" or value >= 100:
-        return f"{value:.0f} {unit}"
-    return f"{value:.3g} {unit}"
 
 
 def require(module: str) -> Any:
@@ -249,6 +230,25 @@ def plot_block_map(block_map: Mapping[Any, list[int]], title: str = "", ax: Any 
     return ax.figure
 
 
+def plot_engine(engine: PagedEngine, ax: Any = None) -> Any:
+    """Plots the blocks of an engine, as `plot_block_map`."""
+    block_map = engine.block_map()
+    total = engine.config.num_blocks
+    used = sum(state > 0 for states in block_map.values() for state in states)
+    title = f"{type(engine.model).__name__}: {used:,} blocks in use"
+    if total is not None:
+        taken = sum(map(len, block_map.values()))
+        untouched = total - taken
+        title += f" of {total:,}, {untouched:,} never taken so far"
+    return plot_block_map(block_map, title, ax)
+
+
+def plot_cache(cache: PagedCache, ax: Any = None) -> Any:
+    """Plots the blocks of a cache's memory, as `plot_block_map`."""
+    block_map = cache.memory.block_map()
+    return plot_block_map(block_map, f"{cache.memory.num_used:,} blocks in use", ax)
+
+
 def plot_intervals(
     intervals: Sequence[Interval],
     unit: str = "steps",
@@ -337,7 +337,25 @@ def _short(name: str) -> str:
     return f"{name[: _MAX_NAME - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 
+def _memory_figures(stats: MemoryStats) -> dict[str, str]:
+    """Returns the figures of a `MemoryStats` as text, by label."""
+    figures = {}
+    if stats.plain_bytes:
+        share = f"{stats.call_bytes / stats.plain_bytes:.0%}"
+        figures["last call: keys and values at the peak"] = (
+            f"{format_bytes(stats.call_bytes)} ({share} of plain's)"
+        )
+        figures["last call: plain's cache at its end"] = format_bytes(stats.plain_bytes)
+    kept = {
+        "bytes held by the pool": format_bytes(stats.held_bytes),
+        "blocks cached for later prompts": f"{stats.cached_blocks:,}",
+    }
+    return figures | _used(stats) | kept
+
+
 def _used(stats: MemoryStats | EngineStats, limit: str = "") -> dict[str, str]:
+    """Returns the figures that the statistics of a memory and of an engine have in common, as text
+    by label."""
     figures = {
         "blocks used, at the peak": f"{stats.used_blocks:,}, {stats.peak_blocks:,}{limit}",
         "of them shared": f"{stats.shared_blocks:,}",
@@ -358,31 +376,22 @@ def _used(stats: MemoryStats | EngineStats, limit: str = "") -> dict[str, str]:
     return figures
 
 
-def memory_figures(stats: MemoryStats) -> dict[str, str]:
-    """Returns the figures of a `MemoryStats` as text, by label."""
-    figures = {}
-    if stats.plain_bytes:
-        share = f"{stats.call_bytes / stats.plain_bytes:.0%}"
-        figures["last call: keys and values at the peak"] = (
-            f"{format_bytes(stats.call_bytes)} ({share} of plain's)"
-        )
-        figures["last call: plain's cache at its end"] = format_bytes(stats.plain_bytes)
-    kept = {
-        "bytes held by the pool": format_bytes(stats.held_bytes),
-        "blocks cached for later prompts": f"{stats.cached_blocks:,}",
-    }
-    return figures | _used(stats) | kept
+def format_bytes(num_bytes: float) -> str:
+    """Formats bytes in binary units, with about three digits."""
+    value = float(num_bytes)
+    unit = "bytes"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value >= 1024:
+            value = value / 1024
+            unit = larger
+    if unit == "bytes" or value >= 100:
+        return f"{value:.0f} {unit}"
+    return f"{value:.3g} {unit}"
 
 
-def cache_html(title: str, stats: MemoryStats, block_map: Mapping[Any, list[int]]) -> str:
-    more = {
-        "tokens in a block": f"{stats.block_size}",
-        "blocks copied on write": f"{stats.copied_blocks:,}",
-    }
-    return memory_html(title, _used(stats) | more, block_map)
-
-
-def engine_html(title: str, stats: EngineStats, block_map: Mapping[Any, list[int]]) -> str:
+def engine_html(engine: PagedEngine) -> str:
+    """An engine's figures and blocks as HTML."""
+    stats = engine.stats()
     hits = stats.num_prefix_hit_tokens / max(1, stats.num_prompt_tokens)
     limit = " (no limit)"
     if stats.num_blocks is not None:
@@ -401,7 +410,32 @@ def engine_html(title: str, stats: EngineStats, block_map: Mapping[Any, list[int
         figures["tokens drafted, of them accepted"] = (
             f"{stats.num_draft_tokens:,}, {stats.num_accepted_tokens:,}"
         )
-    return memory_html(title, figures, block_map)
+    return memory_html(f"PagedEngine({type(engine.model).__name__})", figures, engine.block_map())
+
+
+def cache_html(cache: PagedCache) -> str:
+    """The figures and blocks of a cache's memory as HTML."""
+    stats = cache.stats()
+    figures = {
+        **_used(stats),
+        "tokens in a block": f"{stats.block_size}",
+        "blocks copied on write": f"{stats.copied_blocks:,}",
+    }
+    title = f"{type(cache).__name__}, {len(cache.layers)} layers"
+    return memory_html(title, figures, cache.memory.block_map())
+
+
+def stats_text(stats: MemoryStats) -> str:
+    """The figures of a memory as text."""
+    figures = _memory_figures(stats)
+    width = max(map(len, figures))
+    lines = (f"  {label:{width}}  {text}" for label, text in figures.items())
+    return "\n".join([TITLE, *lines])
+
+
+def stats_html(stats: MemoryStats) -> str:
+    """The figures of a memory as HTML."""
+    return memory_html(TITLE, _memory_figures(stats), {})
 
 
 def memory_html(title: str, figures: Mapping[str, str], block_map: Mapping[Any, list[int]]) -> str:

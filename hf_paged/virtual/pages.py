@@ -25,6 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..cache.free_memory import NORESERVE, not_mapped, reserve
+
 PLANE_BYTES = 1 << 38
 """Distance between planes in the offset space, more than the bytes of any plane, so that each can
 grow."""
@@ -74,17 +76,13 @@ class Backing:
     def __init__(self, pages: Pages, offset: int, size: int) -> None:
         self.offset = offset
         self.size = size
-        self.release = when_freed(self, pages.release, offset, size)
-        _backings.add(self)
+        self.release = when_freed(self, _release, os.getpid(), pages, offset, size)
 
 
-_backings: weakref.WeakSet[Backing] = weakref.WeakSet()
-
-
-def leave_to_parent() -> None:
-    """In a child process: never returns pages made so far to the system, which the parent does."""
-    for backing in list(_backings):
-        backing.release.detach()
+def _release(process: int, pages: Pages, offset: int, size: int) -> None:
+    """Returns pages to the system, in the process that made them."""
+    if os.getpid() == process:
+        pages.release(offset, size)
 
 
 class Extents:
@@ -184,7 +182,6 @@ _SHARED = 1
 _PRIVATE = 2
 _FIXED = 0x10
 _ANONYMOUS = 0x20
-_NORESERVE = 0x4000
 _PUNCH_HOLE_KEEP_SIZE = 3
 _FAILED = c_void_p(-1).value
 
@@ -198,15 +195,6 @@ def _libc() -> Any:
     return libc
 
 
-def _reserve(size: int, protection: int) -> mmap.mmap:
-    """Reserves addresses, without memory until they are written to. Raises `MemoryError`."""
-    flags = _PRIVATE | _ANONYMOUS | _NORESERVE
-    try:
-        return mmap.mmap(-1, size, flags, protection)
-    except OSError as error:
-        raise _not_mapped(size, error.errno) from error
-
-
 def _map_over(
     address: int,
     size: int,
@@ -217,14 +205,7 @@ def _map_over(
 ) -> None:
     """Maps in place of others: threads that read there see either. Raises `MemoryError`."""
     if _libc().mmap(address, size, protection, flags | _FIXED, fd, offset) == _FAILED:
-        raise _not_mapped(size, ctypes.get_errno())
-
-
-def _not_mapped(size: int, number: int | None) -> MemoryError:
-    error = os.strerror(number or 0)
-    return MemoryError(
-        f"{size:,} bytes of addresses cannot be mapped: {error} (ulimit -v, vm.max_map_count)"
-    )
+        raise not_mapped(size, ctypes.get_errno())
 
 
 @functools.cache
@@ -235,13 +216,6 @@ def _extents() -> Extents:
     except (OSError, ValueError):  # not readable: use Linux's default
         limit = 65530
     return Extents(limit // 2)
-
-
-def reserved(size: int) -> Tensor:
-    """Returns `(size,)` bytes of host memory on Linux, committed when written to. They never make
-    `fork` fail: Linux counts other reservations as copied by it, and refuses more than the machine
-    has. Raises `MemoryError`."""
-    return torch.frombuffer(_reserve(size, _READ | _WRITE), dtype=torch.uint8)
 
 
 def _close(files: list[int]) -> None:
@@ -268,7 +242,7 @@ class MemoryFile:
         return self._files[0]
 
     def reserve(self, size: int) -> Addresses:
-        memory = _reserve(size, _READ)
+        memory = reserve(size, _READ)
         address = np.frombuffer(memory, np.uint8).ctypes.data
         return Addresses(address, size, self._tensor, memory)
 
@@ -289,7 +263,7 @@ class MemoryFile:
         _map_over(address, size, _READ | _WRITE, _SHARED, self._fd, offset)
 
     def unmap(self, address: int, size: int) -> None:
-        _map_over(address, size, _READ, _PRIVATE | _ANONYMOUS | _NORESERVE)
+        _map_over(address, size, _READ, _PRIVATE | _ANONYMOUS | NORESERVE)
 
     def release(self, offset: int, size: int) -> None:
         if _libc().fallocate(self._fd, _PUNCH_HOLE_KEEP_SIZE, offset, size):
@@ -307,7 +281,7 @@ class MemoryFile:
         offsets = [copies._append(address, count) for address, count in runs]
         for (address, count), offset in zip(runs, offsets):
             # private: after a fork, each process has its own copy. The mappings keep the file
-            flags = _PRIVATE | _NORESERVE
+            flags = _PRIVATE | NORESERVE
             _map_over(address, count, _READ | _WRITE, flags, copies._fd, offset)
 
     def _append(self, address: int, size: int) -> int:

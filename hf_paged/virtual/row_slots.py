@@ -1,5 +1,5 @@
-"""Assigns rows to slots of a layer's address range, the same in all layers. No tensors are read or
-written."""
+"""Assigns rows to slots of a layer's address range, the same in all layers, and plans the portable
+attention of rows in slots. No tensors are read or written."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .. import forks
+from ..attention.backends.parts import Member, Part, Parts, geometries_of, part_maker
 from ..step import StepMetadata
 
 MIN_ROWS = 64
@@ -67,6 +68,40 @@ class PlacedRows(NamedTuple):
     placement: Placement
     keys: Tensor  # (slots, heads, max_len, dim); only placed rows may be read
     values: Tensor
+    step: StepMetadata
+
+    def parts(self, kv_heads: int) -> Parts:
+        parts: Parts = self.step.plan(_plan, kv_heads, self.placement)
+        return parts
+
+    def view(self, part: Part) -> tuple[Tensor, Tensor]:
+        visible = slice(part.offset, part.offset + part.length)
+        return self.keys[part.slots, :, visible], self.values[part.slots, :, visible]
+
+
+def _plan(step: StepMetadata, kv_heads: int, placement: Placement) -> Parts:
+    """The parts of rows that are contiguous in memory: one for rows of one geometry in neighbouring
+    slots."""
+    geometries, is_complete = geometries_of(step)
+    heads = slice(0, kv_heads)
+    parts = []
+    for geometry, seeing in geometries:
+        runs: list[tuple[int, int, list[Member]]] = []
+        expected = None
+        for row, low in seeing:
+            slot = placement.slots[row]
+            offset = placement.firsts[row] + low
+            if (row, slot, offset) != expected:
+                runs.append((slot, offset, []))
+            runs[-1][2].append((row, low))
+            expected = (row + 1, slot + 1, offset)
+        make_part = part_maker(step, geometry, geometries)
+        for slot, offset, members in runs:
+            row, _ = members[0]
+            rows = slice(row, row + len(members))
+            slots = slice(slot, slot + len(members))
+            parts.append(make_part(rows, tuple(members), heads, offset, slots=slots))
+    return tuple(parts), is_complete
 
 
 class RowSlots:

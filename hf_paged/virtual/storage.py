@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import logging
 import math
-import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -21,16 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import compat
+from .. import compat, forks
 from ..cache.block_pool import BlockPool
 from ..cache.copies import BlockCopies
 from ..cache.free_memory import address_limit
 from ..cache.groups import GroupSpec
-from ..cache.storage import KVBlocks, Storage
+from ..cache.storage import BlockStorage, KVBlocks
 from ..config import MAX_BLOCK_SIZE, MAX_VIRTUAL_BLOCK_SIZE, PagedConfig, VirtualStorage
 from ..step import StepMetadata
 from ..topics import Topic
-from .pages import MemoryFile, Pages, leave_to_parent, pages_for
+from .pages import MemoryFile, Pages, pages_for
 from .places import Places, Planes, Region
 from .row_slots import PlacedRows, Placement, RowSlots
 
@@ -38,6 +37,41 @@ logger = logging.getLogger(__name__)
 
 # of addresses for the blocks of a layer; growth beyond it maps them at other addresses
 MAX_ROOM_BYTES = 64 << 30
+MANY_RUNS = 16  # runs of blocks that a pool adds at once, for rows to begin in
+
+
+def make_storage(
+    config: PagedConfig, spec: GroupSpec, block_size: int, before_move: Callable[[], None]
+) -> MappedStorage:
+    options = config.storage
+    assert isinstance(options, VirtualStorage)
+    take = functools.partial(_take_runs, 1 + options.blocks_ahead)
+    return MappedStorage(block_size, BlockPool(take=take), spec, options, before_move)
+
+
+def _take_runs(
+    run: int, free: dict[int, None], num_blocks: int, count: int, after: int | None
+) -> list[int]:
+    """Takes blocks (`cache.block_pool.Take`) that follow block `after`, or the first whole run of
+    `run` free blocks; without one, those of the lowest ids."""
+    taken = []
+    following = -1 if after is None else after + 1
+    for _ in range(count):
+        if following not in free:  # begin a free run
+            starts: Sequence[int] = ()
+            if run > 1:
+                starts = range(0, num_blocks - run + 1, run)
+            whole = (
+                start
+                for start in starts
+                if all(block_id in free for block_id in range(start, start + run))
+            )
+            lowest = min(free)
+            following = next(whole, lowest)
+        del free[following]
+        taken.append(following)
+        following += 1
+    return taken
 
 
 def fit_blocks(
@@ -110,7 +144,10 @@ class LayerRows:
         self.regions = list(regions)
         self.places: Places | None = None
         self._form = form
-        self.is_read = True  # whether the model's own code accepts tensors that are not contiguous
+        self._is_read = True  # whether the model's own code accepts tensors that are not contiguous
+
+    def stop_lending(self) -> None:
+        self._is_read = False
 
     def place(self, step: StepMetadata) -> PlacedRows | None:
         """Maps each row of a step and returns where it can be read; `None` if it cannot be
@@ -121,9 +158,11 @@ class LayerRows:
             return None
         placement, places = placed
         if len(places.views) == 2:
-            return PlacedRows(placement, *places.views)
-        both = KVBlocks.view(tuple(places.views), *self._form)
-        return PlacedRows(placement, both.keys, both.values)
+            keys, values = places.views
+        else:
+            both = KVBlocks.view(tuple(places.views), *self._form)
+            keys, values = both.keys, both.values
+        return PlacedRows(placement, keys, values, step)
 
     def _place(self, step: StepMetadata, together: bool) -> tuple[Placement, Places] | None:
         """Maps each row of a step; returns the slots, and where they are. Needs the slots' lock."""
@@ -178,7 +217,7 @@ class LayerRows:
         size = step.block_size
         if columns is None or not len(columns):
             return None
-        if not step.num_rows or not self.is_read:
+        if not step.num_rows or not self._is_read:
             return None
         shift = step.origins[0] % size
         if any(origin % size != shift for origin in step.origins):
@@ -237,7 +276,7 @@ class LayerRows:
             region.map_fresh(pages)
 
 
-class MappedStorage(Storage):
+class MappedStorage(BlockStorage):
     """A storage whose blocks' pages are also mapped for rows. Layers whose blocks do not fill whole
     pages have plain blocks."""
 
@@ -261,6 +300,7 @@ class MappedStorage(Storage):
         self._made: weakref.WeakSet[LayerRows] = weakref.WeakSet()
         self._before_move = before_move
         _storages.add(self)
+        forks.around(self)
 
     @property
     def _regions(self) -> list[Region]:
@@ -269,7 +309,7 @@ class MappedStorage(Storage):
     @property
     def _mapped(self) -> list[LayerRows]:
         layers = list(self.layers.values())
-        return [layer.rows for layer in layers if layer.rows is not None]
+        return [layer.rows for layer in layers if isinstance(layer.rows, LayerRows)]
 
     @property
     def physical_bytes(self) -> int:
@@ -277,6 +317,15 @@ class MappedStorage(Storage):
         if self.pages is None:
             return 0
         return self.pages.physical_bytes()
+
+    @property
+    def most_bytes(self) -> int | None:  # type: ignore[override]
+        return self.physical_bytes if self.config.blocks_ahead else None
+
+    @property
+    def growth_step(self) -> int:  # type: ignore[override]
+        ahead = self.config.blocks_ahead
+        return MANY_RUNS * (1 + ahead) if ahead else 0
 
     @property
     def num_rows(self) -> int:
@@ -309,7 +358,7 @@ class MappedStorage(Storage):
     def _allocate(self, num_blocks: int, keys: Tensor, values: Tensor) -> KVBlocks:
         if keys.device.type == "meta":
             return super()._allocate(num_blocks, keys, values)
-        like = self._outline(keys, values)
+        like = self.outline(keys, values)
         if self.pages is None:
             self.pages = pages_for(keys.device, self.config.page_bytes)
         page = self.pages.granularity
@@ -331,7 +380,7 @@ class MappedStorage(Storage):
                 page,
             )
             return super()._allocate(num_blocks, keys, values)
-        num_backed = self._pool.num_blocks
+        num_backed = self.pool.num_blocks
         regions = [Region(self.pages, layout, num_blocks, num_backed) for layout in fitting]
         rows = LayerRows(self, regions, like.form)
         self._made.add(rows)
@@ -339,16 +388,15 @@ class MappedStorage(Storage):
 
     def _over(self, like: KVBlocks, rows: LayerRows) -> KVBlocks:
         tensors = [region.blocks for region in rows.regions]
-        blocks = like.like(tensors)
-        blocks.rows = rows
-        return blocks
+        return dataclasses.replace(like.like(tensors), rows=rows)
 
     def _grown(self, layer: KVBlocks, num_blocks: int) -> KVBlocks:
-        if layer.rows is None:
+        rows = layer.rows
+        if not isinstance(rows, LayerRows):
             return super()._grown(layer, num_blocks)
         self._before_move()
-        layer.rows.grow(num_blocks)
-        return self._over(layer, layer.rows)
+        rows.grow(num_blocks)
+        return self._over(layer, rows)
 
     def grow(self, num_blocks: int, most: int) -> None:
         super().grow(num_blocks, most)
@@ -378,7 +426,7 @@ class MappedStorage(Storage):
             return
         for rows in list(self._made):
             rows.settle()
-        counts = enumerate(self._pool.states())
+        counts = enumerate(self.pool.states())
         ids = [block_id for block_id, count in counts if count]
         for index, layer in list(self.layers.items()):  # other threads may add some
             if layer.rows is not None and ids:
@@ -396,7 +444,7 @@ class MappedStorage(Storage):
         self.pages, self.slots = pages, RowSlots(self.config.keep_mappings)
         self._for_child = {}
         for index, layer in self.layers.items():
-            if layer.rows is not None:
+            if isinstance(layer.rows, LayerRows):
                 layer.rows.map_fresh(pages, self.slots)
                 if index in contents:
                     layer.put_blocks(*contents[index])
@@ -421,24 +469,3 @@ def _drop_idle(keep: Placement, of: RowSlots) -> None:
             slots.forget(slots.rows[slot] for slot in idle)
         finally:
             slots.lock.release()
-
-
-def _tell(name: str) -> None:
-    for storage in list(_storages):
-        try:
-            getattr(storage, name)()
-        except Exception:  # must not keep the others from theirs
-            logger.exception(Topic.MEMORY("blocks of a child process may be lost"))
-
-
-def _after_in_child() -> None:
-    leave_to_parent()
-    _tell("after_in_child")
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=functools.partial(_tell, "before_fork"),
-        after_in_parent=functools.partial(_tell, "after_in_parent"),
-        after_in_child=_after_in_child,
-    )

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from hf_paged import PagedConfig, PagedEngine, kernels
-from hf_paged.batching.execution import graph_keys, shared_prefixes
-from hf_paged.batching.execution import graphs as recording
-from hf_paged.batching.execution.graph_keys import Key, chunk_bucket
-from hf_paged.batching.execution.inputs import Sizes
+from hf_paged.batching.execution.buckets import chunk_bucket
 from hf_paged.kernels import cpp
 from hf_paged.kernels.triton import cascade
+from hf_paged.tape import graph_keys, shared_prefixes
+from hf_paged.tape import graphs as recording
+from hf_paged.tape.graph_keys import Key
+from hf_paged.tape.inputs import Sizes
 from tests.attention import test_latent
 from tests.batching.test_runner import SIZE, Row, assert_close, tokens
 from tests.support import models
@@ -275,7 +276,7 @@ def test_one_recorded_step_serves_every_order_of_adapters(
     for."""
     pytest.importorskip("peft")
     _use_triton(monkeypatch)
-    from tests.test_peft_engine import lone_with, lora_model
+    from tests.support.peft_models import lone_with, lora_model
 
     model = lora_model(models.build("llama", num_hidden_layers=1))
     texts = prompts(9, 10, 11, seed=3)
@@ -365,7 +366,7 @@ def test_decodes_that_are_too_many_leave_the_others(graphs: FakeGraphs) -> None:
     bench.run([row.take(4) for row in rows])
     for _ in range(2):
         bench.decode(*rows[:2])
-    bench.runner._graphs._limits.clear()  # type: ignore[union-attr]
+    bench.runner.recorder._limits.clear()  # type: ignore[union-attr]
 
     def fail() -> None:
         raise RuntimeError("only few")
@@ -373,11 +374,11 @@ def test_decodes_that_are_too_many_leave_the_others(graphs: FakeGraphs) -> None:
     graphs.fail = fail
     for _ in range(3):
         assert_close(bench.decode(*rows), [bench.plain(row) for row in rows])
-    assert bench.runner._graphs._limits == {"decodes": 4} and graphs.num_replays == 1  # type: ignore[union-attr]
+    assert bench.runner.recorder._limits == {"decodes": 4} and graphs.num_replays == 1  # type: ignore[union-attr]
     graphs.fail = None
     for count in (2, 4, 4):
         bench.decode(*rows[:count])
-    assert graphs.num_replays == 3 and bench.runner._graphs.obstacle is None  # type: ignore[union-attr]
+    assert graphs.num_replays == 3 and bench.runner.recorder.obstacle is None  # type: ignore[union-attr]
 
 
 def test_a_prompt_in_every_step_keeps_nothing_from_being_recorded(graphs: FakeGraphs) -> None:

@@ -17,8 +17,8 @@ import torch
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
 from hf_paged.adapters import files as adapter_files
-from hf_paged.batching.execution import graphs
 from hf_paged.kernels.lora import LoraWeights, add_each
+from hf_paged.tape import graphs
 from tests.support import models
 from tests.support.checks import model_state
 from tests.support.engine_helpers import (
@@ -29,50 +29,17 @@ from tests.support.engine_helpers import (
     prompts,
     run_all,
 )
+from tests.support.peft_models import active, lone_with, lora, many, peft_state, saved
 from tests.test_faults import Countdown, OnPurpose, last_block, replaced_forward
-from tests.test_peft_engine import active, lone_with, lora, peft_state
 
 peft = pytest.importorskip("peft")
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 16}
-TARGETS = (
-    ["q_proj", "v_proj"],
-    ["gate_proj", "down_proj", "lm_head"],
-    ["k_proj", "o_proj", "up_proj"],
-)
 
 
 @pytest.fixture(autouse=True)
 def soon_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "MIN_MIXED_USES", 8)
-
-
-def many(count: int, name: str = "llama", **options: Any) -> Any:
-    """Adapters `a0`, `a1`, ... that differ in rank, scaling and targets."""
-    torch.manual_seed(0)
-    model = models.build(name)
-    made: Any = None
-    for i in range(count):
-        own = {
-            "r": 1 + i % 8,
-            "lora_alpha": 2 * i + 3,
-            "use_rslora": i % 2 == 1,
-            "target_modules": TARGETS[i % 3],
-        }
-        config = lora(**{**own, **options})
-        if made is None:
-            made = peft.get_peft_model(model, config, adapter_name="a0")
-        else:
-            made.add_adapter(f"a{i}", config)
-    return made.eval()
-
-
-def saved(model: Any, folder: Path) -> list[str]:
-    """The model's adapters as folders, sorted by name."""
-    model.save_pretrained(folder, save_embedding_layers=False)
-    return [
-        str(folder / name) for name in sorted(model.peft_config, key=lambda name: int(name[1:]))
-    ]
+    monkeypatch.setattr(graphs, "MIN_FIXED_USES", 8)
 
 
 def counted(engine: PagedEngine) -> list[int]:
@@ -159,14 +126,14 @@ def test_many_adapters_with_room_for_eight(count: int, tmp_path: Path) -> None:
     options = {**GREEDY, "max_new_tokens": 3}
     with PagedEngine(bare, PagedConfig(block_size=8)) as engine:
         engine.generate([prompt], options, adapter=folders[0])
-        pages = engine._core.get_loop().scheduler.adapters
+        pages = engine._core.get_loop().executor.adapters().pages
         assert pages is not None and len(pages) == 1
         own = engine.stats().cached_blocks - len(prompt) // 8
     config = PagedConfig(block_size=8, num_blocks=8 * own + 16)
     with PagedEngine(bare, config) as engine:
         results = engine.generate([prompt] * count, options, adapter=folders)
         again = engine.generate([prompt] * 4, options, adapter=folders[-4:])
-        pages = engine._core.get_loop().scheduler.adapters
+        pages = engine._core.get_loop().executor.adapters().pages
         assert pages is not None and len(pages) <= 9
         stats = engine.stats()
         assert_drained(engine)
@@ -390,7 +357,7 @@ def test_a_folder_that_changes(tmp_path: Path) -> None:
         waiting = tmp_path / "copy"
         shutil.copytree(second, waiting)
         engine.add_request(prompt, GREEDY, request_id="late", adapter=waiting)
-        for loading in list(engine._core.get_loop().executor.adapters.store._loading.values()):  # type: ignore[union-attr]
+        for loading in list(engine._core.get_loop().executor.adapters().store._loading.values()):  # type: ignore[union-attr]
             loading.thread.join()
         config = waiting / "adapter_config.json"
         config.write_text(json.dumps({**json.loads(config.read_text()), "lora_alpha": 77}))
@@ -505,7 +472,7 @@ def test_weights_are_loaded_before_their_turn(tmp_path: Path) -> None:
         for folder, prompt in zip(folders, texts):
             engine.add_request(prompt, GREEDY, adapter=folder)
         engine.step()
-        store = engine._core.get_loop().executor.adapters.store  # type: ignore[union-attr]
+        store = engine._core.get_loop().executor.adapters().store  # type: ignore[union-attr]
         assert {file.path for file in store._loading} == {
             os.path.realpath(folder) for folder in folders[1:]
         }

@@ -21,9 +21,7 @@ class Group(BlockGroup):
 def make(num_blocks: int) -> tuple[AdapterPages, BlockManager, Group, list[str]]:
     group, evicted = Group(BlockPool(num_blocks), FULL_ATTENTION), list[str]()
     blocks = BlockManager([group], 4)
-    pages = AdapterPages(blocks)
-    pages.on_evict = evicted.append
-    return pages, blocks, group, evicted
+    return AdapterPages(blocks, lambda: evicted.append), blocks, group, evicted
 
 
 def test_an_adapter_takes_as_many_blocks_as_hold_its_bytes() -> None:

@@ -3,8 +3,6 @@ affect the others."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ import torch
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
 from tests.support import models
-from tests.support.checks import model_state
 from tests.support.engine_helpers import (
     MODES,
     assert_drained,
@@ -22,66 +19,13 @@ from tests.support.engine_helpers import (
     prompts,
     run_all,
 )
+from tests.support.peft_models import ADAPTERS, active, lone_with, lora, lora_model, peft_state
 from tests.test_faults import Countdown, OnPurpose, last_block, replaced_forward
 
 peft = pytest.importorskip("peft")
 
 GREEDY = MODES["greedy"]
-ADAPTERS = ("first", "second", "__base__")
 CONFIG = PagedConfig(block_size=8, max_num_batched_tokens=30)
-
-
-def lora(**options: Any) -> Any:
-    targets = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], **options}
-    return peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **targets)
-
-
-def lora_model(name: Any = "llama", second: dict[str, Any] | None = None, **options: Any) -> Any:
-    """A model with two adapters of different rank and target modules; the first is active. `name`
-    may be a model."""
-    torch.manual_seed(0)
-    base = models.build(name) if isinstance(name, str) else name
-    model = peft.get_peft_model(base, lora(**options), adapter_name="first")
-    model.add_adapter(
-        "second",
-        lora(**({"r": 2, "target_modules": ["k_proj", "v_proj"]} if second is None else second)),
-    )
-    return model.eval()
-
-
-@contextlib.contextmanager
-def active(model: Any, adapter: str) -> Iterator[None]:
-    """PEFT's way to run with one adapter."""
-    if adapter == "__base__":
-        with model.disable_adapter():
-            yield
-        return
-    before = model.active_adapter
-    model.set_adapter(adapter)
-    yield
-    model.set_adapter(before)
-
-
-def lone_with(
-    model: Any, adapter: str, prompt: list[int], options: dict[str, Any], seed: int | None = None
-) -> Any:
-    with active(model, adapter):
-        return lone_run(model, prompt, options, seed)
-
-
-def peft_state(model: Any) -> dict[str, Any]:
-    own = [
-        (m._active_adapter, m._disable_adapters)
-        for m in model.modules()
-        if hasattr(m, "_disable_adapters")
-    ]
-    flags = [parameter.requires_grad for parameter in model.parameters()]
-    return {
-        "layers": own,
-        "flags": flags,
-        "active": model.active_adapter,
-        **model_state(model.get_base_model()),
-    }
 
 
 def test_the_adapters_differ() -> None:

@@ -1130,7 +1130,7 @@ def test_an_interrupted_generate_leaves_nothing_behind() -> None:
 # place -> the object, and its method, that a step calls outside of the forward
 OUTSIDE: dict[str, Callable[[StepLoop], tuple[Any, str]]] = {
     "the window opens": lambda loop: (loop.executor, "open"),
-    "drafts": lambda loop: (loop.speculator, "is_due"),
+    "drafts": lambda loop: (loop, "propose"),
     "attention is switched": lambda loop: (loop.executor, "attention"),
     "the schedule": lambda loop: (loop.scheduler, "_schedule"),
     "running rows get tokens": lambda loop: (loop.scheduler, "_continue_running"),
@@ -1139,9 +1139,8 @@ OUTSIDE: dict[str, Callable[[StepLoop], tuple[Any, str]]] = {
     "blocks are named": lambda loop: (loop.blocks, "register"),
     "the timeline": lambda loop: (loop.scheduler.timeline, "stepped"),
     "copies": lambda loop: (loop.blocks, "flush_copies"),
-    "adapters are checked": lambda loop: (engine_core, "has_activated"),
+    "adapters are checked": lambda loop: (engine_core, "adapters_for"),
     "the model is noticed": lambda loop: (loop.executor, "notice_model"),
-    "adapters are loaded": lambda loop: (loop.executor, "prefetch"),
     "logits are given to requests": lambda loop: (loop.ledger, "deliver"),
     "tokens are applied": lambda loop: (loop.ledger, "apply"),
     "a token is appended": lambda loop: (loop.ledger, "append"),

@@ -269,7 +269,7 @@ def test_dropout_that_is_switched_on_ends_no_request(is_engine: bool) -> None:
 
 @pytest.mark.parametrize("from_folders", [False, True], ids=["own", "folders"])
 def test_rows_with_adapters_go_on(from_folders: bool, tmp_path: Path) -> None:
-    adapters = pytest.importorskip("tests.batching.test_mixed_adapters")
+    adapters = pytest.importorskip("tests.support.peft_models")
     model, texts = adapters.many(3), prompts(12, 13, 14)
     names = list(model.peft_config)
     lone = [adapters.lone_with(model, name, text, GREEDY) for name, text in zip(names, texts)]

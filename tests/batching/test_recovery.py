@@ -15,7 +15,6 @@ import torch
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
-from hf_paged.adapters.pages import AdapterPages
 from hf_paged.batching.execution.executor import Executor
 from hf_paged.batching.ledger import Ledger
 from hf_paged.batching.loop import StepLoop
@@ -29,7 +28,6 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.prefix_index import PrefixIndex
 from hf_paged.cache.swap import BlockSwapper
 from hf_paged.generation import batch_call
-from hf_paged.speculation.assistant import AssistantRow
 from tests.support import interrupts, models
 from tests.support.engine_helpers import (
     assert_drained,
@@ -187,8 +185,8 @@ def test_an_engine_goes_on_after_an_exception_behind_a_change_of_adapters_in_fol
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
     pytest.importorskip("peft")
-    from tests.batching.test_mixed_adapters import many, saved
-    from tests.test_peft_engine import lone_with
+    from hf_paged.adapters.pages import AdapterPages
+    from tests.support.peft_models import lone_with, many, saved
 
     options = {"do_sample": False, "max_new_tokens": 6}
     tuned, texts = many(3, r=8), prompts(9, 14, 5, 20)
@@ -216,51 +214,6 @@ def test_an_engine_goes_on_after_an_exception_behind_a_change_of_adapters_in_fol
                 run_all(engine, results)
             run_all(engine, results)
             assert [[results[str(i)].token_ids] for i in range(4)] == expected
-            assert_drained(engine)
-
-
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [(BlockManager, "take"), (AssistantRow, "hide"), (AssistantRow, "show")],
-    ids=["take", "hide", "show"],
-)
-def test_an_engine_goes_on_after_an_exception_behind_a_change_of_an_assistant(
-    monkeypatch: pytest.MonkeyPatch, owner: type, name: str
-) -> None:
-    model, assistant, texts = models.get("llama"), models.get_assistant("llama"), prompts(9, 14)
-    options = {"do_sample": False, "max_new_tokens": 12}
-    expected = [lone_run(model, text, options) for text in texts]
-    with PagedEngine(model, PagedConfig(block_size=8, storage="blocks")) as engine:
-        for is_faulty in (True, False):
-            for number, text in enumerate(texts):
-                engine.add_request(text, options, request_id=str(number), assistant_model=assistant)
-            with monkeypatch.context() as patch:
-                change, has_failed, own = (
-                    getattr(owner, name),
-                    False,
-                    engine._core.get_loop().blocks,
-                )
-
-                def changed(
-                    self: Any, *args: Any, change: Any = change, own: Any = own, **named: Any
-                ) -> Any:
-                    nonlocal has_failed
-                    result = change(self, *args, **named)
-                    if self is not own and not has_failed:
-                        has_failed = True
-                        raise MemoryError("on purpose")
-                    return result
-
-                if is_faulty:
-                    patch.setattr(owner, name, changed)
-                results = run_all(engine)
-                assert has_failed == is_faulty
-            for number, tokens in enumerate(expected):
-                result = results[str(number)]
-                if is_faulty and result.error is not None:
-                    assert str(result.error) == "on purpose"
-                else:
-                    assert_same_as_lone(tokens, result, options, f"request {number}")
             assert_drained(engine)
 
 

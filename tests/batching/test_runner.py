@@ -14,6 +14,7 @@ from hf_paged.attention.switch import switchable_configs, use_paged_attention
 from hf_paged.batching.execution import inputs
 from hf_paged.batching.execution.inputs import TableRows
 from hf_paged.batching.execution.packed import PackedRunner
+from hf_paged.batching.factory import find_recorder
 from hf_paged.cache.block_pool import BlockPool, BlockTable
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedCache
@@ -62,7 +63,8 @@ class Bench:
         self.model = model
         self.memory = PagedMemory(PagedConfig(block_size=SIZE, **config))
         self.cache = PagedCache(model.config, memory=self.memory)
-        self.runner = PackedRunner(model, self.cache, mixed_lengths)
+        recorder = find_recorder(model, self.cache)
+        self.runner = PackedRunner(model, self.cache, mixed_lengths, recorder)
         self.groups = [group.blocks for group in self.cache.groups.values()]
 
     def run(self, items: list[tuple[Any, int]]) -> torch.Tensor:

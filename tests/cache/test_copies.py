@@ -10,7 +10,7 @@ import torch
 from hf_paged import kernels
 from hf_paged.cache.block_pool import BlockPool
 from hf_paged.cache.copies import BlockCopies, copy_portable
-from hf_paged.cache.storage import Storage
+from hf_paged.cache.storage import BlockStorage
 from tests.support.kernels.device import DEVICE, available
 
 
@@ -34,11 +34,11 @@ def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return made
 
 
-def storage_of(num_layers: int) -> Storage:
+def storage_of(num_layers: int) -> BlockStorage:
     """Layers of unequal dims, the last of two tensors; block `b` of tensor `t` holds `10 * t +
     b`."""
     pool = BlockPool()
-    storage = Storage(4, pool)
+    storage = BlockStorage(4, pool)
     pool.grow(6)
     for index in range(num_layers):
         keys = torch.zeros(1, 2, 0, 3 + index, device=DEVICE)
@@ -49,17 +49,17 @@ def storage_of(num_layers: int) -> Storage:
     return storage
 
 
-def tensors_of(storage: Storage) -> list[torch.Tensor]:
+def tensors_of(storage: BlockStorage) -> list[torch.Tensor]:
     return [tensor for layer in storage.layers.values() for tensor in layer.data]
 
 
-def fill(storage: Storage) -> None:
+def fill(storage: BlockStorage) -> None:
     for number, tensor in enumerate(tensors_of(storage)):
         for block in range(len(tensor)):
             tensor[block] = 10 * number + block
 
 
-def content(storage: Storage) -> list[list[int]]:
+def content(storage: BlockStorage) -> list[list[int]]:
     """Content of each block of each tensor, whose elements are all equal."""
     found = []
     for number, tensor in enumerate(tensors_of(storage)):
@@ -111,7 +111,7 @@ def test_blocks_that_are_not_there(launches: list[Any] | None) -> None:
 
 
 def test_no_layers() -> None:
-    Storage(4, BlockPool()).copy_blocks([(0, 1)])
+    BlockStorage(4, BlockPool()).copy_blocks([(0, 1)])
     BlockCopies().make([], [(3, 3)])
 
 

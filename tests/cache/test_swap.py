@@ -16,7 +16,7 @@ from hf_paged.cache.block_pool import OutOfBlocksError
 from hf_paged.cache.group_memory import GroupMemory
 from hf_paged.cache.groups import GroupSpec
 from hf_paged.cache.memory import PagedMemory
-from hf_paged.cache.storage import KVBlocks, Storage
+from hf_paged.cache.storage import BlockStorage, KVBlocks
 from hf_paged.cache.swap import BlockSwapper, HostLayer
 from hf_paged.config import PagedConfig
 
@@ -88,7 +88,7 @@ def request(*sequences: Any) -> Any:
     return SimpleNamespace(sequences=list(sequences))
 
 
-def fill(storage: Storage, block_ids: list[int]) -> None:
+def fill(storage: BlockStorage, block_ids: list[int]) -> None:
     """Random bytes, many of which are NaN or infinite as numbers."""
     for layer in storage.layers.values():
         for tensor in layer.data:
@@ -352,6 +352,6 @@ def test_a_wider_dtype_meanwhile_keeps_the_numbers() -> None:
         assert all(map(torch.equal, numbers(storage, index, row), expected[index]))
 
 
-def numbers(storage: Storage, index: int, row: Any) -> list[torch.Tensor]:
+def numbers(storage: BlockStorage, index: int, row: Any) -> list[torch.Tensor]:
     layer: KVBlocks = storage.layers[index]
     return [tensor[row.blocks.tables[0].block_ids].float() for tensor in (layer.keys, layer.values)]

@@ -12,7 +12,7 @@ import transformers
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine, VirtualStorage, compat
-from hf_paged.batching.execution.shared_prefixes import SharedPrefixes
+from hf_paged.tape.shared_prefixes import SharedPrefixes
 from hf_paged.virtual import storage as virtual
 from tests.support import models
 from tests.support.architecture_configs import spread_weights, tiny_config

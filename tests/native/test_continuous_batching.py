@@ -36,9 +36,9 @@ import hf_paged
 from hf_paged.native import manager_thread
 from hf_paged.native.manager_config import LEFT, MAPPED, paged_config
 from tests.batching.test_engine_faults import OUTSIDE, failing
-from tests.cache.test_block_files import forbidden
 from tests.support import models
 from tests.test_faults import OnPurpose
+from tests.tiers.test_block_files import forbidden
 
 GREEDY = GenerationConfig(max_new_tokens=8, do_sample=False)
 LONG = GenerationConfig(max_new_tokens=1500, do_sample=False)

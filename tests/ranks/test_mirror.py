@@ -4,6 +4,7 @@ of the model."""
 from __future__ import annotations
 
 import ast
+import pickle
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ import pytest
 import torch
 
 import hf_paged
-from hf_paged.cache.group_memory import MOVES
 from hf_paged.cache.groups import GroupSpec
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.swap import HostBlocks, copy_out, put_back
@@ -60,24 +60,32 @@ def test_nothing_else_writes_to_blocks() -> None:
     """A new caller here is either `mirrored`, or uses a memory that is not shared with other
     processes."""
     found = defaultdict[str, set[str]](set)
+    mirrored = set()
     for path in PACKAGE.rglob("*.py"):
-        for called, function in callers(ast.parse(path.read_text())):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                decorators = map(ast.unparse, node.decorator_list)
+                mirrored |= {node.name} if "mirrored" in decorators else set()
+        for called, function in callers(tree):
             name = called.rpartition(".")[2]
             if name in WRITERS and (name != "clear" or called.endswith("storage.clear")):
                 found[name].add(function)
     assert found == WRITERS
-    assert MOVES.keys() == {"copy_blocks", "release", "copy_out", "put_back"}
+    assert mirrored == {"copy_blocks", "release", "copy_out", "put_back"}
 
 
 class Told(list[Any]):
-    def moved(self, name: str, group: Any, arguments: tuple[Any, ...], result: Any) -> None:
-        self.append((name, group.spec, arguments, result))
+    def moved(self, move: Any, group: Any, arguments: tuple[Any, ...], result: Any) -> None:
+        assert pickle.loads(pickle.dumps(move)) is move  # as it is sent
+        self.append((move, group.spec, arguments, result))
 
 
 @pytest.mark.parametrize("window", [None, 16])
 def test_a_mirror_that_does_what_it_is_told_holds_the_same(window: int | None) -> None:
-    here, there = (PagedMemory(PagedConfig(block_size=8)) for _ in range(2))
-    here.mirror = told = Told()
+    told: Any = Told()
+    here = PagedMemory(PagedConfig(block_size=8), processes=told)
+    there = PagedMemory(PagedConfig(block_size=8))
     spec, states = GroupSpec(window=window), torch.empty(1, 2, 0, 4)
     groups = [memory.group(spec) for memory in (here, there)]
     for group in groups:
@@ -89,12 +97,12 @@ def test_a_mirror_that_does_what_it_is_told_holds_the_same(window: int | None) -
     own.copy_blocks([(0, 1), (2, 3)])
     host = copy_out(own, [1, 2])
     put_back(own, host, {0: 0, 1: 1})
-    assert [name for name, *_ in told] == ["copy_blocks", "copy_out", "put_back"]
+    assert [move for move, *_ in told] == [type(own).copy_blocks, copy_out, put_back]
     results: dict[int, HostBlocks] = {}
-    for name, group_spec, arguments, result in told:
+    for move, group_spec, arguments, result in told:
         mirrored = [results.get(id(x), x) for x in arguments]
-        results[id(result)] = MOVES[name](there.group(group_spec), *mirrored)
+        results[id(result)] = move(there.group(group_spec), *mirrored)
     for mine, its in zip(own.storage.layers[0].data, other.storage.layers[0].data):
         assert torch.equal(mine[:4], its[:4]) and not torch.equal(mine[0], mine[2])
     own.pool.release([0, 1, 2, 3])
-    assert here.release() and told[-1][0] == "release"
+    assert here.release() and told[-1][0] == type(own).release

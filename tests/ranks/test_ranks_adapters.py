@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.batching.test_mixed_adapters import many
 from tests.support import models, ranks
-from tests.test_peft_engine import active, lora
+from tests.support.peft_models import active, lora, many
 
 pytest.importorskip("peft")
 pytestmark = pytest.mark.slow

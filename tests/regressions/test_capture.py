@@ -13,9 +13,9 @@ from torch import nn
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
-from hf_paged.batching.execution.recorders import reason_of
 from hf_paged.kernels import cpp
 from hf_paged.step import NotCapturable, StepMetadata
+from hf_paged.tape.recorders import reason_of
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_inputs import make_inputs

@@ -31,9 +31,9 @@ from hf_paged.attention import switch
 from hf_paged.batching import engine_core
 from hf_paged.batching.decoding import sample, sampler
 from hf_paged.batching.engine_core import EngineCore
-from hf_paged.batching.execution import recorders
 from hf_paged.batching.ledger import Ledger
 from hf_paged.switches import Switches
+from hf_paged.tape import recorders
 from hf_paged.tiers.block_files import DiskFolder
 from tests.support import models
 from tests.support.checks import model_state

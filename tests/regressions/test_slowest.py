@@ -10,7 +10,7 @@ import pytest
 from tests.support import slowest
 
 REPORT = """<testsuites><testsuite name="pytest">
-<testcase classname="tests.cache.test_pages" name="test_a[x-&lt;y&gt;]" time="1.5" />
+<testcase classname="tests.virtual.test_pages" name="test_a[x-&lt;y&gt;]" time="1.5" />
 <testcase classname="tests.test_step" name="test_b" time="0.25" />
 <testcase classname="tests.test_load.TestEngine" name="runTest" time="0.25" />
 <testcase classname="tests.test_step" name="test_c" time="3" />

@@ -16,9 +16,9 @@ import torch
 
 from hf_paged import OutOfBlocksError, PagedConfig, PagedEngine, RequestResult, last_route
 from hf_paged.batching.scheduling.shortage import NeverFits
-from tests.batching.test_mixed_adapters import many, saved
 from tests.support import models
 from tests.support.engine_helpers import assert_drained, lone_run, prompts, run_all
+from tests.support.peft_models import many, saved
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
 

@@ -19,7 +19,7 @@ import hf_paged
 from hf_paged import PagedConfig, PagedEngine, compat
 from hf_paged.generation import batch_call
 from hf_paged.speculation.mtp import MtpHeads
-from hf_paged.speculation.sources import StepCosts
+from hf_paged.speculation.sources import DrawnDraft, StepCosts
 from tests.support import models
 from tests.support.engine_helpers import (
     MODES,
@@ -194,8 +194,9 @@ class Watch:
             found = propose(heads, wanted)
             for (row, target, _), draft in zip(wanted, found):
                 assert draft is not None
-                scores = torch.stack(logits[row]) if draft.scores is None else draft.scores
-                self.ours[tuple(target.token_ids)] = draft.drawn, scores
+                scores = draft.scores if isinstance(draft, DrawnDraft) else torch.stack(logits[row])
+                drawn = row.sequence.token_ids[row.num_followed :]
+                self.ours[tuple(target.token_ids)] = drawn, scores
             return found
 
         monkeypatch.setattr(generator, "get_candidates", get_candidates)

@@ -15,18 +15,22 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine, RequestResult, compat
+from hf_paged.batching.decoding.base import Draft
+from hf_paged.batching.generation import Generation
 from hf_paged.batching.request import Sequence
-from hf_paged.speculation.assistant import Assistant
+from hf_paged.cache.block_manager import BlockManager
+from hf_paged.speculation.assistant import Assistant, AssistantRow
 from hf_paged.speculation.sources import (
     INDEX_SIZE,
     MAX_DRAFT,
-    Draft,
     DraftLength,
+    DrawnDraft,
     NgramIndex,
     Ngrams,
     Source,
     StepCosts,
 )
+from hf_paged.speculation.speculator import Speculator
 from tests.support import models
 from tests.support.checks import in_threads
 from tests.support.engine_helpers import (
@@ -83,12 +87,17 @@ class Oracle(Source):
 def with_oracles(engine: PagedEngine, texts: list[list[int]], seed: int = 0) -> list[Oracle]:
     """Makes the engine's unfinished requests draft from these texts, with any length."""
     oracles = []
-    for number, state in enumerate(engine._core.requests.values()):
-        assert state.speculation is not None
-        state.speculation.source = oracle = Oracle(texts[number], random.Random(seed + number))
-        state.speculation.length = None
+    sources = drafted_rows(engine)
+    for number, row in enumerate(sources):
+        sources[row] = oracle = Oracle(texts[number], random.Random(seed + number))
         oracles.append(oracle)
     return oracles
+
+
+def drafted_rows(engine: PagedEngine) -> dict[Generation, Source]:
+    loop = engine._core.loop
+    assert loop is not None and isinstance(loop.drafting.drafter, Speculator)
+    return loop.drafting.drafter.rows
 
 
 # --------------------------------------------------------------------------------------- generate
@@ -444,18 +453,59 @@ def test_an_assistant_that_was_not_asked_for_a_while_reads_the_rows_own_tokens()
     with PagedEngine(model, PagedConfig(block_size=8)) as engine:
         for _ in range(2):
             engine.add_request(text, GREEDY, assistant_model=assistant)
-        first, second = (
-            state.speculation.source
-            for state in engine._core.requests.values()
-            if state.speculation
-        )
-        first.drafter.propose([(first, Sequence(list(text)), 6)])
-        drafts = first.drafter.propose(
+        first, second = drafted_rows(engine).values()
+        first.assistant.propose([(first, Sequence(list(text)), 6)])
+        drafts = first.assistant.propose(
             [(row, Sequence(text + other), 6) for row in (first, second)]
         )
         assert (
             drafts[0] is not None and drafts[1] is not None and drafts[0].tokens == drafts[1].tokens
         )
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(BlockManager, "take"), (AssistantRow, "hide"), (AssistantRow, "show")],
+    ids=["take", "hide", "show"],
+)
+def test_an_engine_goes_on_after_an_exception_behind_a_change_of_an_assistant(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+) -> None:
+    model, assistant, texts = models.get("llama"), models.get_assistant("llama"), prompts(9, 14)
+    options = {"do_sample": False, "max_new_tokens": 12}
+    expected = [lone_run(model, text, options) for text in texts]
+    with PagedEngine(model, PagedConfig(block_size=8, storage="blocks")) as engine:
+        for is_faulty in (True, False):
+            for number, text in enumerate(texts):
+                engine.add_request(text, options, request_id=str(number), assistant_model=assistant)
+            with monkeypatch.context() as patch:
+                change, has_failed, own = (
+                    getattr(owner, name),
+                    False,
+                    engine._core.get_loop().blocks,
+                )
+
+                def changed(
+                    self: Any, *args: Any, change: Any = change, own: Any = own, **named: Any
+                ) -> Any:
+                    nonlocal has_failed
+                    result = change(self, *args, **named)
+                    if self is not own and not has_failed:
+                        has_failed = True
+                        raise MemoryError("on purpose")
+                    return result
+
+                if is_faulty:
+                    patch.setattr(owner, name, changed)
+                results = run_all(engine)
+                assert has_failed == is_faulty
+            for number, tokens in enumerate(expected):
+                result = results[str(number)]
+                if is_faulty and result.error is not None:
+                    assert str(result.error) == "on purpose"
+                else:
+                    assert_same_as_lone(tokens, result, options, f"request {number}")
+            assert_drained(engine)
 
 
 def test_sampled_requests_are_those_of_transformers_for_one_row() -> None:
@@ -762,7 +812,7 @@ def test_texts_of_others_are_bounded() -> None:
     for number in range(INDEX_SIZE + 100):
         index.add([number, 0, 0, 1], 3, 4)
     assert (
-        len(index) == INDEX_SIZE
+        len(index._behind) == INDEX_SIZE
         and not index.find([0, 0, 0])
         and index.find([INDEX_SIZE, 0, 0]) == [1]
     )
@@ -807,7 +857,8 @@ def test_speculative_sampling_keeps_the_distribution() -> None:
     levels = torch.rand(count, generator=generator)
     seen = [0] * 16
     for token, level in zip(drawn, levels):
-        draft = Draft([token], proposal, level[None])
+        draft = DrawnDraft([token], proposal)
+        draft.levels = level[None]
         seen[int(draft.sample(probs, generator))] += 1
     expected = probs[0] * count
     statistic = float(((torch.tensor(seen) - expected) ** 2 / expected).sum())

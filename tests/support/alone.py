@@ -19,6 +19,18 @@ from hf_paged.rooms import ROOMS
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("hf_paged", "tests", "examples", "docs", "benchmarks", "pyproject.toml", "README.md")
 
+# Read at every start of Python. Without it an editable installation finds the missing rooms where
+# the project stands.
+NOT_INSTALLED = """
+import sys
+
+sys.meta_path[:] = [
+    finder
+    for finder in sys.meta_path
+    if not getattr(finder, "__module__", "").startswith("__editable__")
+]
+"""
+
 
 def take_away(root: Path, rooms: list[str]) -> None:
     """Deletes the rooms' modules and tests in the project at `root`."""
@@ -46,6 +58,7 @@ def main() -> None:
             else:
                 shutil.copy(source, target)
         take_away(Path(folder), rooms)
+        (Path(folder) / "sitecustomize.py").write_text(NOT_INSTALLED)
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", *options]
         variables = {**os.environ, "PYTHONPATH": folder}  # before the installed project
         sys.exit(subprocess.run(command, cwd=folder, env=variables).returncode)

@@ -55,9 +55,9 @@ from tests.support import load_cases, models
 from tests.support.checks import model_state
 from tests.support.engine_helpers import MANY_ENDS, assert_drained, assert_same_as_lone, prompts
 from tests.support.load_cases import KINDS, Wanted
+from tests.support.peft_models import ADAPTERS, peft_state
 from tests.support.prices import fix_prices
 from tests.test_faults import Countdown, FailingProcessor, OnPurpose, failing_allocation
-from tests.test_peft_engine import ADAPTERS, peft_state
 
 # name, lora
 MODELS = [("llama", False), ("llama", True), ("gemma3", False), ("gemma3", True), ("hybrid", False)]

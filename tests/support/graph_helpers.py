@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +10,9 @@ import pytest
 import torch
 
 from hf_paged import PagedEngine, RequestResult
-from hf_paged.batching.execution import graph_keys, recorders
-from hf_paged.batching.execution import graphs as recording
 from hf_paged.model.state import read_state
+from hf_paged.tape import graph_keys, recorders
+from hf_paged.tape import graphs as recording
 from hf_paged.tape.record import HostFirst, KnownAgain, NothingUnrecorded
 from tests.batching.test_runner import SIZE, Bench, Row
 from tests.support.fake_device import record_on_a_device
@@ -21,7 +20,7 @@ from tests.support.fake_device import record_on_a_device
 
 def graphs_of(memory: Any) -> Any:
     """Graphs of the only model that uses the memory."""
-    (graphs,) = memory.graphs.values()
+    (graphs,) = memory.recorders.values()
     return graphs
 
 
@@ -64,14 +63,14 @@ class FakeGraphs:
             device.
     """
 
-    runs_ahead, decodes_alone, notice = True, False, logging.WARNING
+    on_device = True
 
     def __init__(self, device: Any = None) -> None:
         self.graphs: list[FakeGraph] = []
         self.fail: Callable[[], None] | None = None
         self.has_device = False
 
-    def capture(self, run: Any, model: Any = None, check: Any = None) -> FakeGraph:
+    def capture(self, run: Any, model: Any = None, tensors: Any = None) -> FakeGraph:
         """As in `CudaGraphs`."""
         first = NothingUnrecorded()
         with HostFirst(), first:

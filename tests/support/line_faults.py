@@ -24,6 +24,7 @@ import json
 import linecache
 import multiprocessing
 import os
+import pickle
 import random
 import select
 import shlex
@@ -48,8 +49,8 @@ from tests.support import interrupts, models
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_media import media_inputs
 from tests.support.checks import model_state
+from tests.support.peft_models import ADAPTERS, active, lora_model
 from tests.support.prices import fix_prices
-from tests.test_peft_engine import ADAPTERS, active, lora_model
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = str(Path(hf_paged.__file__).parent)
@@ -103,6 +104,17 @@ class Assisted(interrupts.Generate):
         return self.model.generate(
             **inputs, **self.options, assistant_model=models.get_assistant("llama"), **paged
         )
+
+
+class Recorded(interrupts.Generate):
+    """A call of `generate` that is long enough for its steps to be recorded."""
+
+    def __init__(self) -> None:
+        super().__init__(models.build("llama"), "greedy")
+
+    def tokens(self, paged: dict[str, Any]) -> torch.Tensor:
+        options = {**self.options, "max_new_tokens": 24, "min_new_tokens": 24}
+        return self.model.generate(**self.inputs, **options, **paged)
 
 
 class Images(interrupts.Generate):
@@ -195,6 +207,7 @@ def _engine(name: str, **config: Any) -> Callable[[], interrupts.Case]:
 
 SCENARIOS: dict[str, Callable[[], interrupts.Case]] = {
     **interrupts.CASES,
+    "generate, recorded": Recorded,
     "generate, assisted": lambda: Assisted(models.build("llama"), "greedy"),
     "generate, images": Images,
     "generate, hybrid": lambda: interrupts.Generate(models.build("qwen3_next"), "greedy"),
@@ -396,7 +409,11 @@ def choose_sites(
         else:
             new = [(place, 1) for place in places if place not in before]
             if name.startswith("engine"):
-                later = [place for place in places if place not in before_in_engine]
+                later = [
+                    place
+                    for place in places
+                    if place not in before_in_engine and not _is_with(place)  # `_draw_visit`
+                ]
                 new += [(place, counts[place] // 2 + 1) for place in later if counts[place] > 1]
                 before_in_engine.update(places)
             chosen[name] = [
@@ -419,8 +436,22 @@ def _build(name: str) -> interrupts.Case:
 
 
 def list_sites(name: str, opcodes: bool) -> collections.Counter[Place]:
-    """In a process of its own: how often the scenario visits each place."""
-    return visited(_build(name), opcodes)
+    """In a process of its own: how often the scenario visits each place in a forked child, where
+    faults happen later: a child begins without the memory and the recorded steps of its parent."""
+    case = _build(name)
+    gc.collect()
+    gc.freeze()
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException), os.fdopen(write, "wb") as pipe:
+            pickle.dump(visited(case, opcodes), pipe)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        visits: collections.Counter[Place] = pickle.load(pipe)
+    os.waitpid(child, 0)
+    return visits
 
 
 def run_scenario(name: str, sites: list[Site]) -> dict[str, Any]:
@@ -471,7 +502,9 @@ def main() -> int:
     results, num_unlisted, facts = dict[str, dict[str, Any]](), 0, machine.facts()
     context = multiprocessing.get_context("forkserver")
     # Each process then starts with PyTorch, transformers and these imported.
-    context.set_forkserver_preload(["tests.test_peft_engine", "tests.support.architecture_media"])
+    context.set_forkserver_preload(
+        ["tests.support.peft_models", "tests.support.architecture_media"]
+    )
     with concurrent.futures.ProcessPoolExecutor(args.jobs, context, max_tasks_per_child=1) as pool:
         visits = dict(zip(names, pool.map(list_sites, names, [args.opcodes] * len(names))))
         sites = choose_sites(visits, args.fault.split(","), args.sample, args.seed)

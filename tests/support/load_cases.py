@@ -14,7 +14,7 @@ from transformers import LogitsProcessor
 from hf_paged import PagedConfig
 from tests.support import models
 from tests.support.engine_helpers import MANY_ENDS, lone_run, prompts
-from tests.test_peft_engine import ADAPTERS, active, lora_model
+from tests.support.peft_models import ADAPTERS, active, lora_model
 
 
 @dataclasses.dataclass(frozen=True)

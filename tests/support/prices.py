@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hf_paged.speculation import speculator
-from hf_paged.speculation.sources import StepCosts
-
-
-class FixedCosts(StepCosts):
-    """Has no observations: a draft token's price stays that of the beginning."""
-
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        pass
+from hf_paged.rooms import is_installed
 
 
 def fix_prices(replace: Callable[[Any, str, Any], None] = setattr) -> None:
-    replace(speculator, "StepCosts", FixedCosts)
+    """From now on, steps are not observed: a draft token's price stays that of the beginning."""
+    if is_installed("speculation"):
+        from hf_paged.speculation.speculator import Speculator
+
+        replace(Speculator, "computed", lambda self, num_tokens, seconds: None)

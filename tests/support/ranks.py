@@ -25,7 +25,7 @@ from transformers.distributed import DistributedConfig
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
 from hf_paged.adapters import files as adapter_files
-from hf_paged.adapters.peft_models import AdapterError
+from hf_paged.ranks import processes
 from tests.support import models
 from tests.support.engine_helpers import MANY_ENDS
 from tests.support.prices import fix_prices
@@ -191,7 +191,7 @@ def changed_weights(model: Any) -> Any:
 
     if dist.get_rank():  # while it receives an engine message, that is between engine calls
         numbers["orders"] = 0
-        receive = hf_paged.ranks.processes.Ranks.receive
+        receive = processes.Ranks.receive
 
         def observed(ranks: Any) -> bytes:
             message = receive(ranks)
@@ -201,11 +201,11 @@ def changed_weights(model: Any) -> Any:
                 numbers["orders"] += 1
             return message
 
-        hf_paged.ranks.processes.Ranks.receive = observed
+        processes.Ranks.receive = observed
         try:
             found = led(model, {"block_size": BLOCK_SIZE}, work)
         finally:
-            hf_paged.ranks.processes.Ranks.receive = receive
+            processes.Ranks.receive = receive
     else:
         found = led(model, {"block_size": BLOCK_SIZE}, work)
     return {"before": before, "after": plain(model, prompt, options)[0], "engine": found}
@@ -529,11 +529,12 @@ def adapter_folders(model: Any) -> Any:
     found["short"] = led(
         model, {"block_size": BLOCK_SIZE, "num_blocks": 16, "prefix_caching": False}, one_by_one
     )
+
     load = adapter_files.load_adapter
 
     def fail(model: Any, file: Any) -> Any:
         if file.path == os.path.realpath(names[1]):
-            raise AdapterError(file, "no such folder here")
+            raise adapter_files.AdapterError(file, "no such folder here")
         return load(model, file)
 
     def unread(engine: PagedEngine) -> Any:

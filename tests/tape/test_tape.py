@@ -63,7 +63,7 @@ def check(
             tape.replay()
             for x, y in zip(found, expected if isinstance(expected, tuple) else (expected,)):
                 tolerance = 0 if exact else CLOSE.get(x.dtype, 0)
-                torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
+                torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance, equal_nan=True)
     if calls is not None:
         assert tape.num_calls == calls, "operations were called that kernels of ours should compute"
     return tape
@@ -114,6 +114,43 @@ def test_operations_on_two_tensors(dtypes: tuple[torch.dtype, torch.dtype]) -> N
         a, b = tensor(*left, dtype=dtypes[0]), tensor(*right, dtype=dtypes[1], seed=1)
         check(lambda a, b: (a + b, a - b, a * b, a / b), a, b, exact=True, calls=0)
         check(lambda a, b: (a * b + b) * a, a, b, exact=True, calls=0)
+
+
+def test_numbers_of_python() -> None:
+    x = torch.tensor([[1.0, -2.0, 0.0, -0.0]])
+    for number in (-0.0, 1e39, -1e39, 1e-40, 1e-300, float("inf"), 0.1):
+        check(
+            lambda x, number=number: (x * number, x / number, x + number, x - number, -x),
+            x,
+            exact=True,
+        )
+    x = tensor(3, 8)
+    check(
+        lambda x: torch.ops.aten.add.Scalar(x, 2, 3) + torch.ops.aten.sub.Tensor(x, x * 2, alpha=3),
+        x,
+    )
+
+
+def test_numbers_that_are_not_numbers() -> None:
+    x = torch.tensor(
+        [[float("nan"), 1.0, -1.0], [2.0, float("inf"), 0.0], [30.0, -30.0, -float("inf")]]
+    )
+    check(lambda x: (x.clone(), x.relu(), x.tanh(), x.sigmoid()), x)
+    check(lambda x: x.amax(-1, keepdim=True) + x, x)
+
+
+@pytest.mark.parametrize("width", [64, 2048])
+def test_one_number_a_row_in_place(width: int) -> None:
+    """No part of a row may change the number that all of its parts share."""
+
+    def scale(x: Tensor) -> Tensor:
+        factor = x.pow(2).mean(-1, keepdim=True)
+        factor.add_(1.0)
+        factor.mul_(2.0)
+        return x * factor
+
+    check(scale, tensor(2, width))
+    check(lambda x: x * x[:, :1].clone().mul_(2.0).add_(1.0), tensor(2, width))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

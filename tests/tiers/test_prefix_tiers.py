@@ -34,15 +34,15 @@ from hf_paged.native.continuous_batching import PagedBatchingManager
 from hf_paged.tiers import block_files
 from hf_paged.tiers import store as tiers
 from tests.attention import test_latent
-from tests.cache.test_block_files import (
+from tests.support import models
+from tests.support.engine_helpers import assert_drained, lone_run, prompts, run_all
+from tests.tiers.test_block_files import (
     OPERATIONS,
     fail_operation,
     forbidden,
     replace_by_file,
     replace_by_loop,
 )
-from tests.support import models
-from tests.support.engine_helpers import assert_drained, lone_run, prompts, run_all
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6}
 SIZE = models.BLOCK_SIZE
@@ -87,7 +87,7 @@ def no_thread_is_left() -> Iterator[None]:
 _OTHER_PROCESS = """
 import json, sys, torch
 torch.set_num_threads(1)
-from tests.batching.test_prefix_tiers import GREEDY, PagedEngine, build, config
+from tests.tiers.test_prefix_tiers import GREEDY, PagedEngine, build, config
 name, path, prompt = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 with PagedEngine(build(name), config(path)) as engine:
     (result,) = engine.generate([prompt], GREEDY)
@@ -924,18 +924,21 @@ def test_blocks_stay_in_host_memory_up_to_its_limit(with_disk: bool, tmp_path: P
                 engine.memory.give_up_cached()
                 store.wait()
                 assert (
-                    store.host_bytes <= 30 * block and bool(blocks_on_disk(tmp_path)) is with_disk
+                    store.counts().host_bytes <= 30 * block
+                    and bool(blocks_on_disk(tmp_path)) is with_disk
                 )
                 engine.check_integrity()
         assert (
             store.num_restored
-            and store.host_bytes == sum(each.num_bytes for each in store._held.values()) > 0
+            and store.counts().host_bytes
+            == sum(each.num_bytes for each in store._held.values())
+            > 0
         )
         for text in prompts(100, 110, 120, seed=7):
             assert run(engine, text)[0] == lone_run(model, text, GREEDY)[0]
             engine.memory.give_up_cached()
             store.wait()
-            assert 25 * block < store.host_bytes <= 30 * block
+            assert 25 * block < store.counts().host_bytes <= 30 * block
         assert_drained(engine)
 
 
@@ -952,7 +955,7 @@ def test_a_slow_disk_skips_blocks_and_nothing_waits(tmp_path: Path, monkeypatch:
             assert run(engine, text)[0] == lone_run(model, text, GREEDY)[0]
             engine.memory.give_up_cached()
         (store,) = tiers.stores_of(engine.memory)
-        assert store.num_skipped and store.host_bytes < 40_000
+        assert store.num_skipped and store.counts().host_bytes < 40_000
         gate.set()
         store.wait()
         assert len(blocks_on_disk(tmp_path)) == store.num_kept

@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 
 from hf_paged import PagedEngine
-from tests.batching.test_prefix_tiers import (
+from tests.support import crafted, models
+from tests.support.engine_helpers import assert_drained, lone_run, prompts
+from tests.tiers.test_prefix_tiers import (
     GREEDY,
     SIZE,
     blocks_on_disk,
@@ -27,8 +29,6 @@ from tests.batching.test_prefix_tiers import (
     run,
     save_all,
 )
-from tests.support import crafted, models
-from tests.support.engine_helpers import assert_drained, lone_run, prompts
 
 REFUSED = (
     "is not a complete saved prefix|is a file of a tier's folder|was computed by another model"

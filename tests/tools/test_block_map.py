@@ -13,11 +13,11 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from hf_paged import PagedCache, PagedEngine
+from hf_paged.cache.groups import group_label
 from hf_paged.tools.pictures import (
     KINDS,
     MAX_CELLS,
     count_kinds,
-    group_label,
     kind_index,
     plot_block_map,
     require,

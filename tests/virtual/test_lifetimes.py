@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_paged
-from hf_paged import PagedCache, VirtualStorage
+from hf_paged import PagedCache, VirtualStorage, forks
 from hf_paged.cache.storage import KVBlocks
 from hf_paged.step import StepMetadata
 from hf_paged.virtual import places
@@ -355,7 +355,7 @@ def test_a_fork_while_other_threads_make_layers(monkeypatch: pytest.MonkeyPatch)
         return own(blocks, block_ids)
 
     monkeypatch.setattr(KVBlocks, "at", at)
-    monkeypatch.setattr(virtual, "_storages", [storage_of(each) for each in (busy, broken, cache)])
+    monkeypatch.setattr(forks, "_shared", [storage_of(each) for each in (busy, broken, cache)])
     assert in_child(
         lambda: torch.equal(cache.layers[0].keys + 0, expected), before_end=lambda: refill(cache)
     )

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf_paged.cache import free_memory
 from hf_paged.virtual import pages as linux
 from tests.support.checks import in_threads
 from tests.support.cuda_driver import CONTEXT, Driver, StandInPages
@@ -55,15 +56,15 @@ class Reserved(mmap.mmap):
         return reserved
 
 
-def fails_at(number: int, call: Callable[[], None], path: str) -> bool:
-    """Calls with a `MemoryError` at the line `number`, counted as they run, of all lines of a file
-    except those of finalizers; returns whether there was one."""
+def fails_at(number: int, call: Callable[[], None], *paths: str) -> bool:
+    """Calls with a `MemoryError` at the line `number`, counted as they run, of all lines of
+    these files except those of finalizers; returns whether there was one."""
     left = number
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal left
         code = frame.f_code
-        if code.co_filename != path or code.co_name == "_close":
+        if code.co_filename not in paths or code.co_name == "_close":
             return None
         if event == "line":
             left -= 1
@@ -100,7 +101,7 @@ def test_a_failure_at_any_line_leaks_no_addresses_and_no_file(
         elif operation == "reserve":
             file.reserve(size)
         elif operation == "reserved":
-            linux.reserved(size)
+            free_memory.reserved(size)
         else:
             first, second = addresses.address, addresses.address + 2 * size
             file.detach(addresses, [first, first + size, second + size], size)
@@ -109,7 +110,7 @@ def test_a_failure_at_any_line_leaks_no_addresses_and_no_file(
     number = 0
     has_failed = True
     while has_failed:
-        has_failed = fails_at(number, call, linux.__file__)
+        has_failed = fails_at(number, call, linux.__file__, free_memory.__file__)
         assert not Reserved.living, f"line {number}"
         assert len(os.listdir("/proc/self/fd")) == num_files, f"line {number}"
         offset = file.extend(4 * size)

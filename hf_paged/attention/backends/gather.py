@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels import quantized
+from ...seams import PlacedRows
 from ...step import StepMetadata
-from ...virtual.row_slots import PlacedRows
 from . import reference
-from .parts import APART_QUERIES, SLICE_QUERIES, Layout, Part, plan_parts, plan_rows
+from .parts import APART_QUERIES, SLICE_QUERIES, Layout, Part, plan_parts
 from .reference import AttentionCall
 
 PACK_QUERIES = 64
@@ -49,7 +49,7 @@ def _attend_rows(call: AttentionCall) -> Tensor:
     if blocks.rows is not None and not call.needs_grad:
         placed = blocks.rows.place(step)
     if placed is not None:
-        parts, is_complete = step.plan(plan_rows, kv_heads, placed.placement)
+        parts, is_complete = placed.parts(kv_heads)
         is_one_decode = step.query_len == len(parts) == 1 and is_complete
         if is_one_decode and call.is_plain and call.query.shape[1] != kv_heads:
             return _decode_in_place(call, parts[0], placed)
@@ -113,7 +113,7 @@ def _attend_fresh(call: AttentionCall, *fresh: Tensor) -> Tensor:
 
 def _decode_in_place(call: AttentionCall, part: Part, placed: PlacedRows) -> Tensor:
     """`_attend_slice` in as few calls as possible, for one query per row, and rows of one length in
-    neighbouring slots of `LayerRows`."""
+    neighbouring slots."""
     key, value = _view(call, part, placed)
     rows, kv_heads, _, dim = key.shape
     packed = call.query.view(rows, kv_heads, -1, dim)
@@ -327,11 +327,7 @@ def _padded_mask(
 def _view(call: AttentionCall, part: Part, placed: PlacedRows) -> list[Tensor]:
     """Returns what `_gather` returns as views of rows that are contiguous in memory, if they have
     the query's dtype."""
-    dtype = call.query.dtype
-    visible = slice(part.offset, part.offset + part.length)
-    key = placed.keys[part.slots, :, visible]
-    value = placed.values[part.slots, :, visible]
-    return [key.to(dtype), value.to(dtype)]
+    return [states.to(call.query.dtype) for states in placed.view(part)]
 
 
 def _gather(call: AttentionCall, part: Part) -> list[Tensor]:

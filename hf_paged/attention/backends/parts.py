@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ...step import StepMetadata
-from ...virtual.row_slots import Placement
 
 APART_QUERIES = 32
 """From this many queries per row, rows of several lengths are not gathered together, and a group's
@@ -110,7 +109,7 @@ class Part:
     hidden: Tensor | None = None
     """With `positions`: which of them are such repetitions, `[rows, 1, 1, length]`."""
     slots: slice | None = None
-    """For rows that are contiguous in memory (`virtual.LayerRows`): their slots, in which the
+    """For rows that are contiguous in memory (`seams.PlacedRows`): their slots, in which the
     visible range begins at `offset`."""
 
 
@@ -124,7 +123,7 @@ every row."""
 def plan_parts(step: StepMetadata, *layouts: Layout) -> Parts:
     """The parts of rows that are gathered, with their units in each layout. `step.plan` runs this
     once for all layers of the same layouts."""
-    geometries, is_complete = _geometries(step)
+    geometries, is_complete = geometries_of(step)
     kv_heads = layouts[0].shape[1]
     size = step.block_size
     scratch = SCRATCH_BYTES if step.block_tables.is_cpu else DEVICE_SCRATCH_BYTES
@@ -133,7 +132,7 @@ def plan_parts(step: StepMetadata, *layouts: Layout) -> Parts:
     parts = []
     for group in _similar(step, geometries, most_tokens):
         (geometry, rows), *others = group
-        make_part = _part_of(step, geometry, geometries)
+        make_part = part_maker(step, geometry, geometries)
         if others:
             part = _padded_part(step, group, layouts, make_part)
             parts.append(part)
@@ -232,32 +231,7 @@ def _padded_part(
     )
 
 
-def plan_rows(step: StepMetadata, kv_heads: int, placement: Placement) -> Parts:
-    """The parts of rows that are contiguous in memory: one for rows of one geometry in neighbouring
-    slots."""
-    geometries, is_complete = _geometries(step)
-    heads = slice(0, kv_heads)
-    parts = []
-    for geometry, seeing in geometries:
-        runs: list[tuple[int, int, list[Member]]] = []
-        expected = None
-        for row, low in seeing:
-            slot = placement.slots[row]
-            offset = placement.firsts[row] + low
-            if (row, slot, offset) != expected:
-                runs.append((slot, offset, []))
-            runs[-1][2].append((row, low))
-            expected = (row + 1, slot + 1, offset)
-        make_part = _part_of(step, geometry, geometries)
-        for slot, offset, members in runs:
-            row, _ = members[0]
-            rows = slice(row, row + len(members))
-            slots = slice(slot, slot + len(members))
-            parts.append(make_part(rows, tuple(members), heads, offset, slots=slots))
-    return tuple(parts), is_complete
-
-
-def _geometries(step: StepMetadata) -> tuple[list[Rows], bool]:
+def geometries_of(step: StepMetadata) -> tuple[list[Rows], bool]:
     """Returns rows with their first visible position by geometry, longest first; and whether every
     query sees a key."""
     query_len = step.query_len
@@ -281,7 +255,7 @@ def _geometries(step: StepMetadata) -> tuple[list[Rows], bool]:
     return longest_first, is_complete
 
 
-def _part_of(
+def part_maker(
     step: StepMetadata,
     geometry: Geometry,
     geometries: list[Rows],

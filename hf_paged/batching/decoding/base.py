@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import stopping_criteria as known
 
-from ...speculation.sources import Draft
 from ...step import to_device
 from .stop_strings import StopStrings
 
@@ -177,6 +176,22 @@ def stop_string_hits(
     return hits(criterion, ids, None)
 
 
+class Draft:
+    """A row's draft in one step. The forward verifies `tokens`, which the scheduler may shorten:
+    the logits are sampled as usual, position after position, as long as the chosen token is the
+    draft's."""
+
+    is_drawn = False  # whether a sampled row takes its tokens from `sample`
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+        self.position = 0  # of the token that is chosen next
+
+    def sample(self, probs: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Returns the next token `(1,)` for `(1, vocab)` probabilities."""
+        raise NotImplementedError
+
+
 class Decoding:
     """transformers' decoding loop, suspended between two forwards. Unusable after an exception in a
     step."""
@@ -186,6 +201,7 @@ class Decoding:
     has_ended_streamer = False
     is_streamed = False
     draft: Draft | None = None  # the draft computed together with the last token of its only row
+    takes_maximum = False  # whether the next token is simply the argmax of the logits
     # whether its only row needs nobody's look at a new token but `stop_checker`'s at its id and at
     # the length
     is_simple = False

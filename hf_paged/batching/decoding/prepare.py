@@ -21,11 +21,10 @@ from transformers import (
 )
 
 from ... import compat
-from ...adapters.peft_models import use_adapter
 from ...config import shown
 from ...model.forwards import compute_device
 from ...model.structure import is_stock
-from ...speculation.sources import Assistance
+from ...model.wrappers import use_adapter
 from ...threads import step_lock
 from ..arguments import (
     RequestOptions,
@@ -38,6 +37,7 @@ from ..arguments import (
     check_streamer,
     generation_options,
     is_saved,
+    option_for_drafts,
 )
 from .base import LoopInputs
 from .beam import BeamDecoding
@@ -355,15 +355,14 @@ def _given(keywords: Keywords, name: str) -> Any:
     return keywords.get(name, in_config)
 
 
-def _engine_mode(config: Any, assistance: Assistance | None = None) -> Any:
-    assistance = assistance or Assistance()
-    mode = config.get_generation_mode(assistance.model)
+def _engine_mode(config: Any, assistant: Any = None) -> Any:
+    mode = config.get_generation_mode(assistant)
     if mode.value not in _MODES:
         raise ValueError(
             f"the options ask for {mode.value!r}, an engine has {', '.join(_MODES)}: change them,"
             " or call `generate`"
         )
-    if assistance.is_asked_for(config) and mode.value != _ASSISTED:
+    if option_for_drafts(config, assistant) is not None and mode.value != _ASSISTED:
         raise ValueError(
             "an assistant or prompt lookup goes with greedy search or sampling, not with beams: set"
             " `num_beams` to 1, or leave the assistant out"
@@ -428,8 +427,7 @@ def _prepared_config(
     default_max = defaults.max_length is None and _given(keywords, "max_length") is None
     default_min = defaults.min_length is None and _given(keywords, "min_length") is None
     config = _generation_config(host, keywords)
-    assistance = Assistance(assisting.get("assistant_model"))
-    mode = _engine_mode(config, assistance)
+    mode = _engine_mode(config, assisting.get("assistant_model"))
     compat.validate_generation_mode(host, mode, config, assisting)
     compat.prepare_special_tokens(host, config, True, device=ids.device, batch_size=1)
     length = ids.shape[1]

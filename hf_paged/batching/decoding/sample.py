@@ -112,7 +112,6 @@ class SampleDecoding(Decoding):
         # the processors then run only on open rows: no caller's code sees the others
         self._narrows = self._runs_known_code and not self._keeps_scores
         self._narrowed = (self.open_rows, processors)  # rows, and the processors for them
-        # whether the next token is simply the argmax of the logits
         reads_scores = self.do_sample or self.record_logprobs or processors
         self.takes_maximum = self._narrows and not reads_scores
         # whether only `stop_checker` reads the tokens, so that several can be accepted at once
@@ -151,7 +150,7 @@ class SampleDecoding(Decoding):
     @property
     def batch_key(self) -> Hashable | None:
         batchable = self.batchable
-        if self.draft is not None and self.draft.scores is not None:
+        if self.draft is not None and self.draft.is_drawn:
             return None
         if batchable is None:
             return None
@@ -197,7 +196,7 @@ class SampleDecoding(Decoding):
     def draw(self, probs: Tensor) -> Tensor:
         """Draws a token for each row of `(open rows, vocab)` probabilities, over all rows as
         transformers does."""
-        if self.draft is not None and self.draft.scores is not None:
+        if self.draft is not None and self.draft.is_drawn:
             return self.draft.sample(probs, self.generator)
         device = probs.device
         probs = self._of_all_rows(probs)

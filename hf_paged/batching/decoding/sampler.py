@@ -76,15 +76,11 @@ def sample_step(
     for a decoding with a draft of `n` tokens. Such a decoding accepts tokens as long as they equal
     the draft's, and one more, each as if sampled in a separate step. `fetch` as in
     `sample_position`."""
-    drafted = [decoding for decoding, _ in ready if decoding.draft is not None]
+    drafted = [index for index, (row, _) in enumerate(ready) if row.draft is not None]
     if not drafted:
         return sample_position(ready, fetch)
     results: dict[int, Result] = {}
-    greedy = [
-        (index, decoding, rows)
-        for index, (decoding, rows) in enumerate(ready)
-        if decoding.draft is not None and _takes_maximum(decoding)
-    ]
+    greedy = [(index, *ready[index]) for index in drafted if ready[index][0].takes_maximum]
     if greedy:
         results.update(_accept_best(greedy))
     indices = range(len(ready))
@@ -116,12 +112,6 @@ def unknown_token(result: Result, num_embeddings: int) -> IndexError | None:
     return None
 
 
-def _takes_maximum(decoding: Decoding) -> bool:
-    if not isinstance(decoding, SampleDecoding):
-        return False
-    return decoding.takes_maximum
-
-
 def _accept_best(members: list[tuple[int, Any, LogitRows]]) -> dict[int, Result]:
     """Accepts drafts of greedy decodings without processors, with one argmax for all."""
     logits = join_rows([rows for _, _, rows in members])
@@ -145,22 +135,14 @@ def _accept_run(decoding: SampleDecoding, chosen: list[int]) -> Result:
                 count = position + 1
                 break
         return decoding.accept_run(chosen[:count])
-    earlier: list[int] = []
+    run: Result | None = None
     for token in chosen:
-        result: Result
-        if decoding.stop_checker.stop_strings:
-            (result,) = _accept([decoding], [token], [])
-        else:
-            try:
-                result = decoding.accept([token])
-            except BaseException as error:
-                result = error
+        (result,) = _accept([decoding], [token], [])
+        run = _with_earlier(run, result)
         if not _goes_on(decoding, result):
             break
-        earlier.append(token)
-    if earlier and isinstance(result, SampledTokens):
-        return result._replace(earlier=tuple(earlier))
-    return result
+    assert run is not None
+    return run
 
 
 def _with_earlier(before: Result | None, result: Result) -> Result:
@@ -174,13 +156,9 @@ def _goes_on(decoding: Decoding, result: Result) -> bool:
     """Whether the token just chosen is the draft's, so that the logits behind it are valid;
     advances `draft.position` then."""
     draft = decoding.draft
-    if draft is None or not isinstance(result, SampledTokens):
+    if draft is None or not isinstance(result, SampledTokens) or decoding.is_done:
         return False
-    if decoding.is_done:
-        return False
-    if draft.position == len(draft.tokens):
-        return False
-    if result.tokens[0] != draft.tokens[draft.position]:
+    if result.tokens != draft.tokens[draft.position : draft.position + 1]:
         return False
     draft.position += 1
     return True

@@ -1,11 +1,10 @@
-"""Runs one model's forwards for the batching loop, one at a time, each with its adapter, and
-notices model changes."""
+"""Runs one model's forwards for the batching loop, one at a time, and notices model changes."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +12,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...adapters.files import AdapterFile
-from ...adapters.mixing import Adapters, NotMixableError, mixed, mixing, run_mixed
-from ...adapters.peft_models import use_adapter
 from ...attention.backends import obstacles
 from ...attention.latent import wrap_expansions
 from ...attention.masks import mask_observer
@@ -27,10 +23,10 @@ from ...model.forwards import compute_device
 from ...model.state import ModelState, read_state
 from ...model.weights import WeightsGuard
 from ...plan import StepPlan
-from ...ranks.processes import ranks_of
+from ...rooms import OnDemand
+from ...seams import Adapters, RunAhead
 from ...step import NotPackable
 from ...switches import NOTHING
-from ...tape.products import own_products
 from ...threads import step_lock
 from ...topics import Topic
 from ..decoding.base import Fetch, LogitRows
@@ -38,8 +34,7 @@ from ..decoding.prepare import num_embeddings
 from ..generation import Generation
 from ..request import Sequence
 from ..scheduling.scheduler import Scheduler
-from .run_ahead import RunAhead
-from .runner import Runner, in_order
+from .runner import Runner
 
 logger = logging.getLogger(__name__)
 
@@ -64,22 +59,22 @@ class Executor:
         runner: Runner,
         scheduler: Scheduler,
         guard: WeightsGuard,
+        adapters: OnDemand[Adapters] | None = None,
     ) -> None:
         self.model = model
         self.runner = runner
         self.guard = guard
         self.lock = step_lock(model)
-        # processes that compute each forward together: an interrupt in one would leave the others
-        # stuck in the forward
-        self.ranks = ranks_of(model)
-        # wraps such a forward
-        self.together: Callable[[], contextlib.AbstractContextManager[None]] | None = None
+        self._processes = memory.processes
         self.slowed_by: set[str] = set()  # why kernels did not serve some steps
         self.checks_weights = False  # whether the prefix cache is used (`begin`)
         self.replays = False  # whether graphs are used
-        self.adapters: Adapters | None = None  # runs rows with different adapters in one forward
-        self._next_adapters: list[Hashable] = []  # those that `prefetch` got last
-        self.ahead = RunAhead(memory, scheduler)
+        self.adapters = adapters or OnDemand[Adapters]()
+        # launches decodes before their tokens are on the host
+        self.ahead: RunAhead | None = None
+        if runner.recorder is not None:
+            self.ahead = runner.recorder.run_ahead(memory, scheduler)
+        self._num_forwards = 0  # of the runner, at the last look at the state
         # around each step: compiled layers run without compiled code, and configs name our
         # attention
         self._switches: tuple[contextlib.AbstractContextManager[None], ...] | None = None
@@ -151,7 +146,7 @@ class Executor:
             self.guard.abandon()
 
     def rest(self) -> None:
-        self.ahead.clear()
+        self.clear_ahead()
         self.runner.rest()
         with self.lock:
             self.guard.rest()
@@ -170,23 +165,29 @@ class Executor:
         if not self.guard.is_watched:
             self._state = None
         self.num_embeddings = num_embeddings(self.model)  # valid token ids are below this
-        self.ahead.clear()
-        if self.adapters is not None:
-            self.adapters.forget_model()
+        self.clear_ahead()
+        if self.adapters.made is not None:
+            self.adapters.made.forget_model()
         self.runner.begin(None)
+
+    def clear_ahead(self) -> None:
+        """Forgets the step launched ahead."""
+        if self.ahead is not None:
+            self.ahead.clear()
 
     def notice_model(self) -> None:
         """If the guard has found the model changed, drops graphs and the step launched ahead."""
         if self.guard.num_changes != self._num_changes:
             self.forget_model()
             self._num_changes = self.guard.num_changes
-            self._is_state_due = self.replays and (self.runner.can_capture or self.guard.is_on)
+            is_read = self.runner.recorder is not None or self.guard.is_on
+            self._is_state_due = self.replays and is_read
 
-    def check_model(self) -> None:
+    def check_model(self, is_due: bool = False) -> None:
         """Before a step, within `attention`: if other code may have run since the last one
-        (`is_unchecked`) and has changed the model, drops cached prefixes, graphs and the step
-        launched ahead. Rows are packed no more if its structure rules that out now."""
-        is_due, self.is_unchecked = self.is_unchecked, False
+        (`is_unchecked` or `is_due`) and has changed the model, drops cached prefixes, graphs and
+        the step launched ahead. Rows are packed no more if its structure rules that out now."""
+        is_due, self.is_unchecked = is_due or self.is_unchecked, False
         if not is_due or self._state is None:
             return
         if not self._state.is_same() and self._read_model():
@@ -218,7 +219,7 @@ class Executor:
                 now.accept()
             if not self._switches_attention:  # a call: it is not asked before each replay
                 now.keep_memory()
-        recordable = now if self.runner.can_capture else None
+        recordable = None if self.runner.recorder is None else now
         self.runner.begin(recordable)
         return has_changed
 
@@ -233,7 +234,7 @@ class Executor:
             wrap_expansions(modules)
             eagerly = running_eagerly(compiled_layers(every))
             with eagerly:
-                self.runner.products = own_products(every)
+                self.runner.choose_products(every)
             paged = use_paged_attention(switchable_configs(modules))
             switches = self._switches = eagerly, paged
         eagerly, paged = switches
@@ -252,31 +253,33 @@ class Executor:
         """As [`Runner`]'s `run`; takes the step launched ahead, if any, and computes the rest."""
         if self._is_state_due and plan.num_decodes:
             self._read_model()
-        ahead, num_ahead = self.ahead.take(plan)
+        ahead, num_ahead = None, 0
+        if self.ahead is not None:
+            ahead, num_ahead = self.ahead.take(plan)
         rest = plan
         if ahead is not None:
             if num_ahead == len(plan):
                 return ahead
             rest = plan.select(range(num_ahead, len(plan)))
-        logits = self.run_by_adapter(rest)
-        if self._state is not None and self.runner.has_run_code:
+        logits = self.run_rows(rest)
+        if self._state is not None and self._num_forwards != self.runner.num_forwards:
             if self.runs_code:
                 self._state.accept()
-            self.runner.has_run_code = False
+            self._num_forwards = self.runner.num_forwards
         if ahead is None:
             return logits
         return torch.cat([ahead, logits])
 
-    def run_by_adapter(self, plan: StepPlan) -> Tensor:
-        """As `run`: one forward for all rows whose adapters can be mixed, then one for each other
-        adapter. If a packed forward turns out to be impossible, for instance since the caller's
-        code changed the model, the same step, and all later ones, run without packing."""
+    def run_rows(self, plan: StepPlan) -> Tensor:
+        """As `run`, with nothing launched ahead. If a packed forward turns out to be impossible,
+        for instance since the caller's code changed the model, the same step, and all later ones,
+        run without packing."""
         try:
-            return self._run_by_adapter(plan)
+            return self._run_rows(plan)
         except NotPackable as error:
             if not self._unpack(str(error), "a packed forward failed: "):
                 raise
-        return self._run_by_adapter(plan)
+        return self._run_rows(plan)
 
     def _unpack(self, reason: str, finding: str = "") -> bool:
         """Packs no rows any more, for `reason`, which `finding` introduces; returns whether steps
@@ -291,97 +294,25 @@ class Executor:
         )
         return True
 
-    def _run_by_adapter(self, plan: StepPlan) -> Tensor:
-        adapters = [sequence.request.adapter for sequence in plan.sequences]
-        names = dict.fromkeys(adapters)
-        if len(names) == 1:
-            return self.run_with(adapters[0], plan)
-        rows = plan.rows_of_logits()
-        parts: list[tuple[list[int], Tensor]] = []
+    def _run_rows(self, plan: StepPlan) -> Tensor:
+        for sequence in plan.sequences:
+            if sequence.request.adapter is not None:
+                return self.adapters().run(plan, self)
+        return self.compute(self.runner.run, plan, None)
 
-        def note(places: list[int], logits: Tensor) -> None:
-            answers: list[int] = []
-            for place in places:
-                answers += rows[place]
-            parts.append((answers, logits))
-
-        alone = list(range(len(plan)))
-        if self.runner.mixes_adapters and self.adapters is not None:
-            found = self.adapters.together(names)
-            self.slowed_by |= self.adapters.refusals
-            places = []
-            chosen = []
-            for place in alone:
-                request = plan.sequences[place].request
-                if request.adapter in found and request.inputs is None:
-                    places.append(place)
-                    chosen.append(found[request.adapter])
-            distinct = set(map(id, chosen))
-            if len(distinct) > 1:
-                try:
-                    with self._cast(), self._window():
-                        logits = run_mixed(
-                            self.model,
-                            self.runner,
-                            plan.select(places),
-                            chosen,
-                            self.adapters.mix,
-                        )
-                        note(places, logits)
-                    done = set(places)
-                    alone = [place for place in alone if place not in done]
-                except NotMixableError as error:
-                    self.adapters.refuse(chosen, str(error))
-        names_alone = {adapters[place] for place in alone}
-        for name in sorted(names_alone, key=str):
-            places = [place for place in alone if adapters[place] == name]
-            logits = self.run_with(name, plan.select(places))
-            note(places, logits)
-        return in_order(parts)
-
-    def run_with(
-        self,
-        adapter: Hashable,
-        plan: StepPlan,
-    ) -> Tensor:
-        """As `run`, with all rows on one adapter, and nothing launched ahead."""
-        using = self.using(adapter)
-        with self._cast(), self._window(), using:
-            mix = mixed.get()
-            variant = adapter if mix is None else mix.variant
-            return self.runner.run(plan, variant)
-
-    def compute(
-        self,
-        using: contextlib.AbstractContextManager[None],
-        work: Callable[[], Tensor],
-    ) -> Tensor:
-        """Runs a forward, `work`, within `using`, which sets its adapters."""
-        with self._cast(), self._window(), using:
-            return work()
+    def compute(self, work: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        """Runs a forward, `work`: one of the runner's methods."""
+        with self._cast(), self._window():
+            return work(*arguments)
 
     def _window(self) -> contextlib.AbstractContextManager[None]:
         """Around a forward that other processes compute as well."""
-        if self.together is None:
+        if self._processes is None:
             return NOTHING
-        return self.together()
-
-    def using(self, adapter: Hashable) -> contextlib.AbstractContextManager[None]:
-        if isinstance(adapter, AdapterFile) and self.adapters is not None:
-            return mixing(self.model, self.adapters.alone(adapter))
-        if adapter is None:  # as the model is
-            return NOTHING
-        return use_adapter(self.model, adapter)
-
-    def prefetch(self, adapters: list[Hashable]) -> None:
-        """Starts to load adapters of the requests that are admitted next."""
-        if self.adapters is not None and adapters != self._next_adapters:
-            self._next_adapters = adapters
-            files = [adapter for adapter in adapters if isinstance(adapter, AdapterFile)]
-            self.adapters.prefetch(files)
+        return self._processes.forward()
 
     def fetch_while_running_ahead(self, ready: list[tuple[Generation, LogitRows]]) -> Fetch | None:
-        if not self.runner.can_run_ahead:
+        if self.ahead is None or not self.runner.is_packed:
             return None
         return self.ahead.fetch(ready, self._run_ahead)
 
@@ -395,10 +326,11 @@ class Executor:
             return None
         # the host reports ids out of range once it has them
         known = token_ids.clamp(0, self.num_embeddings - 1)
-        with self.lock, self._cast(), self.using(adapter):
-            mix = mixed.get()
-            variant = adapter if mix is None else mix.variant
-            return self.runner.run_ahead(sequences, known, variant)
+        with self.lock, self._cast():
+            if adapter is None:
+                return self.runner.run_ahead(sequences, known, None)
+            with self.adapters().using(adapter) as context:
+                return self.runner.run_ahead(sequences, known, context)
 
     def _cast(self) -> contextlib.AbstractContextManager[Any]:
         if self.autocast is None and autocast_dtype(self._device) is None:

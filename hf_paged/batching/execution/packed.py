@@ -6,19 +6,17 @@ import contextlib
 import inspect
 import logging
 from array import array
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Sequence as Items
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ... import compat
-from ...adapters.mixing import mixed
 from ...attention.eager import showing_rows
 from ...attention.switch import calls_interface
-from ...cache.hidden_states import HiddenStates
 from ...cache.paged_cache import PagedCache
 from ...interrupts import restoring
 from ...model.capability import note_unpackable
@@ -27,12 +25,12 @@ from ...model.rope import find_length_rope
 from ...model.state import ModelState
 from ...model.structure import structural_reason
 from ...plan import StepPlan
+from ...rooms import room
+from ...seams import ForwardContext, Processes, Recorder, TapeRoom
 from ...step import StepMetadata, to_device
 from ...switches import NOTHING
-from ...tape.invariant import by_kernels, in_fixed_order
 from ..decoding.scores import PromptLogprobs
 from ..request import Sequence
-from .graphs import step_graphs
 from .inputs import PackedTokens, TableRows
 from .packing import Packing, recorded_prompts
 from .runner import Runner, in_order
@@ -45,27 +43,21 @@ MAX_GATHERED_EXPERTS = 64
 memory."""
 
 
-class Mirror(Protocol):
-    def run(
-        self,
-        tokens: PackedTokens,
-        others: list[int],
-        adapter: Hashable,
-    ) -> None:
-        """Announces the next `PackedRunner.compute`, with this adapter."""
-
-
 class PackedRunner(Runner):
-    """Runs the model on tokens of many sequences at once, as replays of graphs where possible. The
-    caller has switched the model's attention. `cache`, empty, tells which layers share block
+    """Runs the model on tokens of many sequences at once, as replays of `recorder` where possible.
+    The caller has switched the model's attention. `cache`, empty, tells which layers share block
     tables. `mixed_lengths`: whether rows of different lengths may be padded, once they are not
-    packed any more (`unpack`)."""
+    packed any more (`unpack`). `is_invariant`: whether a row's bits must not depend on the other
+    rows. `processes`: those that compute each forward together."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         cache: PagedCache,
         mixed_lengths: bool = True,
+        recorder: Recorder | None = None,
+        is_invariant: bool = False,
+        processes: Processes | None = None,
     ) -> None:
         self.model = model
         self.cache = cache
@@ -80,24 +72,23 @@ class PackedRunner(Runner):
         self.rope = find_length_rope(model, model.modules())
         self.takes_drafts = self.rope is None
         self._packing = Packing(self._block_sizes, self.rope)
-        self._graphs = step_graphs(model, cache)
-        self.can_capture = self._graphs is not None
-        self.is_invariant = False  # whether a row's bits do not depend on the other rows
+        self.recorder = recorder
+        self._invariant: TapeRoom | None = None
+        if is_invariant:
+            self._invariant = room("tape", "`batch_invariant`")
         self._mixed_lengths = mixed_lengths
-        self.is_packed = self.mixes_adapters = True
-        self.mirror: Mirror | None = None  # repeats each step in other processes
-        # stores the last hidden state of each computed token
-        self.hidden: HiddenStates | None = None
+        self._processes = processes
+        self.store_hidden: Callable[[Tensor], None] | None = None
         self.pack()
         self.begin(None)
 
     def pack(self) -> None:
-        runs_ahead = False
-        if self._graphs is not None:
-            runs_ahead = self._graphs.runs_ahead
-        if not self.is_packed:
-            self.is_packed = self.mixes_adapters = True
-        self.can_run_ahead = runs_ahead
+        self.is_packed = True
+
+    def keep_hidden(self, store: Callable[[Tensor], None]) -> None:
+        """Between forwards: from now on, each passes its tokens' last hidden states `(1, n,
+        hidden_size)` to `store` while the cache's layers have its slots."""
+        self.store_hidden = store
 
     def reason_against_packing(self) -> str | None:
         if not self.is_packed:
@@ -105,11 +96,12 @@ class PackedRunner(Runner):
         return structural_reason(self.model, self.cache)
 
     def unpack(self, reason: str) -> bool:
-        must_pack = self.is_invariant or self.mirror is not None
+        is_led = self._processes is not None and self._processes.leads
+        must_pack = self._invariant is not None or is_led
         if must_pack or not self.is_packed:
             return False
         note_unpackable(self.model, self.cache, reason)
-        self.is_packed = self.mixes_adapters = self.can_run_ahead = False
+        self.is_packed = False
         return True
 
     def begin(self, state: ModelState | None) -> None:
@@ -123,13 +115,13 @@ class PackedRunner(Runner):
         if state is None:
             # for models with their own attention code
             self._shows_rows = not calls_interface(self.model.modules())
-        if state is not None and self._graphs is not None:
-            self._graphs.begin(state)
+        if state is not None and self.recorder is not None:
+            self.recorder.begin(state)
 
     def ordered(self) -> contextlib.AbstractContextManager[None]:
-        if self._graphs is None:
+        if self.recorder is None:
             return NOTHING
-        return self._graphs.in_order()
+        return self.recorder.in_order()
 
     def rest(self) -> None:
         self._state = None  # it holds the weights
@@ -137,25 +129,20 @@ class PackedRunner(Runner):
     def run(
         self,
         plan: StepPlan,
-        variant: Hashable = None,
+        context: ForwardContext | None = None,
     ) -> Tensor:
-        if not self.is_invariant:
-            return self._run(plan, variant)
-        with in_fixed_order():
-            return self._run(plan, variant)
-
-    def _in_order(self) -> contextlib.AbstractContextManager[None]:
-        if self.is_invariant:
-            return in_fixed_order()
-        return NOTHING
+        if self._invariant is None:
+            return self._run(plan, context)
+        with self._invariant.in_fixed_order():
+            return self._run(plan, context)
 
     def _run(
         self,
         plan: StepPlan,
-        variant: Hashable,
+        context: ForwardContext | None,
     ) -> Tensor:
         if self.is_packed and not plan.has_inputs:
-            return self._run_packed(plan, variant)
+            return self._run_packed(plan, context)
         wholes, packed = sort_places(plan)
         # kept, it would be a cycle, which would keep the model and its memory alive
         whole_prompts = WholePrompts(self.model, self.cache, self._around_prompts)
@@ -174,7 +161,7 @@ class PackedRunner(Runner):
         if not self.is_packed:
             forwards = self._side_by_side(plan, packed)
         for places in forwards:
-            logits = self._run_packed(plan.select(places), variant)
+            logits = self._run_packed(plan.select(places), context)
             rows_of_places: list[int] = []
             for place in places:
                 rows_of_places += answers[place]
@@ -204,7 +191,7 @@ class PackedRunner(Runner):
     def _run_packed(
         self,
         plan: StepPlan,
-        variant: Hashable,
+        context: ForwardContext | None,
     ) -> Tensor:
         tokens = self._packing.pack(plan)
         # decodes compute no prompt tokens whose log-probabilities are recorded
@@ -213,18 +200,21 @@ class PackedRunner(Runner):
             wanted = recorded_prompts(plan)
         replayed = None
         if not wanted:
-            replayed = self._replay(tokens, variant)
+            replayed = self._replay(tokens, context)
         if replayed is not None:
             return replayed
         others: list[int] = []
         for _, _, places in wanted:
             others += places
-        if self.mirror is not None:
-            self.mirror.run(tokens, others, variant)
+        if self._processes is not None:
+            names = None
+            if context is not None:
+                names = context.names
+            self._processes.run(tokens, others, names)
         rows = None
         if not self.is_packed:
             rows = plan
-        logits = self.compute(tokens, others, rows)
+        logits = self.compute(tokens, others, rows, context)
         end = len(tokens.last)
         for recording, position, places in wanted:
             stop = end + len(places)
@@ -236,34 +226,28 @@ class PackedRunner(Runner):
         self,
         sequences: Items[Sequence],
         token_ids: Tensor,
-        variant: Hashable = None,
+        context: ForwardContext | None = None,
     ) -> Tensor | None:
-        with self._in_order():
+        in_order = NOTHING if self._invariant is None else self._invariant.in_fixed_order()
+        with in_order:
             plan = StepPlan.of([(sequence, 1) for sequence in sequences])
             tokens = self._packing.pack(plan, is_ahead=True)
-            return self._replay(tokens, variant, token_ids)
+            return self._replay(tokens, context, token_ids)
 
     def _replay(
         self,
         tokens: PackedTokens,
-        variant: Hashable,
+        context: ForwardContext | None,
         token_ids: Tensor | None = None,
     ) -> Tensor | None:
-        is_plain = not tokens.rope_factors and tokens.axes is None
-        is_recordable = self.is_packed and is_plain
-        if self._graphs is None or self._state is None:
+        if self.recorder is None or self._state is None or not self.is_packed:
             return None
-        if not is_recordable or not self._state.is_in_place():
+        if not self._state.is_in_place():
             return None
-        mix = mixed.get()
-        if mix is not None and tokens.num_decodes < len(tokens.token_ids):
-            # only the recorded step knows which rows the head gets, or where chunks lie in it
-            if mix.adds_to_head or not mix.can_record:
-                return None
-        keeps_hidden = self.hidden is not None
-        logits = self._graphs.run(
+        keeps_hidden = self.store_hidden is not None
+        logits = self.recorder.run(
             tokens,
-            variant,
+            context,
             self._forward,
             token_ids,
             keeps_hidden,
@@ -276,6 +260,7 @@ class PackedRunner(Runner):
         tokens: PackedTokens,
         others: list[int],
         rows: StepPlan | None = None,
+        context: ForwardContext | None = None,
     ) -> Tensor:
         """Runs the model without a graph; returns logits of `tokens.last`, then of the packed
         tokens `others`. If `rows` are given, these are not packed: each has one token, or there is
@@ -301,6 +286,7 @@ class PackedRunner(Runner):
                 inputs[1:2],
                 steps,
                 kept,
+                context,
                 wanted,
                 rows,
                 **arguments,
@@ -338,8 +324,8 @@ class PackedRunner(Runner):
         return inputs, steps
 
     def _kernels(self, num_tokens: int) -> contextlib.AbstractContextManager[Any]:
-        if self.is_invariant:
-            return by_kernels()
+        if self._invariant is not None:
+            return self._invariant.by_kernels()
         return self._experts(num_tokens)
 
     def _experts(self, num_tokens: int) -> contextlib.AbstractContextManager[None]:
@@ -373,6 +359,7 @@ class PackedRunner(Runner):
         positions: Tensor,
         steps: list[StepMetadata],
         kept: Tensor | None,
+        context: ForwardContext | None,
         wanted: list[int] | None = None,
         rows: StepPlan | None = None,
         **arguments: Any,
@@ -399,16 +386,14 @@ class PackedRunner(Runner):
             width = max(step.key_len or 0 for step in steps)
             arguments["attention_mask"] = token_ids.new_ones(1, width)
         num_tokens = token_ids.numel()
-        mix = mixed.get()
-        if mix is not None:
-            mix.num_tokens = num_tokens
-            # in a recorded step only the device knows them
-            mix.kept = wanted or [] if picks_logits else None
-        kept_states = self.hidden
-        if kept_states is not None:
+        if context is not None:
+            picked = wanted or [] if picks_logits else None
+            context.begin(num_tokens, picked)
+        store_hidden = self.store_hidden
+        if store_hidden is not None:
             arguments["output_hidden_states"] = -1  # the last alone
         arguments[self._cache_name] = cache
-        self.has_run_code = True
+        self.num_forwards += 1
         if self._state is not None:
             self._state.doubt()
         self.cache.begin(steps, positions)
@@ -425,10 +410,8 @@ class PackedRunner(Runner):
                 logits = logits[0]
             else:
                 logits = logits.flatten(0, 1)
-            if kept_states is not None:
-                last_states = outputs.hidden_states[-1]
-                packed_states = last_states.reshape(1, num_tokens, -1)
-                kept_states.store(packed_states)
+            if store_hidden is not None:
+                store_hidden(outputs.hidden_states[-1].reshape(1, num_tokens, -1))
         finally:
             self.cache.begin([None] * len(steps))
         # the model may ignore `logits_to_keep`

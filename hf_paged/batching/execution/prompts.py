@@ -24,17 +24,20 @@ from ...interrupts import is_interrupt
 from ...model.own_loop import map_tensors, next_logits, tensors_of
 from ...model.structure import is_stock
 from ...model.trial import stock_cache
-from ..request import Request
+from ..request import Request, RowsError
 from .prompt_inputs import Keys, PromptInputs, is_flag
 
 
-class PromptsError(Exception):
+class PromptsError(RowsError):
     """A forward of prompts failed; the step's other work is not affected."""
 
     def __init__(self, prompts: Prompts, cause: Exception) -> None:
         super().__init__(str(cause))
         self.prompts = prompts
         self.cause = cause
+
+    def concerns(self, request: Request) -> bool:
+        return request.inputs is not None and request.inputs[0] is self.prompts
 
 
 class Joins(NamedTuple):

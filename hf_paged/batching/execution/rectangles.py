@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from ...model.own_loop import (
 )
 from ...model.registry import warn_once
 from ...plan import StepPlan
+from ...seams import ForwardContext
 from ...topics import Topic
 from ..request import Sequence
 from .prompts import Prompts, PromptsError, no_blocks
@@ -78,7 +78,7 @@ class RectangleRunner(Runner):
     def run(
         self,
         plan: StepPlan,
-        variant: Hashable = None,
+        context: ForwardContext | None = None,
     ) -> Tensor:
         self._copy_kept_states()
         parts: list[tuple[list[Any], Tensor]] = []
@@ -219,7 +219,7 @@ class RectangleRunner(Runner):
         """Runs a rectangle, of which `rows` continue; returns logits `(rows * num_logits, vocab)`
         of each row's last tokens."""
         before = dict(rectangle.inputs)
-        self.has_run_code = True
+        self.num_forwards += 1
         with self.products:
             logits, rectangle.inputs = next_logits(
                 self.model,

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable
 from collections.abc import Sequence as Items
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...cache.block_manager import BlockManager
 from ...model.state import ModelState
 from ...plan import StepPlan
+from ...rooms import is_installed, room
+from ...seams import ForwardContext, Recorder, TapeRoom
 from ...step import ReadCounters
 from ...switches import NOTHING
 from ..request import Sequence
@@ -21,19 +22,22 @@ from ..request import Sequence
 class Runner(Protocol):
     """Computes scheduled tokens."""
 
-    mixes_adapters: bool = False  # whether rows with different adapters may be in one forward
-    # whether steps may be replays of graphs, for which it needs the model's state
-    can_capture: bool = False
+    is_packed: bool = False  # whether rows of all kinds may share a forward, without padding
+    recorder: Recorder | None = None  # replays steps, for which it needs the model's state
     takes_drafts: bool = False  # whether it computes a sequence's `draft` after its last token
-    # whether the device computes a replay while the host does something else
-    can_run_ahead: bool = False
     has_states: bool = False  # whether a failed step cannot be repeated
     num_captured_steps: int = 0  # steps that were replays
-    has_run_code: bool = False  # whether a step has run the model's own code, which no replay does
+    num_forwards: int = 0  # those that have begun; no replay runs the model's own code
     encoder_blocks: BlockManager | None = None  # blocks of the encoders' keys and values
     counters: ReadCounters  # how its forwards read keys and values
     # around forwards that are no replays
     products: contextlib.AbstractContextManager[Any] = NOTHING
+
+    def choose_products(self, modules: list[nn.Module]) -> None:
+        """Chooses the products of forwards that are no replays, for a model with these modules."""
+        if is_installed("tape"):
+            tape: TapeRoom = room("tape", "half-precision products")
+            self.products = tape.own_products(modules)
 
     def begin(self, state: ModelState | None) -> None:
         """Starts work on a model in this state; `None`: its state is unknown."""
@@ -42,17 +46,16 @@ class Runner(Protocol):
     def run(
         self,
         plan: StepPlan,
-        variant: Hashable = None,
+        context: ForwardContext | None = None,
     ) -> Tensor:
-        """Computes the tokens of a step, within `torch.no_grad`. `variant` identifies the forward's
-        adapters. Returns logits `(n, vocab_size)` in the model's dtype, as many as the plan says,
-        in its order."""
+        """Computes the tokens of a step, within `torch.no_grad` and `context`. Returns logits `(n,
+        vocab_size)` in the model's dtype, as many as the plan says, in its order."""
 
     def run_ahead(
         self,
         sequences: list[Sequence],
         token_ids: Tensor,
-        variant: Hashable = None,
+        context: ForwardContext | None = None,
     ) -> Tensor | None:
         """Returns logits `(n, vocab_size)` after one more token of each sequence, given as `(n,)`
         int64 on the device; `None` if the step needs the tokens on the host."""

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING
 
 from ...cache.block_manager import NO_BLOCKS, UNCACHED, BlockManager
 from ...cache.block_pool import OutOfBlocksError
-from ...cache.tier_prefixes import TierError, num_tokens_of, restorable, restore
 from ...config import PREEMPTION
-from ...topics import Topic
 from ..request import Request, Sequence
 from .waiting_prompts import WaitingPrompts
 
@@ -108,8 +106,6 @@ class Preemption:
     num_swaps: int = 0  # requests swapped out
     # the requests of the scheduler's queue that may share a prefill
     waiting: WaitingPrompts = field(init=False)
-    # errors of tiers that a warning has named
-    _told: set[type] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
         self.forget_waiting()
@@ -317,39 +313,21 @@ class Preemption:
         """Whether the request has one row, and the tier below the pool holds a longer prefix of it
         than the pool."""
         rows = request.open_sequences
-        if self.blocks.tier is None or len(rows) > 1:
+        tier = self.blocks.tier
+        if tier is None or len(rows) > 1:
             return False
         if self.replays_prompt(request):
             return False
         (sequence,) = rows
-        links = restorable(self.blocks, sequence.keys, request.namespace)
-        return num_tokens_of(self.blocks, links) > sequence.num_computed_tokens
+        return tier.reach(self.blocks, sequence) > sequence.num_computed_tokens
 
     def _restore(self, request: Request) -> None:
         """Copies that prefix from the tier into newly allocated blocks of the row, as after a
         swap."""
         (sequence,) = request.open_sequences
-        try:
-            is_restored = restore(
-                self.blocks,
-                sequence.keys,
-                request.namespace,
-                sequence.num_computed_tokens,
-            )
-        except OutOfBlocksError:
-            # under `hf_paged.budget`: it is computed instead, when there is room
-            return
-        except TierError as error:
-            # it is computed instead; any other error may have split a change of the blocks
-            if type(error.cause) not in self._told:
-                self._told.add(type(error.cause))
-                message = (
-                    "cached blocks could not be restored from a tier, so their tokens are computed"
-                    " again: %r"
-                )
-                logger.warning(Topic.PREFIX_TIERS(message), error.cause)
-            return
-        if is_restored:
+        tier = self.blocks.tier
+        assert tier is not None
+        if tier.restore(self.blocks, sequence):
             stops = sequence.blocks.stops
             self.blocks.free(sequence.blocks)
             sequence.blocks = self.blocks.new()

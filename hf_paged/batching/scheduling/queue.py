@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from bisect import insort
-from collections.abc import Hashable, Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from ...adapters.pages import AdapterPages
+from ...seams import Adapters
 from ..request import Request, Status
 from .preemption import Preemption
 
-NUM_NEXT = 16  # waiting requests whose adapters may be loaded before they are admitted
 _by_key = attrgetter("key")
 
 
@@ -22,8 +22,8 @@ class RequestQueue:
 
     preemption: Preemption
     aging: float  # one unit of priority weighs as much as this many arrivals
-    # memory in the pool for adapters that are loaded from folders
-    adapters: AdapterPages | None = None
+    # what brings in requests whose adapters take memory in the pool (`Request.adapter_bytes`)
+    adapters: Callable[[], Adapters] | None = None
     only: Set[Request] | None = None  # the only requests that steps may compute; `None`: all
     running: list[Request] = field(default_factory=list, init=False)
     # preempted ones may just wait for a token
@@ -46,6 +46,8 @@ class RequestQueue:
 
     def add(self, request: Request) -> None:
         """Queues a new request."""
+        if self.adapters is not None and request.adapter_bytes:
+            self.adapters()  # is made now, and may prefetch
         arrival = self._num_arrivals
         request.key = (arrival + request.priority * self.aging, arrival)
         self._num_arrivals += 1
@@ -78,7 +80,7 @@ class RequestQueue:
         self.num_rows -= request.num_open_rows
         self.num_with_inputs -= request.inputs is not None
         if self.adapters is not None and request.adapter_bytes:
-            self.adapters.unpin(request.adapter, request)
+            self.adapters().release(request)
 
     def end_row(self, request: Request) -> None:
         """Notes that a row of the request has ended, and others have not."""
@@ -94,27 +96,8 @@ class RequestQueue:
         self.preemption.forget_waiting()
 
     def bring_in(self, request: Request, chunk: int, reserve: int, is_alone: bool) -> bool:
-        """`Preemption.bring_in`, which also pins the adapter's weights in the pool while the
-        request runs."""
+        """`Preemption.bring_in`, with what the request's adapter needs."""
+        bring_in = functools.partial(self.preemption.bring_in, request, chunk, reserve, is_alone)
         if self.adapters is None or not request.adapter_bytes:
-            return self.preemption.bring_in(request, chunk, reserve, is_alone)
-        is_in = False
-        try:
-            if self.adapters.pin(request.adapter, request.adapter_bytes, request):
-                is_in = self.preemption.bring_in(request, chunk, reserve, is_alone)
-        finally:
-            if not is_in:
-                self.adapters.unpin(request.adapter, request)
-        if is_in:
-            self.adapters.use(request.adapter)
-        return is_in
-
-    def next_adapters(self) -> list[Hashable]:
-        """Returns the adapters of the first `NUM_NEXT` waiting requests that have no place in the
-        pool yet."""
-        adapters = self.adapters
-        if adapters is None or not self.waiting:
-            return []
-        first = self.waiting[:NUM_NEXT]
-        needed = dict.fromkeys(request.adapter for request in first if request.adapter_bytes)
-        return [adapter for adapter in needed if adapter not in adapters]
+            return bring_in()
+        return self.adapters().admit(request, bring_in)

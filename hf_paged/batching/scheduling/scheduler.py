@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from ...adapters.pages import AdapterPages
 from ...cache.block_manager import NO_BLOCKS, UNCACHED
 from ...cache.block_pool import OutOfBlocksError
 from ...plan import StepPlan
+from ...seams import Adapters
 from ..request import Request, Sequence, Status
 from .drafts import append_draft, settle_draft
 from .limits import limits_of
@@ -45,8 +45,8 @@ class Scheduler:
     timeline: Timeline = field(default_factory=Timeline)  # records when requests run and wait
     # frees blocks of assistants; returns whether there were any
     reclaim: Callable[[], bool] | None = None
-    # memory in the pool for adapters that are loaded from folders
-    adapters: AdapterPages | None = None
+    # as `RequestQueue.adapters`
+    adapters: Callable[[], Adapters] | None = None
 
     def __post_init__(self) -> None:
         self.blocks = self.preemption.blocks
@@ -486,7 +486,7 @@ class Scheduler:
         the forward."""
         if request.status is Status.FINISHED:
             return
-        # before its blocks are cached: unpinning its adapter may evict cached blocks
+        # before its blocks are cached: what its adapter releases may evict cached blocks
         self.queue.remove(request)
         request.status = Status.FINISHED
         self.timeline.finished(request)

@@ -1,30 +1,20 @@
-"""Launches Triton kernels and reports each launch to a recorder. A kernel that cannot run raises
-one error, after which its caller computes the same with PyTorch."""
+"""Launches Triton kernels. A kernel that cannot run raises one error, after which its caller
+computes the same with PyTorch."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ...interrupts import is_interrupt
 from ...topics import Topic
 
 logger = logging.getLogger(__name__)
-
-# recorder of launches: gets the kernel, the grid, positional and keyword arguments, and the tensors
-# written
-observer: ContextVar[
-    Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any], list[Tensor]], None] | None
-]
-observer = ContextVar("observer", default=None)
 
 # a kernel's first launch that takes as long has compiled it; others take milliseconds
 MIN_COMPILE_SECONDS = 0.05
@@ -58,12 +48,9 @@ def launch(
     device = written[0].device
     if _failed and _variant(kernel, args, kwargs, device) in _failed:
         raise LaunchFailedError(f"{kernel.__name__} failed before")
-    note = observer.get()
-    # hides the tensor copies of Triton's interpreter, PyTorch operations, from the recorder
-    unseen = contextlib.nullcontext() if note is None else _disable_current_modes()
     start = time.perf_counter()
     try:
-        with torch.accelerator.device_index(device.index), unseen:
+        with torch.accelerator.device_index(device.index):
             kernel[grid](*args, **kwargs)
     except Exception as error:  # Triton fails in many ways
         if is_interrupt(error):
@@ -81,8 +68,6 @@ def launch(
     seconds = time.perf_counter() - start
     if seconds >= MIN_COMPILE_SECONDS and device.type != "cpu":  # the interpreter compiles nothing
         _compile_log.note(_variant(kernel, args, kwargs, device), seconds)
-    if note is not None:
-        note(kernel, grid, args, kwargs, written)
 
 
 def has_not_started(error: Exception, device: torch.device) -> bool:

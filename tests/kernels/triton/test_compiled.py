@@ -28,14 +28,7 @@ def compiled() -> list[Compiled]:
 @pytest.mark.full
 def test_fits_its_chip(compiled: list[Compiled]) -> None:
     kernels = {row.kernel for row in compiled}
-    own = (
-        "_store_kernel",
-        "attention_kernel",
-        "merge_kernel",
-        "_hash_kernel",
-        "_copy_kernel",
-        "fused_rows",
-    )
+    own = ("_store_kernel", "attention_kernel", "merge_kernel", "_hash_kernel", "_copy_kernel")
     assert {*own, "_shrink_kernel", "_expand_kernel"} <= kernels
     assert {row.chip for row in compiled} == set(CHIPS)
     problems = [

@@ -16,7 +16,6 @@ import torch
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine, kernels
 from hf_paged.attention import backends
-from hf_paged.batching.execution import cuda_graphs
 from hf_paged.batching.factory import empty_cache, make_runner
 from hf_paged.cache.copies import BlockCopies
 from hf_paged.cache.memory import PagedMemory
@@ -176,18 +175,6 @@ def adapters() -> tuple[Any, Any]:
     return out, expected
 
 
-def fused() -> tuple[Any, Any]:
-    x, out = torch.randn(3, 8), torch.zeros(3, 8)
-
-    def run() -> None:
-        out.copy_(x.tanh() * x + 1.0)
-
-    tape = cuda_graphs.fuse(run, DEVICE, lambda replay: replay())
-    out.zero_()
-    (run if tape is None else tape.replay)()
-    return out, x.tanh() * x + 1.0
-
-
 # and the kernel whose launch fails
 OPERATIONS: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
     "decode": (decode, "attention_kernel"),
@@ -200,7 +187,6 @@ OPERATIONS: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
     "hash": (hashes, "_hash_kernel"),
     "shrink": (adapters, "_shrink_kernel"),
     "expand": (adapters, "_expand_kernel"),
-    "fused": (fused, "fused_rows"),
     "merge of a split decode": (split_decode, "merge_kernel"),
     "merge of a cascade": (cascade, "merge_kernel"),
 }
@@ -337,7 +323,7 @@ def test_an_engine_gives_plain_tokens_when_kernels_of_adapters_fail_midway(
     first: int, launches: Launches
 ) -> None:
     pytest.importorskip("peft")
-    from tests.test_peft_engine import ADAPTERS, lone_with, lora_model
+    from tests.support.peft_models import ADAPTERS, lone_with, lora_model
 
     model, (prompt,) = lora_model(), prompts(11)
     options = {**MODES["greedy"], "max_new_tokens": 5}

@@ -24,7 +24,6 @@ CASE_MODULES = (
     "prefill_cases",
     "quantized_cases",
     "memory_cases",
-    "fused_cases",
     "lora_cases",
 )
 """Modules beside this one with `CASES: list[AotCase]`."""

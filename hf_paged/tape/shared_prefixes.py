@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ... import compat
-from ...cache.memory import GroupMemory
-from ...kernels.triton.cascade import CascadeCosts, default_costs, plan_cascade
+from .. import compat
+from ..batching.execution.inputs import PackedTokens
+from ..cache.memory import GroupMemory
+from ..kernels.triton.cascade import CascadeCosts, default_costs, plan_cascade
 from .graph_keys import Prefixes
-from .inputs import PackedTokens
 
 _NO_SAVINGS = CascadeCosts(token_bytes=0, state_bytes=1, rows_per_read=1)
 

@@ -17,7 +17,6 @@ from transformers import StoppingCriteria
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
 from hf_paged.batching.execution.packed import PackedRunner
-from hf_paged.batching.execution.run_ahead import Launched, RunAhead
 from hf_paged.batching.request import Request, Sequence
 from hf_paged.batching.scheduling.preemption import Preemption
 from hf_paged.batching.scheduling.scheduler import Scheduler
@@ -26,6 +25,7 @@ from hf_paged.cache.block_pool import BlockPool
 from hf_paged.cache.groups import BlockGroup
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.kernels import cpp
+from hf_paged.tape.run_ahead import Launched, RunAhead
 from tests.batching import test_invariance
 from tests.batching.test_invariance import Schedule
 from tests.batching.test_runner import SIZE
@@ -230,7 +230,7 @@ def test_a_step_that_cannot_be_launched_is_computed_later(
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(PackedRunner, "run_ahead", fail)
-    caplog.set_level(logging.DEBUG, logger="hf_paged.batching.execution.run_ahead")
+    caplog.set_level(logging.DEBUG, logger="hf_paged.tape.run_ahead")
     model, jobs = models.get("llama"), [job(5, 20, 0), job(9, 15, 1)]
     with PagedEngine(model, CONFIG) as engine:
         found = results(engine, jobs)
@@ -251,7 +251,7 @@ def test_item_05_an_id_without_embedding_does_not_reach_the_device(
         )
         return torch.cat([scores, best], dim=1)
 
-    caplog.set_level(logging.DEBUG, logger="hf_paged.batching.execution.run_ahead")
+    caplog.set_level(logging.DEBUG, logger="hf_paged.tape.run_ahead")
     with PagedEngine(models.get("llama"), CONFIG) as engine:
         result = engine.generate(
             [prompts(5)[0]], {**GREEDY, "max_new_tokens": 20}, logits_processor=[widen]

@@ -19,18 +19,19 @@ from transformers.models.llama import modeling_llama
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine, kernels
-from hf_paged.batching.execution import graph_keys, recorders
-from hf_paged.batching.execution import graphs as recording
-from hf_paged.batching.execution.graph_keys import Key, bucket
-from hf_paged.batching.execution.graphs import StepGraphs
-from hf_paged.batching.execution.torch_options import torch_options
+from hf_paged.batching.execution.buckets import bucket
 from hf_paged.cache import free_memory, storage
 from hf_paged.cache.storage import KVBlocks
 from hf_paged.kernels import cpp
 from hf_paged.model.registry import memory_for
 from hf_paged.model.state import read_state
 from hf_paged.step import NotCapturable
+from hf_paged.tape import graph_keys, recorders
+from hf_paged.tape import graphs as recording
+from hf_paged.tape.graph_keys import Key
+from hf_paged.tape.graphs import StepGraphs
 from hf_paged.tape.record import NothingUnrecorded
+from hf_paged.tape.torch_options import torch_options
 from tests.batching.test_runner import SIZE, Row, assert_close, tokens
 from tests.support import models
 from tests.support.engine_helpers import (
@@ -503,8 +504,8 @@ def test_a_runner_that_did_not_begin_is_eager(graphs: FakeGraphs) -> None:
 def test_every_adapter_has_its_graphs(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, and beside others: a graph for every order of adapters and number of rows."""
     pytest.importorskip("peft")
-    monkeypatch.setattr(recording, "MIN_MIXED_USES", 8)
-    from tests.test_peft_engine import ADAPTERS, lone_with, lora_model
+    monkeypatch.setattr(recording, "MIN_FIXED_USES", 8)
+    from tests.support.peft_models import ADAPTERS, lone_with, lora_model
 
     model = lora_model()
     prompt, options = prompts(12)[0], {**GREEDY, "max_new_tokens": 16}
@@ -919,7 +920,7 @@ def test_decode_steps_on_the_cpu_are_tapes(monkeypatch: pytest.MonkeyPatch) -> N
     assert recording.graph_backend(torch.device("cpu")) is None
     with PagedEngine(models.get("llama"), CONFIG) as engine:
         engine.generate(prompts(5), {**GREEDY, "max_new_tokens": 9})
-        assert engine.stats().num_captured_steps == 0 and not engine.memory.graphs
+        assert engine.stats().num_captured_steps == 0 and not engine.memory.recorders
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

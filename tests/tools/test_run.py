@@ -20,8 +20,7 @@ import torch
 
 import hf_paged
 from hf_paged.__main__ import command_of, environment, main
-
-from .support import models
+from tests.support import models
 
 ROOT = Path(hf_paged.__file__).parents[1]
 TIME_LIMIT = 300  # seconds, for busy machines

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 from typing import Any
 
 import pytest
@@ -13,9 +12,9 @@ from transformers.models.llama import modeling_llama
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
-from hf_paged.batching.execution import cuda_graphs, executor, recorders
-from hf_paged.batching.execution import graphs as recording
 from hf_paged.model.state import read_state
+from hf_paged.tape import cuda_graphs, recorders, run_ahead
+from hf_paged.tape import graphs as recording
 from tests.batching.test_runner import SIZE, Bench, Row, tokens
 from tests.support import models
 from tests.support.engine_helpers import assert_drained, prompts
@@ -58,22 +57,6 @@ def test_graphs_give_the_tokens_of_eager_steps(name: str) -> None:
     assert eager.num_captured_steps == 0 < stats.num_steps / 2 < stats.num_captured_steps
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral"])
-def test_small_operations_are_fused(
-    name: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The recorded step passes the check and gives the tokens of graphs of the unfused forward."""
-    model = models.build(name).to("cuda", dtype)
-    caplog.set_level(logging.INFO, logger="hf_paged")
-    found, stats = texts(model)
-    assert "without fused operations" not in caplog.text and stats.num_captured_steps > 20
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_graphs, "fuse", lambda *arguments: None)
-        expected, _ = texts(model)
-    assert found == expected or dtype is not torch.float32
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_steps_ahead_give_the_tokens_of_steps_in_time(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -81,23 +64,23 @@ def test_steps_ahead_give_the_tokens_of_steps_in_time(
     """The next step runs while the host waits for the previous step's tokens, which a separate copy
     transfers."""
     model, taken = models.build(name).to("cuda"), []
-    take = executor.RunAhead.take
+    take = run_ahead.RunAhead.take
 
-    def counted(self: executor.RunAhead, plan: Any) -> Any:
+    def counted(self: run_ahead.RunAhead, plan: Any) -> Any:
         found = take(self, plan)
         taken.append(found[1])
         return found
 
-    monkeypatch.setattr(executor.RunAhead, "take", counted)
+    monkeypatch.setattr(run_ahead.RunAhead, "take", counted)
     found, stats = texts(model, later=3)
     assert sum(count > 0 for count in taken) > stats.num_steps / 3
-    monkeypatch.setattr(executor.RunAhead, "fetch", lambda *arguments: None)
+    monkeypatch.setattr(run_ahead.RunAhead, "fetch", lambda *arguments: None)
     assert found == texts(model, later=3)[0]
 
 
 def test_tokens_come_before_what_is_launched_after_them() -> None:
     tokens = torch.arange(5, device="cuda")
-    arrived = executor._send(tokens)
+    arrived = run_ahead._send(tokens)
     tokens.fill_(9)  # stands for the next step, which must neither be awaited nor overtake the copy
     assert arrived() == [0, 1, 2, 3, 4]
 

@@ -9,15 +9,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...cache.memory import PagedMemory
-from ...interrupts import is_interrupt
-from ...plan import StepPlan
-from ...step import to_device
-from ..decoding.base import Fetch, LogitRows
-from ..decoding.sample import SampleDecoding
-from ..generation import Generation
-from ..request import Sequence
-from ..scheduling.scheduler import Scheduler
+from ..batching.decoding.base import Fetch, LogitRows
+from ..batching.decoding.sample import SampleDecoding
+from ..batching.generation import Generation
+from ..batching.request import Sequence
+from ..batching.scheduling.scheduler import Scheduler
+from ..cache.memory import PagedMemory
+from ..interrupts import is_interrupt
+from ..plan import StepPlan
+from ..step import to_device
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class RunAhead:
         sequences: list[Sequence] = []
         for generation, _ in ready:
             is_sampled = isinstance(generation.decoding, SampleDecoding)
-            if not is_sampled or generation.speculation is not None:
+            if not is_sampled or generation.drafter is not None:
                 return None
             for row in generation.decoding.open_rows:
                 request, index = generation.rows[row]

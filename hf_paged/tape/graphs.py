@@ -20,25 +20,28 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...adapters.mixing import mixed, recorded
-from ...attention.backends import obstacles
-from ...attention.switch import model_attention
-from ...cache.free_memory import is_out_of_memory
-from ...cache.group_memory import GroupMemory
-from ...cache.memory import autocast_dtype
-from ...cache.paged_cache import PagedCache
-from ...cache.storage import KVBlocks
-from ...interrupts import is_interrupt
-from ...kernels import VARIABLE
-from ...kernels.cpp.build import batch_invariant
-from ...model.state import ModelState
-from ...model.writes import taken_back
-from ...ranks.processes import is_sharded
-from ...step import StepMetadata
-from ...timing import timed
-from ...topics import Topic
-from .graph_keys import MAX_CHUNK_TOKENS, Key, Prefixes, bucket, chunk_bucket, sizes_of
-from .inputs import Bounds, PackedTokens, StaticInputs
+from ..attention.backends import obstacles
+from ..attention.switch import model_attention
+from ..batching.execution.buckets import bucket, chunk_bucket
+from ..batching.execution.inputs import Bounds, PackedTokens
+from ..batching.scheduling.scheduler import Scheduler
+from ..cache.free_memory import is_out_of_memory
+from ..cache.group_memory import GroupMemory
+from ..cache.memory import PagedMemory, autocast_dtype
+from ..cache.paged_cache import PagedCache
+from ..cache.storage import KVBlocks
+from ..interrupts import is_interrupt
+from ..kernels import VARIABLE
+from ..kernels.cpp.build import batch_invariant
+from ..model.state import ModelState
+from ..model.writes import taken_back
+from ..seams import ForwardContext, RecordedContext
+from ..step import StepMetadata
+from ..switches import NOTHING
+from ..timing import timed
+from ..topics import Topic
+from .graph_keys import MAX_CHUNK_TOKENS, Key, Prefixes, sizes_of
+from .inputs import StaticInputs
 from .recorders import (
     Graph,
     GraphBackend,
@@ -48,21 +51,24 @@ from .recorders import (
     reason_of,
     recording_alone,
 )
+from .run_ahead import RunAhead
 from .shared_prefixes import SharedPrefixes
 from .torch_options import active_mode, torch_options
 
 logger = logging.getLogger(__name__)
 
-Forward = Callable[[Tensor, Tensor, list[StepMetadata], Tensor | None], Tensor]
-"""From token ids and positions `(1, n)`, each group's step and the tokens whose logits are wanted
-(`None`: all), logits `(kept, vocab_size)`."""
+Forward = Callable[
+    [Tensor, Tensor, list[StepMetadata], Tensor | None, ForwardContext | None], Tensor
+]
+"""From token ids and positions `(1, n)`, each group's step, the tokens whose logits are wanted
+(`None`: all) and the context, logits `(kept, vocab_size)`."""
 
 # steps of a size before it is recorded; a recording takes about as long as three steps (an
 # estimate, not measured)
 MIN_USES = 3
-# same, for a step with several adapters in a fixed order, which may soon change: about as many
-# replays as pay for it
-MIN_MIXED_USES = 64
+# same, for a step whose context `is_fixed`, which may soon change: about as many replays as pay for
+# it
+MIN_FIXED_USES = 64
 # kept graphs: up to 256 decodes there are 27 sizes; the rest is for chunks, wider tables, adapters
 MAX_GRAPHS = 64
 
@@ -74,30 +80,25 @@ class RecordedStep:
     inputs: StaticInputs
     logits: Tensor
     graph: Graph
-    held: Any = None  # tensors it reads beside the model, blocks and inputs
-    adapters: Sequence[Hashable] | None = None  # keys of the adapters whose ranges are inputs
+    context: RecordedContext | None
 
 
-def step_graphs(model: PreTrainedModel, cache: PagedCache) -> StepGraphs | None:
-    """The graphs of `model`, kept in the memory of `cache`; `None` if the config turns them off or
-    none can be made."""
+def recorder(model: PreTrainedModel, cache: PagedCache) -> StepGraphs | None:
+    """The graphs of `model`, kept in the memory of `cache`; `None` if none can be made."""
     memory = cache.memory
-    if not memory.config.capture or is_sharded(model):
-        # communication between processes cannot be recorded
-        return None
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices - {torch.device("meta")}) > 1:
         return None  # a recording covers one device
     groups = [group.blocks for group in cache.groups.values()]
     specs = tuple(cache.groups)
-    found: StepGraphs | None = memory.graphs.get(specs)
+    graphs: Any = memory.recorders.get(specs)
     made_for = (weakref.ref(model), model.device, groups)
-    if found is None or found.made_for != made_for:
+    if not isinstance(graphs, StepGraphs) or graphs.made_for != made_for:
         backend = graph_backend(model.device)
         if backend is None:
             return None
-        found = memory.graphs[specs] = StepGraphs(model, groups, backend)
-    return found
+        graphs = memory.recorders[specs] = StepGraphs(model, groups, backend)
+    return graphs
 
 
 class StepGraphs:
@@ -118,7 +119,6 @@ class StepGraphs:
             groups,
         )
         self._backend = backend
-        self.runs_ahead = backend.runs_ahead
         self._windows = [group.spec.window for group in groups]
         self._block_sizes = [group.block_size for group in groups]
         self._signature: Hashable = None  # the recorded model's state, and options of torch
@@ -133,6 +133,7 @@ class StepGraphs:
         # shared by graphs, by vocabulary size and dtype
         self._outputs: dict[tuple[int, torch.dtype], Tensor] = {}
         self._forward: Forward | None = None  # of the runner whose step is running
+        self._context: ForwardContext | None = None  # of that step
 
     def begin(self, state: ModelState) -> None:
         """Drops all graphs if they were recorded with the model in another state; in-place weight
@@ -152,6 +153,10 @@ class StepGraphs:
             self._uses.clear()  # a model that changes again and again is not recorded each time
             self._signature, self.obstacle, self._limits = signature, None, {}
 
+    def run_ahead(self, memory: PagedMemory, scheduler: Scheduler) -> RunAhead | None:
+        """Launches steps ahead; `None` if the host computes replays itself."""
+        return RunAhead(memory, scheduler) if self._backend.on_device else None
+
     def clear(self) -> None:
         """Drops all graphs."""
         self._graphs.clear()
@@ -160,7 +165,7 @@ class StepGraphs:
     def run(
         self,
         tokens: PackedTokens,
-        variant: Hashable,
+        context: ForwardContext | None,
         forward: Forward,
         token_ids: Tensor | None = None,
         keeps_hidden: bool = False,
@@ -171,7 +176,7 @@ class StepGraphs:
         the forward also stores hidden states."""
         if self.obstacle is not None:
             return None
-        if not self._is_recorded(tokens):
+        if not self._is_recorded(tokens, context):
             return None
         if self._is_observed():
             return None
@@ -181,22 +186,22 @@ class StepGraphs:
             if not self._blocks:
                 return None
             self._forward = forward
+            self._context = context
             try:
                 prefixes: Prefixes = ()
-                if not self._backend.decodes_alone and "prefixes" not in self._limits:
+                if self._backend.on_device and "prefixes" not in self._limits:
                     prefixes = self._shared.of(tokens)
-                key = self._find(
-                    tokens,
-                    prefixes,
-                    variant,
-                    keeps_hidden,
-                    may_record=token_ids is None,
-                )
+                wanted = self._key(tokens, prefixes, keeps_hidden)
+                key: Key | None = wanted
+                if wanted not in self._graphs:
+                    if token_ids is not None:
+                        return None
+                    key = self._find(wanted, tokens, prefixes)
                 if key is None:
                     return None
                 return self._replay(key, tokens, prefixes, token_ids)
             finally:
-                self._forward = None
+                self._forward = self._context = None
 
     def _is_observed(self) -> bool:
         """Whether a replay might bypass a mode, or changes that cannot be seen; notes why."""
@@ -214,34 +219,40 @@ class StepGraphs:
             reasons.add(Topic.RECORDING(f"decode steps are not recorded: {reason}"))
         return True
 
-    def _is_recorded(self, tokens: PackedTokens) -> bool:
-        """Whether such steps are recorded: decodes that all want logits, and on some backends steps
-        with few chunk tokens."""
+    def _is_recorded(self, tokens: PackedTokens, context: ForwardContext | None) -> bool:
+        """Whether such steps are recorded: decodes that all want logits, and on devices steps with
+        few chunk tokens."""
+        if tokens.rope_factors or tokens.axes is not None:
+            return False
         num_chunk_tokens = len(tokens.token_ids) - tokens.num_decodes
         limits = self._limits
         if not num_chunk_tokens:
             is_small = tokens.num_decodes <= limits.get("decodes", tokens.num_decodes)
             return is_small and len(tokens.last) == tokens.num_decodes
-        if self._backend.decodes_alone:
+        if not self._backend.on_device:
+            return False
+        if context is not None and not context.takes_chunks:
             return False
         return num_chunk_tokens <= limits.get("chunks", MAX_CHUNK_TOKENS)
 
-    def _find(
+    def _key(
         self,
         tokens: PackedTokens,
         prefixes: Prefixes,
-        variant: Hashable,
         keeps_hidden: bool,
-        may_record: bool,
-    ) -> Key | None:
-        """Returns the key of the graph for a step: the exact one, recorded once used often enough;
-        else a larger one, or `None`."""
+    ) -> Key:
+        """The key of the smallest graph that serves a step."""
         is_training = getattr(self._model(), "training", False)
         options = (
             torch.get_default_dtype(),
             torch.get_num_threads(),
             torch._C._get_deterministic_algorithms(),
         )
+        variant = None
+        num_ranges = 0
+        if self._context is not None:
+            variant = self._context.variant
+            num_ranges = self._context.num_ranges
         full_variant = (
             variant,
             autocast_dtype(self._device),
@@ -250,16 +261,17 @@ class StepGraphs:
             keeps_hidden,
             *options,
         )
-        mix = mixed.get()
-        num_adapters = 0
-        if mix is not None and mix.can_record:
-            num_adapters = len(mix.adapters)
-        sizes = sizes_of(tokens, prefixes, self._block_sizes, num_adapters)
-        wanted = Key(sizes, full_variant)
-        if wanted in self._graphs:
-            return wanted
-        if not may_record:
-            return None
+        sizes = sizes_of(tokens, prefixes, self._block_sizes, num_ranges)
+        return Key(sizes, full_variant)
+
+    def _find(
+        self,
+        wanted: Key,
+        tokens: PackedTokens,
+        prefixes: Prefixes,
+    ) -> Key | None:
+        """Records the graph `wanted` once it would have been used often enough; until then returns
+        the key of a larger one that serves the step, or `None`."""
 
         def padding(key: Key) -> tuple[Any, ...]:
             sizes = key.sizes
@@ -268,9 +280,9 @@ class StepGraphs:
 
         candidates = (key for key in self._graphs if key.serves(wanted))
         serving = min(candidates, key=padding, default=None)
-        least = MIN_MIXED_USES
-        if mix is None or mix.can_record:
-            least = MIN_USES
+        least = MIN_USES
+        if self._context is not None and self._context.is_fixed:
+            least = MIN_FIXED_USES
         is_due = self._uses[wanted] >= least
         if not is_due and serving is None:
             is_due = self._uses[wanted.use] >= least
@@ -288,8 +300,7 @@ class StepGraphs:
     ) -> Tensor:
         step = self._graphs[key] = self._graphs.pop(key)
         with self._backend.in_order():
-            ranges = _ranges(step.adapters, tokens)
-            step.inputs.fill(tokens, prefixes, ranges)
+            step.inputs.fill(tokens, prefixes, self._ranges(step.context, tokens))
             if token_ids is not None:
                 replaced = step.inputs.token_ids[0, : len(token_ids)]
                 replaced.copy_(token_ids)
@@ -310,94 +321,85 @@ class StepGraphs:
         with timed("record"), recording_alone(self._device) as is_alone:
             if not is_alone:
                 return None
-            return self._capture_alone(key, tokens, prefixes)
+            start = time.perf_counter()
+            try:
+                step = self._record(key, tokens, prefixes)
+            except Exception as error:
+                if is_interrupt(error):
+                    raise
+                logger.debug("capturing %s failed", key, exc_info=True)
+                self._refuse(key, error)
+                return None
+            self._num_short = 0
+            while len(self._graphs) >= MAX_GRAPHS:
+                oldest = next(iter(self._graphs))
+                del self._graphs[oldest]
+                # avoids recording evicted graphs again and again
+                self._uses[oldest] = self._uses[oldest.use] = 0
+            self._graphs[key] = step
+            milliseconds = 1000 * (time.perf_counter() - start)
+            logger.debug("captured %s in %.0f ms", key, milliseconds)
+            return key
 
-    def _capture_alone(
+    def _record(
         self,
         key: Key,
         tokens: PackedTokens,
         prefixes: Prefixes,
-    ) -> Key | None:
-        start = time.perf_counter()
-        outputs: list[Tensor] = []
-        try:
-            inputs = StaticInputs(
-                key.sizes,
-                self._windows,
-                self._block_sizes,
-                self._device,
-            )
-            mix = mixed.get()
-            deltas = None
-            adapters = None
-            if mix is not None and key.sizes.ranges:
-                has_chunks = key.sizes.chunks > 0
-                deltas = mix.record(inputs.ranges, key.sizes.tokens, has_chunks)
-                adapters = [adapter.key for adapter in mix.adapters]
-            # without autocast's cache each replay converts the weights: cached copies are freed
-            # when autocast ends
-            dtype = autocast_dtype(self._device)
-            uncached = torch.autocast(
-                self._device.type,
-                dtype,
-                enabled=dtype is not None,
-                cache_enabled=False,
-            )
-            with self._backend.in_order():
-                inputs.fill(tokens, prefixes, _ranges(adapters, tokens))
-                model = self._model()
-                dtypes = {dtype, getattr(model, "dtype", None)}
-                record = functools.partial(
-                    _record,
-                    weakref.ref(self),
-                    inputs,
-                    outputs,
-                    deltas,
-                )
-                num_logits = max(1, len(tokens.last))
-
-                def check(replay: Callable[[], None]) -> None:
-                    check_replay(replay, outputs[0][:num_logits], dtypes)
-
-                with uncached, taken_back(model):
-                    graph = self._backend.capture(record, model, check)
-        except Exception as error:
-            if is_interrupt(error):
-                raise
-            logger.debug("capturing %s failed", key, exc_info=True)
-            if is_out_of_memory(error):
-                self._num_short += 1
-                self._uses[key] = self._uses[key.use] = -(MIN_USES << self._num_short)
-                log_once(
-                    f"there is no memory for more of them at present ({reason_of(error)})",
-                    self._backend.notice,
-                )
-                return None
-            self._refuse(key, reason_of(error))
-            return None
-        self._num_short = 0
-        while len(self._graphs) >= MAX_GRAPHS:
-            oldest = next(iter(self._graphs))
-            del self._graphs[oldest]
-            # avoids recording evicted graphs again and again
-            self._uses[oldest] = self._uses[oldest.use] = 0
-        held_too: Any = deltas
-        if not deltas and mix is not None:
-            held_too = mix.tables
-        self._graphs[key] = RecordedStep(
-            inputs,
-            outputs[0],
-            graph,
-            held_too,
-            adapters,
+    ) -> RecordedStep:
+        inputs = StaticInputs(
+            key.sizes,
+            self._windows,
+            self._block_sizes,
+            self._device,
         )
-        milliseconds = 1000 * (time.perf_counter() - start)
-        logger.debug("captured %s in %.0f ms", key, milliseconds)
-        return key
+        context = self._context
+        recorded = None
+        tensors: Sequence[Tensor] = ()
+        if context is not None:
+            has_chunks = key.sizes.chunks > 0
+            recorded = context.record(inputs.ranges, key.sizes.tokens, has_chunks)
+            tensors = context.tensors
+        outputs: list[Tensor] = []
+        run = functools.partial(
+            _run,
+            weakref.ref(self),
+            inputs,
+            outputs,
+            recorded,
+        )
+        # without autocast's cache each replay converts the weights: cached copies are freed when
+        # autocast ends
+        dtype = autocast_dtype(self._device)
+        uncached = torch.autocast(
+            self._device.type,
+            dtype,
+            enabled=dtype is not None,
+            cache_enabled=False,
+        )
+        model = self._model()
+        with self._backend.in_order():
+            inputs.fill(tokens, prefixes, self._ranges(recorded, tokens))
+            with uncached, taken_back(model):
+                graph = self._backend.capture(run, model, tensors)
+                if not self._backend.on_device:
+                    # a tape computes with other kernels than the modules
+                    logits = outputs[0][: max(1, len(tokens.last))]
+                    check_replay(graph.replay, logits, {dtype, getattr(model, "dtype", None)})
+        return RecordedStep(inputs, outputs[0], graph, recorded)
 
-    def _refuse(self, key: Key, reason: str) -> None:
-        """Stops recording such steps of this size or larger; all steps of this model if no decodes
-        are recorded."""
+    def _refuse(self, key: Key, error: Exception) -> None:
+        """After a recording failed: stops recording such steps of this size or larger, all steps of
+        this model if no decodes are recorded; for a while if memory is short."""
+        reason = reason_of(error)
+        log_level = logging.INFO
+        if self._backend.on_device:
+            log_level = logging.WARNING
+        if is_out_of_memory(error):
+            self._num_short += 1
+            self._uses[key] = self._uses[key.use] = -(MIN_USES << self._num_short)
+            log_once(f"there is no memory for more of them at present ({reason})", log_level)
+            return
         sizes = key.sizes
         kind, size = "decodes", sizes.decodes
         if sizes.prefixes:  # the step is tried again without them
@@ -413,7 +415,7 @@ class StepGraphs:
         if kind == "decodes" and not has_decodes:
             self.obstacle = reason
             self.clear()
-            log_once(reason, self._backend.notice)
+            log_once(reason, log_level)
             return
         size_for = chunk_bucket if kind == "chunks" else bucket
         smaller = (number for number in range(1, size) if size_for(number) < size)
@@ -442,6 +444,14 @@ class StepGraphs:
                 )
         return output[:num_rows]
 
+    def _ranges(
+        self, recorded: RecordedContext | None, tokens: PackedTokens
+    ) -> list[tuple[Bounds, Bounds]]:
+        """The token ranges of the running step's context, for a recorded step."""
+        if recorded is None or self._context is None:
+            return []
+        return self._context.ranges(recorded.keys, tokens.num_decodes, len(tokens.token_ids))
+
     def _follow_blocks(self) -> None:
         """Drops all graphs if a layer's blocks were replaced: the pool grew or was rebuilt."""
         blocks: list[KVBlocks] = []
@@ -454,41 +464,27 @@ class StepGraphs:
             self._shared.forget_costs()
 
 
-def _ranges(
-    adapters: Sequence[Hashable] | None,
-    tokens: PackedTokens,
-) -> list[tuple[Bounds, Bounds]]:
-    """The token ranges of these adapters in this thread's step."""
-    mix = mixed.get()
-    if adapters is None or mix is None:
-        return []
-    num_tokens = len(tokens.token_ids)
-    return mix.ranges(adapters, tokens.num_decodes, num_tokens)
-
-
-def _record(
+def _run(
     owner: weakref.ref[StepGraphs],
     inputs: StaticInputs,
     outputs: list[Tensor],
-    deltas: Any = None,
+    recorded: RecordedContext | None,
 ) -> None:
     """Runs the forward that is recorded, from `inputs` to `outputs`, which its first run makes.
-    `deltas`: what adapters add, if the step reads their token ranges on the device. `owner` is
-    weak: a recording keeps nothing else alive."""
+    `owner` is weak: a recording keeps nothing else alive."""
     graphs = owner()
     assert graphs is not None and graphs._forward is not None
     # the model's autocast may hold weights that were converted before the recording
     torch.clear_autocast_cache()
-    outer = recorded.set(deltas)
-    try:
+    reading = NOTHING if recorded is None else recorded.reading()
+    with reading:
         logits = graphs._forward(
             inputs.token_ids,
             inputs.positions,
             inputs.steps(),
             inputs.kept,
+            graphs._context,
         )
-    finally:
-        recorded.reset(outer)
     torch.clear_autocast_cache()
     if not outputs:
         outputs.append(graphs._output(logits))

@@ -6,15 +6,17 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
-from ...kernels.triton.cascade import SharedPrefix
-from .inputs import PackedTokens, Sizes
+from ..batching.execution.buckets import bucket, chunk_bucket, draft_bucket, power_of_two
+from ..batching.execution.inputs import PackedTokens
+from ..kernels.triton.cascade import SharedPrefix
+from .inputs import Sizes
 
 # least capacity of block tables: short sequences need no new graph when they grow
 MIN_TABLE_TOKENS = 1024
 # Most tokens of chunks in a recorded step. With more, the GPU computes for longer than the host
 # takes to launch (vLLM records up to 512 tokens): an estimate, not a measurement
 MAX_CHUNK_TOKENS = 512
-MIN_CHUNK_TOKENS, MIN_CHUNKS, MIN_PREFIXES = 16, 4, 4
+MIN_CHUNKS, MIN_PREFIXES = 4, 4
 
 Prefixes = tuple[tuple[SharedPrefix, ...], ...]
 """The prefixes that a step's decodes share, by layer group; empty if the step shares nothing."""
@@ -24,7 +26,7 @@ class Key(NamedTuple):
     """Identifies a recorded graph."""
 
     sizes: Sizes
-    # adapters, autocast dtype, training mode, batch invariance, whether hidden states are kept,
+    # context, autocast dtype, training mode, batch invariance, whether hidden states are kept,
     # options of torch
     variant: Hashable
 
@@ -67,7 +69,7 @@ class Key(NamedTuple):
 
 
 def _covers(mine: Any, needed: Any) -> bool:
-    """Whether the variants are equal, or differ only in adapters that the needed step does not
+    """Whether the variants are equal, or differ only in what the needed step's context does not
     use."""
     if isinstance(mine, tuple) and isinstance(needed, tuple):
         if mine[1:] == needed[1:]:
@@ -88,43 +90,11 @@ def _has_room(mine: tuple[int, int], needed: tuple[int, int]) -> bool:
     return num_mine >= num_needed and width >= least
 
 
-def bucket(num_rows: int) -> int:
-    """Rows of the graph for `num_rows`: 1, 2, 4, 8, then in steps of 8, from 128 on in steps of 1/8
-    to 1/16 of them."""
-    if num_rows <= 8:
-        return 1 << (num_rows - 1).bit_length()
-    power = 1 << ((num_rows - 1).bit_length() - 4)
-    step = max(8, power)
-    return -(-num_rows // step) * step
-
-
-def _power(least: int, number: int) -> int:
-    """The least power of two that is at least `number`, but no less than `least`."""
-    return max(least, 1 << (number - 1).bit_length())
-
-
-def chunk_bucket(num_tokens: int) -> int:
-    """Tokens of chunks in the graph for `num_tokens`: 16, 24, 32, 48, 64, 96, ..."""
-    size = _power(MIN_CHUNK_TOKENS, num_tokens)
-    smaller = size * 3 // 4
-    if size > MIN_CHUNK_TOKENS and num_tokens <= smaller:
-        return smaller
-    return size
-
-
-def draft_bucket(num_rows: int) -> int:
-    """Rows of the graph for `num_rows` with drafts, when the number changes in every step: 1, 2, 4,
-    8, 16, 24, 32, 48, 64, 96, ..."""
-    if num_rows <= MIN_CHUNK_TOKENS:
-        return bucket(num_rows)
-    return chunk_bucket(num_rows)
-
-
 def sizes_of(
     tokens: PackedTokens,
     prefixes: Prefixes,
     block_sizes: list[int],
-    num_adapters: int,
+    num_ranges: int,
 ) -> Sizes:
     """The step's sizes rounded up to few values, such as powers of two, so that few graphs
     serve many steps."""
@@ -132,14 +102,14 @@ def sizes_of(
     widths = []
     for blocks, group in zip(least, tokens.groups):
         longest = max(map(len, group.tables))
-        widths.append(_power(blocks, longest))
+        widths.append(power_of_two(blocks, longest))
     shared = []
     for blocks, group_prefixes in zip(least, prefixes):
         room = (0, 0)
         if group_prefixes:
             most_blocks = max(prefix.num_blocks for prefix in group_prefixes)
-            num_prefixes = _power(MIN_PREFIXES, len(group_prefixes))
-            room = (num_prefixes, _power(blocks, most_blocks))
+            num_prefixes = power_of_two(MIN_PREFIXES, len(group_prefixes))
+            room = (num_prefixes, power_of_two(blocks, most_blocks))
         shared.append(room)
     decodes = tokens.num_decodes
     num_tokens = len(tokens.token_ids)
@@ -149,21 +119,21 @@ def sizes_of(
             rows,
             tuple(widths),
             prefixes=tuple(shared),
-            ranges=num_adapters,
+            ranges=num_ranges,
         )
     num_chunks = len(tokens.query_start) - 1 - decodes
-    chunks = _power(MIN_CHUNKS, num_chunks)
+    chunks = power_of_two(MIN_CHUNKS, num_chunks)
     # always more tokens than rows: the number of logits then tells whether a forward ignores
     # `logits_to_keep`
     chunk_tokens = chunk_bucket(max(num_tokens - decodes, chunks + 1))
     rows = 0
     if decodes:
-        rows = _power(1, decodes)
+        rows = power_of_two(1, decodes)
     return Sizes(
         rows,
         tuple(widths),
         chunks,
         chunk_tokens,
         tuple(shared),
-        2 * num_adapters,
+        2 * num_ranges,
     )

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...cache.free_memory import is_out_of_memory
-from ...model.trial import first_line
-from ...tape.record import HostFirst, KnownAgain, NothingUnrecorded
-
-if TYPE_CHECKING:
-    from ...tape.device import DeviceTape
-
-logger = logging.getLogger(__name__)
+from ..cache.free_memory import is_out_of_memory
+from .record import HostFirst, KnownAgain, NothingUnrecorded
 
 capture_stream = functools.cache(torch.cuda.Stream)  # by device
 _LATER: list[Any] = []  # graphs deleted during a capture, when waiting is forbidden: freed after it
@@ -28,9 +22,7 @@ class CudaGraphs:
     """CUDA graphs (ROCm's have the same interface) that share one private memory pool: they are
     replayed one after another, and only the graph itself reads what it left there."""
 
-    runs_ahead = True
-    decodes_alone = False
-    notice = logging.WARNING
+    on_device = True  # replays run while the host does something else
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -42,11 +34,11 @@ class CudaGraphs:
         self,
         run: Callable[[], None],
         model: PreTrainedModel,
-        check: Callable[[Callable[[], None]], None],
+        tensors: Sequence[Tensor],
     ) -> RecordedGraph:
-        """Runs `run` once as it is, then records it, fused to fewer launches if that passes
-        `check`. Waits for the device. Raises what `run` raises, and [`NotCapturable`] if it cannot
-        be recorded; streams, random state and memory are then as before."""
+        """Runs `run` once as it is, then records it. Waits for the device. Raises what `run`
+        raises, and [`NotCapturable`] if it cannot be recorded; streams, random state and memory are
+        then as before."""
         with torch.cuda.device(self._device):
             before = torch.cuda.current_stream()
             self._stream.wait_stream(before)
@@ -55,30 +47,18 @@ class CudaGraphs:
             with torch.cuda.stream(self._stream):
                 with HostFirst(), first:
                     run()
-                tape = fuse(run, self._device, check)
             before.wait_stream(self._stream)
             torch.cuda.synchronize()
-            graph = None
+
+            def run_again() -> None:
+                with HostFirst(), KnownAgain(first.known):
+                    run()
+
             with torch.cuda.stream(self._stream):
-                if tape is not None:
-                    try:
-                        graph = self._recorded(tape.replay)
-                    except Exception as error:
-                        if is_out_of_memory(error):
-                            raise
-                        logger.info("fused operations could not be recorded: %s", first_line(error))
-                if graph is None:
-                    tape = None
-
-                    def run_again() -> None:
-                        with HostFirst(), KnownAgain(first.known):
-                            run()
-
-                    graph = self._recorded(run_again)
+                graph = self._recorded(run_again)
         while _LATER:
             RecordedGraph(*_LATER.pop())  # deleted at once, which now waits and frees
-        constants = first.known if tape is None else tape.constants
-        return RecordedGraph(graph, self._done, constants)
+        return RecordedGraph(graph, self._done, first.known)
 
     def _recorded(
         self,
@@ -138,27 +118,6 @@ class CudaGraphs:
                 yield
             finally:
                 self._done.record(stream)
-
-
-def fuse(
-    run: Callable[[], None],
-    device: torch.device,
-    check: Callable[[Callable[[], None]], None],
-) -> DeviceTape | None:
-    """Records `run` fused to fewer launches; `None` if that fails or does not pass `check`."""
-    from ...tape.device import DeviceTape  # needs Triton
-
-    try:
-        tape = DeviceTape.record(run, device)
-        check(functools.partial(tape.replay, spoils=True))
-    except Exception as error:
-        # another library's kernels write unobserved; a fused kernel may not compile
-        logger.info(
-            "steps are recorded as they are, without fused operations: %s",
-            first_line(error),
-        )
-        return None
-    return tape
 
 
 class RecordedGraph:

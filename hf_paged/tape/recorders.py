@@ -8,81 +8,48 @@ import functools
 import gc
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...adapters.mixing import mixed
-from ...attention.backends import cpp
-from ...interrupts import restoring
-from ...kernels import forced, uses_triton
-from ...model.trial import TOLERANCE, first_line, half_tolerance
-from ...model.values import plain_tensors
-from ...step import NotCapturable
-from ...switches import NOTHING
-from ...tape.tape import Tape
-from ...topics import Topic
-from .cuda_graphs import CudaGraphs
+from ..attention.backends import cpp
+from ..interrupts import restoring
+from ..kernels import forced, uses_triton
+from ..model.trial import TOLERANCE, first_line, half_tolerance
+from ..model.values import plain_tensors
+from ..step import NotCapturable
+from ..switches import NOTHING
+from ..topics import Topic
+from .cuda_graphs import CudaGraphs, RecordedGraph
+from .tape import Tape
 
 logger = logging.getLogger(__name__)
 
-Check = Callable[[Callable[[], None]], None]
-"""Runs a replay; raises `NotCapturable` unless it gives what the recorded forward just gave."""
-
-
-class GraphBackend(Protocol):
-    """Records work to run it again."""
-
-    runs_ahead: bool  # whether a replay runs while the host does something else
-    # whether it records decodes only: no chunks, whose steps compute for long, and no prefixes
-    decodes_alone: bool
-    notice: int  # log level of the reason why nothing is recorded
-
-    def capture(
-        self,
-        run: Callable[[], None],
-        model: PreTrainedModel,
-        check: Check,
-    ) -> Graph:
-        """Runs `run` once or twice, and records it. A replay that does not just repeat the same
-        kernels must pass `check`. Raises what `run` raises, and `NotCapturable` if it cannot be
-        recorded."""
-
-    def in_order(self) -> contextlib.AbstractContextManager[None]:
-        """Orders the work within it after that of the last such context."""
-
-
-class Graph(Protocol):
-    def replay(self) -> None:
-        """Runs the recorded work again."""
-
 
 class Tapes:
-    """[`Tape`]s, on the CPU. Each has memory for its intermediate values."""
+    """[`Tape`]s, on the CPU, as the backend that records steps. Each has memory for its
+    intermediate values."""
 
-    runs_ahead = False
-    decodes_alone = True
-    notice = logging.INFO
+    # Replays compute with other kernels than the forward. Only decodes are recorded: steps with
+    # chunks compute for long, and reading shared prefixes once gains nothing.
+    on_device = False
 
     def capture(
         self,
         run: Callable[[], None],
         model: PreTrainedModel,
-        check: Check,
+        tensors: Sequence[Tensor],
     ) -> Tape:
+        """Runs `run` twice and records it. `tensors`: those that it reads beside the model's.
+        Raises what `run` raises, and `NotCapturable` if it cannot be recorded."""
         run()  # initializes lazily built objects, and allocates the result
         values = (value for module in model.modules() for value in vars(module).values())
         attributes = (value for value in values if isinstance(value, Tensor))
-        mix = mixed.get()
-        added = []
-        if mix is not None:
-            added = mix.tensors
         parts = (
             part
-            for tensor in (*model.parameters(), *model.buffers(), *attributes, *added)
+            for tensor in (*model.parameters(), *model.buffers(), *attributes, *tensors)
             for part in plain_tensors(tensor)
         )
         kept = {part.untyped_storage().data_ptr() for part in parts}
@@ -95,12 +62,14 @@ class Tapes:
                 )
             return is_known
 
-        tape = Tape.record(run, is_kept)
-        check(tape.replay)
-        return tape
+        return Tape.record(run, is_kept)
 
     def in_order(self) -> contextlib.AbstractContextManager[None]:
         return NOTHING
+
+
+GraphBackend = Tapes | CudaGraphs
+Graph = Tape | RecordedGraph
 
 
 def graph_backend(device: torch.device) -> GraphBackend | None:

@@ -1,0 +1,348 @@
+"""The adapters of a loop's requests: which are in memory, and which rows share a forward."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Sequence as Items
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..batching.execution.executor import Executor
+from ..batching.execution.runner import in_order
+from ..batching.request import Request
+from ..cache.block_manager import BlockManager
+from ..cache.free_memory import is_out_of_memory
+from ..cache.paged_cache import PagedCache
+from ..interrupts import is_interrupt
+from ..kernels.lora import LoraWeights
+from ..model import capability
+from ..model.layout import Layout
+from ..model.trial import MakeRunner
+from ..plan import StepPlan
+from ..seams import ForwardContext
+from ..topics import Topic
+from .files import AdapterFile, AdapterStore, linear_shape
+from .mixing import (
+    Mix,
+    NotMixableError,
+    Ranges,
+    head_of,
+    key_of,
+    mixing,
+    run_mixed,
+    takes_ranges,
+)
+from .pages import AdapterPages
+from .peft_models import (
+    BASE,
+    NO_ADAPTER,
+    Adapter,
+    AdapterError,
+    active_adapter,
+    check_adapter,
+    find_adapter,
+    use_adapter,
+)
+from .shards import NotSplitError, own_part
+
+MAX_MIXES = 64  # kept mixes, for recorded and later steps
+NUM_NEXT = 16  # waiting requests whose adapters may be loaded before they are admitted
+
+
+class LoopAdapters:
+    """The adapters of a loop's requests: those of the model, by name, and those in folders, whose
+    weights take memory of its pool. Implements `seams.Adapters`."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: PagedCache,
+        make_runner: MakeRunner,
+        blocks: BlockManager,
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._make = make_runner
+        self._processes = cache.memory.processes
+        self.store = AdapterStore(model)
+        # no cycle, so that they are freed with their loop
+        self.pages = AdapterPages(blocks, weakref.WeakMethod(self.forget))
+        self._next: list[Hashable] = []  # files that `prefetch` found last
+        self._own: dict[str, Adapter] = {}  # by name
+        # names of `_own` that were read again since the model may have changed
+        self._seen: set[str] = set()
+        self._numbers = itertools.count()
+        self._verdicts: dict[frozenset[nn.Module], str | None] = {}
+        self._mixes: OrderedDict[Hashable, Mix] = OrderedDict()
+        # by adapters: whether a recorded step serves all ranges
+        self._recordable: dict[frozenset[Hashable], bool] = {}
+
+    def counts(self) -> dict[str, int]:
+        return {
+            "num_adapter_hits": self.pages.num_hits,
+            "num_adapter_loads": self.store.num_loads,
+            "num_adapter_evictions": self.pages.num_evictions,
+        }
+
+    def admit(self, request: Request, bring_in: Callable[[], bool]) -> bool:
+        is_in = False
+        try:
+            if self.pages.pin(request.adapter, request.adapter_bytes, request):
+                is_in = bring_in()
+        finally:
+            if not is_in:
+                self.release(request)
+        if is_in:
+            self.pages.use(request.adapter)
+        return is_in
+
+    def release(self, request: Request) -> None:
+        self.pages.unpin(request.adapter, request)
+
+    def prefetch(self, waiting: Items[Request]) -> None:
+        """Starts to load adapters that have no place in the pool yet."""
+        first = waiting[:NUM_NEXT]
+        needed = dict.fromkeys(request.adapter for request in first if request.adapter_bytes)
+        files = [file for file in needed if file not in self.pages]
+        if files != self._next:
+            self._next = files
+            self.load_ahead(files)
+
+    def load_ahead(self, files: list[Any]) -> None:
+        """Starts to load these adapters."""
+        if self._processes is not None and files:
+            self._processes.adapters("load_ahead", files)
+        self.store.prefetch(files)
+
+    def using(self, adapter: Hashable) -> contextlib.AbstractContextManager[ForwardContext | None]:
+        if not isinstance(adapter, AdapterFile):
+            return use_adapter(self._model, adapter)
+        self._check_unmerged(adapter)
+        return mixing(self._model, self._mix([(self.load(adapter), 0, 0)]))
+
+    def repeat(self, names: Any) -> contextlib.AbstractContextManager[ForwardContext | None]:
+        if not isinstance(names, list):
+            check_adapter(self._model, names)
+            return self.using(names)
+        ranges: Ranges = []
+        for name, start, end in names:
+            adapter = self._find(name)
+            if isinstance(adapter, str):
+                raise AdapterError(name, adapter)
+            ranges.append((adapter, start, end))
+        return mixing(self._model, self._mix(ranges))
+
+    def run(self, plan: StepPlan, executor: Executor) -> Tensor:
+        """One forward for all rows whose adapters can be mixed, then one for each other adapter."""
+        adapters = [sequence.request.adapter for sequence in plan.sequences]
+        names = dict.fromkeys(adapters)
+        if len(names) == 1:
+            return self._run_alone(adapters[0], plan, executor)
+        rows = plan.rows_of_logits()
+        parts: list[tuple[list[int], Tensor]] = []
+
+        def note(places: list[int], logits: Tensor) -> None:
+            answers: list[int] = []
+            for place in places:
+                answers += rows[place]
+            parts.append((answers, logits))
+
+        alone = list(range(len(plan)))
+        if executor.runner.is_packed:
+            mixable = self._mixable(names, executor.slowed_by)
+            places = []
+            chosen = []
+            for place in alone:
+                request = plan.sequences[place].request
+                if request.adapter in mixable and request.inputs is None:
+                    places.append(place)
+                    chosen.append(mixable[request.adapter])
+            if len(set(map(id, chosen))) > 1:
+                compute = functools.partial(executor.compute, executor.runner.run)
+                try:
+                    logits = run_mixed(self._model, compute, plan.select(places), chosen, self._mix)
+                    note(places, logits)
+                    alone = sorted(set(alone) - set(places))
+                except NotMixableError as error:
+                    reason = Topic.ADAPTERS(str(error))
+                    self._verdicts[_modules_of(chosen)] = reason
+                    executor.slowed_by.add(reason)
+        for name in sorted({adapters[place] for place in alone}, key=str):
+            places = [place for place in alone if adapters[place] == name]
+            note(places, self._run_alone(name, plan.select(places), executor))
+        return in_order(parts)
+
+    def _run_alone(self, adapter: Hashable, plan: StepPlan, executor: Executor) -> Tensor:
+        with self.using(adapter) as context:
+            return executor.compute(executor.runner.run, plan, context)
+
+    def forget_model(self) -> None:
+        """Drops what depends on the model, which may have changed."""
+        if self._processes is not None:
+            self._processes.adapters("forget_model")
+        self._seen.clear()
+        self._verdicts.clear()
+        self._mixes.clear()
+        self._recordable.clear()
+        self.store.forget_others(set(self._model.modules()))
+
+    def forget(self, file: AdapterFile) -> None:
+        """After the pool has evicted an adapter: drops its weights."""
+        if self._processes is not None:
+            self._processes.adapters("forget", file)
+        self.store.forget(file)
+        for key, mix in list(self._mixes.items()):
+            if file in [adapter.key[0] for adapter in mix.adapters]:
+                self._mixes.pop(key, None)
+
+    def _check_unmerged(self, name: Hashable) -> None:
+        try:
+            check_adapter(self._model, BASE)
+        except AdapterError as error:
+            raise AdapterError(name, str(error)) from None
+
+    def _mixable(self, names: Iterable[Hashable], slowed_by: set[str]) -> dict[Hashable, Adapter]:
+        """Returns, by name, the adapters of a step whose rows can share a forward; empty if fewer
+        than two can, with the reason in `slowed_by`. Raises [`AdapterError`]."""
+        names = list(names)
+        first_name = next(name for name in names if name is not None)
+        self._check_unmerged(first_name)
+        adapters: dict[Hashable, Adapter] = {}
+        for name in names:
+            adapter = self._find(name)
+            if isinstance(adapter, str):
+                slowed_by.add(Topic.ADAPTERS(adapter))
+            else:
+                adapters[name] = adapter
+        if len(adapters) < 2:
+            return {}
+        modules = _modules_of(adapters.values())
+        if modules not in self._verdicts:
+            named = self._model.named_modules()
+            module_names = [module_name for module_name, module in named if module in modules]
+            self._verdicts[modules] = self.check(tuple(module_names))
+        reason = self._verdicts[modules]
+        if reason is not None:
+            slowed_by.add(reason)
+            return {}
+        return adapters
+
+    def load(self, file: AdapterFile) -> Adapter:
+        """Loads its weights, in all processes that hold shards of the model. Raises
+        [`AdapterError`]."""
+        is_new = file not in self.store
+        adapter = self.store.get(file)
+        if is_new and self._processes is not None:
+            try:
+                failed = self._processes.adapters("load", file)
+                if failed is not None:
+                    raise AdapterError(
+                        file,
+                        f"the adapter in {file.path!r} cannot be loaded {failed}",
+                    )
+            except BaseException:
+                self.store.forget(file)
+                raise
+        return adapter
+
+    def _find(self, name: Hashable) -> Adapter | str:
+        if isinstance(name, AdapterFile):
+            return self.load(name)
+        if name is None:
+            name = active_adapter(self._model)
+        if not isinstance(name, str):
+            return "several adapters are active at a time"
+        if name == BASE:
+            return NO_ADAPTER
+        earlier = self._own.get(name)
+        if earlier is not None and name in self._seen and earlier.is_current():
+            return earlier
+        adapter = find_adapter(self._model, name, (name, next(self._numbers)))
+        if isinstance(adapter, str):
+            return adapter
+        if earlier is not None and earlier.is_like(adapter):
+            adapter = earlier  # steps recorded with it stay valid
+        self._own[name] = adapter
+        self._seen.add(name)
+        return adapter
+
+    def _mix(self, ranges: Ranges) -> Mix:
+        """The mix of consecutive token ranges; an earlier step's, if it is kept."""
+        key = key_of(ranges)
+        mix = self._mixes.pop(key, None)
+        if mix is None:
+            distinct = dict.fromkeys(adapter for adapter, *_ in ranges)
+            adapters = [adapter for adapter in distinct if adapter is not NO_ADAPTER]
+            keys = frozenset(adapter.key for adapter in adapters)
+            device = self._model.device
+            if keys not in self._recordable:
+                self._recordable[keys] = takes_ranges(adapters, device)
+            mix = Mix(ranges, head_of(self._model), self._recordable[keys])
+            if mix.is_fixed:
+                mix.prepare(device)
+        self._mixes[key] = mix
+        while len(self._mixes) > MAX_MIXES:
+            self._mixes.popitem(last=False)
+        return mix
+
+    def check(self, names: tuple[str, ...]) -> str | None:
+        """Checks in short forwards that rows with different adapters on these modules get the same
+        results as alone. Returns why they do not, or `None`."""
+        if self._processes is not None:
+            self._processes.adapters("check", names)
+        try:
+            adapters = [*(_random_adapter(self._model, names, rank) for rank in (3, 2)), NO_ADAPTER]
+        except NotSplitError as error:
+            return str(error)
+
+        def make(
+            model: PreTrainedModel, cache: PagedCache, layout: Layout
+        ) -> tuple[BlockManager, Any]:
+            blocks, runner = self._make(model, cache, layout)
+            mix_of = functools.partial(Mix, head=head_of(model))
+
+            def run(plan: StepPlan) -> Tensor:
+                rows = [adapters[sequence.request.row] for sequence in plan.sequences]
+                return run_mixed(model, runner.run, plan, rows, mix_of)
+
+            return blocks, SimpleNamespace(run=run)
+
+        try:
+            return capability.reason_against_mixing(self._model, self._cache, make, names)
+        except Exception as error:
+            if is_interrupt(error) or not is_out_of_memory(error):
+                raise
+            return "there is no memory to check that they can share a forward"
+
+
+def _random_adapter(model: PreTrainedModel, names: Iterable[str], rank: int) -> Adapter:
+    """A random adapter on these modules, the same in every process."""
+    generator = torch.Generator().manual_seed(rank)
+    parts = dict[nn.Module, LoraWeights]()
+
+    def draw(*sizes: int) -> Tensor:
+        numbers = torch.randn(*sizes, generator=generator, device="cpu")
+        scaled = numbers * sizes[1] ** -0.5
+        return scaled.to(weight.device, weight.dtype)
+
+    for name in names:
+        module = model.get_submodule(name)
+        weight: Any = module.weight
+        width, depth = linear_shape(module)
+        whole = LoraWeights(draw(rank, depth), draw(width, rank), None, 0.5)
+        base_name = name.removesuffix(".base_layer")
+        parts[module] = own_part(model, base_name, module, whole)
+    return Adapter(("check", rank), parts)
+
+
+def _modules_of(adapters: Iterable[Adapter]) -> frozenset[nn.Module]:
+    return frozenset[nn.Module]().union(*[adapter.parts for adapter in adapters])

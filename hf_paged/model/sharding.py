@@ -1,0 +1,82 @@
+"""Models in shards over several processes, which compute every forward together; what the processes
+tell one another is the room `ranks`'."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from torch import nn
+
+from .. import compat
+from ..config import PagedConfig
+from ..rooms import is_installed, room
+from ..seams import Leader, Processes
+from ..switches import NOTHING
+from ..topics import Topic, TopicError
+
+
+class RankLostError(TopicError, RuntimeError):
+    """A process that holds a shard of the model has ended or is out of step with the others: no
+    forward can be computed any more."""
+
+    topic = Topic.RANKS
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether several processes compute every forward of the model together."""
+    return compat.shard_ranks(model) is not None
+
+
+def _ranks() -> Any:
+    return room("ranks", "a model in shards over several processes")
+
+
+def processes_of(model: nn.Module) -> Processes | None:
+    """The processes that compute the model's forwards together; `None` if this process computes
+    them alone. The first call must happen in all of them. Raises `ValueError` if they cannot share
+    the model's K/V heads evenly."""
+    return _ranks().processes_of(model) if is_sharded(model) else None
+
+
+def lead(model: nn.Module, config: PagedConfig, owner: Any) -> Leader | None:
+    """Returns what drives the other processes that hold shards of the model for an engine with this
+    config, closed when `owner` is collected; `None` if there are none. Raises `ValueError` in
+    processes other than 0."""
+    return _ranks().lead(model, config, owner) if is_sharded(model) else None
+
+
+def alone(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Reserves a model in shards for a call. Raises `RuntimeError` while a call of another thread,
+    or an engine, uses it."""
+    return _ranks().alone(model) if is_sharded(model) else NOTHING
+
+
+def deferring(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Around a call that several processes make together, if they share the model: defers signals
+    until its end. (Plain calls come here, too: without the room there is nothing to wait for.)"""
+    if not is_sharded(model) or not is_installed("ranks"):
+        return NOTHING
+    return _ranks().held()
+
+
+def serve_rank(model: Any) -> None:
+    """Serves a [`PagedEngine`] of process 0 in the other processes that hold shards of its model
+    (made by `from_pretrained(..., tp_plan="auto")` under `torchrun`). Returns when that engine is
+    closed (the end of its `with`) or garbage-collected; Ctrl-C waits for that.
+
+        if torch.distributed.get_rank() == 0:
+            with hf_paged.PagedEngine(model, tokenizer=tokenizer) as engine:
+                results = engine.generate(prompts, {"max_new_tokens": 64})
+        else:
+            hf_paged.serve_rank(model)
+
+    Args:
+        model ([`PreTrainedModel`] or `PeftModel`): This process's shard, in the mode (train or
+            eval) of process 0's.
+
+    Raises:
+        ValueError: in process 0, and for a model that is not sharded.
+        RankLostError: if another process has ended.
+    """
+    _ranks().serve(model)

@@ -1,0 +1,79 @@
+"""The model inside its wrappers, and the room of adapters, for models and requests that need it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+
+from ..rooms import room
+from ..seams import AdaptersRoom, ResolvedAdapter
+from ..switches import NOTHING
+
+
+def adapters_for(model: Any, adapter: Hashable = None) -> AdaptersRoom | None:
+    """The room of adapters if a request names an `adapter`, or PEFT has put some on the model."""
+    if adapter is None and not getattr(model, "peft_config", None):
+        return None
+    adapters: AdaptersRoom = room("adapters", "an adapter of PEFT, in `adapter` or on the model,")
+    return adapters
+
+
+def resolve_adapter(model: Any, name: str | None, takes_ids: bool = True) -> ResolvedAdapter:
+    """As `AdaptersRoom.resolve_adapter`."""
+    adapters = adapters_for(model, name)
+    if adapters is None:
+        return ResolvedAdapter()
+    return adapters.resolve_adapter(model, name, takes_ids)
+
+
+def use_adapter(model: Any, name: Hashable) -> AbstractContextManager[Any]:
+    """As `AdaptersRoom.use_adapter`; `None`: as the model is."""
+    adapters = adapters_for(None, name)
+    if adapters is None:
+        return NOTHING
+    return adapters.use_adapter(model, name)
+
+
+def base_model(model: Any) -> Any:
+    """The transformers model inside wrappers of `torch.compile`, PEFT and data parallelism, or the
+    model itself. Raises `ValueError` for FSDP's, and for adapters that PEFT's own `generate`
+    computes and that cannot be inactive."""
+    levels = [model]
+    while (inner := _wrapped(levels[-1])) is not None:
+        levels.append(inner)
+    needing = (adapters_for(level) for level in levels)
+    adapters = next(filter(None, needing), None)
+    if adapters is not None:
+        adapters.check_wrapped(levels)
+    return levels[-1]
+
+
+def _wrapped(model: Any) -> Any:
+    """The model in this wrapper; `None` if it is no wrapper."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kinds: tuple[Any, ...] = ()
+    if fsdp is not None:
+        kinds = (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
+    is_module = isinstance(model, nn.Module)
+    if is_module and any(isinstance(module, kinds) for module in model.modules()):
+        raise ValueError(
+            f"`model` is a {type(model).__name__} that FSDP has sharded: all processes must run its"
+            " forwards together, but an engine schedules its own. Call `model.generate(...,"
+            ' cache_implementation="paged", synced_gpus=True)` in each process'
+        )
+    compiled = getattr(model, "_orig_mod", None)
+    if compiled is not None:
+        return compiled
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        return model.module
+    if hasattr(model, "get_base_model"):
+        return model.get_base_model()
+    # PEFT's `PeftMixedModel` has no such method
+    is_of_peft = is_module and type(model).__module__.split(".")[0] == "peft"
+    if is_of_peft and "base_model" in model._modules:
+        return model.base_model.model
+    return None

@@ -1,0 +1,340 @@
+"""Engines with parts of a caller's own in place of those that their config asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_paged import PagedConfig, PagedEngine, rooms
+from hf_paged.batching import admission, engine_core, factory
+from hf_paged.batching.decoding.base import Draft
+from hf_paged.batching.generation import Generation
+from hf_paged.batching.request import Sequence
+from hf_paged.cache.block_manager import BlockManager
+from hf_paged.cache.block_pool import BlockPool
+from hf_paged.cache.memory import PagedMemory
+from hf_paged.cache.storage import KVBlocks
+from hf_paged.cache.swap import copy_out, put_back
+from hf_paged.rooms import RoomMissingError
+from hf_paged.seams import Drafter, EngineParts, TierCounts
+from tests.support import models
+from tests.support.engine_helpers import assert_drained, assert_same_as_lone, lone_run, prompts
+
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
+
+
+class DictTier(dict[bytes, Any]):
+    """Keeps blocks of one layer group, vouched for or not, until the weights change."""
+
+    wants_confirmation = False
+
+    def __init__(self, memory: PagedMemory, blocks: BlockManager) -> None:
+        (self.group,) = memory.groups_of(blocks)
+        self.num_restored = 0
+
+    def keep(self, group: int, block_id: int, digest: bytes, is_vouched_for: bool) -> None:
+        self[digest] = copy_out(self.group, [block_id])
+
+    def path(self, blocks: BlockManager, sequence: Sequence) -> list[Any]:
+        most = (sequence.num_tokens - 1) // blocks.unit
+        namespace = sequence.request.namespace
+        return blocks.index.reach(sequence.keys, namespace, most, lambda _, digest: digest in self)
+
+    def reach(self, blocks: BlockManager, sequence: Sequence) -> int:
+        return len(self.path(blocks, sequence)) * blocks.unit
+
+    def restore(self, blocks: BlockManager, sequence: Sequence) -> bool:
+        links = self.path(blocks, sequence)
+        (new_ids,) = blocks.take([len(links)]) or [[]]
+        node = blocks.index.root(sequence.request.namespace)
+        for link, block_id in zip(links, new_ids):  # all blocks that the pool has are new ones
+            assert link.node is None
+            put_back(self.group, self[link.digest], {0: block_id})
+            node = blocks.index.add(node, link.tokens, [block_id], blocks.epoch)
+        self.group.pool.release(reversed(new_ids))
+        self.num_restored += len(new_ids)
+        return bool(new_ids)
+
+    def confirm(self) -> None:
+        pass
+
+    def discard(self) -> None:
+        self.clear()
+
+    def counts(self) -> TierCounts:
+        return TierCounts(num_kept=len(self), num_restored=self.num_restored)
+
+
+def test_a_toy_tier_keeps_and_restores_what_the_pool_evicts() -> None:
+    model, (prompt,) = models.build("llama"), prompts(70)
+    tiers: list[DictTier] = []
+
+    def make_tier(model: Any, memory: Any, blocks: Any, config: Any, layout: Any) -> Any:
+        tiers.append(DictTier(memory, blocks))
+        return tiers[-1], None
+
+    with PagedEngine(model, {"block_size": 16}, parts=EngineParts(tier=make_tier)) as engine:
+        expected = lone_run(model, prompt, GREEDY)[0]
+        for num_hits in (0, 64):
+            (result,) = engine.generate([prompt], GREEDY)
+            assert result.token_ids == expected and result.num_prefix_hit_tokens == num_hits
+            engine.memory.give_up_cached()
+            assert engine.memory.stats().cached_blocks == 0
+        (tier,) = tiers
+        stats = engine.memory.stats()
+        assert stats.tier_kept_blocks == len(tier) == 4
+        assert stats.tier_restored_blocks == tier.num_restored == 4
+        assert_drained(engine)
+
+
+def test_without_the_room_of_tiers_only_calls_that_need_it_fail(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = models.build("llama")
+    rooms.room.cache_clear()
+    monkeypatch.setattr(rooms, "is_installed", lambda name: name != "tiers")
+    with PagedEngine(model) as engine:
+        (result,) = engine.generate([[1, 2, 3]], {"max_new_tokens": 2})
+        assert result.error is None
+        with pytest.raises(RoomMissingError, match=r"`save_prefix` needs `hf_paged\.tiers`"):
+            engine.save_prefix([1, 2, 3], "prefix")
+    with pytest.raises(RoomMissingError, match=r"`prefix_tiers` needs `hf_paged\.tiers`"):
+        PagedEngine(model, {"prefix_tiers": "folder"})
+
+
+class HalfStorage:
+    """A toy `Storage`: float16 blocks, whatever the model computes, in tensors that grow by as many
+    blocks as asked."""
+
+    most_bytes, growth_step, is_elastic = None, 0, False
+
+    def __init__(self, config: Any, spec: Any, block_size: int, before_move: Any) -> None:
+        self.pool = BlockPool()
+        self.layers: dict[int, KVBlocks] = {}
+        self.block_size = block_size
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(layer.block_bytes for layer in self.layers.values())
+
+    @property
+    def num_rows(self) -> int:
+        return min((layer.num_blocks for layer in self.layers.values()), default=0)
+
+    @property
+    def nbytes(self) -> int:
+        return self.block_bytes * self.num_rows
+
+    def _blocks(self, num_blocks: int, keys: Tensor, values: Tensor) -> KVBlocks:
+        heads, dim = keys.shape[1], keys.shape[3]
+        shape = (num_blocks, 2 * heads, self.block_size, dim)
+        data = torch.zeros(shape, dtype=torch.float16, device=keys.device)
+        return KVBlocks.view((data,), heads, dim, (keys.dtype, values.dtype))
+
+    def reserve(self, reservation: Any, drops: bool) -> None:
+        """Reserves nothing."""
+
+    def outline(self, keys: Tensor, values: Tensor) -> KVBlocks:
+        return self._blocks(1, keys.to("meta"), values.to("meta"))
+
+    def make(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks:
+        self.layers[index] = self._blocks(self.pool.num_blocks, keys, values)
+        return self.layers[index]
+
+    def promote(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks:
+        raise AssertionError("the model's dtype does not change")
+
+    def grow(self, num_blocks: int, most: int) -> None:
+        grown = {index: layer.grown(num_blocks) for index, layer in self.layers.items()}
+        self.layers = grown
+
+    def copy_blocks(self, copies: Any) -> None:
+        sources, targets = map(list, zip(*copies))
+        for layer in self.layers.values():
+            layer.put_blocks(targets, layer.at(sources))
+
+    def clear(self) -> None:
+        self.layers = {}
+
+
+def test_a_toy_storage_keeps_float16_blocks_for_a_float32_model() -> None:
+    model = models.build("llama")
+    assert model.dtype == torch.float32
+    prompts = [[5, 6, 7, 8] * 6, [5, 6, 7, 8] * 5 + [9]]
+    options = {"max_new_tokens": 12, "do_sample": True, "num_return_sequences": 2}
+    config = {"block_size": 8}
+    with PagedEngine(model, config) as engine:
+        expected = [result.sequences for result in engine.generate(prompts, options, seed=0)]
+        num_bytes = engine.stats().peak_bytes
+    with PagedEngine(model, config, parts=EngineParts(storage=HalfStorage)) as engine:
+        results = [result.sequences for result in engine.generate(prompts, options, seed=0)]
+        assert [[row.token_ids for row in rows] for rows in results] == [
+            [row.token_ids for row in rows] for rows in expected
+        ]
+        (group,) = engine.memory.groups.values()
+        assert {layer.keys.dtype for layer in group.storage.layers.values()} == {torch.float16}
+        assert engine.stats().peak_bytes == num_bytes // 2
+        engine.check_integrity()
+
+
+CONFIG = PagedConfig(block_size=8)
+
+
+class Toy(Drafter):
+    """Drafts what comes next in one of these texts, moved on by `error` in the vocabulary."""
+
+    def __init__(self, texts: list[list[int]], error: int) -> None:
+        self.texts = texts
+        self.error = error
+        self.rows: dict[Generation, list[tuple[int, int]]] = {}  # tokens: drafted, accepted
+        self.num_computed = 0
+
+    def attach(self, generation: Generation) -> tuple[bool, Hashable]:
+        ((request, _),) = generation.rows
+        self.rows[generation] = []
+        return False, request.namespace
+
+    def detach(self, generation: Generation) -> None:
+        self.rows.pop(generation, None)
+
+    def propose(
+        self, num_embeddings: int, num_rows: int
+    ) -> Iterator[tuple[Generation, Draft | Exception]]:
+        assert num_embeddings == models.VOCAB_SIZE
+        for generation in list(self.rows):
+            assert generation.is_single
+            sequence = generation.sequence_to_draft
+            if sequence is not None:
+                yield generation, self.draft(sequence.token_ids)
+
+    def draft(self, token_ids: list[int]) -> Draft | Exception:
+        length = len(token_ids)
+        (text,) = (text for text in self.texts if text[:length] == token_ids)
+        ahead = text[length:-1][:3]  # the step itself gives the last token
+        return Draft([(token + self.error) % models.VOCAB_SIZE for token in ahead])
+
+    def accepted(self, generation: Generation, num_draft_tokens: int, num_accepted: int) -> None:
+        self.rows[generation].append((num_draft_tokens, num_accepted))
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        self.num_computed += num_tokens
+
+    def reclaim(self) -> bool:
+        return False
+
+    def change_weights(self) -> None:
+        pass
+
+
+def toys_of(make: Any) -> tuple[list[Any], EngineParts]:
+    """The drafters that an engine with these parts makes, by `make`."""
+    toys: list[Any] = []
+
+    def drafter(*given: Any) -> Any:
+        toys.append(make())
+        return toys[-1]
+
+    return toys, EngineParts(drafter=drafter)
+
+
+@pytest.mark.parametrize("error", [0, 1])
+def test_a_toy_drafter_changes_steps_and_no_tokens(error: int) -> None:
+    model, texts = models.get("llama"), prompts(9, 14, 6)
+    expected = [lone_run(model, text, GREEDY)[0] for text in texts]
+    toys, parts = toys_of(lambda: Toy([a + b for a, b in zip(texts, expected)], error))
+    with PagedEngine(model, CONFIG, parts=parts) as engine:
+        results = engine.generate(texts, GREEDY)
+        stats = engine.stats()
+        assert_drained(engine)
+    assert [result.token_ids for result in results] == expected
+    (toy,) = toys
+    assert not toy.rows and toy.num_computed
+    is_right = not error
+    assert stats.num_draft_tokens > 0
+    assert stats.num_accepted_tokens == (stats.num_draft_tokens if is_right else 0)
+    assert (stats.num_steps < 8) == is_right
+    assert sum(result.num_drafts for result in results) == stats.num_drafts
+
+
+def test_a_toy_drafter_beside_beams_samples_and_others() -> None:
+    model, texts = models.get("llama"), prompts(9, 14, 6, 11)
+    asked = [
+        GREEDY,
+        {**GREEDY, "num_beams": 3},
+        {**GREEDY, "do_sample": True},
+        {**GREEDY, "do_sample": True, "num_return_sequences": 2},
+    ]
+    alone = [lone_run(model, text, options, seed=5) for text, options in zip(texts, asked)]
+    drafted = [texts[0] + alone[0][0], texts[2] + alone[2][0]]
+    _, parts = toys_of(lambda: Toy(drafted, 0))
+    with PagedEngine(model, CONFIG, parts=parts) as engine:
+        ids = [engine.add_request(text, own, seed=5) for text, own in zip(texts, asked)]
+        results: dict[Any, Any] = {}
+        while engine.has_unfinished:
+            results |= {out.request_id: out.result for out in engine.step() if out.result}
+        assert engine.stats().num_accepted_tokens > 0
+        assert_drained(engine)
+    for name, tokens, options in zip(ids, alone, asked):
+        assert_same_as_lone(tokens, results[name], options, name)
+
+
+class Failing(Toy):
+    """Has an error for rows of some lengths."""
+
+    def draft(self, token_ids: list[int]) -> Draft | Exception:
+        if len(token_ids) % 5 == 0:
+            return ValueError("no draft")
+        return super().draft(token_ids)
+
+
+def test_an_error_of_a_drafter_ends_its_row_alone() -> None:
+    model, texts = models.get("llama"), prompts(4, 6)
+    options = {**GREEDY, "max_new_tokens": 3}
+    expected = [lone_run(model, text, options)[0] for text in texts]
+    _, parts = toys_of(lambda: Failing([a + b for a, b in zip(texts, expected)], 1))
+    with PagedEngine(model, CONFIG, parts=parts) as engine:
+        failed, whole = engine.generate(texts, options)
+        assert_drained(engine)
+    assert isinstance(failed.error, ValueError) and failed.token_ids == expected[0][:1]
+    assert whole.error is None and whole.token_ids == expected[1]
+
+
+def test_no_drafter_is_made_for_a_call_that_asks_for_none() -> None:
+    model = models.get("llama")
+    with PagedEngine(model, CONFIG) as engine:
+        engine.generate(prompts(9), GREEDY)
+        assert engine._core.loop is not None and engine._core.loop.drafting.drafter is None
+
+
+@pytest.mark.parametrize(
+    ("option", "config", "options", "generation"),
+    [
+        ("speculation", {"speculation": "ngram"}, {}, {}),
+        ("prompt_lookup_num_tokens", {}, {}, {"prompt_lookup_num_tokens": 3}),
+        ("use_mtp", {}, {}, {"use_mtp": True}),
+        ("assistant_model", {}, {"assistant_model": "llama"}, {}),
+        ("schema", {}, {"schema": "{}"}, {}),
+    ],
+)
+def test_an_option_of_a_missing_room_names_both(
+    option: str,
+    config: dict[str, Any],
+    options: dict[str, Any],
+    generation: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = models.get("llama")
+    monkeypatch.setattr(rooms, "is_installed", lambda name: False)
+    monkeypatch.setattr(rooms, "room", rooms.room.__wrapped__)
+    for module in (factory, admission, engine_core):
+        monkeypatch.setattr(module, "room", rooms.room)
+    if "assistant_model" in options:
+        options = {"assistant_model": models.get_assistant("llama")}
+    with PagedEngine(model, PagedConfig(block_size=8, **config)) as engine:
+        with pytest.raises(RoomMissingError, match=f"`{option}`.* needs `hf_paged"):
+            engine.add_request(prompts(9)[0], {**GREEDY, **generation}, **options)
+        assert not engine.has_unfinished

@@ -13,9 +13,12 @@ adapter; all without. All take the same turns, after warm-up turns.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import statistics
 import tempfile
+import time
+import unittest.mock
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +30,7 @@ import hf_paged
 from benchmarks import paired, report, runner, workloads
 from benchmarks.models import SHAPES, build
 from benchmarks.systems import checked
+from hf_paged.adapters.loop_adapters import LoopAdapters
 
 FASTER, OF_ONE = 3.0, 0.7
 """Targets: throughput over that of one forward per adapter, and over that of a single adapter."""
@@ -81,15 +85,14 @@ class Arm:
             count += 1
             return run(model_runner, *args)
 
-        model_runner.mixes_adapters, model_runner.run = self.mixes, counted  # type: ignore[method-assign]
         options = {"max_new_tokens": self.new_tokens, "do_sample": False, "eos_token_id": None}
-        before, results = self.engine.stats().num_adapter_loads, []
-        seconds = runner.seconds_of(
-            lambda: results.extend(
-                self.engine.generate(self.texts[turn], options, adapter=self.adapters)
-            )
-        )
-        del model_runner.run
+        before = self.engine.stats().num_adapter_loads
+        patch = unittest.mock.patch.object
+        apart = patch(LoopAdapters, "_mixable", lambda *_: {})
+        with patch(model_runner, "run", counted), contextlib.nullcontext() if self.mixes else apart:
+            start = time.perf_counter()
+            results = self.engine.generate(self.texts[turn], options, adapter=self.adapters)
+            seconds = time.perf_counter() - start
         self.rows.append([result.token_ids for result in checked(results)])
         loads = self.engine.stats().num_adapter_loads - before
         return Turn(seconds, count, loads, self.rows[-1])

@@ -200,7 +200,8 @@ class Paged:
             placed = layer.rows.place(self.step)
             slots = placed.placement.slots
             rows = slice(slots[0], slots[-1] + 1)
-            found.append([x[rows, :, : self.view.seq_lens[0]] for x in placed[1:]])
+            both = placed.keys, placed.values
+            found.append([states[rows, :, : self.view.seq_lens[0]] for states in both])
         return found
 
 

@@ -34,7 +34,6 @@ from hf_paged import PagedCache, VirtualStorage, compat
 from hf_paged.attention.backends import gather
 from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.step import StepMetadata
-from hf_paged.virtual import pages
 
 COLUMNS = ("what", "case", "ms", "ratio", "interval", "target", "verdict")
 BLOCKS, VIRTUAL = "blocks", "virtual"
@@ -301,6 +300,8 @@ def mechanisms(turns: int, quick: bool, only: str) -> list[dict[str, Any]]:
     rows, length, steps = (2, 64, 70) if quick else (4, 512, 160)
     ids = torch.randint(3, 1000, (rows, length), generator=torch.Generator().manual_seed(0))
     counts: dict[str, list[int]] = {name: [] for name in MECHANISMS}
+    from hf_paged.virtual import pages
+
     calls, own = [0], pages.MemoryFile.map
 
     def count(self: Any, *args: int) -> None:

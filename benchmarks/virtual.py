@@ -33,7 +33,6 @@ from hf_paged import PagedCache, VirtualStorage, compat
 from hf_paged.attention.backends import gather
 from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.step import StepMetadata
-from hf_paged.virtual import pages
 
 COLUMNS = ("what", "case", "ms", "ratio", "interval", "target", "verdict")
 COLUMNS += ("mmaps a step", "bytes after")
@@ -271,6 +270,8 @@ def mechanisms(args: argparse.Namespace) -> list[dict[str, Any]]:
     model = own_models(args.quick, layers=4)["gpt_neo"]
     rows, length, steps = (2, 64, 70) if args.quick else (4, 512, 160)
     ids = torch.randint(3, 1000, (rows, length), generator=torch.Generator().manual_seed(0))
+    from hf_paged.virtual import pages
+
     calls, own = [0], pages.MemoryFile.map
 
     def count(self: Any, *args: int) -> None:

@@ -25,8 +25,6 @@ from benchmarks.paper.turns import Times, backend, details_of, in_turns, measure
 from benchmarks.systems import checked
 from hf_paged import PagedCache, VirtualStorage, compat
 from hf_paged.config import MIN_BLOCK_SIZE
-from hf_paged.virtual import pages
-from hf_paged.virtual.storage import fit_blocks
 
 GIB, MIB = 2**30, 2**20
 CHUNK = 256
@@ -289,6 +287,8 @@ _WHY_DECODE = (
 def map_seconds(page: int, total: int) -> tuple[float, float]:
     """Seconds to map `total` bytes in groups of `page`, one call each, at reserved addresses; and
     to write once to each Linux page in them, which allocates the page."""
+    from hf_paged.virtual import pages
+
     mapper = pages.pages_for(torch.device("cpu"), page)
     offset, addresses = mapper.extend(total), mapper.reserve(total)
     start = time.perf_counter()
@@ -354,6 +354,8 @@ def wasted_bytes(page: int, heads: int, dim: int, lengths: list[int]) -> tuple[i
     pages written to, and bytes of whole blocks.
     """
     model = model_config(heads, dim)
+    from hf_paged.virtual.storage import fit_blocks
+
     config = fit_blocks(
         hf_paged.PagedConfig(storage=VirtualStorage(page_bytes=page), block_size=MIN_BLOCK_SIZE),
         *(model, torch.device("cpu")),
@@ -425,17 +427,21 @@ class Counted:
     """Counts calls that map pages, within the context."""
 
     def __enter__(self) -> Counted:
-        self.calls, own = 0, pages.MemoryFile.map
+        from hf_paged.virtual.pages import MemoryFile
+
+        self.calls, own = 0, MemoryFile.map
 
         def count(mapper: Any, *args: int) -> None:
             self.calls += 1
             own(mapper, *args)
 
-        self._own, pages.MemoryFile.map = own, count  # type: ignore[method-assign]
+        self._own, MemoryFile.map = own, count  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: Any) -> None:
-        pages.MemoryFile.map = self._own  # type: ignore[method-assign]
+        from hf_paged.virtual.pages import MemoryFile
+
+        MemoryFile.map = self._own  # type: ignore[method-assign]
 
 
 def latencies(

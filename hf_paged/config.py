@@ -59,7 +59,7 @@ def meant(names: Iterable[str], known: Iterable[str]) -> str:
 
 
 def _check_known(
-    what: str, names: Iterable[Any], known: Iterable[str], error: type[Exception] = ValueError
+    what: str, names: Iterable[Any], known: Iterable[str], error_class: type[Exception] = ValueError
 ) -> None:
     """Raises an error about those of the `names` that are not known."""
     known = list(known)
@@ -68,7 +68,7 @@ def _check_known(
         return
     for option in unknown:
         if option in REMOVED:
-            raise error(f"{what} has no option `{option}` any more: {REMOVED[option]}")
+            raise error_class(f"{what} has no option `{option}` any more: {REMOVED[option]}")
     # not at the top: a command starts other programs without transformers
     from transformers import GenerationConfig
 
@@ -77,7 +77,7 @@ def _check_known(
     hint = meant(unknown, known) or "."
     if of_generate:
         hint = f": `{min(of_generate)}` is an argument of `generate`."
-    raise error(f"{what} has no option {quoted}{hint} The options are {', '.join(known)}")
+    raise error_class(f"{what} has no option {quoted}{hint} The options are {', '.join(known)}")
 
 
 def _from_dict(cls: type[T], name: str, value: Any, allowed: str) -> T:

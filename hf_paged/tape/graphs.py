@@ -47,7 +47,7 @@ from .recorders import (
     GraphBackend,
     check_replay,
     graph_backend,
-    log_once,
+    log_unrecorded,
     reason_of,
     recording_alone,
 )
@@ -397,7 +397,7 @@ class StepGraphs:
         if is_out_of_memory(error):
             self._num_short += 1
             self._uses[key] = self._uses[key.use] = -(MIN_USES << self._num_short)
-            log_once(f"there is no memory for more of them at present ({reason})", log_level)
+            log_unrecorded(f"there is no memory for more of them at present ({reason})", log_level)
             return
         sizes = key.sizes
         kind, size = "decodes", sizes.decodes
@@ -414,7 +414,7 @@ class StepGraphs:
         if kind == "decodes" and not has_decodes:
             self.obstacle = reason
             self.clear()
-            log_once(reason, log_level)
+            log_unrecorded(reason, log_level)
             return
         size_for = chunk_bucket if kind == "chunks" else bucket
         smaller = (number for number in range(1, size) if size_for(number) < size)

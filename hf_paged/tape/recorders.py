@@ -142,7 +142,7 @@ def _capture_lock(device: torch.device) -> threading.Lock:
 
 
 @functools.cache
-def log_once(obstacle: str, level: int) -> None:
+def log_unrecorded(obstacle: str, level: int) -> None:
     message = Topic.RECORDING(
         "steps are not recorded, and run operation by operation, which is slower: %s"
     )

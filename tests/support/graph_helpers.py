@@ -101,7 +101,7 @@ def use_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
     monkeypatch.setattr(recording, "graph_backend", lambda device: backend)
     monkeypatch.setattr(recording, "MIN_USES", 1)
     monkeypatch.setattr(graph_keys, "MIN_TABLE_TOKENS", SIZE)
-    recorders.log_once.cache_clear()
+    recorders.log_unrecorded.cache_clear()
     return backend
 
 

@@ -33,7 +33,7 @@ JOBS: list[Any] = [
 
 @pytest.fixture(autouse=True)
 def logs_again(full_precision: None) -> None:
-    recorders.log_once.cache_clear()
+    recorders.log_unrecorded.cache_clear()
 
 
 def texts(

@@ -61,7 +61,8 @@ def test_generate(name: str, mode: str, rounded: Any, device: torch.device) -> N
     torch.manual_seed(0)
     found = model.generate(**inputs, **MODES[mode], **paged(kv_dtype))
     route = last_route(model)
-    assert route is not None and "packed forwards" in route.reason and route.num_captured_steps
+    assert route is not None and "packed forwards" in route.reason
+    assert not models.records() or route.num_captured_steps
     hf_paged.check_integrity(model)
     torch.manual_seed(0)
     unrounded = model.generate(**inputs, **MODES[mode])

@@ -26,7 +26,6 @@ from transformers.utils.import_utils import enable_tf32
 
 import hf_paged
 from hf_paged import PagedEngine, inspect
-from hf_paged.kernels import cpp
 from tests.callers.test_callers import Pairs, assert_used_pool, seq2seq_trainer, timeless
 from tests.support import models
 from tests.support.checks import assert_same_tokens
@@ -217,7 +216,7 @@ def test_precision_of_float32(name: str) -> None:
             assert route is not None
             assert route.road == "engine"
             assert route.reason.startswith("packed")
-            assert not cpp.is_available() or route.num_captured_steps > 0
+            assert not models.records() or route.num_captured_steps > 0
         prompt = models.token_ids(1, 9, seed=3)
         expected = model.generate(prompt, do_sample=False, max_new_tokens=NEW)
         with PagedEngine(model, {"block_size": models.BLOCK_SIZE}) as engine:

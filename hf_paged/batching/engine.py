@@ -17,8 +17,8 @@ from ..model.forwards import compute_device
 from ..model.loading import load_model, load_tokenizer
 from ..model.registry import check_tiers
 from ..model.wrappers import base_model, resolve_adapter
-from ..rooms import room
-from ..seams import DEFAULT_PARTS, EngineParts, TiersRoom
+from ..rooms import TiersRoom, room
+from ..seams import DEFAULT_PARTS, EngineParts
 from .arguments import (
     RequestOptions,
     check_config,

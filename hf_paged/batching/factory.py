@@ -22,17 +22,8 @@ from ..model.forwards import compute_device
 from ..model.layout import Layout
 from ..model.sharding import is_sharded
 from ..model.weights import WeightsGuard
-from ..rooms import OnDemand, is_installed, room
-from ..seams import (
-    DEFAULT_PARTS,
-    Adapters,
-    Drafter,
-    EngineParts,
-    MakeRecorder,
-    Processes,
-    Recorder,
-    TapeRoom,
-)
+from ..rooms import OnDemand, TapeRoom, is_installed, room
+from ..seams import DEFAULT_PARTS, Adapters, Drafter, EngineParts, MakeRecorder, Processes, Recorder
 from .execution.executor import Executor
 from .execution.packed import PackedRunner
 from .execution.rectangles import RectangleRunner

@@ -15,7 +15,6 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from .. import rooms
 from ..config import PagedConfig, shown
-from ..seams import ToolsRoom
 from ..step import ReadCounters, StepMetadata
 from .block_manager import SequenceBlocks
 from .free_memory import Reservation
@@ -392,11 +391,11 @@ class PagedCache(DynamicCache):
         """Plots the blocks of the memory behind this cache, as a matplotlib `Figure`; `ax` and
         errors as in [`PagedEngine.plot_memory`].
         """
-        tools: ToolsRoom = rooms.room("tools", "`plot_memory`")
+        tools: rooms.ToolsRoom = rooms.room("tools", "`plot_memory`")
         return tools.plot_cache(self, ax)
 
     def _repr_html_(self) -> str | None:
-        tools: ToolsRoom | None = rooms.optional("tools")
+        tools: rooms.ToolsRoom | None = rooms.optional("tools")
         return None if tools is None else tools.cache_html(self)
 
     def check_integrity(self) -> None:

@@ -17,7 +17,7 @@ from ..config import PagedConfig
 from ..interrupts import is_interrupt
 from ..kernels import quantized
 from ..kernels.cpp import attention as cpp_attention
-from ..seams import MappedRows, Storage, VirtualRoom
+from ..seams import MappedRows, Storage
 from .block_pool import BlockPool
 from .copies import BlockCopies
 from .free_memory import Reservation, commits_when_touched, reserved
@@ -488,11 +488,11 @@ def fit_blocks(config: PagedConfig, model_config: Any, device: torch.device) -> 
     return config if room is None else room.fit_blocks(config, model_config, device)
 
 
-def _room(config: PagedConfig) -> VirtualRoom | None:
+def _room(config: PagedConfig) -> rooms.VirtualRoom | None:
     """Returns the room whose storage a config asks for; `None` for plain blocks."""
     if config.storage == "blocks":
         return None
-    room: VirtualRoom = rooms.room("virtual", f"`storage={config.storage!r}`")
+    room: rooms.VirtualRoom = rooms.room("virtual", f"`storage={config.storage!r}`")
     return room
 
 

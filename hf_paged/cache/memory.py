@@ -21,7 +21,7 @@ from ..interrupts import is_interrupt, restoring
 from ..seams import Processes, StorageFactory
 from ..topics import Topic
 from . import budget
-from .block_manager import BlockManager, SequenceBlocks
+from .block_manager import BlockManager
 from .block_pool import OutOfBlocksError
 from .block_sizes import DEFAULT_BLOCK_SIZE, MIN_UNSERVED, BlockSizes
 from .free_memory import free_bytes_of_all, trim
@@ -29,6 +29,7 @@ from .group_memory import GroupMemory, over_budget
 from .groups import GroupSpec
 from .handles import Handles
 from .memory_stats import MemoryStats, share_of_unused_slots, stats_of
+from .sequence_blocks import SequenceBlocks
 from .storage import LayerKV, storage_of
 from .supply import MemorySupply
 from .waits import Holder

@@ -16,7 +16,6 @@ from transformers.cache_utils import Cache, DynamicCache
 from .. import rooms
 from ..config import PagedConfig, shown
 from ..step import ReadCounters, StepMetadata
-from .block_manager import SequenceBlocks
 from .free_memory import Reservation
 from .groups import GroupSpec
 from .layer_group import LayerGroup
@@ -24,6 +23,7 @@ from .layers import PagedLayer, num_state_rows, row_numbers
 from .memory import PagedMemory
 from .memory_stats import MemoryStats
 from .rows import CacheRows
+from .sequence_blocks import SequenceBlocks
 from .stand_ins import spec_of, stand_in
 from .storage import fit_blocks
 

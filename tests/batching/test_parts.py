@@ -55,7 +55,7 @@ class DictTier(dict[bytes, Any]):
         for link, block_id in zip(links, new_ids):  # all blocks that the pool has are new ones
             assert link.node is None
             put_back(self.group, self[link.digest], {0: block_id})
-            node = blocks.index.add(node, link.tokens, [block_id], blocks.epoch)
+            node = blocks.index.add(node, link.tokens, [block_id], blocks.epochs.current)
         self.group.pool.release(reversed(new_ids))
         self.num_restored += len(new_ids)
         return bool(new_ids)

@@ -30,9 +30,9 @@ if TYPE_CHECKING:  # types of the core alone
     from .cache.free_memory import Reservation
     from .cache.group_memory import GroupMemory
     from .cache.groups import GroupSpec
+    from .cache.kv_blocks import KVBlocks
     from .cache.memory import PagedMemory
     from .cache.paged_cache import PagedCache
-    from .cache.storage import KVBlocks
     from .config import PagedConfig
     from .model.layout import Layout
     from .model.state import ModelState

@@ -28,9 +28,10 @@ from .free_memory import free_bytes_of_all, trim
 from .group_memory import GroupMemory, over_budget
 from .groups import GroupSpec
 from .handles import Handles
+from .kv_blocks import LayerKV
 from .memory_stats import MemoryStats, share_of_unused_slots, stats_of
 from .sequence_blocks import SequenceBlocks
-from .storage import LayerKV, storage_of
+from .storage import storage_of
 from .supply import MemorySupply
 from .waits import Holder
 

@@ -23,10 +23,10 @@ from ..cache.block_manager import BlockManager
 from ..cache.block_pool import OutOfBlocksError
 from ..cache.free_memory import free_bytes
 from ..cache.group_memory import GroupMemory
+from ..cache.kv_blocks import KVBlocks, LayerKV
 from ..cache.memory import PagedMemory
 from ..cache.prefix_index import Link
 from ..cache.sequence_blocks import UNCACHED
-from ..cache.storage import KVBlocks, LayerKV
 from ..cache.swap import HostBlocks, HostLayer, put_back
 from ..config import PagedConfig, PrefixTiers
 from ..interrupts import is_interrupt

@@ -16,8 +16,8 @@ from hf_paged.batching.generation import Generation
 from hf_paged.batching.request import Sequence
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.block_pool import BlockPool
+from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.cache.memory import PagedMemory
-from hf_paged.cache.storage import KVBlocks
 from hf_paged.cache.swap import copy_out, put_back
 from hf_paged.rooms import RoomMissingError
 from hf_paged.seams import Drafter, EngineParts, TierCounts

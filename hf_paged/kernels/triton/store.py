@@ -157,7 +157,7 @@ def _store_kernel(
 def store(
     keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor
 ) -> None:
-    """The store of `cache.storage.choose_store` in one launch, without waiting for the device.
+    """The store of `cache.store.choose_store` in one launch, without waiting for the device.
     Slots, int32 or int64, that are negative or past the pool are skipped; a slots tensor on another
     device is copied."""
     slots = slots.to(key_blocks.device, non_blocking=True)

@@ -168,12 +168,10 @@ class TiersRoom(Protocol):
     ) -> int:
         """Writes the full blocks of a prompt to a file, after `compute`, which computes its token
         ids and returns the blocks' namespace; returns how many tokens they hold."""
-        ...
 
     def load(self, core: EngineCore, path: Any) -> int:
         """Loads the blocks of such a file into the prefix cache; returns how many tokens they
         hold."""
-        ...
 
 
 class VirtualRoom(Protocol):

@@ -336,18 +336,15 @@ class Tier(Protocol):
     def reach(self, blocks: BlockManager, sequence: request.Sequence) -> int:
         """Returns how many tokens of a sequence `BlockManager.match` would find after
         `restore`."""
-        ...
 
     def restore(self, blocks: BlockManager, sequence: request.Sequence) -> bool:
         """Registers kept blocks in the pool, for `match` to find, if that gives a longer prefix
         than the sequence has. `False`, with nothing changed, if there are none, or no room, or if
         they cannot be copied. The current weights have been vouched for."""
-        ...
 
     @property
     def wants_confirmation(self) -> bool:
         """Whether many kept bytes are not vouched for."""
-        ...
 
     def confirm(self) -> None:
         """Marks all kept blocks as computed with the last fingerprinted weights."""
@@ -369,7 +366,6 @@ class MakeTier(Protocol):
     ) -> tuple[Tier | None, str | None]:
         """Returns the tier for a new loop on these blocks, perhaps an earlier one, or `None` and
         why they have none."""
-        ...
 
 
 # Several processes
@@ -384,17 +380,14 @@ class Processes(Protocol):
 
     def least(self, number: int) -> int:
         """Returns the minimum of a number over all processes."""
-        ...
 
     def agree(self, number: int) -> int:
         """Returns the first process's number, where each must decide alike but measures its own
         times."""
-        ...
 
     def fingerprint(self, model: nn.Module, state: ModelState | None) -> bytes | None:
         """`model.state.fingerprint` over the shards of all processes; `None` if one cannot be
         read."""
-        ...
 
     def check(self, plan: StepPlan) -> None:
         """Before a step's forward. Raises `RankLostError` if another process has scheduled other
@@ -406,7 +399,6 @@ class Processes(Protocol):
     def forward(self) -> AbstractContextManager[None]:
         """Around a forward of all processes: an error passes through if all of them have one, else
         it becomes a `RankLostError`."""
-        ...
 
     def moved(
         self, move: Callable[..., Any], group: GroupMemory, arguments: tuple[Any, ...], result: Any
@@ -427,7 +419,6 @@ class Leader(Processes, Protocol):
     def locked(self, lock: Any) -> AbstractContextManager[Any]:
         """Returns a context that holds the engine's lock: an interrupt between the messages of
         processes would leave them waiting for each other."""
-        ...
 
     def check_request(self, options: RequestOptions) -> None:
         """Raises `ValueError` for what an engine over several processes does not serve,
@@ -436,7 +427,6 @@ class Leader(Processes, Protocol):
     def choose_layout(self, choose: Callable[[], Layout]) -> Layout:
         """Calls `factory.choose_layout`, here as `choose`, in all processes. Raises `ValueError`
         for a layout that is not packed."""
-        ...
 
     def make(self, loop: StepLoop) -> None:
         """Has the others make a loop's memory and executor."""

@@ -33,7 +33,7 @@ from .engine_reports import EngineReports
 from .execution.executor import Window
 from .prompt_forms import Prompt
 from .results import RequestOutput, RequestResult
-from .streams import RequestStream
+from .streams import RequestStream, trim_unread
 
 _ONE_TOKEN = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1, "num_return_sequences": 1}
 
@@ -283,7 +283,7 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         try:
             with self._core.lock:
                 self._core.pauses.wait()
-                self._core.trim_unread()
+                trim_unread(self._core.unread)
                 if self._core.requests:
                     self._core.step(Window())
                 told = self._core.unread.copy()

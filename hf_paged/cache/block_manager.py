@@ -389,12 +389,12 @@ class BlockManager:
         return num_tokens
 
     def set_tier(self, tier: Tier | None) -> None:
-        spill = None if tier is None else self._spill
-        self.tier, self.index.spill = tier, spill
-
-    def _spill(self, group: int, block_id: int, digest: bytes) -> None:
-        assert self.tier is not None
-        self.tier.keep(group, block_id, digest, self.epochs.are_vouched_for)
+        self.tier, self.index.spill = tier, None
+        if tier is not None:
+            keep = tier.keep
+            self.index.spill = lambda group, block_id, digest: keep(
+                group, block_id, digest, self.epochs.are_vouched_for
+            )
 
     def num_shared(self, blocks: SequenceBlocks, num_rows: int) -> int:
         """Counts the registered blocks of a sequence with more holders than its request's

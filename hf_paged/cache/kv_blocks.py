@@ -42,33 +42,27 @@ class KVBlocks:
     dtypes: tuple[torch.dtype, torch.dtype] = ()  # type: ignore[assignment]
     rows: MappedRows | None = field(default=None, repr=False)
     """The rows as contiguous tensors, if the storage has them."""
-    look: Look | None = field(default=None, init=False, repr=False)
-    """`looks` of the K/V that were last stored, which these blocks fit."""
-    quantized_dtype: torch.dtype | None = field(default=None, init=False)
-    """Dtype of the codes, if blocks are quantized."""
-    shares_scales: bool = field(default=False, init=False)
-    """Whether keys and values are quantized side by side with one common scale."""
-    attention: cpp_attention.Attention | None = field(default=None, init=False, repr=False)
-    """The prepared C++ kernel call on these blocks, reused by calls with the same tensor
-    layouts."""
-
-    _store: Store | None = field(default=None, init=False, repr=False)
-    _latents: KVBlocks | None = field(default=None, init=False, repr=False)
-    # numbers that each growth of a pool adds up over all layers
-    num_blocks: int = field(default=0, init=False, repr=False)
-    block_bytes: int = field(default=0, init=False, repr=False)
-    # whether blocks take no memory until first used
-    is_elastic: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         is_quantized = quantized.is_quantized(self.keys)
         self.dtypes = self.dtypes or (self.keys.dtype, self.values.dtype)
+        # dtype of the codes, if blocks are quantized
         self.quantized_dtype = self.keys.dtype if is_quantized else None
+        # whether keys and values are quantized side by side with one common scale
         self.shares_scales = is_quantized and self.keys.stride(2) != self.keys.shape[3]
+        # `looks` of the K/V that were last stored, which these blocks fit
+        self.look: Look | None = None
+        # the prepared C++ kernel call on these blocks, reused by calls with the same tensor layouts
+        self.attention: cpp_attention.Attention | None = None
+        self._store: Store | None = None
+        self._latents: KVBlocks | None = None
+        # numbers that each growth of a pool adds up over all layers
         self.num_blocks = self.keys.shape[0]
+        self.block_bytes = 0
         for tensor in self.data:
             if tensor.shape[0]:
                 self.block_bytes += tensor[0].numel() * tensor.element_size()
+        # whether blocks take no memory until first used
         self.is_elastic = commits_when_touched(self.keys.device)
 
     @property

@@ -130,8 +130,7 @@ class PagedMemory:
         or few sequences have ended so far. May be called without the lock."""
         if self.sizes is None or self.is_used:
             return None
-        managers = list(self.managers.values())
-        has_served = any(manager.num_hits for manager in managers)
+        has_served = any(manager.num_hits for manager in list(self.managers.values()))
         may_serve = has_served or self.sizes.num_ended < MIN_UNSERVED
         groups = list(self.groups.values())
         if may_serve and any(group.pool.num_cached for group in groups):
@@ -151,8 +150,7 @@ class PagedMemory:
             if specs not in self.managers:
                 groups = [self.group(spec) for spec in specs]
                 supply = MemorySupply(groups, self)
-                manager = BlockManager(groups, self.block_size, supply=supply)
-                self.managers[specs] = manager
+                self.managers[specs] = BlockManager(groups, self.block_size, supply=supply)
             return self.managers[specs]
 
     def abandon(self, manager: BlockManager, rows: list[SequenceBlocks], handles: Handles) -> None:

@@ -79,7 +79,7 @@ class BlockStorage:
             self.layers = {
                 index: layer
                 for index, layer in self.layers.items()
-                if layer.keys.shape[0] >= num_blocks
+                if layer.num_blocks >= num_blocks
             }
 
     def _num_reserved(self, block_bytes: int, device: torch.device) -> int:
@@ -92,8 +92,8 @@ class BlockStorage:
         """Converts layer `index` to dtypes that hold both the stored and the new K/V, and returns
         its blocks. Raises `ValueError` if heads, dims or device differ."""
         layer = self.layers[index]
-        sizes = zip(sizes_of(layer.keys, layer.values), sizes_of(keys, values))
-        for held, new in sizes:
+        held_sizes = sizes_of(layer.keys, layer.values)
+        for held, new in zip(held_sizes, sizes_of(keys, values)):
             if held != new:
                 raise ValueError(
                     f"layer {index} holds states of (heads, dim, device) {held}, the new ones have"
@@ -110,8 +110,7 @@ class BlockStorage:
         else:
             no_keys = keys[:, :, :0].to(key_dtype)
             no_values = values[:, :, :0].to(value_dtype)
-            num_blocks = layer.keys.shape[0]
-            promoted = self._allocate(num_blocks, no_keys, no_values)
+            promoted = self._allocate(layer.num_blocks, no_keys, no_values)
             # later blocks were never written: copying would commit their memory
             used = slice(self.pool.num_blocks)
             promoted.keys[used] = layer.keys[used]
@@ -123,7 +122,7 @@ class BlockStorage:
         """Makes room for `num_blocks` blocks in every layer; grows to the reserved size or by half,
         whichever is more, but beyond `num_blocks` no further than `most`."""
         for index, layer in self.layers.items():
-            rows = layer.keys.shape[0]
+            rows = layer.num_blocks
             if rows < num_blocks:
                 reserved = self._num_reserved(layer.block_bytes, layer.keys.device)
                 with_headroom = max(rows + rows // 2, reserved)

@@ -24,9 +24,7 @@ from benchmarks.workloads import GREEDY, Batch, Workload, poisson_times, sharegp
 
 MAX_BATCH = 32
 SHARES = (0.4, 0.8, 1.2, 2.0)  # of the engine's rate when all requests wait
-WORKLOAD = Workload(
-    "arrivals", "Poisson arrivals, ShareGPT-like lengths", 0, (0, 0), (0, 0), 0, GREEDY
-)
+WORKLOAD = Workload("arrivals", "Poisson arrivals, ShareGPT-like lengths", 0, (0, 0), (0, 0))
 PICTURED = {
     "engine": "PagedEngine",
     "plain, static batches": "plain generate, batch after batch",
@@ -68,7 +66,9 @@ class Trace:
     @classmethod
     def make(cls, device: str, quick: bool, vocab: int, rate: float, repeat: int) -> Trace:
         """On a CPU lengths are an eighth and requests fewer, to bound the run time."""
-        count, scale = (8, 0.05) if quick else (40, 0.125) if device == "cpu" else (256, 1.0)
+        count, scale = (40, 0.125) if device == "cpu" else (256, 1.0)
+        if quick:
+            count, scale = 8, 0.05
         times = poisson_times(count, rate) if rate != float("inf") else [0.0] * count
         return cls(sharegpt_like(count, scale, vocab, repeat), times)
 
@@ -204,13 +204,10 @@ def run(
             except NotAvailable as error:
                 row["problem"] = str(error)
             except Exception as error:  # a failing peer is a result
-                row["problem"] = (
-                    f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-                )
+                row["problem"] = report.failed(error)
             found.append(row)
         found.sort(key=lambda row: list(systems).index(row["system"]))
-        table = report.markdown(found, COLUMNS).split("\n")
-        print("\n".join(table if turn == 1 else table[2:]), flush=True)
+        report.show(found, COLUMNS, is_first=turn == 1)
         yield found
 
 
@@ -225,19 +222,13 @@ def draw(rows: Sequence[dict[str, Any]], foot: str, path: Path) -> Path | None:
         "ttft_p50_ms": "From arrival to the first token, ms (median)",
     }
     rates = sorted({row["rate"] for row in told})
-    for axis, (key, title) in zip(axes, titles.items()):
+    for axis, (key, said) in zip(axes, titles.items()):
         for marker, name in zip(report.MARKERS, dict.fromkeys(row["system"] for row in told)):
             points = [(row["rate"], row[key]) for row in told if row["system"] == name]
             axis.plot(*zip(*points), marker=marker, label=PICTURED.get(name, name))
         axis.set(xlabel="requests that arrive per second", yscale="log")
-        axis.set_title(title, fontsize=10, loc="left")
+        report.title(axis, said)
         axis.set_xticks(rates, [f"{rate:.2g}" for rate in rates])
         report.log_ticks(axis.yaxis)
-    figure.legend(
-        *axes[0].get_legend_handles_labels(),
-        loc="outside lower center",
-        ncols=3,
-        fontsize=8,
-        frameon=False,
-    )
+    report.legend_below(figure, axes[0], 3)
     return report.save(figure, path)

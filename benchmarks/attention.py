@@ -24,10 +24,11 @@ from typing import Any
 
 import torch
 
-from benchmarks import attention_data, ceilings, machine, report
+from benchmarks import attention_data, ceilings, machine, paired, report, runner
 from benchmarks.attention_data import DTYPES, Data, Setting
 from benchmarks.attention_peers import CONTIGUOUS, INT8, Attention, Peer, Skipped, peers
 from benchmarks.ceilings import Ceilings
+from benchmarks.runner import option
 from benchmarks.systems import quiet
 from hf_paged.attention.backends import reference
 
@@ -78,9 +79,7 @@ def admit(contenders: Sequence[Peer], data: Data) -> tuple[dict[str, Attention],
             except Skipped as error:
                 problem = f"skipped: {error}"
             except Exception as error:  # a failing peer is a result
-                problem = (
-                    f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
-                )
+                problem = report.failed(error)[:160]
         problems[peer.name] = problem
     return functions, problems
 
@@ -115,7 +114,7 @@ def elapsed(work: Callable[[], None], device: str) -> float:
 def measure(
     functions: dict[str, Attention], layers: int, device: str, repeats: int, seconds: float
 ) -> tuple[dict[str, list[float]], set[str]]:
-    """Seconds per call, in turns of rotating order; each turn loops over the layers for about
+    """Seconds per call, in turns of alternating order; each turn loops over the layers for about
     `seconds`, estimated from the warm-up. Also the names of the contenders captured in a graph, on
     a GPU."""
     names = list(functions)
@@ -144,8 +143,7 @@ def measure(
             works[name] = replay
             recorded.add(name)
     for repeat in range(repeats):
-        turn = repeat % len(names)
-        for name in names[turn:] + names[:turn]:
+        for name in runner.in_order(names, repeat):
             times[name].append(elapsed(works[name], device) / calls[name])
     return times, recorded
 
@@ -168,6 +166,7 @@ def rows_of(
         median = statistics.median(seconds)
         num_bytes = setting.quantized_bytes if name == INT8 else setting.num_bytes
         row = {
+            **common,
             "contender": name,
             "us": [1e6 * value for value in seconds],
             "time": f"{1e6 * median:.0f} ({1e6 * min(seconds):.0f}..{1e6 * max(seconds):.0f})",
@@ -176,15 +175,12 @@ def rows_of(
             "bandwidth_share": f"{num_bytes / median / limits.bandwidth:.0%}",
             "matmul_share": f"{setting.flops / median / flops:.0%}",
         }
-        if CONTIGUOUS in times:
-            row["over_contiguous"] = statistics.median(
-                a / b for a, b in zip(seconds, times[CONTIGUOUS])
-            )
-        if "ours" in times:
-            row["ours_over"] = statistics.median(a / b for a, b in zip(times["ours"], seconds))
-            if name == INT8:
-                row["over_ours"] = statistics.median(a / b for a, b in zip(seconds, times["ours"]))
-        found.append({**common, **row})
+        pairs = {"over_contiguous": (name, CONTIGUOUS), "ours_over": ("ours", name)}
+        pairs |= {"over_ours": (name, "ours")} if name == INT8 else {}
+        for key, (one, other) in pairs.items():
+            if one in times and other in times:
+                row[key] = statistics.median(paired.ratios(times[one], times[other]))
+        found.append(row)
     return found + [
         {**common, "contender": name, "time": problem} for name, problem in problems.items()
     ]
@@ -210,13 +206,12 @@ def run(
             seconds = 0.002 if args.quick else 0.1
             times, recorded = measure(functions, data.layers, setting.device, args.repeats, seconds)
         found = rows_of(setting, times, problems, limits)
-        if is_gpu:
-            for row in found:
-                row["timed"] = (
-                    "a graph" if row["contender"] in recorded else "calls" if "us" in row else None
-                )
-        table = report.markdown(found, columns).split("\n")
-        print("\n".join(table if not rows else table[2:]), flush=True)
+        for row in found if is_gpu else ():
+            is_recorded = row["contender"] in recorded
+            row["timed"] = None
+            if "us" in row:
+                row["timed"] = "a graph" if is_recorded else "calls"
+        report.show(found, columns, is_first=not rows)
         rows += found
         if args.results:
             report.write(
@@ -246,13 +241,11 @@ def in_words(row: Mapping[str, Any]) -> str:
     """What a row computes: "llama-3.1-8b: 4 rows, 64 tokens after 512"."""
     rows, tokens, total = re.fullmatch(r"(\d+) x (\S+)(?: of (\d+))?", row["case"]).groups()  # type: ignore[union-attr]
     tokens = tokens.replace("..", " to ")
-    what = f"{rows} row{'s' * (rows != '1')}"
-    what += (
-        f", {tokens} tokens after {int(total) - int(tokens)}" if total else f" of {tokens} tokens"
-    )
-    return f"{row['heads']}: {what}" + (
-        f", blocks of {row['block_size']}" if row["block_size"] != 16 else ""
-    )
+    what = f" of {tokens} tokens"
+    if total:
+        what = f", {tokens} tokens after {int(total) - int(tokens)}"
+    blocks = f", blocks of {row['block_size']}" if row["block_size"] != 16 else ""
+    return f"{row['heads']}: {rows} row{'s' * (rows != '1')}{what}{blocks}"
 
 
 def draw(data: Mapping[str, Any], path: Path) -> Path | None:
@@ -271,12 +264,10 @@ def draw(data: Mapping[str, Any], path: Path) -> Path | None:
     foot = report.caption(data["facts"], "bfloat16, heads of the models named")
     figure, axes = report.figure(140 + 21 * sum(heights), foot, **options)
     for axis, (phase, titles) in zip(axes[:, 0], cases.items()):
-        for (contender, name), color, marker in zip(
-            PICTURED.items(), report.PALETTE, report.MARKERS
-        ):
-            rows = [
-                row for row in chosen if row["contender"] == contender and row["phase"] == phase
-            ]
+        for index, (contender, name) in enumerate(PICTURED.items()):
+            mine = [row for row in chosen if row["contender"] == contender]
+            rows = [row for row in mine if row["phase"] == phase]
+            color, marker = report.PALETTE[index], report.MARKERS[index]
             ratios = [row["over_contiguous"] for row in rows]
             heights = [titles.index(in_words(row)) for row in rows]
             axis.scatter(ratios, heights, s=34, c=color, marker=marker, label=name, zorder=3)
@@ -285,41 +276,26 @@ def draw(data: Mapping[str, Any], path: Path) -> Path | None:
         axis.set_yticks(range(len(titles)), titles, fontsize=8)
         axis.set_title(PHASES[phase], fontsize=9, loc="left")
     report.log_ticks(axes[-1, 0].xaxis)
-    axes[-1, 0].set_xlabel(
-        "time over that of SDPA on contiguous tensors: left of 1 is faster", fontsize=9
-    )
-    marks = axes[0, 0].get_legend_handles_labels()
-    figure.legend(
-        *marks, loc="outside lower center", ncols=5, fontsize=8, frameon=False, columnspacing=1.2
-    )
+    said = "time over that of SDPA on contiguous tensors: left of 1 is faster"
+    axes[-1, 0].set_xlabel(said, fontsize=9)
+    report.legend_below(figure, axes[0, 0], 5, columnspacing=1.2)
     return report.save(figure, path)
 
 
+OPTIONS = {
+    "--device": runner.DEVICE,
+    "--phase": option(choices=list(PHASES), nargs="+"),
+    "--only": option('regular expression on "heads phase case block dtype"', default=""),
+    "--repeats": option("turns of each contender (9; 2 with --quick)", type=int),
+    "--threads": runner.THREADS,
+    "--flex-seconds": option("compiling flex_attention; 0: leave it out", type=float, default=30.0),
+    "--quick": runner.QUICK,
+    "--results": runner.RESULTS,
+}
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", choices=machine.devices(), default="cpu")
-    parser.add_argument("--phase", choices=["decode", "chunk", "prefill"], nargs="+")
-    parser.add_argument(
-        "--only", default="", help='regular expression on "heads phase case block dtype"'
-    )
-    parser.add_argument("--repeats", type=int, help="turns of each contender (9; 2 with --quick)")
-    parser.add_argument("--threads", type=int, help="of PyTorch; as many as it takes without it")
-    parser.add_argument(
-        "--flex-seconds",
-        type=float,
-        default=30.0,
-        help="for compiling flex_attention; 0: leave it out",
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="a tiny shape and two turns: only to see that it runs"
-    )
-    parser.add_argument(
-        "--results",
-        type=Path,
-        help="directory for the files (benchmarks/results; none with --quick)",
-    )
+    parser = runner.parser_of(__doc__, OPTIONS)
     args = parser.parse_args(argv)
     args.repeats = args.repeats or (2 if args.quick else 9)
     args.results = args.results or (None if args.quick else report.RESULTS)
@@ -332,17 +308,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
 
-    def chosen(setting: Setting) -> bool:
-        title = (
-            f"{setting.shape.name} {setting.case.phase} {setting.case.name} {setting.block_size}"
-            f" {setting.dtype}"
-        )
-        return (not args.phase or setting.case.phase in args.phase) and re.search(
-            args.only, title
-        ) is not None
-
     settings = [
-        setting for setting in attention_data.settings(args.device, args.quick) if chosen(setting)
+        setting
+        for setting in attention_data.settings(args.device, args.quick)
+        if setting.case.phase in (args.phase or PHASES) and re.search(args.only, setting.title)
     ]
     facts = machine.facts(args.device)
     limits = ceilings.measure(args.device, args.quick)

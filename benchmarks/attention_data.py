@@ -65,6 +65,12 @@ class Setting:
     device: str
 
     @property
+    def title(self) -> str:
+        """What `--only` chooses by."""
+        case = self.case
+        return f"{self.shape.name} {case.phase} {case.name} {self.block_size} {self.dtype}"
+
+    @property
     def flops(self) -> int:
         """FLOPs of one layer: two matrix products, two operations per pair and element."""
         return 4 * self.shape.heads * self.shape.head_dim * self.case.pairs
@@ -81,13 +87,8 @@ class Setting:
 
     def bytes_with(self, token_bytes: int) -> int:
         """`num_bytes` with `token_bytes` bytes of keys or values per token and head."""
-        states = (
-            2
-            * len(self.case.seq_lens)
-            * self.case.query_len
-            * self.shape.heads
-            * self.shape.head_dim
-        )
+        queries = len(self.case.seq_lens) * self.case.query_len
+        states = 2 * queries * self.shape.heads * self.shape.head_dim
         stored = 2 * sum(self.case.seq_lens) * self.shape.kv_heads * token_bytes
         return stored + states * DTYPES[self.dtype].itemsize
 

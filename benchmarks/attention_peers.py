@@ -139,40 +139,31 @@ class Contiguous(Peer):
         causal = case.phase == "prefill" and not case.ragged
         mask = None if causal or (case.query_len == 1 and not case.ragged) else data.visible()
         group_mask = mask if mask is None or case.query_len == 1 else mask.repeat(1, 1, group, 1)
+        masked: dict[str, Any] = dict(attn_mask=mask, is_causal=causal, scale=data.scale)
 
         def packed(layer: int) -> Tensor:
-            out = F.scaled_dot_product_attention(
-                grouped.flatten(2, 3),
-                *data.contiguous[layer],
-                attn_mask=group_mask,
-                scale=data.scale,
-            )
+            options = dict(attn_mask=group_mask, scale=data.scale)
+            queries = grouped.flatten(2, 3)
+            out = F.scaled_dot_product_attention(queries, *data.contiguous[layer], **options)
             out = out.unflatten(2, (group, case.query_len)).permute(0, 3, 1, 2, 4)
             return out.reshape(batch, case.query_len, shape.heads, shape.head_dim)
 
         def by_head(layer: int) -> Tensor:
             out = data.query.new_empty(batch, case.query_len, shape.kv_heads, group, shape.head_dim)
             for index in range(group):
-                part = F.scaled_dot_product_attention(
-                    grouped[:, :, index],
-                    *data.contiguous[layer],
-                    attn_mask=mask,
-                    is_causal=causal,
-                    scale=data.scale,
-                )
+                queries = grouped[:, :, index]
+                part = F.scaled_dot_product_attention(queries, *data.contiguous[layer], **masked)
                 out[:, :, :, index] = part.transpose(1, 2)
             return out.flatten(2, 3)
 
         def gqa(layer: int) -> Tensor:
-            options = dict(attn_mask=mask, is_causal=causal, scale=data.scale, enable_gqa=group > 1)
-            return F.scaled_dot_product_attention(
-                data.query, *data.contiguous[layer], **options
-            ).transpose(1, 2)
+            options = dict(**masked, enable_gqa=group > 1)
+            out = F.scaled_dot_product_attention(data.query, *data.contiguous[layer], **options)
+            return out.transpose(1, 2)
 
         def repeated(layer: int) -> Tensor:
             key, value = (part.repeat_interleave(group, dim=1) for part in data.contiguous[layer])
-            options = dict(attn_mask=mask, is_causal=causal, scale=data.scale)
-            return F.scaled_dot_product_attention(data.query, key, value, **options).transpose(1, 2)
+            return F.scaled_dot_product_attention(data.query, key, value, **masked).transpose(1, 2)
 
         candidates = [by_head, gqa, repeated] if causal else [packed, by_head, gqa]
         return min(candidates, key=lambda function: _seconds(function, data))
@@ -212,9 +203,7 @@ class Transformers(Peer):
         mask: Tensor | None = data.visible()
         if eager:
             lowest = torch.finfo(data.query.dtype).min
-            mask = torch.zeros(mask.shape, device=mask.device, dtype=data.query.dtype).masked_fill(
-                ~mask, lowest
-            )
+            mask = torch.zeros_like(mask, dtype=data.query.dtype).masked_fill(~mask, lowest)
         elif not case.ragged and case.phase != "chunk":
             mask = None
         return lambda layer: function(
@@ -294,10 +283,8 @@ class FlashInfer(Peer):
         tables = data.step.block_tables
         flat = torch.cat([row[:count] for row, count in zip(tables, counts)])
         starts = _starts(counts, tables.device)
-        last = [
-            seq_len - (count - 1) * setting.block_size
-            for seq_len, count in zip(case.seq_lens, counts)
-        ]
+        pairs = zip(case.seq_lens, counts)
+        last = [seq_len - (count - 1) * setting.block_size for seq_len, count in pairs]
         pages = (starts, flat, torch.tensor(last, dtype=torch.int32, device=tables.device))
         sizes = (shape.heads, shape.kv_heads, shape.head_dim, setting.block_size)
         types = dict(
@@ -305,14 +292,12 @@ class FlashInfer(Peer):
         )
         workspace = torch.empty(128 << 20, dtype=torch.uint8, device=tables.device)
         if case.query_len == 1:
-            wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-                workspace, "HND", use_tensor_cores=True
-            )
+            make = flashinfer.BatchDecodeWithPagedKVCacheWrapper
+            wrapper = make(workspace, "HND", use_tensor_cores=True)
             wrapper.plan(*pages, *sizes, **types)
         else:
-            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-                workspace, "HND", backend="fa2"
-            )
+            make = flashinfer.BatchPrefillWithPagedKVCacheWrapper
+            wrapper = make(workspace, "HND", backend="fa2")
             queries = _starts([case.query_len] * len(counts), tables.device)
             wrapper.plan(queries, *pages, *sizes, causal=True, **types)
         query = data.query.transpose(1, 2).flatten(0, 1).contiguous()
@@ -401,11 +386,6 @@ def time_limit(seconds: float) -> Iterator[None]:
 def peers(quick: bool, flex_seconds: float) -> list[Peer]:
     """All peers: the contiguous ideal, ours, then the others."""
     ours = [Ours(""), *(Ours(name) for name in backends.BACKENDS), Quantized()]
-    rest = [
-        Flex(0 if quick else flex_seconds),
-        FlashAttention(),
-        FlashInfer(),
-        Varlen(),
-        AtenFlash(),
-    ]
+    rest = [Flex(0 if quick else flex_seconds), FlashAttention(), FlashInfer()]
+    rest += [Varlen(), AtenFlash()]
     return [Contiguous(), *ours, Transformers("sdpa"), Transformers("eager"), *rest]

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.ceilings import synchronize
 from benchmarks.machine import facts
 from hf_paged.attention import backends
 from hf_paged.attention.backends import reference
@@ -40,14 +41,8 @@ LOADS = {  # rows, queries per row, tokens per row, layers
     "cpu": [(8, 1, 512, 2), (1, 64, 1024, 1)],
     "cuda": [(64, 1, 4096, 4), (4, 512, 4096, 4)],
 }
-TOLERANCE = {
-    "float32": 2e-5,
-    "float16": 5e-3,
-    "bfloat16": 3e-2,
-    "int8": 2e-4,
-    "fp8_e4m3": 2e-4,
-    "fp8_e5m2": 2e-4,
-}
+TOLERANCE = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 3e-2}
+TOLERANCE |= dict.fromkeys(KV_DTYPES, 2e-4)
 
 
 @dataclass(frozen=True)
@@ -77,10 +72,9 @@ class Problem:
         first = KVBlocks.allocate(shape[0], block_size, keys, values, kv_dtype=kv_dtype)
         quantized.write(first.keys, slice(None), keys)
         quantized.write(first.values, slice(None), values)
-        layers = [
-            first,
-            *(first.like([data.clone() for data in first.data]) for _ in range(num_layers - 1)),
-        ]
+        layers = [first]
+        while len(layers) < num_layers:
+            layers.append(first.like([data.clone() for data in first.data]))
         tables = torch.randperm(rows * per_row, device=device).view(rows, per_row).int()
         query = torch.randn(rows * query_len, heads, dim, dtype=dtype, device=device)
         return cls(tables, (seq_len,) * rows, query_len, block_size, query, layers)
@@ -98,23 +92,17 @@ class Problem:
     def check(self, backend: Any, stored: str) -> None:
         """Raises `RuntimeError` if the backend's output differs from the reference."""
         (output,), (expected,) = self.run(backend), self.run(reference)
-        if not torch.allclose(
-            output.float(), expected.float(), atol=TOLERANCE[stored], rtol=TOLERANCE[stored]
-        ):
-            raise RuntimeError(
-                f"{stored} in blocks of {self.block_size} tokens gives other numbers than the"
-                " reference"
-            )
+        most = TOLERANCE[stored]
+        if not torch.allclose(output.float(), expected.float(), atol=most, rtol=most):
+            blocks = f"{stored} in blocks of {self.block_size} tokens"
+            raise RuntimeError(f"{blocks} gives other numbers than the reference")
 
     def time(self, backend: Any) -> float:
         """Nanoseconds per context token and layer."""
-        is_cuda = self.query.is_cuda
-        if is_cuda:
-            torch.cuda.synchronize()
+        synchronize(self.query.device)
         start = time.perf_counter()
         self.run(backend)
-        if is_cuda:
-            torch.cuda.synchronize()
+        synchronize(self.query.device)
         return 1e9 * (time.perf_counter() - start) / (sum(self.seq_lens) * len(self.layers))
 
 
@@ -179,9 +167,6 @@ def run(device: str, seconds: float, quick: bool, folder: Path) -> None:
     path = folder / f"{costs.machine(torch.device(device))}.json"
     write(path, table, time.monotonic() - start, facts(device))
     for name, times in table.items():
-        print(
-            f"{name:16}",
-            *(f"{size}: {found / times['16']:.3f}" for size, found in times.items()),
-            sep="  ",
-        )
+        over = [f"{size}: {found / times['16']:.3f}" for size, found in times.items()]
+        print(f"{name:16}", *over, sep="  ")
     print(f"in {path}")

@@ -79,8 +79,9 @@ def matmul(device: str, dtype: torch.dtype, size: int, repeats: int = 5) -> floa
 def measure(device: str, quick: bool = False) -> Ceilings:
     """Measures both in a second or two; `quick` uses arrays too small to be exact."""
     cuda = torch.device(device).type == "cuda"
-    num_bytes = 1 << 26 if quick else CUDA_BYTES if cuda else CPU_BYTES
-    size = 512 if quick else CUDA_MATRIX if cuda else CPU_MATRIX
+    num_bytes, size = (CUDA_BYTES, CUDA_MATRIX) if cuda else (CPU_BYTES, CPU_MATRIX)
+    if quick:
+        num_bytes, size = 1 << 26, 512
     rates = {
         str(dtype)[6:]: matmul(device, dtype, size) for dtype in (torch.bfloat16, torch.float32)
     }

@@ -78,16 +78,7 @@ CHIPS = {
         Chip("sm_90", 90),
         Chip("sm_100", 100),
         Chip("sm_120", 120, block_shared=101376, shared=102400, scheduler_warps=12, blocks=24),
-        Chip(
-            "gfx942",
-            "gfx942",
-            64,
-            block_shared=65536,
-            shared=65536,
-            reserved=0,
-            scheduler_warps=8,
-            blocks=16,
-        ),
+        Chip("gfx942", "gfx942", 64, 65536, 65536, reserved=0, scheduler_warps=8, blocks=16),
     )
 }
 """Chips that kernels are compiled for. CUDA programming guide, table "Technical specifications per

@@ -11,20 +11,20 @@ chips and versions of Triton.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import runner
 from benchmarks.aot import Compiled, in_processes, measure, require_compiler
 from benchmarks.chips import CHIPS
 from benchmarks.machine import facts
 from benchmarks.report import RESULTS, command_line, markdown, read, write
+from benchmarks.runner import option
 from benchmarks.tune import Problem
 
 HALF, FULL = torch.bfloat16, torch.float32
@@ -89,15 +89,16 @@ CASES: dict[str, Callable[[], Any]] = {
 rows."""
 
 TESTED = (
-    *(
-        "prefill-d128-bf16-bias",
-        "prefill-d112-fp32",
-        "prefix-d64-bf16-n16",
-        "int8-decode-128",
-        "int8-prefill-128",
-    ),
-    *("fp8_e4m3-store-128", "fp8_e4m3-decode-512-64", "lora rank 128 bfloat16"),
-    *("hash", "copy-words"),
+    "prefill-d128-bf16-bias",
+    "prefill-d112-fp32",
+    "prefix-d64-bf16-n16",
+    "int8-decode-128",
+    "int8-prefill-128",
+    "fp8_e4m3-store-128",
+    "fp8_e4m3-decode-512-64",
+    "lora rank 128 bfloat16",
+    "hash",
+    "copy-words",
 )
 """Cases of `tests.support.kernels` that are compiled here, too, for all chips: of the other
 kernels."""
@@ -118,25 +119,19 @@ def _measure(job: tuple[str, str]) -> list[Compiled]:
 
 def row(found: Compiled) -> dict[str, Any]:
     """The row for JSON and for the table."""
-    blocks, limit = found.residency
-    extra = {
-        "spills": found.stack + found.spilled,
-        "per_token": found.per_token,
-        "blocks": blocks,
-        "limit": limit,
-    }
-    return (
-        dataclasses.asdict(found) | extra | {"tile": found.tile or None, "loop": found.loop or None}
-    )
+    row = dataclasses.asdict(found)
+    row["spills"] = found.stack + found.spilled
+    row["per_token"] = found.per_token
+    row["blocks"], row["limit"] = found.residency
+    return row | {"tile": found.tile or None, "loop": found.loop or None}
 
 
 def verdicts(found: Sequence[Compiled]) -> list[str]:
     """One line per target: whether it is met."""
     lines = []
     for one in found:
-        if (one.case, one.kernel) == (TARGET_CASE, "attention_kernel") and not CHIPS[
-            one.chip
-        ].is_amd:
+        is_target = (one.case, one.kernel) == (TARGET_CASE, "attention_kernel")
+        if is_target and not CHIPS[one.chip].is_amd:
             verdict = "holds" if one.loop <= TARGET else "MISSED"
             lines.append(
                 f"{one.case} on {one.chip}: {one.loop} instructions a tile of {one.tile}, at most"
@@ -157,13 +152,10 @@ def _notes(rows: Sequence[dict[str, Any]]) -> str:
     names = [field.name for field in dataclasses.fields(Compiled)]
     lines = []
     for version in sorted({row["triton"] for row in rows}):
+        mine = [row for row in rows if row["triton"] == version]
+        zeros = [{"tile": row["tile"] or 0, "loop": row["loop"] or 0} for row in mine]
         kernels = [
-            Compiled(
-                **{name: row[name] for name in names}
-                | {"tile": row["tile"] or 0, "loop": row["loop"] or 0}
-            )
-            for row in rows
-            if row["triton"] == version
+            Compiled(**{name: row[name] for name in names} | more) for row, more in zip(mine, zeros)
         ]
         lines += [f"- Triton {version}: {line}" for line in verdicts(kernels)]
     return "\n".join(lines)
@@ -171,25 +163,14 @@ def _notes(rows: Sequence[dict[str, Any]]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--chips", nargs="+", choices=list(CHIPS), default=list(CHIPS))
-    parser.add_argument(
-        "--only", nargs="+", default=[""], help="cases whose name contains one of these"
-    )
-    parser.add_argument(
-        "--jobs", type=int, default=2, help="processes that compile at the same time"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help=f"two cases on {QUICK_CHIP}: shows that it runs"
-    )
-    parser.add_argument(
-        "--results",
-        type=Path,
-        help="directory for the files (benchmarks/results; none with --quick)",
-    )
-    args = parser.parse_args(argv)
+    options = {
+        "--chips": option(nargs="+", choices=list(CHIPS), default=list(CHIPS)),
+        "--only": option("cases that contain one of these", nargs="+", default=[""]),
+        "--jobs": option("processes that compile at the same time", type=int, default=2),
+        "--quick": runner.flag(f"two cases on {QUICK_CHIP}: shows that it runs"),
+        "--results": runner.RESULTS,
+    }
+    args = runner.parser_of(__doc__, options).parse_args(argv)
     require_compiler()
     import triton
 
@@ -217,13 +198,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     kept = [other for other in earlier.get("rows", ()) if "triton" in other]
     rows += [other for other in kept if (other["triton"], other["chip"], other["case"]) not in done]
     rows.sort(key=lambda row: (row["triton"], list(CHIPS).index(row["chip"])))
-    files = {
-        "directory": directory,
-        "columns": COLUMNS,
-        "command": command,
-        "extra": {"runs": runs},
-    }
-    write("compiled", machine, rows, notes=_notes(rows), **files)
+    files = {"directory": directory, "columns": COLUMNS, "command": command}
+    write("compiled", machine, rows, notes=_notes(rows), extra={"runs": runs}, **files)
 
 
 if __name__ == "__main__":

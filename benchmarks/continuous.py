@@ -53,9 +53,8 @@ class GenerateBatch(System):
 
     def __call__(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> Answer:
         if not self.sized and not self.fills_memory:
-            raise NotAvailable(
-                "skipped: takes most of the memory, which is too much for a quick run"
-            )
+            why = "takes most of the memory, which is too much for a quick run"
+            raise NotAvailable(f"skipped: {why}")
         if batch.ragged:
             results = self._by_manager(model, workload, batch)
         else:
@@ -65,13 +64,10 @@ class GenerateBatch(System):
             results = list(found.values())
         failed = next((result.error for result in results if result.error is not None), None)
         if failed is not None or len(results) != len(batch.prompts) * workload.rows_per_prompt:
-            raise RuntimeError(
-                failed or f"{len(results)} of {len(batch.prompts)} results came back"
-            )
-        return Answer(
-            [list(result.generated_tokens) for result in results],
-            [r.timestamps or [] for r in results],
-        )
+            told = f"{len(results)} of {len(batch.prompts)} results came back"
+            raise RuntimeError(failed or told)
+        rows = [list(result.generated_tokens) for result in results]
+        return Answer(rows, [result.timestamps or [] for result in results])
 
     def _options(self, workload: Workload, batch: Batch) -> dict[str, Any]:
         settings = dict(self.settings)
@@ -80,17 +76,10 @@ class GenerateBatch(System):
             pairs = zip(batch.prompts, batch.new_tokens)
             needed = sum(-(-(len(prompt) + new) // page) for prompt, new in pairs)
             settings["num_blocks"] = needed + needed // 5 + 1
-        return {
-            "generation_config": GenerationConfig(
-                **workload.options,
-                max_new_tokens=max(batch.new_tokens),
-                pad_token_id=PAD,
-                eos_token_id=None,
-            ),
-            "continuous_batching_config": ContinuousBatchingConfig(**settings)
-            if settings
-            else None,
-        }
+        options = {**workload.options, "max_new_tokens": max(batch.new_tokens)}
+        generation = GenerationConfig(**options, pad_token_id=PAD, eos_token_id=None)
+        batching = ContinuousBatchingConfig(**settings) if settings else None
+        return {"generation_config": generation, "continuous_batching_config": batching}
 
     @contextlib.contextmanager
     def manager(self, model: Any, workload: Workload, batch: Batch) -> Iterator[Any]:
@@ -152,9 +141,8 @@ def tuned(
         return min(candidates, key=seconds.__getitem__)
 
     def with_setting(base: GenerateBatch, name: str, value: Any) -> GenerateBatch:
-        return GenerateBatch(
-            base.attention, tuple(sorted({**dict(base.settings), name: value}.items())), base.sized
-        )
+        settings = tuple(sorted({**dict(base.settings), name: value}.items()))
+        return GenerateBatch(base.attention, settings, base.sized)
 
     base = GenerateBatch(sized=True, settings=(("max_batch_tokens", 512), (PAGE_SIZE, 32)))
     if quick:

@@ -11,24 +11,24 @@ covers all that `generate` does per token; the prefill is excluded.
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import re
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import hf_paged
-from benchmarks.machine import devices, facts
-from benchmarks.models import SHAPES, Shape, build
+from benchmarks import runner
+from benchmarks.models import SHAPES, build
+from benchmarks.report import markdown
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """Rows and their prompt lengths in tokens; shorter rows are left-padded. `turns`: turns of
     plain and paged."""
 
@@ -37,19 +37,21 @@ class Case:
     turns: int
 
 
-def cases(quick: bool, asked: str = "") -> list[Case]:
+CASES = (
+    Case("1x512", (512,), 25),
+    Case("8x512", (512,) * 8, 5),
+    Case("32 rows of 64..1024", tuple(64 + round(i * (1024 - 64) / 31) for i in range(32)), 2),
+)
+QUICK = (Case("1x128", (128,), 3), Case("4 rows of 32..256", (32, 100, 180, 256), 3))
+
+
+def cases(args: argparse.Namespace) -> list[Case]:
     """Three cases, smaller with `quick`, or the one asked for as `ROWSxTOKENS`."""
-    if asked:
-        rows, length = map(int, asked.split("x"))
-        return [Case(asked, (length,) * rows, 5)]
-    if quick:
-        return [Case("1x128", (128,), 3), Case("4 rows of 32..256", (32, 100, 180, 256), 3)]
-    ragged = tuple(64 + round(i * (1024 - 64) / 31) for i in range(32))
-    return [
-        Case("1x512", (512,), 25),
-        Case("8x512", (512,) * 8, 5),
-        Case("32 rows of 64..1024", ragged, 2),
-    ]
+    chosen: Sequence[Case] = QUICK if args.quick else CASES
+    if args.case:
+        rows, length = map(int, args.case.split("x"))
+        chosen = [Case(args.case, (length,) * rows, 5)]
+    return [case for case in chosen if re.search(args.only, case.name)]
 
 
 class Clock(StoppingCriteria):
@@ -62,15 +64,11 @@ class Clock(StoppingCriteria):
         self.times.append(time.perf_counter())
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
-    def steps(self) -> list[float]:
-        """Seconds of each step after the first, which includes the prefill."""
-        return [b - a for a, b in zip(self.times, self.times[1:])]
-
 
 def step_seconds(
     model: Any, inputs: dict[str, torch.Tensor], new_tokens: int, **kwargs: Any
 ) -> tuple[list[float], Any]:
-    """Seconds of each decode step, and the tokens of the output."""
+    """Seconds of each decode step after the first, which includes the prefill; all tokens."""
     clock = Clock()
     tokens = model.generate(
         **inputs,
@@ -80,7 +78,7 @@ def step_seconds(
         stopping_criteria=StoppingCriteriaList([clock]),
         **kwargs,
     )
-    return clock.steps(), tokens
+    return [after - before for before, after in itertools.pairwise(clock.times)], tokens
 
 
 def padded(lengths: tuple[int, ...], vocab_size: int, device: str) -> dict[str, torch.Tensor]:
@@ -92,89 +90,69 @@ def padded(lengths: tuple[int, ...], vocab_size: int, device: str) -> dict[str, 
     return {"input_ids": (ids * mask).to(device), "attention_mask": mask.long().to(device)}
 
 
-def run(device: str, shape: Shape, some: list[Case], new_tokens: int) -> list[dict[str, Any]]:
-    """Rows of the table."""
-    model = build(shape, device, torch.bfloat16)
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    shape = SHAPES[args.model]
+    model = build(shape, args.device, torch.bfloat16)
     rows = []
-    for case in some:
-        inputs = padded(case.lengths, shape.vocab, device)
-        seconds: dict[str, list[float]] = {"plain": [], "paged": []}
-        options: dict[str, dict[str, Any]] = {
-            "plain": {},
-            "paged": {"cache_implementation": "paged"},
-        }
+    for case in cases(args):
+        inputs = padded(case.lengths, shape.vocab, args.device)
         short = {name: tensor[:, -8:] for name, tensor in inputs.items()}
-        for name in seconds:
-            step_seconds(model, short, 4, **options[name])  # warm-up
-        ratios = []
-        for _ in range(case.turns):
-            medians = {}
-            for name in seconds:
-                steps, _ = step_seconds(model, inputs, new_tokens, **options[name])
-                seconds[name] += steps
-                medians[name] = statistics.median(steps)
-            ratios.append(medians["paged"] / medians["plain"])
-        rows.append(
-            {
-                "case": case.name,
-                **{
-                    f"{name}_ms": round(1e3 * statistics.median(values), 2)
-                    for name, values in seconds.items()
-                },
-                "ratio": round(statistics.median(ratios), 3),
-                "ratio_min": round(min(ratios), 3),
-                "ratio_max": round(max(ratios), 3),
-                "route": asdict(hf_paged.last_route(model) or hf_paged.Route("plain", "")),
-            }
-        )
+        routes = {}
+
+        def steps(
+            name: str, inputs: Any = inputs, count: int = args.new_tokens, routes: Any = routes
+        ) -> list[float]:
+            paged = {"cache_implementation": "paged"} if name == "paged" else {}
+            seconds, _ = step_seconds(model, inputs, count, **paged)
+            routes[name] = hf_paged.last_route(model)
+            return seconds
+
+        for name in ("plain", "paged"):
+            steps(name, short, 4)  # warm-up
+        arms = {name: (lambda turn, name=name: steps(name)) for name in ("plain", "paged")}
+        seconds = runner.take_turns(arms, case.turns)
+        medians = {name: list(map(statistics.median, turns)) for name, turns in seconds.items()}
+        ratios = [paged / plain for paged, plain in zip(medians["paged"], medians["plain"])]
+        row: dict[str, Any] = {"case": case.name}
+        for name, turns in seconds.items():
+            row[f"{name}_ms"] = round(1e3 * statistics.median(itertools.chain(*turns)), 2)
+        row["ratio"] = round(statistics.median(ratios), 3)
+        row |= {"ratio_min": round(min(ratios), 3), "ratio_max": round(max(ratios), 3)}
+        row["route"] = asdict(routes["paged"] or hf_paged.Route("plain", ""))
+        rows.append(row)
         hf_paged.free(model)
-    return rows
+    return {"model": shape.name, "rows": rows}
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown."""
     lines = [
-        "| case | plain ms | paged ms | paged / plain | min..max | in place |",
-        "|---|---|---|---|---|---|",
+        {
+            "case": row["case"],
+            "plain ms": str(row["plain_ms"]),
+            "paged ms": str(row["paged_ms"]),
+            "paged / plain": f"**{row['ratio']}**",
+            "min..max": f"{row['ratio_min']}..{row['ratio_max']}",
+            "in place": row["route"]["in_place"],
+        }
+        for row in rows
     ]
-    for row in rows:
-        lines.append(
-            f"| {row['case']} | {row['plain_ms']} | {row['paged_ms']} | **{row['ratio']}** |"
-            f" {row['ratio_min']}..{row['ratio_max']} |"
-            f" {'yes' if row['route']['in_place'] else 'no'} |"
-        )
-    return "\n".join(lines)
+    return markdown(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", choices=devices(), default="cpu")
-    parser.add_argument(
-        "--model", choices=list(SHAPES), help="(qwen2.5-0.5b; llama-tiny with --quick)"
-    )
-    parser.add_argument("--case", default="", help="one of your own, ROWSxTOKENS of the prompts")
-    parser.add_argument(
-        "--quick", action="store_true", help="a small model: only to see that it runs"
-    )
-    parser.add_argument("--only", default="", help="regular expression on the case's name")
-    parser.add_argument(
-        "--new-tokens", type=int, help="steps timed in each turn (24; 4 with --quick)"
-    )
-    parser.add_argument("--json", help="also write the results here")
-    args = parser.parse_args(argv)
-    shape = SHAPES[args.model or ("llama-tiny" if args.quick else "qwen2.5-0.5b")]
-    some = [case for case in cases(args.quick, args.case) if re.search(args.only, case.name)]
-    rows = run(args.device, shape, some, args.new_tokens or (4 if args.quick else 24))
-    print(table(rows))
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(
-                {"machine": facts(args.device), "model": shape.name, "rows": rows}, file, indent=1
-            )
-
+main = runner.Benchmark(
+    __doc__,
+    run,
+    lambda data: [table(data["rows"])],
+    options={
+        "--device": runner.DEVICE,
+        "--model": runner.MODEL | {"default": "qwen2.5-0.5b"},
+        "--case": runner.option("one of your own, ROWSxTOKENS of the prompts", default=""),
+        "--new-tokens": runner.option("steps timed in each turn", type=int, default=24),
+    },
+    only="regular expression on the case's name",
+    quick={"model": "llama-tiny", "new_tokens": 4},
+).main
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -12,24 +12,21 @@ machine, another does not.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
-import time
+import unittest.mock
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 import hf_paged
-from benchmarks.machine import facts
+from benchmarks import runner
 from benchmarks.models import SHAPES, build
+from benchmarks.report import markdown
 
-ROWS, PROMPT_TOKENS, NEW_TOKENS = 4, 64, 64
+ROWS, PROMPT_TOKENS = 4, 64
 # a first paged call takes at most this factor of plain's, and so much more
 TARGET_FACTOR, TARGET_SECONDS = 1.5, 1.0
 SYSTEMS = {
@@ -48,6 +45,7 @@ def measure(system: str, name: str, dtype: str, new_tokens: int) -> dict[str, fl
     prompts = torch.randint(
         3, shape.vocab - 1, (ROWS, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0)
     )
+    mask = torch.ones_like(prompts)
     options: dict[str, Any] = dict(
         max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False
     )
@@ -55,9 +53,9 @@ def measure(system: str, name: str, dtype: str, new_tokens: int) -> dict[str, fl
         options["cache_implementation"] = "paged"
     seconds, parts = [], dict.fromkeys(PARTS, 0.0)
     for turn in range(3):
-        start = time.perf_counter()
-        model.generate(prompts, attention_mask=torch.ones_like(prompts), **options)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(
+            runner.seconds_of(lambda: model.generate(prompts, attention_mask=mask, **options))
+        )
         route = hf_paged.last_route(model)
         if turn == 0 and system != "plain":
             assert route is not None and route.road == "engine", route
@@ -67,47 +65,35 @@ def measure(system: str, name: str, dtype: str, new_tokens: int) -> dict[str, fl
 
 def measure_anew(system: str, *arguments: Any) -> dict[str, float]:
     """`measure` in a new process, with an empty folder for kernels if they are to be compiled."""
-    variable = "HF_PAGED_CACHE_DIR"
     with tempfile.TemporaryDirectory() as folder:
-        before = os.environ.get(variable)
-        try:
-            if system == "compiling":
-                os.environ[variable] = folder
-            with ProcessPoolExecutor(1, get_context("spawn")) as process:
-                return process.submit(measure, system, *arguments).result()
-        finally:
-            os.environ.pop(variable, None)
-            if before is not None:
-                os.environ[variable] = before
+        folders = {"HF_PAGED_CACHE_DIR": folder} if system == "compiling" else {}
+        with unittest.mock.patch.dict(os.environ, folders):
+            (found,) = runner.in_processes(1, measure, system, *arguments)
+    return found
 
 
-def run(
-    systems: Sequence[str], name: str, dtype: str, turns: int, new_tokens: int
-) -> list[dict[str, Any]]:
-    """Returns a row of medians for each system; systems take turns. Compiling is measured once."""
-    measured: dict[str, list[dict[str, float]]] = {system: [] for system in systems}
-    if "paged" in systems:
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """A row of medians for each system. Compiling is measured once."""
+    settings = args.model, args.dtype, args.new_tokens
+    if "paged" in args.systems:
         # compiles the kernels unless they are; warms the file cache
-        measure_anew("paged", name, dtype, new_tokens)
-    for turn in tqdm(range(turns), desc=name, disable=None):
-        for system in systems if turn % 2 else reversed(systems):
-            if system != "compiling" or turn == 0:
-                measured[system].append(measure_anew(system, name, dtype, new_tokens))
+        measure_anew("paged", *settings)
+    arms = {
+        system: (lambda turn, system=system: measure_anew(system, *settings))
+        for system in args.systems
+    }
+    compiling = {name: arms.pop(name) for name in ("compiling",) if name in arms}
+    measured = runner.take_turns(arms, args.turns, title=args.model)
+    measured |= runner.take_turns(compiling, 1)
     rows = []
     for system, runs in measured.items():
-        medians = {
-            part: round(statistics.median(each[part] for each in runs), 3) for part in runs[0]
-        }
-        firsts = [each["first"] for each in runs]
-        rows.append(
-            {
-                "system": system,
-                "turns": len(runs),
-                **medians,
-                "range": [round(min(firsts), 3), round(max(firsts), 3)],
-            }
-        )
-    return rows
+        row: dict[str, Any] = {"system": system, "turns": len(runs)}
+        for part in runs[0]:
+            row[part] = round(statistics.median(each[part] for each in runs), 3)
+        firsts = [round(each["first"], 3) for each in runs]
+        rows.append(row | {"range": [min(firsts), max(firsts)]})
+    sizes = {"model": args.model, "dtype": args.dtype, "new_tokens": args.new_tokens}
+    return {**sizes, "rows": rows}
 
 
 def limit(rows: Sequence[dict[str, Any]]) -> float:
@@ -118,61 +104,37 @@ def limit(rows: Sequence[dict[str, Any]]) -> float:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown."""
-    lines = [
-        (
-            f"| call | first call, s | {', s | '.join(f'of it {part}' for part in PARTS.values())},"
-            " s | third call, s |"
-        ),
-        f"|---|--:|{'--:|' * len(PARTS)}--:|",
-    ]
+    lines = []
     for row in rows:
-        parts = [f"{row[part]:.2f}" if row["system"] != "plain" else "" for part in PARTS]
         low, high = row["range"]
-        first = (
-            f"{row['first']:.2f} ({low:.2f} to {high:.2f})"
-            if row["turns"] > 1
-            else f"{row['first']:.2f}"
-        )
-        lines.append(
-            f"| {SYSTEMS[row['system']]} | {first} | {' | '.join(parts)} | {row['later']:.2f} |"
-        )
-    return "\n".join(lines)
+        span = f" ({low:.2f} to {high:.2f})" if row["turns"] > 1 else ""
+        line = {"call": SYSTEMS[row["system"]], "first call, s": f"{row['first']:.2f}{span}"}
+        for part, title in PARTS.items():
+            told = "" if row["system"] == "plain" else f"{row[part]:.2f}"
+            line[f"of it {title}, s"] = told
+        lines.append({**line, "third call, s": f"{row['later']:.2f}"})
+    return markdown(lines, right=list(lines[0])[1:])
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default="llama-100m", choices=list(SHAPES))
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument(
-        "--turns", type=int, default=5, help="new processes of each system (%(default)s)"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="a tiny model, few tokens, one turn, compiling"
-    )
-    parser.add_argument("--json", help="also write the results here")
-    args = parser.parse_args(argv)
-    machine = facts()
-    name, turns, new_tokens = (
-        ("llama-tiny", 1, 8) if args.quick else (args.model, args.turns, NEW_TOKENS)
-    )
-    systems = [system for system in SYSTEMS if not (args.quick and system == "paged")]
-    rows = run(systems, name, args.dtype, turns, new_tokens)
-    print(table(rows))
-    print(f"\nThe target for a first paged call is {limit(rows):.2f} s.")
-    if args.json:
-        results = {
-            "machine": machine,
-            "model": name,
-            "dtype": args.dtype,
-            "new_tokens": new_tokens,
-            "rows": rows,
-        }
-        with open(args.json, "w") as file:
-            json.dump(results, file, indent=1)
+def show(data: dict[str, Any]) -> list[str]:
+    target = f"The target for a first paged call is {limit(data['rows']):.2f} s."
+    return [table(data["rows"]), target]
 
+
+main = runner.Benchmark(
+    __doc__,
+    run,
+    show,
+    options={"--model": runner.MODEL, "--dtype": runner.DTYPE},
+    turns=5,
+    fixed={"new_tokens": 64, "systems": tuple(SYSTEMS)},
+    quick={
+        "model": "llama-tiny",
+        "turns": 1,
+        "new_tokens": 8,
+        "systems": ("plain", "compiling"),
+    },
+).main
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -16,24 +16,31 @@ import argparse
 import contextlib
 import gc
 import math
-import multiprocessing
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 import hf_paged
-from benchmarks import arrivals, ceilings, generate_tables, kv_memory, latency, machine, report
+from benchmarks import (
+    arrivals,
+    ceilings,
+    generate_tables,
+    kv_memory,
+    latency,
+    machine,
+    report,
+    runner,
+)
 from benchmarks.continuous import GenerateBatch, tuned
 from benchmarks.generate_tables import COLUMNS, Result
 from benchmarks.models import SHAPES, Shape, build
 from benchmarks.peers import TITLES, Peer
 from benchmarks.roofline import Cost, call_seconds
+from benchmarks.runner import flag, option
 from benchmarks.systems import Answer, Engine, Generate, NotAvailable, SmallPool, System, quiet
 from benchmarks.workloads import WORKLOADS, Workload, equal_share
 
@@ -139,7 +146,7 @@ def turn(
         result.problem = str(error)
         return None
     except Exception as error:  # a failing peer is a result
-        result.problem = f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        result.problem = report.failed(error)
         return None
     bytes_now = system.kv_bytes(model, shape, workload, workload.batch(repeat, shape.vocab))
     if repeat < 0:
@@ -195,67 +202,49 @@ def run(
                 tokens[name] = rows
         if repeat > first:
             longest = max(longest, time.perf_counter() - start)
-        plain = next(
-            (
-                tokens[name]
-                for name in reversed(names)
-                if name.startswith("plain") and name in tokens
-            ),
-            None,
-        )
+        last = [name for name in names if name.startswith("plain") and name in tokens][-1:]
         for name, rows in tokens.items():
-            if plain is not None and (not workload.sampled or name == "ours"):
+            if last and (not workload.sampled or name == "ours"):
                 # other random draws give other samples
-                results[name].equal.append(equal_share(plain, rows))
+                results[name].equal.append(equal_share(tokens[last[0]], rows))
     for system in systems.values():
         system.free()
     hf_paged.free(model)
     return list(results.values())
 
 
-def apart(
-    device: str,
-    shape: Shape,
-    workload: Workload,
-    floor: float,
-    repeats: int,
-    first: int,
-    kinds: Kinds,
-) -> list[Result]:
-    """Runs the turns of plain and ours in a separate process: another memory layout, another build
-    of the model."""
-    arguments = device, shape, workload, floor, repeats, first, kinds, torch.get_num_threads()
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_apart, *arguments).result()
+def apart(*arguments: Any) -> list[Result]:
+    """`run` for plain and ours in a separate process: another memory layout, another build of the
+    model. `arguments`: of `_apart`, but for the number of threads."""
+    (found,) = runner.in_processes(1, _apart, torch.get_num_threads(), *arguments)
+    return found
 
 
 def _apart(
+    threads: int,
     device: str,
     shape: Shape,
     workload: Workload,
-    floor: float,
-    repeats: int,
-    first: int,
     kinds: Kinds,
-    threads: int,
+    repeats: int,
+    floor: float,
+    first: int,
 ) -> list[Result]:
     torch.set_num_threads(threads)
     with quiet():
         model = model_of(shape, device, kinds.int8)
-        gc.collect()
-        gc.freeze()
         systems = systems_for(workload, None, False, kinds=kinds)
-        return run(model, shape, workload, systems, repeats, floor, first=first)
+        with runner.frozen():
+            return run(model, shape, workload, systems, repeats, floor, first=first)
 
 
 def floor_of(cost: Cost, limits: ceilings.Ceilings, workload: Workload) -> float:
     """Seconds of one call by the roofline."""
     batch = workload.batch(0, cost.shape.vocab)
     rows = max(workload.rows_per_prompt, workload.options.get("num_beams", 1))
-    lengths = [len(prompt) for prompt in batch.prompts]
-    return call_seconds(
-        cost, limits, limits.flops["bfloat16"], lengths, batch.new_tokens, rows, workload.prefix
-    )
+    lengths, flops = [len(prompt) for prompt in batch.prompts], limits.flops["bfloat16"]
+    new = batch.new_tokens
+    return call_seconds(cost, limits, flops, lengths, new, rows, workload.prefix)
 
 
 def check(device: str, workloads: Sequence[Workload]) -> list[tuple[str, str, str]]:
@@ -274,68 +263,39 @@ def check(device: str, workloads: Sequence[Workload]) -> list[tuple[str, str, st
                 expected = timed(Generate(), model, tiny, small, 0)[1].rows
                 actual = timed(system, model, tiny, small, 0)[1].rows
                 share = equal_share(expected, actual)
-                found.append(
-                    (workload.name, name, "equal" if expected == actual else f"{share:.1%} equal")
-                )
+                outcome = "equal" if expected == actual else f"{share:.1%} equal"
             except Exception as error:
-                found.append((workload.name, name, f"failed: {type(error).__name__}: {error}"))
+                outcome = f"failed: {type(error).__name__}: {error}"
+            found.append((workload.name, name, outcome))
     return found
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", choices=machine.devices(), default="cpu")
-    parser.add_argument(
-        "--model", choices=list(SHAPES), help="(llama-100m; llama-tiny with --quick)"
-    )
-    parser.add_argument(
-        "--only",
-        default="",
-        help="workloads, for example W1,arrivals; without it all, and the memory",
-    )
-    parser.add_argument("--no-peers", action="store_true", help="no other way of transformers' own")
-    parser.add_argument(
-        "--peers",
+OPTIONS = {
+    "--device": runner.DEVICE,
+    "--model": option("(llama-100m; llama-tiny with --quick)", choices=list(SHAPES)),
+    "--only": option("such as W1,arrivals; without it all, and the memory", default=""),
+    "--no-peers": flag("no other way of transformers' own"),
+    "--peers": option(
+        "engines for processors, each installed apart",
         nargs="+",
         default=[],
         choices=list(TITLES),
-        help="engines for processors, each installed apart",
-    )
-    parser.add_argument(
-        "--int8", action="store_true", help="weights as 8-bit integers: torchao's, the peers' own"
-    )
-    parser.add_argument(
-        "--batch-invariant", action="store_true", help="the engine once more, with batch_invariant"
-    )
-    parser.add_argument(
-        "--no-memory", action="store_true", help="leave out the memory measurements"
-    )
-    parser.add_argument(
-        "--repeats", type=int, help="turns of each system in a process, whatever time they take"
-    )
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        help=f"to plan with; {MINUTES:g} on a CPU, without a limit elsewhere",
-    )
-    parser.add_argument("--threads", type=int, help="of PyTorch; as many as it takes without it")
-    parser.add_argument(
-        "--quick", action="store_true", help="short texts and one turn: only to see that it runs"
-    )
-    parser.add_argument(
-        "--results",
-        type=Path,
-        help="directory for the files (benchmarks/results; none with --quick)",
-    )
+    ),
+    "--int8": flag("weights as 8-bit integers: torchao's, the peers' own"),
+    "--batch-invariant": flag("the engine once more, with batch_invariant"),
+    "--no-memory": flag("leave out the memory measurements"),
+    "--repeats": option("turns of each system in a process, whatever time they take", type=int),
+    "--minutes": option(f"to plan with; {MINUTES:g} on a CPU, else without a limit", type=float),
+    "--threads": runner.THREADS,
+    "--quick": runner.QUICK,
+    "--results": runner.RESULTS,
+}
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = runner.parser_of(__doc__, OPTIONS)
     args = parser.parse_args(argv)
-    names = [*WORKLOADS, "arrivals"]
-    args.only = [name for name in args.only.split(",") if name]
-    if unknown := [name for name in args.only if name not in names]:
-        parser.error(
-            f"argument --only: invalid choice: {unknown[0]!r} (choose from {', '.join(names)})"
-        )
+    args.only = runner.parts(parser, args.only, [*WORKLOADS, "arrivals"])
     args.model = args.model or ("llama-tiny" if args.quick else "llama-100m")
     args.results = args.results or (None if args.quick else report.RESULTS)
     if args.minutes is None:
@@ -435,10 +395,8 @@ def measure(state: Run, model: Any, workload: Workload, peer: GenerateBatch | No
     found = run(model, shape, workload, systems, repeats, floor, fewest, state.until(workload.name))
     for process in range(1, workload.processes):
         try:
-            found_apart = apart(
-                args.device, shape, workload, floor, repeats, process * repeats, kinds
-            )
-            others = {one.system: one for one in found_apart}
+            arguments = args.device, shape, workload, kinds, repeats, floor, process * repeats
+            others = {one.system: one for one in apart(*arguments)}
         except Exception as error:  # the turns of this process are kept
             state.extra["problems"].append(
                 f"{workload.name}, process {process + 1}: {type(error).__name__}: {error}"
@@ -448,18 +406,13 @@ def measure(state: Run, model: Any, workload: Workload, peer: GenerateBatch | No
             if result.system in others and not result.problem:
                 result.add(others[result.system])
     rows = generate_tables.rows_of(found)
-    table = report.markdown(rows, state.columns).split("\n")
-    print("\n".join(table if not state.rows else table[2:]), flush=True)
+    report.show(rows, state.columns, is_first=not state.rows)
     state.rows += rows
-    third = systems.get(SMALL_POOL)
-    blocks = (
-        third.cache_config.num_blocks
-        if isinstance(third, SmallPool) and third.cache_config
-        else None
-    )
-    state.extra["memory"] += map(
-        asdict, kv_memory.of_results(found, shape, workload, SMALL_POOL, blocks)
-    )
+    third, blocks = systems.get(SMALL_POOL), None
+    if isinstance(third, SmallPool) and third.cache_config:
+        blocks = third.cache_config.num_blocks
+    memory = kv_memory.of_results(found, shape, workload, SMALL_POOL, blocks)
+    state.extra["memory"] += map(asdict, memory)
     return found
 
 
@@ -477,32 +430,21 @@ def benchmark(args: argparse.Namespace) -> None:
     facts, limits = machine.facts(args.device), ceilings.measure(args.device, args.quick)
     print("; ".join(f"{name} {value}" for name, value in facts.items()))
     if facts["tree"] != machine.CLEAN:
-        print(
-            "This is no run of a revision that others can check out: the work tree is"
-            f" {facts['tree']}."
-        )
+        print(f"No run of a revision that others can check out: the work tree is {facts['tree']}.")
     model = model_of(shape, args.device, args.int8)
     cost, state = Cost.of(model, shape), Run(args, facts, limits)
     weights = "8-bit weights in bfloat16" if args.int8 else "bfloat16"
-    print(
-        f"{limits}\n{shape.name}: {(cost.body + cost.head) / 1e6:.1f}M parameters a token,"
-        f" {weights}\n",
-        flush=True,
-    )
+    count = f"{(cost.body + cost.head) / 1e6:.1f}M parameters a token"
+    print(f"{limits}\n{shape.name}: {count}, {weights}\n", flush=True)
     if args.quick:
         print("A quick run shows that everything runs; its figures and targets say nothing.\n")
     peer: GenerateBatch | None = None
     if not args.no_peers:
         with state.part("tuning of generate_batch"):
             peer = tune(state, model, shape, args.quick)
-    print(
-        "\n".join(f"{workload.name}: {workload.title}" for workload in workloads) + "\n", flush=True
-    )
-    state.extra |= {
-        "workloads": {one.name: one.title for one in workloads},
-        "memory": [],
-        "arrivals": [],
-    }
+    print(*(f"{one.name}: {one.title}" for one in workloads), "", sep="\n", flush=True)
+    state.extra["workloads"] = {one.name: one.title for one in workloads}
+    state.extra |= {"memory": [], "arrivals": []}
     results: list[Result] = []
     try:
         for workload in workloads:
@@ -523,9 +465,8 @@ def benchmark(args: argparse.Namespace) -> None:
             print(f"\nfloat32, tiny: {checked}\n", flush=True)
         if not args.no_memory:
             with state.part("memory"):
-                state.extra["memory"] += map(
-                    asdict, kv_memory.measure(args.device, workloads, args.quick)
-                )
+                measured = kv_memory.measure(args.device, workloads, args.quick)
+                state.extra["memory"] += map(asdict, measured)
         if state.extra["memory"]:
             print(report.markdown(state.extra["memory"]), flush=True)
     finally:
@@ -542,13 +483,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
-    gc.collect()
-    gc.freeze()  # exempt existing objects from garbage collection before every turn
-    try:
-        with quiet():
-            benchmark(args)
-    finally:
-        gc.unfreeze()
+    with runner.frozen(), quiet():
+        benchmark(args)
 
 
 if __name__ == "__main__":

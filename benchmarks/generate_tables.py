@@ -137,17 +137,9 @@ def peer_rows(results: Sequence[Result]) -> list[dict[str, Any]]:
         for ours in OURS:
             if system in PEER_TARGETS and (workload, ours) in found:
                 values = paired.ratios(peer.seconds, found[workload, ours].seconds)
-                row = {
-                    "workload": workload,
-                    "peer": system,
-                    "time over": ours,
-                    "ratio": statistics.median(values),
-                }
-                row |= {
-                    "turns": len(values),
-                    "target": paired.verdict(values, PEER_TARGETS[system]),
-                }
-                rows.append(row)
+                row = {"workload": workload, "peer": system, "time over": ours}
+                row |= {"ratio": statistics.median(values), "turns": len(values)}
+                rows.append({**row, "target": paired.verdict(values, PEER_TARGETS[system])})
     return rows
 
 
@@ -155,17 +147,15 @@ def draw_all(data: Mapping[str, Any], stem: Path) -> list[Path]:
     """Draws what a result of `benchmarks.generate` holds to `<stem>.png`, `<stem>-memory.png`,
     `<stem>-latency.png`."""
     foot = report.caption(data["facts"], f"{data['model']['name']} with random weights, bfloat16")
-    pictures = {"": draw_speed, "-memory": draw_memory}
-    drawn = [
-        report.plot(
-            lambda draw=draw, name=name: draw(
-                data["rows"], foot, stem.with_name(f"{stem.name}{name}.png")
-            )
-        )
-        for name, draw in pictures.items()
-    ]
-    latency = stem.with_name(f"{stem.name}-latency.png")
-    drawn.append(report.plot(lambda: arrivals.draw(data.get("arrivals", []), foot, latency)))
+    pictures = {
+        "": (draw_speed, data["rows"]),
+        "-memory": (draw_memory, data["rows"]),
+        "-latency": (arrivals.draw, data.get("arrivals", [])),
+    }
+    drawn = []
+    for name, (draw, rows) in pictures.items():
+        path = stem.with_name(f"{stem.name}{name}.png")
+        drawn.append(report.plot(lambda draw=draw, rows=rows, path=path: draw(rows, foot, path)))
     return [path for path in drawn if path is not None]
 
 
@@ -174,9 +164,8 @@ def by_system(rows: Iterable[Mapping[str, Any]], key: str) -> dict[str, dict[str
     values: dict[str, dict[str, float]] = {}
     for row in rows:
         if row.get(key):
-            values.setdefault(NAMES.get(row["system"], row["system"]), {})[
-                WORKLOADS[row["workload"]].title
-            ] = row[key]
+            mine = values.setdefault(NAMES.get(row["system"], row["system"]), {})
+            mine[WORKLOADS[row["workload"]].title] = row[key]
     return values
 
 
@@ -188,26 +177,15 @@ def draw_speed(rows: Sequence[Mapping[str, Any]], foot: str, path: Path) -> Path
     figure, axis = report.figure(560, foot)
     report.grouped_bars(axis, values, label=lambda value: f"{value:.2f}")
     axis.axvline(1.0, color="black", linewidth=0.8)
-    axis.set_title(
-        "Plain generate's time over each system's: above 1 is faster", fontsize=10, loc="left"
-    )
-    figure.legend(
-        *axis.get_legend_handles_labels(),
-        loc="outside lower center",
-        ncols=2,
-        fontsize=8,
-        frameon=False,
-    )
+    report.title(axis, "Plain generate's time over each system's: above 1 is faster")
+    report.legend_below(figure, axis, 2)
     return report.save(figure, path)
 
 
 def memory_rows(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The rows of the best plain `generate` and of ours, whose peaks of K/V are compared."""
-    return [
-        row
-        for row in rows
-        if row.get("kv_mib") and (row["plain_over"] == 1 or row["system"] == "ours")
-    ]
+    held = [row for row in rows if row.get("kv_mib")]
+    return [row for row in held if row["plain_over"] == 1 or row["system"] == "ours"]
 
 
 def draw_memory(rows: Sequence[Mapping[str, Any]], foot: str, path: Path) -> Path | None:
@@ -221,16 +199,6 @@ def draw_memory(rows: Sequence[Mapping[str, Any]], foot: str, path: Path) -> Pat
         return None
     figure, axis = report.figure(430, foot)
     report.grouped_bars(axis, values, label=lambda value: f"{value:.3g}")
-    axis.set_title(
-        "Most memory that keys and values take in a call, MiB: less is better",
-        fontsize=10,
-        loc="left",
-    )
-    figure.legend(
-        *axis.get_legend_handles_labels(),
-        loc="outside lower center",
-        ncols=2,
-        fontsize=8,
-        frameon=False,
-    )
+    report.title(axis, "Most memory that keys and values take in a call, MiB: less is better")
+    report.legend_below(figure, axis, 2)
     return report.save(figure, path)

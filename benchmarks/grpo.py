@@ -11,27 +11,26 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
+import itertools
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
-from tqdm import tqdm
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.trainer_callback import PrinterCallback
 
 import hf_paged
-from benchmarks.machine import facts
+from benchmarks import runner
 from benchmarks.models import FIRST_WORD, PAD, SHAPES, Shape, build
-from benchmarks.paired import interval, ratios
+from benchmarks.paired import estimate, ratios
+from benchmarks.report import markdown
 
-STEPS, GENERATIONS, NEW_TOKENS, LENGTH, TURNS = 4, 8, 48, 64, 8
+STEPS, GENERATIONS = 4, 8
 PROMPTS = (1, 4)  # prompts per step
 TARGET = 2.2  # speedup over plain rollouts
 SYSTEMS: dict[str, dict[str, Any]] = {
@@ -40,6 +39,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     # transformers' name, on our engine
     "generate_batch": {"use_transformers_continuous_batching": True},
 }
+OURS = {"paged": "", "generate_batch": "_by_batches"}  # with the ends of their keys
 
 
 class Timed(LlamaForCausalLM):
@@ -127,93 +127,85 @@ def train(
     return sum(model.seconds), whole, [rollouts, losses]
 
 
-def run(name: str, turns: int, prompts: int, new_tokens: int, length: int) -> dict[str, Any]:
+def measure(args: argparse.Namespace, prompts: int) -> dict[str, Any]:
     """Median seconds of each system, speedup of the paged rollouts, and whether tokens and losses
     are equal."""
-    shape = SHAPES[name]
+    shape = SHAPES[args.model]
     model = build(shape, "cpu", torch.float32)
     model.__class__ = Timed
     weights = copy.deepcopy(model.state_dict())
-    seconds: dict[str, list[float]] = {system: [] for system in SYSTEMS}
-    whole: dict[str, list[float]] = {system: [] for system in SYSTEMS}
-    expected, are_equal = None, True
-    for turn in tqdm(range(turns + 1), desc=name, disable=None):  # the first is a warm-up
-        for system in list(SYSTEMS) if turn % 2 else reversed(list(SYSTEMS)):
-            model.load_state_dict(weights)
-            rollouts, training, found = train(model, shape, system, prompts, new_tokens, length)
-            expected = expected or found
-            are_equal &= found == expected
-            if turn:
-                seconds[system].append(rollouts)
-                whole[system].append(training)
+    answers: list[Any] = []
+    routes: dict[str, Any] = {}
+
+    def rollouts(system: str) -> tuple[float, float]:
+        model.load_state_dict(weights)
+        *seconds, found = train(model, shape, system, prompts, args.new_tokens, args.length)
+        answers.append(found)
+        routes[system] = hf_paged.last_route(model)
+        return seconds[0], seconds[1]
+
+    arms = {system: (lambda turn, system=system: rollouts(system)) for system in SYSTEMS}
+    turns = runner.take_turns(arms, args.turns, warm_ups=1, title=args.model)
     hf_paged.check_integrity(model)
-    route = hf_paged.last_route(model)
-    row: dict[str, Any] = {"model": name, "dtype": "float32", "turns": turns, "prompts": prompts}
-    row |= {
-        "new_tokens": new_tokens,
-        "length": length,
-        "equal": are_equal,
+    route = routes["generate_batch"]
+    row: dict[str, Any] = {
+        "model": args.model,
+        "dtype": "float32",
+        "turns": args.turns,
+        "prompts": prompts,
+        "new_tokens": args.new_tokens,
+        "length": args.length,
+        "equal": all(found == answers[0] for found in answers),
         "road": route.road if route else None,
     }
-    for title, of in (("rollouts", seconds), ("training", whole)):
+    for place, title in enumerate(("rollouts", "training")):
+        of = {system: [seconds[place] for seconds in mine] for system, mine in turns.items()}
         row[title] = {system: round(statistics.median(values), 3) for system, values in of.items()}
-        for system, suffix in (("paged", ""), ("generate_batch", "_by_batches")):
-            faster = ratios(of["plain"], of[system])
-            span = interval(faster) or (min(faster), max(faster))
-            row[title][f"faster{suffix}"] = round(statistics.median(faster), 3)
-            row[title][f"interval{suffix}"] = [round(bound, 3) for bound in span]
+        for system, suffix in OURS.items():
+            faster = estimate(ratios(of["plain"], of[system]))
+            row[title][f"faster{suffix}"] = round(faster.value, 3)
+            row[title][f"interval{suffix}"] = faster.bounds(3)
     return row
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown."""
-    lines = [
-        "| model | what | plain, s | paged, s | plain / paged | tokens and losses |",
-        "|---|---|--:|--:|--:|---|",
-    ]
-    for row in rows:
-        for title in ("rollouts", "training"):
-            cell, equal = row[title], "equal" if row["equal"] else "NOT equal"
-            what = (
-                f"{title}: {STEPS} steps of {row['prompts']} x {GENERATIONS} x {row['new_tokens']}"
-                " tokens"
-            )
-            for system, suffix in (("paged", ""), ("generate_batch", "_by_batches")):
-                if system not in cell:  # older results lack this system
-                    continue
-                low, high = cell[f"interval{suffix}"]
-                faster = f"{cell[f'faster{suffix}']} ({low} to {high})"
-                name = what if system == "paged" else f"{what}, by `generate_batch`"
-                seconds = f"{cell['plain']} | {cell[system]}"
-                lines.append(
-                    f"| {row['model']}, {row['dtype']} | {name} | {seconds} | {faster} | {equal} |"
-                )
-    return "\n".join(lines)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--turns", type=int, default=TURNS)
-    parser.add_argument("--quick", action="store_true", help="a tiny model, few tokens and turns")
-    parser.add_argument("--json", help="also write the results here")
-    args = parser.parse_args(argv)
+def run(args: argparse.Namespace) -> dict[str, Any]:
     hf_paged.install(continuous_batching=True)
-    found = facts()
     transformers.logging.set_verbosity_error()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        (name, turns), sizes = ("llama-24m", args.turns), (NEW_TOKENS, LENGTH)
-        if args.quick:
-            (name, turns), sizes = ("llama-tiny", 1), (6, 12)
-        rows = [run(name, turns, prompts, *sizes) for prompts in PROMPTS]
-    print(table(rows))
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump({"machine": found, "rows": rows}, file, indent=1)
+    return {"rows": [measure(args, prompts) for prompts in PROMPTS]}
 
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown."""
+    lines = []
+    for row, title in itertools.product(rows, ("rollouts", "training")):
+        cell = row[title]
+        size = f"{row['prompts']} x {GENERATIONS} x {row['new_tokens']}"
+        for system, suffix in OURS.items():
+            if system not in cell:  # older results lack this system
+                continue
+            by = ", by `generate_batch`" if suffix else ""
+            low, high = cell[f"interval{suffix}"]
+            lines.append(
+                {
+                    "model": f"{row['model']}, {row['dtype']}",
+                    "what": f"{title}: {STEPS} steps of {size} tokens{by}",
+                    "plain, s": str(cell["plain"]),
+                    "paged, s": str(cell[system]),
+                    "plain / paged": f"{cell[f'faster{suffix}']} ({low} to {high})",
+                    "tokens and losses": "equal" if row["equal"] else "NOT equal",
+                }
+            )
+    return markdown(lines, right=("plain, s", "paged, s", "plain / paged"))
+
+
+main = runner.Benchmark(
+    __doc__,
+    run,
+    lambda data: [table(data["rows"])],
+    turns=8,
+    fixed={"model": "llama-24m", "new_tokens": 48, "length": 64},
+    quick={"model": "llama-tiny", "turns": 1, "new_tokens": 6, "length": 12},
+).main
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

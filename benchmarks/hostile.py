@@ -29,11 +29,11 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine
+from benchmarks import runner
 
 STREAMS = 4
 MOST_SECONDS, MOST_SLOW = 0.5, 0.05  # a gap, and the share of runs that may have a longer one
@@ -41,62 +41,48 @@ SWITCH = "HF_PAGED_EIO"  # a file: while it exists, the tiers' files cannot be r
 NUM_BLOCKS = 2048
 
 
-def _chat(content: str, **options: Any) -> dict[str, Any]:
-    return {
-        "messages": [{"role": "user", "content": content}],
-        "max_tokens": 8,
-        "temperature": 0,
-        **options,
-    }
+Body = dict[str, Any]
 
 
-def _attacks() -> dict[str, Callable[[], tuple[str, dict[str, Any]]]]:
-    draw = random.Random(0)
+def _chat(content: str, **options: Any) -> tuple[str, Body]:
+    messages = [{"role": "user", "content": content}]
+    return "chat/completions", {"messages": messages, "max_tokens": 8, "temperature": 0, **options}
+
+
+def _complete(prompt: str) -> tuple[str, Body]:
+    return "completions", {"prompt": prompt, "max_tokens": 8}
+
+
+def _attacks() -> dict[str, Callable[[], tuple[str, Body]]]:
+    draw, config = random.Random(0), json.dumps
 
     def word() -> str:
         return "".join(draw.choices(string.ascii_lowercase, k=8))
 
     def deep(levels: int) -> Any:
-        value: Any = {}
-        for _ in range(levels):
-            value = [value]
-        return value
+        return [deep(levels - 1)] if levels else {}
 
-    config, words = json.dumps, [word() for _ in range(8)]
+    words = [word() for _ in range(8)]
+    stops = ["a" * 4033, *"abcdefghi" * 7]
+    bad = config({"bad_words_ids": [[5, 6]] * 50_000})
+    beams = config({"num_beams": 100})
+    biases = {str(i): i % 3 for i in range(2000)}
     return {
-        "stop strings of 30,000 characters": lambda: ("chat", _chat(word(), stop="a" * 30_000)),
-        "stop strings of 4,096 characters": lambda: (
-            "chat",
-            _chat(word(), stop=["a" * 4033, *"abcdefghi" * 7]),
-        ),
-        "prompts of 1 MB": lambda: (
-            "completions",
-            {"prompt": f"{word()} " * 111_111, "max_tokens": 8},
-        ),
-        "messages of 10 MB": lambda: ("chat", _chat(f"{word()} " * 1_111_111)),
-        "prompts that fit": lambda: (
-            "completions",
-            {"prompt": f"{draw.choice(words)} " * 1500, "max_tokens": 8},
-        ),
-        "biases": lambda: ("chat", _chat(word(), logit_bias={str(i): i % 3 for i in range(2000)})),
-        "bad words": lambda: (
-            "chat",
-            _chat(word(), generation_config=config({"bad_words_ids": [[5, 6]] * 50_000})),
-        ),
-        "many beams": lambda: (
-            "chat",
-            _chat(word(), max_tokens=10**9, generation_config=config({"num_beams": 100})),
-        ),
-        "deep bodies": lambda: ("chat", _chat(word(), tools=deep(500))),
-        "many choices": lambda: ("chat", _chat(word(), n=32, temperature=1)),
-        "tiny requests": lambda: ("chat", _chat(word(), max_tokens=1)),
+        "stop strings of 30,000 characters": lambda: _chat(word(), stop="a" * 30_000),
+        "stop strings of 4,096 characters": lambda: _chat(word(), stop=stops),
+        "prompts of 1 MB": lambda: _complete(f"{word()} " * 111_111),
+        "messages of 10 MB": lambda: _chat(f"{word()} " * 1_111_111),
+        "prompts that fit": lambda: _complete(f"{draw.choice(words)} " * 1500),
+        "biases": lambda: _chat(word(), logit_bias=biases),
+        "bad words": lambda: _chat(word(), generation_config=bad),
+        "many beams": lambda: _chat(word(), max_tokens=10**9, generation_config=beams),
+        "deep bodies": lambda: _chat(word(), tools=deep(500)),
+        "many choices": lambda: _chat(word(), n=32, temperature=1),
+        "tiny requests": lambda: _chat(word(), max_tokens=1),
     }
 
 
 ATTACKS = _attacks()
-
-
-# -- the server ----------------------------------------------------------------------------------
 
 
 def serve(arguments: list[str]) -> None:
@@ -137,10 +123,8 @@ def save_model(folder: Path, name: str) -> None:
         )
         names = list(dict.fromkeys(names))
     made = Tokenizer(BPE({name: i for i, name in enumerate(names[: shape.vocab])}, []))
-    made.pre_tokenizer, made.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
     )
@@ -155,40 +139,18 @@ class Server:
             taken.bind(("127.0.0.1", 0))
             self.port = taken.getsockname()[1]
         self.model, self.switch, tier = str(folder), folder / "eio", folder / "hf_paged-tier"
-        settings = f"num_blocks={NUM_BLOCKS}", f"prefix_tiers={str(tier)!r}"
-        run = [argument for setting in settings for argument in ("--set", setting)]
-        command = [
-            "-m",
-            "hf_paged",
-            "run",
-            "--engine",
-            *run,
-            __file__,
-            "--serve",
-            "serve",
-            self.model,
-        ]
-        self.log = (folder / "log.txt").open("w+")
+        command = [sys.executable, "-m", "hf_paged", "run", "--engine"]
+        command += ["--set", f"num_blocks={NUM_BLOCKS}", "--set", f"prefix_tiers={str(tier)!r}"]
+        command += [__file__, "--serve", "serve", self.model, "--device", "cpu"]
+        command += ["--host", "127.0.0.1", "--port", str(self.port)]
         root = Path(__file__).resolve().parents[1]
         paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+        switches = {SWITCH: str(self.switch), "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths}
+        self.log = (folder / "log.txt").open("w+")
         self.process = subprocess.Popen(
-            [
-                sys.executable,
-                *command,
-                "--device",
-                "cpu",
-                "--host",
-                "127.0.0.1",
-                "--port",
-                str(self.port),
-            ],
+            command,
             cwd=root,
-            env={
-                **os.environ,
-                SWITCH: str(self.switch),
-                "HF_HUB_OFFLINE": "1",
-                "PYTHONPATH": paths,
-            },
+            env={**os.environ, **switches},
             stdout=self.log,
             stderr=subprocess.STDOUT,
         )
@@ -212,9 +174,8 @@ class Server:
     def client(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
 
-    def encode(self, endpoint: str, body: dict[str, Any]) -> tuple[str, bytes]:
+    def encode(self, path: str, body: Body) -> tuple[str, bytes]:
         """The path and the content of a request."""
-        path = {"chat": "chat/completions"}.get(endpoint, endpoint)
         return f"/v1/{path}", json.dumps({"model": self.model, **body}).encode()
 
     def ask(
@@ -233,13 +194,10 @@ class Server:
             self.log.close()
 
 
-# -- clients -------------------------------------------------------------------------------------
-
-
 def events(server: Server, seed: int) -> Iterator[float]:
     """The times of the events of one stream with tokens."""
-    body = _chat(f"a story about {seed} ", max_tokens=4000, stream=True)
-    client, response = server.ask(*server.encode("chat", body))
+    request = _chat(f"a story about {seed} ", max_tokens=4000, stream=True)
+    client, response = server.ask(*server.encode(*request))
     with contextlib.closing(client):
         for line in response:
             if line.startswith(b"data:") and b'"content"' in line:
@@ -296,59 +254,53 @@ def longest_gap(
     return max(gaps), sum(counts), answers
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=6.0)
-    parser.add_argument("--model", default="llama-24m")
-    parser.add_argument(
-        "--only", nargs="*", default=list(ATTACKS), choices=list(ATTACKS), metavar="NAME"
-    )
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--quick", action="store_true", help="one short run of a tiny model")
-    given = parser.parse_args(arguments)
-    if given.quick:
-        given.runs, given.seconds, given.model = 1, 2.0, "llama-tiny"
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    gaps, answers = [], Counter[Any]()
     with tempfile.TemporaryDirectory() as folder:
-        save_model(Path(folder), given.model)
-        server = Server(Path(folder))
-        try:
-            quiet, _, _ = longest_gap(server, -1, given.seconds, [])  # the first one records steps
-            quiet, num_quiet, _ = longest_gap(server, -2, given.seconds, [])
+        save_model(Path(folder), args.model)
+        with contextlib.closing(Server(Path(folder))) as server:
+            longest_gap(server, -1, args.seconds, [])  # records steps
+            quiet, num_quiet, _ = longest_gap(server, -2, args.seconds, [])
             print(f"without others: longest gap {quiet:.3f} s, {num_quiet} events", flush=True)
-            longest_gap(server, -3, given.seconds, ["prompts that fit"])  # leaves files
+            longest_gap(server, -3, args.seconds, ["prompts that fit"])  # leaves files
             server.switch.touch()
-            gaps, answers = [], Counter[Any]()
-            for run in range(given.runs):
-                gap, count, statuses = longest_gap(server, run, given.seconds, given.only)
+            for number in range(args.runs):
+                gap, count, statuses = longest_gap(server, number, args.seconds, args.only)
                 gaps.append(gap)
                 answers += statuses
-                print(f"run {run}: longest gap {gap:.3f} s, {count} events", flush=True)
-        finally:
-            server.close()
-    for name in given.only:
-        statuses = {
-            status: count for (attack, status), count in sorted(answers.items()) if attack == name
-        }
-        print(f"{name}: answers by status {statuses}")
-    slow = sum(gap > MOST_SECONDS for gap in gaps)
-    print(
-        f"longest gaps: median {statistics.median(gaps):.3f} s, most {max(gaps):.3f} s; above"
-        f" {MOST_SECONDS}: {slow}"
-    )
-    if given.json is not None:
-        rows = [{"run": run, "longest_gap_s": round(gap, 4)} for run, gap in enumerate(gaps)]
-        result = {
-            "facts": machine.facts(),
-            "attacks": given.only,
-            "quiet_s": round(quiet, 4),
-            "rows": rows,
-        }
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
-    return int(slow > MOST_SLOW * given.runs)
+                print(f"run {number}: longest gap {gap:.3f} s, {count} events", flush=True)
+    for name in args.only:
+        mine = {status: answers[name, status] for each, status in sorted(answers) if each == name}
+        print(f"{name}: answers by status {mine}")
+    rows = [{"run": number, "longest_gap_s": round(gap, 4)} for number, gap in enumerate(gaps)]
+    return {"attacks": args.only, "quiet_s": round(quiet, 4), "rows": rows}
 
+
+def slow(rows: Sequence[dict[str, Any]]) -> int:
+    """Number of runs with a gap that is too long."""
+    return sum(row["longest_gap_s"] > MOST_SECONDS for row in rows)
+
+
+def show(data: dict[str, Any]) -> list[str]:
+    gaps = [row["longest_gap_s"] for row in data["rows"]]
+    told = f"longest gaps: median {statistics.median(gaps):.3f} s, most {max(gaps):.3f} s"
+    return [f"{told}; above {MOST_SECONDS}: {slow(data['rows'])}"]
+
+
+main = runner.Benchmark(
+    __doc__,
+    run,
+    show,
+    options={
+        "--runs": runner.option(type=int, default=20),
+        "--seconds": runner.option(type=float, default=6.0),
+        "--model": runner.MODEL | {"default": "llama-24m"},
+        "--only": runner.option(nargs="*", default=list(ATTACKS), choices=list(ATTACKS)),
+    },
+    quick={"runs": 1, "seconds": 2.0, "model": "llama-tiny"},
+    facts="facts",
+    is_wrong=lambda data: slow(data["rows"]) > MOST_SLOW * len(data["rows"]),
+).main
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:

@@ -100,10 +100,8 @@ def of_results(
     if small in by_name and "engine" in by_name:
         ratios = paired.ratios(by_name[small].seconds, by_name["engine"].seconds)
         value = statistics.median(ratios)
-        unit = (
-            f"x the time with all blocks ({paired.span(ratios)}, {len(ratios)} turns,"
-            f" num_blocks={num_blocks})"
-        )
+        told = f"{paired.span(ratios)}, {len(ratios)} turns, num_blocks={num_blocks}"
+        unit = f"x the time with all blocks ({told})"
         what = f"{workload.name} in a third of its peak"
         found.append(Measurement(what, "engine", value, unit, paired.at_most(value, 1.6)))
     return found
@@ -115,9 +113,7 @@ def waste(device: str, quick: bool) -> Measurement:
     """
     shape = SHAPES["llama-tiny"]
     batch = sharegpt_like(16 if quick else 64, 0.25 if quick else 1.0, shape.vocab)
-    workload = Workload(
-        "waste", "", len(batch.prompts), (0, 0), (0, 0), options={"do_sample": False}
-    )
+    workload = Workload("waste", "", len(batch.prompts), (0, 0), (0, 0))
     share = peak(Engine(), build(shape, device, torch.bfloat16), shape, workload, batch).waste
     return Measurement(WASTE, "engine", share, "%", paired.at_most(share, 4.0))
 
@@ -125,9 +121,8 @@ def waste(device: str, quick: bool) -> Measurement:
 def a_third(device: str, workload: Workload, quick: bool) -> Measurement:
     """Compares the tokens of a tiny float32 model in a third of its peak blocks with plain's."""
     tiny = SHAPES["llama-tiny"]
-    small = replace(
-        workload if quick else workload.scaled(prompts=0.25, tokens=0.25), batch_sizes=()
-    )
+    small = workload if quick else workload.scaled(prompts=0.25, tokens=0.25)
+    small = replace(small, batch_sizes=())
     model = build(tiny, device, torch.float32)
     batch = small.batch(0, tiny.vocab)
     expected = Generate()(model, tiny, small, batch).rows
@@ -137,9 +132,8 @@ def a_third(device: str, workload: Workload, quick: bool) -> Measurement:
         share = 100 * equal_share(expected, system(model, tiny, small, batch).rows)
     finally:
         system.free()
-    return Measurement(
-        THIRD, "engine", share, "% of tokens equal", f"all: {paired.said(share == 100)}"
-    )
+    target = f"all: {paired.said(share == 100)}"
+    return Measurement(THIRD, "engine", share, "% of tokens equal", target)
 
 
 WASTE, THIRD = "waste, ShareGPT-like lengths", "W2 in a third of its peak, float32"

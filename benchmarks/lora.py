@@ -13,43 +13,35 @@ adapter; all without. All take the same turns, after warm-up turns.
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+import unittest.mock
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import hf_paged
-from benchmarks import paired, report
-from benchmarks.machine import facts
-from benchmarks.models import FIRST_WORD, SHAPES, build
-from benchmarks.systems import quiet
+from benchmarks import paired, report, runner, workloads
+from benchmarks.models import SHAPES, build
+from benchmarks.systems import checked
+from hf_paged.adapters.loop_adapters import LoopAdapters
 
-QUICK = "llama-tiny"
-TURNS, WARM_UPS = 9, 2
 FASTER, OF_ONE = 3.0, 0.7
 """Targets: throughput over that of one forward per adapter, and over that of a single adapter."""
 RANK = 16
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-MIXED, APART, FOLDERS, ONE, BASE = (
-    "together",
-    "one adapter a forward",
-    "folders, room for half",
-    "one adapter",
-    "base",
-)
 PICTURED = {
-    MIXED: "all adapters in one forward",
-    APART: "one forward per adapter",
-    FOLDERS: "from folders, room for half of them",
-    ONE: "one adapter for all rows",
-    BASE: "no adapter",
+    (MIXED := "together"): "all adapters in one forward",
+    (APART := "one adapter a forward"): "one forward per adapter",
+    (FOLDERS := "folders, room for half"): "from folders, room for half of them",
+    (ONE := "one adapter"): "one adapter for all rows",
+    (BASE := "base"): "no adapter",
 }
 COLUMNS = {
     "system": "rows",
@@ -64,44 +56,46 @@ COLUMNS = {
 }
 
 
-@dataclass
-class System:
-    """
-    An engine and the adapters of its rows.
+class Turn(NamedTuple):
+    """`loads`: adapters read from files; `rows`: new tokens."""
 
-    Args:
-        forwards, loads (`list[int]`): Forwards, and adapters read from files, of each turn.
-        rows (`list[list[list[int]]]`): New tokens of each turn.
-    """
+    seconds: float
+    forwards: int
+    loads: int
+    rows: list[list[int]]
+
+
+@dataclass
+class Arm:
+    """An engine and the adapters of its rows. `texts`: of each turn."""
 
     engine: hf_paged.PagedEngine
     adapters: list[str]
-    seconds: list[float] = field(default_factory=list)
-    forwards: list[int] = field(default_factory=list)
-    loads: list[int] = field(default_factory=list)
+    texts: Mapping[int, list[list[int]]]
+    new_tokens: int
+    mixes: bool = True
     rows: list[list[list[int]]] = field(default_factory=list)
 
-    def turn(self, prompts: list[list[int]], new_tokens: int, mixes: bool) -> None:
-        runner, count = self.engine._core.get_loop().executor.runner, 0
-        run = type(runner).run
+    def __call__(self, turn: int) -> Turn:
+        model_runner, count = self.engine._core.get_loop().executor.runner, 0
+        run = type(model_runner).run
 
         def counted(*args: Any) -> Any:
             nonlocal count
             count += 1
-            return run(runner, *args)
+            return run(model_runner, *args)
 
-        runner.mixes_adapters, runner.run = mixes, counted  # type: ignore[method-assign]
-        options = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None}
-        before, start = self.engine.stats().num_adapter_loads, time.perf_counter()
-        results = self.engine.generate(prompts, options, adapter=self.adapters)
-        self.seconds.append(time.perf_counter() - start)
-        del runner.run
-        self.forwards.append(count)
-        self.loads.append(self.engine.stats().num_adapter_loads - before)
-        for result in results:
-            if result.error is not None:
-                raise result.error
-        self.rows.append([result.token_ids for result in results])
+        options = {"max_new_tokens": self.new_tokens, "do_sample": False, "eos_token_id": None}
+        before = self.engine.stats().num_adapter_loads
+        patch = unittest.mock.patch.object
+        apart = patch(LoopAdapters, "_mixable", lambda *_: {})
+        with patch(model_runner, "run", counted), contextlib.nullcontext() if self.mixes else apart:
+            start = time.perf_counter()
+            results = self.engine.generate(self.texts[turn], options, adapter=self.adapters)
+            seconds = time.perf_counter() - start
+        self.rows.append([result.token_ids for result in checked(results)])
+        loads = self.engine.stats().num_adapter_loads - before
+        return Turn(seconds, count, loads, self.rows[-1])
 
 
 def adapted(model: Any, count: int) -> Any:
@@ -121,7 +115,7 @@ def adapted(model: Any, count: int) -> Any:
 def texts(rows: int, vocab: int, turn: int, longest: int) -> list[list[int]]:
     words = random.Random(f"lora {turn}")
     lengths = [words.randrange(longest // 4, longest + 1) for _ in range(rows)]
-    return [[words.randrange(FIRST_WORD, vocab - 1) for _ in range(length)] for length in lengths]
+    return workloads.texts(words, lengths, vocab)
 
 
 def room(engine: hf_paged.PagedEngine, folder: str, prompt: list[int]) -> int:
@@ -133,128 +127,82 @@ def room(engine: hf_paged.PagedEngine, folder: str, prompt: list[int]) -> int:
     return -(-pages.num_bytes // int(group.block_bytes))
 
 
-def measure(
-    name: str, rows: int, count: int, turns: int, warm_ups: int, new_tokens: int, longest: int
-) -> dict[str, Any]:
-    """Runs turns of all systems in alternating order; compares tokens between systems, and one turn
-    with plain `generate`."""
-    shape = SHAPES[name]
-    model, bare = (
-        adapted(build(shape, "cpu", torch.float32), count),
-        build(shape, "cpu", torch.float32),
-    )
-    names = [f"a{row % count}" for row in range(rows)]
+def as_plain(model: Any, arm: Arm, turn: int) -> bool:
+    """Whether the rows of a turn are those of plain `generate` with each row's adapter."""
+    options = {"max_new_tokens": arm.new_tokens, "do_sample": False, "eos_token_id": None}
+    are_equal = True
+    for adapter, prompt, row in zip(arm.adapters, arm.texts[turn], arm.rows[-1]):
+        model.set_adapter(adapter)
+        ids = torch.tensor([prompt])
+        plain = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        are_equal &= plain[0, len(prompt) :].tolist() == row
+    return are_equal
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Compares tokens between the arms, and those of one turn with plain `generate`."""
+    shape, count, new = SHAPES[args.model], args.adapters, args.new_tokens
+    model, bare = (build(shape, "cpu", torch.float32) for _ in range(2))
+    model = adapted(model, count)
+    names = [f"a{row % count}" for row in range(args.rows)]
+    prompts = {
+        turn: texts(args.rows, shape.vocab, turn, args.longest)
+        for turn in range(-args.warm_ups, args.turns)
+    }
     config = hf_paged.PagedConfig(prefix_caching=False)
-    with tempfile.TemporaryDirectory() as path, quiet():
+    with tempfile.TemporaryDirectory() as path:
         model.save_pretrained(path)
         folders = {name: str(Path(path) / name) for name in model.peft_config}
         with hf_paged.PagedEngine(bare, config) as first:
-            own = room(first, folders["a0"], texts(1, shape.vocab, 0, longest)[0])
-        prompts = texts(rows, shape.vocab, 0, longest)
-        needed = sum(-(-(len(prompt) + new_tokens) // int(config.block_size)) for prompt in prompts)
-        small = hf_paged.PagedConfig(
-            prefix_caching=False, num_blocks=own * max(1, count // 2) + needed
-        )
-        systems = {
-            MIXED: System(hf_paged.PagedEngine(model, config), names),
-            APART: System(hf_paged.PagedEngine(model, config), names),
-            FOLDERS: System(hf_paged.PagedEngine(bare, small), [folders[name] for name in names]),
-            ONE: System(hf_paged.PagedEngine(model, config), ["a0"] * rows),
-            BASE: System(hf_paged.PagedEngine(model, config), ["__base__"] * rows),
+            own = room(first, folders["a0"], texts(1, shape.vocab, 0, args.longest)[0])
+        needed = sum(-(-(len(text) + new) // int(config.block_size)) for text in prompts[0])
+        blocks = own * max(1, count // 2) + needed
+        small = hf_paged.PagedConfig(prefix_caching=False, num_blocks=blocks)
+
+        def arm(adapters: list[str], mixes: bool = True, **of: Any) -> Arm:
+            engine = hf_paged.PagedEngine(of.get("model", model), of.get("config", config))
+            return Arm(engine, adapters, prompts, new, mixes)
+
+        arms = {
+            MIXED: arm(names),
+            APART: arm(names, mixes=False),
+            FOLDERS: arm([folders[name] for name in names], model=bare, config=small),
+            ONE: arm(["a0"] * args.rows),
+            BASE: arm(["__base__"] * args.rows),
         }
-        for turn in range(-warm_ups, turns):
-            prompts = texts(rows, shape.vocab, turn, longest)
-            for system in list(systems)[:: -1 if turn % 2 else 1]:
-                systems[system].turn(prompts, new_tokens, mixes=system != APART)
-        equal = {name: system.rows == systems[APART].rows for name, system in systems.items()}
-        prompts = texts(rows, shape.vocab, turns - 1, longest)
-        for adapter, prompt, row in zip(names, prompts, systems[MIXED].rows[-1]):
-            model.set_adapter(adapter)
-            ids = torch.tensor([prompt])
-            options = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None}
-            plain = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-            equal[MIXED] &= plain[0, len(prompt) :].tolist() == row
-        for system in systems.values():
-            hf_paged.check_integrity(system.engine.model)
-            system.engine.free()
-    found = {
-        name: System(x.engine, [], *(y[warm_ups:] for y in (x.seconds, x.forwards, x.loads)))
-        for name, x in systems.items()
+        turns = runner.take_turns(arms, args.turns, args.warm_ups, args.model)
+        equal = {name: one.rows == arms[APART].rows for name, one in arms.items()}
+        equal[MIXED] &= as_plain(model, arms[MIXED], args.turns - 1)
+        for one in arms.values():
+            hf_paged.check_integrity(one.engine.model)
+            one.engine.free()
+    seconds = {name: [turn.seconds for turn in mine] for name, mine in turns.items()}
+    ratios = {
+        of: {name: paired.ratios(seconds[of], mine) for name, mine in seconds.items()}
+        for of in (APART, ONE)
     }
-    return {
-        "rows": [row_of(name, found, equal, rows * new_tokens) for name in found],
-        "targets": targets(found),
-    }
-
-
-def row_of(
-    name: str, found: dict[str, System], equal: dict[str, bool], num_tokens: int
-) -> dict[str, Any]:
-    mine = found[name]
-    known = name in (MIXED, APART, FOLDERS)
-    return {
-        "system": name,
-        "turns": len(mine.seconds),
-        "seconds": statistics.median(mine.seconds),
-        "tokens_per_second": num_tokens / statistics.median(mine.seconds),
-        "forwards": statistics.median(mine.forwards),
-        "loads": statistics.median(mine.loads),
-        "speedup": statistics.median(paired.ratios(found[APART].seconds, mine.seconds)),
-        "share": statistics.median(paired.ratios(found[ONE].seconds, mine.seconds)),
-        "equal": ("yes" if equal[name] else "NO") if known else "",
-        "seconds_by_turn": mine.seconds,
-    }
-
-
-def targets(found: dict[str, System]) -> list[str]:
-    """Lines below the table: whether each target is met."""
-    lines = []
-    for other, target, what in (
-        (APART, FASTER, "one adapter a forward"),
-        (ONE, OF_ONE, "a single adapter"),
-    ):
-        ratios = paired.ratios(found[other].seconds, found[MIXED].seconds)
-        span = paired.span(paired.interval(ratios) or (min(ratios), max(ratios)))
-        lines.append(
-            f"throughput over {what}: {statistics.median(ratios):.3f} ({span}),"
-            f" {paired.verdict(ratios, target)}"
-        )
-    return lines
-
-
-def pooled(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows that combine the turns of several runs of one revision, a process each; a target is met
-    if the interval of the ratio reaches it."""
-    parts: dict[str, list[dict[str, Any]]] = {}
-    for row in (row for run in runs for row in run["rows"]):
-        parts.setdefault(row["system"], []).append(row)
-    seconds = {
-        name: [one for row in rows for one in row["seconds_by_turn"]]
-        for name, rows in parts.items()
-    }
-    found = []
-    for name, rows in parts.items():
-        first = rows[0]
-        line: dict[str, Any] = {
-            "rows": name,
-            "turns, processes": f"{len(seconds[name])}, {len(rows)}",
-        }
+    rows = []
+    for name, mine in turns.items():
         median = statistics.median(seconds[name])
-        line |= {"s": median, "tokens/s": first["tokens_per_second"] * first["seconds"] / median}
-        line |= {"forwards": first["forwards"], "loads a turn": first["loads"]}
-        for title, base, target in (
-            ("throughput over one adapter a forward", APART, FASTER),
-            ("of a single adapter's", ONE, OF_ONE),
-        ):
-            ratios = paired.ratios(seconds[base], seconds[name])
-            span = paired.interval(ratios) or (min(ratios), max(ratios))
-            line[title] = f"{statistics.median(ratios):.2f} ({span[0]:.2f} to {span[1]:.2f})"
-            if name == MIXED:
-                line[title] += f", at least {target:g}: {paired.said(span[1] >= target)}"
-        told = {row["equal"] for row in rows} - {""}
-        line["tokens as alone"] = ("equal" if told == {"yes"} else "NOT equal") if told else ""
-        found.append(line)
-    return found
+        row = {"system": name, "turns": len(mine), "seconds": median}
+        row["tokens_per_second"] = args.rows * new / median
+        row["forwards"] = statistics.median(turn.forwards for turn in mine)
+        row["loads"] = statistics.median(turn.loads for turn in mine)
+        row["speedup"] = statistics.median(ratios[APART][name])
+        row["share"] = statistics.median(ratios[ONE][name])
+        told = "yes" if equal[name] else "NO"
+        row["equal"] = told if name in (MIXED, APART, FOLDERS) else ""
+        rows.append({**row, "seconds_by_turn": seconds[name]})
+    targets = [
+        f"throughput over {what}: {paired.estimate(ratios[of][MIXED]).text(3)},"
+        f" {paired.verdict(ratios[of][MIXED], target)}"
+        for of, target, what in ((APART, FASTER, APART), (ONE, OF_ONE, "a single adapter"))
+    ]
+    title = (
+        f"{args.rows} rows over {count} adapters of rank {RANK}, {new} new tokens each,"
+        f" {args.model}, float32"
+    )
+    return {"model": args.model, "title": title, "rows": rows, "targets": targets}
 
 
 def draw(data: Mapping[str, Any], path: Path) -> Path:
@@ -271,48 +219,30 @@ def draw(data: Mapping[str, Any], path: Path) -> Path:
     axis.vlines(least, row - 0.42, row + 0.42, colors="black", linestyles="dashed")
     axis.text(least, row, f"  {said}", fontsize=8, va="center", in_layout=False)
     axis.set_xlabel("tokens per second")
-    axis.set_title(
-        "Rows with different LoRA adapters in one forward, and their alternatives",
-        fontsize=10,
-        loc="left",
-    )
+    report.title(axis, "Rows with different LoRA adapters in one forward, and their alternatives")
     return report.save(drawing, path)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns 1 if tokens differ."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", choices=sorted(SHAPES), default="llama-100m", help="the shape")
-    parser.add_argument("--rows", type=int, default=32)
-    parser.add_argument("--adapters", type=int, default=8)
-    parser.add_argument("--turns", type=int, default=TURNS)
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="a small shape, few tokens, one turn: shows that it runs",
-    )
-    parser.add_argument("--json", help="also write the results here, and a picture beside them")
-    args = parser.parse_args(argv)
-    name, turns, warm_ups, new_tokens, longest = args.model, args.turns, WARM_UPS, 64, 32
-    if args.quick:
-        name, turns, warm_ups, new_tokens, longest = QUICK, 1, 1, 8, 32
-    machine = facts()
-    found = measure(name, args.rows, args.adapters, turns, warm_ups, new_tokens, longest)
-    title = (
-        f"{args.rows} rows over {args.adapters} adapters of rank {RANK}, {new_tokens} new tokens"
-        f" each, {name}, float32"
-    )
-    print(f"{title}; {machine['cpu']}, load {machine['load_1min']}\n")
-    print(report.markdown(found["rows"], COLUMNS), *found["targets"], sep="\n")
-    if args.json:
-        path = Path(args.json)
-        data = {"facts": machine, "model": name, "title": title, **found}
-        path.write_text(json.dumps(data, indent=1) + "\n")
-        report.plot(lambda: draw(data, path.with_suffix(".png")))
-    return int(any(row["equal"] == "NO" for row in found["rows"]))
+def show(data: dict[str, Any]) -> list[str]:
+    table = report.markdown(data["rows"], COLUMNS)
+    return [data["title"], table, "\n".join(data["targets"])]
 
+
+main = runner.Benchmark(
+    __doc__,
+    measure,
+    show,
+    options={
+        "--model": runner.MODEL,
+        "--rows": runner.option(type=int, default=32),
+        "--adapters": runner.option(type=int, default=8),
+    },
+    turns=9,
+    fixed={"warm_ups": 2, "new_tokens": 64, "longest": 32},
+    quick={"model": "llama-tiny", "turns": 1, "warm_ups": 1, "new_tokens": 8},
+    facts="facts",
+    draw=draw,
+).main
 
 if __name__ == "__main__":
     raise SystemExit(main())

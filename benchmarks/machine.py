@@ -22,21 +22,12 @@ def devices() -> list[str]:
 
 def facts(device: str = "cpu") -> dict[str, str | int | float]:
     """Facts needed to compare two tables; RAM in GiB, the date in UTC."""
-    cpu = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in _lines("/proc/cpuinfo")
-            if line.startswith("model name")
-        ),
-        platform.processor() or platform.machine(),
-    )
     found: dict[str, str | int | float] = {
-        "cpu": cpu,
+        "cpu": _told("model name") or platform.processor() or platform.machine(),
         "isa": torch.backends.cpu.get_cpu_capability(),
-        "bf16": ", ".join(flag for flag in BF16_FLAGS if flag in _flags()) or "no instructions",
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 0,
+        "bf16": ", ".join(flag for flag in BF16_FLAGS if flag in _told("flags").split())
+        or "no instructions",
+        "cores": cores(),
         "threads": torch.get_num_threads(),
         "ram_gib": _ram_gib(),
         "load_1min": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else "unknown",
@@ -53,23 +44,21 @@ def facts(device: str = "cpu") -> dict[str, str | int | float]:
     return found
 
 
-def _lines(path: str) -> list[str]:
+def cores() -> int:
+    """Processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 0
+
+
+def _told(key: str) -> str:
+    """What /proc/cpuinfo tells of the first processor; empty if it does not."""
     try:
-        return Path(path).read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return []
-
-
-def _flags() -> list[str]:
-    """Flags of the first processor in /proc/cpuinfo."""
-    return next(
-        (
-            line.split(":", 1)[1].split()
-            for line in _lines("/proc/cpuinfo")
-            if line.startswith("flags")
-        ),
-        [],
-    )
+        return ""
+    values = [line.split(":", 1)[1].strip() for line in lines if line.startswith(key)]
+    return values[0] if values else ""
 
 
 def _ram_gib() -> float:

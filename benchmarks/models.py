@@ -57,11 +57,10 @@ class Shape:
 
     def config(self) -> Any:
         """The transformers config of this shape."""
-        windows = (
-            {}
-            if self.window is None
-            else {"sliding_window": self.window, "layer_types": _five_to_one(self.layers)}
-        )
+        windows: dict[str, Any] = {}
+        if self.window is not None:
+            windows["sliding_window"] = self.window
+            windows["layer_types"] = _five_to_one(self.layers)
         return AutoConfig.for_model(
             self.family,
             vocab_size=self.vocab,
@@ -118,9 +117,8 @@ def build(shape: Shape, device: str, dtype: torch.dtype) -> Any:
             elif name.endswith("model.norm.weight"):
                 parameter += scale - 1.0
             continue
-        std = (1.5 if name.endswith(("q_proj.weight", "k_proj.weight")) else 1.2) / parameter.shape[
-            1
-        ] ** 0.5
+        gain = 1.5 if name.endswith(("q_proj.weight", "k_proj.weight")) else 1.2
+        std = gain / parameter.shape[1] ** 0.5
         if "embed_tokens" in name or "lm_head" in name:
             std = 3.0 / shape.hidden**0.5 / scale
         parameter.normal_(0.0, std, generator=generator)

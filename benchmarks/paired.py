@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 FEWEST = 5
 """Turns below which there is no interval."""
@@ -31,6 +32,30 @@ def interval(values: Sequence[float]) -> tuple[float, float] | None:
         statistics.median(draw.choices(values, k=len(values))) for _ in range(RESAMPLES)
     )
     return medians[round(0.025 * RESAMPLES)], medians[round(0.975 * RESAMPLES) - 1]
+
+
+class Estimate(NamedTuple):
+    """A median with its 95% interval, or with the range of too few values."""
+
+    value: float
+    low: float
+    high: float
+
+    def text(self, digits: int) -> str:
+        return f"{self.value:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
+
+    def entries(self, digits: int) -> dict[str, Any]:
+        """The entries of a row."""
+        return {"ratio": round(self.value, digits), "interval": self.bounds(digits)}
+
+    def bounds(self, digits: int) -> list[float]:
+        return [round(self.low, digits), round(self.high, digits)]
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """The median and its interval."""
+    low, high = interval(values) or (min(values), max(values))
+    return Estimate(statistics.median(values), low, high)
 
 
 def verdict(values: Sequence[float], target: float | None) -> str:

@@ -32,13 +32,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hf_paged
-from benchmarks import report
+from benchmarks import report, runner
 from benchmarks.ceilings import Ceilings
-from benchmarks.machine import facts
-from benchmarks.models import FIRST_WORD, SHAPES, Shape, build
+from benchmarks.models import SHAPES, Shape, build
 from benchmarks.roofline import Cost, step_seconds
+from benchmarks.workloads import texts
 
-QUICK = "llama-tiny"
 MEASURED = ("processes", "equal", "seconds", "tokens_s", "kv_bytes", "turns")
 COMPUTED = ("model", "gpus", "weights_gib", "kv_tokens", "rows", "step_ms", "tokens_s", "ratio")
 
@@ -111,98 +110,76 @@ def scaling() -> list[dict[str, Any]]:
     return rows
 
 
-def prompts(shape: Shape, count: int, turn: int) -> list[list[int]]:
-    words = random.Random(f"parallel {turn}")
-    lengths = (words.randrange(32, 256) for _ in range(count))
-    return [
-        [words.randrange(FIRST_WORD, shape.vocab - 1) for _ in range(length)] for length in lengths
-    ]
-
-
-def serve(model: Any, shape: Shape, count: int, new: int, turns: int) -> dict[str, Any]:
+def serve(model: Any, vocab: int, count: int, new: int, turns: int) -> dict[str, Any]:
     """Seconds of each turn after a warm-up, tokens, and peak bytes of this process's blocks."""
     seconds, tokens = [], []
+    options = {"max_new_tokens": new, "do_sample": False}
     with hf_paged.PagedEngine(model, hf_paged.PagedConfig(prefix_caching=False)) as engine:
         for turn in range(turns + 1):
+            words = random.Random(f"parallel {turn}")
+            prompts = texts(words, (words.randrange(32, 256) for _ in range(count)), vocab)
             start = time.perf_counter()
-            results = engine.generate(
-                prompts(shape, count, turn), {"max_new_tokens": new, "do_sample": False}
-            )
+            results = engine.generate(prompts, options)
             seconds.append(time.perf_counter() - start)
             tokens.append([result.token_ids for result in results])
         return {"seconds": seconds[1:], "tokens": tokens, "kv_bytes": engine.stats().peak_bytes}
 
 
-def child(folder: str, name: str, count: int, new: int, turns: int) -> None:
+def child(folder: str, count: int, new: int, turns: int) -> None:
     """Runs one of the processes; the first writes the result of `serve`."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
-    if world == 1:
-        model = AutoModelForCausalLM.from_pretrained(folder)
-    else:
+    options: dict[str, Any] = {}
+    if world > 1:
         from transformers.distributed import DistributedConfig
 
-        config = DistributedConfig(tp_plan="auto", tp_size=world)
-        model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
+        options["distributed_config"] = DistributedConfig(tp_plan="auto", tp_size=world)
+    model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
     if int(os.environ.get("RANK", "0")):
-        hf_paged.serve_rank(model.eval())
+        hf_paged.serve_rank(model)
     else:
-        found = serve(model.eval(), SHAPES[name], count, new, turns)
+        found = serve(model, model.config.vocab_size, count, new, turns)
         Path(folder, "found.json").write_text(json.dumps(found))
     if world > 1:
         torch.distributed.destroy_process_group()
 
 
-def measured(name: str, processes: int, count: int, new: int, turns: int) -> list[dict[str, Any]]:
+def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
+    sizes = args.prompts, args.new_tokens, args.turns
+    expected = None
     with tempfile.TemporaryDirectory() as folder:
-        build(SHAPES[name], "cpu", torch.float32).save_pretrained(folder)
-        expected = None
-        for world in (1, processes):
-            launcher = (
-                ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
-                if world > 1
-                else []
-            )
-            own = [
-                "--child",
-                folder,
-                "--model",
-                name,
-                "--turns",
-                str(turns),
-                "--sizes",
-                f"{count}x{new}",
-            ]
-            command = [sys.executable, *launcher, "-m", "benchmarks.parallel", *own]
+        build(SHAPES[args.model], "cpu", torch.float32).save_pretrained(folder)
+        for world in (1, args.processes):
+            command = [sys.executable]
+            if world > 1:
+                command += ["-m", "torch.distributed.run", "--standalone"]
+                command += [f"--nproc_per_node={world}"]
+            command += ["-m", "benchmarks.parallel", "--child", folder, *map(str, sizes)]
             subprocess.run(command, check=True, cwd=Path(__file__).resolve().parents[1])
             found = json.loads(Path(folder, "found.json").read_text())
             expected = expected or found["tokens"]
             seconds = statistics.median(found["seconds"])
-            rows.append(
-                {
-                    "processes": world,
-                    "equal": "yes" if found["tokens"] == expected else "NO",
-                    "seconds": round(seconds, 3),
-                    "tokens_s": round(count * new / seconds, 1),
-                    "kv_bytes": found["kv_bytes"],
-                    "turns": len(found["seconds"]),
-                    "seconds_by_turn": found["seconds"],
-                }
-            )
+            row = {
+                "processes": world,
+                "equal": "yes" if found["tokens"] == expected else "NO",
+                "seconds": round(seconds, 3),
+                "tokens_s": round(args.prompts * args.new_tokens / seconds, 1),
+                "kv_bytes": found["kv_bytes"],
+                "turns": len(found["seconds"]),
+            }
+            rows.append({**row, "seconds_by_turn": found["seconds"]})
     return rows
 
 
-def pooled(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def pooled(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Rows that combine the turns of several runs of one revision. Each kind ran its turns in
     separate processes, so ratios are not taken within a turn."""
-    parts: dict[int, list[dict[str, Any]]] = {}
-    for row in (row for run in runs for row in run["rows"]):
-        parts.setdefault(row["processes"], []).append(row)
     found = []
-    for count, rows in parts.items():
+    for (count,), rows in runner.grouped(runs, "processes").items():
         seconds = [one for row in rows for one in row.get("seconds_by_turn", [row["seconds"]])]
         median = statistics.median(seconds)
+        equal = all(row["equal"] == "yes" for row in rows)
         found.append(
             {
                 "processes": count,
@@ -210,7 +187,7 @@ def pooled(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "s": f"{median:.3g} ({min(seconds):.3g} to {max(seconds):.3g})",
                 "tokens/s": rows[0]["tokens_s"] * rows[0]["seconds"] / median,
                 "peak of K/V in each process, MiB": max(row["kv_bytes"] for row in rows) / 2**20,
-                "tokens": "equal" if all(row["equal"] == "yes" for row in rows) else "NOT equal",
+                "tokens": "equal" if equal else "NOT equal",
             }
         )
     return found
@@ -232,63 +209,40 @@ def draw(data: Mapping[str, Any], path: Path) -> Path:
     axis.set_xscale("log")
     report.log_ticks(axis.xaxis)
     axis.set_xlabel("tokens per second")
-    axis.set_title("One model over several GPUs (computed)", fontsize=10, loc="left")
-    figure.legend(
-        *axis.get_legend_handles_labels(),
-        loc="outside lower center",
-        ncols=4,
-        fontsize=8,
-        frameon=False,
-    )
+    report.title(axis, "One model over several GPUs (computed)")
+    report.legend_below(figure, axis, 4)
     return report.save(figure, path)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns 1 if tokens differ."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", choices=sorted(SHAPES), default="llama-100m", help="the shape")
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="a small shape, few tokens, one turn: shows that it runs",
-    )
-    parser.add_argument(
-        "--json", help="also write both tables here, and a picture of the second beside them"
-    )
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    parser.add_argument("--sizes", default="32x64", help=argparse.SUPPRESS)
-    arguments = parser.parse_args(argv)
-    name, turns, sizes = arguments.model, arguments.turns, arguments.sizes
-    if arguments.quick:
-        name, turns, sizes = QUICK, 1, "4x8"
-    count, new = map(int, sizes.split("x"))
-    if arguments.child:
-        child(arguments.child, name, count, new, turns)
-        return 0
-    machine = facts()
-    rows, computed = measured(name, arguments.processes, count, new, turns), scaling()
-    print(
-        f"{name}, float32, {count} prompts, {new} new tokens; {machine['cpu']}, load"
-        f" {machine['load_1min']}\n"
-    )
-    print(report.markdown(rows, {column: column for column in MEASURED}))
-    print(
-        f"\nComputed, not measured: bfloat16, A100 80 GB, rows of {LENGTH} tokens, at most"
-        f" {MAX_ROWS}\n"
-    )
-    print(report.markdown(computed, {column: column for column in COMPUTED}))
-    if arguments.json:
-        path = Path(arguments.json)
-        found = {"facts": machine, "model": name, "prompts": count, "new_tokens": new, "rows": rows}
-        data = {**found, "computed": computed}
-        path.write_text(json.dumps(data, indent=1) + "\n")
-        report.plot(lambda: draw(data, path.with_suffix(".png")))
-    return int(any(row["equal"] != "yes" for row in rows))
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    found = {"model": args.model, "prompts": args.prompts, "new_tokens": args.new_tokens}
+    return {**found, "rows": measured(args), "computed": scaling()}
 
+
+def show(data: dict[str, Any]) -> list[str]:
+    rows = f"rows of {LENGTH} tokens, at most {MAX_ROWS}"
+    return [
+        f"{data['model']}, float32, {data['prompts']} prompts, {data['new_tokens']} new tokens",
+        report.markdown(data["rows"], {column: column for column in MEASURED}),
+        f"Computed, not measured: bfloat16, A100 80 GB, {rows}",
+        report.markdown(data["computed"], {column: column for column in COMPUTED}),
+    ]
+
+
+main = runner.Benchmark(
+    __doc__,
+    run,
+    show,
+    options={"--model": runner.MODEL, "--processes": runner.option(type=int, default=2)},
+    turns=3,
+    fixed={"prompts": 32, "new_tokens": 64},
+    quick={"model": "llama-tiny", "turns": 1, "prompts": 4, "new_tokens": 8},
+    facts="facts",
+    draw=draw,
+).main
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    if sys.argv[1:2] == ["--child"]:
+        child(sys.argv[2], *map(int, sys.argv[3:]))
+    else:
+        raise SystemExit(main())

@@ -9,14 +9,13 @@ is written by hand: `tests/regressions/test_truth.py` renders it again and compa
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import arrivals, attention, generate_tables, lora, parallel, report
+from benchmarks import arrivals, attention, generate_tables, lora, parallel, report, runner
 from benchmarks.paper import plots
 from benchmarks.sections import (
     calls,
@@ -239,18 +238,11 @@ def render(path: Path) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="write nothing; fail if a file is not what it should be",
-    )
-    parser.add_argument(
-        "--pictures", action="store_true", help="draw the pictures in benchmarks/results instead"
-    )
-    arguments = parser.parse_args(argv)
+    options = {
+        "--check": runner.flag("write nothing; fail if a file is not what it should be"),
+        "--pictures": runner.flag("draw the pictures in benchmarks/results instead"),
+    }
+    arguments = runner.parser_of(__doc__, options).parse_args(argv)
     check, status = arguments.check, 0
     if arguments.pictures:
         for name, draw in PICTURES.items():

@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,11 @@ def text(value: Any) -> str:
     return str(value).replace("|", "\\|").replace("\n", " ")
 
 
+def failed(error: Exception) -> str:
+    """What a table says of a contender that failed; a failing peer is a result."""
+    return f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
 def _titles(rows: Sequence[Row], columns: Columns | None) -> dict[str, str]:
     if columns is None:
         return {key: key.replace("_", " ") for row in rows for key in row}
@@ -61,7 +66,9 @@ def _titles(rows: Sequence[Row], columns: Columns | None) -> dict[str, str]:
     return {key: key.replace("_", " ") for key in columns}
 
 
-def markdown(rows: Iterable[Row], columns: Columns | None = None) -> str:
+def markdown(
+    rows: Iterable[Row], columns: Columns | None = None, right: Collection[str] = ()
+) -> str:
     """
     A Markdown table; columns of numbers are right-aligned.
 
@@ -69,6 +76,7 @@ def markdown(rows: Iterable[Row], columns: Columns | None = None) -> str:
         rows (`Iterable[Mapping]`): A missing key is an empty cell.
         columns (`Sequence[str]` or `Mapping[str, str]`, *optional*): Keys, or keys with their
             titles; `None`: all keys of the rows in order of first appearance.
+        right (`Collection[str]`): Keys of texts that are right-aligned, too.
     """
     rows = list(rows)
     titles = _titles(rows, columns)
@@ -81,11 +89,16 @@ def markdown(rows: Iterable[Row], columns: Columns | None = None) -> str:
 
     lines = [
         "| " + " | ".join(titles.values()) + " |",
-        "|" + "|".join("--:" if numeric(k) else "---" for k in titles),
+        "|" + "".join("--:|" if k in right or numeric(k) else "---|" for k in titles),
     ]
-    lines[1] += "|"
     lines += ["| " + " | ".join(text(row.get(key)) for key in titles) + " |" for row in rows]
     return "\n".join(lines)
+
+
+def show(rows: Iterable[Row], columns: Columns | None, is_first: bool) -> None:
+    """Prints a table, or further rows of one."""
+    lines = markdown(rows, columns).split("\n")
+    print("\n".join(lines if is_first else lines[2:]), flush=True)
 
 
 def write(
@@ -263,6 +276,30 @@ def grouped_bars(
     axis.margins(x=0.09, y=0.02)
     axis.grid(visible=False, axis="y")
     axis.grid(axis="x", color="#dddddd", linewidth=0.6)
+
+
+def marked(index: int) -> dict[str, Any]:
+    """Style of the line of a series by its number."""
+    return {"color": PALETTE[index], "marker": MARKERS[index], "markersize": 5}
+
+
+def octaves(axis: Any, ticks: Sequence[int], said: str) -> None:
+    """A horizontal axis of powers of two."""
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(ticks, [str(tick) for tick in ticks])
+    axis.set_xlabel(said)
+
+
+def title(axis: Any, said: str) -> None:
+    """A title at the left of the axes."""
+    axis.set_title(said, fontsize=10, loc="left")
+
+
+def legend_below(figure: Any, axis: Any, columns: int, **options: Any) -> None:
+    """A legend below all axes, of the marks of one."""
+    marks = axis.get_legend_handles_labels()
+    style = {"loc": "outside lower center", "fontsize": 8, "frameon": False, **options}
+    figure.legend(*marks, ncols=columns, **style)
 
 
 def legend_above(axis: Any) -> None:

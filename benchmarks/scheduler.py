@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import random
 import time
-from collections.abc import Sequence as Sequences
+from collections.abc import Callable
 from typing import Any
 
-from benchmarks.machine import facts
+from benchmarks import runner
+from benchmarks.report import markdown
 from hf_paged.batching.request import Request, Sequence
 from hf_paged.batching.scheduling.preemption import Preemption
 from hf_paged.batching.scheduling.scheduler import Scheduler
@@ -99,62 +99,44 @@ def simulate(
     }
 
 
-def run(quick: bool, turns: int) -> dict[str, Any]:
-    """Best of `turns` for every queue length, in turns; then waste, and preemptions in an
-    undersized pool."""
-    lengths = [1_000, 10_000] if quick else [1_000, 10_000, 100_000, 1_000_000]
-    num_tokens = 30_000 if quick else 400_000
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Best turn of every queue length; then waste, and preemptions in an undersized pool."""
     plenty = MAX_SEQS * 2 * LONGEST // BLOCK_SIZE
-    best: dict[int, dict[str, Any]] = {}
-    for _ in range(turns):
-        for length in lengths:
-            row = simulate(length, plenty, num_tokens)
-            if length not in best or row["us_per_token"] < best[length]["us_per_token"]:
-                best[length] = row
-    rows = list(best.values())
+
+    def arm(length: int) -> Callable[[int], dict[str, Any]]:
+        return lambda turn: simulate(length, plenty, args.tokens)
+
+    turns = runner.take_turns({str(length): arm(length) for length in args.lengths}, args.turns)
+    rows = [min(mine, key=lambda row: row["us_per_token"]) for mine in turns.values()]
     times = [row["us_per_token"] for row in rows]
     return {
         "rows": rows,
         "ratio": round(max(times) / times[0], 3),
-        "waste": simulate(1_000, plenty, num_tokens, measure_waste=True),
-        "small_pool": simulate(1_000, 2_000, num_tokens),
+        "waste": simulate(1_000, plenty, args.tokens, measure_waste=True),
+        "small_pool": simulate(1_000, 2_000, args.tokens),
     }
 
 
-def table(results: dict[str, Any]) -> str:
-    """Markdown."""
-    lines = ["| waiting | tokens scheduled | µs per token | preemptions |", "|---|---|---|---|"]
-    for row in [*results["rows"], results["small_pool"]]:
-        name = (
-            f"{row['waiting']}"
-            if row is not results["small_pool"]
-            else f"{row['waiting']}, {row['blocks']} blocks"
-        )
-        lines.append(
-            f"| {name} | {row['tokens']} | **{row['us_per_token']}** | {row['preemptions']} |"
-        )
-    waste = results["waste"]["waste_percent"]
-    lines.append(
-        f"\nslowest / first: {results['ratio']}; waste at block size {BLOCK_SIZE}: {waste} %"
-    )
-    return "\n".join(lines)
+def show(data: dict[str, Any]) -> list[str]:
+    lines = []
+    for row in [*data["rows"], data["small_pool"]]:
+        blocks = f", {row['blocks']} blocks" if row is data["small_pool"] else ""
+        line = {"waiting": f"{row['waiting']}{blocks}", "tokens scheduled": f"{row['tokens']}"}
+        line["µs per token"] = f"**{row['us_per_token']}**"
+        lines.append({**line, "preemptions": f"{row['preemptions']}"})
+    waste = data["waste"]["waste_percent"]
+    said = f"slowest / first: {data['ratio']}; waste at block size {BLOCK_SIZE}: {waste} %"
+    return [markdown(lines), said]
 
 
-def main(argv: Sequences[str] | None = None) -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="short queues, one turn")
-    parser.add_argument(
-        "--turns", type=int, help="of every queue length; the best counts (3; 1 with --quick)"
-    )
-    parser.add_argument("--json", help="also write the results here")
-    args = parser.parse_args(argv)
-    results = run(args.quick, args.turns or (1 if args.quick else 3))
-    print(table(results))
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump({"machine": facts(), **results}, file, indent=1)
-
+main = runner.Benchmark(
+    __doc__,
+    run,
+    show,
+    turns=3,
+    fixed={"lengths": (1_000, 10_000, 100_000, 1_000_000), "tokens": 400_000},
+    quick={"lengths": (1_000, 10_000), "tokens": 30_000, "turns": 1},
+).main
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -10,15 +10,11 @@ Two workloads: all rows get 16 new tokens, or between 8 and 256 by row ("straggl
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import re
 import statistics
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -27,306 +23,203 @@ from tqdm import tqdm
 from transformers import StoppingCriteriaList
 
 import hf_paged
-from benchmarks.machine import facts
-from benchmarks.paired import interval
+from benchmarks import paired, runner
+from benchmarks.report import markdown
 from benchmarks.systems import StopsAt
 
-_SHARED = dict(
+
+class By(NamedTuple):
+    """A value by size: of tiny models, and of models with about 100 million parameters."""
+
+    tiny: Any
+    large: Any
+
+
+LAYERS, VOCAB = By(4, 10), By(512, 32000)
+TEXT = dict(
+    hidden_size=By(64, 768),
+    intermediate_size=By(128, 2048),
+    num_hidden_layers=LAYERS,
+    num_attention_heads=By(4, 12),
+    num_key_value_heads=By(2, 4),
+    vocab_size=VOCAB,
+)
+HEADS = TEXT | dict(head_dim=By(16, 64))
+LINEAR = dict(
+    linear_conv_kernel_dim=4,
+    linear_num_value_heads=By(4, 12),
+    linear_num_key_heads=By(2, 6),
+    linear_key_head_dim=By(16, 64),
+    linear_value_head_dim=By(16, 64),
+)
+MAMBA_ATTENTION = ["linear_attention", "mlp"]
+# name: model class and config arguments
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "DeepSeek-V3": (
+        "DeepseekV3ForCausalLM",
+        TEXT
+        | dict(
+            num_key_value_heads=By(4, 12),
+            n_group=1,
+            topk_group=1,
+            num_experts_per_tok=2,
+            first_k_dense_replace=1,
+            n_routed_experts=4,
+            moe_intermediate_size=By(32, 512),
+            q_lora_rank=By(32, 384),
+            kv_lora_rank=By(32, 256),
+            qk_nope_head_dim=By(16, 64),
+            qk_rope_head_dim=By(16, 32),
+            v_head_dim=By(16, 64),
+        ),
+    ),
+    "Qwen3-Next": (
+        "Qwen3NextForCausalLM",
+        HEADS
+        | LINEAR
+        | dict(
+            num_hidden_layers=By(4, 8),
+            num_experts=4,
+            num_experts_per_tok=2,
+            full_attention_interval=4,
+            moe_intermediate_size=By(32, 512),
+            shared_expert_intermediate_size=By(32, 512),
+        ),
+    ),
+    "Qwen3.5": ("Qwen3_5ForCausalLM", HEADS | LINEAR),
+    "NemotronH": (
+        "NemotronHForCausalLM",
+        {key: value for key, value in HEADS.items() if key != "num_hidden_layers"}
+        | dict(
+            intermediate_size=By(128, 3072),
+            n_groups=1,
+            conv_kernel=4,
+            expand=2,
+            chunk_size=64,
+            mamba_num_heads=By(8, 24),
+            mamba_head_dim=By(16, 64),
+            ssm_state_size=By(16, 64),
+            layers_block_type=By(
+                [*MAMBA_ATTENTION, "full_attention", "mlp"],
+                [*MAMBA_ATTENTION, *MAMBA_ATTENTION, "full_attention", "mlp"] * 2,
+            ),
+        ),
+    ),
+    "Gemma 4": (
+        "Gemma4ForCausalLM",
+        HEADS
+        | dict(
+            sliding_window=64,
+            global_head_dim=By(32, 128),
+            vocab_size_per_layer_input=VOCAB,
+            hidden_size_per_layer_input=By(16, 32),
+        ),
+    ),
+    "Qwen2.5-VL": (
+        "Qwen2_5_VLForConditionalGeneration",
+        dict(
+            image_token_id=3,
+            video_token_id=4,
+            vision_start_token_id=5,
+            vision_end_token_id=6,
+            text_config=TEXT
+            | dict(
+                rope_parameters=dict(
+                    rope_type="default",
+                    rope_theta=10000.0,
+                    mrope_section=By([2, 3, 3], [8, 12, 12]),
+                )
+            ),
+            vision_config=dict(
+                depth=By(2, 4),
+                hidden_size=By(32, 256),
+                num_heads=By(2, 4),
+                intermediate_size=By(64, 1024),
+                out_hidden_size=By(64, 768),
+                fullatt_block_indexes=By([1], [1, 3]),
+                window_size=56,
+            ),
+        ),
+    ),
+    "Whisper": (
+        "WhisperForConditionalGeneration",
+        dict(
+            decoder_start_token_id=1,
+            suppress_tokens=None,
+            begin_suppress_tokens=None,
+            d_model=By(64, 768),
+            encoder_layers=By(2, 4),
+            decoder_layers=By(4, 6),
+            encoder_attention_heads=By(4, 12),
+            decoder_attention_heads=By(4, 12),
+            encoder_ffn_dim=By(128, 3072),
+            decoder_ffn_dim=By(128, 3072),
+            vocab_size=VOCAB,
+            max_source_positions=By(100, 300),
+        ),
+    ),
+    "Bamba": (
+        "BambaForCausalLM",
+        TEXT
+        | dict(
+            attn_layer_indices=By([2], [4, 8]),
+            mamba_n_groups=1,
+            mamba_d_conv=4,
+            mamba_expand=2,
+            mamba_n_heads=By(8, 24),
+            mamba_d_head=By(16, 64),
+            mamba_d_state=By(16, 64),
+        ),
+    ),
+    "Bloom": (
+        "BloomForCausalLM",
+        dict(hidden_size=By(64, 768), n_layer=By(4, 12), n_head=By(4, 12), vocab_size=VOCAB),
+    ),
+    "Llama 4": (
+        "Llama4ForCausalLM",
+        HEADS
+        | dict(
+            num_hidden_layers=By(4, 8),
+            num_local_experts=2,
+            num_experts_per_tok=1,
+            attention_chunk_size=64,
+            intermediate_size=By(128, 1024),
+            intermediate_size_mlp=By(128, 2048),
+        ),
+    ),
+}
+COMMON = dict(
     pad_token_id=0,
     bos_token_id=1,
     eos_token_id=None,
     tie_word_embeddings=True,
     max_position_embeddings=2048,
 )
-_MROPE = dict(rope_type="default", rope_theta=10000.0)
-# name: model class, config arguments other than sizes, and the sizes: tiny and about 100 million
-# parameters
-SHAPES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "DeepSeek-V3": (
-        "DeepseekV3ForCausalLM",
-        dict(
-            n_group=1,
-            topk_group=1,
-            num_experts_per_tok=2,
-            first_k_dense_replace=1,
-            n_routed_experts=4,
-        ),
-        dict(hidden_size=64, intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=4)
-        | dict(num_attention_heads=4, num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=32)
-        | dict(qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16, vocab_size=512),
-        dict(
-            hidden_size=768, intermediate_size=2048, moe_intermediate_size=512, num_hidden_layers=10
-        )
-        | dict(num_attention_heads=12, num_key_value_heads=12, q_lora_rank=384, kv_lora_rank=256)
-        | dict(qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64, vocab_size=32000),
-    ),
-    "Qwen3-Next": (
-        "Qwen3NextForCausalLM",
-        dict(
-            num_experts=4,
-            num_experts_per_tok=2,
-            full_attention_interval=4,
-            linear_conv_kernel_dim=4,
-        ),
-        dict(
-            hidden_size=64,
-            intermediate_size=128,
-            moe_intermediate_size=32,
-            shared_expert_intermediate_size=32,
-        )
-        | dict(
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            vocab_size=512,
-        )
-        | dict(
-            linear_num_value_heads=4,
-            linear_num_key_heads=2,
-            linear_key_head_dim=16,
-            linear_value_head_dim=16,
-        ),
-        dict(
-            hidden_size=768,
-            intermediate_size=2048,
-            moe_intermediate_size=512,
-            shared_expert_intermediate_size=512,
-        )
-        | dict(
-            num_hidden_layers=8,
-            num_attention_heads=12,
-            num_key_value_heads=4,
-            head_dim=64,
-            vocab_size=32000,
-        )
-        | dict(
-            linear_num_value_heads=12,
-            linear_num_key_heads=6,
-            linear_key_head_dim=64,
-            linear_value_head_dim=64,
-        ),
-    ),
-    "Qwen3.5": (
-        "Qwen3_5ForCausalLM",
-        dict(linear_conv_kernel_dim=4),
-        dict(
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            vocab_size=512,
-        )
-        | dict(num_key_value_heads=2, head_dim=16, linear_num_value_heads=4, linear_num_key_heads=2)
-        | dict(linear_key_head_dim=16, linear_value_head_dim=16),
-        dict(
-            hidden_size=768,
-            intermediate_size=2048,
-            num_hidden_layers=10,
-            num_attention_heads=12,
-            vocab_size=32000,
-        )
-        | dict(
-            num_key_value_heads=4, head_dim=64, linear_num_value_heads=12, linear_num_key_heads=6
-        )
-        | dict(linear_key_head_dim=64, linear_value_head_dim=64),
-    ),
-    "NemotronH": (
-        "NemotronHForCausalLM",
-        dict(n_groups=1, conv_kernel=4, expand=2, chunk_size=64),
-        dict(
-            hidden_size=64,
-            intermediate_size=128,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-        )
-        | dict(mamba_num_heads=8, mamba_head_dim=16, ssm_state_size=16, vocab_size=512)
-        | dict(layers_block_type=["linear_attention", "mlp", "full_attention", "mlp"]),
-        dict(
-            hidden_size=768,
-            intermediate_size=3072,
-            num_attention_heads=12,
-            num_key_value_heads=4,
-            head_dim=64,
-        )
-        | dict(mamba_num_heads=24, mamba_head_dim=64, ssm_state_size=64, vocab_size=32000)
-        | dict(
-            layers_block_type=[
-                "linear_attention",
-                "mlp",
-                "linear_attention",
-                "mlp",
-                "full_attention",
-                "mlp",
-            ]
-            * 2
-        ),
-    ),
-    "Gemma 4": (
-        "Gemma4ForCausalLM",
-        dict(sliding_window=64),
-        dict(
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            head_dim=16,
-        )
-        | dict(
-            num_key_value_heads=2,
-            global_head_dim=32,
-            vocab_size=512,
-            vocab_size_per_layer_input=512,
-        )
-        | dict(hidden_size_per_layer_input=16),
-        dict(
-            hidden_size=768,
-            intermediate_size=2048,
-            num_hidden_layers=10,
-            num_attention_heads=12,
-            head_dim=64,
-        )
-        | dict(
-            num_key_value_heads=4,
-            global_head_dim=128,
-            vocab_size=32000,
-            vocab_size_per_layer_input=32000,
-        )
-        | dict(hidden_size_per_layer_input=32),
-    ),
-    "Qwen2.5-VL": (
-        "Qwen2_5_VLForConditionalGeneration",
-        dict(image_token_id=3, video_token_id=4, vision_start_token_id=5, vision_end_token_id=6),
-        dict(
-            text_config=dict(
-                hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4
-            )
-            | dict(
-                num_key_value_heads=2,
-                vocab_size=512,
-                rope_parameters=_MROPE | dict(mrope_section=[2, 3, 3]),
-            ),
-            vision_config=dict(
-                depth=2, hidden_size=32, num_heads=2, intermediate_size=64, out_hidden_size=64
-            )
-            | dict(fullatt_block_indexes=[1], window_size=56),
-        ),
-        dict(
-            text_config=dict(
-                hidden_size=768,
-                intermediate_size=2048,
-                num_hidden_layers=10,
-                num_attention_heads=12,
-            )
-            | dict(
-                num_key_value_heads=4,
-                vocab_size=32000,
-                rope_parameters=_MROPE | dict(mrope_section=[8, 12, 12]),
-            ),
-            vision_config=dict(
-                depth=4, hidden_size=256, num_heads=4, intermediate_size=1024, out_hidden_size=768
-            )
-            | dict(fullatt_block_indexes=[1, 3], window_size=56),
-        ),
-    ),
-    "Whisper": (
-        "WhisperForConditionalGeneration",
-        dict(decoder_start_token_id=1, suppress_tokens=None, begin_suppress_tokens=None),
-        dict(
-            d_model=64,
-            encoder_layers=2,
-            decoder_layers=4,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-        )
-        | dict(encoder_ffn_dim=128, decoder_ffn_dim=128, vocab_size=512, max_source_positions=100),
-        dict(
-            d_model=768,
-            encoder_layers=4,
-            decoder_layers=6,
-            encoder_attention_heads=12,
-            decoder_attention_heads=12,
-        )
-        | dict(
-            encoder_ffn_dim=3072, decoder_ffn_dim=3072, vocab_size=32000, max_source_positions=300
-        ),
-    ),
-    "Bamba": (
-        "BambaForCausalLM",
-        dict(mamba_n_groups=1, mamba_d_conv=4, mamba_expand=2),
-        dict(
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=4,
-            attn_layer_indices=[2],
-            vocab_size=512,
-        )
-        | dict(
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            mamba_n_heads=8,
-            mamba_d_head=16,
-            mamba_d_state=16,
-        ),
-        dict(
-            hidden_size=768,
-            intermediate_size=2048,
-            num_hidden_layers=10,
-            attn_layer_indices=[4, 8],
-            vocab_size=32000,
-        )
-        | dict(
-            num_attention_heads=12,
-            num_key_value_heads=4,
-            mamba_n_heads=24,
-            mamba_d_head=64,
-            mamba_d_state=64,
-        ),
-    ),
-    "Bloom": (
-        "BloomForCausalLM",
-        {},
-        dict(hidden_size=64, n_layer=4, n_head=4, vocab_size=512),
-        dict(hidden_size=768, n_layer=12, n_head=12, vocab_size=32000),
-    ),
-    "Llama 4": (
-        "Llama4ForCausalLM",
-        dict(num_local_experts=2, num_experts_per_tok=1, attention_chunk_size=64),
-        dict(
-            hidden_size=64,
-            intermediate_size=128,
-            intermediate_size_mlp=128,
-            num_hidden_layers=4,
-            vocab_size=512,
-        )
-        | dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16),
-        dict(
-            hidden_size=768,
-            intermediate_size=1024,
-            intermediate_size_mlp=2048,
-            num_hidden_layers=8,
-            vocab_size=32000,
-        )
-        | dict(num_attention_heads=12, num_key_value_heads=4, head_dim=64),
-    ),
-}
-ROWS, TURNS = 16, 8  # turns per process
+ROWS = 16
 IMAGE_TOKENS = 4  # of the picture before each prompt, for models that take one
 WORKLOADS = {
     "16 new": [16] * ROWS,
     "8..256 new": [8 + round(row * 248 / (ROWS - 1)) for row in range(ROWS)],
 }
-SYSTEMS = ("plain", "generate", "engine")
+OURS = ("generate", "engine")
+
+
+def sized(value: Any, is_tiny: bool) -> Any:
+    """Config arguments of a size."""
+    if isinstance(value, By):
+        return value.tiny if is_tiny else value.large
+    if isinstance(value, dict):
+        return {key: sized(each, is_tiny) for key, each in value.items()}
+    return value
 
 
 def build(name: str, is_tiny: bool) -> Any:
     """A float32 model with random weights."""
-    cls, fixed, tiny, large = SHAPES[name]
+    cls, arguments = SHAPES[name]
     model_class = getattr(transformers, cls)
     config_class = model_class.config_class
     torch.manual_seed(0)
-    return model_class(config_class(**_SHARED, **fixed, **(tiny if is_tiny else large))).eval()
+    return model_class(config_class(**COMMON, **sized(arguments, is_tiny))).eval()
 
 
 def prompts(model: Any, turn: int = 0) -> list[dict[str, torch.Tensor]]:
@@ -343,11 +236,8 @@ def prompts(model: Any, turn: int = 0) -> list[dict[str, torch.Tensor]]:
         ids = torch.randint(8, vocab - 1, (1, 4 * (row + 1)), generator=generator)
         prompt = {"input_ids": ids}
         if vision is not None:
-            picture = (
-                [config.vision_start_token_id]
-                + [config.image_token_id] * IMAGE_TOKENS
-                + [config.vision_end_token_id]
-            )
+            picture = [config.image_token_id] * IMAGE_TOKENS
+            picture = [config.vision_start_token_id, *picture, config.vision_end_token_id]
             ids = prompt["input_ids"] = torch.cat([torch.tensor([picture]), ids], dim=1)
             pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
             prompt["pixel_values"] = torch.randn(4 * IMAGE_TOKENS, pixels, generator=generator)
@@ -369,6 +259,12 @@ def batch(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {name: torch.cat([wide(name, row[name]) for row in rows]) for name in rows[0]}
 
 
+class Case(NamedTuple):
+    model: str
+    is_tiny: bool
+    workload: str
+
+
 def measure(name: str, is_tiny: bool, workload: str, turns: int, scale: float) -> dict[str, Any]:
     """Measures in this process: seconds of each system per turn, whether its tokens are plain's,
     and the route."""
@@ -385,24 +281,18 @@ def measure(name: str, is_tiny: bool, workload: str, turns: int, scale: float) -
     engine = hf_paged.PagedEngine(model)
 
     def generate(**paged: Any) -> list[list[int]]:
-        criteria = StoppingCriteriaList(
-            [StopsAt(width, lengths, model.device)] if len(set(lengths)) > 1 else []
-        )
+        stops = [StopsAt(width, lengths, model.device)] if len(set(lengths)) > 1 else []
+        criteria = StoppingCriteriaList(stops)
         found = model.generate(**inputs, **options, **paged, stopping_criteria=criteria).tolist()
         return [row[-max(lengths) :][:length] for row, length in zip(found, lengths)]
 
     def serve() -> list[list[int]]:
         names = []
         for row, length in zip(rows, lengths):
-            others = {
-                key: value
-                for key, value in row.items()
-                if key not in ("input_ids", "attention_mask")
-            }
+            others = {key: row[key] for key in row if key not in ("input_ids", "attention_mask")}
             ids = row["input_ids"][0].tolist() if "input_ids" in row else None
-            names.append(
-                engine.add_request(ids, options | {"max_new_tokens": length}, inputs=others or None)
-            )
+            own = options | {"max_new_tokens": length}
+            names.append(engine.add_request(ids, own, inputs=others or None))
         found = {}
         while len(found) < len(names):
             found.update(
@@ -416,49 +306,44 @@ def measure(name: str, is_tiny: bool, workload: str, turns: int, scale: float) -
         "engine": serve,
     }
     expected = generate()
-    equal = {"plain": True}
-    for system in SYSTEMS[1:]:
-        equal[system] = systems[system]() == expected  # also a warm-up
+    found: dict[str, Any] = {}
+    for system in OURS:
+        is_equal = systems[system]() == expected  # also a warm-up
         route = hf_paged.last_route(model)
-        equal[f"{system}_road"] = f"{route.road}: {route.reason}" if route else ""
-    seconds: dict[str, list[float]] = {system: [] for system in systems}
-    for turn in range(turns):
+        found[system] = {
+            "equal": is_equal,
+            "road": f"{route.road}: {route.reason}" if route else "",
+        }
+
+    def timed(turn: int, system: str) -> float:
+        nonlocal rows, inputs
         rows = prompts(model, turn + 1)
         inputs = batch(rows)
-        for system in list(systems) if turn % 2 else reversed(list(systems)):
-            start = time.perf_counter()
-            systems[system]()
-            seconds[system].append(time.perf_counter() - start)
+        return runner.seconds_of(systems[system])
+
+    arms = {system: functools.partial(timed, system=system) for system in systems}
+    found["seconds"] = runner.take_turns(arms, turns)
     engine.free()
     hf_paged.check_integrity(model)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return {"seconds": seconds, "equal": equal, "parameters": parameters}
+    found["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+    return found
 
 
-def run(name: str, is_tiny: bool, workload: str, is_quick: bool) -> dict[str, Any]:
+def row_of(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     """One row of the table."""
-    found = [measure(name, is_tiny, workload, 1, 0.1)] if is_quick else []
-    for _ in range(0 if is_quick else 2):
-        with ProcessPoolExecutor(1, get_context("spawn")) as process:
-            found.append(process.submit(measure, name, is_tiny, workload, TURNS, 1.0).result())
-    seconds = {system: [x for each in found for x in each["seconds"][system]] for system in SYSTEMS}
-    row: dict[str, Any] = {
-        "model": name,
-        "size": "tiny" if is_tiny else "100M",
-        "workload": workload,
-    }
+    found = runner.in_processes(args.processes, measure, *case, args.turns, args.scale)
+    seconds = runner.joined(each["seconds"] for each in found)
+    row: dict[str, Any] = case._asdict()
+    row["size"] = "tiny" if row.pop("is_tiny") else "100M"
     row |= {"parameters": found[0]["parameters"], "turns": len(seconds["plain"])}
     row["plain_ms"] = round(1e3 * statistics.median(seconds["plain"]), 1)
-    for system in _OURS:
-        ratios = [ours / plain for ours, plain in zip(seconds[system], seconds["plain"])]
-        bounds = [round(bound, 3) for bound in interval(ratios) or (min(ratios), max(ratios))]
-        equal = all(each["equal"][system] for each in found)
+    for system in OURS:
+        ratio = paired.estimate(paired.ratios(seconds[system], seconds["plain"]))
         row[system] = {
-            "ratio": round(statistics.median(ratios), 3),
-            "interval": bounds,
-            "equal": equal,
+            **ratio.entries(3),
+            "equal": all(each[system]["equal"] for each in found),
+            "road": found[0][system]["road"],
         }
-        row[system]["road"] = found[0]["equal"][f"{system}_road"]
     return row
 
 
@@ -469,33 +354,22 @@ def target(row: dict[str, Any]) -> float:
     return 1.1 if row["size"] == "tiny" else 1.0
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown."""
-    lines = [
-        (
-            "| model | size | new tokens | plain ms | generate / plain | engine / plain | target |"
-            " tokens equal |"
-        ),
-        "|---|---|---|--:|--:|--:|---|---|",
-    ]
+    lines = []
     for row in rows:
-        cells = [
-            f"**{row[s]['ratio']}** ({row[s]['interval'][0]} to {row[s]['interval'][1]})"
-            for s in _OURS
-        ]
-        equal = ", ".join(f"{system} {'yes' if row[system]['equal'] else 'no'}" for system in _OURS)
-        head = (
-            f"{row['model']} | {row['size']} | {row['workload'].removesuffix(' new')} |"
-            f" {row['plain_ms']}"
-        )
+        line = {"model": row["model"], "size": row["size"]}
+        line["new tokens"] = row["workload"].removesuffix(" new")
+        line["plain ms"] = str(row["plain_ms"])
+        for system in OURS:
+            low, high = row[system]["interval"]
+            line[f"{system} / plain"] = f"**{row[system]['ratio']}** ({low} to {high})"
         limit = target(row)
-        missed = [system for system in _OURS if row[system]["interval"][0] > limit]
-        outcome = f"{limit}: {'not met: ' + ', '.join(missed) if missed else 'met'}"
-        lines.append(f"| {head} | {' | '.join(cells)} | {outcome} | {equal} |")
-    return "\n".join(lines)
-
-
-_OURS = ("generate", "engine")
+        missed = [system for system in OURS if row[system]["interval"][0] > limit]
+        line["target"] = f"{limit}: {'not met: ' + ', '.join(missed) if missed else 'met'}"
+        told = [f"{system} {'yes' if row[system]['equal'] else 'no'}" for system in OURS]
+        lines.append({**line, "tokens equal": ", ".join(told)})
+    return markdown(lines, right=("plain ms", *(f"{system} / plain" for system in OURS)))
 
 
 def added(runs: list[dict[str, Any]], run: dict[str, Any]) -> list[dict[str, Any]]:
@@ -509,34 +383,26 @@ def _case(row: dict[str, Any]) -> tuple[str, ...]:
     return row["model"], row["size"], row["workload"]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--only", default="", help="regular expression on the model's name, size and workload"
-    )
-    parser.add_argument("--quick", action="store_true", help="tiny models, few tokens and turns")
-    parser.add_argument("--json", help="also add the results to those in this file")
-    args = parser.parse_args(argv)
-    sizes = (True,) if args.quick else (True, False)
+def run(args: argparse.Namespace) -> dict[str, Any]:
     cases = [
-        (name, is_tiny, workload) for is_tiny in sizes for workload in WORKLOADS for name in SHAPES
+        Case(name, is_tiny, workload)
+        for is_tiny in args.sizes
+        for workload in WORKLOADS
+        for name in SHAPES
+        if re.search(args.only, f"{name} {'tiny' if is_tiny else '100M'} {workload}")
     ]
-    cases = [
-        case
-        for case in cases
-        if re.search(args.only, f"{case[0]} {'tiny' if case[1] else '100M'} {case[2]}")
-    ]
-    found = facts()
-    rows = [run(*case, args.quick) for case in tqdm(cases)]
-    print(table(rows))
-    if args.json:
-        path = Path(args.json)
-        runs = json.loads(path.read_text())["runs"] if path.exists() else []
-        path.write_text(
-            json.dumps({"runs": added(runs, {"machine": found, "rows": rows})}, indent=1)
-        )
+    return {"rows": [row_of(case, args) for case in tqdm(cases)]}
 
+
+main = runner.Benchmark(
+    __doc__,
+    run,
+    lambda data: [table(data["rows"])],
+    only="regular expression on the model's name, size and workload",
+    fixed={"sizes": (True, False), "turns": 8, "processes": 2, "scale": 1.0},
+    quick={"sizes": (True,), "turns": 1, "processes": 0, "scale": 0.1},
+    adds=lambda old, data: {"runs": added(old.get("runs", []), data)},
+).main
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -14,36 +14,33 @@ prompts in every turn.
 from __future__ import annotations
 
 import argparse
-import gc
-import json
+import functools
 import math
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import unittest.mock
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
-from tqdm import tqdm
 from transformers import GenerationConfig
 
 import hf_paged
-from benchmarks import paired, trained
+from benchmarks import paired, runner, trained
 from benchmarks.generate import timed
-from benchmarks.machine import facts
 from benchmarks.models import PAD, SHAPES, Shape, build
 from benchmarks.report import markdown
-from benchmarks.systems import Answer, Engine, Generate, quiet
-from benchmarks.workloads import GREEDY, Batch, Workload
+from benchmarks.systems import Answer, Engine, Generate
+from benchmarks.workloads import Batch, Workload
 from hf_paged.batching.execution.executor import Executor
 from hf_paged.plan import StepPlan
 
-PARTS = ("W7", "W8", "random", "assistants", "stages")
-TURNS, WARM_UPS = 15, 10
+WARM_UPS = 10
 ACCEPTED, NO_COST, FASTER = 2.0, 1.02, 1.2
 """Targets: accepted tokens per row and step; ratio without repeats; speedup with an assistant of a
 tenth of the size."""
@@ -97,35 +94,17 @@ class Speech(Workload):
 def edits(name: str, rows: int, target: float) -> Workload:
     length = trained.TEXT_LENGTH
     title = f"{name}: {rows} row{'s' * (rows > 1)}, edit a text of {length} words"
-    return Edits(name, title, rows, (length + 2, length + 2), (length, length), 0, GREEDY, target)
+    return Edits(name, title, rows, (length + 2, length + 2), (length, length), target=target)
 
 
 EDITS = {"W7": edits("W7", 32, 0.75), "W8": edits("W8", 1, 0.6)}
+_MANY = "32 rows of random text, 32..256 words, 64 new"
+_ONE = "one row of random text, 64 words, 64 new"
 RANDOM = (
-    Workload(
-        "random 32",
-        "32 rows of random text, 32..256 words, 64 new",
-        32,
-        (32, 256),
-        (64, 64),
-        0,
-        GREEDY,
-        NO_COST,
-    ),
-    Workload(
-        "random 1",
-        "one row of random text, 64 words, 64 new",
-        1,
-        (64, 64),
-        (64, 64),
-        0,
-        GREEDY,
-        NO_COST,
-    ),
+    Workload("random 32", _MANY, 32, (32, 256), (64, 64), target=NO_COST),
+    Workload("random 1", _ONE, 1, (64, 64), (64, 64), target=NO_COST),
 )
-SPEECH = Speech(
-    "assistants", "8 rows of a language, 48 words, 64 new", 8, (48, 48), (64, 64), 0, GREEDY
-)
+SPEECH = Speech("assistants", "8 rows of a language, 48 words, 64 new", 8, (48, 48), (64, 64))
 
 
 @dataclass
@@ -146,23 +125,37 @@ class Assisted(Engine):
         return self.engine.add_request(prompt, config, assistant_model=self.assistant)
 
 
-@dataclass
-class Turns:
+class Turn(NamedTuple):
     """
-    Results of one system in each turn.
+    One turn of a system.
 
     Args:
-        proposed, accepted (`list[int]`): Draft tokens computed, and accepted.
-        per_step (`list[list[float]]`): Accepted tokens per step of each row; steps without drafts
-            count.
-        equal (`bool`): Whether all tokens equal those without speculation.
+        proposed, accepted (`int`): Draft tokens computed, and accepted.
+        per_step (`list[float]`): Accepted tokens per step of each row; steps without drafts count.
     """
 
-    seconds: list[float] = field(default_factory=list)
-    proposed: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    per_step: list[list[float]] = field(default_factory=list)
-    equal: bool = True
+    seconds: float
+    proposed: int
+    accepted: int
+    per_step: list[float]
+
+
+class Turns(NamedTuple):
+    """
+    The turns of a system.
+
+    Args:
+        equal, plain (`bool`): Whether all tokens equal those without speculation, and those of one
+            turn without it plain `generate`'s.
+    """
+
+    turns: list[Turn]
+    equal: bool
+    plain: bool
+
+    @property
+    def seconds(self) -> list[float]:
+        return [turn.seconds for turn in self.turns]
 
 
 def accepted_a_step(answer: Answer) -> list[float]:
@@ -177,76 +170,74 @@ def accepted_a_step(answer: Answer) -> list[float]:
 
 def run(
     model: Any, shape: Shape, workload: Workload, systems: Mapping[str, Engine], turns: int
-) -> tuple[dict[str, Turns], bool]:
-    """Runs turns of every system, in alternating order, after warm-up turns in which steps of many
-    sizes are recorded; also returns whether the tokens without speculation are plain
-    `generate`'s."""
-    found = {name: Turns() for name in systems}
-    names = list(systems)
+) -> dict[str, Turns]:
+    """Turns of every system, after warm-up turns in which steps of many sizes are recorded."""
     plain = Generate()(model, shape, workload, workload.batch(-1, shape.vocab)).rows
-    is_plain = True
-    for turn in tqdm(
-        range(-1 if turns == 1 else -WARM_UPS, turns), desc=workload.name, disable=None
-    ):
-        rows: dict[str, list[list[int]]] = {}
-        for name in names[::-1] if turn % 2 else names:
-            seconds, answer, _ = timed(systems[name], model, shape, workload, turn)
-            rows[name], mine = answer.rows, found[name]
-            stats = systems[name].engine.stats()
-            if turn >= -1:
-                mine.proposed.append(stats.num_draft_tokens)
-                mine.accepted.append(stats.num_accepted_tokens)
-            if turn >= 0:
-                mine.seconds.append(seconds[0])
-                mine.per_step.append(accepted_a_step(answer))
-        for name in names:
-            found[name].equal &= rows[name] == rows[OFF]
-        if turn == -1:
-            is_plain = rows[OFF] == plain
-    for name, engine in systems.items():
-        mine = found[name]  # the engine's counters up to here
-        mine.proposed = [b - a for a, b in zip(mine.proposed, mine.proposed[1:])]
-        mine.accepted = [b - a for a, b in zip(mine.accepted, mine.accepted[1:])]
-        engine.free()
+    rows: dict[str, dict[int, list[list[int]]]] = {name: {} for name in systems}
+
+    def arm(name: str, system: Engine) -> Callable[[int], Turn]:
+        counts = [0, 0]
+
+        def work(turn: int) -> Turn:
+            seconds, answer, _ = timed(system, model, shape, workload, turn)
+            rows[name][turn] = answer.rows
+            stats, before = system.engine.stats(), counts.copy()
+            counts[:] = stats.num_draft_tokens, stats.num_accepted_tokens
+            proposed, accepted = (now - then for now, then in zip(counts, before))
+            return Turn(seconds[0], proposed, accepted, accepted_a_step(answer))
+
+        return work
+
+    arms = {name: arm(name, system) for name, system in systems.items()}
+    warm_ups = 1 if turns == 1 else WARM_UPS
+    found = runner.take_turns(arms, turns, warm_ups, workload.name)
+    for system in systems.values():
+        system.free()
     hf_paged.check_integrity(model)
     hf_paged.free(model)
-    return found, is_plain
+    is_plain = rows[OFF][-1] == plain
+    return {name: Turns(mine, rows[name] == rows[OFF], is_plain) for name, mine in found.items()}
 
 
-def row_of(workload: Workload, name: str, off: Turns, on: Turns, is_plain: bool) -> dict[str, Any]:
+def row_of(workload: Workload, name: str, off: Turns, on: Turns) -> dict[str, Any]:
     """A row of the table; the caller adds targets."""
-    slower = paired.ratios(on.seconds, off.seconds)
-    by_row = [value for values in on.per_step for value in values]
-    proposed, accepted = sum(on.proposed), sum(on.accepted)
+    ratios = paired.ratios(on.seconds, off.seconds)
+    slower = paired.estimate(ratios)
+    by_row = [value for turn in on.turns for value in turn.per_step]
+    proposed, accepted = (sum(column) for column in zip(*(turn[1:3] for turn in on.turns)))
     return {
         "case": workload.title,
         "speculation": name,
-        "turns": len(slower),
+        "turns": len(ratios),
         "off_s": statistics.median(off.seconds),
         "on_s": statistics.median(on.seconds),
-        "ratio": statistics.median(slower),
-        "interval": paired.span(paired.interval(slower) or (min(slower), max(slower))),
-        "ratios": slower,
+        "ratio": slower.value,
+        "interval": paired.span(slower[1:]),
+        "ratios": ratios,
         "proposed": proposed,
         "accepted": accepted,
-        "acceptance": f"{accepted / proposed:.1%}" if proposed else "none proposed",
-        "acceptance_by_turn": [a / max(1, p) for a, p in zip(on.accepted, on.proposed)],
+        "acceptance": share_of(accepted, proposed),
+        "acceptance_by_turn": [turn.accepted / max(1, turn.proposed) for turn in on.turns],
         "per_step": statistics.mean(by_row),
         "rows": paired.span(by_row),
         "equal": on.equal,
-        "plain": is_plain,
+        "plain": on.plain,
     }
+
+
+def share_of(accepted: int, proposed: int) -> str:
+    return f"{accepted / proposed:.1%}" if proposed else "none proposed"
 
 
 def ngrams(model: Any, shape: Shape, workload: Workload, turns: int) -> dict[str, Any]:
     """A row of the table, with the issue's targets."""
     systems = {OFF: Engine(), "n-grams": Engine(hf_paged.PagedConfig(speculation="ngram"))}
-    found, is_plain = run(model, shape, workload, systems, turns)
-    row = row_of(workload, "n-grams", found[OFF], found["n-grams"], is_plain)
+    found = run(model, shape, workload, systems, turns)
+    row = row_of(workload, "n-grams", found[OFF], found["n-grams"])
     assert workload.target is not None
     row["limit"] = workload.target
     if not isinstance(workload, Edits):
-        least = (paired.interval(row["ratios"]) or (min(row["ratios"]),))[0]
+        least = paired.estimate(row["ratios"]).low
         row["target"] = f"interval of the ratio includes {paired.at_most(least, workload.target)}"
     else:
         accepted = f"accepted {paired.verdict([row['per_step']], ACCEPTED)}"
@@ -274,14 +265,14 @@ def assistants(
     break-even size."""
     systems: dict[str, Engine] = {OFF: Engine()}
     systems |= {name: Assisted(assistant=helper) for name, helper in helpers.items()}
-    found, is_plain = run(target, shape, workload, systems, turns)
+    found = run(target, shape, workload, systems, turns)
     rows, sizes = [], []
     for name, helper in helpers.items():
         sizes.append(helper.num_parameters())
         label = (
             f"assistant of {sizes[-1] / 1e6:.3g}M, target of {target.num_parameters() / 1e6:.3g}M"
         )
-        row = row_of(workload, label, found[OFF], found[name], is_plain)
+        row = row_of(workload, label, found[OFF], found[name])
         row["parameters"] = sizes[-1], target.num_parameters()
         if name == TENTH:
             row["limit"] = 1 / FASTER
@@ -320,42 +311,28 @@ def stages(
         spans.setdefault(name, []).append((sum(plan.counts), time.perf_counter() - start))
         return logits
 
+    def stages_of(turn: int, system: Engine) -> dict[str, tuple[float, ...]]:
+        """Forwards, tokens and seconds of each stage."""
+        spans.clear()
+        seconds, _, _ = timed(system, target, shape, workload, turn)
+        found = {stage: (len(some), *map(sum, zip(*some))) for stage, some in spans.items()}
+        rest = seconds[0] - sum(spent for _, _, spent in found.values())
+        return {**found, "all else": (0, 0, rest), "whole": (0, 0, seconds[0])}
+
     rows = []
     for name, system in {OFF: Engine(), "assistant of a tenth": Assisted(assistant=helper)}.items():
-        found: dict[str, list[tuple[int, int, float]]] = {}
-        Executor.run = timed_run  # type: ignore[method-assign]
-        try:
-            for turn in range(-min(turns, WARM_UPS), turns):
-                spans.clear()
-                seconds, _, _ = timed(system, target, shape, workload, turn)
-                if turn < 0:
-                    continue
-                times = {stage: (len(some), *map(sum, zip(*some))) for stage, some in spans.items()}
-                rest = seconds[0] - sum(spent for _, _, spent in times.values())
-                for stage, numbers in {
-                    **times,
-                    "all else": (0, 0, rest),
-                    "whole": (0, 0, seconds[0]),
-                }.items():
-                    found.setdefault(stage, []).append(numbers)
-        finally:
-            Executor.run = run  # type: ignore[method-assign]
-            system.free()
-        medians = {
-            stage: [statistics.median(column) for column in zip(*numbers)]
-            for stage, numbers in sorted(found.items())
-        }
-        for stage, (runs, tokens, spent) in medians.items():
-            rows.append(
-                {
-                    "stage": f"{name}: {stage}",
-                    "runs": runs or None,
-                    "tokens": tokens / runs if runs else None,
-                    "ms": 1e3 * spent / runs if runs else None,
-                    "seconds": spent,
-                    "share": f"{spent / medians['whole'][2]:.0%}",
-                }
-            )
+        arms = {name: functools.partial(stages_of, system=system)}
+        with unittest.mock.patch.object(Executor, "run", timed_run):
+            (found,) = runner.take_turns(arms, turns, min(turns, WARM_UPS)).values()
+        system.free()
+        by_stage = runner.joined({key: [each] for key, each in turn.items()} for turn in found)
+        whole = statistics.median(spent for _, _, spent in by_stage["whole"])
+        for stage, numbers in sorted(by_stage.items()):
+            runs, tokens, spent = map(statistics.median, zip(*numbers))
+            row: dict[str, Any] = {"stage": f"{name}: {stage}", "runs": runs or None}
+            row["tokens"] = tokens / runs if runs else None
+            row["ms"] = 1e3 * spent / runs if runs else None
+            rows.append({**row, "seconds": spent, "share": f"{spent / whole:.0%}"})
     hf_paged.free(target)
     return rows
 
@@ -365,72 +342,65 @@ def few(workload: Workload, quick: bool) -> Workload:
     return replace(workload, num_prompts=min(3, workload.num_prompts)) if quick else workload
 
 
-def edited(name: str, folder: Path, turns: int, quick: bool) -> list[dict[str, Any]]:
-    """W7 or W8 with the editor in `folder`; the first call trains it."""
-    shape, workload = trained.EDITOR, few(EDITS[name], quick)
+def trained_in(folder: Path, shape: Shape, train: Callable[..., Any], steps: int) -> Any:
+    """The model of this shape in the folder; the first call trains it."""
     path = folder / shape.name
-    model = (
-        trained.load(path)
-        if path.exists()
-        else trained.editor(shape, folder, 2 if quick else trained.EDITOR_STEPS)
-    )
-    return [ngrams(model, shape, workload, turns)]
+    return trained.load(path) if path.exists() else train(shape, folder, steps)
 
 
-def unlike(turns: int, quick: bool) -> list[dict[str, Any]]:
+def edited(name: str, folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """W7 or W8."""
+    shape, workload = trained.EDITOR, few(EDITS[name], args.quick)
+    steps = 2 if args.quick else trained.EDITOR_STEPS
+    model = trained_in(folder, shape, trained.editor, steps)
+    return [ngrams(model, shape, workload, args.turns)]
+
+
+def unlike(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows for text that never repeats."""
     model = build(UNLIKE, "cpu", torch.float32)
-    return [ngrams(model, UNLIKE, few(workload, quick), turns) for workload in RANDOM]
+    return [ngrams(model, UNLIKE, few(workload, args.quick), args.turns) for workload in RANDOM]
 
 
-def assisted(part: str, folder: Path, turns: int, quick: bool) -> list[dict[str, Any]]:
+def assisted(part: str, folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows for all assistants, or the stages of one; `quick`: two small models."""
-    shape, others, steps = trained.TARGET, trained.ASSISTANTS, trained.SPEAKER_STEPS
+    others = [each for each in trained.ASSISTANTS if part != "stages" or each.name == TENTH]
+    shape, steps = trained.TARGET, trained.SPEAKER_STEPS
+    if args.quick:
+        others, shape, steps = [trained.ASSISTANTS[0]], trained.ASSISTANTS[1], 2
+    target, *helpers = (
+        trained_in(folder, each, trained.speaker, steps) for each in (shape, *others)
+    )
+    workload = few(SPEECH, args.quick)
     if part == "stages":
-        others = tuple(other for other in others if other.name == TENTH)
-    if quick:
-        shape, others, steps = trained.ASSISTANTS[1], trained.ASSISTANTS[:1], 2
-    made = {each.name: folder / each.name for each in (shape, *others)}
-    models = {
-        each.name: trained.load(made[each.name])
-        if made[each.name].exists()
-        else trained.speaker(each, folder, steps)
-        for each in (shape, *others)
-    }
-    target = models.pop(shape.name)
-    if part == "stages":
-        return stages(target, shape, *models.values(), few(SPEECH, quick), turns)
-    return assistants(target, shape, models, few(SPEECH, quick), turns)
+        return stages(target, shape, helpers[0], workload, args.turns)
+    by_name = {other.name: helper for other, helper in zip(others, helpers)}
+    return assistants(target, shape, by_name, workload, args.turns)
 
 
 def pooled(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Rows that combine the turns of several runs of one revision, a process each; a target is met
     if the interval of the ratio reaches it."""
-    found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for row in (row for each in runs for row in each["rows"]):
-        found.setdefault((row["case"], row["speculation"]), []).append(row)
     rows = []
-    for parts in found.values():
-        first, slower = parts[0], [ratio for part in parts for ratio in part["ratios"]]
-        span = paired.interval(slower) or (min(slower), max(slower))
+    for (case, name), parts in runner.grouped(runs, "case", "speculation").items():
+        ratios = [ratio for part in parts for ratio in part["ratios"]]
+        slower, limit = paired.estimate(ratios), parts[0].get("limit")
         proposed, accepted = (
             sum(part[name] for part in parts) for name in ("proposed", "accepted")
         )
-        limit = first.get("limit")
+        is_equal = all(part["equal"] and part["plain"] for part in parts)
         rows.append(
             {
-                "case": first["case"],
-                "speculation": first["speculation"],
-                "turns, processes": f"{len(slower)}, {len(parts)}",
+                "case": case,
+                "speculation": name,
+                "turns, processes": f"{len(ratios)}, {len(parts)}",
                 "off, s": statistics.median(part["off_s"] for part in parts),
                 "on, s": statistics.median(part["on_s"] for part in parts),
-                "on / off": f"{statistics.median(slower):.3f} ({span[0]:.3f} to {span[1]:.3f})",
-                "acceptance": f"{accepted / proposed:.1%}" if proposed else "none proposed",
+                "on / off": slower.text(3),
+                "acceptance": share_of(accepted, proposed),
                 "accepted a row and step": statistics.mean(part["per_step"] for part in parts),
-                "tokens": "equal"
-                if all(part["equal"] and part["plain"] for part in parts)
-                else "NOT equal",
-                "target": "" if limit is None else paired.at_most(span[0], round(limit, 3)),
+                "tokens": "equal" if is_equal else "NOT equal",
+                "target": "" if limit is None else paired.at_most(slower.low, round(limit, 3)),
             }
         )
     return rows
@@ -443,67 +413,44 @@ def notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
     for row in rows:
         if "break_even_from" in row:
-            size = row["break_even"]
-            told = (
-                "no break-even size"
-                if size is None
-                else f"break-even at an assistant of {size / 1e6:.3g}M"
-            )
+            size, told = row["break_even"], "no break-even size"
+            if size is not None:
+                told = f"break-even at an assistant of {size / 1e6:.3g}M"
             found.append(f"{told}: {row['break_even_from']}")
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", default=",".join(PARTS), help="parts, by commas (all)")
-    parser.add_argument("--turns", type=int, default=TURNS)
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="hardly trained, few rows, one turn: only to see that it runs",
-    )
-    parser.add_argument("--json", help="also write the results here")
-    args = parser.parse_args(argv)
-    only = args.only.split(",")
-    if unknown := [name for name in only if name not in PARTS]:
-        parser.error(
-            f"argument --only: invalid choice: {unknown[0]!r} (choose from {', '.join(PARTS)})"
-        )
-    found, turns = facts(), 1 if args.quick else args.turns
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     stage_rows: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
     transformers.logging.disable_progress_bar()
-    gc.collect()
-    gc.freeze()  # exempt existing objects from garbage collection before every turn
-    try:
-        with quiet(), tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            for part in only:
-                if part in EDITS:
-                    rows += edited(part, folder, turns, args.quick)
-                elif part == "random":
-                    rows += unlike(turns, args.quick)
-                elif part == "stages":
-                    stage_rows = assisted(part, folder, turns, args.quick)
-                else:
-                    rows += assisted(part, folder, turns, args.quick)
-    finally:
-        gc.unfreeze()
-    tables = [
-        markdown(some, columns) for some, columns in ((rows, COLUMNS), (stage_rows, STAGES)) if some
-    ]
-    print(*tables, *notes(rows), sep="\n\n")
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(
-                {"machine": found, "rows": rows, "notes": notes(rows), "stages": stage_rows},
-                file,
-                indent=1,
-            )
+    with runner.frozen(), tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for part in args.only:
+            if part in EDITS:
+                rows += edited(part, folder, args)
+            elif part == "random":
+                rows += unlike(args)
+            else:
+                more = assisted(part, folder, args)
+                (stage_rows if part == "stages" else rows).extend(more)
+    return {"rows": rows, "notes": notes(rows), "stages": stage_rows}
 
+
+def show(data: dict[str, Any]) -> list[str]:
+    tables = ((data["rows"], COLUMNS), (data["stages"], STAGES))
+    return [*(markdown(rows, columns) for rows, columns in tables if rows), *data["notes"]]
+
+
+main = runner.Benchmark(
+    __doc__,
+    measure,
+    show,
+    turns=15,
+    only="parts, by commas (all)",
+    known=("W7", "W8", "random", "assistants", "stages"),
+    quick={"turns": 1},
+).main
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

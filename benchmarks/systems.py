@@ -88,14 +88,11 @@ class Generate(System):
     def __call__(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> Answer:
         if self.cache == "static":
             if model.device.type != "cuda":
-                raise NotAvailable(
-                    "skipped: transformers compiles the static cache's forward on an accelerator"
-                    " only"
-                )
+                why = "transformers compiles the static cache's forward on an accelerator only"
+                raise NotAvailable(f"skipped: {why}")
             if workload.options.get("num_beams", 1) > 1:
-                raise NotAvailable(
-                    "skipped: beams move the rows of a cache, which a compiled one does not"
-                )
+                why = "beams move the rows of a cache, which a compiled one does not"
+                raise NotAvailable(f"skipped: {why}")
         answer = Answer([], [])
         for part in self._parts(batch):
             rows, times = self._part(model, shape, workload, part)
@@ -165,9 +162,7 @@ class Engine(System):
                     times[output.request_id][sequence].append(now)
                 if output.finished:
                     results[output.request_id] = output.result
-        for result in results.values():
-            if result.error is not None:
-                raise result.error
+        checked(list(results.values()))
         rows = [sequence.token_ids for name in names for sequence in results[name].sequences]
         told = workload.options.get("num_beams", 1) == 1
         return Answer(rows, [row for name in names for row in times[name]] if told else [])
@@ -195,7 +190,6 @@ class SmallPool(Engine):
 
     Args:
         of ([`Engine`]): The other engine.
-        of ([`Engine`]): That other.
     """
 
     of: Engine | None = None
@@ -204,10 +198,17 @@ class SmallPool(Engine):
         if self.engine is None:
             if self.of is None or self.of.engine is None:
                 raise NotAvailable("skipped: the engine that it is compared with did not run")
-            self.cache_config = hf_paged.PagedConfig(
-                num_blocks=self.of.engine.stats().peak_blocks // 3
-            )
+            blocks = self.of.engine.stats().peak_blocks // 3
+            self.cache_config = hf_paged.PagedConfig(num_blocks=blocks)
         return super().__call__(model, shape, workload, batch)
+
+
+def checked(results: list[Any]) -> list[Any]:
+    """The results of an engine; raises the error of one that failed."""
+    for result in results:
+        if result.error is not None:
+            raise result.error
+    return results
 
 
 @contextlib.contextmanager

@@ -7,23 +7,21 @@ sequence, in turns, in two processes, one after the other.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from multiprocessing import get_context
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 import hf_paged
-from benchmarks.machine import facts
+from benchmarks import runner
 from benchmarks.models import SHAPES, build
-from benchmarks.paired import interval, ratios
+from benchmarks.paired import estimate, ratios
+from benchmarks.report import markdown
+from benchmarks.workloads import equal_share, left_padded
 
-THREADS, TURNS, NEW_TOKENS = 8, 8, 16  # turns per process
+THREADS = 8
 SYSTEMS = {
     "plain": "plain `generate`, one call after another",
     "plain_threads": "plain `generate` in 8 threads",
@@ -47,16 +45,10 @@ def measure(
     """Measures in this process: seconds of each system per turn, and the share of its tokens equal
     to plain's."""
     shape = SHAPES[name]
-    model = build(shape, "cpu", getattr(torch, dtype)).eval()
+    model = build(shape, "cpu", getattr(torch, dtype))
     texts = prompts(shape.vocab)
-    width = max(text.shape[1] for text in texts)
-    ids = torch.cat([torch.nn.functional.pad(text, (width - text.shape[1], 0)) for text in texts])
-    mask = torch.cat(
-        [
-            torch.nn.functional.pad(torch.ones_like(text), (width - text.shape[1], 0))
-            for text in texts
-        ]
-    )
+    batch = left_padded([text[0].tolist() for text in texts], "cpu")
+    width = batch["input_ids"].shape[1]
     options: dict[str, Any] = dict(
         max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False
     )
@@ -74,94 +66,61 @@ def measure(
             "plain_threads": lambda: list(pool.map(call, texts)),
             "paged": lambda: list(map(paged_call, texts)),
             "paged_threads": lambda: list(pool.map(paged_call, texts)),
-            "plain_batch": lambda: model.generate(ids, attention_mask=mask, **options)[
-                :, width:
-            ].tolist(),
+            "plain_batch": lambda: model.generate(**batch, **options)[:, width:].tolist(),
         }
         expected = systems["plain"]()
-        equal = {}
-        for system, work in systems.items():  # also a warm-up
-            pairs = [pair for ours, plain in zip(work(), expected) for pair in zip(ours, plain)]
-            equal[system] = sum(a == b for a, b in pairs) / len(pairs)
-        seconds: dict[str, list[float]] = {system: [] for system in systems}
-        for turn in tqdm(range(turns), desc=name, disable=None):
-            for system in list(systems) if turn % 2 else reversed(list(systems)):
-                start = time.perf_counter()
-                systems[system]()
-                seconds[system].append(time.perf_counter() - start)
+        # also a warm-up
+        equal = {system: equal_share(expected, work()) for system, work in systems.items()}
+        seconds = runner.take_turns(runner.timed(systems), turns, title=name)
     hf_paged.check_integrity(model)
     return seconds, equal
 
 
-def run(name: str, dtype: str, turns: int, new_tokens: int, num_processes: int) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, Any]:
     """Median seconds of each system, its speedup over `paged`, and the share of tokens equal to
-    plain's; with one process, runs in this one."""
-    seconds: dict[str, list[float]] = {system: [] for system in SYSTEMS}
-    results = [] if num_processes else [measure(name, dtype, turns, new_tokens)]
-    for _ in range(num_processes):
-        with ProcessPoolExecutor(1, get_context("spawn")) as process:
-            results.append(process.submit(measure, name, dtype, turns, new_tokens).result())
-    for found, _ in results:
-        for system, values in found.items():
-            seconds[system] += values
-    equal = results[-1][1]
-    row: dict[str, Any] = {
-        "model": name,
-        "dtype": dtype,
-        "turns": len(results) * turns,
-        "new_tokens": new_tokens,
-    }
+    plain's."""
+    settings = args.model, args.dtype, args.turns, args.new_tokens
+    found = runner.in_processes(args.processes, measure, *settings)
+    seconds = runner.joined(each for each, _ in found)
+    row: dict[str, Any] = {"model": args.model, "dtype": args.dtype}
+    row |= {"turns": len(seconds["paged"]), "new_tokens": args.new_tokens}
     for system in SYSTEMS:
-        faster = ratios(seconds["paged"], seconds[system])
-        span = interval(faster) or (min(faster), max(faster))
+        faster = estimate(ratios(seconds["paged"], seconds[system]))
         row[system] = {
             "seconds": round(statistics.median(seconds[system]), 3),
-            "throughput": round(statistics.median(faster), 3),
-            "interval": [round(bound, 3) for bound in span],
-            "equal_tokens": round(equal[system], 3),
+            "throughput": round(faster.value, 3),
+            "interval": faster.bounds(3),
+            "equal_tokens": round(found[-1][1][system], 3),
         }
-    return row
+    return {"rows": [row]}
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown."""
     lines = [
-        (
-            "| model | 8 prompts | seconds | throughput, 1: paged one after another | tokens equal"
-            " to plain's |"
-        ),
-        "|---|---|--:|--:|--:|",
+        {
+            "model": f"{row['model']}, {row['dtype']}",
+            "8 prompts": name,
+            "seconds": str(row[system]["seconds"]),
+            "throughput, 1: paged one after another": "{} ({} to {})".format(
+                row[system]["throughput"], *row[system]["interval"]
+            ),
+            "tokens equal to plain's": str(row[system]["equal_tokens"]),
+        }
+        for row in rows
+        for system, name in SYSTEMS.items()
     ]
-    for row in rows:
-        for system, name in SYSTEMS.items():
-            cell = row[system]
-            low, high = cell["interval"]
-            of = f"{cell['throughput']} ({low} to {high})"
-            lines.append(
-                f"| {row['model']}, {row['dtype']} | {name} | {cell['seconds']} | {of} |"
-                f" {cell['equal_tokens']} |"
-            )
-    return "\n".join(lines)
+    return markdown(lines, right=list(lines[0])[2:])
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="llama-100m", choices=list(SHAPES))
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--quick", action="store_true", help="a tiny model, few tokens and turns")
-    parser.add_argument("--json", help="also write the results here")
-    args = parser.parse_args(argv)
-    found = facts()
-    name, turns, new_tokens = (
-        ("llama-tiny", 2, 4) if args.quick else (args.model, TURNS, NEW_TOKENS)
-    )
-    rows = [run(name, args.dtype, turns, new_tokens, num_processes=0 if args.quick else 2)]
-    print(table(rows))
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump({"machine": found, "rows": rows}, file, indent=1)
-
+main = runner.Benchmark(
+    __doc__,
+    run,
+    lambda data: [table(data["rows"])],
+    options={"--model": runner.MODEL, "--dtype": runner.DTYPE},
+    fixed={"turns": 8, "new_tokens": 16, "processes": 2},
+    quick={"model": "llama-tiny", "turns": 2, "new_tokens": 4, "processes": 0},
+).main
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

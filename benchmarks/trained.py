@@ -105,6 +105,12 @@ def load(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
+def saved(model: Any, path: Path) -> Any:
+    """The model as loaded from its files."""
+    model.save_pretrained(path)
+    return load(path)
+
+
 def editor(shape: Shape, folder: Path, steps: int) -> Any:
     """Trains a model to edit texts of random words."""
 
@@ -113,19 +119,14 @@ def editor(shape: Shape, folder: Path, steps: int) -> Any:
         return prompt + answer
 
     model = train(shape, text, first=TEXT_LENGTH + 2, rows=16, steps=steps, rate=4e-3)
-    model.save_pretrained(folder / shape.name)
-    return load(folder / shape.name)
+    return saved(model, folder / shape.name)
 
 
 def speaker(shape: Shape, folder: Path, steps: int) -> Any:
     """Trains a model on the language of its vocabulary; all sizes see the same number of texts."""
-    model = train(
-        shape,
-        lambda draw: language(draw, shape.vocab),
-        first=1,
-        rows=8,
-        steps=steps,
-        rate=0.5 / shape.hidden,
-    )
-    model.save_pretrained(folder / shape.name)
-    return load(folder / shape.name)
+
+    def text(draw: random.Random) -> list[int]:
+        return language(draw, shape.vocab)
+
+    model = train(shape, text, first=1, rows=8, steps=steps, rate=0.5 / shape.hidden)
+    return saved(model, folder / shape.name)

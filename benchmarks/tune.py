@@ -11,14 +11,13 @@ DIR` compiles on any machine with the same version of Triton, and `--cache DIR` 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import json
 import math
 import os
 import sys
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,6 +26,7 @@ import torch
 from benchmarks import block_costs
 from benchmarks.chips import CHIPS
 from benchmarks.machine import devices, facts
+from benchmarks.runner import flag, option, parser_of
 from hf_paged.attention import backends
 from hf_paged.attention.backends import reference
 from hf_paged.attention.backends.reference import AttentionCall
@@ -109,16 +109,17 @@ class Problem:
         """Output of the decode kernel; without `config` the kernel chooses."""
         from hf_paged.kernels.triton.attention import decode_attention
 
-        inputs = (self.query, self.key_blocks, self.value_blocks, self.step)
-        output: torch.Tensor = decode_attention(*inputs, scale=self.scale, config=config)
-        return output
+        return self._launch(decode_attention, config)
 
     def prefill(self, config: LaunchConfig | None) -> torch.Tensor:
         """Output of the prefill kernel; without `config` the kernel chooses."""
         from hf_paged.kernels.triton.attention import prefill_attention
 
-        inputs = (self.query, self.key_blocks, self.value_blocks, self.step)
-        output: torch.Tensor = prefill_attention(*inputs, scale=self.scale, config=config)
+        return self._launch(prefill_attention, config)
+
+    def _launch(self, kernel: Callable[..., Any], config: LaunchConfig | None) -> torch.Tensor:
+        inputs = self.query, self.key_blocks, self.value_blocks, self.step
+        output: torch.Tensor = kernel(*inputs, scale=self.scale, config=config)
         return output
 
     @property
@@ -127,26 +128,21 @@ class Problem:
         return float(self.query.shape[-1] ** -0.5)
 
 
-def decode_candidates(default: LaunchConfig) -> Iterator[LaunchConfig]:
+def candidates(default: LaunchConfig, others: Iterable[LaunchConfig]) -> list[LaunchConfig]:
     """The default first, then the alternatives."""
-    yield default
-    for tile, warps, stages, programs in itertools.product(
-        (16, 32, 64, 128), (2, 4, 8), (2, 3, 4, 5), (1, 2, 3, 4, 6)
-    ):
-        config = LaunchConfig(tile, default.block_m, warps, stages, programs)
-        if config != default:
-            yield config
+    return list(dict.fromkeys([default, *others]))
 
 
-def prefill_candidates(default: LaunchConfig) -> Iterator[LaunchConfig]:
-    """The default first, then the alternatives."""
-    yield default
-    for block_m, tile, warps, stages in itertools.product(
-        (16, 32, 64, 128), (16, 32, 64, 128), (4, 8), (1, 2, 3, 4)
-    ):
-        config = LaunchConfig(tile, block_m, warps, stages)
-        if config != default:
-            yield config
+def decode_candidates(default: LaunchConfig) -> list[LaunchConfig]:
+    grid = itertools.product((16, 32, 64, 128), (2, 4, 8), (2, 3, 4, 5), (1, 2, 3, 4, 6))
+    return candidates(
+        default, (LaunchConfig(tile, default.block_m, *sizes) for tile, *sizes in grid)
+    )
+
+
+def prefill_candidates(default: LaunchConfig) -> list[LaunchConfig]:
+    grid = itertools.product((16, 32, 64, 128), (16, 32, 64, 128), (4, 8), (1, 2, 3, 4))
+    return candidates(default, (LaunchConfig(tile, rows, *sizes) for rows, tile, *sizes in grid))
 
 
 def choose(
@@ -200,7 +196,7 @@ def decode_tasks(dim: int, dtype: torch.dtype, chip: str) -> list[Task]:
         configs.default_decode_config(key_dim, value_dim, dtype, group, chip)
     )
     key = configs.key("decode", key_dim, value_dim, dtype, group)
-    return [Task(key, dim, dtype, LOADS["decode"], list(options), Problem.decode)]
+    return [Task(key, dim, dtype, LOADS["decode"], options, Problem.decode)]
 
 
 def prefill_tasks(dim: int, dtype: torch.dtype, chip: str) -> list[Task]:
@@ -216,7 +212,7 @@ def prefill_tasks(dim: int, dtype: torch.dtype, chip: str) -> list[Task]:
             options = prefill_candidates(
                 configs.default_prefill_config(key_dim, value_dim, dtype, rows, chip)
             )
-            tasks[key] = Task(key, dim, dtype, loads, list(options), Problem.prefill)
+            tasks[key] = Task(key, dim, dtype, loads, options, Problem.prefill)
     return list(tasks.values())
 
 
@@ -257,42 +253,25 @@ def write(path: Path, chip: dict[str, Any], key: str, config: Any, figures: dict
     path.write_text(json.dumps(table, indent=2, sort_keys=True) + "\n")
 
 
+OPTIONS = {
+    "--dims": option(type=int, nargs="+", choices=sorted(SHAPES), default=[64, 128, 256]),
+    "--dtypes": option(nargs="+", choices=["bfloat16", "float16", "float32"], default=["bfloat16"]),
+    "--kernels": option(nargs="+", choices=sorted(TASKS), default=sorted(TASKS)),
+    "--compile-only": flag("compile candidates into --cache, without a GPU"),
+    "--target": option("the chip to compile for", choices=list(CHIPS)),
+    "--cache": option("folder of compiled kernels (Triton's own)", type=Path),
+    "--jobs": option("processes that compile", type=int, default=os.cpu_count() or 1),
+    "--quick": flag("two candidates of each entry: shows that it runs"),
+    "--block-sizes": flag("a table of what block sizes cost instead"),
+    "--device": option("of --block-sizes (%(default)s)", choices=devices(), default=devices()[-1]),
+    "--seconds": option("of --block-sizes, about (%(default)s)", type=float, default=240),
+    "--folder": option("of tables of --block-sizes", type=Path, default=costs.FOLDER),
+}
+
+
 def main() -> None:
     """Tunes and writes the table, or compiles the candidates."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--dims", type=int, nargs="+", choices=sorted(SHAPES), default=[64, 128, 256]
-    )
-    parser.add_argument(
-        "--dtypes", nargs="+", choices=["bfloat16", "float16", "float32"], default=["bfloat16"]
-    )
-    parser.add_argument("--kernels", nargs="+", choices=sorted(TASKS), default=sorted(TASKS))
-    parser.add_argument(
-        "--compile-only", action="store_true", help="compile candidates into --cache, without a GPU"
-    )
-    parser.add_argument("--target", choices=list(CHIPS), help="the chip to compile for")
-    parser.add_argument("--cache", type=Path, help="folder of compiled kernels (Triton's own)")
-    parser.add_argument(
-        "--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="two candidates of each entry: shows that it runs"
-    )
-    parser.add_argument(
-        "--block-sizes", action="store_true", help="a table of what block sizes cost instead"
-    )
-    parser.add_argument(
-        "--device", choices=devices(), default=devices()[-1], help="of --block-sizes (%(default)s)"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=240, help="that --block-sizes takes, about (%(default)s)"
-    )
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        default=costs.FOLDER,
-        help="of tables of --block-sizes (the package's)",
-    )
+    parser = parser_of(__doc__.splitlines()[0], OPTIONS)
     options = parser.parse_args()
     if options.cache is not None:
         os.environ["TRITON_CACHE_DIR"] = str(options.cache.resolve())

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
+import itertools
 import re
 import statistics
-import time
-from collections.abc import Callable, Sequence
+import unittest.mock
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,16 +27,15 @@ import transformers
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_paged
-from benchmarks import paired
-from benchmarks.machine import facts
+from benchmarks import paired, runner
 from benchmarks.report import markdown
 from hf_paged import PagedCache, VirtualStorage, compat
 from hf_paged.attention.backends import gather
 from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.step import StepMetadata
-from hf_paged.virtual import pages
 
 COLUMNS = ("what", "case", "ms", "ratio", "interval", "target", "verdict")
+COLUMNS += ("mmaps a step", "bytes after")
 BLOCKS, VIRTUAL = "blocks", "virtual"
 MECHANISMS: dict[str, dict[str, Any]] = {
     "on demand, nothing kept": {"keep_mappings": False},
@@ -52,14 +51,14 @@ def own_models(quick: bool, layers: int = 12) -> dict[str, PreTrainedModel]:
     more."""
     layers, width, heads = (2, 64, 4) if quick else (layers, 768, 12)
     common = {"vocab_size": 1000, "eos_token_id": None, "bos_token_id": 1, "pad_token_id": 0}
-    neo = {
-        "attention_types": [[["global", "local"], layers // 2]],
-        "num_layers": layers,
-        "num_heads": heads,
-    }
     configs = {
         "gpt_neo": transformers.GPTNeoConfig(
-            hidden_size=width, max_position_embeddings=2048, **neo, **common
+            attention_types=[[["global", "local"], layers // 2]],
+            hidden_size=width,
+            num_layers=layers,
+            num_heads=heads,
+            max_position_embeddings=2048,
+            **common,
         ),
         "gptj": transformers.GPTJConfig(
             n_embd=width,
@@ -78,15 +77,10 @@ def own_models(quick: bool, layers: int = 12) -> dict[str, PreTrainedModel]:
     return {name: make(config, dtype=torch.float32).eval() for name, config in configs.items()}
 
 
-def in_turns(works: dict[str, Callable[[], float]], turns: int) -> dict[str, list[float]]:
-    """Seconds of each, in turns of rotating order."""
-    names = list(works)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(turns):
-        at = turn % len(names)
-        for name in names[at:] + names[:at]:
-            times[name].append(works[name]())
-    return times
+def judged(ratio: float, target: float | None) -> dict[str, Any]:
+    """The entries of a row for a target."""
+    verdict = "" if target is None else paired.at_most(ratio, target)
+    return {"target": target, "verdict": verdict}
 
 
 def compare(
@@ -96,7 +90,7 @@ def compare(
     rows = []
     for name, seconds in times.items():
         found = paired.ratios(seconds, times[base])
-        ratio, target = statistics.median(found), targets.get(name)
+        ratio = statistics.median(found)
         rows.append(
             {
                 "what": what,
@@ -104,49 +98,54 @@ def compare(
                 "ms": round(1e3 * statistics.median(seconds), 3),
                 "ratio": round(ratio, 3),
                 "interval": paired.span(paired.interval(found)),
-                "target": target,
-                "verdict": "" if target is None else paired.at_most(ratio, target),
+                **judged(ratio, targets.get(name)),
                 "seconds": seconds,
             }
         )
     return rows
 
 
-def stepper(
-    model: PreTrainedModel, cache: Any, ids: torch.Tensor, steps: int
-) -> Callable[[], float]:
-    """Seconds per decode step, over some steps after the same prompt; then crops the cache."""
-    length = ids.shape[1]
-    model(ids, **{compat.OUTPUT_CACHE: cache}, use_cache=True)
-    token = ids[:, -1:]
+def steps_seconds(model: PreTrainedModel, cache: Any, token: torch.Tensor, steps: int) -> float:
+    """Seconds per decode step over some steps."""
 
-    def work() -> float:
-        begin = time.perf_counter()
+    def work() -> None:
         for _ in range(steps):
             model(token, **{compat.OUTPUT_CACHE: cache}, use_cache=True)
-        seconds = (time.perf_counter() - begin) / steps
+
+    return runner.seconds_of(work) / steps
+
+
+def stepper(
+    model: PreTrainedModel, cache: Any, ids: torch.Tensor, steps: int
+) -> Callable[[int], float]:
+    """An arm of decode steps after the same prompt, which it crops the cache to; warmed up."""
+    length = ids.shape[1]
+    model(ids, **{compat.OUTPUT_CACHE: cache}, use_cache=True)
+
+    def work(turn: int) -> float:
+        seconds = steps_seconds(model, cache, ids[:, -1:], steps)
         cache.crop(length - cache.get_seq_length())
         return seconds
 
-    for _ in range(2):
-        work()
+    for turn in range(2):
+        work(turn)
     return work
 
 
-def decode(turns: int, quick: bool, only: str) -> list[dict[str, Any]]:
-    rows, length, steps = (2, 64, 4) if quick else (8, 512, 16)
+def decode(args: argparse.Namespace) -> list[dict[str, Any]]:
+    rows, length, steps = (2, 64, 4) if args.quick else (8, 512, 16)
     found = []
-    for name, model in own_models(quick).items():
+    for name, model in own_models(args.quick).items():
         what = f"decode step of {name}, {rows}x{length}, over DynamicCache"
-        if not re.search(only, what):
+        if not re.search(args.only, what):
             continue
         ids = torch.randint(3, 1000, (rows, length), generator=torch.Generator().manual_seed(0))
         caches = {"DynamicCache": DynamicCache(config=model.config)}
         caches |= {kind: PagedCache(model.config, {"storage": kind}) for kind in (BLOCKS, VIRTUAL)}
-        works = {kind: stepper(model, cache, ids, steps) for kind, cache in caches.items()}
+        arms = {kind: stepper(model, cache, ids, steps) for kind, cache in caches.items()}
         counters = caches[VIRTUAL].counters
         before = counters.gathered
-        times = in_turns(works, turns)
+        times = runner.take_turns(arms, args.turns)
         assert counters.gathered == before, "keys and values were gathered"
         found += compare(what, times, "DynamicCache", {VIRTUAL: TARGETS[name]})
     return found
@@ -156,185 +155,148 @@ def decode(turns: int, quick: bool, only: str) -> list[dict[str, Any]]:
 SHAPES = {"qwen2.5-0.5b": (14, 2, 64), "llama-3.1-8b": (32, 8, 128)}
 
 
-def over_layers(function: Callable[[int], torch.Tensor], layers: int) -> float:
-    """Seconds per layer."""
-    begin = time.perf_counter()
-    for layer in range(layers):
-        function(layer)
-    return (time.perf_counter() - begin) / layers
+CASES = (
+    # rows, tokens of a row, queries of a row, and the target
+    ("decode 8x512", 8, 512, 1, 1.0),
+    ("chunks 4x64 of 576", 4, 576, 64, 1.02),
+    ("chunk 1x256 of 2048", 1, 2048, 256, 1.02),
+)
 
 
 class Paged:
     """Attention over the blocks of a cache, with one step for all layers, as in a model."""
 
     def __init__(
-        self,
-        cache: PagedCache,
-        view: StepMetadata,
-        storage: Any,
-        query: torch.Tensor,
-        queries: int,
-        keeps_step: bool = False,
+        self, states: Any, config: hf_paged.PagedConfig, query: torch.Tensor, queries: int
     ) -> None:
-        self.cache, self.view, self.storage, self.query, self.queries = (
-            cache,
-            view,
-            storage,
-            query,
-            queries,
-        )
-        self.fields, self.keeps_step = (
-            (view.block_tables, view.seq_lens, view.block_size),
-            keeps_step,
-        )
-        self.step: StepMetadata | None = None
+        cache = PagedCache(None, config)
+        for layer, (keys, values) in enumerate(states):
+            cache.update(keys, values, layer)
+        group = next(iter(cache.groups.values()))
+        self.view = group.view(states[0][0].shape[2], torch.device("cpu"))
+        self.storage, self.query, self.queries = group.blocks.storage, query, queries
+        self.cache, self.step = cache, self.plan()
+
+    def plan(self) -> StepMetadata:
+        fields = self.view.block_tables, self.view.seq_lens, self.view.block_size
+        return StepMetadata.rectangle(*fields, query_len=self.queries)
+
+    def planned(self, layer: int) -> torch.Tensor:
+        """Attention of a layer with the step planned before."""
+        scale = self.query.shape[-1] ** -0.5
+        blocks = self.storage.layers[layer]
+        return gather.attend(AttentionCall(self.query, blocks, self.step, scale=scale))
 
     def __call__(self, layer: int) -> torch.Tensor:
-        if self.step is None or (layer == 0 and not self.keeps_step):
-            self.step = StepMetadata.rectangle(*self.fields, query_len=self.queries)
-        scale = self.query.shape[-1] ** -0.5
-        return gather.attend(
-            AttentionCall(self.query, self.storage.layers[layer], self.step, scale=scale)
-        )
+        if layer == 0:
+            self.step = self.plan()
+        return self.planned(layer)
+
+    def seen(self) -> list[list[torch.Tensor]]:
+        """Keys and values of each layer, as the kernel finds them."""
+        found = []
+        for layer in self.storage.layers.values():
+            placed = layer.rows.place(self.step)
+            slots = placed.placement.slots
+            rows = slice(slots[0], slots[-1] + 1)
+            both = placed.keys, placed.values
+            found.append([states[rows, :, : self.view.seq_lens[0]] for states in both])
+        return found
 
 
-def stages(
-    paged: Paged,
-    functions: dict[str, Callable[[int], torch.Tensor]],
-    product: Callable[..., torch.Tensor],
-) -> None:
-    """Adds contenders for parts of a step: attention with the step planned before, and `product` of
-    its keys and values alone."""
-    planned = Paged(
-        paged.cache, paged.view, paged.storage, paged.query, paged.queries, keeps_step=True
-    )
-    planned(0)
-    assert planned.step is not None
-    seen = []
-    for layer in paged.storage.layers.values():
-        placed = layer.rows.place(planned.step)
-        slots = placed.placement.slots
-        seen.append([x[slots[0] : slots[-1] + 1, :, : paged.view.seq_lens[0]] for x in placed[1:]])
-    functions["virtual, planned before"] = planned
-    functions["virtual, SDPA alone"] = lambda layer: product(*seen[layer])
+def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """SDPA of the last queries, at its best on contiguous tensors."""
+    queries, length = query.shape[2], keys.shape[2]
+    if queries == 1:  # much faster in half precision than with `enable_gqa`
+        grouped = query.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
+        return F.scaled_dot_product_attention(grouped, keys, values).reshape(query.shape)
+    mask = masks(queries, length)
+    return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
 
 
-def attention(turns: int, quick: bool, only: str) -> list[dict[str, Any]]:
+@functools.cache
+def masks(queries: int, length: int) -> torch.Tensor:
+    return torch.ones(queries, length).tril(length - queries).log().bfloat16()
+
+
+def attention(args: argparse.Namespace) -> list[dict[str, Any]]:
     """The portable path, as on a host without a C++ compiler: over blocks, over contiguous rows,
-    and SDPA on tensors."""
-    cases = [("decode 8x512", 8, 512, 1, 1.0), ("chunks 4x64 of 576", 4, 576, 64, 1.02)]
-    cases.append(("chunk 1x256 of 2048", 1, 2048, 256, 1.02))
+    and SDPA on tensors; of contiguous rows also with the step planned before, and SDPA alone."""
     found = []
-    for shape, (heads, kv_heads, dim) in SHAPES.items():
-        for case, rows, length, queries, target in cases:
-            what = f"{case}, {shape}, bf16, over contiguous SDPA"
-            if not re.search(only, what):
-                continue
-            layers = 2 if quick else 12
-            query = torch.randn(rows, heads, queries, dim, dtype=torch.bfloat16)
-            mask = (
-                torch.ones(queries, length).tril(length - queries).log().to(query.dtype)
-                if queries > 1
-                else None
-            )
-            states = [
-                [torch.randn(rows, kv_heads, length, dim).bfloat16() for _ in "kv"]
-                for _ in range(layers)
-            ]
-            packed = query.transpose(1, 2).flatten(0, 1).contiguous()
-            functions: dict[str, Callable[[int], torch.Tensor]] = {}
-
-            def product(
-                keys: torch.Tensor, values: torch.Tensor, query: Any = query, mask: Any = mask
-            ) -> torch.Tensor:
-                if query.shape[2] == 1:  # much faster in half precision than with `enable_gqa`
-                    grouped = query.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
-                    return F.scaled_dot_product_attention(grouped, keys, values).reshape(
-                        query.shape
-                    )
-                return F.scaled_dot_product_attention(
-                    query, keys, values, attn_mask=mask, enable_gqa=True
-                )
-
-            def contiguous(
-                layer: int, states: Any = states, product: Any = product
-            ) -> torch.Tensor:
-                return product(*states[layer])
-
-            functions["contiguous"] = contiguous
-            for kind in (BLOCKS, VIRTUAL):
-                config = hf_paged.PagedConfig(
-                    storage=kind, block_size=16 if kind == BLOCKS else 4096 // (2 * dim)
-                )
-                cache = PagedCache(None, config)
-                for layer, (keys, values) in enumerate(states):
-                    cache.update(keys, values, layer)
-                group = next(iter(cache.groups.values()))
-                view = group.view(length, torch.device("cpu"))
-
-                paged = Paged(cache, view, group.blocks.storage, packed, queries)
-                functions[kind] = paged
-                if kind == VIRTUAL:
-                    stages(paged, functions, product)
-                expected = contiguous(1).transpose(1, 2).flatten(0, 1).float()
-                assert torch.allclose(paged(1).float(), expected, atol=3e-2), (
-                    f"{what}: {kind} differs"
-                )
-
-            works = {
-                name: functools.partial(over_layers, function, layers)
-                for name, function in functions.items()
-            }
-            for work in works.values():
-                work()
-            found += compare(what, in_turns(works, turns), "contiguous", {VIRTUAL: target})
+    for (shape, (heads, kv_heads, dim)), case in itertools.product(SHAPES.items(), CASES):
+        name, rows, length, queries, target = case
+        what = f"{name}, {shape}, bf16, over contiguous SDPA"
+        if not re.search(args.only, what):
+            continue
+        layers = 2 if args.quick else 12
+        query = torch.randn(rows, heads, queries, dim, dtype=torch.bfloat16)
+        sizes = rows, kv_heads, length, dim
+        states = [[torch.randn(sizes).bfloat16() for _ in "kv"] for _ in range(layers)]
+        packed = query.transpose(1, 2).flatten(0, 1).contiguous()
+        configs = {
+            BLOCKS: hf_paged.PagedConfig(storage=BLOCKS, block_size=16),
+            VIRTUAL: hf_paged.PagedConfig(storage=VIRTUAL, block_size=4096 // (2 * dim)),
+        }
+        paged = {kind: Paged(states, config, packed, queries) for kind, config in configs.items()}
+        seen = paged[VIRTUAL].seen()
+        functions = {
+            "contiguous": lambda layer, query=query, states=states: attend(query, *states[layer]),
+            **paged,
+            "virtual, planned before": paged[VIRTUAL].planned,
+            "virtual, SDPA alone": lambda layer, query=query, seen=seen: attend(
+                query, *seen[layer]
+            ),
+        }
+        expected = functions["contiguous"](1).transpose(1, 2).flatten(0, 1).float()
+        for kind, mine in paged.items():
+            close = torch.allclose(mine(1).float(), expected, atol=3e-2)
+            assert close, f"{what}: {kind} differs"
+        works = {
+            name: lambda function=function, layers=layers: list(map(function, range(layers)))
+            for name, function in functions.items()
+        }
+        times = runner.take_turns(runner.timed(works), args.turns, warm_ups=1)
+        seconds = {name: [one / layers for one in mine] for name, mine in times.items()}
+        found += compare(what, seconds, "contiguous", {VIRTUAL: target})
     return found
 
 
-def mechanisms(turns: int, quick: bool, only: str) -> list[dict[str, Any]]:
+def mechanisms(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Decode steps of a small GPT-Neo, for which all contenders can be mapped at once
     (`pages.Extents`), and calls of `mmap` per step, where rows begin after others that ended."""
     what = "mechanisms, decode steps of gpt_neo of 4 layers, over 'on demand'"
-    if not re.search(only, what):
+    if not re.search(args.only, what):
         return []
-    model = own_models(quick, layers=4)["gpt_neo"]
-    rows, length, steps = (2, 64, 70) if quick else (4, 512, 160)
+    model = own_models(args.quick, layers=4)["gpt_neo"]
+    rows, length, steps = (2, 64, 70) if args.quick else (4, 512, 160)
     ids = torch.randint(3, 1000, (rows, length), generator=torch.Generator().manual_seed(0))
-    counts: dict[str, list[int]] = {name: [] for name in MECHANISMS}
+    from hf_paged.virtual import pages
+
     calls, own = [0], pages.MemoryFile.map
 
     def count(self: Any, *args: int) -> None:
         calls[0] += 1
         own(self, *args)
 
-    def work(name: str, cache: PagedCache) -> float:
-        model(ids, **{compat.OUTPUT_CACHE: cache}, use_cache=True)
-        calls[0], begin = 0, time.perf_counter()
-        for _ in range(steps):
-            model(ids[:, -1:], **{compat.OUTPUT_CACHE: cache}, use_cache=True)
-        seconds = (time.perf_counter() - begin) / steps
-        counts[name].append(calls[0])
-        cache.reset()
-        return seconds
+    def arm(options: dict[str, Any]) -> Callable[[int], tuple[float, int]]:
+        cache = PagedCache(model.config, {"storage": VirtualStorage(**options)})
 
-    caches = {
-        name: PagedCache(model.config, {"storage": VirtualStorage(**options)})
-        for name, options in MECHANISMS.items()
-    }
-    works = {
-        name: (lambda name=name, cache=cache: work(name, cache)) for name, cache in caches.items()
-    }
-    pages.MemoryFile.map = count  # type: ignore[method-assign]
-    try:
-        for one in works.values():
-            one()
-        found = compare(what, in_turns(works, turns), "on demand", {})
-    finally:
-        pages.MemoryFile.map = own  # type: ignore[method-assign]
-    return [
-        {**row, "mmaps a step": round(statistics.median(counts[row["case"]]) / steps, 1)}
-        for row in found
-    ]
+        def work(turn: int) -> tuple[float, int]:
+            model(ids, **{compat.OUTPUT_CACHE: cache}, use_cache=True)
+            calls[0] = 0
+            seconds = steps_seconds(model, cache, ids[:, -1:], steps)
+            cache.reset()
+            return seconds, calls[0]
+
+        return work
+
+    arms = {name: arm(options) for name, options in MECHANISMS.items()}
+    with unittest.mock.patch.object(pages.MemoryFile, "map", count):
+        turns = runner.take_turns(arms, args.turns, warm_ups=1)
+    seconds = {name: [one for one, _ in mine] for name, mine in turns.items()}
+    mmaps = {name: statistics.median(n for _, n in mine) / steps for name, mine in turns.items()}
+    found = compare(what, seconds, "on demand", {})
+    return [{**row, "mmaps a step": round(mmaps[row["case"]], 1)} for row in found]
 
 
 def physical(only: str) -> list[dict[str, Any]]:
@@ -363,8 +325,7 @@ def physical(only: str) -> list[dict[str, Any]]:
                 "what": what,
                 "case": VIRTUAL,
                 "ratio": round(share, 3),
-                "target": limit,
-                "verdict": paired.at_most(share, limit),
+                **judged(share, limit),
                 "bytes after": held.physical_bytes(),
             }
         )
@@ -374,74 +335,51 @@ def physical(only: str) -> list[dict[str, Any]]:
 BASES = ("DynamicCache", "contiguous", "on demand")
 
 
-def pooled(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def pooled(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Rows that combine the turns of several runs of one revision, a process each; a target is met
     if the interval of the ratio reaches it."""
-    parts: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    for row in (row for run in runs for row in run["rows"]):
-        parts.setdefault(row["what"], {}).setdefault(row["case"], []).append(row)
+    titles = {"mmaps a step": "calls of `mmap` a step"}
+    titles["bytes after"] = "bytes when all rows are gone"
+    parts = runner.grouped(runs, "what", "case")
+    seconds = {
+        key: [one for row in rows for one in row.get("seconds", [])] for key, rows in parts.items()
+    }
     found = []
-    for what, cases in parts.items():
-        seconds = {
-            case: [one for row in rows for one in row.get("seconds", [])]
-            for case, rows in cases.items()
-        }
-        base = next((case for case in BASES if case in cases), "")
-        for case, rows in cases.items():
-            if case == base:
-                continue
-            line: dict[str, Any] = {"what": what, "case": case}
-            ratios = paired.ratios(seconds[case], seconds.get(base, []))
-            value = statistics.median(ratios) if ratios else rows[0]["ratio"]
-            low, high = paired.interval(ratios) or (
-                (min(ratios), max(ratios)) if ratios else (value, value)
-            )
-            if ratios:
-                line["turns, processes"] = f"{len(ratios)}, {len(rows)}"
-                line["ms"] = 1e3 * statistics.median(seconds[case])
-                line["ratio"] = f"{value:.3f} ({low:.3f} to {high:.3f})"
-            else:
-                line["ratio"] = f"{value:.3f}"
-            target = rows[0].get("target")
-            line["target"] = "" if target is None else paired.at_most(low, target)
-            more = {
-                "mmaps a step": "calls of `mmap` a step",
-                "bytes after": "bytes when all rows are gone",
-            }
-            line["more"] = "; ".join(
-                f"{rows[0][key]} {title}" for key, title in more.items() if key in rows[0]
-            )
-            found.append(line)
+    for (what, case), rows in parts.items():
+        base = next((base for base in BASES if (what, base) in parts), "")
+        if case == base:
+            continue
+        ratios = paired.ratios(seconds[what, case], seconds.get((what, base), []))
+        line: dict[str, Any] = {"what": what, "case": case}
+        if ratios:
+            ratio = paired.estimate(ratios)
+            line["turns, processes"] = f"{len(ratios)}, {len(rows)}"
+            line["ms"] = 1e3 * statistics.median(seconds[what, case])
+            line["ratio"] = ratio.text(3)
+        else:
+            ratio = paired.estimate([rows[0]["ratio"]])
+            line["ratio"] = f"{ratio.value:.3f}"
+        line["target"] = judged(ratio.low, rows[0].get("target"))["verdict"]
+        more = [f"{rows[0][key]} {title}" for key, title in titles.items() if key in rows[0]]
+        found.append({**line, "more": "; ".join(more)})
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", default="", help="regular expression on what is measured")
-    parser.add_argument("--turns", type=int, help="of all contenders (15; 2 with --quick)")
-    parser.add_argument("--threads", type=int, help="of PyTorch; as many as it takes without it")
-    parser.add_argument(
-        "--quick", action="store_true", help="tiny models: only to see that it runs"
-    )
-    parser.add_argument("--json", help="also write the results here")
-    args = parser.parse_args(argv)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    turns = args.turns or (2 if args.quick else 15)
-    rows: list[dict[str, Any]] = []
-    with torch.no_grad():
-        for part in (decode, attention, mechanisms):
-            rows += part(turns, args.quick, args.only)
-        rows += physical(args.only)
-    columns = [*COLUMNS, "mmaps a step", "bytes after"]
-    print(markdown(rows, {name: name for name in columns}))
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump({"machine": facts("cpu"), "rows": rows}, file, indent=1)
+@torch.no_grad()
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    rows = [row for part in (decode, attention, mechanisms) for row in part(args)]
+    return {"rows": rows + physical(args.only)}
 
+
+main = runner.Benchmark(
+    __doc__,
+    run,
+    lambda data: [markdown(data["rows"], {name: name for name in COLUMNS})],
+    options={"--threads": runner.THREADS},
+    turns=15,
+    only="regular expression on what is measured",
+    quick={"turns": 2},
+).main
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -4,12 +4,15 @@ of each repeat."""
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from benchmarks.models import FIRST_WORD, PAD, Shape
+
+GREEDY = {"do_sample": False}
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Workload:
     prompt_lengths: tuple[int, int]
     new_tokens: tuple[int, int]
     prefix: int = 0
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=lambda: GREEDY)
     target: float | None = None
     batch_sizes: tuple[int, ...] = ()
     repeats: int = 5
@@ -65,13 +68,9 @@ class Workload:
         """New words in every repeat, so that prefix caches miss; the lengths stay."""
         lengths, words = random.Random(self.name), random.Random(f"{self.name} {repeat}")
 
-        def text(length: int) -> list[int]:
-            return [words.randrange(FIRST_WORD, vocab - 1) for _ in range(length)]
-
-        prefix = text(self.prefix)
-        prompts = [
-            prefix + text(lengths.randint(*self.prompt_lengths)) for _ in range(self.num_prompts)
-        ]
+        (prefix,) = texts(words, [self.prefix], vocab)
+        sizes = [lengths.randint(*self.prompt_lengths) for _ in range(self.num_prompts)]
+        prompts = [prefix + text for text in texts(words, sizes, vocab)]
         return Batch(prompts, [lengths.randint(*self.new_tokens) for _ in prompts])
 
     def scaled(self, prompts: float, tokens: float) -> Workload:
@@ -90,79 +89,73 @@ class Workload:
         )
 
 
-GREEDY = {"do_sample": False}
 WORKLOADS = {
     workload.name: workload
     for workload in (
         Workload(
             "W1",
             "32 prompts of 32 to 256 tokens, 64 new tokens each",
-            32,
-            (32, 256),
-            (64, 64),
-            0,
-            GREEDY,
-            1.3,
+            num_prompts=32,
+            prompt_lengths=(32, 256),
+            new_tokens=(64, 64),
+            target=1.3,
         ),
         Workload(
             "W2",
             "64 prompts of 32 to 256 tokens, 8 to 256 new tokens each",
-            64,
-            (32, 256),
-            (8, 256),
-            0,
-            GREEDY,
-            2.0,
-            (32, 64),
+            num_prompts=64,
+            prompt_lengths=(32, 256),
+            new_tokens=(8, 256),
+            target=2.0,
+            batch_sizes=(32, 64),
         ),
         Workload(
             "W3",
             "64 prompts with the same first 512 tokens, 32 new tokens each",
-            64,
-            (8, 64),
-            (32, 32),
-            512,
-            GREEDY,
-            3.0,
+            num_prompts=64,
+            prompt_lengths=(8, 64),
+            new_tokens=(32, 32),
+            prefix=512,
+            target=3.0,
         ),
         Workload(
             "W4",
             "16 samples of a prompt of 512 tokens, 64 new tokens each",
-            1,
-            (512, 512),
-            (64, 64),
-            0,
-            {"do_sample": True, "num_return_sequences": 16, "top_k": 0},
-            2.0,
+            num_prompts=1,
+            prompt_lengths=(512, 512),
+            new_tokens=(64, 64),
+            options={"do_sample": True, "num_return_sequences": 16, "top_k": 0},
+            target=2.0,
             fewest=3,
         ),
         Workload(
             "W5",
             "8 beams of a prompt of 512 tokens, 64 new tokens",
-            1,
-            (512, 512),
-            (64, 64),
-            0,
-            {"do_sample": False, "num_beams": 8},
-            1.5,
+            num_prompts=1,
+            prompt_lengths=(512, 512),
+            new_tokens=(64, 64),
+            options={"do_sample": False, "num_beams": 8},
+            target=1.5,
             fewest=3,
         ),
         Workload(
             "W6",
             "one prompt of 16 tokens, 64 new tokens",
-            1,
-            (16, 16),
-            (64, 64),
-            0,
-            GREEDY,
-            1.0,
-            (),
-            8,
-            8,
+            num_prompts=1,
+            prompt_lengths=(16, 16),
+            new_tokens=(64, 64),
+            target=1.0,
+            repeats=8,
+            fewest=8,
             processes=2,
         ),
     )
 }
+
+
+def texts(words: random.Random, lengths: Iterable[int], vocab: int) -> list[list[int]]:
+    """Prompts of random words."""
+    return [[words.randrange(FIRST_WORD, vocab - 1) for _ in range(length)] for length in lengths]
 
 
 def sharegpt_like(num_requests: int, scale: float, vocab: int, repeat: int = 0) -> Batch:
@@ -170,10 +163,8 @@ def sharegpt_like(num_requests: int, scale: float, vocab: int, repeat: int = 0) 
     log-normal with means of 161 in and 338 out, at most 2048 each, times `scale`. Another `repeat`
     has other words and the same lengths.
     """
-    draw, words = (
-        random.Random("sharegpt"),
-        random.Random(f"sharegpt words {repeat or ''}".rstrip()),
-    )
+    draw = random.Random("sharegpt")
+    words = random.Random(f"sharegpt words {repeat or ''}".rstrip())
 
     def length(mean: float, sigma: float) -> int:
         # exp(mu + sigma^2 / 2) is the mean of a log-normal
@@ -181,9 +172,7 @@ def sharegpt_like(num_requests: int, scale: float, vocab: int, repeat: int = 0) 
         return max(4, round(min(2048.0, drawn) * scale))
 
     lengths = [(length(161, 1.0), length(338, 0.8)) for _ in range(num_requests)]
-    prompts = [
-        [words.randrange(FIRST_WORD, vocab - 1) for _ in range(inputs)] for inputs, _ in lengths
-    ]
+    prompts = texts(words, [inputs for inputs, _ in lengths], vocab)
     return Batch(prompts, [outputs for _, outputs in lengths])
 
 
@@ -209,10 +198,8 @@ def left_padded(prompts: list[list[int]], device: Any) -> dict[str, torch.Tensor
     """`[rows, longest]` int64 ids and mask."""
     width = max(map(len, prompts))
     ids = torch.tensor([[PAD] * (width - len(row)) + row for row in prompts], device=device)
-    mask = torch.tensor(
-        [[0] * (width - len(row)) + [1] * len(row) for row in prompts], device=device
-    )
-    return {"input_ids": ids, "attention_mask": mask}
+    mask = [[0] * (width - len(row)) + [1] * len(row) for row in prompts]
+    return {"input_ids": ids, "attention_mask": torch.tensor(mask, device=device)}
 
 
 def equal_share(expected: list[list[int]], actual: list[list[int]]) -> float:

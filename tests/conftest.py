@@ -83,6 +83,12 @@ def pytest_make_collect_report(
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None]:
+    """As `pytest_runtest_call`, for fixtures."""
+    yield from pytest_runtest_call(item)
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
     """Skips a test that asks for a room which `tests.support.alone` has taken away."""
     try:

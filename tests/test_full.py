@@ -46,6 +46,6 @@ def test_the_parts_are_files_and_modules_that_exist() -> None:
         argument for commands in full.PARTS.values() for command in commands for argument in command
     }
     programs = {name for name in modules if name.startswith("tests.support.")}
-    assert len(programs) == 8
+    assert len(programs) == 9
     for name in programs:
         assert (full.ROOT / f"{name.replace('.', '/')}.py").exists()

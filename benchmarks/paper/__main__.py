@@ -7,7 +7,6 @@ Measurements behind a ratio of times take turns, half of them in a second proces
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine, report
+from benchmarks import machine, report, runner
 from benchmarks.paper import article, vattention
 from benchmarks.paper.blocks import block_sizes, preemption
 from benchmarks.paper.kernel import overhead
@@ -24,6 +23,7 @@ from benchmarks.paper.plots import draw_all
 from benchmarks.paper.rows import FULL, QUICK, READ, TOLD, TOLD_S1, TOLD_S2, Row, Size
 from benchmarks.paper.schedulers import schedulers
 from benchmarks.paper.sharing import beams, example, sampling
+from benchmarks.runner import option
 
 TABLES: dict[str, Callable[[Size], list[Row]]] = {
     "waste": waste,
@@ -44,7 +44,6 @@ COLUMNS = {
     "published": "published",
     "ours": "ours",
     "unit": "unit",
-} | {
     "source": "published in",
     "why": "why they differ",
 }
@@ -60,18 +59,17 @@ NOTES = (
 )
 
 
+OPTIONS = {
+    "--only": option(f"of {', '.join(TABLES)}", nargs="+", metavar="NAME"),
+    "--quick": option("small traces and models, under 60 s", action="store_true"),
+    "--requests": option("of the trace that compares the schedulers", type=int),
+    "--json": option("a .md and plots beside it; keeps what other runs put there", type=Path),
+}
+
+
 def main(arguments: list[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.paper", description=__doc__)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help=f"of {', '.join(TABLES)}")
-    parser.add_argument("--quick", action="store_true", help="small traces and models, under 60 s")
-    parser.add_argument("--requests", type=int, help="of the trace that compares the schedulers")
-    parser.add_argument(
-        "--json",
-        type=Path,
-        metavar="PATH",
-        help="write PATH, a .md and plots beside it; keep what other runs put there",
-    )
+    parser = runner.parser_of(__doc__, OPTIONS, prog="python -m benchmarks.paper")
     options = parser.parse_args(arguments)
     unknown = [name for name in options.only or [] if name not in TABLES]
     if unknown:
@@ -99,15 +97,11 @@ def run(names: list[str], size: Size) -> tuple[list[dict[str, Any]], dict[str, A
         start = time.perf_counter()
         found = [row.as_dict(name) for row in TABLES[name](size)]
         seconds = time.perf_counter() - start
-        print(
-            f"{name}, {seconds:.1f} s\n\n{report.markdown(found, list(COLUMNS)[1:])}\n", flush=True
-        )
+        table = report.markdown(found, list(COLUMNS)[1:])
+        print(f"{name}, {seconds:.1f} s\n\n{table}\n", flush=True)
         rows += found
-        runs[name] = {
-            "command": report.command_line(),
-            "seconds": round(seconds, 1),
-            "facts": machine.facts(),
-        }
+        runs[name] = {"command": report.command_line(), "seconds": round(seconds, 1)}
+        runs[name]["facts"] = machine.facts()
     print(NOTES, file=sys.stderr)
     return rows, runs
 
@@ -119,20 +113,21 @@ def write(
     tables."""
     kept = report.read(path) if path.exists() else {"rows": [], "runs": {}}
     runs = {**kept["runs"], **runs}
-    both = [
-        row for row in kept["rows"] if row["table"] not in {row["table"] for row in rows}
-    ] + rows
+    new = {row["table"] for row in rows}
+    both = [row for row in kept["rows"] if row["table"] not in new] + rows
     both.sort(key=lambda row: list(TABLES).index(row["table"]))
     dates = [
-        "| table | command | date, UTC | seconds | threads | load | revision |",
-        "|---|---|---|--:|--:|--:|---|",
+        {
+            "table": name,
+            "command": f"`{runs[name]['command']}`",
+            "date, UTC": runs[name]["facts"]["date"],
+            "seconds": runs[name]["seconds"],
+            "threads": runs[name]["facts"]["threads"],
+            "load": runs[name]["facts"]["load_1min"],
+            "revision": runs[name]["facts"]["revision"],
+        }
+        for name in sorted(runs, key=list(TABLES).index)
     ]
-    for name in sorted(runs, key=list(TABLES).index):
-        of = runs[name]["facts"]
-        dates.append(
-            f"| {name} | `{runs[name]['command']}` | {of['date']} | {runs[name]['seconds']} |"
-            f" {of['threads']} | {of['load_1min']} | {of['revision']} |"
-        )
     report.write(
         path.stem,
         facts,
@@ -140,7 +135,7 @@ def write(
         directory=path.parent,
         columns=COLUMNS,
         command="python -m benchmarks.paper",
-        notes=NOTES + "\n\n" + "\n".join(dates),
+        notes=f"{NOTES}\n\n{report.markdown(dates)}",
         extra={"runs": runs},
     )
     draw_all({"rows": both, "runs": runs}, path.with_suffix(""))

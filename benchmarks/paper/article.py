@@ -14,15 +14,14 @@ import torch
 import hf_paged
 from benchmarks import paired, parallel
 from benchmarks.models import SHAPES, Shape, build
-from benchmarks.paper.blocks import ENGINE_SLOTS, SUPPORTED
+from benchmarks.paper.blocks import ENGINE_SLOTS, SUPPORTED, WHY_SWAP, sharegpt_pairs
 from benchmarks.paper.kernel import seconds_of
 from benchmarks.paper.measured import A100, OPT_13B_SLOTS, serve
 from benchmarks.paper.rows import PAPER, READ, TOLD, TOLD_S2, Row, Size
 from benchmarks.paper.serving import StepCost, serve_paged, serve_static
 from benchmarks.paper.traces import LONGEST, SHAREGPT, make_trace
-from benchmarks.paper.turns import Times, details_of, measured, said, small_shape
+from benchmarks.paper.turns import Times, details_of, in_turns, measured, said, small_shape
 from benchmarks.systems import Generate, System, quiet
-from benchmarks.virtual import in_turns
 from benchmarks.workloads import WORKLOADS, Workload, contiguous_bytes
 
 SWEEP = tuple(block for block in SUPPORTED if block <= 64)
@@ -40,30 +39,16 @@ SCALED = {
 """S4's requests per second of FasterTransformer and of vLLM."""
 
 
-def sharegpt_pairs(size: Size) -> list[tuple[int, int]]:
-    """Prompt and output lengths like ShareGPT's, cut so that a run takes about a second."""
-    trace = make_trace(SHAREGPT, size.engine_requests, seed=2)
-    return [
-        (min(256, prompt), max(2, min(48, output // 16)))
-        for prompt, output in zip(trace.prompts, trace.outputs)
-    ]
-
-
-# -- block sizes ---------------------------------------------------------------------------------
-
-
 def block_times(size: Size) -> dict[str, Times]:
     """Seconds of whole runs, and of a layer's attention, by block size."""
     shape, pairs = small_shape(size, 8), sharegpt_pairs(size)
     model = build(shape, "cpu", torch.float32)
 
     def work(block: int) -> float:
-        return serve(
-            model, shape, pairs, {"block_size": block, "num_blocks": ENGINE_SLOTS // block}
-        )[0]
+        config = {"block_size": block, "num_blocks": ENGINE_SLOTS // block}
+        return serve(model, shape, pairs, config)[0]
 
     works = {str(block): functools.partial(work, block) for block in SWEEP}
-    in_turns(works, 1)  # warm-up
     return {"engine": in_turns(works, size.turns), "kernel": seconds_of(size, size.turns)}
 
 
@@ -88,38 +73,18 @@ def sweep(size: Size) -> list[Row]:
         )
         over = [100 * (ratio - 1) for ratio in over]
         rate = REQUESTS_A_SECOND[block]
-        rows.append(
-            Row(
-                f"throughput at block size {block}, over that at 16, {small_shape(size, 8).name}",
-                f"{rate / REQUESTS_A_SECOND[16]:.3f} ({rate} requests/s)",
-                said(speeds, size),
-                "times",
-                TOLD,
-                _WHY_SWEEP,
-                {
-                    "block_size": block,
-                    "published": rate / REQUESTS_A_SECOND[16],
-                    **details_of(speeds),
-                },
-            )
-        )
+        share = rate / REQUESTS_A_SECOND[16]
+        name = f"throughput at block size {block}, over that at 16, {small_shape(size, 8).name}"
+        figure = f"{share:.3f} ({rate} requests/s)"
+        details = {"block_size": block, "published": share, **details_of(speeds)}
+        rows.append(Row(name, figure, said(speeds, size), "times", TOLD, _WHY_SWEEP, details))
+        name = f"overhead at block size {block}: attention over contiguous rows; empty slots"
         kernel = said(over, size, ".1f") if over else "not measured: contexts are shorter"
-        rows.append(
-            Row(
-                f"overhead at block size {block}: attention over contiguous rows; empty slots",
-                str(OVERHEAD[block]),
-                f"{kernel}; {empty:.1f} empty",
-                "%",
-                TOLD,
-                "S4 does not say of what; its figures are least at 16",
-                {
-                    "block_size": block,
-                    "published": OVERHEAD[block],
-                    "kernel_percent": over,
-                    "empty_percent": empty,
-                },
-            )
-        )
+        ours = f"{kernel}; {empty:.1f} empty"
+        why = "S4 does not say of what; its figures are least at 16"
+        details = {"block_size": block, "published": OVERHEAD[block]}
+        details |= {"kernel_percent": over, "empty_percent": empty}
+        rows.append(Row(name, str(OVERHEAD[block]), ours, "%", TOLD, why, details))
     return rows
 
 
@@ -127,9 +92,6 @@ _WHY_SWEEP = (
     "another model, a CPU, and memory that holds few requests, so that large blocks keep some of"
     " them waiting"
 )
-
-
-# -- swap against recompute ----------------------------------------------------------------------
 
 
 def preempting_pairs(size: Size) -> list[tuple[int, int]]:
@@ -158,7 +120,6 @@ def preempted_times(size: Size) -> dict[str, Times]:
             return seconds
 
         works = {method: functools.partial(work, method) for method in METHODS}
-        in_turns(works, 1)  # warm-up
         found[str(block)] = in_turns(works, size.turns) | counts
     return found
 
@@ -181,37 +142,19 @@ def preempted(size: Size) -> list[Row]:
             f"{method} {seconds[method]:.3g} s, {counts[method]:g} preemptions"
             for method in METHODS
         )
-        rows.append(
-            Row(
-                f"time with swap over time with recompute, block size {block},"
-                f" {small_shape(size, 2).name}",
-                said_there[int(block)],
-                f"{said(ratios, size)}; {figures}",
-                "times",
-                f"{PAPER}, section 7.3 ({READ})",
-                "a copy within host memory has no PCIe transfers to set up, and a CPU computes a"
-                " prompt slowly",
-                {
-                    "block_size": int(block),
-                    "seconds": seconds,
-                    "preemptions": counts,
-                    **details_of(ratios),
-                },
-            )
-        )
+        shape = small_shape(size, 2).name
+        name = f"time with swap over time with recompute, block size {block}, {shape}"
+        ours, source = f"{said(ratios, size)}; {figures}", f"{PAPER}, section 7.3 ({READ})"
+        details = {"block_size": int(block), "seconds": seconds, "preemptions": counts}
+        details |= details_of(ratios)
+        rows.append(Row(name, said_there[int(block)], ours, "times", source, WHY_SWAP, details))
     return rows
-
-
-# -- larger models, more devices -----------------------------------------------------------------
 
 
 def step_cost(shape: Shape, gpus: int) -> StepCost:
     """Step cost of a model over `gpus` GPUs, from `benchmarks.parallel`."""
-    part, bandwidth, flops = (
-        parallel.cost(shape, gpus),
-        parallel.A100.bandwidth,
-        parallel.A100.flops["bfloat16"],
-    )
+    part, bandwidth = parallel.cost(shape, gpus), parallel.A100.bandwidth
+    flops = parallel.A100.flops["bfloat16"]
     return StepCost(
         f"{shape.name} on {gpus} GPUs, roofline",
         fixed=0.0,
@@ -245,21 +188,12 @@ def scaling(size: Size) -> list[Row]:
         theirs, vllm = SCALED[name]
         devices = f"{gpus} GPU{'s' * (gpus > 1)}"
         details = {"model": name, "gpus": gpus, "kv_tokens": slots, "ours": ours, "static": static}
-        details |= {
-            "published": {"FasterTransformer": theirs, "vLLM": vllm},
-            "tokens_per_second": line["tokens_s"],
-        }
-        rows.append(
-            Row(
-                f"computed: {name} on {devices}, ours over static batches",
-                f"{vllm / theirs:.1f} ({vllm} over {theirs} requests/s)",
-                f"{ours / static:.1f} ({ours:.3g} over {static:.3g} requests/s)",
-                "times",
-                TOLD,
-                _WHY_SCALING,
-                details,
-            )
-        )
+        details["published"] = {"FasterTransformer": theirs, "vLLM": vllm}
+        details["tokens_per_second"] = line["tokens_s"]
+        title = f"computed: {name} on {devices}, ours over static batches"
+        figure = f"{vllm / theirs:.1f} ({vllm} over {theirs} requests/s)"
+        said_here = f"{ours / static:.1f} ({ours:.3g} over {static:.3g} requests/s)"
+        rows.append(Row(title, figure, said_here, "times", TOLD, _WHY_SCALING, details))
     return rows
 
 
@@ -267,9 +201,6 @@ _WHY_SCALING = (
     "a static batch waits for its longest row, with room for the longest sequence in each; a"
     " roofline has no overhead per request or kernel; S4 does not say how many GPUs a model has"
 )
-
-
-# -- beams ---------------------------------------------------------------------------------------
 
 PLAIN, OURS = "plain", "ours"
 
@@ -295,9 +226,8 @@ def beam_times(size: Size) -> dict[str, Times]:
         answers[name] = systems[name](model, shape, workload, batch).rows
         seconds = time.perf_counter() - start
         if name == OURS:
-            numbers["bytes"].append(
-                float(systems[OURS].kv_bytes(model, shape, workload, batch) or 0)
-            )
+            held = systems[OURS].kv_bytes(model, shape, workload, batch)
+            numbers["bytes"].append(float(held or 0))
             numbers["contiguous bytes"].append(float(contiguous_bytes(shape, workload, batch, 4)))
         if calls % 2 == 0 and answers[PLAIN] != answers[OURS]:
             raise RuntimeError("beams differ from those of plain generate")
@@ -305,7 +235,6 @@ def beam_times(size: Size) -> dict[str, Times]:
 
     with quiet():
         works = {name: functools.partial(work, name) for name in systems}
-        in_turns(works, 1)  # warm-up
         found = in_turns(works, size.turns)
     hf_paged.free(model)
     return {"W5": found | numbers}
@@ -323,31 +252,16 @@ def beam_speed(size: Size) -> list[Row]:
     times, workload = measured(beam_times, size)["W5"], beam_workload(size)
     ratios = paired.ratios(times[PLAIN], times[OURS])
     saved = 100 * (1 - max(times["bytes"]) / max(times["contiguous bytes"]))
-    title = f"{workload.title}, {size.small}, float32" + (
-        "" if size.turns > 1 else ", an eighth of it"
-    )
+    part = "" if size.turns > 1 else ", an eighth of it"
+    name = f"plain's time over ours, W5 ({workload.title}, {size.small}, float32{part})"
     seconds = {name: statistics.median(times[name]) for name in (PLAIN, OURS)}
     details = {"seconds": seconds, **details_of(ratios)}
+    ours = f"{said(ratios, size)}; {seconds[PLAIN]:.3g} over {seconds[OURS]:.3g} s"
     why = "one prompt: no other request takes the room"
+    bytes_name, bytes_why = "bytes of keys and values saved, W5", "8 beams share a prompt of 512"
     return [
-        Row(
-            f"plain's time over ours, W5 ({title})",
-            "up to 2.2",
-            f"{said(ratios, size)}; {seconds[PLAIN]:.3g} over {seconds[OURS]:.3g} s",
-            "times",
-            TOLD_S2,
-            why,
-            details,
-        ),
-        Row(
-            "bytes of keys and values saved, W5",
-            "up to 55",
-            saved,
-            "%",
-            TOLD_S2,
-            "8 beams share a prompt of 512",
-            {},
-        ),
+        Row(name, "up to 2.2", ours, "times", TOLD_S2, why, details),
+        Row(bytes_name, "up to 55", saved, "%", TOLD_S2, bytes_why, {}),
     ]
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
 
 import hf_paged
+from benchmarks import runner
 from benchmarks.models import SHAPES, Shape
 from benchmarks.paper.measured import A100, OPT_13B_SLOTS, model_of, serve, timed_steps
 from benchmarks.paper.rows import PAPER, READ, Row, Size
@@ -72,19 +75,26 @@ def _relative(rates: dict[int, float], name: str, said: str, why: str) -> list[R
     ]
 
 
-def engine_rates(size: Size) -> dict[int, float]:
-    """Tokens per second of the engine by block size, with equally many slots: medians of turns."""
-    shape, model = SHAPES[size.engine_shape], model_of(size.engine_shape)
+def sharegpt_pairs(size: Size) -> list[tuple[int, int]]:
+    """Prompt and output lengths like ShareGPT's, cut so that a run takes about a second."""
     trace = make_trace(SHAREGPT, size.engine_requests, seed=2)
-    pairs = [
+    return [
         (min(256, prompt), max(2, min(48, output // 16)))
         for prompt, output in zip(trace.prompts, trace.outputs)
     ]
-    seconds: dict[int, list[float]] = {block: [] for block in SUPPORTED}
-    for turn in range(max(1, size.repeats // 4)):
-        for block in SUPPORTED:
-            config = {"block_size": block, "num_blocks": ENGINE_SLOTS // block}
-            seconds[block].append(serve(model, shape, pairs, config, seed=turn)[0])
+
+
+def engine_rates(size: Size) -> dict[int, float]:
+    """Tokens per second of the engine by block size, with equally many slots: medians of turns."""
+    shape, model = SHAPES[size.engine_shape], model_of(size.engine_shape)
+    pairs = sharegpt_pairs(size)
+
+    def arm(block: int) -> Callable[[int], float]:
+        config = {"block_size": block, "num_blocks": ENGINE_SLOTS // block}
+        return lambda turn: serve(model, shape, pairs, config, seed=turn)[0]
+
+    arms = {block: arm(block) for block in SUPPORTED}
+    seconds = runner.take_turns(arms, max(1, size.repeats // 4))
     tokens = sum(output for _, output in pairs)
     return {block: tokens / statistics.median(taken) for block, taken in seconds.items()}
 
@@ -110,26 +120,20 @@ def preemption(size: Size) -> list[Row]:
     for block, (out, back, num_bytes) in swap_seconds(shape, size).items():
         cost.observe_swap(num_bytes, out)
         swap = 1e3 * (out + back)
-        said = "swap far slower" if block < 16 else "comparable" if block <= 64 else "swap faster"
-        rows.append(
-            Row(
-                f"swap over recompute of {size.context} tokens, block size {block}",
-                said,
-                swap / recompute,
-                "times",
-                f"{PAPER}, section 7.3 ({READ})",
-                "a copy within host memory has no PCIe transfers to set up, and a CPU computes a"
-                " prompt slowly",
-                {
-                    "block_size": block,
-                    "swap_out_ms": 1e3 * out,
-                    "swap_in_ms": 1e3 * back,
-                    "recompute_ms": recompute,
-                    "chosen": cost.choose(size.context, num_bytes),
-                },
-            )
-        )
+        figures = ((16, "swap far slower"), (65, "comparable"), (math.inf, "swap faster"))
+        figure = next(said for least, said in figures if block < least)
+        name = f"swap over recompute of {size.context} tokens, block size {block}"
+        details = {"block_size": block, "swap_out_ms": 1e3 * out, "swap_in_ms": 1e3 * back}
+        details["recompute_ms"] = recompute
+        details["chosen"] = cost.choose(size.context, num_bytes)
+        source = f"{PAPER}, section 7.3 ({READ})"
+        rows.append(Row(name, figure, swap / recompute, "times", source, WHY_SWAP, details))
     return rows
+
+
+WHY_SWAP = (
+    "a copy within host memory has no PCIe transfers to set up, and a CPU computes a prompt slowly"
+)
 
 
 def swap_seconds(shape: Shape, size: Size) -> dict[int, tuple[float, float, int]]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import paired
+from benchmarks import paired, runner
 from benchmarks.models import SHAPES, Shape
 from benchmarks.paper.rows import PAPER, READ, TOLD, Row, Size, ranged
 from hf_paged.attention import backends
@@ -110,15 +109,12 @@ def _check(
 def seconds_of(size: Size, turns: int) -> dict[str, list[float]]:
     """Seconds per layer by contender; each turn reverses the order of the turn before."""
     functions = contenders(SHAPES[size.shape], size.context)
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for turn in range(turns + 1):
-        for name, function in list(functions.items())[:: -1 if turn % 2 else 1]:
-            start = time.perf_counter()
-            for layer in range(LAYERS):
-                function(layer)
-            if turn:  # the first pass is a warm-up
-                seconds[name].append((time.perf_counter() - start) / LAYERS)
-    return seconds
+    works = {
+        name: lambda function=function: list(map(function, range(LAYERS)))
+        for name, function in functions.items()
+    }
+    seconds = runner.take_turns(runner.timed(works), turns, warm_ups=1)
+    return {name: [one / LAYERS for one in mine] for name, mine in seconds.items()}
 
 
 def overhead(size: Size) -> list[Row]:
@@ -143,38 +139,23 @@ def overhead(size: Size) -> list[Row]:
             is_main = block == 16 and not name.endswith("order")
             if not is_main and (base == "sdpa" or (name.endswith("order") and block != 16)):
                 continue
-            published, source = "", ""
-            if is_main:
-                published, source = (
-                    ("20 to 26", f"{PAPER}, section 7.1 ({READ})")
-                    if base == "sdpa"
-                    else ("under 3", TOLD)
-                )
+            published, source = _PUBLISHED[base] if is_main else ("", "")
             what = "contiguous SDPA" if base == "sdpa" else "our kernel over contiguous rows"
-            details = {
-                "ms": 1e3 * medians[name],
-                "base_ms": 1e3 * medians[base],
-                "block_size": block,
-                "base": base,
-            }
+            details = {"ms": 1e3 * medians[name], "base_ms": 1e3 * medians[base]}
+            details |= {"block_size": block, "base": base}
             why = _WHY[base] if is_main else ""
             over = [100 * (ratio - 1) for ratio in paired.ratios(seconds[name], seconds[base])]
             details |= {"turns": len(over), "interval": paired.interval(over), "over_percent": over}
             ours = f"{ranged(over, '.3g')}, {len(over)} turns"
-            rows.append(
-                Row(
-                    f"{name}, {size.context} tokens a row, over {what}",
-                    published,
-                    ours,
-                    "%",
-                    source,
-                    why,
-                    details,
-                )
-            )
+            title = f"{name}, {size.context} tokens a row, over {what}"
+            rows.append(Row(title, published, ours, "%", source, why, details))
     return rows
 
 
+_PUBLISHED = {
+    "sdpa": ("20 to 26", f"{PAPER}, section 7.1 ({READ})"),
+    "one block a row": ("under 3", TOLD),
+}
 _WHY = {
     "sdpa": (
         "another kernel on other hardware: below 0, ours is the faster one; what blocks cost is the"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from functools import lru_cache
+from typing import Any
 
 from benchmarks.paper.measured import A100, OPT_13B_SLOTS
 from benchmarks.paper.reservation import POLICIES
@@ -42,6 +43,11 @@ def _traces(size: Size) -> dict[tuple[str, float], list[Outcome]]:
     return outcomes(max(60, size.short // 4), size.seeds)
 
 
+def _shares(found: dict[Any, list[Outcome]], name: str) -> dict[float, list[dict[str, float]]]:
+    """Shares of the memory in each trace, by spread."""
+    return {sigma: [one.usage.percent() for one in found[name, sigma]] for sigma in SIGMAS}
+
+
 def _by_spread(values: dict[float, list[float]]) -> str:
     """Median and range at `SIGMA`, and the medians at the other spreads."""
     others = ", ".join(
@@ -64,19 +70,15 @@ def waste(size: Size) -> list[Row]:
     found = _traces(size)
     rows, empty = [], []
     for name in (*POLICIES, "ours"):
-        shares = {
-            sigma: [outcome.usage.percent() for outcome in found[name, sigma]] for sigma in SIGMAS
-        }
+        shares = _shares(found, name)
         parts = {
             part: statistics.median(one[part] for one in shares[SIGMA]) for part in shares[SIGMA][0]
         }
         used = _by_spread({sigma: [one["used"] for one in of] for sigma, of in shares.items()})
         more = ", ".join(f"{parts[part]:.1f} {part}" for part in list(parts)[1:])
         if name == "ours":
-            why = (
-                f"{SPREAD}; free blocks, among them the 1 % that admission leaves to running"
-                " requests, are external"
-            )
+            free = "free blocks, among them the 1 % that admission leaves to running requests"
+            why = f"{SPREAD}; {free}, are external"
             published, title = f"{PAGED_USED} used", "ours"
         else:
             why, title = _WHY[name], f"Orca ({name})"
@@ -85,21 +87,15 @@ def waste(size: Size) -> list[Row]:
             empty += [100 - one["used"] for one in shares[SIGMA]]
         source = f"{PAPER}, figure 2 ({READ})"
         shown = f"used {used}; {more}"
-        rows.append(
-            Row(f"memory by use, {title}", published, shown, "% of the memory", source, why, parts)
-        )
+        title = f"memory by use, {title}"
+        rows.append(Row(title, published, shown, "% of the memory", source, why, parts))
     source = f"{PAPER}, figure 2 ({READ}: 61.8 to 79.6)"
-    name, shown = (
-        "memory that holds no token, best and worst reservation",
-        f"{min(empty):.1f} to {max(empty):.1f}",
-    )
+    name = "memory that holds no token, best and worst reservation"
+    shown = f"{min(empty):.1f} to {max(empty):.1f}"
     rows.append(Row(name, "60 to 80", shown, "% of the memory", source, SPREAD))
-    shares = {
-        sigma: [outcome.usage.percent() for outcome in found["ours", sigma]] for sigma in SIGMAS
-    }
     wasted = {
-        s: [100 * one["internal"] / (one["used"] + one["internal"]) for one in of]
-        for s, of in shares.items()
+        sigma: [100 * one["internal"] / (one["used"] + one["internal"]) for one in of]
+        for sigma, of in _shares(found, "ours").items()
     }
     source = f"{PAPER}, figure 2 ({READ}: 100 - {PAGED_USED})"
     why = "" if max(wasted[SIGMA]) < 4 else SPREAD
@@ -131,26 +127,15 @@ def batch_size(size: Size) -> list[Row]:
     rows = []
     for name in (*POLICIES, "ours"):
         shown = name if name == "ours" else f"Orca ({name})"
-        ours = _by_spread(
-            {sigma: [outcome.rows for outcome in found[name, sigma]] for sigma in SIGMAS}
-        )
+        ours = _by_spread({sigma: [one.rows for one in found[name, sigma]] for sigma in SIGMAS})
         preemptions = sum(outcome.preemptions for outcome in found[name, SIGMA])
         details = {"slots": OPT_13B_SLOTS, "system": name, "preemptions": preemptions}
         fit = OPT_13B_SLOTS // LONGEST
         why = f"arithmetic: {fit} sequences of {LONGEST} fit; the last ones do not fill the batch"
         why = why if name == "Max" else SPREAD
         published, source = f"{FIGURE_13A[name]:.2f}", f"{PAPER}, figure 13a ({READ})"
-        rows.append(
-            Row(
-                f"batch size in {OPT_13B_SLOTS} slots, {shown}",
-                published,
-                ours,
-                "requests",
-                source,
-                why,
-                details,
-            )
-        )
+        title = f"batch size in {OPT_13B_SLOTS} slots, {shown}"
+        rows.append(Row(title, published, ours, "requests", source, why, details))
     said = {
         "Max": ("FasterTransformer, which reserves the longest sequence", "4 (48 over 12)"),
         "Pow2": ("Orca (Pow2)", "3 (48 over 16)"),
@@ -160,10 +145,9 @@ def batch_size(size: Size) -> list[Row]:
         times = {
             s: [a.rows / b.rows for a, b in zip(found["ours", s], found[name, s])] for s in SIGMAS
         }
-        why = "S4 says neither model nor lengths" + (
-            "" if name == "Max" else ", nor how Orca reserves"
+        why = (
+            f"S4 says neither model nor lengths{'' if name == 'Max' else ', nor how Orca reserves'}"
         )
-        rows.append(
-            Row(f"batch size, ours over {title}", published, _by_spread(times), "times", TOLD, why)
-        )
+        title = f"batch size, ours over {title}"
+        rows.append(Row(title, published, _by_spread(times), "times", TOLD, why))
     return rows

@@ -20,13 +20,10 @@ PARTS = {
 
 def draw_all(data: Mapping[str, Any], stem: Path) -> list[Path]:
     """Draws each table of a result that has a plot, to `<stem>-<name>.png`."""
+    simulated = "simulated with the engine's scheduler and block manager"
     pictures = {
-        "waste": (waste, "waste", "simulated with the engine's scheduler and block manager"),
-        "schedulers": (
-            schedulers,
-            "schedulers",
-            "simulated with the engine's scheduler and block manager",
-        ),
+        "waste": (waste, "waste", simulated),
+        "schedulers": (schedulers, "schedulers", simulated),
         "blocks": (blocks, "block_sizes", ""),
         "vattention": (vattention, "decode", ""),
         "s4": (article, "sweep", "models over GPUs: computed"),
@@ -58,54 +55,34 @@ def waste(rows: list[dict[str, Any]], foot: str, path: Path) -> Path | None:
     for place, (system, row) in enumerate(found.items()):
         published = _numbers(row["published"])
         for offset, shares in ((-0.21, published), (0.21, row["details"])):
-            bottom = 0.0
-            for index, part in enumerate(PARTS):
-                share = shares.get(part, 0.0)
-                axis.bar(
-                    place + offset,
-                    share,
-                    0.38,
-                    bottom,
-                    color=report.PALETTE[index],
-                    hatch=report.HATCHES[index],
-                    edgecolor="white",
-                    linewidth=0.5,
-                    label=PARTS[part] if not place and offset < 0 else None,
-                )
-                if share >= 5:
-                    box = {"facecolor": "white", "edgecolor": "none", "pad": 1.2, "alpha": 0.85}
-                    middle = bottom + share / 2
-                    axis.text(
-                        place + offset,
-                        middle,
-                        f"{share:.0f}",
-                        ha="center",
-                        va="center",
-                        fontsize=8,
-                        bbox=box,
-                    )
-                bottom += share
+            _stack(axis, place + offset, shares, is_first=not places)
             places.append(place + offset)
             labels.append("paper" if offset < 0 else "here")
-        axis.text(
-            place,
-            -9,
-            "vLLM, hf_paged" if system == "ours" else system,
-            ha="center",
-            va="top",
-            fontsize=10,
-        )
+        name = "vLLM, hf_paged" if system == "ours" else system
+        axis.text(place, -9, name, ha="center", va="top", fontsize=10)
     axis.set_xticks(places, labels, fontsize=8)
     axis.tick_params(axis="x", length=0)
     axis.set_ylabel("% of the memory for keys and values")
     axis.set_ylim(0, 100)
-    axis.set_title(
-        "What the memory holds while requests wait for room, ShareGPT-like lengths",
-        fontsize=10,
-        loc="left",
-    )
+    said = "What the memory holds while requests wait for room, ShareGPT-like lengths"
+    report.title(axis, said)
     drawing.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     return report.save(drawing, path)
+
+
+def _stack(axis: Any, x: float, shares: Mapping[str, float], is_first: bool) -> None:
+    """A stacked bar; the first one names its parts."""
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 1.2, "alpha": 0.85}
+    small = {"ha": "center", "va": "center", "fontsize": 8, "bbox": box}
+    bottom = 0.0
+    for index, (part, name) in enumerate(PARTS.items()):
+        share = shares.get(part, 0.0)
+        style = {"color": report.PALETTE[index], "hatch": report.HATCHES[index]}
+        style |= {"edgecolor": "white", "linewidth": 0.5, "label": name if is_first else None}
+        axis.bar(x, share, 0.38, bottom, **style)
+        if share >= 5:
+            axis.text(x, bottom + share / 2, f"{share:.0f}", **small)
+        bottom += share
 
 
 def _numbers(published: str) -> dict[str, float]:
@@ -126,29 +103,17 @@ def schedulers(rows: list[dict[str, Any]], foot: str, path: Path) -> Path | None
     for axis, details in zip(axes[0], found):
         for index, system in enumerate(SYSTEMS):
             rates, latencies = zip(*details["curves"][system])
-            style = {
-                "color": report.PALETTE[index],
-                "marker": report.MARKERS[index],
-                "markersize": 5,
-                "linewidth": 1.6,
-            }
             name = "hf_paged" if system == "ours" else shown(system)
-            axis.plot(rates, latencies, label=name, **style)
+            axis.plot(rates, latencies, label=name, linewidth=1.6, **report.marked(index))
         axis.axhline(details["bound"], color=report.GREY, linewidth=0.8, linestyle="--")
         axis.set_ylim(0, 2 * details["bound"])
         axis.set_xlim(left=0)
         axis.set_xlabel("requests a second")
         axis.set_title(details["cost"], fontsize=10)
-        right, style = (
-            axis.get_xlim()[1],
-            {"fontsize": 8, "color": report.GREY, "ha": "right", "va": "bottom"},
-        )
-        axis.text(right, details["bound"], "latency bound", **style)
+        style = {"fontsize": 8, "color": report.GREY, "ha": "right", "va": "bottom"}
+        axis.text(axis.get_xlim()[1], details["bound"], "latency bound", **style)
     axes[0][0].set_ylabel("seconds per output token (mean)")
-    lines = axes[0][0].get_legend_handles_labels()
-    drawing.legend(
-        *lines, loc="outside lower center", ncols=len(SYSTEMS), fontsize=9, frameon=False
-    )
+    report.legend_below(drawing, axes[0][0], len(SYSTEMS))
     return report.save(drawing, path)
 
 
@@ -164,8 +129,7 @@ def blocks(rows: list[dict[str, Any]], foot: str, path: Path) -> Path | None:
         return None
     drawing, (left, right) = report.figure(430, foot, ncols=2)
     for index, (series, points) in enumerate(rates.items()):
-        style = {"color": report.PALETTE[index], "marker": report.MARKERS[index]}
-        left.plot(*zip(*points), label=series, **style)
+        left.plot(*zip(*points), label=series, **report.marked(index))
     left.set_ylim(0, 1.3)
     left.set_ylabel("throughput, over block size 16")
     sizes = [details["block_size"] for details in swaps]
@@ -174,19 +138,13 @@ def blocks(rows: list[dict[str, Any]], foot: str, path: Path) -> Path | None:
         "swap out and in": [details["swap_out_ms"] + details["swap_in_ms"] for details in swaps],
     }
     for index, (name, times) in enumerate(lines.items(), start=len(rates)):
-        right.plot(
-            sizes, times, label=name, color=report.PALETTE[index], marker=report.MARKERS[index]
-        )
+        right.plot(sizes, times, label=name, **report.marked(index))
     right.set_yscale("log")
     report.log_ticks(right.yaxis)
     right.set_ylabel("milliseconds of one preempted request")
-    for axis, ticks in (
-        (left, sorted({size for points in rates.values() for size, _ in points})),
-        (right, sizes),
-    ):
-        axis.set_xscale("log", base=2)
-        axis.set_xlabel("tokens in a block")
-        axis.set_xticks(ticks, [str(size) for size in ticks])
+    all_sizes = sorted({size for points in rates.values() for size, _ in points})
+    for axis, ticks in ((left, all_sizes), (right, sizes)):
+        report.octaves(axis, ticks, "tokens in a block")
         report.legend_above(axis)
     return report.save(drawing, path)
 
@@ -203,48 +161,33 @@ def vattention(rows: list[dict[str, Any]], foot: str, path: Path) -> Path | None
         (prefill, "prefill", "context", "tokens of a prompt"),
         (decode, "decode", "rows", "rows that decode"),
     ):
-        speeds = {
-            details[key]: details["tokens_per_second"]
-            for details in by_table[table]
-            if key in details
-        }
+        rows_of = [details for details in by_table[table] if key in details]
+        speeds = {details[key]: details["tokens_per_second"] for details in rows_of}
         for index, system in enumerate(next(iter(speeds.values()))):
-            style = {
-                "color": report.PALETTE[index],
-                "marker": report.MARKERS[index],
-                "markersize": 5,
-            }
-            axis.plot(list(speeds), [one[system] for one in speeds.values()], label=system, **style)
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(list(speeds), [str(one) for one in speeds])
-        axis.set_xlabel(title)
+            rates = [one[system] for one in speeds.values()]
+            axis.plot(list(speeds), rates, label=system, **report.marked(index))
+        report.octaves(axis, list(speeds), title)
         axis.set_ylabel("tokens a second")
         axis.set_ylim(bottom=0)
         report.legend_above(axis)
     found = {details["page_bytes"]: details for details in by_table["allocation"]}
-    for index, (what, keys) in enumerate(
-        {"mapped": ("map",), "mapped and written to": ("map", "write")}.items()
-    ):
+    mapped = {"mapped": ("map",), "mapped and written to": ("map", "write")}
+    for index, (what, keys) in enumerate(mapped.items()):
         rates = []
         for details in found.values():
             turns = zip(*(details[f"{key}_seconds"] for key in keys))
             rates.append(details["bytes"] / statistics.median(map(sum, turns)) / 1e9)
-        style = {"color": report.PALETTE[index], "marker": report.MARKERS[index]}
-        allocation.plot([one // 1024 for one in found], rates, label=what, **style)
-    allocation.axhline(
-        7.6, color=report.GREY, linewidth=0.8, linestyle="--", label="vAttention, A100 (S1)"
-    )
-    allocation.set_xscale("log", base=2)
+        allocation.plot([one // 1024 for one in found], rates, label=what, **report.marked(index))
+    style = {"color": report.GREY, "linewidth": 0.8, "linestyle": "--"}
+    allocation.axhline(7.6, label="vAttention, A100 (S1)", **style)
     allocation.set_yscale("log")
     report.log_ticks(allocation.yaxis)
-    allocation.set_xticks([one // 1024 for one in found], [str(one // 1024) for one in found])
-    allocation.set_xlabel("KiB of a page group")
+    report.octaves(allocation, [one // 1024 for one in found], "KiB of a page group")
     allocation.set_ylabel("GB a second")
     report.legend_above(allocation)
     for index, details in enumerate(by_table["spikes"]):
-        spikes.plot(
-            details["step_ms"], label=details["mechanism"], color=report.PALETTE[index], linewidth=1
-        )
+        style = {"color": report.PALETTE[index], "linewidth": 1}
+        spikes.plot(details["step_ms"], label=details["mechanism"], **style)
     spikes.set_xlabel("decode step")
     spikes.set_ylabel("ms")
     spikes.set_ylim(bottom=0)
@@ -261,42 +204,28 @@ def article(rows: list[dict[str, Any]], foot: str, path: Path) -> Path | None:
     throughput = [details for details in by_table["sweep"] if "ratios" in details]
     ticks = [details["block_size"] for details in throughput]
     here = [statistics.median(details["ratios"]) for details in throughput]
-    for index, (name, values) in enumerate(
-        {"S4, A100": [details["published"] for details in throughput], "here, CPU": here}.items()
-    ):
-        sizes.plot(
-            ticks, values, label=name, color=report.PALETTE[index], marker=report.MARKERS[index]
-        )
+    published = [details["published"] for details in throughput]
+    for index, (name, values) in enumerate({"S4, A100": published, "here, CPU": here}.items()):
+        sizes.plot(ticks, values, label=name, **report.marked(index))
     sizes.set_ylim(0, 1.3)
     sizes.set_ylabel("throughput, over block size 16")
     for index, method in enumerate(by_table["preempted"][0]["seconds"]):
         blocks_of = [details["block_size"] for details in by_table["preempted"]]
         seconds = [details["seconds"][method] for details in by_table["preempted"]]
-        swaps.plot(
-            blocks_of,
-            seconds,
-            label=method,
-            color=report.PALETTE[index],
-            marker=report.MARKERS[index],
-        )
+        swaps.plot(blocks_of, seconds, label=method, **report.marked(index))
     swaps.set_ylim(bottom=0)
     swaps.set_ylabel("seconds of a run that preempts")
     for axis, at in ((sizes, ticks), (swaps, blocks_of)):
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(at, [str(one) for one in at])
-        axis.set_xlabel("tokens in a block")
+        report.octaves(axis, at, "tokens in a block")
         report.legend_above(axis)
     lines: dict[str, list[tuple[int, float]]] = {}
     for details in by_table["scaling"]:
         lines.setdefault(details["model"], []).append((details["gpus"], details["ours"]))
     for index, (name, points) in enumerate(lines.items()):
-        style = {"color": report.PALETTE[index], "marker": report.MARKERS[index]}
-        scaled.plot(*zip(*points), label=name, **style)
-    scaled.set_xscale("log", base=2)
+        scaled.plot(*zip(*points), label=name, **report.marked(index))
     scaled.set_yscale("log")
     report.log_ticks(scaled.yaxis)
-    scaled.set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"])
-    scaled.set_xlabel("GPUs")
+    report.octaves(scaled, [1, 2, 4, 8], "GPUs")
     scaled.set_ylabel("requests a second, computed")
     report.legend_above(scaled)
     return report.save(drawing, path)

@@ -85,12 +85,8 @@ def schedulers(size: Size) -> list[Row]:
         rates = {system: sustained(found[system], bound) for system in SYSTEMS}
         details = {"cost": cost.name, "bound": bound, "curves": found, "requests": few}
         if cost is measured:
-            details |= {
-                "fixed": cost.fixed,
-                "per_token": cost.per_token,
-                "per_context": cost.per_context,
-            }
-            details |= {"median_error_percent": error}
+            details |= {name: getattr(cost, name) for name in ("fixed", "per_token", "per_context")}
+            details["median_error_percent"] = error
         rows += list(_rates(rates, cost, details))
         rate = SHARE * rates["ours"]
         trace = make_trace(SHAREGPT, requests, rate)
@@ -108,9 +104,8 @@ fits any smaller ratio."""
 def _rates(rates: dict[str, float], cost: StepCost, details: dict[str, object]) -> Iterator[Row]:
     for system in SYSTEMS:
         name = f"requests a second within the latency bound, {shown(system)}; {cost.name}"
-        yield Row(
-            name, "", rates[system], "requests/s", "", "", details if system == "ours" else None
-        )
+        more = details if system == "ours" else None
+        yield Row(name, "", rates[system], "requests/s", "", "", more)
     for system in SYSTEMS[:-1]:
         ratio = rates["ours"] / rates[system] if rates[system] else math.inf
         published = source = why = ""
@@ -121,42 +116,27 @@ def _rates(rates: dict[str, float], cost: StepCost, details: dict[str, object]) 
             if not low <= ratio <= high:
                 why = _WHY_A100 if cost is A100 else _WHY_MEASURED
         ours = ratio if ratio < math.inf else "the other is never within it"
-        yield Row(
-            f"ours over {shown(system)}, requests a second; {cost.name}",
-            published,
-            ours,
-            "times",
-            source,
-            why,
-        )
+        name = f"ours over {shown(system)}, requests a second; {cost.name}"
+        yield Row(name, published, ours, "times", source, why)
 
 
 def _at_one_rate(outcome: Outcome, system: str, cost: StepCost, rate: float, bound: float) -> Row:
-    late = outcome.normalized_latency > bound
-    why = (
-        f"serves {outcome.rate:.3g} a second, so that its queue grows to the end of the trace"
-        if late
-        else ""
-    )
-    return Row(
-        f"seconds per output token, {outcome.requests} requests at {rate:.3g}/s, {shown(system)};"
-        f" {cost.name}",
-        "",
-        outcome.normalized_latency,
-        "s",
-        "",
-        why,
-        {
-            "system": system,
-            "cost": cost.name,
-            "requests": outcome.requests,
-            "steps": outcome.steps,
-            "preemptions": outcome.preemptions,
-            "batch_size": outcome.rows,
-            "served_per_second": outcome.rate,
-            "usage": outcome.usage.percent(),
-        },
-    )
+    why = ""
+    if outcome.normalized_latency > bound:
+        why = f"serves {outcome.rate:.3g} a second, so that its queue grows to the end of the trace"
+    asked = f"{outcome.requests} requests at {rate:.3g}/s"
+    name = f"seconds per output token, {asked}, {shown(system)}; {cost.name}"
+    details = {
+        "system": system,
+        "cost": cost.name,
+        "requests": outcome.requests,
+        "steps": outcome.steps,
+        "preemptions": outcome.preemptions,
+        "batch_size": outcome.rows,
+        "served_per_second": outcome.rate,
+        "usage": outcome.usage.percent(),
+    }
+    return Row(name, "", outcome.normalized_latency, "s", "", why, details)
 
 
 _WHY_MEASURED = (

@@ -80,9 +80,8 @@ def sampling(size: Size) -> list[Row]:
     for lengths in (ALPACA, SHAREGPT):
         for count in (2, 4, 6, 8, 16):
             published = SAMPLES[lengths.name].get(count, "")
-            saved = ranged(
-                [sampling_saving(lengths, count, requests, seed) for seed in range(size.seeds)]
-            )
+            seeds = range(size.seeds)
+            saved = ranged([sampling_saving(lengths, count, requests, seed) for seed in seeds])
             why = (
                 "the prompt's share of the tokens depends on the spread of the lengths and on how"
                 " the two go together, which the paper does not give"
@@ -90,17 +89,8 @@ def sampling(size: Size) -> list[Row]:
             source = f"{PAPER}, figure 15a, section 6.3 ({READ})" if published else ""
             details = {"lengths": lengths.name, "count": count, "kind": "samples"}
             name = f"saved by sharing, {count} samples, {lengths.name}"
-            rows.append(
-                Row(
-                    name,
-                    published,
-                    saved,
-                    "% of the blocks",
-                    source,
-                    why if published else "",
-                    details,
-                )
-            )
+            why = why if published else ""
+            rows.append(Row(name, published, saved, "% of the blocks", source, why, details))
     return rows
 
 
@@ -122,12 +112,8 @@ def beam_saving(model: Any, vocab: int, beams: int, prompts: list[tuple[int, int
     named = taken = 0
     with hf_paged.PagedEngine(model, config) as engine:
         for prompt, output in prompts:
-            options = {
-                "num_beams": beams,
-                "do_sample": False,
-                "max_new_tokens": output,
-                "eos_token_id": None,
-            }
+            options = {"num_beams": beams, "do_sample": False, "eos_token_id": None}
+            options["max_new_tokens"] = output
             engine.add_request(prompt_of(prompt, vocab, draw), options)
         while engine.has_unfinished:
             engine.step()
@@ -156,14 +142,12 @@ def beams(size: Size) -> list[Row]:
     model = model_of(shape.name)
     rows = []
     for lengths in (ALPACA, SHAREGPT):
-        seeds = []
+        seeds, most = [], size.beam_tokens
         for seed in range(min(3, size.seeds)):
             trace = make_trace(lengths, size.beam_prompts, seed=1 + seed)
+            pairs = zip(trace.prompts, trace.outputs)
             seeds.append(
-                [
-                    (min(prompt, size.beam_tokens), max(2, min(output, size.beam_tokens)))
-                    for prompt, output in zip(trace.prompts, trace.outputs)
-                ]
+                [(min(prompt, most), max(2, min(output, most))) for prompt, output in pairs]
             )
         for count in (2, 4, 6):
             published = BEAMS[lengths.name].get(count, "")
@@ -175,17 +159,8 @@ def beams(size: Size) -> list[Row]:
             source = f"{PAPER}, figure 15b, section 6.3 ({READ})" if published else ""
             details = {"lengths": lengths.name, "count": count, "kind": "beams"}
             name = f"saved by sharing, {count} beams, {lengths.name}"
-            rows.append(
-                Row(
-                    name,
-                    published,
-                    saved,
-                    "% of the blocks",
-                    source,
-                    why if published else "",
-                    details,
-                )
-            )
+            why = why if published else ""
+            rows.append(Row(name, published, saved, "% of the blocks", source, why, details))
     return rows
 
 
@@ -209,31 +184,14 @@ def example(size: Size) -> list[Row]:
         f"{apart / together:.3g} times less by S4's own formula, P + N O tokens against N (P + O)"
     )
     why_together = f"{together} tokens: {ratio}; S4's two figures are {26.4 / 4.8:.3g} times apart"
+    first = "16 samples of 2048 + 128, each with its own copy"
+    computed = "the same, prompt shared, by arithmetic"
+    taken = "the same, prompt shared, blocks that ours takes"
+    saved = 100 * (1 - peak * BLOCK_SIZE / apart)
+    blocks = {"blocks": peak}
     return [
-        Row(
-            "16 samples of 2048 + 128, each with its own copy",
-            "26.4",
-            apart * gib,
-            "GiB",
-            TOLD,
-            why_apart,
-        ),
-        Row(
-            "the same, prompt shared, by arithmetic",
-            "4.8",
-            together * gib,
-            "GiB",
-            TOLD,
-            why_together,
-        ),
-        Row(
-            "the same, prompt shared, blocks that ours takes",
-            "4.8",
-            peak * BLOCK_SIZE * gib,
-            "GiB",
-            TOLD,
-            why_together,
-            {"blocks": peak},
-        ),
-        Row("saved", "82", 100 * (1 - peak * BLOCK_SIZE / apart), "%", TOLD, why_together),
+        Row(first, "26.4", apart * gib, "GiB", TOLD, why_apart),
+        Row(computed, "4.8", together * gib, "GiB", TOLD, why_together),
+        Row(taken, "4.8", peak * BLOCK_SIZE * gib, "GiB", TOLD, why_together, blocks),
+        Row("saved", "82", saved, "%", TOLD, why_together),
     ]

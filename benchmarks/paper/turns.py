@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
-import statistics
+import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from benchmarks import paired
+from benchmarks import paired, runner
 from benchmarks.models import SHAPES, Shape
 from benchmarks.paper.rows import Size
 from hf_paged.kernels import VARIABLE
@@ -29,16 +27,10 @@ def measured(measure: Callable[[Size], Mapping[str, Times]], size: Size) -> dict
     Args:
         measure (`Callable`): A module-level function that returns the times of each case.
     """
-    if size.processes == 1:
-        return dict(measure(size))
-    found: dict[str, Times] = {}
-    for _ in range(size.processes):
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            part = pool.submit(_child, measure, size, torch.get_num_threads()).result()
-        for case, times in part.items():
-            for name, seconds in times.items():
-                found.setdefault(case, {}).setdefault(name, []).extend(seconds)
-    return found
+    processes = size.processes if size.processes > 1 else 0
+    found = runner.in_processes(processes, _child, measure, size, torch.get_num_threads())
+    cases = {case: None for part in found for case in part}
+    return {case: runner.joined(part[case] for part in found if case in part) for case in cases}
 
 
 def _child(
@@ -48,19 +40,21 @@ def _child(
     return measure(size)
 
 
+def in_turns(works: Mapping[str, Callable[[], float]], turns: int) -> Times:
+    """What each of these returns, by turn, after a warm-up."""
+    arms = {name: (lambda turn, work=work: work()) for name, work in works.items()}
+    return runner.take_turns(arms, turns, warm_ups=1)
+
+
 @contextlib.contextmanager
 def backend(name: str | None) -> Iterator[None]:
     """Forces an attention backend within the context (`HF_PAGED_ATTENTION`); `None`: the library
     chooses."""
-    before = os.environ.pop(VARIABLE, None)
-    if name is not None:
-        os.environ[VARIABLE] = name
-    try:
-        yield
-    finally:
+    with unittest.mock.patch.dict(os.environ):
         os.environ.pop(VARIABLE, None)
-        if before is not None:
-            os.environ[VARIABLE] = before
+        if name is not None:
+            os.environ[VARIABLE] = name
+        yield
 
 
 def small_shape(size: Size, layers: int) -> Shape:
@@ -73,10 +67,10 @@ def small_shape(size: Size, layers: int) -> Shape:
 
 def said(values: Sequence[float], size: Size, digits: str = ".3f") -> str:
     """Median over turns with its 95% interval, or the range if there are few values."""
-    low, high = paired.interval(values) or (min(values), max(values))
+    value, low, high = paired.estimate(values)
     processes = f" in {size.processes} processes" if size.processes > 1 else ""
     turns = f"{len(values)} turn{'s' * (len(values) > 1)}{processes}"
-    return f"{statistics.median(values):{digits}} ({low:{digits}}..{high:{digits}}), {turns}"
+    return f"{value:{digits}} ({low:{digits}}..{high:{digits}}), {turns}"
 
 
 def details_of(values: Sequence[float]) -> dict[str, Any]:

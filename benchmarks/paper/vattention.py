@@ -16,31 +16,22 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 import hf_paged
-from benchmarks import paired
+from benchmarks import paired, runner
 from benchmarks.models import SHAPES, Shape, build
 from benchmarks.paper.measured import prompt_of
 from benchmarks.paper.rows import READ, TOLD_S1, VATTENTION, Row, Size, ranged
 from benchmarks.paper.traces import SHAREGPT, make_trace
-from benchmarks.paper.turns import Times, backend, details_of, measured, said, small_shape
-from benchmarks.virtual import in_turns
+from benchmarks.paper.turns import Times, backend, details_of, in_turns, measured, said, small_shape
+from benchmarks.systems import checked
 from hf_paged import PagedCache, VirtualStorage, compat
 from hf_paged.config import MIN_BLOCK_SIZE
-from hf_paged.virtual import pages
-from hf_paged.virtual.storage import fit_blocks
 
 GIB, MIB = 2**30, 2**20
 CHUNK = 256
 BATCHES = (1, 2, 4, 8)
-BLOCKS, LARGE, GATHERED = (
-    "blocks of 16, C++ kernel",
-    "blocks of 128, C++ kernel",
-    "blocks of 16, gathered for SDPA",
-)
-VIRTUAL, RESERVED, DYNAMIC = (
-    "virtual, SDPA in place",
-    "contiguous, reserved",
-    "contiguous, copied (DynamicCache)",
-)
+BLOCKS, LARGE = "blocks of 16, C++ kernel", "blocks of 128, C++ kernel"
+GATHERED, VIRTUAL = "blocks of 16, gathered for SDPA", "virtual, SDPA in place"
+RESERVED, DYNAMIC = "contiguous, reserved", "contiguous, copied (DynamicCache)"
 PAGE_BYTES = (1 << 12, 1 << 16, 1 << 17, 1 << 18, 1 << 21)
 """A page of Linux, and vAttention's page groups (arXiv 2405.04437, section 6.1)."""
 
@@ -81,9 +72,6 @@ def reserved(shape: Shape, longest: int) -> Cache:
     return Cache(layers=[ReservedLayer(longest) for _ in range(shape.layers)])
 
 
-# -- prefill -------------------------------------------------------------------------------------
-
-
 def contiguous_first_token(model: Any, shape: Shape, ids: Tensor) -> int:
     """First token after a prompt `[1, n]`, computed in chunks as transformers' loop does."""
     cache = reserved(shape, ids.shape[1])
@@ -97,11 +85,7 @@ def prefill_times(size: Size) -> dict[str, Times]:
     """Seconds to the first token of one prompt, by context length."""
     shape = small_shape(size, 2)
     model = build(shape, "cpu", torch.float32)
-    common: dict[str, Any] = {
-        "prefix_caching": False,
-        "capture": False,
-        "max_num_batched_tokens": CHUNK,
-    }
+    common = {"prefix_caching": False, "capture": False, "max_num_batched_tokens": CHUNK}
     systems = {
         BLOCKS: ("blocks", None),
         GATHERED: ("blocks", "gather"),
@@ -121,12 +105,9 @@ def prefill_times(size: Size) -> dict[str, Times]:
             if name == RESERVED:
                 token = contiguous_first_token(model, shape, torch.tensor([prompt]))
             else:
+                options = {"max_new_tokens": 1, "do_sample": False}
                 with backend(systems[name][1]):
-                    (result,) = engines[name].generate(
-                        [prompt], {"max_new_tokens": 1, "do_sample": False}
-                    )
-                if result.error is not None:
-                    raise result.error
+                    (result,) = checked(engines[name].generate([prompt], options))
                 (token,) = result.token_ids
             seconds = time.perf_counter() - start
             if token != expected:
@@ -137,7 +118,6 @@ def prefill_times(size: Size) -> dict[str, Times]:
             return seconds
 
         works = {name: functools.partial(work, name) for name in (*systems, RESERVED)}
-        in_turns(works, 1)  # warm-up
         found[str(context)] = in_turns(works, size.turns)
     for engine in engines.values():
         engine.free()
@@ -175,22 +155,12 @@ def prefill(size: Size) -> list[Row]:
         for base in (BLOCKS, GATHERED, RESERVED):
             ratios = paired.ratios(times[base], times[VIRTUAL])
             figure, source, why = published.get((base, int(context)), ("", "", ""))
-            rows.append(
-                Row(
-                    f"prompt of {context} tokens: throughput of {VIRTUAL}, over {base}",
-                    figure,
-                    f"{said(ratios, size)}; {speed[VIRTUAL]:.0f} over {speed[base]:.0f} tokens/s",
-                    "times",
-                    source,
-                    why,
-                    {
-                        "context": int(context),
-                        "base": base,
-                        "tokens_per_second": speed,
-                        **details_of(ratios),
-                    },
-                )
-            )
+            name = f"prompt of {context} tokens: throughput of {VIRTUAL}, over {base}"
+            rates = f"{speed[VIRTUAL]:.0f} over {speed[base]:.0f} tokens/s"
+            details = {"context": int(context), "base": base, "tokens_per_second": speed}
+            details |= details_of(ratios)
+            ours = f"{said(ratios, size)}; {rates}"
+            rows.append(Row(name, figure, ours, "times", source, why, details))
     return rows
 
 
@@ -202,9 +172,6 @@ _WHY_RESERVED = (
     "the engine's time has its scheduling in it; transformers repeats keys of grouped heads under a"
     " mask"
 )
-
-
-# -- decode --------------------------------------------------------------------------------------
 
 
 def filled(cache: Any, states: list[tuple[Tensor, Tensor]]) -> Any:
@@ -257,12 +224,11 @@ def decode_times(size: Size) -> dict[str, Times]:
                 return (time.perf_counter() - start) / steps
 
         works = {name: functools.partial(work, name) for name in systems}
-        in_turns(works, 1)  # warm-up
+        found[str(rows)] = in_turns(works, size.turns)
         for name, found_logits in logits.items():
             torch.testing.assert_close(
                 found_logits, logits[DYNAMIC], atol=1e-3, rtol=1e-3, msg=f"{name} differs"
             )
-        found[str(rows)] = in_turns(works, size.turns)
         virtual = systems[VIRTUAL][1]
         if virtual.counters.gathered:
             raise RuntimeError("keys and values of rows side by side were gathered")
@@ -292,23 +258,13 @@ def decode(size: Size) -> list[Row]:
         for base in (BLOCKS, LARGE, RESERVED, DYNAMIC):
             ratios = paired.ratios(times[base], times[VIRTUAL])
             figure, source = published.get((base, int(batch)), ("", ""))
-            rows.append(
-                Row(
-                    f"{batch} rows of {context} tokens: decode throughput of {VIRTUAL}, over"
-                    f" {base}",
-                    figure,
-                    f"{said(ratios, size)}; {speed[VIRTUAL]:.1f} over {speed[base]:.1f} tokens/s",
-                    "times",
-                    source,
-                    _WHY_DECODE if base in (BLOCKS, LARGE) and figure else "",
-                    {
-                        "rows": int(batch),
-                        "base": base,
-                        "tokens_per_second": speed,
-                        **details_of(ratios),
-                    },
-                )
-            )
+            name = f"{batch} rows of {context} tokens: decode throughput of {VIRTUAL}, over {base}"
+            rates = f"{speed[VIRTUAL]:.1f} over {speed[base]:.1f} tokens/s"
+            details = {"rows": int(batch), "base": base, "tokens_per_second": speed}
+            details |= details_of(ratios)
+            why = _WHY_DECODE if base in (BLOCKS, LARGE) and figure else ""
+            ours = f"{said(ratios, size)}; {rates}"
+            rows.append(Row(name, figure, ours, "times", source, why, details))
     batch, times = list(found.items())[-1]
     needed = int(batch) / statistics.median(times[VIRTUAL]) * shape.kv_bytes(1, 4)
     why = (
@@ -328,12 +284,11 @@ _WHY_DECODE = (
 )
 
 
-# -- pages ---------------------------------------------------------------------------------------
-
-
 def map_seconds(page: int, total: int) -> tuple[float, float]:
     """Seconds to map `total` bytes in groups of `page`, one call each, at reserved addresses; and
     to write once to each Linux page in them, which allocates the page."""
+    from hf_paged.virtual import pages
+
     mapper = pages.pages_for(torch.device("cpu"), page)
     offset, addresses = mapper.extend(total), mapper.reserve(total)
     start = time.perf_counter()
@@ -347,14 +302,12 @@ def map_seconds(page: int, total: int) -> tuple[float, float]:
 def allocation_times(size: Size) -> dict[str, Times]:
     """Seconds to map, and to write, by page-group size."""
     total = size.context * 1024 * 256
-    found: dict[str, Times] = {str(page): {"map": [], "write": []} for page in PAGE_BYTES}
-    for turn in range(-1, size.turns):
-        for page in PAGE_BYTES[:: -1 if turn % 2 else 1]:
-            mapping, writing = map_seconds(page, total)
-            if turn >= 0:  # the first is a warm-up
-                found[str(page)]["map"].append(mapping)
-                found[str(page)]["write"].append(writing)
-    return found
+    arms = {str(page): (lambda turn, page=page: map_seconds(page, total)) for page in PAGE_BYTES}
+    turns = runner.take_turns(arms, size.turns, warm_ups=1)
+    return {
+        page: {"map": [one for one, _ in mine], "write": [one for _, one in mine]}
+        for page, mine in turns.items()
+    }
 
 
 def allocation(size: Size) -> list[Row]:
@@ -378,25 +331,13 @@ def allocation(size: Size) -> list[Row]:
             most = f"; {ranged([count / one for one in seconds], '.3g')} groups/s"
             is_first = int(page) == PAGE_BYTES[1] and what != "mapped"
             published, source = ("up to 7.6 (size not said)", TOLD_S1) if is_first else ("", "")
-            why = (
-                "host memory, which the system fills with zeros; there the driver of an A100"
-                if source
-                else ""
-            )
-            rows.append(
-                Row(
-                    f"groups of {name}, {what}",
-                    published,
-                    rates + most,
-                    "GB/s",
-                    source,
-                    why,
-                    details,
-                )
-            )
+            why = _WHY_ZEROS if source else ""
+            title = f"groups of {name}, {what}"
+            rows.append(Row(title, published, rates + most, "GB/s", source, why, details))
     return rows
 
 
+_WHY_ZEROS = "host memory, which the system fills with zeros; there the driver of an A100"
 HEADS = {"Yi-6B": (32, 4, 128), "Llama-3-8B": (32, 8, 128), "Yi-34B": (60, 8, 128)}
 """Layers, K/V heads, head dim, from the models' configurations."""
 WASTED = {1 << 16: "4 to 15", 1 << 18: "16 to 60", 1 << 21: "up to 240"}
@@ -413,6 +354,8 @@ def wasted_bytes(page: int, heads: int, dim: int, lengths: list[int]) -> tuple[i
     pages written to, and bytes of whole blocks.
     """
     model = model_config(heads, dim)
+    from hf_paged.virtual.storage import fit_blocks
+
     config = fit_blocks(
         hf_paged.PagedConfig(storage=VirtualStorage(page_bytes=page), block_size=MIN_BLOCK_SIZE),
         *(model, torch.device("cpu")),
@@ -452,40 +395,23 @@ def page_sizes(size: Size) -> list[Row]:
             published, source = "", ""
             if page in WASTED:
                 published = f"{WASTED[page]} MB at most"
-                source = (
-                    TOLD_S1
-                    if page == 1 << 21
-                    else f"{VATTENTION}, section 7.4, three models ({READ})"
-                )
-            rows.append(
-                Row(
-                    f"groups of {named(page)}, heads of {name}: most that a request's blocks waste,"
-                    " and shares",
-                    published,
-                    f"{most / MIB:.3g} MiB at most; {shares[0]:.1f}% of the pages, {shares[1]:.1f}%"
-                    " of whole blocks",
-                    f"with {tokens} tokens a block",
-                    source,
-                    (
-                        "a group is one layer's keys or values there, here of one head, or of keys"
-                        " and values together"
-                        if source
-                        else ""
-                    ),
-                    {
-                        "page_bytes": page,
-                        "model": name,
-                        "tokens": tokens,
-                        "most_bytes": most,
-                        "percent_of_pages": shares[0],
-                        "percent_of_blocks": shares[1],
-                    },
-                )
-            )
+                is_told = page == 1 << 21
+                source = TOLD_S1 if is_told else f"{VATTENTION}, section 7.4, three models ({READ})"
+            group = f"groups of {named(page)}, heads of {name}"
+            title = f"{group}: most that a request's blocks waste, and shares"
+            parts = f"{shares[0]:.1f}% of the pages, {shares[1]:.1f}% of whole blocks"
+            ours, unit = f"{most / MIB:.3g} MiB at most; {parts}", f"with {tokens} tokens a block"
+            details = {"page_bytes": page, "model": name, "tokens": tokens, "most_bytes": most}
+            details |= {"percent_of_pages": shares[0], "percent_of_blocks": shares[1]}
+            why = _WHY_GROUPS if source else ""
+            rows.append(Row(title, published, ours, unit, source, why, details))
     return rows
 
 
-# -- spikes --------------------------------------------------------------------------------------
+_WHY_GROUPS = (
+    "a group is one layer's keys or values there, here of one head, or of keys and values together"
+)
+
 
 MECHANISMS: dict[str, Any] = {
     "blocks, nothing to map": "blocks",
@@ -501,17 +427,21 @@ class Counted:
     """Counts calls that map pages, within the context."""
 
     def __enter__(self) -> Counted:
-        self.calls, own = 0, pages.MemoryFile.map
+        from hf_paged.virtual.pages import MemoryFile
+
+        self.calls, own = 0, MemoryFile.map
 
         def count(mapper: Any, *args: int) -> None:
             self.calls += 1
             own(mapper, *args)
 
-        self._own, pages.MemoryFile.map = own, count  # type: ignore[method-assign]
+        self._own, MemoryFile.map = own, count  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: Any) -> None:
-        pages.MemoryFile.map = self._own  # type: ignore[method-assign]
+        from hf_paged.virtual.pages import MemoryFile
+
+        MemoryFile.map = self._own  # type: ignore[method-assign]
 
 
 def latencies(
@@ -538,27 +468,25 @@ def spike_times(size: Size) -> dict[str, Times]:
     model = build(shape, "cpu", torch.float32)
     model.set_attn_implementation("hf_paged")
     states = random_states(shape, rows, length)
-    names = list(MECHANISMS)
-    found: dict[str, Times] = {
-        name: {"median": [], "largest": [], "more": [], "maps": []} for name in names
-    }
-    for turn in range(-1, size.turns):
-        at = turn % len(names)
-        for name in names[at:] + names[:at]:
-            # the first step maps the existing blocks
-            taken = latencies(model, MECHANISMS[name], states, steps)[1:]
-            if turn < 0:
-                continue
-            seconds = [one for one, _ in taken]
-            maps = [one for one, calls in taken if calls]
-            others = [one for one, calls in taken if not calls]
-            found[name]["median"].append(statistics.median(seconds))
-            found[name]["largest"].append(max(seconds))
-            found[name]["more"].append(
-                statistics.median(maps) - statistics.median(others) if maps and others else 0.0
-            )
-            found[name]["maps"].append(len(maps))
-            found[name]["steps"] = seconds
+    found: dict[str, Times] = {name: {} for name in MECHANISMS}
+
+    def turn_of(turn: int, name: str) -> None:
+        # the first step maps the existing blocks
+        taken = latencies(model, MECHANISMS[name], states, steps)[1:]
+        if turn < 0:
+            return
+        seconds = [one for one, _ in taken]
+        maps = [one for one, calls in taken if calls]
+        others = [one for one, calls in taken if not calls]
+        more = statistics.median(maps) - statistics.median(others) if maps and others else 0.0
+        figures = {"median": statistics.median(seconds), "largest": max(seconds)}
+        figures |= {"more": more, "maps": len(maps)}
+        for key, value in figures.items():
+            found[name].setdefault(key, []).append(value)
+        found[name]["steps"] = seconds
+
+    arms = {name: functools.partial(turn_of, name=name) for name in MECHANISMS}
+    runner.take_turns(arms, size.turns, warm_ups=1)
     return found
 
 
@@ -582,26 +510,15 @@ def spikes(size: Size) -> list[Row]:
         more, median, largest = (
             [1e3 * one for one in times[key]] for key in ("more", "median", "largest")
         )
-        maps, steps = (
-            statistics.median(times["maps"]),
-            times["steps"][-(len(times["steps"]) // size.processes) :],
-        )
-        rows.append(
-            Row(
-                f"steps that map, beyond the others: {name}",
-                published,
-                f"{said(more, size)}; median step {statistics.median(median):.2f} ms, largest of a"
-                f" turn {ranged(largest, '.3g')} ms; {maps:g} steps of {len(steps)} map",
-                "ms",
-                source,
-                why,
-                {
-                    "mechanism": name,
-                    "step_ms": [round(1e3 * one, 4) for one in steps],
-                    "more_ms": more,
-                },
-            )
-        )
+        maps = statistics.median(times["maps"])
+        steps = times["steps"][-(len(times["steps"]) // size.processes) :]
+        title = f"steps that map, beyond the others: {name}"
+        step = f"median step {statistics.median(median):.2f} ms"
+        most = f"largest of a turn {ranged(largest, '.3g')} ms"
+        ours = f"{said(more, size)}; {step}, {most}; {maps:g} steps of {len(steps)} map"
+        step_ms = [round(1e3 * one, 4) for one in steps]
+        details = {"mechanism": name, "step_ms": step_ms, "more_ms": more}
+        rows.append(Row(title, published, ours, "ms", source, why, details))
     return rows
 
 

@@ -74,32 +74,21 @@ class Peer(System):
         python, threads = environment(self.name), str(torch.get_num_threads())
         self._folder = tempfile.TemporaryDirectory()
         model.save_pretrained(self._folder.name)
+        command = [str(python), str(_HERE / "worker.py"), self.name, self._folder.name, threads]
+        variables = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
         self._process = subprocess.Popen(
-            [
-                str(python),
-                str(_HERE / "worker.py"),
-                self.name,
-                self._folder.name,
-                threads,
-                "int8" if self.int8 else "",
-            ],
+            [*command, "int8" if self.int8 else ""],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env={
-                **{k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
-                "OMP_NUM_THREADS": threads,
-            },
+            env={**variables, "OMP_NUM_THREADS": threads},
         )
         self._ask(None)
 
     def _ask(self, line: str | None) -> dict[str, Any]:
-        assert (
-            self._process is not None
-            and self._process.stdin is not None
-            and self._process.stdout is not None
-        )
+        assert self._process is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
         if line is not None:
             print(line, file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline()

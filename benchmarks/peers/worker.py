@@ -43,14 +43,9 @@ def openvino(directory: Path, threads: int, int8: bool) -> Run:
             )
             for length in batch["new_tokens"]
         ]
-        prompts = [
-            openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt in batch["prompts"]
-        ]
-        return [
-            list(row)
-            for answer in pipeline.generate(prompts, configs)
-            for row in answer.m_generation_ids
-        ]
+        ids = [np.array([prompt], dtype=np.int64) for prompt in batch["prompts"]]
+        answers = pipeline.generate(list(map(openvino.Tensor, ids)), configs)
+        return [list(row) for answer in answers for row in answer.m_generation_ids]
 
     return run
 
@@ -102,23 +97,16 @@ def llamacpp(directory: Path, threads: int, int8: bool) -> Run:
     server = xllamacpp.Server(params)
 
     def one(prompt: list[int], length: int, seed: int, sampled: bool) -> list[int]:
-        asked = {
-            "prompt": prompt,
-            "max_tokens": length,
-            "ignore_eos": True,
-            "seed": seed,
-            "cache_prompt": True,
-        }
+        asked = {"prompt": prompt, "max_tokens": length, "seed": seed}
+        asked |= {"ignore_eos": True, "cache_prompt": True}
         asked |= {"temperature": 1.0 if sampled else 0.0, "top_k": 0 if sampled else 1}
         answer = server.handle_completions(asked)
         return [int(number) for number in re.findall(r"t(\d+)", answer["choices"][0]["text"])]
 
     def run(batch: Batch) -> list[list[int]]:
         copies = range(batch["rows_per_prompt"])
-        pairs = zip(batch["prompts"], batch["new_tokens"])
-        rows = [
-            (prompt, length, copy, batch["sampled"]) for prompt, length in pairs for copy in copies
-        ]
+        pairs, sampled = zip(batch["prompts"], batch["new_tokens"]), batch["sampled"]
+        rows = [(prompt, length, copy, sampled) for prompt, length in pairs for copy in copies]
         with ThreadPoolExecutor(max(1, len(rows))) as pool:
             return list(pool.map(lambda row: one(*row), rows))
 
@@ -134,11 +122,8 @@ def _write_gguf(directory: Path) -> Path:
     config = json.loads((directory / "config.json").read_text())
     if config["model_type"] != "llama":
         raise ValueError(f"no GGUF is written of {config['model_type']}")
-    path, heads, kv_heads = (
-        directory / "model.gguf",
-        config["num_attention_heads"],
-        config["num_key_value_heads"],
-    )
+    path = directory / "model.gguf"
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     rope = config.get("rope_parameters") or {}
     writer = gguf.GGUFWriter(str(path), "llama")
@@ -160,17 +145,10 @@ def _write_gguf(directory: Path) -> Path:
     writer.add_token_types([gguf.TokenType.NORMAL] * count)
     writer.add_token_scores([0.0] * count)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
-    names = {
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "self_attn.q_proj": "attn_q",
-    }
-    names |= {
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-    }
-    names |= {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
+    names = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+    names |= {f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"}
+    names |= {f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}
+    names["self_attn.o_proj"] = "attn_output"
     whole = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     for name, tensor in _bfloat16_tensors(directory / "model.safetensors"):
         stem = name.removesuffix(".weight")
@@ -180,11 +158,8 @@ def _write_gguf(directory: Path) -> Path:
             _, _, layer, part = stem.split(".", 3)
             new = f"blk.{layer}.{names[part]}"
         if part_heads := {"attn_q": heads, "attn_k": kv_heads}.get(new.rpartition(".")[2]):
-            tensor = (
-                tensor.reshape(part_heads, 2, head_dim // 2, -1)
-                .swapaxes(1, 2)
-                .reshape(tensor.shape)
-            )
+            halves = tensor.reshape(part_heads, 2, head_dim // 2, -1)
+            tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
         if tensor.ndim == 1:
             writer.add_tensor(f"{new}.weight", (tensor.astype(np.uint32) << 16).view(np.float32))
         else:
@@ -209,19 +184,12 @@ def _bfloat16_tensors(path: Path) -> Iterator[tuple[str, Any]]:
             if told["dtype"] != "BF16":
                 raise ValueError(f"{name} is {told['dtype']}")
             low, high = told["data_offsets"]
-            yield (
-                name,
-                content[start + low : start + high].copy().view(np.uint16).reshape(told["shape"]),
-            )
+            bits = content[start + low : start + high].copy().view(np.uint16)
+            yield name, bits.reshape(told["shape"])
 
 
 def main() -> None:
-    name, directory, threads, int8 = (
-        sys.argv[1],
-        Path(sys.argv[2]),
-        int(sys.argv[3]),
-        sys.argv[4:5] == ["int8"],
-    )
+    name, directory, threads, *kind = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # library output goes to stderr
 
@@ -229,9 +197,8 @@ def main() -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
     try:
-        run = {"openvino": openvino, "vllm": vllm, "llamacpp": llamacpp}[name](
-            directory, threads, int8
-        )
+        start = {"openvino": openvino, "vllm": vllm, "llamacpp": llamacpp}[name]
+        run = start(Path(directory), int(threads), kind == ["int8"])
     except Exception as error:  # shown in the benchmark's table
         return tell(error=f"{type(error).__name__}: {error}")
     tell(ready=True)

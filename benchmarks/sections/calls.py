@@ -17,17 +17,8 @@ PEERS = ("peers-cpu-llama-100m", "peers-cpu-llama-100m-avx2-w1", "peers-cpu-llam
 PEERS += ("int8-peers-cpu-llama-100m-avx2-w6",)
 INVARIANT = "generate-invariant-cpu-llama-100m-avx2-w6"
 TIMES = ("workload", "system", "turns", "time", "tokens_per_s", "plain_over", "interval", "target")
-MORE = (
-    "workload",
-    "system",
-    "equal",
-    "ttft_p50_ms",
-    "ttft_p99_ms",
-    "tpot_p50_ms",
-    "tpot_p99_ms",
-    "kv_mib",
-)
-MORE += ("roofline_share",)
+TAILS = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms")
+MORE = ("workload", "system", "equal", *TAILS, "kv_mib", "roofline_share")
 MARGIN = 1.005  # two latencies closer than this are printed alike
 
 
@@ -37,9 +28,8 @@ def targets(data: Data) -> list[dict[str, Any]]:
 
     def add(what: str, value: Any, turns: Any, target: str) -> None:
         limit, _, outcome = target.strip("()").rpartition(": ")
-        found.append(
-            {"target": f"{what}, {limit}", "value": value, "turns": turns, "outcome": outcome}
-        )
+        line = {"target": f"{what}, {limit}", "value": value, "turns": turns}
+        found.append({**line, "outcome": outcome})
 
     for row in data["rows"]:
         if row.get("target"):
@@ -80,11 +70,9 @@ def slower_tails(rows: Sequence[Data]) -> str:
             if row["system"] in OURS and of and key in row and row[key] > MARGIN * of[key]:
                 pair = f"{report.text(row[key])} against {report.text(of[key])} ms"
                 found.append(f"{row['workload']} {row['system']} {COLUMNS[key][:8]} {pair}")
-    return (
-        f"Our p99 latencies above plain's: {'; '.join(found)}."
-        if found
-        else "No p99 of ours is above plain's."
-    )
+    if not found:
+        return "No p99 of ours is above plain's."
+    return f"Our p99 latencies above plain's: {'; '.join(found)}."
 
 
 def equality(data: Data) -> str:
@@ -110,34 +98,23 @@ def equality(data: Data) -> str:
 
 def ahead_of_ours(rows: Sequence[Data]) -> str:
     """Lists columns of the arrivals in which another system is ahead of the engine."""
-    columns = {
-        key: arrivals.COLUMNS[key]
-        for key in arrivals.COLUMNS
-        if key.startswith(("ttft", "tpot", "normalized"))
-    }
+    latencies = [key for key in arrivals.COLUMNS if key.startswith(("ttft", "tpot", "normalized"))]
     engine = {row["rate"]: row for row in rows if row["system"] == "engine"}
     found: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         ours = engine.get(row["rate"], {})
-        for key, title in columns.items():
-            if (
-                row["system"] != "engine"
-                and key in row
-                and key in ours
-                and ours[key] > MARGIN * row[key]
-            ):
-                found.setdefault((row["system"], title.removesuffix(", ms")), []).append(
-                    report.text(row["rate"])
-                )
+        for key in latencies:
+            is_known = row["system"] != "engine" and key in row and key in ours
+            if is_known and ours[key] > MARGIN * row[key]:
+                title = arrivals.COLUMNS[key].removesuffix(", ms")
+                found.setdefault((row["system"], title), []).append(report.text(row["rate"]))
+    if not found:
+        return "No other system is ahead of the engine."
     parts = [
         f"{system} in {title} at {', '.join(rates)} requests/s"
         for (system, title), rates in found.items()
     ]
-    return (
-        f"Ahead of the engine: {'; '.join(parts)}."
-        if parts
-        else "No other system is ahead of the engine."
-    )
+    return f"Ahead of the engine: {'; '.join(parts)}."
 
 
 def whole_calls(data: Data) -> str:
@@ -169,14 +146,8 @@ def whole_calls(data: Data) -> str:
             above {paired.NOT_SLOWER}. Turns alternate in order{f"; {shared}" if shared else ""}."""
         ),
         report.markdown(rows, {key: COLUMNS[key] for key in TIMES}),
-        (
-            "![Speed of whole calls over plain generate, by"
-            f" workload](../benchmarks/results/{WHOLE_CALLS}.png)"
-        ),
-        (
-            "![Memory of keys and values beside plain"
-            f" generate's](../benchmarks/results/{WHOLE_CALLS}-memory.png)"
-        ),
+        *picture_of(WHOLE_CALLS, "Speed of whole calls over plain generate, by workload"),
+        *picture_of(f"{WHOLE_CALLS}-memory", "Memory of keys and values beside plain generate's"),
         flow(
             """The same turns: latencies are medians, over the turns, of each turn's percentiles. Beams have none, since
             their tokens are decided at the end."""
@@ -230,26 +201,16 @@ def by_workload(data: Data) -> dict[str, dict[str, Data]]:
 
 def seconds_table(data: Data) -> str:
     """Median seconds of plain, ours and the other CPU engines; workloads in words."""
-    names = {
-        "plain": "plain `generate`",
-        "ours": "hf_paged",
-        **{name: name for name in TITLES.values()},
-    }
-
-    def cell(systems: dict[str, Data], name: str) -> str:
-        return (
-            f"{statistics.median(systems[name]['seconds']):.3g}"
-            if name in systems
-            else "not measured"
-        )
-
-    rows = [
-        {
-            "call": WORKLOADS[workload].title,
-            **{title: cell(systems, name) for name, title in names.items()},
-        }
-        for workload, systems in by_workload(data).items()
-    ]
+    names = {"plain": "plain `generate`", "ours": "hf_paged"}
+    names |= {name: name for name in TITLES.values()}
+    rows = []
+    for workload, systems in by_workload(data).items():
+        row = {"call": WORKLOADS[workload].title}
+        row |= dict.fromkeys(names.values(), "not measured")
+        for name, title in names.items():
+            if name in systems:
+                row[title] = f"{statistics.median(systems[name]['seconds']):.3g}"
+        rows.append(row)
     return report.markdown(rows, {title: title for title in ("call", *names.values())})
 
 
@@ -268,17 +229,8 @@ def _beside_engines(data: Data) -> str:
             line |= {f"{name} / best": line[name] / line[best] for name in ("ours", "engine")}
             line["best"] = best
         rows.append(line)
-    columns = [
-        "workload",
-        "turns",
-        "plain",
-        "ours",
-        "engine",
-        *names,
-        "best",
-        "ours / best",
-        "engine / best",
-    ]
+    columns = ["workload", "turns", "plain", "ours", "engine", *names]
+    columns += ["best", "ours / best", "engine / best"]
     limits = data["ceilings"]
     said = flow(
         f"""`{data["command"]}`, {machine_of(data["facts"])}. Measured ceilings: {limits["bandwidth"] / 1e9:.1f} GB/s,
@@ -294,22 +246,12 @@ def stages(runs: Sequence[Data]) -> str:
     for data in runs:
         for row in data["rows"]:
             if row["system"] in ("plain", *OURS) and "ttft_p99_ms" in row:
-                seconds, share = (
-                    statistics.median(row["seconds"]),
-                    float(row["roofline_share"].rstrip("%")) / 100,
-                )
-                first, floor = row["ttft_p99_ms"] / 1000, share * seconds
-                line = {
-                    "CPU": data["facts"]["isa"],
-                    "workload": row["workload"],
-                    "system": row["system"],
-                }
-                line |= {
-                    "seconds": seconds,
-                    "until all first tokens": first,
-                    "after them": seconds - first,
-                }
-                rows.append(line | {"roofline": floor})
+                seconds, first = statistics.median(row["seconds"]), row["ttft_p99_ms"] / 1000
+                share = float(row["roofline_share"].rstrip("%")) / 100
+                line = {"CPU": data["facts"]["isa"], "workload": row["workload"]}
+                line |= {"system": row["system"], "seconds": seconds}
+                line |= {"until all first tokens": first, "after them": seconds - first}
+                rows.append(line | {"roofline": share * seconds})
     said = flow(
         """**Where the time goes** in those runs: seconds until the last row's first token (prompts, and the rows
         that decode beside them), seconds after it, and the roofline of the whole call (weights read once per step,
@@ -320,10 +262,8 @@ def stages(runs: Sequence[Data]) -> str:
 
 def invariance(data: Data) -> str:
     """Cost of `batch_invariant`."""
-    columns = {
-        key: COLUMNS[key]
-        for key in ("workload", "system", "time", "turns", "ttft_p50_ms", "tpot_p50_ms")
-    }
+    shown = ("workload", "system", "time", "turns", "ttft_p50_ms", "tpot_p50_ms")
+    columns = {key: COLUMNS[key] for key in shown}
     said = flow(
         f"""**The same bits in any batch** (`PagedConfig(batch_invariant=True)`), against the engine without it,
         `{data["command"]}`, {machine_of(data["facts"])}:"""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 from benchmarks import paired, report
 from benchmarks.first_call import PROMPT_TOKENS, ROWS, TARGET_FACTOR, TARGET_SECONDS, limit
@@ -14,9 +15,10 @@ from benchmarks.grpo import table as rollout_table
 from benchmarks.linears import TARGET as PRODUCT_TARGET
 from benchmarks.linears import TURNS as PRODUCT_TURNS
 from benchmarks.linears import table as product_table
-from benchmarks.lora import pooled as lora_rows
+from benchmarks.lora import APART, FASTER, MIXED, OF_ONE, ONE
 from benchmarks.parallel import COMPUTED, LENGTH, MAX_ROWS
 from benchmarks.parallel import pooled as parallel_rows
+from benchmarks.runner import grouped
 from benchmarks.sections import Data, flow, machine_of, picture_of
 from benchmarks.side_by_side import table as side_by_side_table
 from benchmarks.speculation import STAGES
@@ -109,15 +111,16 @@ def draft_stages(data: Data) -> str:
 
 def tiers(runs: Sequence[Data]) -> str:
     """Table of `benchmarks.tiers`, over the turns of all runs."""
-    groups: dict[tuple[str, str, str], list[Data]] = {}
+    groups: dict[tuple[str, ...], list[Any]] = {}
     for run in runs:
         for row in run["rows"]:
             groups.setdefault((run["model"], row["what"], run["facts"]["revision"]), []).append(row)
     rows = []
     for (model, what, revision), parts in groups.items():
         ratios = [ratio for part in parts for ratio in part["ratios"]]
-        span = paired.interval(ratios) or (min(ratios), max(ratios))
+        faster = paired.estimate(ratios)
         limit = 5.0 if what.startswith("first token") else 1.0
+        is_equal = all(part["equal"] == "yes" for part in parts)
         rows.append(
             {
                 "model": model,
@@ -126,13 +129,9 @@ def tiers(runs: Sequence[Data]) -> str:
                 "turns, processes": f"{len(ratios)}, {len(parts)}",
                 "from the disk, s": statistics.median(part["disk_s"] for part in parts),
                 "computed, s": statistics.median(part["computed_s"] for part in parts),
-                "computed / from the disk": (
-                    f"{statistics.median(ratios):.2f} ({span[0]:.2f} to {span[1]:.2f})"
-                ),
-                "tokens, blocks found": (
-                    "equal, all" if all(part["equal"] == "yes" for part in parts) else "NOT equal"
-                ),
-                "target": f"at least {limit:g}: {paired.said(span[1] >= limit)}",
+                "computed / from the disk": faster.text(2),
+                "tokens, blocks found": "equal, all" if is_equal else "NOT equal",
+                "target": f"at least {limit:g}: {paired.said(faster.high >= limit)}",
             }
         )
     said = flow(
@@ -141,6 +140,37 @@ def tiers(runs: Sequence[Data]) -> str:
         it:"""
     )
     return f"{said}\n\n{report.markdown(rows)}"
+
+
+def lora_rows(runs: Sequence[Data]) -> list[dict[str, Any]]:
+    """Rows that combine the turns of several runs of one revision, a process each; a target is met
+    if the interval of the ratio reaches it."""
+    parts = grouped(runs, "system")
+    seconds = {
+        name: [one for row in rows for one in row["seconds_by_turn"]]
+        for (name,), rows in parts.items()
+    }
+    bases = {"throughput over one adapter a forward": (APART, FASTER)}
+    bases["of a single adapter's"] = (ONE, OF_ONE)
+    found = []
+    for (name,), rows in parts.items():
+        first, median = rows[0], statistics.median(seconds[name])
+        line: dict[str, Any] = {"rows": name}
+        line["turns, processes"] = f"{len(seconds[name])}, {len(rows)}"
+        line["s"] = median
+        line["tokens/s"] = first["tokens_per_second"] * first["seconds"] / median
+        line |= {"forwards": first["forwards"], "loads a turn": first["loads"]}
+        for title, (base, target) in bases.items():
+            faster = paired.estimate(paired.ratios(seconds[base], seconds[name]))
+            line[title] = faster.text(2)
+            if name == MIXED:
+                line[title] += f", at least {target:g}: {paired.said(faster.high >= target)}"
+        told = {row["equal"] for row in rows} - {""}
+        line["tokens as alone"] = ""
+        if told:
+            line["tokens as alone"] = "equal" if told == {"yes"} else "NOT equal"
+        found.append(line)
+    return found
 
 
 def lora(runs: Sequence[Data]) -> str:

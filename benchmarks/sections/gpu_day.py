@@ -43,12 +43,8 @@ def value(key: str, unit: str = "", **match: Any) -> Callable[[Rows], str | None
 
 
 def tokens(rows: Rows) -> str | None:
-    compared = [row for row in rows if "equal" in row]
-    return (
-        f"{sum(bool(row['equal']) for row in compared)} of {len(compared)} equal"
-        if compared
-        else None
-    )
+    equal = [bool(row["equal"]) for row in rows if "equal" in row]
+    return f"{sum(equal)} of {len(equal)} equal" if equal else None
 
 
 def kernels(rows: Rows) -> str | None:
@@ -63,25 +59,18 @@ def bandwidth(rows: Rows) -> str | None:
 
 
 def chunks(rows: Rows) -> str | None:
-    speeds = [
-        next(
-            (
-                row["plain_over"]
-                for row in rows
-                if row.get("system") == system and row.get("workload") == "W3"
-            ),
-            None,
-        )
-        for system in ("ours, chunks not recorded", "ours")
-    ]
-    return None if None in speeds else f"{speeds[0] / speeds[1]:.3g}"
+    speeds = {
+        row.get("system"): row.get("plain_over") for row in rows if row.get("workload") == "W3"
+    }
+    without, ours = speeds.get("ours, chunks not recorded"), speeds.get("ours")
+    return None if without is None or ours is None else f"{without / ours:.3g}"
 
 
 def suite(rows: Rows) -> str | None:
-    counts = next((row["counts"] for row in rows if "counts" in row), None)
-    return (
-        None if counts is None else ", ".join(f"{number} {name}" for name, number in counts.items())
-    )
+    for row in rows:
+        if "counts" in row:
+            return ", ".join(f"{number} {name}" for name, number in row["counts"].items())
+    return None
 
 
 def step(model: str, rows: int, length: int) -> Callable[[Rows], str | None]:

@@ -14,6 +14,13 @@ from benchmarks.sections import Data, flow, machine_of, picture_of
 
 ATTENTION, PAPER = "attention-cpu", "paper-cpu"
 QUANTIZED = ("kv-int8-cpu-1", "kv-int8-cpu-2")
+COLUMNS = {
+    "name": "what",
+    "published": "published",
+    "ours": "ours",
+    "unit": "unit",
+    "source": "published in",
+}
 
 
 def paper(data: Data) -> str:
@@ -29,31 +36,17 @@ def paper(data: Data) -> str:
         differs:
         [{PAPER}.md](../benchmarks/results/{PAPER}.md)."""
     )
-    columns = {
-        "name": "what",
-        "published": "published",
-        "ours": "ours",
-        "unit": "unit",
-        "source": "published in",
-    }
     picture = (
         "![Memory by use: reservation against blocks, published and"
         f" here](../benchmarks/results/{PAPER}-waste.png)"
     )
-    return f"{said}\n\n{report.markdown(rows, columns)}\n\n{picture}"
+    return f"{said}\n\n{report.markdown(rows, COLUMNS)}\n\n{picture}"
 
 
 def paper_turns(data: Data) -> list[str]:
     """The tables of S1 and of S4 in `benchmarks.paper`, as far as they were run: rows that have a
     published figure."""
-    columns = {
-        "name": "what",
-        "published": "published",
-        "ours": "ours",
-        "unit": "unit",
-        "source": "published in",
-    }
-    columns |= {"why": "what differs"}
+    columns = COLUMNS | {"why": "what differs"}
     parts = []
     for names, picture, title in (
         (
@@ -124,7 +117,7 @@ def quantized(runs: Sequence[Data]) -> str:
     rows = []
     for (heads, case, block, dtype), found in times.items():
         ratios = paired.ratios(found["ours: int8"], found["ours"])
-        span = paired.interval(ratios) or (min(ratios), max(ratios))
+        ratio = paired.estimate(ratios)
         rows.append(
             {
                 "heads": heads,
@@ -133,11 +126,9 @@ def quantized(runs: Sequence[Data]) -> str:
                 "blocks of the dtype": dtype,
                 "their time, µs": statistics.median(found["ours"]),
                 "int8, µs": statistics.median(found["ours: int8"]),
-                "int8 / theirs": (
-                    f"{statistics.median(ratios):.2f} ({span[0]:.2f} to {span[1]:.2f})"
-                ),
+                "int8 / theirs": ratio.text(2),
                 "turns": len(ratios),
-                "target": paired.at_most(span[0], 0.8),
+                "target": paired.at_most(ratio.low, 0.8),
             }
         )
     said = flow(

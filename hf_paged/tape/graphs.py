@@ -315,9 +315,8 @@ class StepGraphs:
         prefixes: Prefixes,
     ) -> Key | None:
         """Records a graph; `None` if that fails, or while another thread records. A failure is
-        logged, and then no or fewer such graphs are recorded. Interrupts wait for the end: torch
-        pops and pushes the modes of a recording, and an interrupt there would leave a mode
-        behind."""
+        logged, and then no or fewer such graphs are recorded. An interrupt may leave a mode of
+        torch behind, which the call ends (`interrupts.guarded`)."""
         with timed("record"), recording_alone(self._device) as is_alone:
             if not is_alone:
                 return None

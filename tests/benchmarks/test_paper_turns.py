@@ -15,7 +15,6 @@ from benchmarks.paper.rows import FULL, TINY
 from benchmarks.paper.turns import backend, measured, said
 from benchmarks.sections import features, papers
 from hf_paged.kernels import VARIABLE
-from hf_paged.virtual import pages
 
 mapped = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memory files")
 
@@ -63,10 +62,12 @@ def test_what_rows_waste_is_counted_in_pages_and_in_blocks():
 
 @mapped
 def test_calls_that_map_are_counted_in_one_thread_and_the_method_comes_back():
-    own = pages.MemoryFile.map
+    from hf_paged.virtual.pages import MemoryFile
+
+    own = MemoryFile.map
     with vattention.Counted() as counted:
         vattention.map_seconds(1 << 16, 1 << 20)
-    assert counted.calls == 16 and pages.MemoryFile.map is own
+    assert counted.calls == 16 and MemoryFile.map is own
 
 
 def test_a_model_over_gpus_costs_what_its_part_does_and_the_links():

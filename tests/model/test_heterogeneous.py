@@ -11,9 +11,7 @@ import torch
 import transformers
 
 import hf_paged
-from hf_paged import PagedConfig, PagedEngine, VirtualStorage, compat
-from hf_paged.tape.shared_prefixes import SharedPrefixes
-from hf_paged.virtual import storage as virtual
+from hf_paged import PagedEngine, compat
 from tests.support import models
 from tests.support.architecture_configs import spread_weights, tiny_config
 
@@ -55,30 +53,7 @@ def test_tokens(storage: str) -> None:
     hf_paged.free(model)
 
 
-def test_pages_hold_blocks_of_all_layers() -> None:
-    model, page = (
-        build(),
-        virtual.pages_for(torch.device("cpu"), VirtualStorage().page_bytes).granularity,
-    )
-    found = virtual.fit_blocks(PagedConfig(storage="virtual"), model.config, torch.device("cpu"))
-    for layer in model.config.per_layer_config:
-        width = layer.kv_lora_rank + layer.qk_rope_head_dim
-        assert int(found.block_size) * width * 2 % page == 0
-
-
 def test_heads_are_shared_among_processes_if_each_layers_are() -> None:
     plan = {"layers.*.self_attn.k_proj": "colwise"}
     model = SimpleNamespace(config=build().config, tp_plan=plan, tp_size=4)
     assert compat.split_heads(model) == (2, 4)  # 4 and 2 heads
-
-
-def test_costs_of_shared_prefixes_count_each_layers_heads() -> None:
-    model = build()
-    keys = torch.zeros(3, 1, 8, 16)
-    blocks = SimpleNamespace(keys=keys, values=keys, tiles=(keys,))
-    layers = [dict.fromkeys(each, blocks) for each in ([0], [1], [0, 1])]
-    groups = [SimpleNamespace(storage=SimpleNamespace(layers=each)) for each in layers]
-    prefixes: Any = SimpleNamespace(_model=lambda: model, _groups=groups)
-    first, second, both = SharedPrefixes._read_costs(prefixes)
-    assert first.state_bytes == 2 * second.state_bytes
-    assert both.state_bytes == first.state_bytes + second.state_bytes

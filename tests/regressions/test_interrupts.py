@@ -33,8 +33,6 @@ from hf_paged.batching.decoding import sample, sampler
 from hf_paged.batching.engine_core import EngineCore
 from hf_paged.batching.ledger import Ledger
 from hf_paged.switches import Switches
-from hf_paged.tape import recorders
-from hf_paged.tiers.block_files import DiskFolder
 from tests.support import models
 from tests.support.checks import model_state
 from tests.support.interrupts import MODES, Case, Engine, Generate, interrupt_calls, interrupt_often
@@ -550,42 +548,6 @@ def test_item_07_an_interrupt_reaches_a_streamer_that_is_ended(how: str) -> None
         assert str(results["own"].error) == "of a processor"
 
 
-def test_an_interrupt_of_a_recording_leaves_no_mode_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch pops and pushes modes for every recorded operation."""
-    model, reached, original = models.build("llama"), [], recorders.Tapes.capture
-    prompt = models.token_ids(1, 9)
-
-    def capture(*args: Any) -> Any:
-        reached.append(torch._C._len_torch_dispatch_stack())
-        with _Mode():
-            signal.raise_signal(signal.SIGINT)
-            return original(*args)
-
-    class _Mode(TorchDispatchMode):
-        """Interrupted as it ends, before it is popped."""
-
-        def __torch_dispatch__(
-            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            return function(*args, **kwargs or {})
-
-        def __exit__(self, *error: object) -> None:
-            if not reached[1:]:
-                reached.append("exit")
-                raise KeyboardInterrupt
-            super().__exit__(*error)
-
-    expected = model.generate(prompt, max_new_tokens=24, do_sample=False)
-    monkeypatch.setattr(recorders.Tapes, "capture", capture)
-    with pytest.raises(KeyboardInterrupt):
-        model.generate(prompt, max_new_tokens=24, do_sample=False, **models.PAGED)
-    assert reached == [0, "exit"] and torch._C._len_torch_dispatch_stack() == 0
-    monkeypatch.undo()
-    assert torch.equal(
-        model.generate(prompt, max_new_tokens=24, do_sample=False, **models.PAGED), expected
-    )
-
-
 def test_no_signal_handler_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither by calls nor by engines, whose steps preempt, swap and are recorded."""
     numbers: list[Any] = []
@@ -705,29 +667,6 @@ def test_an_error_of_a_handler_is_raised_where_tokens_of_several_kinds_are_broug
         engine.check_integrity()
     assert results["greedy"].token_ids == expected[0].token_ids
     assert "TimedOut" in str(results["sampled"].error)
-
-
-def test_a_timeout_is_no_error_of_a_folder_of_prefixes(tmp_path: Path) -> None:
-    folder = DiskFolder(str(tmp_path), 1 << 20)
-    with alarmed() as ring:
-        for call in (folder.has, folder.read):
-            tracing = sys.getprofile()
-            entered = False
-
-            def enter(frame: FrameType, event: str, argument: Any) -> None:
-                nonlocal entered
-                if event == "call" and frame.f_code.co_name == "_is_regular" and not entered:
-                    entered = True
-                    sys.setprofile(None)
-                    ring()
-
-            sys.setprofile(enter)
-            try:
-                with pytest.raises(TimedOut):
-                    call("weights", "name")
-            finally:
-                sys.setprofile(tracing)
-    assert not folder.is_off and not folder._lost
 
 
 def test_with_takes_locks_and_no_conditions() -> None:

@@ -1,9 +1,9 @@
-"""Runs tests without rooms: `python -m tests.support.alone [--without ROOM,ROOM] [options of
-pytest]`.
+"""Runs tests without rooms: `python -m tests.support.alone [--without ROOM,ROOM] [--least
+N] [options of pytest]`.
 
 A copy of the project loses the rooms' folders and their tests' (default: all rooms), and pytest
-runs there. A test that asks for a missing room is skipped, with the room's name; the exit code is
-pytest's.
+runs there. A test that asks for a missing room is skipped, with the room's name. The last line
+counts the tests; the exit code is pytest's, or 1 if fewer than N tests passed.
 """
 
 import argparse
@@ -13,11 +13,12 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from xml.etree import ElementTree
 
 from hf_paged.rooms import ROOMS
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("hf_paged", "tests", "examples", "docs", "benchmarks", "pyproject.toml", "README.md")
+FOLDERS = ("hf_paged", "tests", "examples", "docs", "benchmarks", ".ci", ".github")
 
 # Read at every start of Python. Without it an editable installation finds the missing rooms where
 # the project stands.
@@ -40,28 +41,51 @@ def take_away(root: Path, rooms: list[str]) -> None:
             (folder / f"{name}.py").unlink(missing_ok=True)
 
 
+def counts(report: Path) -> tuple[int, int, int]:
+    """Numbers of tests that passed, were skipped, and failed, in pytest's XML."""
+    passed, skipped, failed = 0, 0, 0
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        outcomes = {outcome.tag for outcome in case}
+        if outcomes & {"failure", "error"}:
+            failed += 1
+        elif "skipped" in outcomes:
+            skipped += 1
+        else:
+            passed += 1
+    return passed, skipped, failed
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--without", default=",".join(ROOMS), help="rooms, with commas")
+    parser.add_argument("--least", type=int, default=0, help="tests that must pass")
     arguments, options = parser.parse_known_args()
     rooms = arguments.without.split(",")
     if unknown := set(rooms) - set(ROOMS):
         parser.error(f"no room has the name {', '.join(sorted(unknown))}: rooms are {ROOMS}")
     with tempfile.TemporaryDirectory() as folder:
-        for name in COPIED:
-            source, target = ROOT / name, Path(folder) / name
-            if source.is_dir():
+        for source in ROOT.iterdir():
+            target = Path(folder) / source.name
+            if source.name in FOLDERS:
                 ignored = shutil.ignore_patterns("__pycache__")
                 shutil.copytree(source, target, ignore=ignored)
-            else:
+            elif source.is_file():
                 shutil.copy(source, target)
         take_away(Path(folder), rooms)
         (Path(folder) / "sitecustomize.py").write_text(NOT_INSTALLED)
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", *options]
+        report = Path(folder) / "tests.xml"
+        plugins = ["-p", "no:cacheprovider", "--junitxml", str(report)]
+        command = [sys.executable, "-m", "pytest", *plugins, "-rs", *options]
         variables = {**os.environ, "PYTHONPATH": folder}  # before the installed project
-        sys.exit(subprocess.run(command, cwd=folder, env=variables).returncode)
+        code = subprocess.run(command, cwd=folder, env=variables).returncode
+        passed, skipped, failed = counts(report) if report.exists() else (0, 0, 0)
+    print(f"without {', '.join(rooms)}: {passed} passed, {skipped} skipped, {failed} failed")
+    if not code and passed < arguments.least:
+        print(f"at least {arguments.least} tests must pass", file=sys.stderr)
+        code = 1
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def record_on_a_device(runner: PackedRunner, inputs: StaticInputs) -> None:
     def run() -> None:
         steps = [move_step(step) for step in inputs.steps()]
         kept = None if inputs.kept is None else move(inputs.kept)
-        moved._forward(move(inputs.token_ids), move(inputs.positions), steps, kept)
+        moved._forward(move(inputs.token_ids), move(inputs.positions), steps, kept, None)
 
     with torch.no_grad(), _without_kernels(runner, move):
         # earlier eager steps may have moved cached tensors to the device

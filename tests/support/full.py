@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine, report
+from hf_paged.rooms import ROOMS
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = report.RESULTS / "full.json"
 LINES = report.RESULTS / "line_faults.json"
 PYTEST = ["-m", "pytest", "-n", "2", "--dist", "worksteal"]
+LEAST = ["--least", "3000"]  # tests that pass without any one room
 ECOSYSTEM_PYTHON = ".venv-ecosystem/bin/python"
 MATRIX = "tests/test_parity_matrix.py"
 FAULTS = ["tests/test_faults.py", "tests/batching/test_engine_faults.py", "tests/regressions"]
@@ -45,6 +47,10 @@ PARTS: dict[str, list[list[str]]] = {
     "faults": [[sys.executable, *PYTEST, "-m", "", *FAULTS]],
     "tests": [
         [sys.executable, *PYTEST, "-m", "", *(f"--ignore={path}" for path in (MATRIX, *FAULTS))]
+    ],
+    "rooms": [
+        [sys.executable, "-m", "tests.support.alone", "--without", name, *PYTEST[2:], *LEAST]
+        for name in ROOMS
     ],
     "architectures": [[sys.executable, "-m", "tests.support.architectures"]],
     "fuzz": [[sys.executable, "-m", "tests.support.fuzz", "--cases", "500"]],

@@ -45,7 +45,6 @@ from hf_paged.cache.free_memory import trim
 from tests.batching.test_invariance import count_chunks
 from tests.support import load_cases, models
 from tests.support.engine_helpers import assert_drained, assert_same_as_lone
-from tests.support.graph_helpers import use_fake_graphs
 from tests.support.load_cases import KINDS, Run, Wanted
 
 RUN_STEPS = 2500
@@ -296,6 +295,8 @@ def _play(run: Run, num_steps: int, known: list[Wanted]) -> tuple[collections.Co
                 run, config=dataclasses.replace(run.config, prefix_tiers=tiers)
             )
         if run.captured:
+            from tests.support.graph_helpers import use_fake_graphs
+
             use_fake_graphs(stack.enter_context(pytest.MonkeyPatch.context()))
         clients += [Client(run, model, assistant, known, draw) for _ in range(run.num_engines)]
         try:

@@ -24,7 +24,6 @@ from transformers.distributed import DistributedConfig
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
-from hf_paged.adapters import files as adapter_files
 from hf_paged.ranks import processes
 from tests.support import models
 from tests.support.engine_helpers import MANY_ENDS
@@ -529,6 +528,8 @@ def adapter_folders(model: Any) -> Any:
     found["short"] = led(
         model, {"block_size": BLOCK_SIZE, "num_blocks": 16, "prefix_caching": False}, one_by_one
     )
+
+    from hf_paged.adapters import files as adapter_files
 
     load = adapter_files.load_adapter
 

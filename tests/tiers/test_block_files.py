@@ -13,7 +13,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.cache.swap import HostLayer
 from hf_paged.tiers.block_files import Corrupt, DiskFolder, check_folder, from_bytes, to_bytes
 from tests.cache.test_swap import LAYOUTS, SIZE, states
+from tests.support.folders import forbidden
 
 WEIGHTS, NAME = "0" * 32, "1" * 32 + "-0"
 
@@ -67,7 +68,6 @@ OPERATIONS = (
     "rmdir",
 )
 ERRORS = ("EIO", "EACCES", "ENOSPC", "ENOENT", "MemoryError")
-NOBODY = 65534
 
 
 class FailingFile(io.FileIO):
@@ -118,24 +118,6 @@ def fail_operation(
     module, attribute = (io, "open") if operation in ("open", "read", "write") else (os, operation)
     patch.setattr(module, attribute, failing(getattr(module, attribute)))
     return lambda: len(failed)
-
-
-@contextlib.contextmanager
-def forbidden(path: Path) -> Iterator[None]:
-    """The folder is another user's."""
-    is_root, mode = os.geteuid() == 0, path.stat().st_mode
-    path.chmod(0o700 if is_root else 0)
-    try:
-        if is_root:
-            try:
-                os.seteuid(NOBODY)
-            except OSError:
-                pytest.skip("root cannot become another user here")
-        yield
-    finally:
-        if is_root:
-            os.seteuid(0)
-        path.chmod(mode)
 
 
 def replace_by_file(path: Path) -> None:

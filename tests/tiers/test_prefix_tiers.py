@@ -30,16 +30,15 @@ import hf_paged
 from hf_paged import PagedConfig, PagedEngine
 from hf_paged.cache.prefix_index import PrefixIndex
 from hf_paged.model import registry
-from hf_paged.native.continuous_batching import PagedBatchingManager
 from hf_paged.tiers import block_files
 from hf_paged.tiers import store as tiers
 from tests.attention import test_latent
 from tests.support import models
 from tests.support.engine_helpers import assert_drained, lone_run, prompts, run_all
+from tests.support.folders import forbidden
 from tests.tiers.test_block_files import (
     OPERATIONS,
     fail_operation,
-    forbidden,
     replace_by_file,
     replace_by_loop,
 )
@@ -739,6 +738,8 @@ def test_a_folder_that_cannot_be_used_is_refused_at_first(
             elif entry == "generate":
                 model.generate(ids, **GREEDY, **paged)
             else:
+                from hf_paged.native.continuous_batching import PagedBatchingManager
+
                 PagedBatchingManager(model, GenerationConfig(**paged), ContinuousBatchingConfig())
         assert hf_paged.memory_stats(model).held_bytes == 0
     without = {**paged, "cache_config": {"block_size": SIZE}}

@@ -29,8 +29,7 @@ from hf_paged.step import NotCapturable
 from tests.attention.test_backends import Case, build
 from tests.kernels.triton import test_cascade, test_lora
 from tests.support import models
-from tests.support.engine_helpers import MODES, assert_same_as_lone, lone_run, prompts, run_all
-from tests.support.graph_helpers import results, use_fake_graphs
+from tests.support.engine_helpers import MODES, assert_same_as_lone, prompts, run_all
 from tests.support.kernels.device import DEVICE, available
 
 pytestmark = [
@@ -355,32 +354,3 @@ def test_kernels_that_do_not_run_at_a_models_sizes_are_known_before_requests(
         )
     assert sorted(launches.warnings) == ["_store_kernel", "attention_kernel"]
     assert all(found["BLOCK_SIZE"] == 32 and found["STORED"] == 1 for found in launches.constants)
-
-
-@pytest.mark.parametrize("kernel", ["attention_kernel", pytest.param("_store_kernel", marks=slow)])
-def test_a_recording_that_fails_leaves_the_step_to_the_engine(
-    kernel: str, launches: Launches, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend = use_fake_graphs(monkeypatch)
-    model = models.build("llama", num_hidden_layers=1)
-    is_recording: list[bool] = []
-    capture = backend.capture
-
-    def observed(*args: Any) -> Any:
-        is_recording.append(True)
-        try:
-            return capture(*args)
-        finally:
-            is_recording.pop()
-
-    monkeypatch.setattr(backend, "capture", observed)
-    launches.fail = lambda name, number: (
-        errors()["resources"] if is_recording and name == kernel else None
-    )
-    options = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 6}
-    with PagedEngine(model, PagedConfig(block_size=8)) as engine:
-        (result,) = results(engine, [(prompts(5)[0], {"generation_config": options})])
-        assert not engine.stats().num_captured_steps and not backend.graphs
-    monkeypatch.undo()
-    assert_same_as_lone(lone_run(model, prompts(5)[0], options), result, options, kernel)
-    assert launches.warnings == [kernel]

@@ -1,0 +1,65 @@
+"""`tests.support.alone` counts the tests that passed without rooms, and fails if they are too
+few."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hf_paged.rooms import ROOMS, is_installed
+from tests.support import alone
+
+REPORT = """<testsuites><testsuite name="pytest">
+<testcase classname="a" name="passes" />
+<testcase classname="a" name="passes too"><properties /></testcase>
+<testcase classname="a" name="skipped"><skipped type="pytest.skip" /></testcase>
+{more}
+</testsuite></testsuites>"""
+FAILURE = (
+    '<testcase name="fails"><failure /></testcase><testcase name="breaks"><error /></testcase>'
+)
+
+
+@pytest.mark.parametrize(
+    ("least", "code", "status"), [(2, 0, 0), (3, 0, 1), (2, 1, 1), (0, 0, 0), (0, 5, 5)]
+)
+def test_too_few_tests_that_pass_are_a_failure(
+    least: int,
+    code: int,
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run(command: list[str], cwd: str, env: dict[str, str]) -> Any:
+        report = Path(command[command.index("--junitxml") + 1])
+        report.write_text(REPORT.format(more=FAILURE if code == 1 else ""))
+        left = {path.stem for path in (Path(cwd) / "hf_paged").iterdir()}
+        assert left & {*ROOMS} == {*filter(is_installed, ROOMS)} - {"tiers", "ray"}
+        assert "cache" in left
+        assert not (Path(cwd) / "tests" / "tiers").exists()
+        assert env["PYTHONPATH"] == cwd and command[-2:] == ["-q", "tests/cache"]
+        return SimpleNamespace(returncode=code)
+
+    options = ["--without", "tiers,ray", "--least", str(least), "-q", "tests/cache"]
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["alone", *options])
+    with pytest.raises(SystemExit) as caught:
+        alone.main()
+    assert caught.value.code == status
+    failed = 2 if code == 1 else 0
+    told = f"without tiers, ray: 2 passed, 1 skipped, {failed} failed"
+    assert told in capsys.readouterr().out
+
+
+def test_a_room_that_is_not_there_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["alone", "--without", "tiers,cellar"])
+    with pytest.raises(SystemExit):
+        alone.main()
+    assert "no room has the name cellar" in capsys.readouterr().err

@@ -1,0 +1,38 @@
+"""An interrupt while the folder of a tier is read."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from hf_paged.tiers.block_files import DiskFolder
+from tests.regressions.test_interrupts import TimedOut, alarmed
+
+pytestmark = pytest.mark.usefixtures("sigint")
+
+
+def test_a_timeout_is_no_error_of_a_folder_of_prefixes(tmp_path: Path) -> None:
+    folder = DiskFolder(str(tmp_path), 1 << 20)
+    with alarmed() as ring:
+        for call in (folder.has, folder.read):
+            tracing = sys.getprofile()
+            entered = False
+
+            def enter(frame: FrameType, event: str, argument: Any) -> None:
+                nonlocal entered
+                if event == "call" and frame.f_code.co_name == "_is_regular" and not entered:
+                    entered = True
+                    sys.setprofile(None)
+                    ring()
+
+            sys.setprofile(enter)
+            try:
+                with pytest.raises(TimedOut):
+                    call("weights", "name")
+            finally:
+                sys.setprofile(tracing)
+    assert not folder.is_off and not folder._lost

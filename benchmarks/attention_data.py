@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.models import SHAPES, Shape
 from hf_paged.attention.backends.reference import AttentionCall
-from hf_paged.cache.storage import KVBlocks
+from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.kernels import quantized
 from hf_paged.step import StepMetadata
 

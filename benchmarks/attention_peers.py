@@ -25,7 +25,7 @@ from benchmarks.attention_data import Data, Setting
 from hf_paged import kernels
 from hf_paged.attention import backends
 from hf_paged.attention.backends import reference
-from hf_paged.cache.storage import KVBlocks
+from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.kernels import quantized
 
 Attention = Callable[[int], Tensor]

@@ -27,7 +27,7 @@ from benchmarks.machine import facts
 from hf_paged.attention import backends
 from hf_paged.attention.backends import reference
 from hf_paged.attention.backends.reference import AttentionCall
-from hf_paged.cache.storage import KVBlocks
+from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.config import KV_DTYPES, MAX_BLOCK_SIZE, MIN_BLOCK_SIZE
 from hf_paged.kernels import costs, quantized
 from hf_paged.step import StepMetadata

@@ -30,7 +30,7 @@ from benchmarks.runner import flag, option, parser_of
 from hf_paged.attention import backends
 from hf_paged.attention.backends import reference
 from hf_paged.attention.backends.reference import AttentionCall
-from hf_paged.cache.storage import KVBlocks
+from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.kernels import costs
 from hf_paged.kernels.triton import configs
 from hf_paged.kernels.triton.configs import LaunchConfig

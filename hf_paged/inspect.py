@@ -26,7 +26,7 @@ from transformers.utils import logging
 from .cache.block_sizes import BlockSizes, Choice, Costs
 from .cache.free_memory import free_bytes
 from .cache.groups import GroupSpec, group_label
-from .cache.storage import KVBlocks
+from .cache.kv_blocks import KVBlocks
 from .config import AUTO, KV_DTYPES, PagedConfig
 from .kernels.costs import find_costs
 from .model.registry import Route

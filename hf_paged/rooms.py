@@ -1,13 +1,27 @@
 """The rooms beside the core: features in folders of their own, each imported when a call first
-needs it. The core imports no room by name; whether a call needs one is the caller's question."""
+needs it, and what the core asks of each room's module. It never decides whether a call needs a
+room: its caller does."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+
+if TYPE_CHECKING:  # types of the core alone
+    import torch
+    from torch import nn
+    from transformers import PreTrainedModel
+
+    from .batching.arguments import Assistance
+    from .batching.engine_core import EngineCore
+    from .batching.prompt_forms import Prompt
+    from .config import PagedConfig
+    from .generation.candidate import Candidate
+    from .seams import Adapters, MakeDrafter, MakeRecorder, MakeTier, StorageFactory
 
 Part = TypeVar("Part")
 
@@ -38,7 +52,7 @@ def is_installed(name: str) -> bool:
 @functools.cache
 def room(name: str, option: str) -> Any:
     """Imports the room with this name (`ROOMS`), which `option`, as its users write it, needs, and
-    returns its module, whose type is a protocol of `hf_paged.seams`. Raises [`RoomMissingError`] if
+    returns its module, whose type is a protocol below. Raises [`RoomMissingError`] if
     the room is not there."""
     require(name, option)
     return importlib.import_module(f"{__package__}.{name}")
@@ -74,3 +88,139 @@ class OnDemand(Generic[Part]):
             assert self._make is not None
             self.made = self._make()
         return self.made
+
+
+# What the core asks of the rooms' modules
+
+
+class TapeRoom(Protocol):
+    """`hf_paged.tape`."""
+
+    recorder: MakeRecorder
+
+    def own_products(self, modules: Iterable[nn.Module]) -> AbstractContextManager[Any]:
+        """Around forwards of a model with these modules, which are no replays: faster products in
+        half precision."""
+
+    def in_fixed_order(self) -> AbstractContextManager[None]:
+        """Within it, our kernels sum in an order that depends on the row only."""
+
+    def by_kernels(self) -> AbstractContextManager[None]:
+        """Within `in_fixed_order`: makes all that this thread computes batch-invariant. Raises
+        `NotPackable` before an operation without a kernel."""
+
+
+class ResolvedAdapter(NamedTuple):
+    """The adapter that a request names."""
+
+    key: Hashable = None  # `Request.adapter`
+    namespace: Hashable = None  # in the prefix cache; the same in every process
+    num_bytes: int = 0  # of the pool, while the request runs
+
+
+class AdaptersRoom(Protocol):
+    """`hf_paged.adapters`."""
+
+    def check_wrapped(self, levels: Sequence[Any]) -> None:
+        """Raises `ValueError` for adapters that PEFT's own `generate` computes; `levels`: a model
+        and its wrappers, from the outside."""
+
+    def check_served(self, model: nn.Module, adapter: Hashable) -> None:
+        """Raises `ValueError` if layers in the model do not compute what PEFT computes with the
+        adapter; `None`: as the model is."""
+
+    def has_activated(self, model: nn.Module) -> bool:
+        """Whether `check_served` may raise for an adapter that it has let pass: one that is active
+        now."""
+
+    def resolve_adapter(
+        self, model: nn.Module, name: str | None, takes_ids: bool
+    ) -> ResolvedAdapter:
+        """The adapter of a request's option `adapter`. Raises `ValueError` if it cannot be served;
+        `takes_ids`: whether the prompt is of token ids alone."""
+
+    def use_adapter(self, model: nn.Module, name: Hashable) -> AbstractContextManager[Any]:
+        """Around a forward of `model` with its adapter of this name."""
+
+    def row_adapters(self, model: nn.Module) -> AbstractContextManager[list[str] | None]:
+        """Takes `adapter_names` of PEFT's `generate` away from the running call's forwards; enters
+        with the names, `None` if it got none."""
+
+    def make_adapters(self, model: Any, cache: Any, make_runner: Any, blocks: Any) -> Adapters:
+        """The adapters of a new loop."""
+
+
+class TiersRoom(Protocol):
+    """`hf_paged.tiers`."""
+
+    make_tier: MakeTier
+
+    def check(self, config: PagedConfig) -> None:
+        """Raises `OSError` if the folder of `config.prefix_tiers` cannot be used."""
+
+    def save(
+        self,
+        core: EngineCore,
+        prompt: Prompt,
+        tokenizer: Any,
+        compute: Callable[[list[int]], tuple[Hashable, ...]],
+        path: Any,
+    ) -> int:
+        """Writes the full blocks of a prompt to a file, after `compute`, which computes its token
+        ids and returns the blocks' namespace; returns how many tokens they hold."""
+
+    def load(self, core: EngineCore, path: Any) -> int:
+        """Loads the blocks of such a file into the prefix cache; returns how many tokens they
+        hold."""
+
+
+class VirtualRoom(Protocol):
+    """`hf_paged.virtual`."""
+
+    make_storage: StorageFactory
+
+    def fit_blocks(
+        self, config: PagedConfig, model_config: Any, device: torch.device
+    ) -> PagedConfig:
+        """Raises the block size to whole pages. Raises `ValueError` if pages cannot be mapped."""
+
+
+class ToolsRoom(Protocol):
+    """`hf_paged.tools`: texts, HTML for notebooks, figures of matplotlib, without which `plot_*`
+    raise `ImportError`."""
+
+    engine_html: Callable[[Any], str]  # of an engine
+    cache_html: Callable[[Any], str]  # of a `PagedCache`
+    stats_text: Callable[[Any], str]  # of a `MemoryStats`
+    stats_html: Callable[[Any], str]
+    plot_engine: Callable[[Any, Any], Any]  # the blocks of an engine, on axes
+    plot_cache: Callable[[Any, Any], Any]
+    plot_intervals: Callable[..., Any]
+
+
+class NativeRoom(Protocol):
+    """`hf_paged.native`."""
+
+    replacements: Mapping[str, Callable[..., Any]]  # of methods of transformers' `ContinuousMixin`
+    through_wrapper: Mapping[str, Callable[..., Any]]  # methods for PEFT's wrappers of models
+
+    def set_default(self, config: PagedConfig) -> None:
+        """Sets the config of managers that are given none."""
+
+    def destroy_kept(self) -> None:
+        """Destroys the managers that models keep for a next session."""
+
+
+class SpeculationRoom(Protocol):
+    """`hf_paged.speculation`."""
+
+    Speculator: MakeDrafter
+
+    def reason_against(
+        self, model: PreTrainedModel, config: Any, assistance: Assistance
+    ) -> str | None:
+        """Why rows with this generation config cannot be drafted for, their layout aside; `None` if
+        they can."""
+
+    def reasons_against_call(self, call: Candidate, assistance: Assistance) -> Iterable[str]:
+        """Yields why rows of a `generate` call cannot; the first counts."""

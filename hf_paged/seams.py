@@ -1,10 +1,10 @@
 """The seams of the core: the protocols that features implement, and `EngineParts`, which gives an
-engine what implements them. No code of a feature stands here."""
+engine what implements them. It never holds code of a feature, nor what only a room's module does
+(`hf_paged.rooms`)."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -12,20 +12,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from .plan import StepPlan
 
 if TYPE_CHECKING:  # types of the core alone
-    import torch
     from torch import Tensor, nn
     from transformers import LogitsProcessor, PreTrainedModel
 
     from .attention.backends.parts import Part, Parts
     from .batching import request
-    from .batching.arguments import Assistance, RequestOptions
+    from .batching.arguments import RequestOptions
     from .batching.decoding.base import Draft, Fetch, LogitRows
-    from .batching.engine_core import EngineCore
     from .batching.execution.executor import Executor
     from .batching.execution.inputs import Bounds, PackedTokens
     from .batching.generation import Generation
     from .batching.loop import StepLoop
-    from .batching.prompt_forms import Prompt
     from .batching.request import Request
     from .batching.scheduling.scheduler import Scheduler
     from .cache.block_manager import BlockManager
@@ -33,88 +30,56 @@ if TYPE_CHECKING:  # types of the core alone
     from .cache.free_memory import Reservation
     from .cache.group_memory import GroupMemory
     from .cache.groups import GroupSpec
+    from .cache.kv_blocks import KVBlocks
     from .cache.memory import PagedMemory
     from .cache.paged_cache import PagedCache
-    from .cache.storage import KVBlocks
     from .config import PagedConfig
-    from .generation.candidate import Candidate
     from .model.layout import Layout
     from .model.state import ModelState
     from .step import StepMetadata
 
 
-class Recorder(Protocol):
-    """Records the packed steps of a model over one memory, where it outlives their runner, and
-    replays them."""
-
-    def begin(self, state: ModelState) -> None:
-        """Before steps of the model in this state: forgets what was recorded in another."""
-
-    def run(
-        self,
-        tokens: PackedTokens,
-        context: ForwardContext | None,
-        forward: Callable[..., Tensor],
-        token_ids: Tensor | None = None,
-        keeps_hidden: bool = False,
-    ) -> Tensor | None:
-        """Runs a step as a replay; returns logits `(len(tokens.last), vocab_size)`, which the
-        caller owns, or `None` if none serves it: `forward` then computes it, from token ids and
-        positions `(1, n)`, a step of each layer group, the tokens whose logits are wanted, and
-        the context. `token_ids` `(n,)`, int64, on the device, replace those of `tokens`.
-        `keeps_hidden`: whether the forward also stores hidden states."""
-
-    def in_order(self) -> contextlib.AbstractContextManager[None]:
-        """Around a step: orders its device work after the previous step's, also across streams."""
-
-    def run_ahead(self, memory: PagedMemory, scheduler: Scheduler) -> RunAhead | None:
-        """What launches steps before their tokens are on the host; `None` if the host computes
-        replays."""
-
-    def clear(self) -> None:
-        """Forgets what was recorded: its addresses are no longer valid, or memory is needed."""
+# Drafts
 
 
-class RunAhead(Protocol):
-    """Launches the next step while its input tokens are still being copied to the host."""
+class Drafter(Protocol):
+    """Drafts the next tokens of a loop's rows, each a generation with one row, which get the tokens
+    that they would get without. `PagedEngine` makes one by `EngineParts.drafter`."""
 
-    def fetch(
-        self,
-        ready: list[tuple[Generation, LogitRows]],
-        launch: Callable[[list[request.Sequence], Tensor], Tensor | None],
-    ) -> Fetch | None:
-        """Returns a function that copies the tokens of all open rows, `(n,)` in order, to the host,
-        and meanwhile launches the next step; `None` if these rows need the host. `launch` returns
-        logits `(n, vocab)` of sequences with these next tokens `(n,)`, or `None`."""
+    def attach(self, generation: Generation) -> tuple[bool, Hashable]:
+        """Begins to draft for a row, whose request is not queued yet. Returns whether it also
+        drafts the first new token, and the namespace within which the request shares prefixes:
+        usually that of the request."""
 
-    def take(self, plan: StepPlan) -> tuple[Tensor | None, int]:
-        """Returns logits `(n, vocab)` of the first `n` rows of a step, which were launched ahead,
-        and `n`."""
+    def detach(self, generation: Generation) -> None:
+        """Ends a row, also one that is not attached, and during a step of another thread."""
 
-    def clear(self) -> None:
-        """Forgets the step that was launched."""
+    def propose(
+        self, num_embeddings: int, num_rows: int
+    ) -> Iterable[tuple[Generation, Draft | Exception]]:
+        """Before each step, of `num_rows` rows without drafts: returns drafts, of token ids below
+        `num_embeddings`, for rows that have a `sequence_to_draft`; an error ends its
+        row."""
+
+    def accepted(self, generation: Generation, num_draft_tokens: int, num_accepted: int) -> None:
+        """After a step that verified a draft of a row and has appended its new tokens."""
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """After the forward of a step without prompts."""
+
+    def reclaim(self) -> bool:
+        """Frees the drafter's blocks, which others need; returns whether there were any."""
+
+    def change_weights(self) -> None:
+        """Between steps: notes that weights may have changed."""
 
 
-MakeRecorder = Callable[["PreTrainedModel", "PagedCache"], "Recorder | None"]
-"""Makes the recorder of a model's steps over the memory of `cache`, the model's empty cache. `None`
-if nothing can be recorded."""
+MakeDrafter = Callable[..., Drafter]
+"""Makes a drafter from a loop's model, `PagedConfig`, `PagedMemory`, `Runner` and `Scheduler`, in
+this order; it must not keep the scheduler alive, for which it gets a weak proxy."""
 
 
-class TapeRoom(Protocol):
-    """`hf_paged.tape`."""
-
-    recorder: MakeRecorder
-
-    def own_products(self, modules: Iterable[nn.Module]) -> contextlib.AbstractContextManager[Any]:
-        """Around forwards of a model with these modules, which are no replays: faster products in
-        half precision."""
-
-    def in_fixed_order(self) -> contextlib.AbstractContextManager[None]:
-        """Within it, our kernels sum in an order that depends on the row only."""
-
-    def by_kernels(self) -> contextlib.AbstractContextManager[None]:
-        """Within `in_fixed_order`: makes all that this thread computes batch-invariant. Raises
-        `NotPackable` before an operation without a kernel."""
+# What tells the tokens of one forward apart
 
 
 class ForwardContext(Protocol):
@@ -155,6 +120,9 @@ class RecordedContext(Protocol):
         """Around each run of the forward that is recorded."""
 
 
+# Adapters of requests
+
+
 class Adapters(Protocol):
     """The adapters of a loop's requests (`Request.adapter`), made when the first request names
     one."""
@@ -183,202 +151,67 @@ class Adapters(Protocol):
         """Fields of `EngineStats`."""
 
 
-class ResolvedAdapter(NamedTuple):
-    """The adapter that a request names."""
-
-    key: Hashable = None  # `Request.adapter`
-    namespace: Hashable = None  # in the prefix cache; the same in every process
-    num_bytes: int = 0  # of the pool, while the request runs
+# Steps that run again, or ahead
 
 
-class AdaptersRoom(Protocol):
-    """What the core asks of `hf_paged.adapters`."""
+class Recorder(Protocol):
+    """Records the packed steps of a model over one memory, where it outlives their runner, and
+    replays them."""
 
-    def check_wrapped(self, levels: Sequence[Any]) -> None:
-        """Raises `ValueError` for adapters that PEFT's own `generate` computes; `levels`: a model
-        and its wrappers, from the outside."""
+    def begin(self, state: ModelState) -> None:
+        """Before steps of the model in this state: forgets what was recorded in another."""
 
-    def check_served(self, model: nn.Module, adapter: Hashable) -> None:
-        """Raises `ValueError` if layers in the model do not compute what PEFT computes with the
-        adapter; `None`: as the model is."""
-
-    def has_activated(self, model: nn.Module) -> bool:
-        """Whether `check_served` may raise for an adapter that it has let pass: one that is active
-        now."""
-
-    def resolve_adapter(
-        self, model: nn.Module, name: str | None, takes_ids: bool
-    ) -> ResolvedAdapter:
-        """The adapter of a request's option `adapter`. Raises `ValueError` if it cannot be served;
-        `takes_ids`: whether the prompt is of token ids alone."""
-
-    def use_adapter(self, model: nn.Module, name: Hashable) -> AbstractContextManager[Any]:
-        """Around a forward of `model` with its adapter of this name."""
-
-    def row_adapters(self, model: nn.Module) -> AbstractContextManager[list[str] | None]:
-        """Takes `adapter_names` of PEFT's `generate` away from the running call's forwards; enters
-        with the names, `None` if it got none."""
-
-    def make_adapters(self, model: Any, cache: Any, make_runner: Any, blocks: Any) -> Adapters:
-        """The adapters of a new loop."""
-
-
-class TierCounts(NamedTuple):
-    """Figures of a tier, for `memory_stats`: bytes that it holds now, and blocks so far."""
-
-    host_bytes: int = 0
-    disk_bytes: int = 0  # of the folder, as far as this process knows
-    num_kept: int = 0
-    num_restored: int = 0
-
-
-class Tier(Protocol):
-    """Keeps the content of blocks that the prefix cache of one block manager evicts. Its methods
-    are called with the memory's lock held."""
-
-    def keep(self, group: int, block_id: int, digest: bytes, is_vouched_for: bool) -> None:
-        """Keeps a block that is being evicted, by its digest (`prefix_index.Link`). If not vouched
-        for, it is served only after `confirm`."""
-
-    def reach(self, blocks: BlockManager, sequence: request.Sequence) -> int:
-        """Returns how many tokens of a sequence `BlockManager.match` would find after
-        `restore`."""
-        ...
-
-    def restore(self, blocks: BlockManager, sequence: request.Sequence) -> bool:
-        """Registers kept blocks in the pool, for `match` to find, if that gives a longer prefix
-        than the sequence has. `False`, with nothing changed, if there are none, or no room, or if
-        they cannot be copied. The current weights have been vouched for."""
-        ...
-
-    @property
-    def wants_confirmation(self) -> bool:
-        """Whether many kept bytes are not vouched for."""
-        ...
-
-    def confirm(self) -> None:
-        """Marks all kept blocks as computed with the last fingerprinted weights."""
-
-    def discard(self) -> None:
-        """Drops kept blocks that are not vouched for."""
-
-    def counts(self) -> TierCounts: ...
-
-
-class MakeTier(Protocol):
-    def __call__(
+    def run(
         self,
-        model: PreTrainedModel,
-        memory: PagedMemory,
-        blocks: BlockManager,
-        config: PagedConfig,
-        layout: Layout,
-    ) -> tuple[Tier | None, str | None]:
-        """Returns the tier for a new loop on these blocks, perhaps an earlier one, or `None` and
-        why they have none."""
-        ...
+        tokens: PackedTokens,
+        context: ForwardContext | None,
+        forward: Callable[..., Tensor],
+        token_ids: Tensor | None = None,
+        keeps_hidden: bool = False,
+    ) -> Tensor | None:
+        """Runs a step as a replay; returns logits `(len(tokens.last), vocab_size)`, which the
+        caller owns, or `None` if none serves it: `forward` then computes it, from token ids and
+        positions `(1, n)`, a step of each layer group, the tokens whose logits are wanted, and
+        the context. `token_ids` `(n,)`, int64, on the device, replace those of `tokens`.
+        `keeps_hidden`: whether the forward also stores hidden states."""
+
+    def in_order(self) -> AbstractContextManager[None]:
+        """Around a step: orders its device work after the previous step's, also across streams."""
+
+    def run_ahead(self, memory: PagedMemory, scheduler: Scheduler) -> RunAhead | None:
+        """What launches steps before their tokens are on the host; `None` if the host computes
+        replays."""
+
+    def clear(self) -> None:
+        """Forgets what was recorded: its addresses are no longer valid, or memory is needed."""
 
 
-class TiersRoom(Protocol):
-    """The module `hf_paged.tiers`."""
+class RunAhead(Protocol):
+    """Launches the next step while its input tokens are still being copied to the host."""
 
-    make_tier: MakeTier
-
-    def check(self, config: PagedConfig) -> None:
-        """Raises `OSError` if the folder of `config.prefix_tiers` cannot be used."""
-
-    def save(
+    def fetch(
         self,
-        core: EngineCore,
-        prompt: Prompt,
-        tokenizer: Any,
-        compute: Callable[[list[int]], tuple[Hashable, ...]],
-        path: Any,
-    ) -> int:
-        """Writes the full blocks of a prompt to a file, after `compute`, which computes its token
-        ids and returns the blocks' namespace; returns how many tokens they hold."""
-        ...
+        ready: list[tuple[Generation, LogitRows]],
+        launch: Callable[[list[request.Sequence], Tensor], Tensor | None],
+    ) -> Fetch | None:
+        """Returns a function that copies the tokens of all open rows, `(n,)` in order, to the host,
+        and meanwhile launches the next step; `None` if these rows need the host. `launch` returns
+        logits `(n, vocab)` of sequences with these next tokens `(n,)`, or `None`."""
 
-    def load(self, core: EngineCore, path: Any) -> int:
-        """Loads the blocks of such a file into the prefix cache; returns how many tokens they
-        hold."""
-        ...
+    def take(self, plan: StepPlan) -> tuple[Tensor | None, int]:
+        """Returns logits `(n, vocab)` of the first `n` rows of a step, which were launched ahead,
+        and `n`."""
 
-
-class Processes(Protocol):
-    """The processes that compute each forward of a model together, each with a shard of its weights
-    and the K/V heads of that shard. Either all make the same calls, or one leads: it schedules and
-    samples, and the others do what it tells them."""
-
-    leads: bool
-
-    def least(self, number: int) -> int:
-        """Returns the minimum of a number over all processes."""
-        ...
-
-    def agree(self, number: int) -> int:
-        """Returns the first process's number, where each must decide alike but measures its own
-        times."""
-        ...
-
-    def fingerprint(self, model: nn.Module, state: ModelState | None) -> bytes | None:
-        """`model.state.fingerprint` over the shards of all processes; `None` if one cannot be
-        read."""
-        ...
-
-    def check(self, plan: StepPlan) -> None:
-        """Before a step's forward. Raises `RankLostError` if another process has scheduled other
-        tokens."""
-
-    def run(self, tokens: PackedTokens, others: list[int], names: Any) -> None:
-        """Announces the next `PackedRunner.compute`, with the context that has these `names`."""
-
-    def forward(self) -> AbstractContextManager[None]:
-        """Around a forward of all processes: an error passes through if all of them have one, else
-        it becomes a `RankLostError`."""
-        ...
-
-    def moved(
-        self, move: Callable[..., Any], group: GroupMemory, arguments: tuple[Any, ...], result: Any
-    ) -> None:
-        """Called after `move(group, *arguments)`, which is `group_memory.mirrored`, returned
-        `result`. These, in order, are all changes to the content of blocks except what forwards
-        write."""
-
-    def adapters(self, method: str, *arguments: Any) -> str | None:
-        """Has the others call this method of their loop's `Adapters`, before the next forward.
-        After `"load"` returns by which of them an adapter cannot be loaded, and why."""
-        return None
+    def clear(self) -> None:
+        """Forgets the step that was launched."""
 
 
-class Leader(Processes, Protocol):
-    """What an engine asks of the processes that it leads."""
+MakeRecorder = Callable[["PreTrainedModel", "PagedCache"], "Recorder | None"]
+"""Makes the recorder of a model's steps over the memory of `cache`, the model's empty cache. `None`
+if nothing can be recorded."""
 
-    def locked(self, lock: Any) -> AbstractContextManager[Any]:
-        """Returns a context that holds the engine's lock: an interrupt between the messages of
-        processes would leave them waiting for each other."""
-        ...
 
-    def check_request(self, options: RequestOptions) -> None:
-        """Raises `ValueError` for what an engine over several processes does not serve,
-        `RuntimeError` once the engine is closed."""
-
-    def choose_layout(self, choose: Callable[[], Layout]) -> Layout:
-        """Calls `factory.choose_layout`, here as `choose`, in all processes. Raises `ValueError`
-        for a layout that is not packed."""
-        ...
-
-    def make(self, loop: StepLoop) -> None:
-        """Has the others make a loop's memory and executor."""
-
-    def begin(self) -> None:
-        """Has the others begin work, on the model's current state."""
-
-    def retire(self) -> None:
-        """Has the others drop what they have made."""
-
-    def close(self) -> None:
-        """Makes `serve_rank` return in the others."""
+# The memory of blocks
 
 
 class Storage(Protocol):
@@ -480,93 +313,135 @@ class PlacedRows(Protocol):
         """Returns the keys and values of a part, each `(rows, kv_heads, length, dim)`."""
 
 
-class VirtualRoom(Protocol):
-    """`hf_paged.virtual`."""
-
-    make_storage: StorageFactory
-
-    def fit_blocks(
-        self, config: PagedConfig, model_config: Any, device: torch.device
-    ) -> PagedConfig:
-        """Raises the block size to whole pages. Raises `ValueError` if pages cannot be mapped."""
+# Blocks that left the pool
 
 
-class ToolsRoom(Protocol):
-    """`hf_paged.tools`: texts, HTML for notebooks, figures of matplotlib, without which `plot_*`
-    raise `ImportError`."""
+class TierCounts(NamedTuple):
+    """Figures of a tier, for `memory_stats`: bytes that it holds now, and blocks so far."""
 
-    engine_html: Callable[[Any], str]  # of an engine
-    cache_html: Callable[[Any], str]  # of a `PagedCache`
-    stats_text: Callable[[Any], str]  # of a `MemoryStats`
-    stats_html: Callable[[Any], str]
-    plot_engine: Callable[[Any, Any], Any]  # the blocks of an engine, on axes
-    plot_cache: Callable[[Any, Any], Any]
-    plot_intervals: Callable[..., Any]
+    host_bytes: int = 0
+    disk_bytes: int = 0  # of the folder, as far as this process knows
+    num_kept: int = 0
+    num_restored: int = 0
 
 
-class NativeRoom(Protocol):
-    """`hf_paged.native`."""
+class Tier(Protocol):
+    """Keeps the content of blocks that the prefix cache of one block manager evicts. Its methods
+    are called with the memory's lock held."""
 
-    replacements: Mapping[str, Callable[..., Any]]  # of methods of transformers' `ContinuousMixin`
-    through_wrapper: Mapping[str, Callable[..., Any]]  # methods for PEFT's wrappers of models
+    def keep(self, group: int, block_id: int, digest: bytes, is_vouched_for: bool) -> None:
+        """Keeps a block that is being evicted, by its digest (`prefix_index.Link`). If not vouched
+        for, it is served only after `confirm`."""
 
-    def set_default(self, config: PagedConfig) -> None:
-        """Sets the config of managers that are given none."""
+    def reach(self, blocks: BlockManager, sequence: request.Sequence) -> int:
+        """Returns how many tokens of a sequence `BlockManager.match` would find after
+        `restore`."""
 
-    def destroy_kept(self) -> None:
-        """Destroys the managers that models keep for a next session."""
+    def restore(self, blocks: BlockManager, sequence: request.Sequence) -> bool:
+        """Registers kept blocks in the pool, for `match` to find, if that gives a longer prefix
+        than the sequence has. `False`, with nothing changed, if there are none, or no room, or if
+        they cannot be copied. The current weights have been vouched for."""
 
+    @property
+    def wants_confirmation(self) -> bool:
+        """Whether many kept bytes are not vouched for."""
 
-class Drafter(Protocol):
-    """Drafts the next tokens of a loop's rows, each a generation with one row, which get the tokens
-    that they would get without. `PagedEngine` makes one by `EngineParts.drafter`."""
+    def confirm(self) -> None:
+        """Marks all kept blocks as computed with the last fingerprinted weights."""
 
-    def attach(self, generation: Generation) -> tuple[bool, Hashable]:
-        """Begins to draft for a row, whose request is not queued yet. Returns whether it also
-        drafts the first new token, and the namespace within which the request shares prefixes:
-        usually that of the request."""
+    def discard(self) -> None:
+        """Drops kept blocks that are not vouched for."""
 
-    def detach(self, generation: Generation) -> None:
-        """Ends a row, also one that is not attached, and during a step of another thread."""
-
-    def propose(
-        self, num_embeddings: int, num_rows: int
-    ) -> Iterable[tuple[Generation, Draft | Exception]]:
-        """Before each step, of `num_rows` rows without drafts: returns drafts, of token ids below
-        `num_embeddings`, for rows that have a `sequence_to_draft`; an error ends its
-        row."""
-
-    def accepted(self, generation: Generation, num_draft_tokens: int, num_accepted: int) -> None:
-        """After a step that verified a draft of a row and has appended its new tokens."""
-
-    def computed(self, num_tokens: int, seconds: float) -> None:
-        """After the forward of a step without prompts."""
-
-    def reclaim(self) -> bool:
-        """Frees the drafter's blocks, which others need; returns whether there were any."""
-
-    def change_weights(self) -> None:
-        """Between steps: notes that weights may have changed."""
+    def counts(self) -> TierCounts: ...
 
 
-MakeDrafter = Callable[..., Drafter]
-"""Makes a drafter from a loop's model, `PagedConfig`, `PagedMemory`, `Runner` and `Scheduler`, in
-this order; it must not keep the scheduler alive, for which it gets a weak proxy."""
+class MakeTier(Protocol):
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        memory: PagedMemory,
+        blocks: BlockManager,
+        config: PagedConfig,
+        layout: Layout,
+    ) -> tuple[Tier | None, str | None]:
+        """Returns the tier for a new loop on these blocks, perhaps an earlier one, or `None` and
+        why they have none."""
 
 
-class SpeculationRoom(Protocol):
-    """What the core asks of `hf_paged.speculation`."""
+# Several processes
 
-    Speculator: MakeDrafter
 
-    def reason_against(
-        self, model: PreTrainedModel, config: Any, assistance: Assistance
-    ) -> str | None:
-        """Why rows with this generation config cannot be drafted for, their layout aside; `None` if
-        they can."""
+class Processes(Protocol):
+    """The processes that compute each forward of a model together, each with a shard of its weights
+    and the K/V heads of that shard. Either all make the same calls, or one leads: it schedules and
+    samples, and the others do what it tells them."""
 
-    def reasons_against_call(self, call: Candidate, assistance: Assistance) -> Iterable[str]:
-        """Yields why rows of a `generate` call cannot; the first counts."""
+    leads: bool
+
+    def least(self, number: int) -> int:
+        """Returns the minimum of a number over all processes."""
+
+    def agree(self, number: int) -> int:
+        """Returns the first process's number, where each must decide alike but measures its own
+        times."""
+
+    def fingerprint(self, model: nn.Module, state: ModelState | None) -> bytes | None:
+        """`model.state.fingerprint` over the shards of all processes; `None` if one cannot be
+        read."""
+
+    def check(self, plan: StepPlan) -> None:
+        """Before a step's forward. Raises `RankLostError` if another process has scheduled other
+        tokens."""
+
+    def run(self, tokens: PackedTokens, others: list[int], names: Any) -> None:
+        """Announces the next `PackedRunner.compute`, with the context that has these `names`."""
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Around a forward of all processes: an error passes through if all of them have one, else
+        it becomes a `RankLostError`."""
+
+    def moved(
+        self, move: Callable[..., Any], group: GroupMemory, arguments: tuple[Any, ...], result: Any
+    ) -> None:
+        """Called after `move(group, *arguments)`, which is `group_memory.mirrored`, returned
+        `result`. These, in order, are all changes to the content of blocks except what forwards
+        write."""
+
+    def adapters(self, method: str, *arguments: Any) -> str | None:
+        """Has the others call this method of their loop's `Adapters`, before the next forward.
+        After `"load"` returns by which of them an adapter cannot be loaded, and why."""
+        return None
+
+
+class Leader(Processes, Protocol):
+    """What an engine asks of the processes that it leads."""
+
+    def locked(self, lock: Any) -> AbstractContextManager[Any]:
+        """Returns a context that holds the engine's lock: an interrupt between the messages of
+        processes would leave them waiting for each other."""
+
+    def check_request(self, options: RequestOptions) -> None:
+        """Raises `ValueError` for what an engine over several processes does not serve,
+        `RuntimeError` once the engine is closed."""
+
+    def choose_layout(self, choose: Callable[[], Layout]) -> Layout:
+        """Calls `factory.choose_layout`, here as `choose`, in all processes. Raises `ValueError`
+        for a layout that is not packed."""
+
+    def make(self, loop: StepLoop) -> None:
+        """Has the others make a loop's memory and executor."""
+
+    def begin(self) -> None:
+        """Has the others begin work, on the model's current state."""
+
+    def retire(self) -> None:
+        """Has the others drop what they have made."""
+
+    def close(self) -> None:
+        """Makes `serve_rank` return in the others."""
+
+
+# Grammars
 
 
 class Grammars(Protocol):
@@ -577,6 +452,9 @@ class Grammars(Protocol):
     ) -> LogitsProcessor:
         """Returns the logits processor for a request's `schema`, `regex` or `grammar`. Raises
         `ValueError` and `ImportError`."""
+
+
+# All of them
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from packaging import version
 from benchmarks.gpu_day.record import Record, Skipped, first_lines, warnings_logged
 from benchmarks.workers import Lost, in_workers
 from hf_paged.attention.backends import reference, triton
-from hf_paged.cache.storage import KVBlocks
+from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.kernels import quantized
 from hf_paged.kernels.hashing import hash_portable
 from hf_paged.kernels.triton import MAX_QUERIES

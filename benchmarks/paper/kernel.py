@@ -15,7 +15,7 @@ from benchmarks.paper.rows import PAPER, READ, TOLD, Row, Size, ranged
 from hf_paged.attention import backends
 from hf_paged.attention.backends import reference
 from hf_paged.attention.backends.reference import AttentionCall
-from hf_paged.cache.storage import KVBlocks
+from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.config import MIN_BLOCK_SIZE
 from hf_paged.step import StepMetadata
 

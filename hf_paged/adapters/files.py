@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..cache.free_memory import free_bytes
 from ..kernels.lora import LoraWeights
-from ..seams import ResolvedAdapter
+from ..rooms import ResolvedAdapter
 from ..threads import start
 from .peft_models import (
     BASE,

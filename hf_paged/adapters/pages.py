@@ -8,8 +8,9 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..cache.block_manager import NO_BLOCKS, BlockManager, SequenceBlocks
+from ..cache.block_manager import BlockManager
 from ..cache.groups import StateSpec
+from ..cache.sequence_blocks import NO_BLOCKS, SequenceBlocks
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ from transformers.masking_utils import causal_mask_function
 
 from .. import compat
 from ..cache.handles import LazyTensor, PagedTensor, implements
-from ..cache.storage import KVBlocks
+from ..cache.kv_blocks import KVBlocks
 from ..step import NotPackable, StepMetadata
 from . import backends, switch
 from .backends.reference import AttentionCall, pair

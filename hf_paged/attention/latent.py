@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from ..cache.handles import READ_ONLY, LazyTensor, PagedTensor
-from ..cache.storage import KVBlocks
+from ..cache.kv_blocks import KVBlocks
 from ..kernels import quantized
 from ..step import NotCapturable, StepMetadata
 from . import backends

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
 from ..model.layout import Layout
-from ..rooms import room
-from ..seams import EngineParts, SpeculationRoom
+from ..rooms import SpeculationRoom, room
+from ..seams import EngineParts
 from ..topics import Topic
 from .arguments import ServedByGenerateError, option_for_drafts
 from .execution.prompts import Prompts

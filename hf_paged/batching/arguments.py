@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
 
@@ -18,6 +18,7 @@ from .. import compat
 from ..config import PagedConfig, is_whole, meant, shown
 from ..model.forwards import compute_device
 from ..model.structure import is_stock
+from ..model.wrappers import base_model
 
 
 class ServedByGenerateError(ValueError):
@@ -212,17 +213,30 @@ def check_assistant(value: Any, tokenizer: Any = None) -> None:
         )
 
 
-def check_names(request_id: Any, adapter: Any) -> None:
+def checked_options(options: RequestOptions, salt: str | None) -> RequestOptions:
+    """Returns the options with plain names and models, and with a salt, by default `salt`. Raises
+    `ValueError` for names and assistants that no request can have."""
     try:
-        hash(request_id)
+        hash(options.request_id)
     except TypeError:
         raise ValueError(
-            f"`request_id` is {shown(request_id)}: it must be hashable, a string for instance"
+            f"`request_id` is {shown(options.request_id)}: it must be hashable, a string for"
+            " instance"
         ) from None
-    if adapter is not None and not isinstance(adapter, (str, os.PathLike)):
-        raise ValueError(
-            f"`adapter` is {shown(adapter)}: it must be None or an adapter's name or folder"
-        )
+    adapter = options.adapter
+    if adapter is not None:
+        if not isinstance(adapter, (str, os.PathLike)):
+            raise ValueError(
+                f"`adapter` is {shown(adapter)}: it must be None or an adapter's name or folder"
+            )
+        adapter = os.fspath(adapter)
+    check_assistant(options.assistant_model, options.assistant_tokenizer)
+    return replace(
+        options,
+        adapter=adapter,
+        cache_salt=salt if options.cache_salt is None else options.cache_salt,
+        assistant_model=base_model(options.assistant_model),
+    )
 
 
 def check_logprobs(options: RequestOptions) -> int:

@@ -17,8 +17,8 @@ from ..model.forwards import compute_device
 from ..model.loading import load_model, load_tokenizer
 from ..model.registry import check_tiers
 from ..model.wrappers import base_model, resolve_adapter
-from ..rooms import room
-from ..seams import DEFAULT_PARTS, EngineParts, TiersRoom
+from ..rooms import TiersRoom, room
+from ..seams import DEFAULT_PARTS, EngineParts
 from .arguments import (
     RequestOptions,
     check_config,
@@ -33,7 +33,7 @@ from .engine_reports import EngineReports
 from .execution.executor import Window
 from .prompt_forms import Prompt
 from .results import RequestOutput, RequestResult
-from .streams import RequestStream
+from .streams import RequestStream, trim_unread
 
 _ONE_TOKEN = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1, "num_return_sequences": 1}
 
@@ -283,7 +283,7 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         try:
             with self._core.lock:
                 self._core.pauses.wait()
-                self._core.trim_unread()
+                trim_unread(self._core.unread)
                 if self._core.requests:
                     self._core.step(Window())
                 told = self._core.unread.copy()

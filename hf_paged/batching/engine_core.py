@@ -1,4 +1,5 @@
-"""The engine's unfinished requests and the step loop that runs them, under one lock."""
+"""The engine's unfinished requests, which enter, report and end under one lock. It never schedules
+or computes: the step loop that it keeps does."""
 
 from __future__ import annotations
 
@@ -7,8 +8,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import logging
-import os
 import threading
 import time
 import weakref
@@ -20,43 +19,30 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from .. import forks
-from ..cache import budget
 from ..cache.block_pool import OutOfBlocksError
 from ..cache.idle import begin_use, end_use
 from ..cache.memory import PagedMemory
+from ..cache.waits import Shortage
 from ..config import PagedConfig
 from ..interrupts import ends_with_calls, guarded, is_interrupt, restoring
 from ..model.layout import Layout
 from ..model.registry import Route, note_route
-from ..model.sharding import RankLostError, lead
-from ..model.wrappers import adapters_for, base_model
+from ..model.sharding import lead
+from ..model.wrappers import adapters_for
 from ..rooms import room
 from ..seams import EngineParts, Grammars
 from ..timing import counted, counting
-from ..topics import Topic
 from .admission import Admission
-from .arguments import (
-    RequestOptions,
-    as_list,
-    asked_new_tokens,
-    check_assistant,
-    check_names,
-)
+from .arguments import RequestOptions, as_list, asked_new_tokens, checked_options
 from .engine_loop import EngineLoop
 from .execution.executor import Window
-from .factory import (
-    empty_cache,
-)
+from .factory import empty_cache
 from .generation import Generation, Output, RequestState
 from .loop import StepLoop
 from .pauses import Pauses
 from .prompt_forms import Prompt, prompt_ids, split_inputs
 from .request import Request, RowsError, Sequence
-from .results import FIRST_TOKEN_SECONDS, OUTPUT_TOKEN_SECONDS, RequestOutput, RequestResult
-
-logger = logging.getLogger(__name__)
-
-MAX_UNREAD = 1 << 14  # kept outputs without a result, some megabytes
+from .results import RequestOutput, RequestTotals
 
 
 class EngineCore:
@@ -86,19 +72,14 @@ class EngineCore:
         self.readers = weakref.WeakValueDictionary()
         self.pauses = Pauses(self.inner_lock)
         self._admission: Admission | None = None  # until the next check of the loop
-        # of requests: finished ones, their prompts' tokens and those found in the prefix cache
-        self._counts = Counter(num_finished=0, num_prompt_tokens=0, num_prefix_hit_tokens=0)
-        self.first_token_seconds = FIRST_TOKEN_SECONDS
-        self.output_token_seconds = OUTPUT_TOKEN_SECONDS
+        self.totals = RequestTotals()
         self._shares_prefills = False
         self._unstarted: list[RequestState] = []  # requests whose `max_time` clock has not started
         self._leaving: list[RequestState] = []  # cancelled in a step, to end after it
         self._stepping: int | None = None  # the id of the thread that takes a step
         self._num_keeping = 0  # open `keeping_pool` contexts
         self._has_failed = False  # whether the last step raised
-        # since when other models leave no memory for a step, by `time.perf_counter`; 0 if they do
-        # not
-        self._short_since = 0.0
+        self._shortage: Shortage | None = None  # while steps wait for memory of other models
         self._numbers = itertools.count()  # for generated ids
         forks.in_child(self)
         ends_with_calls(self)
@@ -154,8 +135,7 @@ class EngineCore:
         state: RequestState | None = None
         try:
             with self.lock, counting(self.setup_seconds):
-                options = self._checked(options)
-                new = make(options)
+                new = make(self._named(options))
                 loop = self.get_loop(new)  # allocates memory, so only after the checks above
                 self._prepare(new, loop)
                 if not self.requests:
@@ -171,7 +151,7 @@ class EngineCore:
                     self._unstarted.append(new)
                 if options.streamer is not None:
                     options.streamer.put(new.decoding.input_ids.cpu())
-                self._counts["num_prompt_tokens"] += len(new.prompt_ids)
+                self.totals.counts["num_prompt_tokens"] += len(new.prompt_ids)
                 return new.request_id
         except BaseException:  # from the streamer, or an interrupt: take the request out again
             with self.lock:
@@ -184,31 +164,22 @@ class EngineCore:
                     self._rest()
             raise
 
-    def _checked(self, options: RequestOptions) -> RequestOptions:
-        """Returns the options with an id, a salt and plain names. Raises `ValueError` for those
-        that no request may have now."""
-        name = options.request_id
-        check_names(name, options.adapter)
-        if options.adapter is not None:
-            options = dataclasses.replace(options, adapter=os.fspath(options.adapter))
-        check_assistant(options.assistant_model, options.assistant_tokenizer)
+    def _named(self, options: RequestOptions) -> RequestOptions:
+        """Returns the checked options with an id. Raises `ValueError` for those that no request may
+        have now."""
+        options = checked_options(options, self.config.cache_salt)
         if self.requests:
             self._owner.check_unchanged()
         if self.leader is not None:
             self.leader.check_request(options)
+        name = options.request_id
         if name in self.requests:
             raise ValueError(
                 f"request id {name!r} is in use by an unfinished request: choose another"
             )
         if name is None:
             name = self.make_id()
-        salt = options.cache_salt
-        return dataclasses.replace(
-            options,
-            request_id=name,
-            cache_salt=self.config.cache_salt if salt is None else salt,
-            assistant_model=base_model(options.assistant_model),
-        )
+        return dataclasses.replace(options, request_id=name)
 
     def _prepare(self, state: RequestState, loop: StepLoop) -> None:
         """Prepares a request for the loop's forwards. Raises `ValueError` if they cannot serve
@@ -252,9 +223,7 @@ class EngineCore:
         *earlier, latest = last or [({}, None)]
         outputs = [RequestOutput(name, *output) for output in earlier]
         outputs.append(RequestOutput(name, *latest, result))
-        self._counts["num_finished"] += 1
-        self._counts["num_prefix_hit_tokens"] += result.num_prefix_hit_tokens
-        self._time(result)
+        self.totals.add(result)
         try:
             self.remove(state)
         finally:  # whatever raises in cleaning up, the caller gets the result
@@ -289,19 +258,6 @@ class EngineCore:
                 counted.set(None)
                 self._stepping = None
 
-    def _time(self, result: RequestResult) -> None:
-        first = result.timings.first_token
-        last = result.timings.total
-        if first is None or last is None:
-            return
-        lengths = [len(sequence.token_ids) for sequence in result.sequences]
-        num_later = max(lengths, default=0) - 1
-        self.first_token_seconds = self.first_token_seconds.with_value(first)
-        if num_later > 0:
-            self.output_token_seconds = self.output_token_seconds.with_value(
-                (last - first) / num_later
-            )
-
     def remove(self, state: RequestState) -> None:
         """Removes a request without any output. After the last one the executor rests and the
         memory is unused."""
@@ -315,6 +271,7 @@ class EngineCore:
     def _rest(self) -> None:
         if self.loop is not None and not self.requests:
             self._has_failed = False
+            self._shortage = None
             try:
                 self.loop.executor.rest()
             finally:
@@ -338,18 +295,6 @@ class EngineCore:
                 self._end_use()
 
     @guarded
-    def close(self, outbox: deque[RequestOutput], window: Window) -> None:
-        """Cancels the requests that report to `outbox`, whose reader is gone, and ends the window
-        of their steps."""
-        with self.lock, contextlib.ExitStack() as stack:
-            # one that raises keeps none from the others
-            if self.loop is not None:
-                self.loop.executor.leave(window)
-            for state in reversed(self.requests.values()):
-                if state.outbox is outbox:
-                    stack.callback(self.cancel, state)
-
-    @guarded
     def change_weights(self, recompute: bool) -> None:
         """As `StepLoop.change_weights`; `recompute` prepares the inputs of requests again, too."""
         with self.lock:
@@ -368,50 +313,6 @@ class EngineCore:
             self.requests, self._unstarted, self.unread = {}, [], []
             self._leaving, self._stepping = [], None
             self.retire()
-
-    def step_for(self, outbox: deque[RequestOutput], request_ids: set[str], window: Window) -> None:
-        """Takes a step for the requests that report to `outbox`, unless another thread's step has
-        filled it. Warns if the step raises: the next one repeats it, and ends its requests if it
-        raises again."""
-        with self.lock:
-            self.pauses.wait()
-            if outbox:
-                return
-            states = {name: self.requests.get(name) for name in request_ids}
-            gone = [
-                name
-                for name, state in states.items()
-                if state is None or state.outbox is not outbox
-            ]
-            if gone:
-                raise RuntimeError(
-                    f"requests {sorted(gone)} ended without a result: another thread has reused or"
-                    " freed them"
-                )
-            try:
-                self.step(window)
-            except RankLostError:
-                raise
-            except Exception as error:
-                if is_interrupt(error):
-                    raise
-                window.is_open = window.is_settled = False  # the failed step has left it
-                logger.warning(
-                    Topic.FAILED_REQUESTS("a step raised %r and is repeated once"),
-                    error,
-                    exc_info=True,
-                )
-            if len(self.unread) > 2 * MAX_UNREAD:
-                self.trim_unread()
-
-    def trim_unread(self) -> None:
-        """Drops all but the last `MAX_UNREAD` outputs without a result; the results will hold their
-        tokens."""
-        if len(self.unread) <= MAX_UNREAD:
-            return
-        others = [output for output in self.unread if not output.finished]
-        dropped = set(map(id, others[:-MAX_UNREAD]))
-        self.unread[:] = [output for output in self.unread if id(output) not in dropped]
 
     def _end_unserved(self) -> None:
         """Ends requests whose adapter only PEFT's own `generate` computes: it may have become
@@ -446,10 +347,13 @@ class EngineCore:
             try:
                 if self.requests:
                     loop.step(window)
-                self._short_since = 0.0
+                self._shortage = None
             except OutOfBlocksError:
-                if not self._waits(loop):
+                self._shortage = self._shortage or Shortage(loop.memory)
+                if not self._shortage.is_of_other_models:
+                    self._shortage = None
                     raise
+                time.sleep(0.01)
             self._output(loop)
             self._has_failed = False
         except Exception as error:
@@ -523,17 +427,6 @@ class EngineCore:
             taken = iter(untold.popleft, state)
             state.outbox.extend(itertools.chain(outputs, taken))  # type: ignore[arg-type]
 
-    def _waits(self, loop: StepLoop) -> bool:
-        """Whether to retry a step that ran out of blocks because other models hold the memory (for
-        `PATIENCE`)."""
-        now = time.perf_counter()
-        self._short_since = self._short_since or now
-        if not loop.blocks.supply.num_withheld or now - self._short_since > budget.PATIENCE:
-            self._short_since = 0.0
-            return False
-        time.sleep(0.01)
-        return True
-
     @property
     def loop(self) -> StepLoop | None:
         """`None` while no memory is allocated."""
@@ -578,7 +471,7 @@ class EngineCore:
     def counts(self) -> Counter[str]:
         """Returns the fields of [`EngineStats`] that only grow."""
         counts = self._owner.counts()
-        counts.update(self._counts)
+        counts.update(self.totals.counts)
         return counts
 
     @property

@@ -62,8 +62,7 @@ class EngineLoop:
     def choose_layout(self, empty: PagedCache) -> Layout:
         """Returns how the model's forwards are laid out now. Raises `ValueError` if an engine over
         several processes cannot serve the model. `empty`: the model's empty cache."""
-        is_invariant = self._config.batch_invariant
-        choose = functools.partial(choose_layout, self._model, empty, is_invariant)
+        choose = functools.partial(choose_layout, self._model, empty, self._config.batch_invariant)
         if self._leader is None:
             return choose()
         return self._leader.choose_layout(choose)
@@ -97,10 +96,10 @@ class EngineLoop:
             config,
             max_num_seqs=config.max_num_seqs,
             parts=self._parts,
+            timeline=self.timeline,
         )
         if self._leader is not None:
             self._leader.make(self.loop)
-        self.loop.scheduler.timeline = self.timeline
         self.layout = layout
         self._counters = cache.counters
         self._made_for = made_for

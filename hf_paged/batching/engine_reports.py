@@ -10,7 +10,6 @@ from .. import rooms
 from ..cache.memory import PagedMemory
 from ..config import PagedConfig
 from ..model.registry import Route
-from ..seams import ToolsRoom
 from .engine_core import EngineCore
 from .results import EngineStats
 from .scheduling.timeline import Timeline
@@ -70,8 +69,8 @@ class EngineReports:
                 num_running=num_running,
                 num_waiting=num_waiting,
                 tokens_per_second=tokens_per_second,
-                first_token_seconds=core.first_token_seconds,
-                output_token_seconds=core.output_token_seconds,
+                first_token_seconds=core.totals.first_token_seconds,
+                output_token_seconds=core.totals.output_token_seconds,
                 route=core.route,
                 kv_dtype=memory.kv_dtype,
                 block_sizes=memory.block_sizes,
@@ -107,7 +106,7 @@ class EngineReports:
         """Plots `block_map`: which blocks are free, used, shared by how many sequences, cached.
         Returns a matplotlib `Figure`: that of `ax` (`matplotlib.axes.Axes`), or a new one, 800
         pixels wide. Raises `ImportError` without matplotlib, which the extra `viz` installs."""
-        tools: ToolsRoom = rooms.room("tools", "`plot_memory`")
+        tools: rooms.ToolsRoom = rooms.room("tools", "`plot_memory`")
         return tools.plot_engine(self, ax)
 
     def plot_timeline(self, unit: str = "steps", ax: Any = None, max_requests: int = 40) -> Any:
@@ -117,14 +116,14 @@ class EngineReports:
         length and how many tokens were accepted. Reads the last thousands of `timeline.intervals()`
         and `timeline.verifications()`. Raises `ValueError` for another unit or fewer than 1
         request."""
-        tools: ToolsRoom = rooms.room("tools", "`plot_timeline`")
+        tools: rooms.ToolsRoom = rooms.room("tools", "`plot_timeline`")
         with self._core.lock:
             intervals = self.timeline.intervals()
             verifications = self.timeline.verifications()
         return tools.plot_intervals(intervals, unit, ax, max_requests, verifications)
 
     def _repr_html_(self) -> str | None:
-        tools: ToolsRoom | None = rooms.optional("tools")
+        tools: rooms.ToolsRoom | None = rooms.optional("tools")
         return None if tools is None else tools.engine_html(self)
 
     def __repr__(self) -> str:

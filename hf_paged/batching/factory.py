@@ -22,17 +22,8 @@ from ..model.forwards import compute_device
 from ..model.layout import Layout
 from ..model.sharding import is_sharded
 from ..model.weights import WeightsGuard
-from ..rooms import OnDemand, is_installed, room
-from ..seams import (
-    DEFAULT_PARTS,
-    Adapters,
-    Drafter,
-    EngineParts,
-    MakeRecorder,
-    Processes,
-    Recorder,
-    TapeRoom,
-)
+from ..rooms import OnDemand, TapeRoom, is_installed, room
+from ..seams import DEFAULT_PARTS, Adapters, Drafter, EngineParts, MakeRecorder, Processes, Recorder
 from .execution.executor import Executor
 from .execution.packed import PackedRunner
 from .execution.rectangles import RectangleRunner
@@ -41,6 +32,7 @@ from .loop import StepLoop
 from .scheduling.drafts import Drafting
 from .scheduling.preemption import CostModel, Preemption
 from .scheduling.scheduler import Scheduler
+from .scheduling.timeline import Timeline
 
 UNLIMITED = 1 << 60
 MANY_BLOCKS = 1 << 40  # more than memory holds; pages are committed when touched
@@ -65,6 +57,7 @@ def make_loop(
     *,
     max_num_seqs: int,
     parts: EngineParts = DEFAULT_PARTS,
+    timeline: Timeline | None = None,
 ) -> StepLoop:
     """Makes a loop that runs forwards in this layout, on the memory of `cache`, the model's empty
     cache. `config` is passed because calls of other threads may replace the memory's."""
@@ -104,20 +97,17 @@ def make_loop(
         make = parts.drafter or room("speculation", "`speculation`").Speculator
         return make(model, config, memory, runner, proxy)
 
-    def make_adapters() -> Adapters:
-        adapters: Adapters = room("adapters", "`adapter`").make_adapters(
-            model, cache, make_runner, blocks
-        )
-        return adapters
-
     drafting = Drafting(make_drafter)
-    adapters = OnDemand(make_adapters)
+    adapters: OnDemand[Adapters] = OnDemand(
+        lambda: room("adapters", "`adapter`").make_adapters(model, cache, make_runner, blocks)
+    )
     scheduler = Scheduler(
         preemption,
         max_tokens,
         max_num_seqs,
         max_chunk_tokens(model, config) if is_packed else None,
         rope=runner.rope if isinstance(runner, PackedRunner) else None,
+        timeline=timeline or Timeline(),
         reclaim=drafting.reclaim,
         adapters=adapters,
     )
@@ -126,13 +116,7 @@ def make_loop(
     executor = Executor(model, memory, runner, scheduler, guard, adapters)
     if reason is not None:
         executor.slowed_by.add(f"`prefix_tiers` has no effect: {reason}")
-    return StepLoop(
-        executor,
-        memory,
-        blocks,
-        scheduler,
-        drafting,
-    )
+    return StepLoop(executor, memory, blocks, scheduler, drafting)
 
 
 def max_chunk_tokens(model: PreTrainedModel, config: PagedConfig) -> int | None:

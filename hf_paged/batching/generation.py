@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 
 from .. import compat
-from ..cache.block_manager import UNCACHED, SequenceBlocks
+from ..cache.sequence_blocks import UNCACHED, SequenceBlocks
 from ..config import check_cache_salt
 from ..interrupts import is_interrupt
 from ..model.own_loop import select_rows, tensors_of

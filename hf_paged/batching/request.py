@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from ..cache.block_manager import NO_BLOCKS, BlockManager, SequenceBlocks
+from ..cache.block_manager import BlockManager
+from ..cache.sequence_blocks import NO_BLOCKS, SequenceBlocks
 
 
 class Status(Enum):

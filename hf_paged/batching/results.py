@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -169,6 +170,32 @@ FIRST_TOKEN_SECONDS = Histogram(
 OUTPUT_TOKEN_SECONDS = Histogram(
     (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 )
+
+
+class RequestTotals:
+    """What the requests of an engine amount to, for [`EngineStats`]."""
+
+    def __init__(self) -> None:
+        # finished requests, prompts' tokens and those of finished ones found in the prefix cache
+        self.counts = Counter(num_finished=0, num_prompt_tokens=0, num_prefix_hit_tokens=0)
+        self.first_token_seconds = FIRST_TOKEN_SECONDS
+        self.output_token_seconds = OUTPUT_TOKEN_SECONDS
+
+    def add(self, result: RequestResult) -> None:
+        """Adds a request that has ended."""
+        self.counts["num_finished"] += 1
+        self.counts["num_prefix_hit_tokens"] += result.num_prefix_hit_tokens
+        first = result.timings.first_token
+        last = result.timings.total
+        if first is None or last is None:
+            return
+        lengths = [len(sequence.token_ids) for sequence in result.sequences]
+        num_later = max(lengths, default=0) - 1
+        self.first_token_seconds = self.first_token_seconds.with_value(first)
+        if num_later > 0:
+            self.output_token_seconds = self.output_token_seconds.with_value(
+                (last - first) / num_later
+            )
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from .. import forks
-from ..cache import budget
 from ..cache.block_pool import OutOfBlocksError
 from ..cache.memory import PagedMemory
 from ..cache.waits import Shortage, claims_resting
@@ -186,8 +185,7 @@ class SharedLoop:
         models hold the memory, for `PATIENCE`."""
         self._retry_at = time.perf_counter() + _POLL
         self._shortage = shortage = self._shortage or Shortage(self.loop.memory)
-        is_patient = time.monotonic() - shortage.since < budget.PATIENCE
-        return shortage.may_end() or (is_patient and bool(self.loop.blocks.supply.num_withheld))
+        return shortage.may_end() or shortage.is_of_other_models
 
     def goes_on(self, thread: int) -> bool:
         """As `cache.waits.Holder`. A loop that is short of blocks has preempted its requests, which

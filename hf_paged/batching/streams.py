@@ -1,5 +1,5 @@
 """Callers of `generate` and `stream`: they queue requests, take steps until these end, and cancel
-the rest on exit."""
+the rest on exit. They never share outputs: each reads its own requests'."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from ..config import is_whole
-from ..interrupts import is_interrupt
+from ..interrupts import guarded, is_interrupt
+from ..model.sharding import RankLostError
 from ..topics import Topic
 from .arguments import RequestOptions, refuse_arguments
 from .engine_core import EngineCore
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 _ONE_EACH = ("adapter", "cache_salt", "grammar", "priority", "regex", "schema", "seed")
 
 
+MAX_UNREAD = 1 << 14  # kept outputs without a result, some megabytes
 SLOW_SECONDS = 2.0  # a call that takes longer shows its progress
 
 
@@ -42,6 +44,16 @@ def _has_viewer() -> bool:
     except (AttributeError, ValueError):
         # it is None, closed, or what a logging library put in its place
         return False
+
+
+def trim_unread(outputs: list[RequestOutput]) -> None:
+    """Drops all but the last `MAX_UNREAD` outputs without a result; the results will hold their
+    tokens."""
+    if len(outputs) <= MAX_UNREAD:
+        return
+    others = [output for output in outputs if not output.finished]
+    dropped = set(map(id, others[:-MAX_UNREAD]))
+    outputs[:] = [output for output in outputs if id(output) not in dropped]
 
 
 class RequestStream:
@@ -122,16 +134,60 @@ class RequestStream:
                 window = self.window
                 if not window.is_call:
                     window = Window()
-                self.engine.step_for(self.outbox, self.unfinished, window)
+                self._step(window)
+
+    def _step(self, window: Window) -> None:
+        """Takes a step for the requests, unless another thread's step has filled the outbox. Warns
+        if the step raises: the next one repeats it, and ends its requests if it raises again."""
+        engine = self.engine
+        with engine.lock:
+            engine.pauses.wait()
+            if self.outbox:
+                return
+            states = engine.requests.items()
+            gone = self.unfinished - {name for name, state in states if state.outbox is self.outbox}
+            if gone:
+                raise RuntimeError(
+                    f"requests {sorted(gone)} ended without a result: another thread has reused or"
+                    " freed them"
+                )
+            try:
+                engine.step(window)
+            except RankLostError:
+                raise
+            except Exception as error:
+                if is_interrupt(error):
+                    raise
+                window.is_open = window.is_settled = False  # the failed step has left it
+                logger.warning(
+                    Topic.FAILED_REQUESTS("a step raised %r and is repeated once"),
+                    error,
+                    exc_info=True,
+                )
+            if len(engine.unread) > 2 * MAX_UNREAD:
+                trim_unread(engine.unread)
+
+    @guarded
+    def _end(self) -> None:
+        """Cancels the requests that report to the outbox, which nobody reads any more, and ends the
+        window of their steps."""
+        engine = self.engine
+        with engine.lock, contextlib.ExitStack() as stack:
+            # one that raises keeps none from the others
+            if engine.loop is not None:
+                engine.loop.executor.leave(self.window)
+            for state in reversed(engine.requests.values()):
+                if state.outbox is self.outbox:
+                    stack.callback(engine.cancel, state)
 
     def _closing(self) -> Generator[RequestOutput | None, None, None]:
         try:
             yield from self._run()
         finally:
             try:
-                self.engine.close(self.outbox, self.window)
+                self._end()
             except BaseException:  # an interrupt may have kept it from beginning
-                self.engine.close(self.outbox, self.window)
+                self._end()
                 raise
 
     def stream(self) -> Generator[RequestOutput, None, None]:

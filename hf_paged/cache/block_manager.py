@@ -1,50 +1,20 @@
-"""Block tables of many sequences over all layer groups, and the prefix cache. Plain Python: no
-tensors, no policy."""
+"""Takes, shares and frees the blocks of all sequences over all layer groups, and attaches those of
+cached prefixes. Plain Python: it never touches a tensor, nor decides who gets blocks."""
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ..seams import Tier
 from .block_pool import BlockTable, OutOfBlocksError
+from .epochs import Epochs
 from .groups import UNBOUNDED, BlockGroup, StateSpec
-from .prefix_index import Node, PrefixIndex
+from .prefix_index import PrefixIndex
+from .sequence_blocks import NO_BLOCKS, UNCACHED, SequenceBlocks
 from .supply import BlockSupply
-
-UNCACHED = object()
-"""The namespace of sequences that do not use the prefix cache."""
-
-
-class _WithWeakRefs:
-    __slots__ = ("__weakref__",)
-
-
-@dataclass(slots=True, eq=False)
-class SequenceBlocks(_WithWeakRefs):
-    """The blocks of one sequence: one block table per layer group, all with the same number of
-    tokens."""
-
-    tables: tuple[BlockTable, ...] = ()
-    epoch: int = 0  # the manager's when the first token was stored
-    node: Node | None = None  # the prefix index's node of the last registered block
-    num_registered: int = 0  # blocks offered to the prefix index
-    # tokens for which the tables have writable blocks: until then a decode step only counts
-    capacity: int = 0
-    # token counts at which a step ends, so that `register` can keep the state there
-    stops: tuple[int, ...] = ()
-
-    def __del__(self) -> None:
-        # an exception lost it before its blocks were freed, or before it was made
-        for table in getattr(self, "tables", ()):
-            table.pool.has_lost |= bool(table.block_ids)
-
-
-NO_BLOCKS = SequenceBlocks()
-"""The blocks of a sequence before it is admitted and after its blocks are freed."""
 
 
 class BlockManager:
@@ -64,40 +34,30 @@ class BlockManager:
         self._block_sizes = [
             group.spec.block_size(group.block_size or block_size) for group in groups
         ]
-        bounded_sizes = [size for size in self._block_sizes if size < UNBOUNDED]
-        sizes = bounded_sizes or [block_size]
+        sizes = [size for size in self._block_sizes if size < UNBOUNDED] or [block_size]
         # sizes are powers of two: at multiples of the largest, blocks of all groups end, and shared
         # prefixes may end
         self.block_size = max(sizes)
         self.unit = min(sizes)  # tokens per node of the index
-        ratios = []  # of block sizes to the unit
-        for size in self._block_sizes:
-            if size == UNBOUNDED:
-                ratios.append(1)
-            else:
-                ratios.append(size // self.unit)
+        # of block sizes to the unit
+        ratios = [1 if size == UNBOUNDED else size // self.unit for size in self._block_sizes]
         pools = [group.pool for group in groups]
-        windows = [group.spec.prefix_window for group in groups]
+        specs = [group.spec for group in groups]
+        windows = [spec.prefix_window for spec in specs]
         self.index = PrefixIndex(pools, windows, self.unit, ratios)
         self._has_order = any(pool.take is not None for pool in pools)
-        self.has_windows = any(group.spec.window is not None for group in groups)
+        self.has_windows = any(spec.window is not None for spec in specs)
         self.tier: Tier | None = None  # keeps blocks that the prefix cache evicts (`set_tier`)
         self.supply = supply or BlockSupply(self.groups)
         self._alive: weakref.WeakKeyDictionary[SequenceBlocks, None] = weakref.WeakKeyDictionary()
         # of blocks for other content; each has `recover`
         self.holders: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._states: int | None = None  # the first group of states
-        for number, group in enumerate(groups):
-            spec = group.spec
-            if isinstance(spec, StateSpec) and not spec.is_empty:
-                self._states = number
-                break
-        # `truncate` cannot restore states
-        self.has_states = any(isinstance(group.spec, StateSpec) for group in groups)
+        states = {number: spec for number, spec in enumerate(specs) if isinstance(spec, StateSpec)}
+        self.has_states = bool(states)  # `truncate` cannot restore them
+        # the first group of states that are not empty
+        self._states = next((number for number, spec in states.items() if not spec.is_empty), None)
         self._copies: list[dict[int, int]] = [{} for _ in groups]  # source by target
-        self.epoch = 0  # counts windows and drops
-        self._window = 0  # first epoch of the open window; 0: blocks of all epochs are vouched for
-        self._dropped = 0  # blocks of earlier epochs must not be registered
+        self.epochs = Epochs()
         # sequences that began with a cached prefix, and prefixes restored from the tier
         self.num_hits = 0
         # why the last `take` failed, if not by the number of free blocks
@@ -173,7 +133,7 @@ class BlockManager:
     def new(self) -> SequenceBlocks:
         sizes = zip(self.groups, self._block_sizes)
         tables = tuple(BlockTable(group.pool, size) for group, size in sizes)
-        blocks = SequenceBlocks(tables, self.epoch)
+        blocks = SequenceBlocks(tables, self.epochs.current)
         self._alive[blocks] = None
         return blocks
 
@@ -197,7 +157,7 @@ class BlockManager:
             length = tables[0].num_tokens
             skips = False
         if not length:
-            blocks.epoch = self.epoch
+            blocks.epoch = self.epochs.current
         end = length + num_tokens
         if skips:
             for group, table in zip(self.groups, tables):
@@ -410,11 +370,9 @@ class BlockManager:
         size = self.unit
         max_nodes = (len(token_ids) - 1) // size
         path = self.index.find(token_ids, namespace, max_nodes)
-        if not path:
-            return 0
         num_nodes = len(path)
         num_tokens = num_nodes * size
-        if num_tokens < least:
+        if not path or num_tokens < least:
             return 0
         epoch = min(node.epoch for node in path)
         self.num_hits += 1
@@ -431,12 +389,12 @@ class BlockManager:
         return num_tokens
 
     def set_tier(self, tier: Tier | None) -> None:
-        spill = None if tier is None else self._spill
-        self.tier, self.index.spill = tier, spill
-
-    def _spill(self, group: int, block_id: int, digest: bytes) -> None:
-        assert self.tier is not None
-        self.tier.keep(group, block_id, digest, self.is_vouched_for)
+        self.tier, self.index.spill = tier, None
+        if tier is not None:
+            keep = tier.keep
+            self.index.spill = lambda group, block_id, digest: keep(
+                group, block_id, digest, self.epochs.are_vouched_for
+            )
 
     def num_shared(self, blocks: SequenceBlocks, num_rows: int) -> int:
         """Counts the registered blocks of a sequence with more holders than its request's
@@ -446,10 +404,8 @@ class BlockManager:
         num_tokens = blocks.num_registered * self.unit
         num_shared = 0
         for table in blocks.tables:
-            registered = table.block_ids[: num_tokens // table.block_size]
-            for block_id in registered:
-                if table.pool.refcount(block_id) > num_rows:
-                    num_shared += 1
+            for block_id in table.block_ids[: num_tokens // table.block_size]:
+                num_shared += table.pool.refcount(block_id) > num_rows
         return num_shared
 
     def num_known(self, token_ids: Sequence[Hashable], namespace: Hashable) -> int:
@@ -476,7 +432,7 @@ class BlockManager:
         is_cached = self.prefix_caching and namespace is not UNCACHED
         if full <= blocks.num_registered or not is_cached:
             return
-        if blocks.epoch < self._dropped:  # `is_outdated`
+        if blocks.epoch < self.epochs.dropped:  # `is_outdated`
             return
         is_stop = num_tokens == full * size and num_tokens in blocks.stops
         names_state = self._states is not None and is_stop
@@ -504,40 +460,14 @@ class BlockManager:
             node = self.index.add(node, tokens, held, blocks.epoch)
         blocks.node, blocks.num_registered = node, full
 
-    def begin_window(self) -> None:
-        """Opens a window, since others may have changed the model: blocks computed before it need
-        vouching for."""
-        self.epoch += 1
-        self._window = self.epoch
-
-    def needs_vouching(self, blocks: SequenceBlocks) -> bool:
-        """Whether the sequence holds registered blocks from before this window, and `vouch` was not
-        called in it."""
-        return blocks.num_registered > 0 and blocks.epoch < self._window
-
-    def is_outdated(self, blocks: SequenceBlocks) -> bool:
-        """Whether the sequence has stored tokens before the model changed, or before all that is
-        cached was dropped."""
-        return blocks.epoch < self._dropped
-
-    @property
-    def is_vouched_for(self) -> bool:
-        return not self._window
-
-    def vouch(self) -> None:
-        """Marks all registered blocks as computed with the current model."""
-        self._window = 0
-
     def forget_before_window(self) -> None:
         """Drops all registered blocks from before this window: the model has changed. Later ones
         are not registered."""
-        self._dropped = max(self._dropped, self._window)
-        self.index.forget_before(self._window)
+        self.index.forget_before(self.epochs.drop_before_window())
 
     def drop_cached(self) -> None:
         """Drops everything cached; sequences keep their blocks, which are not registered later."""
-        self.epoch += 1
-        self._dropped = self.epoch
+        self.epochs.drop()
         self.index.clear()
         if self.tier is not None:
             self.tier.discard()
@@ -550,18 +480,4 @@ class BlockManager:
             block_ids = (table.block_ids for table in self.tables(number))
             group.pool.check_integrity(block_ids, are_all=False)
         for blocks in list(self._alive):
-            lengths = {table.num_tokens for table in blocks.tables}
-            if blocks.capacity and len(lengths) != 1:  # tables of a cache's row may differ
-                raise AssertionError(f"the groups of a sequence hold {sorted(lengths)} tokens")
-            for table in blocks.tables:
-                # a whole block if it was reserved for the next token
-                num_unused = table.num_unused_slots
-                if table.block_ids and not 0 <= num_unused <= table.block_size:
-                    raise AssertionError(
-                        f"{len(table.block_ids)} blocks for {table.num_tokens} tokens"
-                    )
-                is_writable = blocks.capacity > table.num_tokens
-                if is_writable and table.shared_tail is not None:
-                    raise AssertionError(
-                        f"block {table.shared_tail} is shared, but may be written to"
-                    )
+            blocks.check_integrity()

@@ -11,8 +11,8 @@ from torch.autograd import forward_ad
 
 from ..step import StepMetadata
 from .handles import READ_ONLY
+from .kv_blocks import KVBlocks
 from .reading import read_rows
-from .storage import KVBlocks
 
 
 class GraphStates(NamedTuple):

@@ -17,8 +17,8 @@ from . import budget
 from .block_pool import BlockPool, BlockTable, OutOfBlocksError
 from .free_memory import commits_when_touched, free_bytes
 from .groups import UNBOUNDED, BlockGroup, GroupSpec, StateSpec
+from .kv_blocks import KVBlocks
 from .states import StateStorage
-from .storage import KVBlocks
 
 if TYPE_CHECKING:
     from .memory import PagedMemory

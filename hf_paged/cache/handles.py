@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..interrupts import is_interrupt
 from ..step import NotPackable, StepMetadata
+from .kv_blocks import KVBlocks
 from .reading import gather, read_rows
-from .storage import KVBlocks
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -17,9 +17,9 @@ from . import gradients
 from .block_pool import OutOfBlocksError
 from .gradients import GraphStates, is_transformed
 from .handles import PagedTensor, RowTensor
+from .kv_blocks import KVBlocks
 from .layer_group import LayerGroup
 from .reading import read_rows
-from .storage import KVBlocks
 from .store import Look, looks
 from .waits import Shortage
 

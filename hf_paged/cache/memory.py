@@ -21,15 +21,17 @@ from ..interrupts import is_interrupt, restoring
 from ..seams import Processes, StorageFactory
 from ..topics import Topic
 from . import budget
-from .block_manager import BlockManager, SequenceBlocks
+from .block_manager import BlockManager
 from .block_pool import OutOfBlocksError
 from .block_sizes import DEFAULT_BLOCK_SIZE, MIN_UNSERVED, BlockSizes
 from .free_memory import free_bytes_of_all, trim
 from .group_memory import GroupMemory, over_budget
 from .groups import GroupSpec
 from .handles import Handles
+from .kv_blocks import LayerKV
 from .memory_stats import MemoryStats, share_of_unused_slots, stats_of
-from .storage import LayerKV, storage_of
+from .sequence_blocks import SequenceBlocks
+from .storage import storage_of
 from .supply import MemorySupply
 from .waits import Holder
 
@@ -128,8 +130,7 @@ class PagedMemory:
         or few sequences have ended so far. May be called without the lock."""
         if self.sizes is None or self.is_used:
             return None
-        managers = list(self.managers.values())
-        has_served = any(manager.num_hits for manager in managers)
+        has_served = any(manager.num_hits for manager in list(self.managers.values()))
         may_serve = has_served or self.sizes.num_ended < MIN_UNSERVED
         groups = list(self.groups.values())
         if may_serve and any(group.pool.num_cached for group in groups):
@@ -149,8 +150,7 @@ class PagedMemory:
             if specs not in self.managers:
                 groups = [self.group(spec) for spec in specs]
                 supply = MemorySupply(groups, self)
-                manager = BlockManager(groups, self.block_size, supply=supply)
-                self.managers[specs] = manager
+                self.managers[specs] = BlockManager(groups, self.block_size, supply=supply)
             return self.managers[specs]
 
     def abandon(self, manager: BlockManager, rows: list[SequenceBlocks], handles: Handles) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from .. import rooms
-from ..seams import ToolsRoom
 from . import budget
 from .block_sizes import Choice
 from .groups import group_label
@@ -70,11 +69,11 @@ class MemoryStats:
     block_sizes: dict[str, Choice] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        tools: ToolsRoom | None = rooms.optional("tools")
+        tools: rooms.ToolsRoom | None = rooms.optional("tools")
         return f"MemoryStats({vars(self)})" if tools is None else tools.stats_text(self)
 
     def _repr_html_(self) -> str | None:
-        tools: ToolsRoom | None = rooms.optional("tools")
+        tools: rooms.ToolsRoom | None = rooms.optional("tools")
         return None if tools is None else tools.stats_html(self)
 
 

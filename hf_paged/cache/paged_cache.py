@@ -15,9 +15,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from .. import rooms
 from ..config import PagedConfig, shown
-from ..seams import ToolsRoom
 from ..step import ReadCounters, StepMetadata
-from .block_manager import SequenceBlocks
 from .free_memory import Reservation
 from .groups import GroupSpec
 from .layer_group import LayerGroup
@@ -25,6 +23,7 @@ from .layers import PagedLayer, num_state_rows, row_numbers
 from .memory import PagedMemory
 from .memory_stats import MemoryStats
 from .rows import CacheRows
+from .sequence_blocks import SequenceBlocks
 from .stand_ins import spec_of, stand_in
 from .storage import fit_blocks
 
@@ -392,11 +391,11 @@ class PagedCache(DynamicCache):
         """Plots the blocks of the memory behind this cache, as a matplotlib `Figure`; `ax` and
         errors as in [`PagedEngine.plot_memory`].
         """
-        tools: ToolsRoom = rooms.room("tools", "`plot_memory`")
+        tools: rooms.ToolsRoom = rooms.room("tools", "`plot_memory`")
         return tools.plot_cache(self, ax)
 
     def _repr_html_(self) -> str | None:
-        tools: ToolsRoom | None = rooms.optional("tools")
+        tools: rooms.ToolsRoom | None = rooms.optional("tools")
         return None if tools is None else tools.cache_html(self)
 
     def check_integrity(self) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..kernels import cpp, quantized
 from ..kernels.cpp.attention import gather as cpp_gather
 from ..step import StepMetadata
-from .storage import KVBlocks
+from .kv_blocks import KVBlocks
 
 
 def read_rows(

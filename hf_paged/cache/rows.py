@@ -9,11 +9,11 @@ from typing import Any
 
 from ..interrupts import guarded
 from ..step import ReadCounters
-from .block_manager import SequenceBlocks
 from .groups import GroupSpec
 from .handles import Handles, PagedTensor
 from .layer_group import LayerGroup
 from .memory import PagedMemory
+from .sequence_blocks import SequenceBlocks
 
 
 class CacheRows:

@@ -1,13 +1,12 @@
-"""Block tensors of the layers of one layer group: allocation, growth and block copies."""
+"""The memory behind the blocks of one layer group: when layers are allocated, how they grow, which
+storage a config asks for. It never chooses a block: pools give out their ids."""
 
 from __future__ import annotations
 
-import math
 import operator
-import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,291 +14,12 @@ from torch import Tensor
 from .. import rooms
 from ..config import PagedConfig
 from ..interrupts import is_interrupt
-from ..kernels import quantized
-from ..kernels.cpp import attention as cpp_attention
-from ..seams import MappedRows, Storage, VirtualRoom
+from ..seams import Storage
 from .block_pool import BlockPool
 from .copies import BlockCopies
-from .free_memory import Reservation, commits_when_touched, reserved
+from .free_memory import Reservation
 from .groups import FULL_ATTENTION, GroupSpec
-from .store import Look, Store, choose_store
-
-MIN_RESERVED_BYTES = 32 << 20  # the C library also maps larger allocations individually
-
-Kind: TypeAlias = tuple[int, int, torch.dtype]
-"""Heads, head dim and dtype of a token's keys or values."""
-
-
-@dataclass(eq=False)
-class KVBlocks:
-    """Blocks of one layer: `keys` and `values` `(num_blocks, heads, block_size, dim)` as views of
-    `data`, for K/V of `dtypes`, which may be stored in another dtype (`GroupSpec.storage_dtype`).
-    If K and V agree in heads, dims and dtype, `data` is one tensor `(num_blocks, 2 * kv_heads,
-    block_size, head_dim)`, K heads first; if only the dims differ (MLA: latent and rotary key), one
-    `(num_blocks, kv_heads, block_size, key_dim + value_dim)`; else two. With quantization, `data`
-    are byte tiles `(num_blocks, heads, tile_bytes)`, which include the scales
-    (`kernels.quantized`): one tensor for a latent and its rotary key, two for other K and V of
-    different dims."""
-
-    data: tuple[Tensor, ...]
-    keys: Tensor
-    values: Tensor
-    dtypes: tuple[torch.dtype, torch.dtype] = ()  # type: ignore[assignment]
-    rows: MappedRows | None = field(default=None, repr=False)
-    """The rows as contiguous tensors, if the storage has them."""
-    look: Look | None = field(default=None, init=False, repr=False)
-    """`looks` of the K/V that were last stored, which these blocks fit."""
-    quantized_dtype: torch.dtype | None = field(default=None, init=False)
-    """Dtype of the codes, if blocks are quantized."""
-    shares_scales: bool = field(default=False, init=False)
-    """Whether keys and values are quantized side by side with one common scale."""
-    attention: cpp_attention.Attention | None = field(default=None, init=False, repr=False)
-    """The prepared C++ kernel call on these blocks, reused by calls with the same tensor
-    layouts."""
-
-    _store: Store | None = field(default=None, init=False, repr=False)
-    _latents: KVBlocks | None = field(default=None, init=False, repr=False)
-    # numbers that each growth of a pool adds up over all layers
-    num_blocks: int = field(default=0, init=False, repr=False)
-    block_bytes: int = field(default=0, init=False, repr=False)
-    # whether blocks take no memory until first used
-    is_elastic: bool = field(default=False, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        is_quantized = quantized.is_quantized(self.keys)
-        self.dtypes = self.dtypes or (self.keys.dtype, self.values.dtype)
-        self.quantized_dtype = self.keys.dtype if is_quantized else None
-        self.shares_scales = is_quantized and self.keys.stride(2) != self.keys.shape[3]
-        self.num_blocks = self.keys.shape[0]
-        for tensor in self.data:
-            if tensor.shape[0]:
-                self.block_bytes += tensor[0].numel() * tensor.element_size()
-        self.is_elastic = commits_when_touched(self.keys.device)
-
-    @property
-    def pair(self) -> tuple[tuple[Tensor, torch.dtype], tuple[Tensor, torch.dtype]]:
-        """Keys and values, each with the dtype that the model computes."""
-        key_dtype, value_dtype = self.dtypes
-        return (self.keys, key_dtype), (self.values, value_dtype)
-
-    @property
-    def kinds(self) -> list[Kind]:
-        """Those of the keys and of the values that the model computes."""
-        return [(blocks.shape[1], blocks.shape[3], dtype) for blocks, dtype in self.pair]
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether blocks hold every number of K/V of `dtypes`: they are neither quantized nor of a
-        narrower dtype."""
-        if self.quantized_dtype is not None:
-            return False
-        for stored, dtype in self.pair:
-            if torch.promote_types(stored.dtype, dtype) != stored.dtype:
-                return False
-        return True
-
-    @property
-    def tiles(self) -> tuple[Tensor, ...]:
-        """`data` as `(num_blocks, heads, block_size, dim)`."""
-        *_, codes = self.form
-        return _tiles(self.data, codes)
-
-    def store(
-        self,
-        look: Look,
-        keys: Tensor,
-        values: Tensor,
-        slots: Tensor,
-    ) -> None:
-        """Writes K/V to `slots` (`choose_store`). Reuses the chosen function while `look` is the
-        same, since choosing takes longer than a small store."""
-        blocks = self
-        if self.rows is not None:
-            self.rows.settle()
-        if self.shares_scales:
-            blocks = self.latents
-            keys = torch.cat((keys, values), dim=3)
-            values = keys
-        if look != self.look or self._store is None:
-            chosen = choose_store(keys, values, blocks.keys, blocks.values, slots)
-            self._store, self.look = chosen, look
-        self._store(keys, values, slots)
-
-    def fits(self, keys: Tensor, values: Tensor) -> bool:
-        """Whether these blocks can store K/V like these as they are."""
-        if self.dtypes != (keys.dtype, values.dtype):
-            return False
-        return _sizes(self.keys, self.values) == _sizes(keys, values)
-
-    def no_states(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns empty keys and values (no rows, no tokens) with the heads, dims and dtypes of the
-        stored ones."""
-        return _no_states(self.kinds, device)
-
-    def at(self, block_ids: list[int]) -> KVBlocks:
-        """Returns copies of some blocks."""
-        return self.like([tensor[block_ids] for tensor in self.data])
-
-    def put_blocks(self, block_ids: Tensor | list[int], blocks: KVBlocks) -> None:
-        """Writes all of `blocks`, of the same heads and dims on any device, to `block_ids`."""
-        if self.rows is not None:
-            self.rows.settle()
-        if self.quantized_dtype is not None:
-            for target, source in zip(self.data, blocks.data):
-                target[block_ids] = source.to(target.device)
-        else:
-            keys = blocks.keys.to(self.keys)
-            values = blocks.values.to(self.values)
-            self.keys[block_ids], self.values[block_ids] = keys, values
-
-    @property
-    def latents(self) -> KVBlocks:
-        """Keys and values, stored side by side, as one tensor used both as keys and as values."""
-        if self._latents is None:
-            (tile,) = self.tiles
-            self._latents = KVBlocks(self.data, tile, tile, self.dtypes)
-        return self._latents
-
-    @property
-    def plain_token_bytes(self) -> int:
-        """Bytes of a token in the dtypes that the model computes, as transformers' own cache stores
-        it."""
-        return sum(heads * dim * dtype.itemsize for heads, dim, dtype in self.kinds)
-
-    @classmethod
-    def allocate(
-        cls,
-        num_blocks: int,
-        block_size: int,
-        keys: Tensor,
-        values: Tensor,
-        spec: GroupSpec = FULL_ATTENTION,
-        kv_dtype: str | None = None,
-    ) -> KVBlocks:
-        """Allocates uninitialised blocks for K/V like `keys` and `values`, each `(batch, heads, n,
-        dim)`; `kv_dtype` as in `PagedConfig`. Raises `ValueError` for sizes that cannot be
-        quantized."""
-        heads, key_dim = keys.shape[1::2]
-        value_heads, value_dim = values.shape[1::2]
-        dtypes = (keys.dtype, values.dtype)
-        if kv_dtype is None:
-            stored = [spec.storage_dtype(dtype) for dtype in _attended(*dtypes)]
-        else:
-            stored = [quantized.DTYPES[kv_dtype]] * 2
-        key_dtype, value_dtype = stored
-        are_alike = (heads, key_dtype) == (value_heads, value_dtype)
-        if are_alike and key_dim == value_dim:
-            widths = [(2 * heads, key_dim)]
-        elif are_alike and (kv_dtype is None or heads == 1):
-            widths = [(heads, key_dim + value_dim)]
-        else:
-            widths = [(heads, key_dim), (value_heads, value_dim)]
-        codes = None
-        shapes: list[tuple[int, ...]] = []
-        for count, dim in widths:
-            if kv_dtype is None:
-                shapes.append((num_blocks, count, block_size, dim))
-            else:
-                quantized.check_sizes(block_size, dim)
-                shapes.append((num_blocks, count, quantized.tile_bytes(block_size, dim)))
-        if kv_dtype is not None:
-            codes = (block_size, key_dtype)
-            stored = [torch.uint8] * 2
-        tensors = zip(shapes, stored)
-        data = tuple(_empty(shape, dtype, keys.device) for shape, dtype in tensors)
-        return cls.view(data, heads, key_dim, dtypes, codes)
-
-    @classmethod
-    def view(
-        cls,
-        data: tuple[Tensor, ...],
-        heads: int,
-        key_dim: int,
-        dtypes: tuple[torch.dtype, torch.dtype],
-        codes: tuple[int, torch.dtype] | None = None,
-    ) -> KVBlocks:
-        """Makes blocks whose keys, of `heads` and `key_dim`, and values are views of `data`. For
-        quantized blocks, `codes` is the block size and the codes' dtype."""
-        tiles = _tiles(data, codes)
-        if len(tiles) == 2:
-            return cls(data, *tiles, dtypes)
-        (both,) = tiles
-        if both.shape[1] == 2 * heads:
-            keys = both[:, :heads]
-            values = both[:, heads:]
-        else:
-            keys = both[..., :key_dim]
-            values = both[..., key_dim:]
-        return cls(data, keys, values, dtypes)
-
-    def like(self, data: Sequence[Tensor]) -> KVBlocks:
-        return self.view(tuple(data), *self.form)
-
-    @property
-    def form(self) -> tuple[Any, ...]:
-        """The arguments of `view` after the tensors."""
-        _, heads, block_size, dim = self.keys.shape
-        codes = None
-        if self.quantized_dtype is not None:
-            codes = (block_size, self.quantized_dtype)
-        return heads, dim, self.dtypes, codes
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return KVBlocks.view, (self.data, *self.form)
-
-    def grown(self, num_blocks: int) -> KVBlocks:
-        tensors = [
-            _empty((num_blocks, *tensor.shape[1:]), tensor.dtype, tensor.device)
-            for tensor in self.data
-        ]
-        for new, old in zip(tensors, self.data):
-            new[: old.shape[0]] = old
-        return self.like(tensors)
-
-
-class LayerKV(NamedTuple):
-    """What a layer stores of each token."""
-
-    spec: GroupSpec
-    layer: int
-    keys: Kind
-    values: Kind
-
-    @property
-    def states(self) -> tuple[Tensor, Tensor]:
-        """Empty keys and values of the layer, on the meta device."""
-        return _no_states((self.keys, self.values), torch.device("meta"))
-
-
-def _tiles(data: tuple[Tensor, ...], codes: tuple[int, torch.dtype] | None) -> tuple[Tensor, ...]:
-    if codes is None:
-        return data
-    return tuple(quantized.codes(tensor, *codes) for tensor in data)
-
-
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    # the tensor outlives the call: one made in inference mode could not be written to outside it
-    with torch.inference_mode(False):
-        size = math.prod(shape) * dtype.itemsize
-        is_on_linux_host = device.type == "cpu" and sys.platform == "linux"
-        if is_on_linux_host and size >= MIN_RESERVED_BYTES:
-            return reserved(size).view(dtype).view(shape)
-        return torch.empty(shape, dtype=dtype, device=device)
-
-
-def _no_states(kinds: Iterable[Kind], device: torch.device) -> tuple[Tensor, Tensor]:
-    keys, values = (
-        torch.empty(0, heads, 0, dim, dtype=dtype, device=device) for heads, dim, dtype in kinds
-    )
-    return keys, values
-
-
-def _sizes(keys: Tensor, values: Tensor) -> list[tuple[int, int, torch.device]]:
-    return [
-        (keys.shape[1], keys.shape[3], keys.device),
-        (values.shape[1], values.shape[3], values.device),
-    ]
-
+from .kv_blocks import KVBlocks, sizes_of
 
 _BLOCK_BYTES = operator.attrgetter("block_bytes")
 _NUM_BLOCKS = operator.attrgetter("num_blocks")
@@ -359,7 +79,7 @@ class BlockStorage:
             self.layers = {
                 index: layer
                 for index, layer in self.layers.items()
-                if layer.keys.shape[0] >= num_blocks
+                if layer.num_blocks >= num_blocks
             }
 
     def _num_reserved(self, block_bytes: int, device: torch.device) -> int:
@@ -372,8 +92,8 @@ class BlockStorage:
         """Converts layer `index` to dtypes that hold both the stored and the new K/V, and returns
         its blocks. Raises `ValueError` if heads, dims or device differ."""
         layer = self.layers[index]
-        sizes = zip(_sizes(layer.keys, layer.values), _sizes(keys, values))
-        for held, new in sizes:
+        held_sizes = sizes_of(layer.keys, layer.values)
+        for held, new in zip(held_sizes, sizes_of(keys, values)):
             if held != new:
                 raise ValueError(
                     f"layer {index} holds states of (heads, dim, device) {held}, the new ones have"
@@ -390,8 +110,7 @@ class BlockStorage:
         else:
             no_keys = keys[:, :, :0].to(key_dtype)
             no_values = values[:, :, :0].to(value_dtype)
-            num_blocks = layer.keys.shape[0]
-            promoted = self._allocate(num_blocks, no_keys, no_values)
+            promoted = self._allocate(layer.num_blocks, no_keys, no_values)
             # later blocks were never written: copying would commit their memory
             used = slice(self.pool.num_blocks)
             promoted.keys[used] = layer.keys[used]
@@ -403,7 +122,7 @@ class BlockStorage:
         """Makes room for `num_blocks` blocks in every layer; grows to the reserved size or by half,
         whichever is more, but beyond `num_blocks` no further than `most`."""
         for index, layer in self.layers.items():
-            rows = layer.keys.shape[0]
+            rows = layer.num_blocks
             if rows < num_blocks:
                 reserved = self._num_reserved(layer.block_bytes, layer.keys.device)
                 with_headroom = max(rows + rows // 2, reserved)
@@ -488,18 +207,9 @@ def fit_blocks(config: PagedConfig, model_config: Any, device: torch.device) -> 
     return config if room is None else room.fit_blocks(config, model_config, device)
 
 
-def _room(config: PagedConfig) -> VirtualRoom | None:
+def _room(config: PagedConfig) -> rooms.VirtualRoom | None:
     """Returns the room whose storage a config asks for; `None` for plain blocks."""
     if config.storage == "blocks":
         return None
-    room: VirtualRoom = rooms.room("virtual", f"`storage={config.storage!r}`")
+    room: rooms.VirtualRoom = rooms.room("virtual", f"`storage={config.storage!r}`")
     return room
-
-
-def _attended(keys: torch.dtype, values: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-    """Returns the dtypes of K and V in attention. Under autocast, rotated keys stay in float32
-    beside values in half precision, and attention rounds both to half precision."""
-    is_half = values in (torch.bfloat16, torch.float16)
-    if keys is torch.float32 and is_half:
-        return values, values
-    return keys, values

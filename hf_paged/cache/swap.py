@@ -12,7 +12,7 @@ import torch
 from ..interrupts import is_interrupt
 from ..seams import Storage
 from .group_memory import GroupMemory, mirrored
-from .storage import KVBlocks
+from .kv_blocks import KVBlocks
 
 
 class HostLayer(NamedTuple):

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from .. import forks
 from ..interrupts import ends_with_calls, restoring
+from . import budget
 
 _POLL = 0.01  # seconds between two tries
 GRACE = 0.5  # seconds in which callers of calls that have ended drop the caches that these returned
@@ -49,6 +50,12 @@ class Shortage:
         if go_on and now - self._still_since < MAX_STILL:
             self._stuck_since = now
         return now - self._stuck_since < GRACE
+
+    @property
+    def is_of_other_models(self) -> bool:
+        """Whether to try again because other models hold the memory, for `PATIENCE`."""
+        is_patient = time.monotonic() - self.since < budget.PATIENCE
+        return is_patient and bool(self._memory.num_withheld)
 
     def wait(self) -> bool:
         """As `may_end`, and waits before the next try. Not for use with a lock held."""

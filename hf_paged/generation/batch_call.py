@@ -23,10 +23,10 @@ from ..batching.generation import Generation
 from ..batching.loop import StepLoop
 from ..batching.request import Request, Sequence
 from ..batching.shared_loop import shared_loop
-from ..cache.block_manager import UNCACHED
 from ..cache.block_pool import OutOfBlocksError
 from ..cache.memory import autocast_dtype
 from ..cache.paged_cache import PagedCache
+from ..cache.sequence_blocks import UNCACHED
 from ..cache.waits import Shortage, claimed
 from ..config import PagedConfig
 from ..interrupts import num_modes

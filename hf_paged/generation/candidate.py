@@ -27,8 +27,7 @@ from ..model.own_loop import mismatched_rows
 from ..model.rope import find_length_rope
 from ..model.sharding import is_sharded
 from ..model.structure import is_stock, overridden
-from ..rooms import room
-from ..seams import SpeculationRoom
+from ..rooms import SpeculationRoom, room
 from ..topics import Topic
 from .call import Call, first_rows
 

@@ -39,7 +39,6 @@ from ..interrupts import guarded
 from ..model.own_loop import cache_parts
 from ..model.registry import memory_for, warn_once
 from ..model.sharding import alone, deferring
-from ..seams import NativeRoom
 from ..switches import NOTHING
 from ..topics import Topic
 from .after_import import after_import, forget_import
@@ -388,8 +387,8 @@ def _replace(owner: type, name: str, wrapper: Method | None = None) -> None:
         setattr(owner, name, wrapper)
 
 
-def _native() -> NativeRoom:
-    room: NativeRoom = rooms.room("native", "`continuous_batching`")
+def _native() -> rooms.NativeRoom:
+    room: rooms.NativeRoom = rooms.room("native", "`continuous_batching`")
     return room
 
 

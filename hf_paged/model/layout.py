@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..cache.storage import LayerKV
+from ..cache.kv_blocks import LayerKV
 
 
 class Layout(NamedTuple):

@@ -16,10 +16,11 @@ from transformers.cache_utils import DynamicCache
 from .. import compat
 from ..attention.latent import wrap_expansions
 from ..attention.switch import compiled_layers, switchable_configs, use_paged_attention
-from ..cache.block_manager import NO_BLOCKS, UNCACHED, BlockManager, SequenceBlocks
+from ..cache.block_manager import BlockManager
 from ..cache.free_memory import is_out_of_memory
 from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.paged_cache import PagedCache
+from ..cache.sequence_blocks import NO_BLOCKS, UNCACHED, SequenceBlocks
 from ..compiled import running_eagerly
 from ..config import PagedConfig
 from ..interrupts import is_interrupt, restoring, surely

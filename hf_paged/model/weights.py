@@ -22,6 +22,7 @@ class WeightsGuard:
         self._model = model
         self._memory = memory
         self._blocks = blocks
+        self._epochs = blocks.epochs
         self._is_on = False
         # stays off if `blocks` starts with it off
         self._can_cache = blocks.prefix_caching
@@ -49,10 +50,10 @@ class WeightsGuard:
     def rest(self) -> None:
         """Ends work: no request is in flight. With a tier, fingerprints the weights, so that blocks
         that move to it later are known to be of these weights in any process."""
-        is_known = self._blocks.is_vouched_for or self._memory.fingerprint is None
+        is_known = self._epochs.are_vouched_for or self._memory.fingerprint is None
         if self.is_on and self._blocks.tier is not None and not is_known:
             with self._memory.lock:
-                self._blocks.begin_window()  # the model may have changed since the last step
+                self._epochs.begin_window()  # the model may have changed since the last step
             self._compare()
         self.is_watched = False
 
@@ -60,12 +61,12 @@ class WeightsGuard:
         """Begins a window: user code may have run since the last."""
         if self.is_on:
             with self._memory.lock:
-                self._blocks.begin_window()
+                self._epochs.begin_window()
 
     def vouch(self) -> bool:
         """Whether blocks of earlier windows may be served in this one, by one fingerprint per
         window; if not, they are dropped."""
-        return self._blocks.is_vouched_for or self._compare()
+        return self._epochs.are_vouched_for or self._compare()
 
     def settle(self, is_call: bool, state: ModelState | None = None) -> None:
         """Before the end of a window (a step or call): fingerprints the blocks that it computed, if
@@ -76,7 +77,7 @@ class WeightsGuard:
             if not is_needed and tier is not None:
                 is_needed = tier.wants_confirmation
             is_unknown = self._memory.fingerprint is None
-            if is_unknown or (is_needed and not self._blocks.is_vouched_for):
+            if is_unknown or (is_needed and not self._epochs.are_vouched_for):
                 self._compare(state)
         except BaseException:
             self.abandon()
@@ -85,13 +86,13 @@ class WeightsGuard:
     def abandon(self) -> None:
         """Ends a window without `settle`: forgets its blocks unless something else vouches for
         them."""
-        if self.is_on and not self.is_watched and not self._blocks.is_vouched_for:
+        if self.is_on and not self.is_watched and not self._epochs.are_vouched_for:
             self._memory.fingerprint = None
 
     def change(self) -> None:
         """Notes that the model has changed: forgets all earlier blocks."""
         with self._memory.lock:
-            self._blocks.begin_window()
+            self._epochs.begin_window()
         self._forget()
 
     def _compare(self, state: ModelState | None = None) -> bool:
@@ -113,7 +114,7 @@ class WeightsGuard:
                 self._blocks.drop_cached()
                 self._blocks.prefix_caching = False
             self._memory.fingerprint = now
-            self._blocks.vouch()
+            self._epochs.vouch()
         return now is not None and now == before
 
     def _forget(self) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..rooms import room
-from ..seams import AdaptersRoom, ResolvedAdapter
+from ..rooms import AdaptersRoom, ResolvedAdapter, room
 from ..switches import NOTHING
 
 

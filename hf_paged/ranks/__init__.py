@@ -1,6 +1,6 @@
 """Models in shards over several processes (tensor parallelism): calls that all of them make, and
 engines that process 0 drives. Implements `seams.Processes` and `seams.Leader`; its functions are
-those of `seams.RanksRoom`. Imports no other room."""
+those that `model.sharding` calls. Imports no other room."""
 
 from .leader import lead as lead
 from .leader import serve as serve

@@ -24,10 +24,11 @@ from ..batching.execution.executor import Executor
 from ..batching.execution.runner import Runner
 from ..batching.request import Request, Sequence
 from ..batching.scheduling.scheduler import Scheduler
-from ..cache.block_manager import NO_BLOCKS, BlockManager
+from ..cache.block_manager import BlockManager
 from ..cache.block_pool import OutOfBlocksError
 from ..cache.memory import PagedMemory
 from ..cache.paged_cache import PagedCache
+from ..cache.sequence_blocks import NO_BLOCKS
 from ..model.weights import WeightsGuard
 from ..plan import StepPlan
 from ..step import NotPackable

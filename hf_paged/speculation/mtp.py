@@ -21,11 +21,11 @@ from ..batching.decoding.scores import leaves_rows_alone
 from ..batching.execution.packed import PackedRunner
 from ..batching.request import Sequence
 from ..batching.scheduling.scheduler import Scheduler
-from ..cache.block_manager import SequenceBlocks
 from ..cache.groups import GroupSpec
 from ..cache.layers import PagedLayer
 from ..cache.memory import PagedMemory
 from ..cache.paged_cache import PagedCache
+from ..cache.sequence_blocks import SequenceBlocks
 from ..config import PagedConfig
 from ..kernels import quantized
 from ..plan import StepPlan

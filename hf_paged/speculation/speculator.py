@@ -24,10 +24,10 @@ from ..batching.factory import MANY_BLOCKS, find_recorder, make_runner, max_chun
 from ..batching.generation import Generation
 from ..batching.request import Request, Sequence
 from ..batching.scheduling.scheduler import Scheduler
-from ..cache.block_manager import UNCACHED
 from ..cache.free_memory import commits_when_touched
 from ..cache.memory import PagedMemory
 from ..cache.prefix_index import namespace_digest
+from ..cache.sequence_blocks import UNCACHED
 from ..config import PagedConfig
 from ..generation.candidate import Candidate
 from ..interrupts import is_interrupt

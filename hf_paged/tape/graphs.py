@@ -27,9 +27,9 @@ from ..batching.execution.inputs import Bounds, PackedTokens
 from ..batching.scheduling.scheduler import Scheduler
 from ..cache.free_memory import is_out_of_memory
 from ..cache.group_memory import GroupMemory
+from ..cache.kv_blocks import KVBlocks
 from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.paged_cache import PagedCache
-from ..cache.storage import KVBlocks
 from ..interrupts import is_interrupt
 from ..kernels import VARIABLE
 from ..kernels.cpp.build import batch_invariant

@@ -22,7 +22,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from ..cache.storage import KVBlocks
+from ..cache.kv_blocks import KVBlocks
 from ..cache.swap import HostLayer
 from ..config import shown
 from ..interrupts import is_interrupt

@@ -78,7 +78,7 @@ def adopt(
                 node,
                 link.tokens,
                 [of_group.get(n) for of_group in named],
-                manager.epoch,
+                manager.epochs.current,
             )
         manager.num_hits += 1
         return True

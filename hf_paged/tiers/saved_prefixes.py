@@ -90,7 +90,7 @@ def save(
     compute: Callable[[list[int]], tuple[Hashable, ...]],
     path: Any,
 ) -> int:
-    """As `seams.TiersRoom.save`."""
+    """As `rooms.TiersRoom.save`."""
     text, inputs = split_inputs(prompt, None)
     if inputs is not None:
         names = ", ".join(map(str, inputs))

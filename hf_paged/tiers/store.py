@@ -19,13 +19,14 @@ from transformers import PreTrainedModel
 
 from .. import forks
 from ..batching.request import Sequence
-from ..cache.block_manager import UNCACHED, BlockManager
+from ..cache.block_manager import BlockManager
 from ..cache.block_pool import OutOfBlocksError
 from ..cache.free_memory import free_bytes
 from ..cache.group_memory import GroupMemory
+from ..cache.kv_blocks import KVBlocks, LayerKV
 from ..cache.memory import PagedMemory
 from ..cache.prefix_index import Link
-from ..cache.storage import KVBlocks, LayerKV
+from ..cache.sequence_blocks import UNCACHED
 from ..cache.swap import HostBlocks, HostLayer, put_back
 from ..config import PagedConfig, PrefixTiers
 from ..interrupts import is_interrupt

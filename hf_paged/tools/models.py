@@ -27,8 +27,8 @@ from ..attention.backends.reference import AttentionCall
 from ..attention.latent import can_absorb
 from ..attention.switch import foreign_attention, switchable_configs
 from ..cache.groups import GroupSpec
+from ..cache.kv_blocks import KVBlocks
 from ..cache.stand_ins import spec_of
-from ..cache.storage import KVBlocks
 from ..model.registry import Route, last_route
 from ..model.trial import first_line
 from ..step import StepMetadata

@@ -25,7 +25,8 @@ from ..cache.block_pool import BlockPool
 from ..cache.copies import BlockCopies
 from ..cache.free_memory import address_limit
 from ..cache.groups import GroupSpec
-from ..cache.storage import BlockStorage, KVBlocks
+from ..cache.kv_blocks import KVBlocks
+from ..cache.storage import BlockStorage
 from ..config import MAX_BLOCK_SIZE, MAX_VIRTUAL_BLOCK_SIZE, PagedConfig, VirtualStorage
 from ..step import StepMetadata
 from ..topics import Topic

@@ -24,7 +24,7 @@ from hf_paged.attention.interface import paged_attention
 from hf_paged.attention.masks import PagedMask, packed_step
 from hf_paged.attention.switch import NAME
 from hf_paged.cache.handles import PagedTensor
-from hf_paged.cache.storage import KVBlocks
+from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.cache.store import choose_store
 from hf_paged.step import Lengths, NotPackable, StepMetadata
 from tests.support.attention import attend

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hf_paged.attention import backends
 from hf_paged.attention.backends import reference
 from hf_paged.attention.backends.reference import AttentionCall
-from hf_paged.cache.storage import KVBlocks
+from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.kernels import cpp, quantized
 from tests.attention.test_backends import CASES, TOLERANCE, Call, Case, any_cases, build
 from tests.support.kernels.device import DEVICE, available

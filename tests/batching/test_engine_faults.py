@@ -23,7 +23,7 @@ from hf_paged.batching import engine_core
 from hf_paged.batching.generation import RequestState
 from hf_paged.batching.loop import StepLoop
 from hf_paged.batching.progress import MAX_IDLE_STEPS
-from hf_paged.cache.storage import KVBlocks
+from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.plan import StepPlan
 from tests.model import test_positions as tables
 from tests.support import models

@@ -9,7 +9,7 @@ import torch
 
 from hf_paged.batching.generation import Generation
 from hf_paged.batching.request import Request, Sequence
-from hf_paged.cache.block_manager import SequenceBlocks
+from hf_paged.cache.sequence_blocks import SequenceBlocks
 
 LOGITS = torch.arange(12.0).view(6, 2)  # row `i` holds 2 * i and 2 * i + 1
 

@@ -16,8 +16,8 @@ from hf_paged.batching.generation import Generation
 from hf_paged.batching.request import Sequence
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.block_pool import BlockPool
+from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.cache.memory import PagedMemory
-from hf_paged.cache.storage import KVBlocks
 from hf_paged.cache.swap import copy_out, put_back
 from hf_paged.rooms import RoomMissingError
 from hf_paged.seams import Drafter, EngineParts, TierCounts
@@ -55,7 +55,7 @@ class DictTier(dict[bytes, Any]):
         for link, block_id in zip(links, new_ids):  # all blocks that the pool has are new ones
             assert link.node is None
             put_back(self.group, self[link.digest], {0: block_id})
-            node = blocks.index.add(node, link.tokens, [block_id], blocks.epoch)
+            node = blocks.index.add(node, link.tokens, [block_id], blocks.epochs.current)
         self.group.pool.release(reversed(new_ids))
         self.num_restored += len(new_ids)
         return bool(new_ids)

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from hf_paged.cache.block_manager import BlockManager, SequenceBlocks
+from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.block_pool import BlockPool, OutOfBlocksError
 from hf_paged.cache.groups import BlockGroup, GroupSpec
 from hf_paged.cache.memory import PagedMemory
+from hf_paged.cache.sequence_blocks import SequenceBlocks
 from hf_paged.cache.supply import BlockSupply
 from hf_paged.config import PagedConfig
 

@@ -23,11 +23,11 @@ from transformers import (
 
 import hf_paged
 from hf_paged import OutOfBlocksError, PagedCache
-from hf_paged.cache import storage
+from hf_paged.cache import kv_blocks
 from hf_paged.cache.block_pool import BlockTable
 from hf_paged.cache.group_memory import GroupMemory
+from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.cache.layer_group import LayerGroup
-from hf_paged.cache.storage import KVBlocks
 from hf_paged.step import StepMetadata
 
 TINY = dict(
@@ -590,14 +590,14 @@ def test_a_call_too_large_for_the_memory_does_not_end_smaller_ones(
 
 def limit_blocks(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """A layer finds no memory for more blocks."""
-    right = storage._empty
+    right = kv_blocks._empty
 
     def empty(shape: tuple[int, ...], *args: Any) -> torch.Tensor:
         if shape[0] > most:
             raise RuntimeError("can't allocate memory")
         return right(shape, *args)
 
-    monkeypatch.setattr(storage, "_empty", empty)
+    monkeypatch.setattr(kv_blocks, "_empty", empty)
 
 
 def test_blocks_that_grew_are_not_kept_by_handles_of_the_last_packed_step() -> None:

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from hf_paged.cache.block_manager import BlockManager, SequenceBlocks
+from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.block_pool import BlockPool
 from hf_paged.cache.group_memory import KEPT_STATES
 from hf_paged.cache.groups import BlockGroup, GroupSpec, StateSpec
 from hf_paged.cache.memory import PagedMemory
+from hf_paged.cache.sequence_blocks import SequenceBlocks
 from hf_paged.cache.states import StateStorage
 from hf_paged.cache.swap import BlockSwapper
 from hf_paged.config import PagedConfig

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import hf_paged
-from hf_paged.cache import free_memory, storage
+from hf_paged.cache import free_memory, kv_blocks
 from hf_paged.cache.free_memory import Reservation, free_bytes
 from hf_paged.cache.groups import FULL_ATTENTION, GroupSpec
-from hf_paged.cache.storage import KVBlocks
+from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.config import MIN_BLOCK_SIZE
 from hf_paged.kernels import quantized
 from tests.support import models
@@ -84,7 +84,7 @@ def test_a_device_of_which_nothing_is_known_grows_step_by_step(
     def unknown(device: torch.device) -> int:
         raise ValueError(f"torch does not tell how much memory is free on {device}")
 
-    for module in (free_memory, storage):
+    for module in (free_memory, kv_blocks):
         monkeypatch.setattr(module, "commits_when_touched", lambda device: False)
     monkeypatch.setattr(free_memory, "free_bytes", unknown)
     model = models.build("llama")
@@ -119,7 +119,7 @@ def test_quantized_blocks_whose_scales_are_not_aligned_are_refused_before_memory
 ) -> None:
     keys, values = (torch.empty(1, 1, 0, dim) for dim in dims)
     with monkeypatch.context() as patch:
-        patch.setattr(storage, "_empty", lambda *args: pytest.fail("allocated"))
+        patch.setattr(kv_blocks, "_empty", lambda *args: pytest.fail("allocated"))
         with pytest.raises(ValueError, match=f"{block_size} tokens with .* multiple of 4: pass"):
             KVBlocks.allocate(2, block_size, keys, values, kv_dtype=kv_dtype)
     # the least size of `PagedConfig` goes with any dims

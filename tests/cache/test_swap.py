@@ -15,8 +15,9 @@ from hf_paged.cache import swap
 from hf_paged.cache.block_pool import OutOfBlocksError
 from hf_paged.cache.group_memory import GroupMemory
 from hf_paged.cache.groups import GroupSpec
+from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.cache.memory import PagedMemory
-from hf_paged.cache.storage import BlockStorage, KVBlocks
+from hf_paged.cache.storage import BlockStorage
 from hf_paged.cache.swap import BlockSwapper, HostLayer
 from hf_paged.config import PagedConfig
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_paged.cache.storage import KVBlocks
+from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.cache.store import store_portable
 from hf_paged.kernels import cpp, quantized
 from hf_paged.kernels.cpp.attention import Store

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_paged import OutOfBlocksError, PagedConfig, PagedEngine
-from hf_paged.cache import free_memory, storage
+from hf_paged.cache import free_memory, kv_blocks
 from tests.support import models
 from tests.support.engine_helpers import assert_drained, assert_same_as_lone, lone_run, prompts
 
@@ -58,7 +58,7 @@ def test_one_that_never_fits_fails_soon_and_alone(num_blocks: int | None) -> Non
 
 def test_memory_that_is_refused_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a budget: the allocator refuses, and the error names no number of blocks."""
-    make = storage._empty
+    make = kv_blocks._empty
 
     def refuse(*args: Any, **kwargs: Any) -> torch.Tensor:
         found = make(*args, **kwargs)
@@ -71,7 +71,7 @@ def test_memory_that_is_refused_is_the_cause(monkeypatch: pytest.MonkeyPatch) ->
         engine.add_request(prompt, {**GREEDY, "max_new_tokens": 4})
         while engine.has_unfinished:
             engine.step()
-        monkeypatch.setattr(storage, "_empty", refuse)
+        monkeypatch.setattr(kv_blocks, "_empty", refuse)
         engine.add_request(prompt, {**GREEDY, "max_new_tokens": 400})
         result = None
         for _ in range(600):

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_paged.attention.backends.reference import AttentionCall
-from hf_paged.cache.storage import KVBlocks
+from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.step import StepMetadata
 
 

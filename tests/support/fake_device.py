@@ -23,7 +23,7 @@ from hf_paged.attention import backends, interface, latent, masks
 from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.batching.execution.packed import PackedRunner
 from hf_paged.cache import layers
-from hf_paged.cache.storage import KVBlocks
+from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.step import Cascade, Lengths, StepMetadata
 from hf_paged.tape import record
 from hf_paged.tape.inputs import StaticInputs

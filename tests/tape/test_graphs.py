@@ -20,8 +20,8 @@ from transformers.models.llama import modeling_llama
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine, kernels
 from hf_paged.batching.execution.buckets import bucket
-from hf_paged.cache import free_memory, storage
-from hf_paged.cache.storage import KVBlocks
+from hf_paged.cache import free_memory, kv_blocks
+from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.kernels import cpp
 from hf_paged.model.registry import memory_for
 from hf_paged.model.state import read_state
@@ -938,7 +938,7 @@ def grown(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ones."""
     sizes: list[int] = []
     right = KVBlocks.grown
-    for module in (free_memory, storage):
+    for module in (free_memory, kv_blocks):
         monkeypatch.setattr(module, "commits_when_touched", lambda device: False)
     monkeypatch.setattr(
         KVBlocks, "grown", lambda self, size: (sizes.append(size), right(self, size))[1]

@@ -21,7 +21,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from hf_paged.cache.storage import KVBlocks
+from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.cache.swap import HostLayer
 from hf_paged.tiers.block_files import Corrupt, DiskFolder, check_folder, from_bytes, to_bytes
 from tests.cache.test_swap import LAYOUTS, SIZE, states

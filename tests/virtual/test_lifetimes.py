@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_paged
 from hf_paged import PagedCache, VirtualStorage, forks
-from hf_paged.cache.storage import KVBlocks
+from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.step import StepMetadata
 from hf_paged.virtual import places
 from hf_paged.virtual import storage as virtual

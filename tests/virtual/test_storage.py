@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hf_paged.cache.block_pool import BlockPool, BlockTable
 from hf_paged.cache.groups import FULL_ATTENTION
+from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.cache.reading import gather
-from hf_paged.cache.storage import KVBlocks
 from hf_paged.config import VirtualStorage
 from hf_paged.step import StepMetadata
 from hf_paged.virtual import storage as virtual

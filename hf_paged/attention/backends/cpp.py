@@ -9,7 +9,7 @@ import logging
 import torch
 from torch import Tensor
 
-from ...cache.storage import KVBlocks
+from ...cache.kv_blocks import KVBlocks
 from ...kernels import cpp as kernels_cpp
 from ...kernels import quantized
 from ...kernels.cpp.attention import DTYPES, Attention

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...cache.handles import PagedTensor, RowTensor
-from ...cache.storage import KVBlocks
+from ...cache.kv_blocks import KVBlocks
 from ...kernels import quantized
 from ...step import StepMetadata, row_groups
 

@@ -25,8 +25,8 @@ from ...model.rope import find_length_rope
 from ...model.state import ModelState
 from ...model.structure import structural_reason
 from ...plan import StepPlan
-from ...rooms import room
-from ...seams import ForwardContext, Processes, Recorder, TapeRoom
+from ...rooms import TapeRoom, room
+from ...seams import ForwardContext, Processes, Recorder
 from ...step import StepMetadata, to_device
 from ...switches import NOTHING
 from ..decoding.scores import PromptLogprobs

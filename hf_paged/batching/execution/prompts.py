@@ -16,10 +16,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ... import compat
 from ...attention.masks import LooksAhead, attention_observer
-from ...cache.block_manager import UNCACHED, SequenceBlocks
 from ...cache.block_pool import BlockTable
 from ...cache.layers import PagedLayer
 from ...cache.paged_cache import PagedCache
+from ...cache.sequence_blocks import UNCACHED, SequenceBlocks
 from ...interrupts import is_interrupt
 from ...model.own_loop import map_tensors, next_logits, tensors_of
 from ...model.structure import is_stock

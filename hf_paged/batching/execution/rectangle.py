@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import EncoderDecoderCache
 
-from ...cache.block_manager import SequenceBlocks
 from ...cache.paged_cache import PagedCache
+from ...cache.sequence_blocks import SequenceBlocks
 from ...cache.states import state_layers
 from ...model.own_loop import cache_parts, join_rows, select_rows
 from ...plan import StepPlan

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ... import compat
-from ...cache.block_manager import NO_BLOCKS, SequenceBlocks
 from ...cache.paged_cache import PagedCache
+from ...cache.sequence_blocks import NO_BLOCKS, SequenceBlocks
 from ...cache.states import StateStorage, gather_states, num_state_bytes, state_layers
 from ...interrupts import is_interrupt
 from ...model.forwards import compute_device

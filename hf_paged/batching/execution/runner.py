@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ...cache.block_manager import BlockManager
 from ...model.state import ModelState
 from ...plan import StepPlan
-from ...rooms import is_installed, room
-from ...seams import ForwardContext, Recorder, TapeRoom
+from ...rooms import TapeRoom, is_installed, room
+from ...seams import ForwardContext, Recorder
 from ...step import ReadCounters
 from ...switches import NOTHING
 from ..request import Sequence

@@ -9,8 +9,8 @@ from collections.abc import Callable, Hashable
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...cache.block_manager import UNCACHED
 from ...cache.paged_cache import PagedCache
+from ...cache.sequence_blocks import UNCACHED
 from ...model.own_loop import pad_token_id
 from ...plan import StepPlan
 from .prompts import Prompts, PromptsError

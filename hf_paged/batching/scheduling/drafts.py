@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ...cache.block_manager import NO_BLOCKS, BlockManager
+from ...cache.block_manager import BlockManager
+from ...cache.sequence_blocks import NO_BLOCKS
 from ...seams import Drafter
 from ..request import Sequence
 

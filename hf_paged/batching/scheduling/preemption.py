@@ -9,8 +9,9 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ...cache.block_manager import NO_BLOCKS, UNCACHED, BlockManager
+from ...cache.block_manager import BlockManager
 from ...cache.block_pool import OutOfBlocksError
+from ...cache.sequence_blocks import NO_BLOCKS, UNCACHED
 from ...config import PREEMPTION
 from ..request import Request, Sequence
 from .waiting_prompts import WaitingPrompts
@@ -92,7 +93,7 @@ class Preemption:
     preempt: str = "recompute"  # or "swap", or "auto": as `cost` chooses
     swapper: BlockSwapper | None = None  # without one, everything is recomputed
     # returns whether cached blocks from before this window are still valid
-    # (`BlockManager.needs_vouching`); if not, it has dropped them
+    # (`Epochs.need_vouching`); if not, it has dropped them
     vouch: Callable[[], bool] | None = None
     # whether a sequence may be computed in chunks; else as a whole, then token by token
     chunks: bool = True
@@ -222,7 +223,7 @@ class Preemption:
             return False
         is_restorable = self._is_restorable(request)
         may_be_old = is_restorable or any(
-            manager.needs_vouching(sequence.blocks) for sequence in request.sequences
+            manager.epochs.need_vouching(sequence.blocks) for sequence in request.sequences
         )
         if may_be_old and self.vouch is not None and not self.vouch():
             self.forget(request)
@@ -401,7 +402,7 @@ class Preemption:
         if self.swapper is not None and can_swap:
             how = self.preempt
             num_bytes = 0
-            if any(self.blocks.is_outdated(sequence.blocks) for sequence in rows):
+            if any(self.blocks.epochs.is_outdated(sequence.blocks) for sequence in rows):
                 # computed again, the tokens would get keys and values of the changed model
                 how = "swap"
             elif self.cost is not None:

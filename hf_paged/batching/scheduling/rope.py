@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import NamedTuple, Protocol
 
-from ...cache.block_manager import UNCACHED
+from ...cache.sequence_blocks import UNCACHED
 from ..request import Request
 
 

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from ...cache.block_manager import NO_BLOCKS, UNCACHED
 from ...cache.block_pool import OutOfBlocksError
+from ...cache.sequence_blocks import NO_BLOCKS, UNCACHED
 from ...plan import StepPlan
 from ...seams import Adapters
 from ..request import Request, Sequence, Status

@@ -10,9 +10,10 @@ import pytest
 from hf_paged.batching.request import Request, Sequence, Status
 from hf_paged.batching.scheduling.preemption import Preemption
 from hf_paged.batching.scheduling.scheduler import Scheduler
-from hf_paged.cache.block_manager import NO_BLOCKS, BlockManager
+from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.block_pool import BlockPool, OutOfBlocksError
 from hf_paged.cache.groups import BlockGroup, GroupSpec, StateSpec
+from hf_paged.cache.sequence_blocks import NO_BLOCKS
 from hf_paged.plan import StepPlan
 
 SIZE = 4

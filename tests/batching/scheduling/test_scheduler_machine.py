@@ -22,9 +22,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hf_paged.batching.request import Request, Sequence, Status
 from hf_paged.batching.scheduling.preemption import CostModel, Preemption
 from hf_paged.batching.scheduling.scheduler import Scheduler
-from hf_paged.cache.block_manager import NO_BLOCKS, BlockManager
+from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.block_pool import BlockPool, BlockTable, OutOfBlocksError
 from hf_paged.cache.groups import BlockGroup, GroupSpec
+from hf_paged.cache.sequence_blocks import NO_BLOCKS
 from hf_paged.cache.supply import BlockSupply
 
 SIZES = [(4, 4, 4)] * 3 + [(4, 2, 8), (8, 2, 2), (2, 8, 4)]  # tokens in a block of each layer group

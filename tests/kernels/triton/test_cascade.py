@@ -10,7 +10,7 @@ import torch
 
 from hf_paged.attention.backends import reference
 from hf_paged.attention.backends.reference import AttentionCall
-from hf_paged.cache.storage import KVBlocks
+from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.kernels.triton.cascade import CascadeCosts, SharedPrefix
 from hf_paged.step import StepMetadata
 from tests.support.kernels.device import DEVICE, available

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_paged.cache.storage import KVBlocks
+from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.kernels.triton.attention import decode_attention, prefill_attention
 from hf_paged.kernels.triton.store import store
 from hf_paged.step import Lengths, StepMetadata

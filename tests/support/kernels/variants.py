@@ -21,7 +21,7 @@ from benchmarks.aot import only_compile
 from benchmarks.chips import CHIPS
 from hf_paged.attention.backends import triton as backend
 from hf_paged.attention.backends.reference import AttentionCall
-from hf_paged.cache.storage import KVBlocks
+from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.kernels.triton import attention_kernel, lora, merge, store
 from hf_paged.step import Lengths, StepMetadata
 

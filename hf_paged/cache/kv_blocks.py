@@ -1,0 +1,299 @@
+"""The keys and values of one layer in blocks: their tensors and layout, writing and copying them.
+It never decides how many blocks there are, nor which tokens they hold."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..kernels import quantized
+from ..kernels.cpp import attention as cpp_attention
+from ..seams import MappedRows
+from .free_memory import commits_when_touched, reserved
+from .groups import FULL_ATTENTION, GroupSpec
+from .store import Look, Store, choose_store
+
+MIN_RESERVED_BYTES = 32 << 20  # the C library also maps larger allocations individually
+
+Kind: TypeAlias = tuple[int, int, torch.dtype]
+"""Heads, head dim and dtype of a token's keys or values."""
+
+
+@dataclass(eq=False)
+class KVBlocks:
+    """Blocks of one layer: `keys` and `values` `(num_blocks, heads, block_size, dim)` as views of
+    `data`, for K/V of `dtypes`, which may be stored in another dtype (`GroupSpec.storage_dtype`).
+    If K and V agree in heads, dims and dtype, `data` is one tensor `(num_blocks, 2 * kv_heads,
+    block_size, head_dim)`, K heads first; if only the dims differ (MLA: latent and rotary key), one
+    `(num_blocks, kv_heads, block_size, key_dim + value_dim)`; else two. With quantization, `data`
+    are byte tiles `(num_blocks, heads, tile_bytes)`, which include the scales
+    (`kernels.quantized`): one tensor for a latent and its rotary key, two for other K and V of
+    different dims."""
+
+    data: tuple[Tensor, ...]
+    keys: Tensor
+    values: Tensor
+    dtypes: tuple[torch.dtype, torch.dtype] = ()  # type: ignore[assignment]
+    rows: MappedRows | None = field(default=None, repr=False)
+    """The rows as contiguous tensors, if the storage has them."""
+
+    def __post_init__(self) -> None:
+        is_quantized = quantized.is_quantized(self.keys)
+        self.dtypes = self.dtypes or (self.keys.dtype, self.values.dtype)
+        # dtype of the codes, if blocks are quantized
+        self.quantized_dtype = self.keys.dtype if is_quantized else None
+        # whether keys and values are quantized side by side with one common scale
+        self.shares_scales = is_quantized and self.keys.stride(2) != self.keys.shape[3]
+        # `looks` of the K/V that were last stored, which these blocks fit
+        self.look: Look | None = None
+        # the prepared C++ kernel call on these blocks, reused by calls with the same tensor layouts
+        self.attention: cpp_attention.Attention | None = None
+        self._store: Store | None = None
+        self._latents: KVBlocks | None = None
+        # numbers that each growth of a pool adds up over all layers
+        self.num_blocks = self.keys.shape[0]
+        self.block_bytes = 0
+        for tensor in self.data:
+            if tensor.shape[0]:
+                self.block_bytes += tensor[0].numel() * tensor.element_size()
+        # whether blocks take no memory until first used
+        self.is_elastic = commits_when_touched(self.keys.device)
+
+    @property
+    def pair(self) -> tuple[tuple[Tensor, torch.dtype], tuple[Tensor, torch.dtype]]:
+        """Keys and values, each with the dtype that the model computes."""
+        key_dtype, value_dtype = self.dtypes
+        return (self.keys, key_dtype), (self.values, value_dtype)
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """Those of the keys and of the values that the model computes."""
+        return [(blocks.shape[1], blocks.shape[3], dtype) for blocks, dtype in self.pair]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether blocks hold every number of K/V of `dtypes`: they are neither quantized nor of a
+        narrower dtype."""
+        if self.quantized_dtype is not None:
+            return False
+        for stored, dtype in self.pair:
+            if torch.promote_types(stored.dtype, dtype) != stored.dtype:
+                return False
+        return True
+
+    @property
+    def tiles(self) -> tuple[Tensor, ...]:
+        """`data` as `(num_blocks, heads, block_size, dim)`."""
+        *_, codes = self.form
+        return _tiles(self.data, codes)
+
+    def store(
+        self,
+        look: Look,
+        keys: Tensor,
+        values: Tensor,
+        slots: Tensor,
+    ) -> None:
+        """Writes K/V to `slots` (`choose_store`). Reuses the chosen function while `look` is the
+        same, since choosing takes longer than a small store."""
+        blocks = self
+        if self.rows is not None:
+            self.rows.settle()
+        if self.shares_scales:
+            blocks = self.latents
+            keys = torch.cat((keys, values), dim=3)
+            values = keys
+        if look != self.look or self._store is None:
+            chosen = choose_store(keys, values, blocks.keys, blocks.values, slots)
+            self._store, self.look = chosen, look
+        self._store(keys, values, slots)
+
+    def fits(self, keys: Tensor, values: Tensor) -> bool:
+        """Whether these blocks can store K/V like these as they are."""
+        if self.dtypes != (keys.dtype, values.dtype):
+            return False
+        return sizes_of(self.keys, self.values) == sizes_of(keys, values)
+
+    def no_states(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Returns empty keys and values (no rows, no tokens) with the heads, dims and dtypes of the
+        stored ones."""
+        return _no_states(self.kinds, device)
+
+    def at(self, block_ids: list[int]) -> KVBlocks:
+        """Returns copies of some blocks."""
+        return self.like([tensor[block_ids] for tensor in self.data])
+
+    def put_blocks(self, block_ids: Tensor | list[int], blocks: KVBlocks) -> None:
+        """Writes all of `blocks`, of the same heads and dims on any device, to `block_ids`."""
+        if self.rows is not None:
+            self.rows.settle()
+        if self.quantized_dtype is not None:
+            for target, source in zip(self.data, blocks.data):
+                target[block_ids] = source.to(target.device)
+        else:
+            keys = blocks.keys.to(self.keys)
+            values = blocks.values.to(self.values)
+            self.keys[block_ids], self.values[block_ids] = keys, values
+
+    @property
+    def latents(self) -> KVBlocks:
+        """Keys and values, stored side by side, as one tensor used both as keys and as values."""
+        if self._latents is None:
+            (tile,) = self.tiles
+            self._latents = KVBlocks(self.data, tile, tile, self.dtypes)
+        return self._latents
+
+    @property
+    def plain_token_bytes(self) -> int:
+        """Bytes of a token in the dtypes that the model computes, as transformers' own cache stores
+        it."""
+        return sum(heads * dim * dtype.itemsize for heads, dim, dtype in self.kinds)
+
+    @classmethod
+    def allocate(
+        cls,
+        num_blocks: int,
+        block_size: int,
+        keys: Tensor,
+        values: Tensor,
+        spec: GroupSpec = FULL_ATTENTION,
+        kv_dtype: str | None = None,
+    ) -> KVBlocks:
+        """Allocates uninitialised blocks for K/V like `keys` and `values`, each `(batch, heads, n,
+        dim)`; `kv_dtype` as in `PagedConfig`. Raises `ValueError` for sizes that cannot be
+        quantized."""
+        heads, key_dim = keys.shape[1::2]
+        value_heads, value_dim = values.shape[1::2]
+        dtypes = (keys.dtype, values.dtype)
+        if kv_dtype is None:
+            stored = [spec.storage_dtype(dtype) for dtype in _attended(*dtypes)]
+        else:
+            stored = [quantized.DTYPES[kv_dtype]] * 2
+        key_dtype, value_dtype = stored
+        are_alike = (heads, key_dtype) == (value_heads, value_dtype)
+        if are_alike and key_dim == value_dim:
+            widths = [(2 * heads, key_dim)]
+        elif are_alike and (kv_dtype is None or heads == 1):
+            widths = [(heads, key_dim + value_dim)]
+        else:
+            widths = [(heads, key_dim), (value_heads, value_dim)]
+        codes = None
+        shapes: list[tuple[int, ...]] = []
+        for count, dim in widths:
+            if kv_dtype is None:
+                shapes.append((num_blocks, count, block_size, dim))
+            else:
+                quantized.check_sizes(block_size, dim)
+                shapes.append((num_blocks, count, quantized.tile_bytes(block_size, dim)))
+        if kv_dtype is not None:
+            codes = (block_size, key_dtype)
+            stored = [torch.uint8] * 2
+        tensors = zip(shapes, stored)
+        data = tuple(_empty(shape, dtype, keys.device) for shape, dtype in tensors)
+        return cls.view(data, heads, key_dim, dtypes, codes)
+
+    @classmethod
+    def view(
+        cls,
+        data: tuple[Tensor, ...],
+        heads: int,
+        key_dim: int,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        codes: tuple[int, torch.dtype] | None = None,
+    ) -> KVBlocks:
+        """Makes blocks whose keys, of `heads` and `key_dim`, and values are views of `data`. For
+        quantized blocks, `codes` is the block size and the codes' dtype."""
+        tiles = _tiles(data, codes)
+        if len(tiles) == 2:
+            return cls(data, *tiles, dtypes)
+        (both,) = tiles
+        if both.shape[1] == 2 * heads:
+            keys = both[:, :heads]
+            values = both[:, heads:]
+        else:
+            keys = both[..., :key_dim]
+            values = both[..., key_dim:]
+        return cls(data, keys, values, dtypes)
+
+    def like(self, data: Sequence[Tensor]) -> KVBlocks:
+        return self.view(tuple(data), *self.form)
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """The arguments of `view` after the tensors."""
+        _, heads, block_size, dim = self.keys.shape
+        codes = None
+        if self.quantized_dtype is not None:
+            codes = (block_size, self.quantized_dtype)
+        return heads, dim, self.dtypes, codes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return KVBlocks.view, (self.data, *self.form)
+
+    def grown(self, num_blocks: int) -> KVBlocks:
+        tensors = [
+            _empty((num_blocks, *tensor.shape[1:]), tensor.dtype, tensor.device)
+            for tensor in self.data
+        ]
+        for new, old in zip(tensors, self.data):
+            new[: old.shape[0]] = old
+        return self.like(tensors)
+
+
+class LayerKV(NamedTuple):
+    """What a layer stores of each token."""
+
+    spec: GroupSpec
+    layer: int
+    keys: Kind
+    values: Kind
+
+    @property
+    def states(self) -> tuple[Tensor, Tensor]:
+        """Empty keys and values of the layer, on the meta device."""
+        return _no_states((self.keys, self.values), torch.device("meta"))
+
+
+def _attended(keys: torch.dtype, values: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+    """Returns the dtypes of K and V in attention. Under autocast, rotated keys stay in float32
+    beside values in half precision, and attention rounds both to half precision."""
+    is_half = values in (torch.bfloat16, torch.float16)
+    if keys is torch.float32 and is_half:
+        return values, values
+    return keys, values
+
+
+def _tiles(data: tuple[Tensor, ...], codes: tuple[int, torch.dtype] | None) -> tuple[Tensor, ...]:
+    if codes is None:
+        return data
+    return tuple(quantized.codes(tensor, *codes) for tensor in data)
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    # the tensor outlives the call: one made in inference mode could not be written to outside it
+    with torch.inference_mode(False):
+        size = math.prod(shape) * dtype.itemsize
+        is_on_linux_host = device.type == "cpu" and sys.platform == "linux"
+        if is_on_linux_host and size >= MIN_RESERVED_BYTES:
+            return reserved(size).view(dtype).view(shape)
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _no_states(kinds: Iterable[Kind], device: torch.device) -> tuple[Tensor, Tensor]:
+    keys, values = (
+        torch.empty(0, heads, 0, dim, dtype=dtype, device=device) for heads, dim, dtype in kinds
+    )
+    return keys, values
+
+
+def sizes_of(keys: Tensor, values: Tensor) -> list[tuple[int, int, torch.device]]:
+    return [
+        (keys.shape[1], keys.shape[3], keys.device),
+        (values.shape[1], values.shape[3], values.device),
+    ]

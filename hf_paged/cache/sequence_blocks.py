@@ -1,0 +1,54 @@
+"""The blocks of one sequence in all layer groups. It never takes or frees a block, nor chooses one:
+`block_manager.BlockManager` does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .block_pool import BlockTable
+from .prefix_index import Node
+
+UNCACHED = object()
+"""The namespace of sequences that do not use the prefix cache."""
+
+
+class _WithWeakRefs:
+    __slots__ = ("__weakref__",)
+
+
+@dataclass(slots=True, eq=False)
+class SequenceBlocks(_WithWeakRefs):
+    """The blocks of one sequence: one block table per layer group, all with the same number of
+    tokens."""
+
+    tables: tuple[BlockTable, ...] = ()
+    epoch: int = 0  # the manager's when the first token was stored
+    node: Node | None = None  # the prefix index's node of the last registered block
+    num_registered: int = 0  # blocks offered to the prefix index
+    # tokens for which the tables have writable blocks: until then a decode step only counts
+    capacity: int = 0
+    # token counts at which a step ends, so that `register` can keep the state there
+    stops: tuple[int, ...] = ()
+
+    def __del__(self) -> None:
+        # an exception lost it before its blocks were freed, or before it was made
+        for table in getattr(self, "tables", ()):
+            table.pool.has_lost |= bool(table.block_ids)
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` unless the tables agree."""
+        lengths = {table.num_tokens for table in self.tables}
+        if self.capacity and len(lengths) != 1:  # tables of a cache's row may differ
+            raise AssertionError(f"the groups of a sequence hold {sorted(lengths)} tokens")
+        for table in self.tables:
+            # a whole block if it was reserved for the next token
+            num_unused = table.num_unused_slots
+            if table.block_ids and not 0 <= num_unused <= table.block_size:
+                raise AssertionError(f"{len(table.block_ids)} blocks for {table.num_tokens} tokens")
+            is_writable = self.capacity > table.num_tokens
+            if is_writable and table.shared_tail is not None:
+                raise AssertionError(f"block {table.shared_tail} is shared, but may be written to")
+
+
+NO_BLOCKS = SequenceBlocks()
+"""The blocks of a sequence before it is admitted and after its blocks are freed."""

@@ -281,16 +281,7 @@ class StepLoop:
                     generation.is_sampling = False
             self._repeat(repeated)
         except BaseException as cause:
-            for generation in untold:  # they have their tokens, whether or not that was noted
-                generation.is_sampling = False
-            lost = [
-                generation
-                for generation, _ in ready
-                if generation.is_sampling and generation not in untold
-            ]
-            if is_interrupt(cause):
-                repeated = [g for g in lost if g.can_repeat and g is not applied]
-            self._end_lost(lost, repeated, cause, bool(results), untold)
+            self._end_lost(ready, repeated, applied, cause, bool(results), untold)
             raise
         finally:
             self.executor.is_unchecked |= runs_callers_code
@@ -466,14 +457,25 @@ class StepLoop:
 
     def _end_lost(
         self,
-        lost: list[Generation],
+        ready: Ready,
         repeated: list[Generation],
+        applied: Generation | None,
         cause: BaseException,
         is_split: bool,
         untold: deque[Generation],
     ) -> None:
-        """Ends generations whose sampling `cause` interrupted, since their progress is unknown;
-        those in `repeated` are sampled again. `is_split`: whether tokens were being applied."""
+        """Ends generations of `ready` whose sampling `cause` interrupted, since their progress is
+        unknown; those in `repeated` are sampled again, after an interrupt also all others that can
+        be, but the one whose token was being `applied`. `is_split`: whether tokens were."""
+        for generation in untold:  # they have their tokens, whether or not that was noted
+            generation.is_sampling = False
+        lost = [
+            generation
+            for generation, _ in ready
+            if generation.is_sampling and generation not in untold
+        ]
+        if is_interrupt(cause):
+            repeated = [g for g in lost if g.can_repeat and g is not applied]
         try:
             self._repeat(repeated)
             if is_split:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import hf_paged
+from hf_paged.rooms import RoomMissingError
 from tests.support import fuzz, fuzz_cases, models
 from tests.support.fuzz_cases import Case
 
@@ -24,6 +25,8 @@ def test_case(number: int) -> None:
     case = fuzz_cases.draw(SEED, number)
     try:
         outcomes = fuzz.run_case(case)
+    except RoomMissingError:
+        raise
     except Exception as error:
         raise AssertionError(
             f"python -m tests.support.fuzz --seed {SEED} --only {number}\n{case}\n{error}"

@@ -6,13 +6,10 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from hf_paged.rooms import ROOMS
+from tests.support.rooms import needs_all_rooms
 
-from hf_paged.rooms import ROOMS, is_installed
-
-pytestmark = pytest.mark.skipif(
-    not all(map(is_installed, ROOMS)), reason="looks at all rooms, and some are taken away"
-)
+pytestmark = needs_all_rooms
 PACKAGE = Path(__file__).parents[1] / "hf_paged"
 
 PACKAGES = ("rooms", "generation", "batching", "model", "attention", "cache", "kernels", "base")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import hf_paged
 from hf_paged.topics import Topic, TopicError
+from tests.support.rooms import needs_all_rooms
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "guide" / "troubleshooting.md"
@@ -78,6 +79,7 @@ def test_the_page_has_a_row_for_each_topic_and_error_class() -> None:
             assert issubclass(value, TopicError) and f"`{name}`" in PAGE.read_text()
 
 
+@needs_all_rooms
 def test_every_topic_is_used() -> None:
     used = {
         node.attr

@@ -25,6 +25,7 @@ from hf_paged.batching.scheduling.preemption import CostModel
 from hf_paged.kernels import cpp
 from tests.support import models
 from tests.support.engine_helpers import lone_run, prompts, run_all
+from tests.support.rooms import records_on_cpu
 
 WIDTH, AT = 17, 12  # tokens of the prompt, and the new token after which the model changes
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 30}
@@ -339,13 +340,13 @@ def check(case: str, way: str) -> None:
     route = last_route(model)
     assert torch.equal(found, expected), f"plain\n{expected}\npaged\n{found}"
     assert route is not None and route.road == "engine"
-    if not models.records():
+    if not records_on_cpu():
         return
     if case in UNSEEN:
         assert not route.num_captured_steps and any(
             "are not recorded" in reason for reason in route.slowed_by
         )
-    elif case not in ("hook", "pre-hook"):
+    elif case not in ("hook", "pre-hook") and records_on_cpu():
         assert route.num_captured_steps > 16, "it is recorded once more"
 
 
@@ -476,21 +477,6 @@ def test_a_model_that_changes_in_each_step_is_not_recorded_each_time() -> None:
     assert torch.equal(run(), run(**models.PAGED))
 
 
-def test_equal_values_set_again_keep_what_was_recorded() -> None:
-    model: Any = models.build("llama")
-    scaling = model.model.layers[0].self_attn.scaling
-
-    def process(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        for layer in model.model.layers:
-            layer.self_attn.scaling = scaling * 2 / 2
-        return scores
-
-    expected = model.generate(**prompt(), **GREEDY)
-    found = model.generate(**prompt(), **GREEDY, **models.PAGED, logits_processor=[process])
-    assert torch.equal(found, expected)
-    assert not models.records() or last_route(model).num_captured_steps > 20  # type: ignore[union-attr]
-
-
 class Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -516,9 +502,9 @@ def test_an_active_mode_sees_every_step(mode: Any) -> None:
             route = last_route(model)
             assert route is not None and not route.num_captured_steps
             named = any(f"`{mode.__name__}`" in reason for reason in route.slowed_by)
-            assert named or not models.records()
+            assert named or not records_on_cpu()
         assert torch.equal(model.generate(**prompt(), **GREEDY, **models.PAGED), plain)
-        assert not models.records() or last_route(model).num_captured_steps > 16  # type: ignore[union-attr]
+        assert not records_on_cpu() or last_route(model).num_captured_steps > 16  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("mode", [Functions, Dispatches])
@@ -541,7 +527,7 @@ def test_the_mode_of_a_default_device_hides_nothing() -> None:
     expected = model.generate(**prompt(), **GREEDY)
     with torch.device("cpu"):
         assert torch.equal(model.generate(**prompt(), **GREEDY, **models.PAGED), expected)
-    assert not models.records() or last_route(model).num_captured_steps > 16  # type: ignore[union-attr]
+    assert not records_on_cpu() or last_route(model).num_captured_steps > 16  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("is_set", [True, False], ids=["before", "within"])

@@ -25,11 +25,12 @@ from transformers import PreTrainedModel, Seq2SeqTrainer, Seq2SeqTrainingArgumen
 from transformers.utils.import_utils import enable_tf32
 
 import hf_paged
-from hf_paged import PagedEngine, inspect
+from hf_paged import PagedEngine
 from tests.callers.test_callers import Pairs, assert_used_pool, seq2seq_trainer, timeless
 from tests.support import models
 from tests.support.checks import assert_same_tokens
 from tests.support.precision import BY_BACKEND, LEGACY, default_precision
+from tests.support.rooms import records_on_cpu
 
 NUM_PROMPTS, PROMPT_LENGTH, ANSWER_LENGTH = 8, 21, 10
 PADDING = 6  # tokens
@@ -216,7 +217,7 @@ def test_precision_of_float32(name: str) -> None:
             assert route is not None
             assert route.road == "engine"
             assert route.reason.startswith("packed")
-            assert not models.records() or route.num_captured_steps > 0
+            assert not records_on_cpu() or route.num_captured_steps > 0
         prompt = models.token_ids(1, 9, seed=3)
         expected = model.generate(prompt, do_sample=False, max_new_tokens=NEW)
         with PagedEngine(model, {"block_size": models.BLOCK_SIZE}) as engine:
@@ -269,6 +270,8 @@ def test_a_trainer_that_turns_on_tf32(name: str, tmp_path: Path) -> None:
 def test_inspect_in_another_precision(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from hf_paged import inspect
+
     models.config("llama").save_pretrained(tmp_path)
     with default_precision():
         BY_BACKEND[name]()

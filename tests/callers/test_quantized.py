@@ -26,6 +26,7 @@ from tests.callers.test_callers import BEAMS, GREEDY, assert_used_pool
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
 from tests.support.checks import assert_same_tokens
+from tests.support.rooms import records_on_cpu
 
 # int4 variant that runs on a CPU: torchao's `Int4WeightOnlyConfig` packs for CUDA and XPU only
 SCHEMES: dict[str, Callable[[], Any]] = {
@@ -118,7 +119,7 @@ def test_decode_steps_are_recorded_and_read_the_weights_again(scheme: str) -> No
             )
             route = hf_paged.last_route(model)
             assert route is not None
-            assert not models.records() or route.num_captured_steps > 10, (change, route)
+            assert not records_on_cpu() or route.num_captured_steps > 10, (change, route)
 
 
 def test_item_03_torchao_quantizes_between_two_calls() -> None:

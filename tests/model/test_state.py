@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,14 +10,12 @@ import torch
 from torch import nn
 from transformers import TextIteratorStreamer
 
-from hf_paged import PagedConfig, PagedEngine, last_route
-from hf_paged.batching.loop import StepLoop
+from hf_paged.kernels import cpp
 from hf_paged.model.state import ModelState, read_state
 from hf_paged.model.writes import Write, note_write
-from tests.batching.test_changing_models import AT, SIMPLE, WIDTH, Processor
+from tests.batching.test_changing_models import SIMPLE
 from tests.model.test_fingerprint import CHANGES, FACTORS, WRITES, Small, llama
 from tests.support import models
-from tests.support.engine_helpers import lone_run, prompts
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 30}
 
@@ -124,91 +120,9 @@ def test_a_model_that_was_changed_and_changed_back_is_like_itself(small: Any) ->
     assert not watched(small).is_like(state), "its tensors were written to"
 
 
-@pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> collections.Counter[str]:
-    """How often a model was read, and each part of it looked at."""
-    counts = collections.Counter[str]()
-    for name in ("__init__", "_read_parts", "_read_values", "_read_content"):
-        method = getattr(ModelState, name)
-
-        def counted(self: Any, *args: Any, name: str = name, method: Any = method) -> Any:
-            counts[name] += 1
-            return method(self, *args)
-
-        monkeypatch.setattr(ModelState, name, counted)
-    return counts
-
-
-needs_tapes = pytest.mark.skipif(not models.records(), reason="nothing is recorded")
-
-
-@needs_tapes
-@pytest.mark.parametrize("num_new", [30, 130], ids=["short", "with the prefix cache"])
-def test_a_call_that_runs_no_callers_code_is_read_once(
-    num_new: int, looks: collections.Counter[str]
-) -> None:
-    """It looks for moved tensors after each forward of the model, and before no other replay."""
-    model, inputs = models.build("llama"), models.prompt("llama", 1, 9)
-    options = {**GREEDY, "max_new_tokens": num_new, "eos_token_id": None}
-    for _ in range(2):
-        looks.clear()
-        model.generate(**inputs, **options, **models.PAGED)
-    route = last_route(model)
-    assert route is not None
-    num_eager = max(0, num_new - 1 - route.num_captured_steps)
-    assert num_eager < 5
-    assert looks["__init__"] == 1 + (num_new > 100)  # what was cached needs a fingerprint
-    assert looks["_read_parts"] <= 1 + num_eager and not looks["_read_values"]
-
-
-@needs_tapes
-def test_a_step_after_other_code_looks_once(looks: collections.Counter[str]) -> None:
-    (text,) = prompts(9)
-    with PagedEngine(models.build("llama"), PagedConfig(block_size=8)) as engine:
-        engine.add_request(text, GREEDY, logits_processor=[lambda ids, scores: scores])
-        for _ in range(12):
-            engine.step()
-        looks.clear()
-        for _ in range(5):
-            engine.step()
-    assert looks == {"_read_parts": 5, "_read_values": 5, "_read_content": 5}
-
-
-@needs_tapes
-def test_an_engine_reads_its_model_once_for_its_guard_and_its_recorded_steps(
-    looks: collections.Counter[str],
-) -> None:
-    (text,) = prompts(9)
-    with PagedEngine(models.build("llama"), PagedConfig(block_size=8)) as engine:
-        engine.add_request(text, GREEDY)
-        for _ in range(9):
-            engine.step()
-        assert engine.stats().num_captured_steps
-    assert looks["__init__"] == 1
-
-
-@needs_tapes
-def test_weights_that_another_thread_replaces_between_steps_of_one_engine_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It should have paused the engine; a replay must not read memory that is not the model's."""
-    model, (text,) = models.build("llama"), prompts(WIDTH)
-    expected = lone_run(
-        model, text, GREEDY, logits_processor=[Processor(lambda: SIMPLE["weight"](model))]
-    )
-    changed: Any = models.build("llama")
-    propose, num_steps = StepLoop.propose, itertools.count()
-
-    def between(self: Any, *args: Any) -> None:
-        if next(num_steps) == AT + 1:  # a processor sees a token one forward later
-            SIMPLE["weight"](changed)
-        propose(self, *args)
-
-    with PagedEngine(changed, PagedConfig(block_size=8)) as engine:
-        monkeypatch.setattr(StepLoop, "propose", between)
-        (result,) = engine.generate([text], GREEDY)
-        assert engine.stats().num_captured_steps
-    assert [result.token_ids] == expected
+needs_tapes = pytest.mark.skipif(
+    not cpp.is_available(), reason="no C++ compiler: nothing is recorded"
+)
 
 
 @needs_tapes

@@ -17,6 +17,7 @@ import hf_paged
 from hf_paged.model import writes
 from hf_paged.model.state import fingerprint
 from hf_paged.model.writes import Snapshot
+from hf_paged.rooms import is_installed
 from tests.support import models
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
@@ -177,7 +178,7 @@ def test_the_recording_of_a_step_leaves_the_model_as_it_was() -> None:
     )
     route = hf_paged.last_route(model)
     assert route is not None
-    assert not models.records() or route.num_captured_steps > 100
+    assert route.num_captured_steps > 100 or not is_installed("tape")
     for name, buffer in plain.model.layers[0].mlp.named_buffers():
         torch.testing.assert_close(module.get_buffer(name), buffer)
 

@@ -445,7 +445,7 @@ def test_a_manager_whose_thread_vanished_takes_no_requests(monkeypatch: pytest.M
     assert len(list(manager)) == 2
 
 
-def test_a_signal_that_wakes_a_reader_leaves_it_the_lock() -> None:
+def test_a_signal_that_wakes_a_reader_leaves_it_the_lock(sigint: None) -> None:
     """It comes when the wait has just released the lock, which the reader's `with` is to
     release."""
     manager = models.get("llama").init_continuous_batching(GREEDY)

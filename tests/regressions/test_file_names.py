@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.kernels.triton import test_gpu_memcheck
+from tests.support.rooms import needs_all_rooms
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("benchmarks", "docs", "examples", "hf_paged", "tests")
@@ -27,6 +28,7 @@ NO_FILES = {
 }
 
 
+@needs_all_rooms
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_files_that_python_code_names_exist(folder: str) -> None:
     tests = {path.name for path in (ROOT / "tests").rglob("test_*.py")}

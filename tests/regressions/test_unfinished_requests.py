@@ -7,7 +7,6 @@ import copy
 import pickle
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +16,8 @@ import torch
 from hf_paged import OutOfBlocksError, PagedConfig, PagedEngine, RequestResult, last_route
 from hf_paged.batching.scheduling.shortage import NeverFits
 from tests.support import models
-from tests.support.engine_helpers import assert_drained, lone_run, prompts, run_all
-from tests.support.peft_models import many, saved
+from tests.support.engine_helpers import lone_run, prompts, run_all
+from tests.support.peft_models import many
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
 
@@ -45,21 +44,6 @@ def test_log_probabilities_of_a_prompt_whose_request_drafts_beside_a_prefill(len
     assert drafted.prompt_logprobs[0] is plain.prompt_logprobs[0] is None
     assert len(drafted.prompt_logprobs) == length
     assert drafted.prompt_logprobs[1:] == pytest.approx(plain.prompt_logprobs[1:], abs=1e-4)
-
-
-def test_an_adapter_that_cannot_be_loaded_keeps_no_other_from_its_place(tmp_path: Path) -> None:
-    wrong = saved(many(1, "gpt2", target_modules=["c_attn"]), tmp_path / "gpt2")[0]
-    right = saved(many(2), tmp_path / "llama")
-    with PagedEngine(models.build("llama"), PagedConfig(block_size=8)) as engine:
-        results = engine.generate(prompts(12, 12, 12), GREEDY, adapter=[wrong, *right])
-        assert "cannot be loaded" in str(results[0].error)
-        assert [result.error for result in results[1:]] == [None, None]
-        assert_drained(engine)
-        for copied in (
-            pickle.loads(pickle.dumps(results[0].error)),
-            copy.deepcopy(results[0].error),
-        ):
-            assert type(copied) is type(results[0].error) and str(copied) == str(results[0].error)
 
 
 def test_the_error_of_a_request_that_never_fits_can_be_copied() -> None:

@@ -20,9 +20,12 @@ from hf_paged.rooms import ROOMS
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("hf_paged", "tests", "examples", "docs", "benchmarks", ".ci", ".github")
 
-# Read at every start of Python. Without it an editable installation finds the missing rooms where
-# the project stands.
+# Read at every start of Python, before the `sitecustomize` that it hides. Without it an editable
+# installation finds the missing rooms where the project stands.
 NOT_INSTALLED = """
+import importlib.machinery
+import importlib.util
+import os
 import sys
 
 sys.meta_path[:] = [
@@ -30,6 +33,12 @@ sys.meta_path[:] = [
     for finder in sys.meta_path
     if not getattr(finder, "__module__", "").startswith("__editable__")
 ]
+folder = os.path.dirname(os.path.abspath(__file__))
+others = [path for path in sys.path if os.path.abspath(path) != folder]
+spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
+if spec is not None:
+    sys.modules["sitecustomize"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["sitecustomize"])
 """
 
 
@@ -77,7 +86,7 @@ def main() -> None:
         (Path(folder) / "sitecustomize.py").write_text(NOT_INSTALLED)
         report = Path(folder) / "tests.xml"
         plugins = ["-p", "no:cacheprovider", "--junitxml", str(report)]
-        command = [sys.executable, "-m", "pytest", *plugins, "-rs", *options]
+        command = [sys.executable, "-m", "pytest", *plugins, "-rfEs", *options]
         variables = {**os.environ, "PYTHONPATH": folder}  # before the installed project
         code = subprocess.run(command, cwd=folder, env=variables).returncode
         passed, skipped, failed = counts(report) if report.exists() else (0, 0, 0)

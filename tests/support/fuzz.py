@@ -36,6 +36,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import hf_paged
 from hf_paged.cache.block_pool import OutOfBlocksError
+from hf_paged.rooms import RoomMissingError
 from tests.support import fuzz_cases, models
 from tests.support.checks import model_state
 from tests.support.fuzz_cases import GREEDY_STEPS, Case
@@ -73,6 +74,8 @@ def play(
     torch.manual_seed(seed)
     try:
         return generate(model, inputs, options, paged), torch.get_rng_state()
+    except RoomMissingError:
+        raise
     except Exception as error:
         return Refusal(
             type(error), f"{error}\n{''.join(traceback.format_tb(error.__traceback__)[-3:])}"

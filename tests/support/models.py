@@ -192,14 +192,6 @@ DECODER_ONLY = tuple(name for name in NAMES if name not in ENCODER_DECODER)
 SLIDING = ("mistral", "gemma2", "gemma3", "gpt_oss")
 
 
-def records() -> bool:
-    """Whether decode steps on the CPU are recorded."""
-    from hf_paged.kernels import cpp
-    from hf_paged.rooms import is_installed
-
-    return cpp.is_available() and is_installed("tape")
-
-
 def is_encoder_decoder(name: str) -> bool:
     return name in ENCODER_DECODER
 

@@ -174,29 +174,6 @@ def test_intervals_of_a_request_follow_one_another_and_end_once() -> None:
         assert all(interval.start <= interval.end for interval in own)
 
 
-def test_verified_drafts_are_told_by_request_and_step() -> None:
-    options = {"do_sample": False, "max_new_tokens": 20}
-    with PagedEngine(models.get("llama"), {"block_size": 8}) as engine:
-        results = engine.generate(
-            prompts(9, 5, 12), options, assistant_model=models.get_assistant("llama")
-        )
-        told, intervals = engine.timeline.verifications(), engine.timeline.intervals()
-    assert any(each.num_accepted_tokens for each in told)
-    for number, result in enumerate(results):
-        own = [each for each in told if each.number == number]
-        assert len(own) == result.num_drafts
-        assert sum(each.num_draft_tokens for each in own) == result.num_draft_tokens
-        assert sum(each.num_accepted_tokens for each in own) == result.num_accepted_tokens
-        assert len({each.step for each in own}) == len(own)
-        [decode] = [
-            each for each in intervals if each.number == number and each.activity is Activity.DECODE
-        ]
-        for each in own:
-            assert decode.first_step <= each.step < decode.end_step
-            assert 0 <= each.num_accepted_tokens <= each.num_draft_tokens
-            assert decode.start <= each.start <= each.end <= decode.end
-
-
 def test_a_step_that_fails_leaves_the_timeline_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = PagedEngine(models.get("llama"))
     engine.add_request([5, 6, 7], {"max_new_tokens": 4}, request_id="a")

@@ -38,7 +38,6 @@ from .execution.packed import PackedRunner
 from .execution.rectangles import RectangleRunner
 from .execution.runner import Runner
 from .loop import StepLoop
-from .scheduling.drafts import Drafting
 from .scheduling.preemption import CostModel, Preemption
 from .scheduling.scheduler import Scheduler
 
@@ -102,7 +101,10 @@ def make_loop(
     def make_drafter() -> Drafter:
         # the room has been asked for a call's own options already (`reason_against`)
         make = parts.drafter or room("speculation", "`speculation`").Speculator
-        return make(model, config, memory, runner, proxy)
+        make_assistants = functools.partial(make_runner, make_recorder=make_recorder)
+        return make(model, config, memory, runner, proxy, make_assistants)
+
+    drafter = OnDemand(make_drafter)
 
     def make_adapters() -> Adapters:
         adapters: Adapters = room("adapters", "`adapter`").make_adapters(
@@ -110,7 +112,6 @@ def make_loop(
         )
         return adapters
 
-    drafting = Drafting(make_drafter)
     adapters = OnDemand(make_adapters)
     scheduler = Scheduler(
         preemption,
@@ -118,7 +119,7 @@ def make_loop(
         max_num_seqs,
         max_chunk_tokens(model, config) if is_packed else None,
         rope=runner.rope if isinstance(runner, PackedRunner) else None,
-        reclaim=drafting.reclaim,
+        drafter=drafter,
         adapters=adapters,
     )
     # it holds the drafter: a cycle would keep the model and its memory alive
@@ -131,7 +132,7 @@ def make_loop(
         memory,
         blocks,
         scheduler,
-        drafting,
+        drafter,
     )
 
 

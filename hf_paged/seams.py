@@ -75,8 +75,9 @@ class Drafter(Protocol):
 
 
 MakeDrafter = Callable[..., Drafter]
-"""Makes a drafter from a loop's model, `PagedConfig`, `PagedMemory`, `Runner` and `Scheduler`, in
-this order; it must not keep the scheduler alive, for which it gets a weak proxy."""
+"""Makes a drafter from a loop's model, `PagedConfig`, `PagedMemory`, `Runner`, `Scheduler` (a weak
+proxy: nothing of a loop keeps it alive), and the function that makes other models' runners, in this
+order."""
 
 
 # What tells the tokens of one forward apart

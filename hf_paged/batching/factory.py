@@ -29,7 +29,6 @@ from .execution.packed import PackedRunner
 from .execution.rectangles import RectangleRunner
 from .execution.runner import Runner
 from .loop import StepLoop
-from .scheduling.drafts import Drafting
 from .scheduling.preemption import CostModel, Preemption
 from .scheduling.scheduler import Scheduler
 from .scheduling.timeline import Timeline
@@ -95,9 +94,10 @@ def make_loop(
     def make_drafter() -> Drafter:
         # the room has been asked for a call's own options already (`reason_against`)
         make = parts.drafter or room("speculation", "`speculation`").Speculator
-        return make(model, config, memory, runner, proxy)
+        make_assistants = functools.partial(make_runner, make_recorder=make_recorder)
+        return make(model, config, memory, runner, proxy, make_assistants)
 
-    drafting = Drafting(make_drafter)
+    drafter = OnDemand(make_drafter)
     adapters: OnDemand[Adapters] = OnDemand(
         lambda: room("adapters", "`adapter`").make_adapters(model, cache, make_runner, blocks)
     )
@@ -108,7 +108,7 @@ def make_loop(
         max_chunk_tokens(model, config) if is_packed else None,
         rope=runner.rope if isinstance(runner, PackedRunner) else None,
         timeline=timeline or Timeline(),
-        reclaim=drafting.reclaim,
+        drafter=drafter,
         adapters=adapters,
     )
     # it holds the drafter: a cycle would keep the model and its memory alive
@@ -116,7 +116,7 @@ def make_loop(
     executor = Executor(model, memory, runner, scheduler, guard, adapters)
     if reason is not None:
         executor.slowed_by.add(f"`prefix_tiers` has no effect: {reason}")
-    return StepLoop(executor, memory, blocks, scheduler, drafting)
+    return StepLoop(executor, memory, blocks, scheduler, drafter)
 
 
 def max_chunk_tokens(model: PreTrainedModel, config: PagedConfig) -> int | None:

@@ -171,6 +171,12 @@ class Generation:
     def close(self) -> None:
         self._logits, self.is_closed = {}, True
 
+    def draft_by(self, drafter: Drafter) -> None:
+        """Has its only row drafted for, before its request is queued, until `end_drafts`."""
+        self.drafter = drafter
+        ((request, _),) = self.rows
+        request.drafts_first, request.namespace = drafter.attach(self)
+
     def end_drafts(self) -> None:
         if self.drafter is not None:
             self.drafter.detach(self)

@@ -17,6 +17,8 @@ from ..cache.memory import PagedMemory
 from ..interrupts import is_interrupt
 from ..model.sharding import RankLostError
 from ..plan import StepPlan
+from ..rooms import OnDemand
+from ..seams import Drafter
 from .decoding.base import Fetch, Result, SampledTokens
 from .decoding.sampler import sample_step, unknown_token
 from .execution.executor import Executor, Window
@@ -24,7 +26,6 @@ from .generation import Generation
 from .ledger import Ledger, Ready
 from .progress import Progress
 from .request import RowsError
-from .scheduling.drafts import Drafting
 from .scheduling.scheduler import Scheduler
 from .scheduling.shortage import NeverFits
 
@@ -45,7 +46,7 @@ class StepLoop:
     memory: PagedMemory  # its lock guards the block tables
     blocks: BlockManager  # owner of the block tables that the runner reads
     scheduler: Scheduler
-    drafting: Drafting
+    drafter: OnDemand[Drafter]
     num_steps: int = 0
     seconds: float = 0.0  # spent in steps
 
@@ -86,7 +87,7 @@ class StepLoop:
             for part in generation.parts or [generation]:
                 asks = part.assistance is not None and part.is_single and not part.is_done
                 if asks and self.executor.runner.takes_drafts:
-                    self.drafting.attach(part)
+                    part.draft_by(self.drafter())
             self._add(generation)
         except BaseException:
             for part in generation.parts or [generation]:
@@ -152,8 +153,8 @@ class StepLoop:
         """Between steps: notes that the weights changed; `recompute` drops the K/V of unfinished
         requests."""
         try:
-            if self.drafting.drafter is not None:
-                self.drafting.drafter.change_weights()
+            if self.drafter.made is not None:
+                self.drafter.made.change_weights()
             with self.executor.lock:
                 self.executor.change_weights()
                 if recompute:
@@ -202,7 +203,7 @@ class StepLoop:
     def propose(self, untold: deque[Generation]) -> None:
         """Drafts tokens for the rows that speculate, before `compute` and outside of
         `executor.attention`. Adds generations whose source fails to `untold`."""
-        drafter = self.drafting.drafter
+        drafter = self.drafter.made
         if drafter is None:
             return
         num_rows = self.scheduler.queue.num_rows
@@ -349,8 +350,8 @@ class StepLoop:
                 self.ledger.suspects.clear_computed()
         cost = self.scheduler.preemption.cost
         if not plan.has_chunks:
-            if self.drafting.drafter is not None:
-                self.drafting.drafter.computed(plan.num_tokens, seconds)
+            if self.drafter.made is not None:
+                self.drafter.made.computed(plan.num_tokens, seconds)
         elif cost is not None:
             cost.observe_prefill(plan.num_tokens, seconds)
         return logits
@@ -423,7 +424,7 @@ class StepLoop:
             generation.is_sampling = False
         with self.executor.lock, self.memory.lock:
             self.memory.recover()
-            self.drafting.reclaim()
+            self.scheduler.reclaim()
             self.ledger.recover()
             self.scheduler.recover(self.ledger.rows)
             self.ledger.drop_finished()

@@ -296,7 +296,7 @@ def _schedule(loop: StepLoop, sequences: list[Sequence]) -> StepPlan:
             if not count:
                 break
             has_room = loop.blocks.append(sequence.blocks, count)
-            if not has_room and loop.drafting.reclaim():
+            if not has_room and loop.scheduler.reclaim():
                 has_room = loop.blocks.append(sequence.blocks, count)
             if not has_room:
                 count = 1  # token by token, blocks leave windows

@@ -28,6 +28,7 @@ from ..cache.paged_cache import PagedCache
 from ..cache.sequence_blocks import SequenceBlocks
 from ..config import PagedConfig
 from ..kernels import quantized
+from ..model.sharding import is_sharded
 from ..plan import StepPlan
 from ..step import to_device
 from ..threads import step_lock
@@ -66,7 +67,7 @@ def reason_against_mtp(model: PreTrainedModel) -> str | None:
     layer_types = (DynamicLayer, DynamicSlidingWindowLayer)
     if any(type(layer) not in layer_types for layer in cache.layers):
         return Topic.ASSISTED("its heads keep more than keys and values")
-    if compat.shard_ranks(model) is not None:
+    if is_sharded(model):
         return Topic.ASSISTED("its weights are in several processes")
     shared = (model.get_input_embeddings(), model.get_output_embeddings())
     if any(hasattr(module, "base_layer") for module in shared):

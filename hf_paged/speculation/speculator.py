@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -20,10 +20,11 @@ from ..batching.decoding.scores import are_row_wise
 from ..batching.execution.buckets import draft_bucket
 from ..batching.execution.packed import PackedRunner
 from ..batching.execution.runner import Runner
-from ..batching.factory import MANY_BLOCKS, find_recorder, make_runner, max_chunk_tokens
+from ..batching.factory import MANY_BLOCKS, make_runner, max_chunk_tokens
 from ..batching.generation import Generation
 from ..batching.request import Request, Sequence
 from ..batching.scheduling.scheduler import Scheduler
+from ..cache.block_manager import BlockManager
 from ..cache.free_memory import commits_when_touched
 from ..cache.memory import PagedMemory
 from ..cache.prefix_index import namespace_digest
@@ -118,8 +119,10 @@ class Speculator:
         memory: PagedMemory,
         runner: Runner,
         scheduler: Scheduler,
+        make_runner: Callable[..., tuple[BlockManager, Runner]],
     ) -> None:
         self.model = model
+        self._make_runner = make_runner
         self._config = config
         self._memory = memory
         self._runner = runner
@@ -174,7 +177,7 @@ class Speculator:
         config = self._config
         cache = assistant_cache(model, self._memory)
         layout = choose_layout(model, cache, make_runner)
-        made = make_runner(model, cache, layout, make_recorder=find_recorder)
+        made = self._make_runner(model, cache, layout)
         if commits_when_touched(compute_device(model)):
             # growing would copy, and need new graphs
             cache.reserve(config.num_blocks or MANY_BLOCKS, config.max_num_seqs)

@@ -1,37 +1,11 @@
-"""The drafter of a loop's rows; blocks of draft tokens, which are computed behind a sequence's last
-token and kept as far as they are accepted."""
+"""Blocks of draft tokens, which are computed behind a sequence's last token and kept as far as they
+are accepted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 from ...cache.block_manager import BlockManager
 from ...cache.sequence_blocks import NO_BLOCKS
-from ...seams import Drafter
 from ..request import Sequence
-
-if TYPE_CHECKING:
-    from ..generation import Generation
-
-
-class Drafting:
-    """The drafter of a loop's rows; none until a row asks for drafts."""
-
-    def __init__(self, make: Callable[[], Drafter]) -> None:
-        self._make = make
-        self.drafter: Drafter | None = None
-
-    def attach(self, generation: Generation) -> None:
-        """Drafts for a generation of one row from now on, until its `end_drafts`."""
-        self.drafter = self.drafter or self._make()
-        generation.drafter = self.drafter
-        ((request, _),) = generation.rows
-        request.drafts_first, request.namespace = self.drafter.attach(generation)
-
-    def reclaim(self) -> bool:
-        """As [`Drafter`]'s `reclaim`."""
-        return self.drafter is not None and self.drafter.reclaim()
 
 
 def append_draft(blocks: BlockManager, sequence: Sequence, limit: int) -> int:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from ...cache.block_pool import OutOfBlocksError
 from ...cache.sequence_blocks import NO_BLOCKS, UNCACHED
 from ...plan import StepPlan
-from ...seams import Adapters
+from ...rooms import OnDemand
+from ...seams import Adapters, Drafter
 from ..request import Request, Sequence, Status
 from .drafts import append_draft, settle_draft
 from .limits import limits_of
@@ -43,8 +44,7 @@ class Scheduler:
     aging: float = AGING
     rope: Rope | None = None  # set if keys depend on the sequence's length
     timeline: Timeline = field(default_factory=Timeline)  # records when requests run and wait
-    # frees blocks of assistants; returns whether there were any
-    reclaim: Callable[[], bool] | None = None
+    drafter: OnDemand[Drafter] = field(default_factory=OnDemand)
     # as `RequestQueue.adapters`
     adapters: Callable[[], Adapters] | None = None
 
@@ -287,7 +287,7 @@ class Scheduler:
         short."""
         can_shrink = self.blocks.has_windows and not skips
         while not self.blocks.append(sequence.blocks, count, skips=skips):
-            if self.reclaim is not None and self.reclaim():
+            if self.reclaim():
                 continue
             if may_preempt and self.queue.running[-1] is not request:
                 self._preempt(self.queue.running[-1])
@@ -386,7 +386,7 @@ class Scheduler:
             chunk = 1 if is_alone or not self._chunks else self.max_num_batched_tokens
             needs = request, chunk, reserve, is_alone
             is_in = self.queue.bring_in(*needs)
-            if not is_in and self.reclaim is not None and self.reclaim():
+            if not is_in and self.reclaim():
                 is_in = self.queue.bring_in(*needs)
             if not is_in:
                 self._refused = request
@@ -412,6 +412,10 @@ class Scheduler:
                 sequence.num_answered_tokens = sequence.num_tokens
         self._scheduled.preempted.append(request)
         self._send_back(request, keeps)
+
+    def reclaim(self) -> bool:
+        """As [`Drafter`]'s `reclaim`."""
+        return self.drafter.made is not None and self.drafter.made.reclaim()
 
     def recompute(self) -> list[Request]:
         """Between steps: drops the K/V of unfinished requests. Returns those that were running, now

@@ -19,6 +19,7 @@ from benchmarks.paper.rows import FULL, TINY
 from benchmarks.paper.schedulers import PUBLISHED_RATIOS
 from benchmarks.sections import calls
 from hf_paged import PagedConfig
+from tests.support.rooms import needs_all_rooms
 
 ROOT = readme.ROOT
 # constants of the package that the text names
@@ -66,6 +67,7 @@ def test_item_14_a_figure_that_is_changed_by_hand_is_noticed(tmp_path, monkeypat
     assert "differs from the results" in capsys.readouterr().out
 
 
+@needs_all_rooms
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_item_14_numbers_elsewhere_in_the_text_have_a_source(path):
     project, script = (

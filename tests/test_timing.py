@@ -12,8 +12,8 @@ from transformers import LlamaForCausalLM
 
 import hf_paged
 from hf_paged import timing
-from hf_paged.kernels import cpp
 from tests.support import models
+from tests.support.rooms import records_on_cpu
 
 
 def test_parts_within_parts_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +51,7 @@ def test_threads_that_share_seconds_keep_their_own_durations(
 
 def test_the_route_says_what_the_first_call_cost() -> None:
     model, options = models.build("llama"), {"max_new_tokens": 20, "do_sample": False}
-    parts = {"self_check", "record"} if cpp.is_available() else {"self_check"}
+    parts = {"self_check", "record"} if records_on_cpu() else {"self_check"}
     calls = []
     for _ in range(2):
         model.generate(**models.prompt("llama"), **options, **models.PAGED)
@@ -62,7 +62,7 @@ def test_the_route_says_what_the_first_call_cost() -> None:
 
 
 def test_an_engine_adds_up_what_its_requests_cost() -> None:
-    recorded = ["record"] if cpp.is_available() else []  # loads the kernels
+    recorded = ["record"] if records_on_cpu() else []  # loads the kernels
     model = models.build("llama")
     with hf_paged.PagedEngine(model) as engine:
         engine.generate([[5, 6, 7]], {"max_new_tokens": 3, "do_sample": False})
@@ -75,7 +75,7 @@ def test_an_engine_adds_up_what_its_requests_cost() -> None:
     assert set(hf_paged.last_route(model).setup_seconds) == set(later.setup_seconds)  # type: ignore[union-attr]
 
 
-@pytest.mark.skipif(not cpp.is_available(), reason="without the kernels no step is recorded")
+@pytest.mark.skipif(not records_on_cpu(), reason="no step is recorded")
 def test_a_first_call_runs_few_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
     """13 to check the model; a prefill, 3 decode steps, 2 to record the next; all others are
     replayed."""

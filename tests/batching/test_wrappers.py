@@ -109,11 +109,3 @@ def test_fsdp_is_refused_by_name(kind: str, process_group: None) -> None:
         ValueError, match=rf"`model` is a {type(model).__name__} that FSDP has sharded.*synced_gpus"
     ):
         PagedEngine(model)
-
-
-def test_an_assistant_may_be_wrapped() -> None:
-    model, assistant = models.build("llama"), models.get_assistant("llama")
-    expected = tokens(model)
-    with PagedEngine(model, CONFIG) as engine:
-        (result,) = engine.generate([PROMPT], GREEDY, assistant_model=compiled(assistant))
-        assert result.error is None and result.token_ids == expected

@@ -225,13 +225,24 @@ class EngineCore:
         outputs.append(RequestOutput(name, *latest, result))
         self.totals.add(result)
         try:
-            self.remove(state)
-        finally:  # whatever raises in cleaning up, the caller gets the result
-            state.outbox.extend(outputs)
+            try:
+                self.remove(state)
+            finally:  # whatever raises in cleaning up, the caller gets the result
+                self._tell(state, outputs)
+        finally:
+            if not state.is_told:  # an interrupt came where that began
+                self._tell(state, outputs)
             self.requests.pop(state.request_id, None)
             state.end_streamer()
             if state.interrupt is not None:
                 raise state.interrupt
+
+    @staticmethod
+    def _tell(state: RequestState, outputs: list[RequestOutput]) -> None:
+        """Gives a request's last outputs to its reader, and notes that."""
+        # one call of C: an interrupt between two would have them told twice
+        noted: Iterator[Any] = iter(functools.partial(setattr, state, "is_told", True), None)
+        state.outbox.extend(itertools.chain(outputs, noted))
 
     def cancel(self, state: RequestState) -> None:
         """Ends a request early; in a step (from a caller's code or a finalizer), after it."""

@@ -260,6 +260,7 @@ class RequestState(Generation):
         self._first_token: float | None = None  # seconds, as in `Timings`
         # raised by the tokenizer: to be raised after the result is output
         self.interrupt: BaseException | None = None
+        self.is_told = False  # whether its reader has its result
         self._last: tuple[int, list[Output]] | None = None  # a length, and what `outputs` returned
         self._num_told = 0  # new tokens of each row that is open, which outputs have told
 

@@ -24,10 +24,10 @@ import builtins, signal
 sys.platform = "win32"
 del os.geteuid, os.getuid, os.register_at_fork, os.fork, signal.SIGALRM
 real_import = builtins.__import__
-def restricted(name, globals=None, *rest):
+def restricted(name, globals=None, *rest, **named):
     if name in ("resource", "fcntl") and (globals or {}).get("__name__", "").startswith("hf_paged"):
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-    return real_import(name, globals, *rest)
+    return real_import(name, globals, *rest, **named)
 builtins.__import__ = restricted
 """
     ),

@@ -142,7 +142,7 @@ class Model:
         """Reads some rows, each in a separate slot."""
         rows = self.random.sample(self.rows, self.random.randint(1, len(self.rows)))
         step = self.step(rows, origins=tuple(table.first_token for table, _ in rows))
-        placement, keys, values = self.layer.rows.place(step)
+        placement, keys, values, _ = self.layer.rows.place(step)
         for (table, tokens), slot, first in zip(rows, placement.slots, placement.firsts):
             expected = torch.tensor(tokens[table.first_token :], device=keys.device)
             found = keys[slot, :, first : first + len(expected)]

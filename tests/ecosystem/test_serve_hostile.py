@@ -96,10 +96,15 @@ def test_others_are_answered_while_a_prompt_is_tokenized(
         assert answer.json()["usage"] == app.post(endpoint, **body).json()["usage"]
 
 
+def any_token(ids: Any, scores: Any) -> Any:
+    """A grammar's processor that allows all tokens."""
+    return scores
+
+
 def test_others_are_answered_while_a_schema_is_compiled(
     app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = Held(lambda *args: None, lambda self, options, *others: options.schema is not None)
+    held = Held(lambda *args: any_token, lambda self, options, *others: options.schema is not None)
     monkeypatch.setattr(Grammars, "processor", held.method())
     form = {"type": "json_object"}
     answer = held.check_others_are_answered(app, lambda: app.chat("x", response_format=form))
@@ -110,7 +115,7 @@ def test_others_are_answered_while_a_schema_is_compiled(
 def test_schemas_that_take_long_are_refused(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     """... those of others, too, once they take all threads; then they are compiled again."""
     monkeypatch.setattr(serving, "COMPILE_SECONDS", 0.05)
-    held = Held(lambda *args: None, lambda self, options, *others: options.schema is not None)
+    held = Held(lambda *args: any_token, lambda self, options, *others: options.schema is not None)
     monkeypatch.setattr(Grammars, "processor", held.method())
     body = {"messages": messages("x"), "max_tokens": 4, "response_format": {"type": "json_object"}}
     try:

@@ -45,8 +45,7 @@ class Scheduler:
     rope: Rope | None = None  # set if keys depend on the sequence's length
     timeline: Timeline = field(default_factory=Timeline)  # records when requests run and wait
     drafter: OnDemand[Drafter] = field(default_factory=OnDemand)
-    # as `RequestQueue.adapters`
-    adapters: Callable[[], Adapters] | None = None
+    adapters: Callable[[], Adapters] | None = None  # as `RequestQueue.adapters`
 
     def __post_init__(self) -> None:
         self.blocks = self.preemption.blocks
@@ -148,11 +147,9 @@ class Scheduler:
             self._admit(self.max_num_batched_tokens, any_rows=True)
             if self._scheduled:
                 return
-            victim: Request | None = None
-            for running in reversed(self.queue.running):
-                if running.is_computed or not self.queue.may_run(running):
-                    victim = running
-                    break
+            latest = reversed(self.queue.running)
+            movable = (one for one in latest if one.is_computed or not self.queue.may_run(one))
+            victim = next(movable, None)
             if victim is not None:
                 self._preempt(victim)
             elif self._scheduled.preempted:  # the next step can use the blocks that it freed

@@ -169,7 +169,7 @@ class RequestStream:
 
     @guarded
     def _end(self) -> None:
-        """Cancels the requests that report to the outbox, which nobody reads any more, and ends the
+        """Cancels the requests that report to the outbox, whose reader is gone, and ends the
         window of their steps."""
         engine = self.engine
         with engine.lock, contextlib.ExitStack() as stack:

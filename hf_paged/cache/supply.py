@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class BlockSupply:
-    """The blocks of the groups' own pools, which nobody else uses."""
+    """The blocks of the groups' own pools, which no other manager uses."""
 
     def __init__(self, groups: Sequence[BlockGroup]) -> None:
         self.groups = groups

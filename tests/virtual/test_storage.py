@@ -53,8 +53,16 @@ def device_pages() -> Pages:
 
 
 # the device, the dim and the heads of keys in a page
+def file_pages() -> MemoryFile:
+    """Returns pages that count mappings of their own: a process has one count, from which garbage
+    of other tests may still be taken."""
+    pages = MemoryFile()
+    pages.extents = Extents()
+    return pages
+
+
 DRIVERS: dict[str, tuple[Callable[[], Pages], str, int, int]] = {
-    "file": (MemoryFile, "cpu", DIM, 1),
+    "file": (file_pages, "cpu", DIM, 1),
     "cuda": (lambda: StandInPages(Driver(1 << 16)), "cpu", DIM, 1),
     "cuda, all heads in a plane": (lambda: StandInPages(Driver(1 << 16)), "cpu", DIM, HEADS * 2),
     "device": (device_pages, "cuda", 512, 1),
@@ -268,8 +276,7 @@ def step_of(tables: list[BlockTable]) -> StepMetadata:
 
 
 def test_extents_are_what_linux_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    pages = MemoryFile()
-    pages.extents = Extents()
+    pages = file_pages()
     storage, tables = grown(monkeypatch, pages)
     rows = storage.layers[0].rows
     assert rows.place(step_of(tables)) is not None
@@ -346,7 +353,7 @@ def test_keys_and_values_of_different_forms(
 
 def test_pages_go_with_their_last_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not with a garbage collection, before which other caches may have no mappings left."""
-    pages = MemoryFile()
+    pages = file_pages()
     gone, extents = weakref.ref(pages), pages.extents
     storage, tables = grown(monkeypatch, pages)
     before = extents.count

@@ -3,6 +3,7 @@ lock under which threads run a model."""
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -22,10 +23,24 @@ class _Started(threading.Event):
         return super().wait(START_SECONDS)
 
 
-def make(run: Callable[[], object], name: str, daemon: bool = True) -> threading.Thread:
-    """A thread that calls `run` once it is begun."""
+def make(
+    run: Callable[[], object],
+    name: str,
+    daemon: bool = True,
+    on_error: Callable[[BaseException], None] | None = None,
+) -> threading.Thread:
+    """A thread that calls `run` once it is begun, and `on_error`, in the thread, with the error
+    that ends it. `run` itself could not catch one that is raised where it begins."""
     thread = threading.Thread(target=run, name=name, daemon=daemon)
     thread._started = _Started()  # type: ignore[attr-defined]
+    if on_error is not None:
+
+        def report(_: object) -> None:
+            error = sys.exc_info()[1]
+            assert error is not None
+            on_error(error)
+
+        thread._invoke_excepthook = report  # type: ignore[attr-defined]
     return thread
 
 

@@ -92,7 +92,7 @@ class ManagerThread:
             self.fatal_error = None
             self.thread = None  # an earlier one, which has ended
         _running.add(self)
-        self.thread = make(self._run, "hf_paged-continuous-batching")
+        self.thread = make(self._run, "hf_paged-continuous-batching", on_error=self._die)
         error = begin(self.thread)
         if error is not None:
             self.is_stopping = True  # should it begin later
@@ -248,29 +248,28 @@ class ManagerThread:
     # -- in the engine's thread -------------------------------------------------------------------
 
     def _run(self) -> None:
-        error: BaseException | None = None
-        try:
-            with served(self.engine.model), torch.no_grad():
-                has_failed = False
-                while True:
-                    try:
-                        if not self._wait_for_work():
-                            break
-                        self._take_requests()
-                        self._tell(self._outputs(self.engine.step()))
-                        has_failed = False
-                    except Exception as caught:
-                        # the engine repeats the step, then ends the requests that it computes
-                        logger.error(
-                            Topic.FAILED_REQUESTS("a step of the engine raised"), exc_info=caught
-                        )
-                        self._fail_given(caught, has_failed)
-                        has_failed = not has_failed
-        except BaseException as caught:
-            error = caught
-            logger.error(Topic.CONTINUOUS_BATCHING("the engine's thread died"), exc_info=caught)
-        finally:
-            self._end(error)
+        with served(self.engine.model), torch.no_grad():
+            has_failed = False
+            while True:
+                try:
+                    if not self._wait_for_work():
+                        break
+                    self._take_requests()
+                    self._tell(self._outputs(self.engine.step()))
+                    has_failed = False
+                except Exception as caught:
+                    # the engine repeats the step, then ends the requests that it computes
+                    logger.error(
+                        Topic.FAILED_REQUESTS("a step of the engine raised"), exc_info=caught
+                    )
+                    self._fail_given(caught, has_failed)
+                    has_failed = not has_failed
+        self._end(None)
+
+    def _die(self, error: BaseException) -> None:
+        """Ends all requests with the error that ended the thread."""
+        logger.error(Topic.CONTINUOUS_BATCHING("the engine's thread died"), exc_info=error)
+        self._end(error)
 
     def _wait_for_work(self) -> bool:
         """Waits for requests and pauses. Returns False when the thread must end."""

@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -426,6 +427,33 @@ def test_a_full_queue_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     manager.add_request(PROMPTS[2])
     manager.stop()
     assert len(list(manager)) == 3
+
+
+def test_callers_learn_of_an_error_where_the_thread_begins() -> None:
+    """Before the first line of its function, which thus can catch nothing."""
+    model: Any = models.get("llama")
+    manager = model.init_continuous_batching(GREEDY)
+    name = manager.add_request(PROMPTS[0])
+    code = manager_thread.ManagerThread._run.__code__
+
+    def fail(frame: FrameType, event: str, argument: Any) -> None:
+        if frame.f_code is code:
+            raise MemoryError("injected")
+
+    threading.settrace(fail)
+    try:
+        manager.start()
+    finally:
+        threading.settrace(None)  # type: ignore[arg-type]
+    output = manager.get_result(name)
+    assert output is not None and output.error is not None and "injected" in output.error
+    manager.join()
+    with pytest.raises(RuntimeError, match="its thread died: MemoryError"):
+        manager.add_request(PROMPTS[1])
+    manager.start()
+    manager.add_request(PROMPTS[1])
+    manager.stop()
+    assert len(list(manager)) == 1
 
 
 def test_a_manager_whose_thread_vanished_takes_no_requests(monkeypatch: pytest.MonkeyPatch) -> None:

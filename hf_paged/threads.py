@@ -57,9 +57,14 @@ def begin(thread: threading.Thread) -> Exception | None:
     return None
 
 
-def start(run: Callable[[], object], name: str, daemon: bool = True) -> threading.Thread | None:
+def start(
+    run: Callable[[], object],
+    name: str,
+    daemon: bool = True,
+    on_error: Callable[[BaseException], None] | None = None,
+) -> threading.Thread | None:
     """Makes and begins a thread; `None` if there can be none."""
-    thread = make(run, name, daemon)
+    thread = make(run, name, daemon, on_error)
     return thread if begin(thread) is None else None
 
 

@@ -60,7 +60,7 @@ def _watch(memory: PagedMemory, seconds: float) -> None:
             _condition.notify_all()
     if was_running:
         return
-    thread = make(_serve, "hf_paged idle pools")
+    thread = make(_serve, "hf_paged idle pools", on_error=_die)
     try:
         begin(thread)
     finally:
@@ -86,6 +86,15 @@ def _serve() -> None:
                 _release(ref)
             except Exception:
                 logger.warning(Topic.MEMORY("an idle pool could not be released"), exc_info=True)
+
+
+def _die(error: BaseException) -> None:
+    """In the thread that an error ends: the end of the next use begins another."""
+    global _is_running
+    with _lock:
+        _is_running = False
+        _condition.notify_all()
+    logger.warning(Topic.MEMORY("the thread that frees idle pools ended"), exc_info=error)
 
 
 def _take_due() -> list[weakref.ref[PagedMemory]]:

@@ -190,16 +190,14 @@ def _compile(function: Callable[[], Any]) -> None:
         raise ValueError("other JSON schemas are still being compiled: try again later")
     result: Future[Any] = Future()
 
-    def run() -> None:
-        try:
-            result.set_result(function())
-        except BaseException as error:
-            result.set_exception(error)
-        finally:
-            _compiling.release()
+    result.add_done_callback(lambda _: _compiling.release())
 
-    if start(run, "hf_paged-schema") is None:
-        _compiling.release()
+    def run() -> None:
+        if result.set_running_or_notify_cancel():
+            result.set_result(function())
+
+    if start(run, "hf_paged-schema", on_error=result.set_exception) is None:
+        result.cancel()
         raise ValueError("no thread can be started to compile the JSON schema: try again later")
     try:
         result.result(COMPILE_SECONDS)

@@ -39,6 +39,7 @@ def _held(model) -> int:
     return hf_paged.memory_stats(model).held_bytes
 
 
+@pytest.mark.slow
 def test_memory_returns_to_the_system() -> None:
     config = transformers.LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -73,6 +74,7 @@ def test_same_tokens_after_each_release(name: str) -> None:
         hf_paged.check_integrity(model)
 
 
+@pytest.mark.slow
 def test_released_once_idle_and_not_before() -> None:
     model = build("llama")
     expected = model.generate(PROMPT, **PLAIN)
@@ -89,6 +91,7 @@ def test_released_once_idle_and_not_before() -> None:
     assert not idle._deadlines.get(memory)
 
 
+@pytest.mark.slow
 def test_the_thread_ends_and_keeps_no_pool_alive() -> None:
     model = build("llama")
     model.generate(PROMPT, **_paged(0.3))
@@ -102,6 +105,17 @@ def test_the_thread_ends_and_keeps_no_pool_alive() -> None:
         assert _wait_for(lambda: not threads[0].is_alive())
 
 
+def test_another_thread_begins_after_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    with monkeypatch.context() as patch:
+        patch.setattr(idle, "_take_due", lambda: [][0])
+        model.generate(PROMPT, **_paged(0.01))
+        assert _wait_for(lambda: not idle._is_running) and _held(model) > 0
+    model.generate(PROMPT, **_paged(0.01))
+    assert _wait_for(lambda: _held(model) == 0)
+
+
+@pytest.mark.slow
 def test_blocks_that_a_callers_cache_holds_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idle, "MIN_WAIT", 0.1)
     model = build("llama")
@@ -138,6 +152,7 @@ def test_engine_is_idle_without_unfinished_requests() -> None:
         engine.check_integrity()
 
 
+@pytest.mark.slow
 def test_release_at_any_moment_beside_calls_of_threads() -> None:
     model = build("llama")
     prompts = [torch.arange(4, 24 + 3 * i)[None] for i in range(4)]
@@ -207,6 +222,7 @@ print("over")
 """
 
 
+@pytest.mark.slow
 def test_forks_and_the_end_of_the_interpreter() -> None:
     start = time.monotonic()
     done = subprocess.run(

@@ -76,6 +76,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "SIGINT": _raise_signal(signal.SIGINT),
     "SIGUSR1": _raise_signal(signal.SIGUSR1),
 }
+SIGNALS = ("SIGINT", "SIGUSR1")
 
 
 class Usr1(Exception):
@@ -316,7 +317,10 @@ def _play(case: interrupts.Case, site: Site) -> str:
             left -= 1
             if left == 0:
                 sys.settrace(None)
-                FAULTS[site.fault]()
+                fault = site.fault
+                if threading.current_thread() is not threading.main_thread() and fault in SIGNALS:
+                    fault = "MemoryError"  # Python runs handlers in the main thread only
+                FAULTS[fault]()
 
     left = site.visit
     before = model_state(case.model)

@@ -80,14 +80,27 @@ def _agrees(codes: torch.dtype | None = None) -> bool:
     return True
 
 
-@functools.cache
+_agreements: dict[torch.dtype, bool] = {}  # results of `_agrees`
+
+
 def _agrees_apart(codes: torch.dtype) -> bool:
-    """`_agrees` in another thread, hidden from the modes and recordings of the running forward."""
-    results: list[bool] = []
-    thread = start(lambda: results.append(_agrees(codes)), "hf_paged kernel check")
-    if thread is not None:
-        thread.join()
-    return any(results)
+    """`_agrees` in another thread, hidden from the modes and recordings of the running forward.
+    `False` also for want of a thread or of memory: the next call checks again."""
+    if codes not in _agreements:
+
+        def check() -> None:
+            _agreements[codes] = _agrees(codes)
+
+        thread = start(check, "hf_paged kernel check", on_error=_log_failed_check)
+        if thread is not None:
+            thread.join()
+    return _agreements.get(codes, False)
+
+
+def _log_failed_check(error: BaseException) -> None:
+    logger.warning(
+        Topic.CPP_KERNELS("the check of the C++ attention kernel failed"), exc_info=error
+    )
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:

@@ -37,7 +37,7 @@ hypothesis.settings.register_profile(  # tests do not fail on a busy machine
 hypothesis.settings.load_profile("tests")
 pytest.register_assert_rewrite("tests.support")  # its assertions show both sides, too
 
-from tests.support import slowest  # noqa: E402  once its folder is found and its assertions are rewritten
+from tests.support import slow  # noqa: E402  once its folder is found and its assertions are rewritten
 
 SEED = 0
 
@@ -50,11 +50,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects marked tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    listed = slowest.read()
     for item in items:
-        if item.nodeid in listed:
+        mark = item.get_closest_marker("slow_cases")
+        if mark is not None and slow.is_slow(item.callspec.id, mark.args, **mark.kwargs):  # type: ignore[attr-defined]
             item.add_marker(pytest.mark.slow)
-    left = slowest.left_to_full(item.nodeid for item in items if item.get_closest_marker("slow"))
+    left = slow.left_to_full(item.nodeid for item in items if item.get_closest_marker("slow"))
     for item in items:
         if item.nodeid in left:
             item.add_marker(pytest.mark.full)

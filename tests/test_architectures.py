@@ -76,6 +76,22 @@ SLOW = [
 ]
 
 
+@pytest.mark.slow_cases(
+    "BloomForCausalLM",
+    "DeepseekV32ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "FalconH1ForCausalLM",
+    "GPTNeoForCausalLM",
+    "Gemma3ForConditionalGeneration",
+    "Gemma3nForCausalLM",
+    "Lfm2ForCausalLM",
+    "Llama4ForCausalLM",
+    "MambaForCausalLM",
+    "MllamaForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3NextForCausalLM",
+    "RecurrentGemmaForCausalLM",
+)
 @pytest.mark.parametrize(
     "name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )
@@ -87,6 +103,7 @@ def test_paged_equals_plain(name: str) -> None:
     assert result.modes["greedy"].status == "equal", result
 
 
+@pytest.mark.slow_cases("Qwen2VLForConditionalGeneration")
 @pytest.mark.parametrize(
     "name", ["LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration"]
 )

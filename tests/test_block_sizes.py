@@ -57,6 +57,7 @@ def llama() -> Iterator[Any]:
     hf_paged.free(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}], ids=str
 )
@@ -76,6 +77,7 @@ def test_tokens_are_those_of_plain_generate(name: str, options: dict[str, Any]) 
     hf_paged.free(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
 def test_groups_have_sizes_of_their_own(name: str) -> None:
     """The window of 8 tokens wastes slots that full attention does not."""
@@ -114,6 +116,7 @@ def test_groups_have_sizes_of_their_own(name: str) -> None:
     hf_paged.free(model)
 
 
+@pytest.mark.slow
 def test_sizes_follow_the_lengths(llama: Any) -> None:
     def call(length: int, num_rows: int = 1) -> int:
         llama.generate(**models.prompt("llama", num_rows, length), **GREEDY, **UNCACHED)
@@ -125,6 +128,7 @@ def test_sizes_follow_the_lengths(llama: Any) -> None:
     assert [call(5, 40), call(5)] == [32, 16]
 
 
+@pytest.mark.slow
 def test_what_is_cached_keeps_the_pool(llama: Any) -> None:
     def call(length: int, first: int = 5, num_rows: int = 1) -> int:
         ids = torch.arange(num_rows * length).view(num_rows, length) % 97 + first
@@ -139,6 +143,7 @@ def test_what_is_cached_keeps_the_pool(llama: Any) -> None:
     assert call(6) == 32
 
 
+@pytest.mark.slow
 def test_what_no_prompt_began_with_does_not(llama: Any) -> None:
     generator = torch.Generator().manual_seed(0)
 
@@ -151,6 +156,7 @@ def test_what_no_prompt_began_with_does_not(llama: Any) -> None:
     assert call(300) == 32
 
 
+@pytest.mark.slow
 def test_blocks_in_use_keep_the_pool(llama: Any) -> None:
     def call(length: int) -> Any:
         return llama.generate(
@@ -166,6 +172,7 @@ def test_blocks_in_use_keep_the_pool(llama: Any) -> None:
     assert sizes(hf_paged.memory_stats(llama)) == {"full attention": 32}
 
 
+@pytest.mark.slow
 def test_an_engine_changes_between_requests(llama: Any) -> None:
     prompts = [list(range(5, 5 + n)) for n in (20, 9)]
     expected = [
@@ -188,6 +195,7 @@ def test_an_engine_changes_between_requests(llama: Any) -> None:
         assert engine.stats().num_finished == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
@@ -210,6 +218,7 @@ def test_where_others_need_the_same_blocks_it_is_the_default(
         assert choice.block_size == 16 and reason in choice.reason
 
 
+@pytest.mark.slow
 def test_a_number_of_blocks_has_no_size() -> None:
     with pytest.raises(
         ValueError, match=r"`num_blocks` is 7: .*`block_size` 'auto'.*`memory_fraction`.*budget"
@@ -217,6 +226,7 @@ def test_a_number_of_blocks_has_no_size() -> None:
         hf_paged.PagedConfig(block_size="auto", num_blocks=7)
 
 
+@pytest.mark.slow
 def test_a_limit_in_bytes_holds_over_groups_of_other_sizes() -> None:
     model = models.get("gemma3")
     hf_paged.free(model)
@@ -236,6 +246,7 @@ def test_a_limit_in_bytes_holds_over_groups_of_other_sizes() -> None:
         hf_paged.budget(None)
 
 
+@pytest.mark.slow
 def test_a_prefix_is_saved_over_groups_of_other_sizes(tmp_path: Path) -> None:
     model = models.get("gemma3")
     prompt = list(range(5, 105))
@@ -257,6 +268,7 @@ def test_a_prefix_is_saved_over_groups_of_other_sizes(tmp_path: Path) -> None:
         engine.free()
 
 
+@pytest.mark.slow
 def test_a_cache_is_pickled_with_its_sizes() -> None:
     model, inputs = models.get("gemma3"), models.prompt("gemma3", 1, 90)
     hf_paged.free(model)
@@ -274,6 +286,7 @@ def test_a_cache_is_pickled_with_its_sizes() -> None:
     hf_paged.free(model)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="pages of memory files are Linux's")
 def test_virtual_blocks_have_whole_pages(llama: Any) -> None:
     inputs, virtual = models.prompt("llama"), AUTO | {"storage": "virtual"}

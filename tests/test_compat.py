@@ -72,6 +72,7 @@ def test_what_a_newer_version_passes_beside_is_passed_on(monkeypatch: pytest.Mon
     assert seen == [("rows", "cpu")] and type(inputs[compat.OUTPUT_CACHE]) is hf_paged.PagedCache
 
 
+@pytest.mark.slow
 def test_no_other_module_names_them() -> None:
     assert len(NAMES) > 25
     for path in PACKAGE.rglob("*.py"):

@@ -130,6 +130,7 @@ SLOW = [
 WRAPS = [_wrapper, _forward, _in_place, _layer_forward, _attention, _everything, *SLOW]
 
 
+@pytest.mark.slow_cases(but=["_decoder", "_layer", "_layers_in_place", "_whole_graph"])
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_tokens_and_frames_in_float32(wrap: Callable[[Any], Any]) -> None:
     plain, model = models.build("llama"), wrap(models.build("llama"))
@@ -144,6 +145,7 @@ def test_tokens_and_frames_in_float32(wrap: Callable[[Any], Any]) -> None:
     assert_used_pool(getattr(model, "_orig_mod", model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [_forward, _inductor, _in_place, _layer_forward, _everything])
 def test_tokens_and_frames_in_bfloat16(wrap: Callable[[Any], Any]) -> None:
     """The same kernels run as in a model that is not compiled, so rounding is the same, too."""
@@ -180,6 +182,7 @@ def test_under_the_models_own_loop(what: str) -> None:
     assert num_frames() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_parts_without_a_cache_stay_compiled(dtype: torch.dtype) -> None:
     plain, model = models.build("llama").to(dtype), models.build("llama").to(dtype)
@@ -195,6 +198,7 @@ def test_parts_without_a_cache_stay_compiled(dtype: torch.dtype) -> None:
         assert_same_tokens(expected, found, "paged")
 
 
+@pytest.mark.slow
 def test_plain_calls_run_compiled_code_again() -> None:
     model = _forward(models.build("llama", num_hidden_layers=1))
     options = {"max_new_tokens": 2}
@@ -204,6 +208,7 @@ def test_plain_calls_run_compiled_code_again() -> None:
     assert num_frames() > 0
 
 
+@pytest.mark.slow
 def test_generate_called_by_a_compiled_function() -> None:
     model = models.build("llama")
     expected = generate(model)
@@ -285,6 +290,7 @@ def test_a_hook_of_accelerate_that_comes_or_goes_meanwhile(is_there: bool) -> No
     assert (model.forward if is_there else model._old_forward) is forward
 
 
+@pytest.mark.slow
 def test_overlapping_calls() -> None:
     model = _everything(models.build("llama"))
     before, expected = attributes(model), generate(models.build("llama"))

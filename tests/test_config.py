@@ -50,6 +50,7 @@ OPTIONS = st.fixed_dictionaries({}, optional=VALID).filter(
 )
 
 
+@pytest.mark.slow
 @given(OPTIONS)
 def test_a_saved_config_is_the_same_config(options: dict[str, Any]) -> None:
     made = PagedConfig(**options)

@@ -122,6 +122,7 @@ def test_every_script_is_run() -> None:
     assert scripts == set(EXPECTED) | ELSEWHERE
 
 
+@pytest.mark.slow_cases("quickstart.py")
 @pytest.mark.parametrize(
     "script",
     [

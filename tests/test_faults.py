@@ -261,6 +261,16 @@ def test_keyboard_interrupt(place: str) -> None:
     assert_next_call_is_right(model, models.padded_prompt("llama"))
 
 
+@pytest.mark.slow_cases(
+    but=[
+        "first layer-llama",
+        "processor-gpt2",
+        "processor-llama",
+        "processor-mistral",
+        "processor-phi3",
+        "processor-qwen3",
+    ]
+)
 @pytest.mark.parametrize("name", [name for name in models.NAMES if name != "whisper"])
 @pytest.mark.parametrize("place", ["first layer", "last layer", "processor"])
 def test_an_exception_in_every_model(name: str, place: str) -> None:
@@ -294,6 +304,7 @@ def test_grad_mode_survives() -> None:
             assert torch.is_grad_enabled() == enabled
 
 
+@pytest.mark.slow
 def test_a_failure_with_an_assistant() -> None:
     model, assistant = models.get("llama"), copy.deepcopy(models.get_assistant("llama"))
     inputs = models.prompt("llama", batch_size=1)
@@ -458,6 +469,7 @@ def test_out_of_blocks_is_a_runtime_error() -> None:
     assert issubclass(hf_paged.OutOfBlocksError, RuntimeError)
 
 
+@pytest.mark.slow_cases("*-beams", "t5-samples")
 @pytest.mark.parametrize("mode", BUDGET_MODES)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "t5"])
 def test_a_budget_of_exactly_the_peak_is_enough(name: str, mode: str) -> None:
@@ -486,6 +498,7 @@ def test_a_budget_of_exactly_the_peak_is_enough(name: str, mode: str) -> None:
     assert_whole(model)
 
 
+@pytest.mark.slow_cases(but=["*-auto-llama", "*-swap-mistral", "greedy-*"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mistral"])
 @pytest.mark.parametrize("preemption", ["recompute", "swap", "auto"])
 @pytest.mark.parametrize("mode", ["greedy", "beams"])
@@ -736,6 +749,7 @@ def test_calls_beside_one_that_grows_past_the_table_of_positions_go_on(name: str
     assert_whole(model)
 
 
+@pytest.mark.slow
 def test_whisper_past_its_table_of_positions() -> None:
     """Whisper's own `generate` refuses such lengths: its mixin's is called."""
     model = tables.get("whisper")
@@ -753,6 +767,7 @@ def test_whisper_past_its_table_of_positions() -> None:
     assert_whole(model)
 
 
+@pytest.mark.slow
 def test_a_table_of_positions_that_plain_forwards_make_longer() -> None:
     model, ids = tables.build("xglm"), models.token_ids(1, 20, seed=2)
     with hf_paged.PagedEngine(model) as engine:

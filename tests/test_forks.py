@@ -104,6 +104,7 @@ def test_what_is_gone_is_not_told() -> None:
     assert holds_in_child(lambda: not told)
 
 
+@pytest.mark.slow
 def test_no_cached_property() -> None:
     """Up to Python 3.11 it computes under a lock, shared by all instances, which `forks` does not
     know."""

@@ -20,6 +20,7 @@ SEED = 2026
 CASES = 40
 
 
+@pytest.mark.slow_cases("10", "35", "9")
 @pytest.mark.parametrize("number", range(CASES))
 def test_case(number: int) -> None:
     case = fuzz_cases.draw(SEED, number)
@@ -81,6 +82,7 @@ def test_every_option_is_drawn_among_500_cases() -> None:
     assert {kind for case in cases for kind in case.calls} == {"first", "same", "turn"}
 
 
+@pytest.mark.slow
 def test_ends_make_rows_stop_at_different_steps() -> None:
     """In most cases of several rows with ends from the greedy text, rows end at several lengths."""
     found = []
@@ -219,6 +221,7 @@ def test_a_wrong_result_is_caught(
         fuzz.run_case(case)
 
 
+@pytest.mark.slow
 def test_blocks_that_stay_in_use_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     right, held = fuzz.generate, []
 

@@ -38,6 +38,7 @@ def places(case: Case, function: str) -> list[Place]:
     return [place for place in visited(case, opcodes=False) if place[3] == function]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", line_faults.FAULTS)
 def test_a_fault_that_loses_blocks_is_reported(fault: str) -> None:
     case = Blocks()
@@ -48,6 +49,7 @@ def test_a_fault_that_loses_blocks_is_reported(fault: str) -> None:
     assert case.pool.num_used == 0, "faults happen in a child"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["hang", "crash"])
 def test_a_child_that_does_not_answer_is_reported(
     end: str, monkeypatch: pytest.MonkeyPatch
@@ -102,6 +104,7 @@ def test_faults_at_random_bytecodes_are_survived(name: str) -> None:
     assert "\n22 faults in " in done.stdout
 
 
+@pytest.mark.slow_cases(but=["StepLoop.sample"])
 @pytest.mark.parametrize("function", ["StepLoop.sample", "Ledger.append", "Ledger.deliver"])
 def test_an_interrupt_at_any_line_of_a_step_loses_no_request(function: str) -> None:
     """The whole net faults each line once, in the first scenario that visits it: a `generate`

@@ -31,6 +31,7 @@ def played(run: Run, num_steps: int) -> collections.Counter[str]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "preemption"), [(5, "recompute"), (3, "swap")])
 def test_item_01_adapters_beams_and_preemption(number: int, preemption: str) -> None:
     """The first of these has a step with two adapters in which no sequence ends."""
@@ -39,6 +40,7 @@ def test_item_01_adapters_beams_and_preemption(number: int, preemption: str) -> 
     assert seen["swaps" if preemption == "swap" else "recomputes"] > 5, seen
 
 
+@pytest.mark.slow
 @pytest.mark.full
 def test_a_run_repeats() -> None:
     first, second = (played(small_run(4, "swap"), 40) for _ in range(2))
@@ -46,6 +48,7 @@ def test_a_run_repeats() -> None:
     assert load_cases.draw_run(1, 7) == load_cases.draw_run(1, 7) != load_cases.draw_run(2, 7)
 
 
+@pytest.mark.slow
 def test_a_wrong_token_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     known = [
         dataclasses.replace(wanted, rows=[[row[0] ^ 1, *row[1:]] for row in wanted.rows])
@@ -56,6 +59,7 @@ def test_a_wrong_token_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "difference: python -m tests.support.load --seed 3 --only 0 --run-steps 40" in failure
 
 
+@pytest.mark.slow
 def test_blocks_that_are_lost_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     release = BlockPool.release
     monkeypatch.setattr(
@@ -89,6 +93,7 @@ def test_every_kind(name: str) -> None:
         assert bool(seen["drafts accepted"]) == kind.has_drafts, seen
 
 
+@pytest.mark.slow
 def test_what_is_lost_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     files = []
     monkeypatch.setattr(

@@ -1087,6 +1087,7 @@ def as_param(name: str, cell: str) -> Any:
     )
 
 
+@pytest.mark.slow_cases("t5-eager_model")
 @pytest.mark.parametrize(("name", "cell"), [as_param(*cell) for cell in CELLS])
 def test_parity(name: str, cell: str) -> None:
     function = OPTIONS[cell]

@@ -72,6 +72,7 @@ print("portable")
 """
 
 
+@pytest.mark.slow_cases("windows")
 @pytest.mark.parametrize(
     "host",
     [

@@ -69,6 +69,7 @@ def generate(
     return model.generate(**inputs, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "rows", "share"),
     [(BEAMS, 8, 0.23), (SAMPLES, 16, 0.18)],
@@ -105,6 +106,7 @@ def checked_once(model: Any, counts: list[int]) -> None:
     counts.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "rows"), [(BEAMS, 8), (SAMPLES, 16)], ids=["8 beams", "16 samples"]
 )
@@ -141,6 +143,7 @@ def test_several_ragged_prompts_are_each_computed_once(mode: dict[str, Any]) -> 
     assert stats.peak_blocks <= 75 // 16 + 20 // 16 + 49 // 16 + 3 * rows * 3
 
 
+@pytest.mark.slow_cases("12")
 @pytest.mark.parametrize("rows", [1, 4, 12])
 def test_waste_on_ragged_prompts(rows: int) -> None:
     """Left padding uses no blocks; only the last block of a row has unused slots."""

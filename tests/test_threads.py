@@ -46,6 +46,7 @@ def play(count: int) -> None:
         assert counts.get(name), f"{name}: none of {counts}"
 
 
+@pytest.mark.slow
 def test_mixes() -> None:
     play(12)
 
@@ -200,6 +201,7 @@ def test_what_is_right_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not played(MIX, None, monkeypatch)
 
 
+@pytest.mark.slow
 def test_blocks_that_stay_in_use_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[Any] = []
 
@@ -235,6 +237,7 @@ def test_a_call_in_half_precision_computed_in_another_is_caught(
     assert "not computed in half precision" in played(mix_of(call), in_float, monkeypatch)
 
 
+@pytest.mark.slow
 def test_a_hang_is_told_with_all_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
     ended, right = threading.Event(), thread_mixes.Processor.__call__
 

@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import hf_paged
 from hf_paged.topics import Topic, TopicError
 from tests.support.rooms import needs_all_rooms
@@ -92,6 +94,7 @@ def test_every_topic_is_used() -> None:
     assert used == set(Topic.__members__)
 
 
+@pytest.mark.slow
 def test_warnings_point_to_a_topic() -> None:
     missing = []
     for path, tree in TREES.items():

@@ -43,6 +43,7 @@ def assert_varied(rows: list[list[int]]) -> None:
         assert len(set(row)) >= 8, row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", trained.NAMES)
 def test_generate(name: str, mode: str, folder: Path) -> None:
@@ -60,6 +61,7 @@ def test_generate(name: str, mode: str, folder: Path) -> None:
     hf_paged.check_integrity(model)
 
 
+@pytest.mark.slow_cases(but=["*-1.0"])
 @pytest.mark.parametrize(
     ("kv_dtype", "error", "agreement"),
     [("int8", 0.01, 1.0), ("fp8_e4m3", 0.03, 0.9), ("fp8_e5m2", 0.06, 0.8)],
@@ -97,6 +99,7 @@ def test_quantized_keys_and_values(
     hf_paged.free(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", trained.NAMES)
 def test_engine(name: str, folder: Path) -> None:
     model = trained.load(name, folder)

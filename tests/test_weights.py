@@ -126,6 +126,7 @@ def train_step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
     optimizer.zero_grad()
 
 
+@pytest.mark.slow_cases(but=["*-adamw"])
 @pytest.mark.parametrize(
     "optimizer", [pytest.param("adamw", marks=pytest.mark.slow), "adamw_fused", "sgd"]
 )
@@ -146,6 +147,7 @@ def test_train_eval_train(door: str, optimizer: str) -> None:
     assert num_changes >= 5, "training changes nothing: the test is void"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", DOORS)
 def test_train_and_eval_keep_the_cache(door: str) -> None:
     model = models.build("llama")
@@ -255,6 +257,9 @@ WRITES = [
 ]
 
 
+@pytest.mark.slow_cases(
+    but=["engine-data_copy", "engine-in_place_without_grad", "engine-load", "engine-one_element"]
+)
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("door", DOORS)
 def test_a_write_to_the_weights(door: str, write: Callable[[PreTrainedModel], None]) -> None:
@@ -268,6 +273,7 @@ def test_a_write_to_the_weights(door: str, write: Callable[[PreTrainedModel], No
     watch.expect(HITS, "unchanged again")
 
 
+@pytest.mark.slow_cases(but=["data_add", "in_place_without_grad"])
 @pytest.mark.parametrize("write", WRITES)
 def test_recorded_steps_see_every_write(write: Callable[[PreTrainedModel], None]) -> None:
     model, inputs = models.build("llama"), models.padded_prompt("llama", LENGTHS)
@@ -296,6 +302,7 @@ def another_module(model: PreTrainedModel) -> None:
     model.model.layers[0].mlp.act_fn = torch.nn.Tanh()
 
 
+@pytest.mark.slow_cases(but=["replaced"])
 @pytest.mark.parametrize("change", [replaced, moved, another_module])
 def test_a_change_within_a_call(change: Callable[[PreTrainedModel], None]) -> None:
     """By user code that the call runs."""
@@ -328,6 +335,7 @@ def test_weights_that_come_back_are_right_too(door: str) -> None:
     assert torch.equal(watch.expect(0, "as before"), before)
 
 
+@pytest.mark.slow
 def test_one_write_is_seen_through_both_doors() -> None:
     model = models.build("llama")
     engine, generate = Watch("engine", model), Watch("generate", model)
@@ -352,6 +360,7 @@ def lora_model() -> Any:
     return model.eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", DOORS)
 def test_adapters(door: str) -> None:
     """Switching, disabling, merging, unmerging and training an adapter each make another model."""
@@ -382,6 +391,7 @@ def test_adapters(door: str) -> None:
     watch.expect(HITS, "first, changed, again")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", DOORS)
 def test_training_an_adapter(door: str) -> None:
     model = lora_model()

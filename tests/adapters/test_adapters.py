@@ -17,6 +17,7 @@ BEAMS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 14, "num_beams": 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 14}
 
 
+@pytest.mark.slow
 def test_item_01_a_step_of_two_adapters_that_computes_no_sequence_to_the_end() -> None:
     """Readmitted beams are computed once up to where they agree, which is no beam's end; here for
     two adapters."""

@@ -127,6 +127,7 @@ def test_random_schedules_give_plain_logits(
     assert bench.runner.num_captured_steps == graphs.num_replays > (10 if kernel == "cpp" else 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
 def test_an_engine_gives_plain_tokens(name: str, graphs: FakeGraphs) -> None:
     """Almost every step is a replay, including those with prompt chunks."""
@@ -207,6 +208,7 @@ def free_cascades(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cascade, "default_costs", lambda *tensors: costs)
 
 
+@pytest.mark.slow_cases("llama-None")
 @pytest.mark.parametrize(
     ("name", "kv_dtype"),
     [
@@ -330,6 +332,7 @@ def test_steps_that_are_eager(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatc
     assert graphs.num_replays == 2
 
 
+@pytest.mark.slow
 def test_a_model_whose_chunks_cannot_be_recorded(
     graphs: FakeGraphs, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -56,6 +56,7 @@ def counted(engine: PagedEngine) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("from_folders", [False, True], ids=["own", "folders"])
 def test_eight_adapters_in_sixteen_forwards(from_folders: bool, tmp_path: Path) -> None:
     model, texts = many(8), prompts(*range(9, 17))
@@ -80,6 +81,7 @@ def test_eight_adapters_in_sixteen_forwards(from_folders: bool, tmp_path: Path) 
         assert_drained(engine)
 
 
+@pytest.mark.slow_cases("cpu-*")
 @pytest.mark.parametrize("mode", ["greedy", "samples", "beams_eos"])
 def test_rows_of_all_kinds_beside_one_another(
     mode: str, tmp_path: Path, device: torch.device
@@ -115,6 +117,7 @@ def test_rows_of_all_kinds_beside_one_another(
         assert_drained(engine)
 
 
+@pytest.mark.slow_cases("20")
 @pytest.mark.parametrize("count", [20, pytest.param(100, marks=pytest.mark.slow)])
 def test_many_adapters_with_room_for_eight(count: int, tmp_path: Path) -> None:
     model, prompt = many(count, target_modules=["q_proj", "v_proj"], r=8), prompts(12)[0]
@@ -147,6 +150,7 @@ def test_many_adapters_with_room_for_eight(count: int, tmp_path: Path) -> None:
     assert [x.token_ids for x in again] == [x.token_ids for x in results[-4:]]
 
 
+@pytest.mark.slow
 def test_preempted_rows_keep_to_their_adapters(tmp_path: Path) -> None:
     model, texts = many(3), prompts(20, 25, 18)
     expected = [lone_with(model, f"a{i}", prompt, GREEDY) for i, prompt in enumerate(texts)]
@@ -181,6 +185,7 @@ def test_an_adapter_that_never_fits_fails_alone(tmp_path: Path) -> None:
         assert_drained(engine)
 
 
+@pytest.mark.slow
 def test_adapter_names_with_several_sequences() -> None:
     """PEFT raises there: it applies the prompts' adapter names to rows."""
     model, inputs = many(2), models.padded_prompt("llama", (26, 4, 17))
@@ -215,6 +220,7 @@ def test_adapter_names_with_several_sequences() -> None:
 # -- rows that draft -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["greedy", "sample"])
 @pytest.mark.parametrize("source", ["ngrams", "assistant"])
 def test_rows_that_draft(source: str, mode: str) -> None:
@@ -250,6 +256,7 @@ def test_rows_that_draft(source: str, mode: str) -> None:
         assert_drained(engine)
 
 
+@pytest.mark.slow_cases("assistant")
 @pytest.mark.parametrize(
     "more",
     [{"prompt_lookup_num_tokens": 4}, {"assistant_model": None}],
@@ -270,6 +277,7 @@ def test_adapter_names_with_drafts(more: dict[str, Any]) -> None:
 # -- separate forwards ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["use_dora", "modules_to_save", "embedding"])
 def test_what_is_not_plain_lora_goes_in_forwards_of_its_own(kind: str) -> None:
     options: dict[str, Any] = {
@@ -290,6 +298,7 @@ def test_what_is_not_plain_lora_goes_in_forwards_of_its_own(kind: str) -> None:
         assert_same_as_lone(lone_with(model, name, prompt, GREEDY), result, GREEDY, name)
 
 
+@pytest.mark.slow_cases("mixtral")
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])
 def test_other_families(name: str) -> None:
     """`Conv1D`; experts, which reorder their tokens."""
@@ -527,6 +536,7 @@ def test_a_fault_in_a_mixed_forward(error: type[BaseException], tmp_path: Path) 
         assert_drained(engine)
 
 
+@pytest.mark.slow
 def test_a_row_does_not_depend_on_the_adapters_beside_it() -> None:
     """Bit for bit, if the base's products are invariant, too."""
     model, texts = many(3), prompts(9, 9, 9)
@@ -556,6 +566,7 @@ def test_each_part_is_a_product_of_its_own() -> None:
     assert not out[0].any()
 
 
+@pytest.mark.slow
 def test_the_active_adapter_is_one_of_them() -> None:
     """Rows without an adapter name use the active one; several active adapters run in separate
     forwards."""

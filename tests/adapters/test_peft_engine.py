@@ -37,6 +37,7 @@ def test_the_adapters_differ() -> None:
 # --------------------------------------------------------------------------------------- generate
 
 
+@pytest.mark.slow_cases(but=["*-__base__-*", "*-greedy", "cuda-*"])
 @pytest.mark.parametrize("mode", ["greedy", "samples", "beams_eos"])
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_generate(mode: str, adapter: str, device: torch.device) -> None:
@@ -54,6 +55,7 @@ def test_generate(mode: str, adapter: str, device: torch.device) -> None:
     hf_paged.check_integrity(model)
 
 
+@pytest.mark.slow_cases("cpu-*")
 @pytest.mark.parametrize("mode", ["greedy", "samples", "beams"])
 def test_adapter_names_in_a_batch(mode: str, device: torch.device) -> None:
     model = lora_model().to(device)
@@ -78,6 +80,7 @@ def test_adapter_names_in_a_batch(mode: str, device: torch.device) -> None:
     hf_paged.check_integrity(model)
 
 
+@pytest.mark.slow
 def test_prefix_tuning() -> None:
     torch.manual_seed(0)
     config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
@@ -113,6 +116,7 @@ def test_prompt_tuning_is_refused_too() -> None:
 # ----------------------------------------------------------------------------------------- engine
 
 
+@pytest.mark.slow_cases("llama")
 @pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_every_request_with_its_own_adapter(name: str) -> None:
     """The same prompts with each adapter in one batch: adapters share no cached blocks."""
@@ -150,6 +154,7 @@ def test_every_request_with_its_own_adapter(name: str) -> None:
         )
 
 
+@pytest.mark.slow
 def test_adapters_in_a_small_pool() -> None:
     model, texts = lora_model(), prompts(20, 25, 18)
     for preemption in ("swap", "recompute"):
@@ -169,6 +174,7 @@ def test_adapters_in_a_small_pool() -> None:
                 )
 
 
+@pytest.mark.slow
 def test_modules_to_save_go_with_their_adapter() -> None:
     """An adapter may contain whole modules."""
     own = {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
@@ -187,6 +193,7 @@ def test_modules_to_save_go_with_their_adapter() -> None:
         )
 
 
+@pytest.mark.slow
 def test_adapters_that_come_and_go_later() -> None:
     model, prompt = lora_model(), prompts(12)[0]
     with PagedEngine(model, CONFIG) as engine:
@@ -209,6 +216,7 @@ def test_adapters_that_come_and_go_later() -> None:
         assert_drained(engine)
 
 
+@pytest.mark.slow
 def test_a_model_with_the_adapters_of_transformers_own() -> None:
     """`model.add_adapter` without a surrounding PeftModel."""
     model, prompt = models.build("llama"), prompts(12)[0]
@@ -229,6 +237,7 @@ def test_a_model_with_the_adapters_of_transformers_own() -> None:
     assert_same_as_lone(expected, results[None], GREEDY, "active")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [OnPurpose, KeyboardInterrupt])
 # nine forwards check, with this layer, whether packing works
 @pytest.mark.parametrize("forward", [11, 13])

@@ -231,6 +231,20 @@ def refusal(config: Any, adapter: str = "default") -> str:
 IS_OLD = Version(peft.__version__) < Version(MIN_PEFT_VERSION)  # than transformers asks for
 
 
+@pytest.mark.slow_cases(
+    but=[
+        "ADAMSS",
+        "CARTRIDGE",
+        "CPT",
+        "MULTITASK_PROMPT_TUNING",
+        "POLY",
+        "PREFIX_TUNING",
+        "PROMPT_TUNING",
+        "P_TUNING",
+        "SHIRA",
+        "XLORA",
+    ]
+)
 @pytest.mark.usefixtures("native_names")
 @pytest.mark.parametrize("name", [kind.value for kind in mapping.PEFT_TYPE_TO_CONFIG_MAPPING])
 def test_a_tuner_is_served_or_refused(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -275,6 +289,7 @@ def test_a_tuner_is_served_or_refused(name: str, tmp_path_factory: pytest.TempPa
         assert engine_tokens(model, None) == [expected[adapter]]
 
 
+@pytest.mark.slow_cases(but=["alora_invocation_tokens", "kasa_config", "velora_config"])
 @pytest.mark.usefixtures("native_names")
 @pytest.mark.parametrize(
     "variant",
@@ -318,6 +333,7 @@ def activated_beside_plain() -> Any:
     return model.eval()
 
 
+@pytest.mark.slow
 def test_other_adapters_beside_an_activated_one_are_served() -> None:
     model = activated_beside_plain()
     expected = tokens(model)
@@ -333,6 +349,7 @@ def test_other_adapters_beside_an_activated_one_are_served() -> None:
         assert engine_tokens(model, None) == [base_tokens()]
 
 
+@pytest.mark.slow
 def test_requests_end_when_an_activated_adapter_becomes_active() -> None:
     model = activated_beside_plain()
     expected = tokens(model)
@@ -412,6 +429,7 @@ def test_a_model_that_holds_an_activated_adapter(injects: bool) -> None:
     assert engine_tokens(model, "__base__") == [base_tokens()]
 
 
+@pytest.mark.slow_cases("LOHA")
 @pytest.mark.usefixtures("native_names")
 @pytest.mark.parametrize("name", ["LORA", "LOHA", "IA3"])
 def test_a_model_with_injected_layers(name: str, tmp_path: Path) -> None:
@@ -429,6 +447,7 @@ def test_the_model_inside_x_lora_is_refused(tmp_path: Path) -> None:
     assert_refused(tuned(config).get_base_model(), refusal(config))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("native_names")
 def test_a_model_of_mixed_tuners(tmp_path: Path) -> None:
     model = peft.get_peft_model(

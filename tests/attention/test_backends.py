@@ -311,6 +311,7 @@ def any_cases(draw: st.DrawFn, max_queries: int = 33) -> Case:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(case=any_cases(), seed=st.integers(0, 3))
 def test_matches_dense_attention_on_any_sizes(case: Case, seed: int) -> None:

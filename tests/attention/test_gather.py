@@ -73,6 +73,7 @@ def operations_per_step(
     return (totals[1] - totals[0]) / 2
 
 
+@pytest.mark.slow_cases("llama")
 @pytest.mark.parametrize(
     "name",
     ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "gpt_oss"))],

@@ -89,6 +89,7 @@ def restored() -> Iterator[None]:
     hf_paged.install()
 
 
+@pytest.mark.slow_cases("offload-*", "scale_expansion-1")
 @pytest.mark.parametrize("calls_before", [0, 1])
 @pytest.mark.parametrize("change", CHANGES)
 def test_code_of_the_users_own_is_not_left_out(

@@ -47,6 +47,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 @torch.no_grad()
 def test_a_step_takes_one_launch_for_decodes_and_one_for_chunks(
@@ -65,6 +66,7 @@ def test_a_step_takes_one_launch_for_decodes_and_one_for_chunks(
     assert launches == wanted
 
 
+@pytest.mark.slow_cases("llama")
 @pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_generate_gives_the_tokens_of_the_plain_call(name: str, launches: list[str]) -> None:
     model = models.get(name)
@@ -77,6 +79,7 @@ def test_generate_gives_the_tokens_of_the_plain_call(name: str, launches: list[s
     hf_paged.check_integrity(model)
 
 
+@pytest.mark.slow_cases("BloomForCausalLM")
 @pytest.mark.parametrize(
     "name",
     [
@@ -98,6 +101,7 @@ def test_kinds_of_attention(name: str, launches: list[str]) -> None:
     assert set(launches) == {"prefill_attention", "decode_attention"}
 
 
+@pytest.mark.slow
 def test_samples_read_their_prompt_once(
     launches: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,6 +71,7 @@ def test_matches_the_reference(case: Case, backend: str) -> None:
     check(case, backend, ("int8", "fp8_e4m3", "fp8_e5m2")[FLOATS.index(case) % 3])
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(case=any_cases(), kv_dtype=st.sampled_from(list(quantized.DTYPES)), seed=st.integers(0, 3))
 def test_matches_the_reference_on_any_sizes(case: Case, kv_dtype: str, seed: int) -> None:

@@ -22,6 +22,7 @@ from tests.support.attention import attend
 from tests.support.kernels.device import DEVICE, available, to_device
 
 
+@pytest.mark.slow
 @available
 @pytest.mark.parametrize(
     ("name", "road", "tokens"),

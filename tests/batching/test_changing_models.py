@@ -350,17 +350,51 @@ def check(case: str, way: str) -> None:
         assert route.num_captured_steps > 16, "it is recorded once more"
 
 
+@pytest.mark.slow_cases(
+    but=[
+        "closed dict",
+        "code",
+        "context",
+        "defaults",
+        "deque",
+        "function's attribute",
+        "global",
+        "held class",
+        "hook",
+        "merge",
+        "module's class",
+        "renamed",
+        "scaling",
+        "set_adapter",
+        "slots",
+    ]
+)
 @pytest.mark.parametrize("case", CASES)
 def test_a_processor_that_changes_the_model(case: str) -> None:
     check(case, "processor")
 
 
+@pytest.mark.slow_cases("hook-criterion", "hook-thread")
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "processor"])
 @pytest.mark.parametrize("case", ["scaling", "hook"])
 def test_other_code_that_changes_the_model(case: str, way: str) -> None:
     check(case, way)
 
 
+@pytest.mark.slow_cases(
+    but=[
+        "code",
+        "decimal",
+        "defaults",
+        "forward",
+        "function's attribute",
+        "held class",
+        "module's class",
+        "renamed",
+        "scaling",
+        "slots",
+    ]
+)
 @pytest.mark.parametrize("case", CASES)
 def test_changes_between_steps_of_an_engine(case: str) -> None:
     """A request that runs, and one that is added after the change."""
@@ -489,6 +523,7 @@ class Dispatches(TorchDispatchMode):
         return found * -0.6 if func is torch.ops.aten.silu.default else found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [Functions, Dispatches])
 def test_an_active_mode_sees_every_step(mode: Any) -> None:
     model = models.build("llama")
@@ -560,6 +595,7 @@ def test_the_default_dtype(is_set: bool) -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.slow
 def test_an_assistant_that_changes() -> None:
     found = []
     for options in ({}, models.PAGED):

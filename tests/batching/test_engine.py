@@ -55,6 +55,7 @@ def engine_of(name: str = "llama", **options: Any) -> PagedEngine:
 # ----------------------------------------------------------------------------------------- tokens
 
 
+@pytest.mark.slow_cases("cpu-*")
 @pytest.mark.parametrize("name", models.DECODER_ONLY)
 def test_all_modes_in_one_batch(name: str, device: torch.device) -> None:
     model = models.put(models.get(name), device)
@@ -107,6 +108,7 @@ def test_alone_it_draws_from_the_global_random_numbers_as_generate_does(mode: st
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [build_mamba, build_diff_llama], ids=["mamba", "diff_llama"])
 def test_models_that_cannot_run_packed(build: Any) -> None:
     model = build()
@@ -123,6 +125,7 @@ def test_models_that_cannot_run_packed(build: Any) -> None:
         assert_same_as_lone(lone_run(model, prompt, options, seed), results[mode], options, mode)
 
 
+@pytest.mark.slow
 def test_row_layout_under_a_small_budget() -> None:
     model, texts = build_diff_llama(), prompts(20, 25, 9, 31)
     with PagedEngine(model, PagedConfig(block_size=8, num_blocks=8)) as engine:
@@ -499,6 +502,7 @@ def test_astream() -> None:
         assert tokens == result.token_ids
 
 
+@pytest.mark.slow
 def test_readers_share_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Readers in one event loop take turns: a step serves all of them, and its outputs need no
     thread each."""
@@ -549,6 +553,7 @@ def test_readers_share_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         assert tokens == result.token_ids
 
 
+@pytest.mark.slow
 def test_an_option_each() -> None:
     """Seeds and priorities of a call, one per prompt."""
     texts, options = prompts(9, 9, 9, 4), MODES["samples"]
@@ -591,6 +596,7 @@ def test_the_seed_after_the_largest_is_the_first() -> None:
     assert all("`seed`" in str(result.error) for pair in refused for result in pair)
 
 
+@pytest.mark.slow
 def test_threads() -> None:
     texts = prompts(*range(3, 27, 2))
     expected = [lone_run(models.get("llama"), prompt, GREEDY) for prompt in texts]

@@ -99,6 +99,7 @@ def test_a_refused_request_keeps_the_id_that_it_was_given() -> None:
 # ----------------------------------------------------------------------------- prompts as a batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_padded_batch_with_its_mask(side: str) -> None:
     texts = prompts(4, 11, 7)

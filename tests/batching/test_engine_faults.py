@@ -209,6 +209,7 @@ def test_bad_input_is_refused_with_a_reason(case: str) -> None:
     assert torch.equal(torch.get_rng_state(), rng), "greedy requests drew random numbers"
 
 
+@pytest.mark.slow
 def test_generate_reports_what_is_refused_in_its_place() -> None:
     cases = {name: case for name, case in REFUSED.items() if not case[2]}
     engine = PagedEngine(models.get("llama"), PagedConfig(block_size=8, num_blocks=12))
@@ -302,6 +303,14 @@ FAULTS: dict[str, Fault] = {
 }
 
 
+@pytest.mark.slow_cases(
+    "2-criteria-greedy",
+    "6-criteria-beams",
+    "6-criteria-sample",
+    "6-criteria-samples",
+    "6-processor-samples",
+    "6-streamer-greedy",
+)
 @pytest.mark.parametrize("mode", ["greedy", "sample", "samples", "beams"])
 @pytest.mark.parametrize("place", FAULTS)
 @pytest.mark.parametrize("call", [2, 6])
@@ -574,6 +583,7 @@ PLACES: dict[
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("step", [1, 2, 9])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
@@ -619,6 +629,7 @@ def test_memory_that_is_short_once_while_a_request_is_admitted(call: int) -> Non
     assert_same_as_lone(lone_run(model, prompt, GREEDY), results["again"], GREEDY, "again")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [build_diff_llama, build_mamba], ids=["diff_llama", "mamba"])
 @pytest.mark.parametrize("error", [OnPurpose, KeyboardInterrupt])
 def test_a_forward_that_raises_in_the_row_layout(build: Any, error: type[BaseException]) -> None:
@@ -745,6 +756,7 @@ CULPRITS = {
 }
 
 
+@pytest.mark.slow_cases("gemma3-two")
 @pytest.mark.parametrize(
     ("name", "who"),
     [
@@ -763,6 +775,7 @@ def test_a_request_whose_forward_raises_ends_alone(name: str, who: str) -> None:
         assert poison.num_forwards == poison.num_failed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "capture", "kind"),
     [("llama", True, "recompute"), ("llama", False, "swap"), ("gemma3", False, "recompute")],
@@ -789,6 +802,7 @@ def test_blocks_that_a_failed_forward_shared_are_computed_again(
     assert_drained(engine)
 
 
+@pytest.mark.slow_cases("*-mamba")
 @pytest.mark.parametrize("name", ["llama", "mamba"])
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("of all"), MemoryError("of all")], ids=["cuda", "host"]
@@ -806,6 +820,7 @@ def test_requests_that_fit_in_halves_all_go_on(name: str, error: Exception) -> N
     assert poison.num_failed > 1
 
 
+@pytest.mark.slow
 def test_requests_come_and_go_while_halves_are_computed() -> None:
     model, culprits, error = models.get("llama"), {2}, OnPurpose("on purpose")
     texts, poison = eight_prompts(culprits), Poison(models.get("llama"), error, has_bad)
@@ -846,6 +861,7 @@ def test_requests_come_and_go_while_halves_are_computed() -> None:
     assert_same_as_lone(lone_run(model, texts[1], EIGHT[1]), results["late 1"], EIGHT[1], "late")
 
 
+@pytest.mark.slow
 def test_an_assistant_that_fails_for_one_request_ends_that_one_alone() -> None:
     model, assistant, error = (
         models.get("llama"),
@@ -1018,6 +1034,14 @@ def test_a_decoder_that_grows_past_its_table_of_positions(name: str) -> None:
     assert results["short"].error is None and len(results["short"].token_ids) == 10
 
 
+@pytest.mark.slow_cases(
+    "recompute-15-first layer",
+    "recompute-2-last layer",
+    "recompute-3-*",
+    "recompute-8-last layer",
+    "roomy-1-first layer",
+    "swap-*",
+)
 @pytest.mark.parametrize("place", ["first layer", "last layer"])
 @pytest.mark.parametrize("step", [1, 2, 3, 8, 15])
 @pytest.mark.parametrize("kind", ["roomy", "swap", "recompute"])
@@ -1055,6 +1079,7 @@ def test_after_an_interrupt_the_engine_goes_on(place: str, step: int, kind: str)
     assert model_state(model) == before
 
 
+@pytest.mark.slow_cases(but=["llama-1"])
 @pytest.mark.parametrize("step", [1, 2, 3, 9])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_an_interrupt_between_scheduling_and_the_forward(
@@ -1083,6 +1108,7 @@ def test_an_interrupt_between_scheduling_and_the_forward(
     beside.check({mode: results[f"{mode} again"] for mode in OTHERS}, "again")
 
 
+@pytest.mark.slow_cases("greedy-*", "samples-processor")
 @pytest.mark.parametrize("place", FAULTS)
 @pytest.mark.parametrize("mode", ["greedy", "samples", "beams"])
 def test_an_interrupt_while_tokens_are_chosen(place: str, mode: str) -> None:
@@ -1168,6 +1194,7 @@ def failing(
     return raised
 
 
+@pytest.mark.slow_cases("blocks are named-0", "the engine rests-3", "the window is settled-3")
 @pytest.mark.parametrize("after", [0, 3])
 @pytest.mark.parametrize("place", OUTSIDE)
 def test_a_step_that_raises_again_and_again_ends_its_requests(
@@ -1333,6 +1360,7 @@ def test_no_progress_raises_after_a_bounded_number_of_steps(
         assert_drained(engine)
 
 
+@pytest.mark.slow
 def test_blocks_that_a_caller_holds_are_an_error_and_no_endless_wait() -> None:
     model, inputs, other = (
         models.build("llama"),
@@ -1405,6 +1433,7 @@ def test_inference_mode_and_grad_mode_may_change_between_calls() -> None:
         assert_same_as_lone(expected[1], run_all(engine)["a"], GREEDY, "in the middle")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("growth", [1, 3])
 def test_a_machine_without_memory_for_more_blocks_preempts(
     growth: int, monkeypatch: pytest.MonkeyPatch

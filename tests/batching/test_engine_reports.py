@@ -188,6 +188,7 @@ def test_an_interrupted_step_says_nothing_of_the_next_request_of_that_id() -> No
 # --------------------------------------------------------------------------- asynchronous readers
 
 
+@pytest.mark.slow_cases("timeout")
 @pytest.mark.parametrize("how", ["timeout", "cancelled"])
 def test_a_reader_that_is_cancelled_in_the_middle_of_a_step(
     how: str, monkeypatch: pytest.MonkeyPatch
@@ -493,6 +494,7 @@ def no_collection() -> Iterator[None]:
         gc.enable()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["greedy", "samples", "beams"])
 @pytest.mark.parametrize("how", ["ends", "cancelled"])
 def test_an_ended_requests_tensors_go_at_once(how: str, mode: str) -> None:

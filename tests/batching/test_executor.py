@@ -105,6 +105,7 @@ def test_a_call_goes_on(name: str, kind: str, caplog: pytest.LogCaptureFixture) 
     hf_paged.check_integrity(model)
 
 
+@pytest.mark.slow
 def test_the_next_call_is_not_packed_while_the_model_stays_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -145,6 +146,7 @@ def test_a_returned_cache_of_such_a_call_can_be_continued() -> None:
     assert torch.equal(*texts)
 
 
+@pytest.mark.slow
 def test_requests_of_an_engine_go_on(caplog: pytest.LogCaptureFixture) -> None:
     """Among them are some with drafts, with prompt log-probabilities, and some that are added
     later, in chunks."""
@@ -205,6 +207,7 @@ def test_the_loop_packs_again_once_it_begins_with_the_model_as_it_was() -> None:
         assert_same_as_lone(lone, result, GREEDY, "unchanged")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["LlavaForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"]
 )
@@ -267,6 +270,7 @@ def test_dropout_that_is_switched_on_ends_no_request(is_engine: bool) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("from_folders", [False, True], ids=["own", "folders"])
 def test_rows_with_adapters_go_on(from_folders: bool, tmp_path: Path) -> None:
     adapters = pytest.importorskip("tests.support.peft_models")
@@ -298,6 +302,7 @@ def test_an_assistant_that_cannot_be_packed_goes_on() -> None:
     assert torch.equal(actual, expected) and last_route(model).num_draft_tokens > 0
 
 
+@pytest.mark.slow
 def test_batch_invariance_is_refused_rather_than_lost() -> None:
     model = make_dense(models.build("llama"))
     config = {**models.PAGED["cache_config"], "batch_invariant": True}

@@ -178,6 +178,7 @@ def count_chunks(engine: PagedEngine, seen: collections.Counter[str]) -> None:
     runner.run = counted  # type: ignore[method-assign]
 
 
+@pytest.mark.slow_cases("*-25")
 @pytest.mark.parametrize(
     ("name", "count"),
     [

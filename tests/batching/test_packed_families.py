@@ -121,6 +121,9 @@ def check(
     return stats
 
 
+@pytest.mark.slow_cases(
+    but=["*-bloom", "*-dynamic", "*-falcon alibi", "*-longrope", "*-mpt", "cuda-*"]
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_chunks_of_prompts_share_steps_with_decodes(name: str, device: torch.device) -> None:
     """Prompts arrive in chunks that end within blocks and within chunks of attention."""
@@ -147,6 +150,7 @@ def test_all_modes_share_steps(name: str, max_tokens: int) -> None:
     )
 
 
+@pytest.mark.slow_cases("latents-recompute", "phi3-recompute")
 @pytest.mark.parametrize("preemption", ["recompute", pytest.param("swap", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", KINDS)
 def test_preempted_requests_go_on(name: str, preemption: Any) -> None:
@@ -162,6 +166,7 @@ def test_preempted_requests_go_on(name: str, preemption: Any) -> None:
 
 
 # a window has dropped them
+@pytest.mark.slow_cases("latents", "narrow latents", "phi3")
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "shared keys"])
 def test_prefixes_are_found_again(name: str) -> None:
     skip_where_plain_is_broken(name)
@@ -241,6 +246,7 @@ def test_calls_over_layers_with_shared_keys(options: dict[str, Any]) -> None:
     assert last_route(model).reason.startswith("packed forwards")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.18"), reason="its tower fails on these pictures"
 )

@@ -180,6 +180,7 @@ def test_pictures_are_computed_by_the_model_and_decoded_packed(
     assert route.road == "engine" and route.reason.startswith("packed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [LLAVA, QWEN])
 def test_preempted_rows_are_computed_again(name: str, forwards: list[int]) -> None:
     model, inputs = model_of(name), pictures(name)
@@ -231,6 +232,7 @@ def test_a_cache_that_is_returned() -> None:
     torch.testing.assert_close(shown[0], keys[0])
 
 
+@pytest.mark.slow
 def test_positions_of_a_callers_own(hits: list[int]) -> None:
     model = models.get("llama")
     inputs = text(model)
@@ -246,6 +248,7 @@ def test_positions_of_a_callers_own(hits: list[int]) -> None:
     assert max(hits) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [GEMMA, "PaliGemmaForConditionalGeneration"])
 def test_tokens_that_see_later_ones_are_not_served_to_other_prompts(
     name: str, hits: list[int]
@@ -260,6 +263,7 @@ def test_tokens_that_see_later_ones_are_not_served_to_other_prompts(
     assert any(hits) == (name == GEMMA)  # there the question does not see later tokens
 
 
+@pytest.mark.slow
 def test_no_block_gets_a_name_that_hides_what_its_tokens_saw(
     hits: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,6 +364,7 @@ def test_inputs_of_other_names_kinds_and_shapes_have_other_digests() -> None:
             _digest({"x": value})
 
 
+@pytest.mark.slow
 def test_rows_whose_decode_steps_need_more_are_not_packed() -> None:
     model = model_of("Kosmos2ForConditionalGeneration")
     route = same(model, pictures("Kosmos2ForConditionalGeneration"), {})
@@ -370,6 +375,7 @@ def test_rows_whose_decode_steps_need_more_are_not_packed() -> None:
     )
 
 
+@pytest.mark.slow
 def test_streamers_and_threads() -> None:
     class Words(BaseStreamer):
         def __init__(self) -> None:
@@ -437,6 +443,7 @@ def of_row(inputs: dict[str, Any], row: int, name: str) -> dict[str, Any]:
     return {**found, **rest}
 
 
+@pytest.mark.slow_cases(but=["LlavaForConditionalGeneration"])
 @pytest.mark.parametrize("name", [LLAVA, QWEN, GEMMA])
 def test_an_engine_takes_what_a_processor_gives(name: str) -> None:
     model, inputs = model_of(name), with_question(pictures(name))
@@ -485,6 +492,7 @@ def test_an_engine_takes_what_a_processor_gives(name: str) -> None:
         engine.check_integrity()
 
 
+@pytest.mark.slow
 def test_an_engine_recomputes_pictures_and_isolates_those_that_fail() -> None:
     model, inputs = model_of(QWEN), pictures(QWEN)
     rows = [of_row(inputs, row, QWEN) for row in range(2)] * 2
@@ -510,6 +518,7 @@ def test_an_engine_recomputes_pictures_and_isolates_those_that_fail() -> None:
         assert engine.stats().used_blocks == 0
 
 
+@pytest.mark.slow_cases("*-Gemma3ForConditionalGeneration")
 @pytest.mark.parametrize("name", [QWEN, GEMMA])
 @pytest.mark.parametrize(
     "config", [{"num_blocks": 13, "preemption": "swap"}, {"max_num_batched_tokens": 8}]
@@ -612,6 +621,7 @@ def test_rows_without_a_known_placeholder_are_known_by_all_inputs() -> None:
         )
 
 
+@pytest.mark.slow
 def test_generated_tokens_are_known_by_their_positions(hits: list[int]) -> None:
     model = models.get("llama")
     ids = torch.randint(5, 100, (1, 20), generator=torch.Generator().manual_seed(0))
@@ -632,6 +642,7 @@ def test_generated_tokens_are_known_by_their_positions(hits: list[int]) -> None:
         assert same(model, given, options).road == "engine" and hits == [expected]
 
 
+@pytest.mark.slow
 def test_an_answer_about_a_picture_is_served_in_the_next_turn(hits: list[int]) -> None:
     model, inputs = model_of(QWEN), of_row(with_question(pictures(QWEN)), 0, QWEN)
     length = inputs["input_ids"].shape[1]
@@ -677,6 +688,7 @@ def of_lengths(name: str, lengths: tuple[int, ...]) -> list[dict[str, Any]]:
     return calls
 
 
+@pytest.mark.slow_cases("Gemma3ForConditionalGeneration")
 @pytest.mark.parametrize("name", [LLAVA, QWEN, GEMMA])
 def test_prompts_of_several_requests_begin_in_one_forward(name: str, forwards: list[int]) -> None:
     model, calls = model_of(name), of_lengths(name, (3, 9, 1, 6))
@@ -854,6 +866,7 @@ def test_a_hole_in_the_mask_is_looked_at_by_itself() -> None:
             )
 
 
+@pytest.mark.slow
 def test_a_picture_that_fails_beside_others_in_rectangles() -> None:
     name, options = "Lfm2VlForConditionalGeneration", {"max_new_tokens": 6, "do_sample": False}
     model, row = model_of(name), of_row(pictures(name), 0, name)
@@ -897,6 +910,7 @@ def rows_of_two_sizes(name: str) -> list[dict[str, Any]]:
     return [with_system_text(of_row(inputs, row, name)) for row in range(2)]
 
 
+@pytest.mark.slow_cases("Qwen3VLForConditionalGeneration")
 @pytest.mark.parametrize("name", [QWEN, "Qwen3VLForConditionalGeneration", LLAVA])
 def test_a_picture_of_another_grid_drops_no_prefix(name: str) -> None:
     first, second = rows_of_two_sizes(name)
@@ -905,6 +919,7 @@ def test_a_picture_of_another_grid_drops_no_prefix(name: str) -> None:
     assert hits[2] >= length - 8 and hits[3] >= second["input_ids"].shape[1] - 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BEHIND_TEXT)
 def test_a_new_picture_behind_a_known_text(name: str, forwards: list[int]) -> None:
     first, second = rows_of_two_sizes(name)
@@ -919,6 +934,7 @@ def test_a_new_picture_behind_a_known_text(name: str, forwards: list[int]) -> No
     assert hits_behind(model, [first, with_system_text(second, seed=6)])[1] == 0
 
 
+@pytest.mark.slow_cases("Gemma3ForConditionalGeneration")
 @pytest.mark.parametrize("name", BEHIND_TEXT)
 def test_text_alone_shares_the_text_before_a_picture(name: str) -> None:
     model, (first, second) = model_of(name), rows_of_two_sizes(name)
@@ -928,6 +944,7 @@ def test_text_alone_shares_the_text_before_a_picture(name: str) -> None:
     assert hits_behind(model, [first, words]) == [0, 24]
 
 
+@pytest.mark.slow_cases("Gemma3ForConditionalGeneration")
 @pytest.mark.parametrize("name", BEHIND_TEXT)
 def test_a_generate_call_begins_behind_a_known_text(name: str, hits: list[int]) -> None:
     first, second = rows_of_two_sizes(name)
@@ -942,6 +959,7 @@ def test_a_generate_call_begins_behind_a_known_text(name: str, hits: list[int]) 
     assert max(hits) == 24
 
 
+@pytest.mark.slow
 def test_a_text_that_sees_the_picture_behind_it_is_not_shared() -> None:
     """All of PaliGemma's prompt sees all of it."""
     name = "PaliGemmaForConditionalGeneration"
@@ -949,6 +967,7 @@ def test_a_text_that_sees_the_picture_behind_it_is_not_shared() -> None:
     assert not any(hits_behind(model_of(name), [first, second, other_pictures(first), first]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BEHIND_TEXT)
 def test_requests_behind_a_known_text_run_beside_others_and_are_preempted(name: str) -> None:
     model, (first, second) = model_of(name), rows_of_two_sizes(name)

@@ -92,6 +92,9 @@ def case() -> Iterator[interrupts.Engine]:
     hf_paged.free(made.model)
 
 
+@pytest.mark.slow_cases(
+    but=["Ledger.append", "Ledger.apply", "Ledger.close", "RequestQueue.remove"]
+)
 @pytest.mark.parametrize(("owner", "name"), CHANGES, ids=IDS)
 def test_an_engine_goes_on_after_an_exception_behind_any_change(
     case: interrupts.Engine, monkeypatch: pytest.MonkeyPatch, owner: type, name: str

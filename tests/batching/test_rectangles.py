@@ -74,6 +74,7 @@ def skip_where_plain_is_broken(name: str) -> None:
         pytest.skip("before 5.18, tokens of plain Doge see later ones unless its prompt is padded")
 
 
+@pytest.mark.slow_cases("BambaForCausalLM", "DogeForCausalLM")
 @pytest.mark.parametrize("name", CLASSES)
 def test_requests_that_come_and_go_share_forwards(name: str) -> None:
     skip_where_plain_is_broken(name)
@@ -102,6 +103,7 @@ def test_requests_that_come_and_go_share_forwards(name: str) -> None:
         )
 
 
+@pytest.mark.slow_cases(but=["MambaForCausalLM"])
 @pytest.mark.parametrize("name", CLASSES)
 def test_rows_of_a_generate_call_leave_one_by_one(name: str) -> None:
     model, texts = build(name), prompts(*LENGTHS)
@@ -132,6 +134,7 @@ def test_rows_of_a_generate_call_leave_one_by_one(name: str) -> None:
     assert memory_stats(model).used_blocks == 0
 
 
+@pytest.mark.slow_cases("cpu-*")
 @pytest.mark.parametrize("name", CLASSES)
 def test_all_modes_in_one_batch(name: str, device: torch.device) -> None:
     skip_where_plain_is_broken(name)
@@ -148,6 +151,7 @@ def test_all_modes_in_one_batch(name: str, device: torch.device) -> None:
         )
 
 
+@pytest.mark.slow_cases(but=["RobertaForCausalLM-beams", "RobertaForCausalLM-samples"])
 @pytest.mark.parametrize("mode", ["greedy", "beams", "samples"])
 @pytest.mark.parametrize(
     "name", ["Zamba2ForCausalLM", "RobertaForCausalLM", "ProphetNetForCausalLM"]
@@ -176,6 +180,7 @@ def test_rows_are_computed_again_as_they_were(name: str, mode: str) -> None:
         )
 
 
+@pytest.mark.slow_cases("Qwen3NextForCausalLM")
 @pytest.mark.parametrize("name", ["Qwen3NextForCausalLM", "DiffLlamaForCausalLM"])
 def test_preempted_rows_are_computed_again(name: str) -> None:
     model, texts = build(name), prompts(20, 25, 9, 31)
@@ -192,6 +197,7 @@ def test_preempted_rows_are_computed_again(name: str) -> None:
         )
 
 
+@pytest.mark.slow_cases("Qwen3NextForCausalLM")
 @pytest.mark.parametrize("name", ["Qwen3NextForCausalLM", "DiffLlamaForCausalLM"])
 def test_a_step_that_is_interrupted_never_happened(
     name: str, monkeypatch: pytest.MonkeyPatch

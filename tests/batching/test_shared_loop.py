@@ -124,6 +124,7 @@ def assert_clean(model: PreTrainedModel) -> None:
     assert num_callers() == 0 and not any(shared_loop._loops.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["llama", "BloomForCausalLM", "Qwen3NextForCausalLM", "DeepseekV3ForCausalLM"]
 )
@@ -146,6 +147,7 @@ def test_calls_of_threads_share_forwards(name: str) -> None:
     assert_clean(model)
 
 
+@pytest.mark.slow_cases("cpu")
 def test_beams_and_samples_of_one_prompt_share_forwards_with_others(device: torch.device) -> None:
     model = models.build("llama").to(device)
     options = [
@@ -196,6 +198,7 @@ def test_an_exception_of_one_call_does_not_reach_the_others() -> None:
     assert_clean(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "Qwen3NextForCausalLM"])
 def test_a_forward_that_fails_for_one_call_fails_that_call_alone(name: str) -> None:
     model = models.build(name) if name == "llama" else build(name)
@@ -219,6 +222,7 @@ def test_a_forward_that_fails_for_one_call_fails_that_call_alone(name: str) -> N
     assert_clean(model)
 
 
+@pytest.mark.slow
 def test_calls_go_on_where_a_forward_failed_and_blocks_are_few(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -256,6 +260,7 @@ def test_calls_go_on_where_a_forward_failed_and_blocks_are_few(
     assert_clean(model)
 
 
+@pytest.mark.slow
 def test_a_call_waits_for_blocks_of_one_that_samples() -> None:
     """A row that ended keeps its blocks until the whole call, which is slow, ends."""
     model, few = models.build("llama"), {"cache_config": {"block_size": 8, "num_blocks": 8}}
@@ -300,6 +305,7 @@ def test_a_call_waits_for_blocks_of_one_that_samples() -> None:
     assert_clean(model)
 
 
+@pytest.mark.slow
 def test_an_error_where_no_call_will_give_blocks_back() -> None:
     model, few = models.build("llama"), {"cache_config": {"block_size": 8, "num_blocks": 8}}
     kept = paged(model, 4, return_dict_in_generate=True, **few)  # holds 5 blocks
@@ -330,6 +336,7 @@ def test_an_error_where_no_call_will_give_blocks_back() -> None:
     assert_clean(model)
 
 
+@pytest.mark.slow
 def test_of_calls_that_wait_for_one_another_the_one_that_keeps_blocks_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -380,6 +387,7 @@ def test_the_loop_tells_whether_its_calls_go_on() -> None:
     assert seen == [([False], True)]
 
 
+@pytest.mark.slow_cases("gemma3")
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_returned_cache_is_computed_again_in_the_blocks_of_its_call(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -405,6 +413,7 @@ def test_a_returned_cache_is_computed_again_in_the_blocks_of_its_call(
     assert_clean(model)
 
 
+@pytest.mark.slow
 def test_a_call_with_rows_that_ended_goes_on_after_a_forward_that_failed() -> None:
     model, both, failed = models.build("llama"), threading.Event(), threading.Event()
     inputs = models.padded_prompt("llama", (13, 4))
@@ -444,6 +453,7 @@ def test_a_call_with_rows_that_ended_goes_on_after_a_forward_that_failed() -> No
     assert_clean(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "BambaForCausalLM"])
 def test_samples_beside_a_call_whose_forward_fails_are_those_of_plain(name: str) -> None:
     model, failed = models.build(name) if name == "llama" else build(name), threading.Event()
@@ -521,6 +531,7 @@ def test_a_step_that_ends_between_two_looks_of_a_call(monkeypatch: pytest.Monkey
     assert torch.equal(paged(model, 0), generate(model, 0))
 
 
+@pytest.mark.slow
 def test_a_call_that_joined_during_a_step_takes_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """It must not wait for the thread that runs the step and samples."""
     model, ended = models.build("llama"), threading.Event()
@@ -587,6 +598,7 @@ def test_no_call_waits_for_one_that_stopped() -> None:
     assert_clean(model)
 
 
+@pytest.mark.slow
 def test_a_call_within_a_processor_and_within_a_forward() -> None:
     model, inner = models.build("llama"), []
     expected = [generate(model, number) for number in (0, 1)]
@@ -612,6 +624,7 @@ def test_a_call_within_a_processor_and_within_a_forward() -> None:
     assert_clean(model)
 
 
+@pytest.mark.slow_cases("cpu")
 def test_calls_preempt_one_another_where_blocks_are_few(device: torch.device) -> None:
     model = models.build("llama").to(device)
     expected = [generate(model, number) for number in range(NUM)]
@@ -640,6 +653,7 @@ def rms(found: Any, expected: Any) -> float:
     return float((torch.stack(found.logits) - torch.stack(expected.logits)).square().mean().sqrt())
 
 
+@pytest.mark.slow
 def test_calls_under_other_contexts_take_turns() -> None:
     model = models.build("llama")
 
@@ -665,6 +679,7 @@ def test_calls_under_other_contexts_take_turns() -> None:
         assert torch.equal(found[at], generate(model, number))
 
 
+@pytest.mark.slow
 def test_a_returned_cache_is_of_its_call_alone() -> None:
     model = models.build("llama")
     options = dict(return_dict_in_generate=True)
@@ -685,6 +700,7 @@ def test_a_returned_cache_is_of_its_call_alone() -> None:
     assert_clean(model)
 
 
+@pytest.mark.slow
 def test_models_are_held_by_their_calls_alone() -> None:
     def run() -> weakref.ref[PreTrainedModel]:
         model = models.build("llama")
@@ -706,6 +722,7 @@ def test_models_are_held_by_their_calls_alone() -> None:
     assert gone() is None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_a_child_process_goes_on_with_the_call_that_forked() -> None:
     model = models.build("llama")
@@ -751,6 +768,7 @@ def test_a_child_process_goes_on_with_the_call_that_forked() -> None:
 slow = pytest.mark.slow
 
 
+@pytest.mark.slow_cases("*-1")
 @pytest.mark.parametrize(
     ("name", "num_calls"),
     [("t5", 1), pytest.param("t5", 32, marks=slow), pytest.param("bart", 32, marks=slow)],
@@ -789,6 +807,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow_cases("all of them")
 @pytest.mark.parametrize(
     ("ways", "num_calls"),
     [

@@ -16,6 +16,7 @@ from tests.support.checks import in_threads
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 25}
 
 
+@pytest.mark.slow
 def test_an_adapter_of_one_engine_is_not_seen_by_other_callers() -> None:
     """The active adapter is state of the model, so one forward runs at a time, for any caller."""
     peft = pytest.importorskip("peft")
@@ -62,6 +63,7 @@ def test_writing_to_a_returned_cache_leaves_the_prefix_cache_alone() -> None:
         assert torch.equal(expected, model.generate(**inputs, **GREEDY, **models.PAGED))
 
 
+@pytest.mark.slow
 def test_forwards_compute_as_when_the_request_was_added() -> None:
     """Autocast is per thread: another thread's steps must not mix precisions in one prefix
     cache."""

@@ -12,6 +12,7 @@ from tests.support.engine_helpers import assert_drained, lone_run, prompts, run_
 GREEDY = {"do_sample": False, "max_new_tokens": 30}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_auto_does_not_swap_what_others_hold(
     is_shared: bool, monkeypatch: pytest.MonkeyPatch

@@ -13,6 +13,7 @@ from hf_paged.cache.block_pool import BlockPool
 from tests.support import engine_machine
 
 
+@pytest.mark.slow
 def test_the_engine_under_any_order_of_events() -> None:
     seen = engine_machine.run(50, 6)
     assert (
@@ -21,6 +22,7 @@ def test_the_engine_under_any_order_of_events() -> None:
     assert seen["changed weights"] and seen["prefix-hit tokens"], seen
 
 
+@pytest.mark.slow
 def test_blocks_that_are_lost_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     release = BlockPool.release
     monkeypatch.setattr(
@@ -30,6 +32,7 @@ def test_blocks_that_are_lost_are_found(monkeypatch: pytest.MonkeyPatch) -> None
         engine_machine.run(10, 6, shrinks=False)
 
 
+@pytest.mark.slow
 def test_a_token_that_is_told_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     step = PagedEngine.step
 

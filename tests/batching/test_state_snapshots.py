@@ -62,6 +62,7 @@ def run(
     return result, engine.stats().num_prefix_hit_tokens - before
 
 
+@pytest.mark.slow_cases("cpu-*")
 @pytest.mark.parametrize("name", [*CLASSES, STATELESS, NEVER])
 def test_a_prompt_begins_where_a_snapshot_is(name: str, device: torch.device) -> None:
     model, system = models.put(build(name), device), text(44, 1)
@@ -84,6 +85,7 @@ def test_a_prompt_begins_where_a_snapshot_is(name: str, device: torch.device) ->
         assert_same_as_lone(lone_run(model, prompt, GREEDY), result, GREEDY, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CLASSES)
 def test_all_modes_begin_side_by_side_behind_snapshots(name: str) -> None:
     """Twice: the second time all begin after the first run's snapshots, with equally many tokens
@@ -109,6 +111,7 @@ def test_all_modes_begin_side_by_side_behind_snapshots(name: str) -> None:
         assert_drained(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Qwen3NextForCausalLM", "FalconH1ForCausalLM"])
 def test_generate_begins_behind_what_the_call_before_left(name: str) -> None:
     model: Any = build(name)
@@ -148,6 +151,7 @@ def test_generate_begins_behind_what_the_call_before_left(name: str) -> None:
     assert memory_stats(model).used_blocks == 0 and memory_stats(model).cached_blocks > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CLASSES)
 def test_short_prompts_are_one_forward(name: str) -> None:
     model, options = build(name), {"do_sample": False, "max_new_tokens": 3}
@@ -166,6 +170,7 @@ def test_short_prompts_are_one_forward(name: str) -> None:
         assert [columns for _, columns in shapes] == [len(prompt), 1, 1]
 
 
+@pytest.mark.slow
 def test_others_decode_beside_a_prompt_that_stops() -> None:
     model = build(CLASSES[0])
     with forwards(model) as shapes, PagedEngine(model, PagedConfig(block_size=SIZE)) as engine:
@@ -181,6 +186,7 @@ def test_others_decode_beside_a_prompt_that_stops() -> None:
         assert_same_as_lone(lone_run(model, prompt, GREEDY), results[name], GREEDY, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preempt", ["swap", "recompute", "auto"])
 @pytest.mark.parametrize("name", ["Qwen3NextForCausalLM", "FalconH1ForCausalLM", NEVER])
 def test_preempted_rows_come_back_with_their_states(name: str, preempt: str) -> None:
@@ -202,6 +208,7 @@ def test_preempted_rows_come_back_with_their_states(name: str, preempt: str) -> 
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_any_load_in_any_budget(seed: int) -> None:
     """Prompts from a tree of prefixes arrive and end; the least budget is what the longest needs
@@ -235,6 +242,7 @@ def test_any_load_in_any_budget(seed: int) -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_prompt_that_fits_alone_fits_with_a_snapshot() -> None:
     model, prompt = build(CLASSES[0]), text(50, 1)
     for num_blocks in (8, 9):  # 7 for its tokens, a slot; and one for the snapshot
@@ -247,6 +255,7 @@ def test_a_prompt_that_fits_alone_fits_with_a_snapshot() -> None:
         assert (results[1][1] > 0) == (num_blocks == 9)
 
 
+@pytest.mark.slow
 def test_snapshots_are_not_served_to_others() -> None:
     """Another salt, other weights."""
     model, prompt = build(CLASSES[0]), text(50, 1)
@@ -265,6 +274,7 @@ def test_snapshots_are_not_served_to_others() -> None:
     assert (hits, after) == ([0, 0, 48], 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", range(1, 5))
 def test_no_snapshot_is_left_by_a_forward_that_was_interrupted(
     place: int, monkeypatch: pytest.MonkeyPatch
@@ -372,6 +382,7 @@ def run_together(
     return [results[str(seed)].num_prefix_hit_tokens for seed in range(len(texts))], stats
 
 
+@pytest.mark.slow_cases(but=["GPTNeoForCausalLM", "Mamba2ForCausalLM"])
 @TOGETHER
 def test_prompts_that_arrive_together_begin_behind_the_first(name: str) -> None:
     """They part within a block."""
@@ -382,6 +393,7 @@ def test_prompts_that_arrive_together_begin_behind_the_first(name: str) -> None:
     assert hits == [0] * 7 if name == NEVER else hits == [0] + [40] * 6, hits
 
 
+@pytest.mark.slow_cases(but=["GPTNeoForCausalLM", "Mamba2ForCausalLM"])
 @TOGETHER
 def test_groups_that_arrive_together_begin_in_one_step(name: str) -> None:
     """Two beginnings in turn, and a prompt of its own."""
@@ -392,6 +404,7 @@ def test_groups_that_arrive_together_begin_in_one_step(name: str) -> None:
     assert stats.num_steps <= GREEDY["max_new_tokens"] + 2
 
 
+@pytest.mark.slow
 def test_one_prompt_is_the_beginning_of_another() -> None:
     model, stem = build(CLASSES[0]), text(80, 1)
     for lengths, expected in (
@@ -405,6 +418,7 @@ def test_one_prompt_is_the_beginning_of_another() -> None:
         assert hits == expected, lengths
 
 
+@pytest.mark.slow
 def test_a_beginning_within_a_beginning() -> None:
     model, stem = build(CLASSES[0]), text(72, 1)
     texts = [
@@ -415,6 +429,7 @@ def test_a_beginning_within_a_beginning() -> None:
     assert hits == [0, 40, 72, 40, 40, 72], "a stop at 48 would save too little"
 
 
+@pytest.mark.slow
 def test_what_was_cached_before_counts() -> None:
     """A later batch begins behind the first one's snapshot, and stops only where that saves
     enough."""
@@ -441,6 +456,7 @@ def test_waiting_prompts_count_before_there_is_room_for_them(max_num_seqs: int) 
     assert hits == [0, 40, 40, 40]
 
 
+@pytest.mark.slow_cases(but=["GPTNeoForCausalLM-recompute"])
 @pytest.mark.parametrize("preempt", ["swap", "recompute"])
 @pytest.mark.parametrize("name", ["Qwen3NextForCausalLM", "FalconH1ForCausalLM", STATELESS])
 def test_prompts_that_arrive_together_in_a_tight_pool(name: str, preempt: str) -> None:
@@ -451,6 +467,7 @@ def test_prompts_that_arrive_together_in_a_tight_pool(name: str, preempt: str) -
     assert stats.num_preemptions > 0, "the budget was meant to be short"
 
 
+@pytest.mark.slow_cases("Qwen3NextForCausalLM-*")
 @pytest.mark.parametrize(
     "options", [{"do_sample": True}, {"do_sample": False, "num_beams": 2}], ids=str
 )
@@ -475,6 +492,7 @@ def test_the_rows_of_a_call_begin_behind_the_first(name: str, options: dict[str,
     assert num_tokens <= 40 + 4 * 4 + sum(lengths), "the common tokens are computed once"
 
 
+@pytest.mark.slow
 def test_the_first_may_leave_or_fail_while_others_await_it() -> None:
     model, system = build(CLASSES[0]), text(44, 1)
     texts = [[*system, *text(9, 10 + seed)] for seed in range(4)]

@@ -107,6 +107,12 @@ def preempted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     yield found
 
 
+@pytest.mark.slow_cases(
+    "DeepseekV32ForCausalLM-greedy",
+    "InklingForCausalLM-greedy",
+    "ProphetNetForCausalLM-greedy",
+    "WhisperForConditionalGeneration-*",
+)
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
@@ -122,6 +128,7 @@ def test_tokens_are_those_of_plain_generate(name: str, mode: str) -> None:
     assert_whole(name)
 
 
+@pytest.mark.slow_cases("T5ForConditionalGeneration")
 @pytest.mark.parametrize("name", [T5, "BartForCausalLM", "DeepseekV32ForCausalLM"])
 def test_rows_leave_when_they_end(name: str) -> None:
     expected = tokens(name, {"do_sample": False})
@@ -152,6 +159,7 @@ def test_rows_leave_when_they_end(name: str) -> None:
     )
 
 
+@pytest.mark.slow_cases("*-beams")
 @pytest.mark.parametrize("mode", ["greedy", "beams"])
 @pytest.mark.parametrize("name", [T5, "BartForConditionalGeneration", "BartForCausalLM"])
 def test_rows_that_lost_their_blocks_are_computed_again(
@@ -185,6 +193,7 @@ def test_beams_share_the_keys_and_values_of_their_encoder() -> None:
     assert_whole(T5)
 
 
+@pytest.mark.slow
 def test_an_interrupted_forward_never_happened(monkeypatch: pytest.MonkeyPatch) -> None:
     name = T5
     expected = tokens(name, MODES["sampled"])
@@ -210,6 +219,7 @@ def test_an_interrupted_forward_never_happened(monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(tokens(name, MODES["sampled"], PAGED), expected)
 
 
+@pytest.mark.slow_cases("*-its forward writes to its inputs")
 @pytest.mark.parametrize(
     ("name", "why"),
     [
@@ -257,6 +267,7 @@ def alone(name: str, seed: int, options: dict[str, Any], **inputs: torch.Tensor)
     return [row[: end + 1] for row, end in zip(rows, ends)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENCODERS[:2])
 def test_requests_of_an_encoder_decoder_model(name: str) -> None:
     """All modes in one batch; one more request joins in each step."""
@@ -289,6 +300,7 @@ def rows_of_forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.slow_cases("*-False")
 @pytest.mark.parametrize(
     ("name", "joins_any"), [(T5, True), ("BartForConditionalGeneration", False)]
 )
@@ -328,6 +340,7 @@ def test_calls_in_threads_share_forwards(rows_of_forwards: list[int]) -> None:
     assert_whole(T5)
 
 
+@pytest.mark.slow
 def test_sound_of_whisper(rows_of_forwards: list[int]) -> None:
     name = "WhisperForConditionalGeneration"
     features = inputs_of(name)["input_features"]
@@ -349,6 +362,7 @@ def test_sound_of_whisper(rows_of_forwards: list[int]) -> None:
         assert [each.token_ids for each in results[str(row)].sequences] == expected
 
 
+@pytest.mark.slow
 def test_one_token_of_an_encoder_tells_nothing_of_longer_ones() -> None:
     """Findings of the check on the first request, with sound of one frame, are not applied to
     several lengths."""
@@ -368,6 +382,7 @@ def test_one_token_of_an_encoder_tells_nothing_of_longer_ones() -> None:
         assert model.generate(sound, **options)[0, 1:].tolist() == results[str(i)].token_ids
 
 
+@pytest.mark.slow
 def test_timestamps_are_for_generate_alone() -> None:
     """Whisper's `generate` decodes again from the last timestamp where text was cut off."""
     model = copy.deepcopy(build("WhisperForConditionalGeneration"))
@@ -395,6 +410,7 @@ def test_timestamps_are_for_generate_alone() -> None:
         engine.add_request(None, options, inputs={"input_features": features})
 
 
+@pytest.mark.slow_cases("T5ForConditionalGeneration")
 @pytest.mark.parametrize("name", [T5, "BartForCausalLM"])
 def test_inputs_that_have_a_graph(name: str) -> None:
     """Embeddings and encoder outputs that a caller computed without `no_grad`."""
@@ -414,6 +430,7 @@ def test_inputs_that_have_a_graph(name: str) -> None:
     assert given[0]["inputs_embeds"].requires_grad
 
 
+@pytest.mark.slow
 def test_requests_wait_for_blocks_of_their_encoders() -> None:
     with PagedEngine(build(T5), PagedConfig(block_size=8, num_blocks=15)) as engine:
         for seed, (mode, prompt) in enumerate(zip(MODES, prompts())):
@@ -428,6 +445,7 @@ def test_requests_wait_for_blocks_of_their_encoders() -> None:
         assert [each.token_ids for each in results[mode].sequences] == expected, mode
 
 
+@pytest.mark.slow
 def test_a_request_that_fits_waits_while_others_hold_blocks_of_encoders() -> None:
     long, short, options = [5] * 64, [6] * 60, {"max_new_tokens": 24, "do_sample": False}
     expected = alone(T5, 0, options, input_ids=torch.tensor([short]))
@@ -441,6 +459,7 @@ def test_a_request_that_fits_waits_while_others_hold_blocks_of_encoders() -> Non
     assert [each.token_ids for each in results["second"].sequences] == expected
 
 
+@pytest.mark.slow
 def test_new_weights_are_the_encoder_s_too() -> None:
     model, prompt = copy.deepcopy(build(T5)), prompts()[1]
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
@@ -461,6 +480,7 @@ def test_new_weights_are_the_encoder_s_too() -> None:
     assert expected[0, 1:].tolist() == result.sequences[0].token_ids
 
 
+@pytest.mark.slow_cases("*-writes to its inputs")
 @pytest.mark.parametrize(
     ("name", "why"),
     [
@@ -479,6 +499,7 @@ def test_encoder_decoders_that_an_engine_cannot_serve(name: str, why: str) -> No
             )
 
 
+@pytest.mark.slow
 def test_a_prompt_that_fails_beside_others_fails_alone(rows_of_forwards: list[int]) -> None:
     model, options = build(T5), {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
     begins = [[0, 7], [0, 100_000], [0, 9]]  # of the decoder; the second has no embedding

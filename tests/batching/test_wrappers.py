@@ -79,6 +79,7 @@ def check(wrapper: Any, model: Any, path: Path) -> None:
         assert other.generate([PROMPT], GREEDY)[0].num_prefix_hit_tokens
 
 
+@pytest.mark.slow_cases("compiled")
 @pytest.mark.parametrize(
     "wrap", WRAPS, ids=["compiled", "data", "mixed", "peft in data", "data compiled", "all"]
 )

@@ -34,6 +34,7 @@ def quick(tmp_path_factory):
     return "\n".join(lines), directory
 
 
+@pytest.mark.slow
 def test_quick_prints_and_writes_every_phase_and_peer(quick):
     printed, directory = quick
     rows = report.read(directory / "attention-cpu.json")["rows"]

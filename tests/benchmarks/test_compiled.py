@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.full
 def test_quick(tmp_path: Path) -> None:
     command = [

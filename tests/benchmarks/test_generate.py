@@ -43,6 +43,7 @@ def model():
     return build(TINY, "cpu", torch.float32)
 
 
+@pytest.mark.slow
 def test_quick_prints_and_writes_every_workload_and_system(quick):
     printed, directory = quick
     data = report.read(directory / "generate-cpu-llama-tiny.json")
@@ -66,6 +67,7 @@ def test_quick_prints_and_writes_every_workload_and_system(quick):
     assert not [line for line in data["memory"] if line["problem"]]
 
 
+@pytest.mark.slow
 def test_quick_serves_arrivals_by_every_system(quick):
     _, directory = quick
     rows = report.read(directory / "generate-cpu-llama-tiny.json")["arrivals"]
@@ -148,6 +150,7 @@ def test_turns_alternate_and_end_in_time(model, no_gc):
     assert prompts[0] != prompts[8]
 
 
+@pytest.mark.slow
 def test_the_small_pool_has_a_third_of_what_the_engine_had_in_use(model, no_gc):
     workload = replace(WORKLOADS["W2"].scaled(0.15, 0.1), target=None)
     engine = Engine()
@@ -190,6 +193,7 @@ def test_turns_of_a_second_process_are_added_to_those_of_the_first():
     assert (row["turns"], row["processes"], row["plain_over"], row["equal"]) == (3, 2, 1.0, "50%")
 
 
+@pytest.mark.slow
 def test_a_second_process_that_dies_leaves_the_turns_of_the_first(tmp_path, monkeypatch, no_gc):
     def dies(*_):
         raise RuntimeError("no process")
@@ -257,6 +261,7 @@ def test_times_belong_to_tokens(model):
     engine.free()
 
 
+@pytest.mark.slow_cases(but=["*-24m", "*-3.2-*"])
 @pytest.mark.parametrize("name", [name for name in SHAPES if name != "llama-tiny"])
 def test_every_shape_builds_and_all_systems_agree(name):
     """Fewer and narrower layers of the same family."""

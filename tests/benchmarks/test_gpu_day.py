@@ -292,6 +292,7 @@ def test_a_job_that_dies_or_hangs_is_lost_alone() -> None:
     )
 
 
+@pytest.mark.slow
 def test_no_job_runs_past_the_end() -> None:
     """The first job hangs; at its own limit it would be reported as lost."""
     assert not dict(in_workers(job, [2, 0], 1, 60.0, time.monotonic() + 0.3))
@@ -380,6 +381,7 @@ def test_kernels_and_launches_of_a_profile_are_counted() -> None:
     assert steps.counts(events) == (2, 3, 0.015)
 
 
+@pytest.mark.slow
 def test_tests_run_in_workers(tmp_path: Path) -> None:
     """A failure comes with its first lines; a test that ends its process is lost alone; a file that
     does not import counts as failed."""

@@ -12,6 +12,7 @@ from benchmarks import grpo
 from tests.callers.test_mixed_precision import no_accelerator_left  # noqa: F401
 
 
+@pytest.mark.slow
 @pytest.mark.full
 def test_quick_prints_and_writes_its_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -21,6 +21,7 @@ def check(
     assert all(plain - block_mib < mib <= plain + block_mib for mib in ours)
 
 
+@pytest.mark.slow
 def test_quick_prints_and_writes_its_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

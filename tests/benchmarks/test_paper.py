@@ -231,6 +231,9 @@ def test_kernel_contenders_read_the_same_numbers(monkeypatch):
         kernel._check(wrong, both, query, shape, 1.0, 64)
 
 
+@pytest.mark.slow_cases(
+    "beams", "block_sizes", "page_sizes", "preempted", "scaling", "schedulers", "spikes", "sweep"
+)
 @pytest.mark.parametrize("name", command.TABLES)
 def test_every_table_prints_its_rows(name, capsys):
     if name in vattention.TABLES and not hasattr(os, "memfd_create"):
@@ -247,6 +250,7 @@ def test_every_table_prints_its_rows(name, capsys):
     assert any(row["published"] for row in rows)
 
 
+@pytest.mark.slow
 def test_write_keeps_other_tables_and_draws(tmp_path: Path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "paper.json"

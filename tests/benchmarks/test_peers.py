@@ -87,6 +87,7 @@ def test_a_peer_makes_its_own_8_bit_weights(
     )
 
 
+@pytest.mark.slow
 def test_the_engine_once_more_with_rows_that_do_not_feel_their_neighbours() -> None:
     shape, workload = SHAPES["llama-tiny"], WORKLOADS["W1"].scaled(0.1, 0.05)
     model, batch = model_of(shape, "cpu", int8=False), workload.batch(0, shape.vocab)
@@ -108,6 +109,7 @@ def test_an_engine_that_dies_is_an_error(tmp_path: Path, monkeypatch: pytest.Mon
         )
 
 
+@pytest.mark.slow
 @pytest.mark.full
 def test_packages_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "vllm.txt").write_text("no-such-package-of-anyone==0.0.0\n")

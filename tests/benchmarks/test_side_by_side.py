@@ -12,6 +12,7 @@ import torch
 from benchmarks import side_by_side
 
 
+@pytest.mark.slow
 @pytest.mark.full
 def test_quick_prints_and_writes_its_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -9,6 +9,7 @@ import pytest
 from benchmarks import decode_step, scheduler
 
 
+@pytest.mark.slow
 def test_scheduler(tmp_path, capsys):
     scheduler.main(["--quick", "--json", str(tmp_path / "found.json")])
     printed = capsys.readouterr().out
@@ -21,6 +22,7 @@ def test_scheduler(tmp_path, capsys):
     ]
 
 
+@pytest.mark.slow
 def test_decode_step(tmp_path, capsys):
     decode_step.main(["--quick", "--json", str(tmp_path / "found.json")])
     assert capsys.readouterr().out.startswith("| case | plain ms | paged ms |")

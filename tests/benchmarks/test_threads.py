@@ -10,6 +10,7 @@ import pytest
 from benchmarks import threads
 
 
+@pytest.mark.slow
 def test_quick_prints_and_writes_its_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -107,6 +107,7 @@ class PagedSequences(RuleBasedStateMachine):
 
 TestPagedSequences = PagedSequences.TestCase
 TestPagedSequences.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPagedSequences = pytest.mark.slow(TestPagedSequences)
 
 
 def test_the_last_holder_of_a_shared_tail_writes_in_place() -> None:

@@ -115,6 +115,7 @@ def burst(count: int, limit: int, monkeypatch: Any, seed: int = 0) -> None:
     assert watch.most > 0.9 * limit, "the limit was never near"
 
 
+@pytest.mark.slow
 def test_two_models_in_turns(monkeypatch: Any) -> None:
     burst(12, 40 * BLOCK, monkeypatch)
 
@@ -125,6 +126,7 @@ def test_two_models_in_two_hundred_turns(seed: int, monkeypatch: Any) -> None:
     burst(200, 40 * BLOCK, monkeypatch, seed)
 
 
+@pytest.mark.slow
 def test_a_first_step_over_the_budget_does_not_take_its_memory_on_the_next_try(
     monkeypatch: Any,
 ) -> None:
@@ -159,6 +161,7 @@ def test_an_idle_pool_gives_way_and_the_one_used_last_goes_last() -> None:
     assert hf_paged.memory_stats(first).budget_bytes == BLOCK
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_alone_says_so() -> None:
     model = models.build("llama")
     ids = torch.tensor(prompts(200))
@@ -176,6 +179,7 @@ def test_what_does_not_fit_alone_says_so() -> None:
     model.generate(ids, **GREEDY, **paged())
 
 
+@pytest.mark.slow
 def test_a_pool_in_use_keeps_what_it_has(monkeypatch: Any) -> None:
     monkeypatch.setattr(budgets, "PATIENCE", 0.2)
     model, other = models.build("llama"), models.build("llama", seed=1)
@@ -213,6 +217,7 @@ def test_the_check_of_a_new_model_does_not_count() -> None:
         run_all(second)
 
 
+@pytest.mark.slow
 def test_a_cache_of_ones_own_counts(monkeypatch: Any) -> None:
     monkeypatch.setattr(budgets, "PATIENCE", 0.2)
     model = models.build("llama")
@@ -228,6 +233,7 @@ def test_a_cache_of_ones_own_counts(monkeypatch: Any) -> None:
     assert cache.stats().held_bytes == 0
 
 
+@pytest.mark.slow
 def test_prefixes_of_a_pool_that_gives_way_stay_in_its_tiers(tmp_path: Any) -> None:
     model, other = models.build("llama"), models.build("llama", seed=1)
     ids = torch.tensor(prompts(160))
@@ -241,6 +247,7 @@ def test_prefixes_of_a_pool_that_gives_way_stay_in_its_tiers(tmp_path: Any) -> N
     assert hf_paged.memory_stats(model).tier_restored_blocks >= 159 // SIZE
 
 
+@pytest.mark.slow
 def test_calls_of_threads_on_two_models_do_not_wait_for_ever() -> None:
     all_models = [models.build("llama"), models.build("llama", seed=1)]
     (prompt,) = prompts(100)
@@ -279,6 +286,7 @@ def test_pools_that_are_gone_do_not_count() -> None:
     assert sum(pool.charged_bytes for pool in budgets._others(None)) < before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "length", "count"), [("gemma2", 500, 100), ("gemma3", 400, 150)])
 def test_a_window_leaves_the_other_layers_what_a_request_needs_alone(
     name: str, length: int, count: int
@@ -301,6 +309,7 @@ def test_a_window_leaves_the_other_layers_what_a_request_needs_alone(
         assert_drained(engine)
 
 
+@pytest.mark.slow
 def test_an_assistant_takes_no_memory_that_its_model_needs() -> None:
     model, assistant, limit = models.build("llama"), models.build("llama", seed=3), 26 * BLOCK
     options = {**GREEDY, "max_new_tokens": 40}
@@ -324,6 +333,7 @@ def test_an_assistant_takes_no_memory_that_its_model_needs() -> None:
         assert_drained(engine)
 
 
+@pytest.mark.slow
 def test_threads_may_look_while_the_budget_changes_and_pools_are_made() -> None:
     memory, errors, end = PagedMemory(hf_paged.PagedConfig()), [], time.monotonic() + 0.5
     group = memory.group(FULL_ATTENTION)

@@ -108,6 +108,7 @@ def test_a_new_kind_of_group_needs_half_the_bytes(monkeypatch: pytest.MonkeyPatc
     assert used[0] == 2 * used[1] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("half")
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_a_new_kind_of_group_runs_everywhere(preemption: str) -> None:

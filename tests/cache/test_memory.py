@@ -134,6 +134,7 @@ def talk(engine: hf_paged.PagedEngine, chats: int, at_once: int) -> list[int]:
     return hits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chats", "at_once"), [(1, 1), (3, 1), (6, 2), (3, 3)])
 def test_chats_find_their_earlier_turns_without_a_limit(chats: int, at_once: int) -> None:
     """One after another, and in turn: as many as with a limit that never binds."""
@@ -152,6 +153,7 @@ def test_chats_find_their_earlier_turns_without_a_limit(chats: int, at_once: int
         assert (engine.stats().cached_blocks, engine.memory.stats().held_bytes) == (0, 0)
 
 
+@pytest.mark.slow_cases("gemma3")
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_an_engines_pool_grows_to_three_blocks_for_each_of_its_peak(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -463,6 +463,7 @@ def test_rows_out_of_range_fork_nothing(model: Any, config: PreTrainedConfig) ->
     cache.check_integrity()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("known", [True, False], ids=["config", "no_config"])
 def test_blocks_go_back_without_the_garbage_collector(known: bool) -> None:
     model = AutoModelForCausalLM.from_config(CONFIGS["full"]).eval()
@@ -572,6 +573,7 @@ def test_a_step_too_large_for_the_memory_does_not_end_smaller_ones(
         cache.reset()
 
 
+@pytest.mark.slow
 def test_a_call_too_large_for_the_memory_does_not_end_smaller_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -178,6 +178,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
 
 TestPrefixIndex = PrefixIndexMachine.TestCase
 TestPrefixIndex.settings = settings(max_examples=100, stateful_step_count=30)
+TestPrefixIndex = pytest.mark.slow(TestPrefixIndex)
 
 
 @pytest.mark.parametrize("ratio", [1, 2, 4])

@@ -98,6 +98,7 @@ def test_latents(rounded: Any, device: torch.device) -> None:
     assert torch.equal(found, model.generate(**inputs, max_new_tokens=20, do_sample=False))
 
 
+@pytest.mark.slow_cases("bart-greedy")
 @pytest.mark.parametrize("mode", ["greedy", "beams"])
 @pytest.mark.parametrize("name", ["t5", "bart", "qwen3_next", "gpt_oss"])
 def test_other_families(name: str, mode: str, rounded: Any) -> None:
@@ -112,6 +113,7 @@ def test_other_families(name: str, mode: str, rounded: Any) -> None:
     hf_paged.free(model)
 
 
+@pytest.mark.slow_cases("cpu-*")
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_an_engine_preempts_and_finds_prefixes(
     preemption: str, rounded: Any, device: torch.device

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from hf_paged.cache.block_manager import BlockManager
@@ -193,6 +194,7 @@ def state(storage: StateStorage, slot: int) -> list[float]:
     return [float(layer.conv_states[0][row].mean()) for layer in holder.state_layers]
 
 
+@pytest.mark.slow
 def test_kept_states_are_copies_and_live_without_their_step() -> None:
     pool = BlockPool(3)
     storage, holder = StateStorage(pool), Holder(3, 10)
@@ -213,6 +215,7 @@ def test_kept_states_are_copies_and_live_without_their_step() -> None:
     assert storage.holders() == {} and lost == [slots[1]]
 
 
+@pytest.mark.slow
 def test_a_kept_state_whose_step_is_gone_loses_its_name() -> None:
     pool = BlockPool(1)
     storage, lost = StateStorage(pool), []
@@ -223,6 +226,7 @@ def test_a_kept_state_whose_step_is_gone_loses_its_name() -> None:
     assert lost == [0] and not pool.kept
 
 
+@pytest.mark.slow
 def test_states_are_swapped_with_the_blocks() -> None:
     memory = PagedMemory(PagedConfig(block_size=8))
     blocks = memory.manager([GroupSpec(), StateSpec()])

@@ -143,6 +143,7 @@ def test_bytes_come_back_into_other_blocks(device: str) -> None:
     house.check()
 
 
+@pytest.mark.slow
 def test_what_sequences_share_is_copied_once_and_shared_again() -> None:
     house = House()
     first = house.sequence(2 * SIZE + 1)
@@ -201,6 +202,7 @@ def test_blocks_that_others_hold_stay_theirs() -> None:
     house.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left", [0, 2, 5])
 def test_out_of_blocks_changes_nothing(left: int) -> None:
     """With host memory for nothing, for less than the first group needs, and for the first group
@@ -228,6 +230,7 @@ def test_out_of_blocks_changes_nothing(left: int) -> None:
     house.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error", [MemoryError(), RuntimeError("out of memory")], ids=["python", "torch"]
 )
@@ -303,6 +306,7 @@ def test_only_the_rest_of_the_rows_is_copied_back() -> None:
     house.check()
 
 
+@pytest.mark.slow
 def test_host_memory_goes_with_the_request() -> None:
     house = House()
     rows = [house.sequence(2 * SIZE) for _ in range(2)]

@@ -53,6 +53,7 @@ TEXTS = (
 )
 
 
+@pytest.mark.slow_cases("*-1-mode1")
 @pytest.mark.parametrize(
     "mode", [GREEDY, BEAMS, {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 8}]
 )
@@ -138,6 +139,7 @@ def timeless(metrics: dict[str, float]) -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_beams", [1, 3])
 @pytest.mark.parametrize("name", ["t5", "bart"])
 def test_seq2seq_trainer_predicts_with_generate(name: str, num_beams: int, tmp_path: Path) -> None:
@@ -174,6 +176,7 @@ def test_seq2seq_trainer_predicts_with_generate(name: str, num_beams: int, tmp_p
     )
 
 
+@pytest.mark.slow
 def test_seq2seq_trainer_with_a_generation_config_argument(tmp_path: Path) -> None:
     predictions = []
     for config in ({}, {"cache_implementation": "paged", "cache_config": {"block_size": 8}}):
@@ -203,6 +206,7 @@ def test_seq2seq_trainer_runs_a_decoder_on_the_engine(tmp_path: Path) -> None:
     assert hf_paged.last_route(model).road == "engine"
 
 
+@pytest.mark.slow
 def test_labels_that_a_model_itself_prepares_are_its_prompts() -> None:
     class Own(LlamaForCausalLM):
         def prepare_inputs_for_generation(
@@ -252,6 +256,7 @@ def test_weights_changed_between_calls() -> None:
 # ------------------------------------------------------------------------------------------- PEFT
 
 
+@pytest.mark.slow_cases("beams")
 @pytest.mark.parametrize("mode", [GREEDY, BEAMS], ids=["greedy", "beams"])
 def test_peft_lora(mode: dict[str, Any]) -> None:
     peft = pytest.importorskip("peft")
@@ -317,6 +322,7 @@ def compiled_layers(model: PreTrainedModel) -> Any:
 COMPILED = (compiled_forward, compiled_in_place, compiled_layers)
 
 
+@pytest.mark.slow_cases("compiled_module")
 @pytest.mark.parametrize(
     "wrap",
     [compiled_module, *(pytest.param(wrap, marks=pytest.mark.slow) for wrap in COMPILED)],
@@ -342,6 +348,7 @@ def test_torch_compile(wrap: Callable[[PreTrainedModel], Any]) -> None:
 # -------------------------------------------------------------------------------------- the model
 
 
+@pytest.mark.slow_cases(but=["llama"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "t5"])
 def test_deepcopy_after_a_paged_call(name: str) -> None:
     model, inputs = models.build(name), models.prompt(name)
@@ -414,6 +421,7 @@ def test_saved_files_are_the_same_with_a_pool(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_model_goes_away_with_its_pool() -> None:
     model = models.build("llama")
     model.generate(**models.prompt("llama"), **GREEDY, **models.PAGED)
@@ -443,6 +451,7 @@ def attention_implementations(model: PreTrainedModel) -> list[str]:
     ]
 
 
+@pytest.mark.slow_cases(but=["names0"])
 @pytest.mark.parametrize("names", [("llama", "mistral"), ("llama", "t5"), ("gemma2", "gpt2")])
 def test_two_threads_on_two_models(names: tuple[str, str]) -> None:
     jobs, expected = [], []
@@ -457,6 +466,9 @@ def test_two_threads_on_two_models(names: tuple[str, str]) -> None:
         assert_used_pool(models.get(name))
 
 
+@pytest.mark.slow_cases(
+    "*-bart", "both paged-gemma2", "both paged-llama", "three paged and one plain-*"
+)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "bart"])
 @pytest.mark.parametrize("kinds", ["both paged", "paged and plain", "three paged and one plain"])
 def test_threads_on_one_model(name: str, kinds: str) -> None:
@@ -551,6 +563,7 @@ class Judge(LogitsProcessor):
         return scores.scatter_add(1, answer[:, -1:], torch.full((len(scores), 1), 2.0))
 
 
+@pytest.mark.slow_cases(but=["outer-*"])
 @pytest.mark.parametrize("outer", [GREEDY, BEAMS], ids=["greedy", "beams"])
 @pytest.mark.parametrize("inner", ["same model", "other model"])
 @pytest.mark.parametrize("paged", ["both", "outer", "inner"])

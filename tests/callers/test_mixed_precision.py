@@ -105,6 +105,7 @@ def trainer_of(model: PreTrainedModel, folder: Path) -> Seq2SeqTrainer:
     return Seq2SeqTrainer(model=model, args=settings, train_dataset=learned, eval_dataset=asked)
 
 
+@pytest.mark.slow_cases("llama")
 @pytest.mark.parametrize("name", ["llama", pytest.param("t5", marks=pytest.mark.slow)])
 def test_item_02_seq2seq_trainer_bf16(name: str, tmp_path: Path) -> None:
     """Predict, train until the answers are known, predict and evaluate, as with plain."""
@@ -161,6 +162,7 @@ def _knowing(name: str) -> PreTrainedModel:
     return model.eval()
 
 
+@pytest.mark.slow_cases(but=["llama-*"])
 @pytest.mark.parametrize("num_beams", [1, 3])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "t5"])
 def test_item_02_accelerate_bf16(name: str, num_beams: int) -> None:
@@ -198,6 +200,7 @@ MODES: dict[str, dict[str, Any]] = {
 NEW = 20  # tokens: enough for recorded steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["all", "cuda.matmul", "cudnn", "mkldnn.matmul", "medium, then all", "all, then medium"]
 )
@@ -229,6 +232,7 @@ def test_precision_of_float32(name: str) -> None:
     assert_used_pool(model)
 
 
+@pytest.mark.slow
 def test_an_engine_between_whose_steps_the_precision_changes() -> None:
     model, options = models.build("llama"), {"do_sample": False, "max_new_tokens": 2 * NEW}
     prompt = models.token_ids(1, 9, seed=3)
@@ -247,6 +251,7 @@ def test_an_engine_between_whose_steps_the_precision_changes() -> None:
             assert results[-1].sequences[0].token_ids == expected
 
 
+@pytest.mark.slow_cases("t5")
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_a_trainer_that_turns_on_tf32(name: str, tmp_path: Path) -> None:
     """As `TrainingArguments(tf32=True)`, which wants an Ampere GPU, does."""

@@ -52,6 +52,7 @@ def quantized(name: str, scheme: str) -> PreTrainedModel:
     return model
 
 
+@pytest.mark.slow_cases("*-activations-*", "t5-*-beams", "t5-*-samples", "t5-int4-*")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("name", ["llama", "t5"])
@@ -67,6 +68,7 @@ def test_item_03_torchao(name: str, scheme: str, mode: str) -> None:
     assert hf_paged.last_route(model).road == "engine"
 
 
+@pytest.mark.slow_cases("int4 in eights")
 @pytest.mark.parametrize("scheme", ["int8", "int4 in eights"])
 def test_torchao_where_latents_are_expanded(scheme: str) -> None:
     """The weight that expands cached latents is a tensor subclass: it is no plain matrix to
@@ -80,6 +82,7 @@ def test_torchao_where_latents_are_expanded(scheme: str) -> None:
     assert hf_paged.last_route(model).road == "engine"
 
 
+@pytest.mark.slow_cases(but=["int8"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_item_03_torchao_on_an_engine(scheme: str) -> None:
     model = quantized("llama", scheme)
@@ -94,6 +97,7 @@ def test_item_03_torchao_on_an_engine(scheme: str) -> None:
             engine.check_integrity()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler")
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_decode_steps_are_recorded_and_read_the_weights_again(scheme: str) -> None:
@@ -122,6 +126,7 @@ def test_decode_steps_are_recorded_and_read_the_weights_again(scheme: str) -> No
             assert not records_on_cpu() or route.num_captured_steps > 10, (change, route)
 
 
+@pytest.mark.slow
 def test_item_03_torchao_quantizes_between_two_calls() -> None:
     """Blocks of the float weights must not serve the quantized ones."""
     model, inputs = models.build("llama"), models.padded_prompt("llama", LENGTHS)

@@ -76,6 +76,7 @@ def test_hooks_that_require_gradients() -> None:
     assert_as_plain(model)
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing() -> None:
     """While active, layers do not cache before 5.24, and plain's tokens are those of a model
     without a past."""
@@ -94,6 +95,7 @@ def test_gradient_checkpointing() -> None:
     assert_as_plain(model)
 
 
+@pytest.mark.slow_cases("enable_grad")
 @pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad, torch.enable_grad])
 def test_gradient_modes(context: Callable[[], Any]) -> None:
     model = models.build("llama").train()
@@ -129,6 +131,7 @@ def test_a_hook_of_the_users_own_sees_what_plain_shows_it() -> None:
 # --------------------------------------------------------------------------------------- forwards
 
 
+@pytest.mark.slow
 def test_the_classes_own_forward_as_an_attribute() -> None:
     """Like accelerate's `unwrap_model`."""
     model = models.build("llama")
@@ -139,6 +142,7 @@ def test_the_classes_own_forward_as_an_attribute() -> None:
     assert_as_plain(model)
 
 
+@pytest.mark.slow
 def test_layers_with_the_forward_of_another_class() -> None:
     """Like `kernelize` and Liger, which patch instances: the function is bound to the layer."""
 
@@ -167,6 +171,7 @@ class _SiLUMul:
         return F.silu(gate) * up
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("patches", ["instance", "classes"])
 def test_liger_kernels(patches: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Liger's Triton kernels do not run on a CPU: its patches are real, the maths of two layers is
@@ -202,6 +207,7 @@ def replace_mlp(
     return mlp
 
 
+@pytest.mark.slow
 def test_a_forward_that_only_looks_at_shapes() -> None:
     model, seen = models.build("llama"), []
 
@@ -214,6 +220,7 @@ def test_a_forward_that_only_looks_at_shapes() -> None:
     assert seen
 
 
+@pytest.mark.slow
 def test_a_forward_that_depends_on_the_batch() -> None:
     """Runs the model's own loop if no other batch gives the same results."""
     model = models.build("llama")
@@ -326,6 +333,7 @@ def test_a_forward_that_only_records_is_checked_once(monkeypatch: pytest.MonkeyP
     assert len(checks) == 1 and seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replaced", ["layer", "model"])
 def test_blocks_of_another_forward_are_not_served(replaced: str) -> None:
     model = models.build("llama")
@@ -376,6 +384,7 @@ def cast_inside(model: PreTrainedModel, dtype: torch.dtype) -> None:
     model.forward = types.MethodType(forward, model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_in_the_forward_is_what_the_call_computes_in(dtype: torch.dtype) -> None:
     """Blocks in half precision, read in place; not shared with calls without autocast, though
@@ -402,6 +411,7 @@ def test_autocast_in_the_forward_is_what_the_call_computes_in(dtype: torch.dtype
     assert_same_tokens(plain, generate(model, max_new_tokens=60, **models.PAGED))
 
 
+@pytest.mark.slow
 def test_autocast_to_another_dtype_gets_blocks_of_its_own() -> None:
     model, hits = models.build("llama"), []
     prompt = models.token_ids(1, 60)[0].tolist()
@@ -434,6 +444,7 @@ def partly_on_disk(model: PreTrainedModel, folder: Path) -> None:
     dispatch_model(model, places, main_device="cpu", offload_dir=str(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [on_one_device, offloaded, on_disk, partly_on_disk])
 def test_weights_that_accelerate_places(
     place: Callable[[PreTrainedModel, Path], None], tmp_path: Path
@@ -453,6 +464,7 @@ def test_weights_that_accelerate_places(
         assert_as_plain(model)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_loaded_with_a_device_map(tmp_path: Path) -> None:
     """A layer stays on disk, in the checkpoint's safetensors file, and is read for each forward."""
     plain = models.build("llama")

@@ -50,6 +50,7 @@ def prepare(
     return trainer
 
 
+@pytest.mark.slow_cases("llama-bf16", "llama-fp32", "llama-peft, bf16, checkpointing")
 @pytest.mark.parametrize(
     "setup",
     [

@@ -107,6 +107,7 @@ SETUPS: dict[str, dict[str, Any]] = {
 TRAINERS = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}
 
 
+@pytest.mark.slow_cases("*-fp32")
 @pytest.mark.parametrize(
     "setup",
     [pytest.param(name, marks=[] if name == "fp32" else pytest.mark.slow) for name in SETUPS],
@@ -131,6 +132,7 @@ def native_names() -> Iterator[None]:
     hf_paged.install()
 
 
+@pytest.mark.slow_cases("*-fp32")
 @pytest.mark.usefixtures("native_names")
 @pytest.mark.parametrize("setup", ["fp32", pytest.param("peft", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", TRAINERS)
@@ -177,6 +179,7 @@ class Generates(TrainerCallback):
         self.roads.append(route.road if route else "")
 
 
+@pytest.mark.slow_cases("fp32")
 @pytest.mark.parametrize("setup", ["fp32", pytest.param("peft", marks=pytest.mark.slow)])
 def test_supervised_training_that_generates_in_a_callback(setup: str, tmp_path: Path) -> None:
     runs: list[tuple[Any, ...]] = []

@@ -250,6 +250,7 @@ def test_a_cache_config_alone_warns(how: str, messages: Any) -> None:
         assert [alone in message for message in messages()] == [True] * warnings
 
 
+@pytest.mark.slow
 def test_hf_paged_is_refused_without_the_import() -> None:
     program = """
 import json, sys, torch

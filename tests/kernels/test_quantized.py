@@ -74,6 +74,7 @@ STORES = [
 ]
 
 
+@pytest.mark.slow_cases("by_triton-(1, 9, 9, 8)-int8-torch.float32")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kv_dtype", quantized.DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

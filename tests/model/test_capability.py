@@ -50,6 +50,7 @@ def reason(model: Any) -> str | None:
     return choose_layout(model, cache_for(model)).unsupported_reason
 
 
+@pytest.mark.slow_cases("gemma3", "mixtral")
 @pytest.mark.parametrize("name", models.DECODER_ONLY)
 def test_decoders_are_packable(name: str) -> None:
     assert reason(models.get(name)) is None
@@ -124,11 +125,13 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow_cases("Gemma3nForCausalLM", "OPTForCausalLM")
 @pytest.mark.parametrize("name", PACKABLE)
 def test_other_decoders_are_packable(name: str) -> None:
     assert reason(tiny_model(getattr(transformers, name))) is None
 
 
+@pytest.mark.slow_cases("BertLMHeadModel")
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_mixes_tokens_is_refused(name: str) -> None:
     model = tiny_model(getattr(transformers, name))
@@ -140,6 +143,7 @@ def test_what_mixes_tokens_is_refused(name: str) -> None:
     assert found is not None and REFUSED[name] in found and "\n" not in found
 
 
+@pytest.mark.slow_cases("t5")
 @pytest.mark.parametrize("name", models.ENCODER_DECODER)
 def test_encoders_are_refused(name: str) -> None:
     assert choose_layout(models.get(name), PagedCache()).unsupported_reason == Topic.ENCODER(
@@ -411,6 +415,7 @@ def test_a_replaced_forward_is_judged_by_what_it_computes() -> None:
     assert "takes no position_ids" in str(reason(model))
 
 
+@pytest.mark.slow
 def test_a_compiled_forward_is_judged_by_what_it_computes() -> None:
     torch._dynamo.reset()
     model = models.build("llama")
@@ -462,6 +467,7 @@ def test_a_forward_that_is_replaced_is_checked_again_and_once(
     check(4 + 1)
 
 
+@pytest.mark.slow
 def test_a_verdict_keeps_neither_model_nor_forward_alive() -> None:
     model = models.build("llama")
     norm: Any = model.model.norm
@@ -577,6 +583,7 @@ def test_notes_that_a_forward_leaves_are_taken_back() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     models.BEFORE_5_18, reason="plain GIT counts positions twice in decode steps: it is not packed"
 )

@@ -96,6 +96,7 @@ def of_globals() -> float:
     return FACTORS["now"]
 
 
+@pytest.mark.slow_cases("triton")
 @pytest.mark.usefixtures("backend")
 def test_same_while_nothing_changes() -> None:
     model = llama()
@@ -190,6 +191,7 @@ WRITES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.slow_cases(but=["*-config", "cpp-*", "portable-*"])
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("name", WRITES)
 def test_any_write_shows(name: str) -> None:

@@ -37,6 +37,7 @@ def build() -> Any:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", ["blocks", "virtual"])
 def test_tokens(storage: str) -> None:
     model, inputs = build(), models.prompt("llama", 2, 12)

@@ -76,6 +76,7 @@ def plain(model: Any, prompt: list[int], config: GenerationConfig, **options: An
     return tokens[0 if model.config.is_encoder_decoder else len(prompt) :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next", "gpt2"])
 def test_greedy_batches_are_plain(name: str) -> None:
     model = models.get(name)
@@ -95,6 +96,7 @@ def test_greedy_batches_are_plain(name: str) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_sequences", [1, 3])
 def test_sampled_batches_are_the_rows_of_one_plain_call(num_sequences: int) -> None:
     model: Any = models.get("llama")
@@ -122,6 +124,7 @@ def test_sampled_batches_are_the_rows_of_one_plain_call(num_sequences: int) -> N
     assert config.cache_implementation is None  # the caller's config is unchanged
 
 
+@pytest.mark.slow
 def test_a_seed_gives_each_request_the_draws_of_generate() -> None:
     model: Any = models.get("llama")
     config = GenerationConfig(max_new_tokens=8, do_sample=True)
@@ -131,6 +134,7 @@ def test_a_seed_gives_each_request_the_draws_of_generate() -> None:
         assert output.generated_tokens == plain(model, prompt, config)
 
 
+@pytest.mark.slow
 def test_more_prompts_than_run_at_once_draw_one_by_one() -> None:
     model: Any = models.get("llama")
     config = GenerationConfig(max_new_tokens=4, do_sample=True)
@@ -140,6 +144,7 @@ def test_more_prompts_than_run_at_once_draw_one_by_one() -> None:
     assert [len(output.generated_tokens) for output in outputs.values()] == [4, 4, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"num_beams": 4, "do_sample": False}, {"do_sample": True, "seed": 0}]
 )
@@ -164,6 +169,7 @@ def test_returned_sequences(options: dict[str, Any]) -> None:
         assert own == expected
 
 
+@pytest.mark.slow
 def test_each_request_has_its_own_options() -> None:
     model: Any = models.get("llama")
     with model.continuous_batching_context_manager(GREEDY) as manager:
@@ -181,6 +187,7 @@ def test_each_request_has_its_own_options() -> None:
     assert found[unending].generated_tokens == plain(model, PROMPTS[1], GREEDY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_stop_strings_with_a_tokenizer(do_sample: bool) -> None:
     model: Any = models.get("llama")
@@ -203,6 +210,7 @@ def test_stop_strings_with_a_tokenizer(do_sample: bool) -> None:
     assert all(each.error is None for each in outputs.values())
 
 
+@pytest.mark.slow
 def test_running_requests_wait_for_few_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many requests at once are added between several steps; one that is cancelled before is not
     added."""
@@ -230,12 +238,14 @@ def test_running_requests_wait_for_few_new_ones(monkeypatch: pytest.MonkeyPatch)
         assert outputs[name].generated_tokens == plain(model, prompt, GREEDY)
 
 
+@pytest.mark.slow
 def test_without_a_limit_a_request_goes_to_the_models_last_position() -> None:
     model: Any = models.build("llama", max_position_embeddings=48)
     outputs = model.generate_batch([PROMPTS[0]], GenerationConfig(do_sample=False))
     assert len(outputs["req_0"].generated_tokens) == 48 - len(PROMPTS[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_logprobs_are_of_the_processed_scores(do_sample: bool) -> None:
     model: Any = models.get("llama")
@@ -259,6 +269,7 @@ def test_logprobs_are_of_the_processed_scores(do_sample: bool) -> None:
         torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_streams_and_timestamps() -> None:
     model: Any = models.get("llama")
     with model.continuous_batching_context_manager(GREEDY) as manager:
@@ -274,6 +285,7 @@ def test_streams_and_timestamps() -> None:
     assert len(times) == 4 and times == sorted(times) and chunks[0].created_time < times[0]
 
 
+@pytest.mark.slow
 def test_iteration_gives_all_and_ends_with_the_manager() -> None:
     model: Any = models.get("llama")
     manager = model.init_continuous_batching(GREEDY)
@@ -288,6 +300,7 @@ def test_iteration_gives_all_and_ends_with_the_manager() -> None:
     manager.stop()
 
 
+@pytest.mark.slow
 def test_handlers_get_their_requests_outputs() -> None:
     model: Any = models.get("llama")
     manager = model.init_continuous_batching(GREEDY)
@@ -314,6 +327,7 @@ def test_handlers_get_their_requests_outputs() -> None:
     manager.stop()
 
 
+@pytest.mark.slow
 def test_a_request_of_a_closed_loop_is_cancelled() -> None:
     model: Any = models.get("llama")
     manager = model.init_continuous_batching(LONG)
@@ -333,6 +347,7 @@ def test_a_request_of_a_closed_loop_is_cancelled() -> None:
     manager.stop()
 
 
+@pytest.mark.slow
 def test_a_handler_that_the_event_loop_refuses_cancels_its_request_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -359,6 +374,7 @@ def test_a_handler_that_the_event_loop_refuses_cancels_its_request_alone(
 # -- errors --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_request_that_cannot_be_served_ends_alone() -> None:
     model: Any = models.get("llama")
     wrong: list[Any] = [[], [models.VOCAB_SIZE], "text", None]
@@ -380,6 +396,7 @@ def test_a_request_that_cannot_be_served_ends_alone() -> None:
         model.generate_batch(PROMPTS, GREEDY, temprature=0.5)
 
 
+@pytest.mark.slow
 def test_a_request_that_never_fits_ends_alone() -> None:
     model: Any = models.get("llama")
     config = ContinuousBatchingConfig(num_blocks=4, page_size=8)
@@ -388,6 +405,7 @@ def test_a_request_that_never_fits_ends_alone() -> None:
     assert "num_blocks" in outputs["req_1"].error
 
 
+@pytest.mark.slow
 def test_few_blocks_preempt() -> None:
     model: Any = models.get("llama")
     config = ContinuousBatchingConfig(num_blocks=6, page_size=8, cpu_offload_space=1.0)
@@ -401,6 +419,7 @@ def test_few_blocks_preempt() -> None:
                 assert output.generated_tokens == plain(model, prompt, options)
 
 
+@pytest.mark.slow
 def test_ids_in_use_and_managers_that_have_stopped_are_refused() -> None:
     model: Any = models.get("llama")
     manager = model.init_continuous_batching(LONG)
@@ -416,6 +435,7 @@ def test_ids_in_use_and_managers_that_have_stopped_are_refused() -> None:
         pass
 
 
+@pytest.mark.slow
 def test_a_full_queue_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager_thread, "QUEUE_SECONDS", 0.05)
     model: Any = models.get("llama")
@@ -495,6 +515,7 @@ def test_a_signal_that_wakes_a_reader_leaves_it_the_lock(sigint: None) -> None:
     assert len(list(manager)) == 1
 
 
+@pytest.mark.slow
 def test_all_who_wait_wake_when_the_thread_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = models.get("llama")
     manager = model.init_continuous_batching(LONG)
@@ -551,6 +572,7 @@ def test_all_who_wait_wake_when_the_thread_dies(monkeypatch: pytest.MonkeyPatch)
     manager.stop()
 
 
+@pytest.mark.slow
 def test_a_manager_whose_thread_cannot_start_can_be_stopped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -570,6 +592,7 @@ def test_a_manager_whose_thread_cannot_start_can_be_stopped(
     manager.stop()
 
 
+@pytest.mark.slow_cases(but=["a token is appended"])
 @pytest.mark.parametrize("place", OUTSIDE)
 def test_the_thread_survives_what_a_step_raises(
     place: str, monkeypatch: pytest.MonkeyPatch
@@ -595,6 +618,7 @@ def test_the_thread_survives_what_a_step_raises(
         assert manager.engine.stats().used_blocks == 0
 
 
+@pytest.mark.slow
 def test_the_thread_survives_an_engine_whose_steps_all_raise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -614,6 +638,7 @@ def test_the_thread_survives_an_engine_whose_steps_all_raise(
         manager.engine.check_integrity()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["deliver", "_outputs"])
 def test_requests_that_an_error_of_the_thread_loses_get_it(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -643,6 +668,7 @@ def test_requests_that_an_error_of_the_thread_loses_get_it(
         manager.engine.check_integrity()
 
 
+@pytest.mark.slow
 def test_an_output_that_cannot_be_made_ends_its_request_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -662,6 +688,7 @@ def test_an_output_that_cannot_be_made_ends_its_request_alone(
         assert manager.get_result("good", WAIT).generated_tokens == plain(model, PROMPTS[0], GREEDY)
 
 
+@pytest.mark.slow
 def test_the_thread_survives_a_tokenizer_that_panics() -> None:
     """A panic in Rust is no `Exception`."""
     model: Any = models.get("llama")
@@ -680,6 +707,7 @@ def test_the_thread_survives_a_tokenizer_that_panics() -> None:
         manager.engine.check_integrity()
 
 
+@pytest.mark.slow
 def test_the_thread_survives_a_tiers_folder_that_fails(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -705,6 +733,7 @@ def test_the_thread_survives_a_tiers_folder_that_fails(
     assert "the disk tier of prefix blocks" in caplog.text and str(path) in caplog.text
 
 
+@pytest.mark.slow
 def test_a_batch_raises_what_ended_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     def die(self: Any) -> Any:
         raise SystemExit("boom")
@@ -715,6 +744,7 @@ def test_a_batch_raises_what_ended_the_thread(monkeypatch: pytest.MonkeyPatch) -
     assert str(raised.value.__cause__) == "boom"
 
 
+@pytest.mark.slow
 def test_requests_take_the_engines_options_and_report_its_result() -> None:
     model: Any = models.get("llama")
     results: list[Any] = []
@@ -736,6 +766,7 @@ def test_requests_take_the_engines_options_and_report_its_result() -> None:
     assert results[0].token_ids == plain(model, PROMPTS[1], GREEDY)
 
 
+@pytest.mark.slow
 def test_requests_end_though_their_callback_raises(caplog: pytest.LogCaptureFixture) -> None:
     """... those that finish, are refused, or are cut off by the manager's end, and the others
     beside them."""
@@ -761,6 +792,7 @@ def test_requests_end_though_their_callback_raises(caplog: pytest.LogCaptureFixt
     assert caplog.text.count("`on_result` raised") == 4
 
 
+@pytest.mark.slow
 def test_a_cancelled_request_tells_so() -> None:
     model: Any = models.get("llama")
     with model.continuous_batching_context_manager(LONG) as manager:
@@ -779,6 +811,7 @@ def test_a_cancelled_request_tells_so() -> None:
         assert manager.engine.stats().used_blocks == 0
 
 
+@pytest.mark.slow
 def test_a_child_cannot_be_cancelled_alone() -> None:
     model: Any = models.get("llama")
     config = GenerationConfig(max_new_tokens=1500, do_sample=True, num_return_sequences=2)
@@ -793,6 +826,7 @@ def test_a_child_cannot_be_cancelled_alone() -> None:
     assert not manager._thread.pending
 
 
+@pytest.mark.slow
 def test_ids_that_no_request_has() -> None:
     model: Any = models.get("llama")
     with model.continuous_batching_context_manager(GREEDY) as manager:
@@ -813,6 +847,7 @@ def test_ids_that_no_request_has() -> None:
 # -- the model -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_no_step_in_a_pause_and_no_prefix_of_other_weights_after_it() -> None:
     model: Any = models.build("llama")
     prompt = models.token_ids(1, 40)[0].tolist()
@@ -842,6 +877,7 @@ def test_no_step_in_a_pause_and_no_prefix_of_other_weights_after_it() -> None:
     assert changed.generated_tokens == plain(model, prompt, GREEDY)
 
 
+@pytest.mark.slow
 def test_a_training_step_in_a_pause() -> None:
     """Steps run in eval mode. At the end the mode is the one that a caller set, else that of the
     start."""
@@ -864,6 +900,7 @@ def test_a_training_step_in_a_pause() -> None:
     assert [name for name, module in model.named_children() if module.training] == ["transformer"]
 
 
+@pytest.mark.slow
 def test_pausing_threads_wait_for_one_another() -> None:
     model: Any = models.get("llama")
     with model.continuous_batching_context_manager(LONG) as manager:
@@ -888,6 +925,7 @@ def test_pausing_threads_wait_for_one_another() -> None:
         assert len(manager.get_result(name, WAIT).generated_tokens) == 1500
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_hard", [False, True])
 def test_a_manager_does_not_end_in_a_pause(is_hard: bool) -> None:
     model: Any = models.build("llama", attn_implementation="paged|eager")
@@ -915,6 +953,7 @@ def test_a_manager_does_not_end_in_a_pause(is_hard: bool) -> None:
     assert model.config._attn_implementation == "paged|eager"
 
 
+@pytest.mark.slow
 def test_a_pause_that_cannot_be_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = models.get("llama")
     manager = model.init_continuous_batching(LONG)
@@ -977,6 +1016,7 @@ def test_a_pause_that_cannot_be_raises(monkeypatch: pytest.MonkeyPatch) -> None:
         pause()  # it has ended
 
 
+@pytest.mark.slow
 def test_the_model_is_left_as_it_was() -> None:
     model: Any = models.build("llama")
     model.train()
@@ -993,6 +1033,7 @@ def test_the_model_is_left_as_it_was() -> None:
     hf_paged.check_integrity(model)
 
 
+@pytest.mark.slow
 def test_the_last_manager_puts_the_model_back() -> None:
     model: Any = models.build("llama")
     model.train()
@@ -1007,6 +1048,7 @@ def test_the_last_manager_puts_the_model_back() -> None:
     assert all(module.training for module in model.modules())
 
 
+@pytest.mark.slow
 def test_a_manager_is_kept_for_the_next_session() -> None:
     model: Any = models.build("llama")
     prompt = models.token_ids(1, 40)[0].tolist()
@@ -1033,6 +1075,7 @@ def test_a_manager_is_kept_for_the_next_session() -> None:
     assert held() is None and kept() is None
 
 
+@pytest.mark.slow
 def test_sessions_at_the_same_time_share_no_kept_manager() -> None:
     model: Any = models.build("llama")
     expected = [plain(model, prompt, GREEDY) for prompt in PROMPTS]
@@ -1060,6 +1103,7 @@ def test_sessions_at_the_same_time_share_no_kept_manager() -> None:
     model.destroy_cached_continuous_batching_manager()
 
 
+@pytest.mark.slow
 def test_uninstall_leaves_no_kept_manager_to_transformers() -> None:
     model: Any = models.build("llama")
     model.generate_batch(PROMPTS, GREEDY, persistent_manager=True)
@@ -1067,6 +1111,7 @@ def test_uninstall_leaves_no_kept_manager_to_transformers() -> None:
     assert type(model.init_continuous_batching(GREEDY)) is ContinuousBatchingManager
 
 
+@pytest.mark.slow
 def test_paged_calls_of_generate_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = models.get("llama")
     monkeypatch.setattr(ContinuousMixin, "generate_batch", None)
@@ -1081,6 +1126,7 @@ def test_paged_calls_of_generate_are_ours(monkeypatch: pytest.MonkeyPatch) -> No
     assert output.generated_tokens == plain(model, PROMPTS[0], GREEDY, max_new_tokens=5)
 
 
+@pytest.mark.slow
 def test_uninstall_gives_the_names_back() -> None:
     model: Any = models.get("llama")
     assert type(model.init_continuous_batching(GREEDY)) is not ContinuousBatchingManager
@@ -1095,6 +1141,7 @@ def test_uninstall_gives_the_names_back() -> None:
 # -- how threads end -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_managers_that_are_collected_leave_nothing() -> None:
     model: Any = models.get("llama")
     manager = model.init_continuous_batching(LONG)
@@ -1107,6 +1154,7 @@ def test_managers_that_are_collected_leave_nothing() -> None:
     assert engine() is None
 
 
+@pytest.mark.slow
 def test_leaving_the_context_by_an_error_does_not_wait_for_requests() -> None:
     model: Any = models.get("llama")
     with (
@@ -1139,6 +1187,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_interpreter_ends_with_a_running_manager() -> None:
     ended = run(
         """
@@ -1152,6 +1201,7 @@ def test_the_interpreter_ends_with_a_running_manager() -> None:
     assert ended.returncode == 0 and ended.stdout.endswith("the last line\n"), ended.stderr
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_a_batch() -> None:
     ended = run("""
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
@@ -1172,6 +1222,7 @@ def test_an_interrupt_ends_a_batch() -> None:
     assert ended.returncode == 0 and ended.stdout == "[]\nwhole\n", ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_child_process_has_no_thread_and_can_start_one() -> None:
     ended = run("""
@@ -1197,6 +1248,7 @@ def test_a_child_process_has_no_thread_and_can_start_one() -> None:
     assert ended.returncode == 0 and ended.stdout == "whole\n", ended.stderr
 
 
+@pytest.mark.slow
 def test_managers_of_several_threads_share_a_model() -> None:
     model: Any = models.get("llama")
     expected = [plain(model, prompt, GREEDY) for prompt in PROMPTS]
@@ -1217,17 +1269,20 @@ def test_managers_of_several_threads_share_a_model() -> None:
 # -- configuration -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_field_of_the_config_is_mapped_or_left() -> None:
     known = {field.name for field in fields(ContinuousBatchingConfig)}
     assert known <= {*MAPPED, *LEFT} and not set(MAPPED) & set(LEFT)
 
 
+@pytest.mark.slow
 def test_the_guide_has_the_tables() -> None:
     guide = (Path(__file__).parents[2] / "docs" / "guide" / "integrations.md").read_text()
     for name, meaning in (MAPPED | LEFT).items():
         assert f"| `{name}` | {meaning} |" in guide
 
 
+@pytest.mark.slow
 def test_what_fields_of_the_config_mean() -> None:
     base = {"block_size": 32}
     assert paged_config(ContinuousBatchingConfig(), base) == hf_paged.PagedConfig(block_size=32)
@@ -1267,6 +1322,7 @@ def test_what_fields_of_the_config_mean() -> None:
             paged_config(ContinuousBatchingConfig(**wrong), base)
 
 
+@pytest.mark.slow
 def test_a_field_that_is_not_known_is_refused() -> None:
     class Newer(ContinuousBatchingConfig):
         pass

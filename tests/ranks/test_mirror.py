@@ -56,6 +56,7 @@ def callers(tree: ast.AST, outer: str = "", owner: str = "") -> Any:
         yield from callers(node, name, own)
 
 
+@pytest.mark.slow
 def test_nothing_else_writes_to_blocks() -> None:
     """A new caller here is either `mirrored`, or uses a memory that is not shared with other
     processes."""

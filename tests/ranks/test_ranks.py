@@ -22,6 +22,7 @@ CALLS = "plain_calls", "paged_calls", "engine_calls", "preempted", "prefix_hits"
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.parametrize("options", ranks.OPTIONS)
 def test_tokens_are_those_of_plain_generate_on_one_and_on_two_processes(options: str) -> None:
     first, second = found(*CALLS)

@@ -414,6 +414,7 @@ def test_item_11_beams_without_finite_scores_end_in_an_error(value: float) -> No
     assert lone_run(model, one, {**BEAMS, **models.PAGED}, logits_processor=[spoil]) == plain
 
 
+@pytest.mark.slow
 def test_item_11_outputs_that_wait_are_bounded_and_no_result_is_lost() -> None:
     """Requests of `add_request` continue in the steps that `generate` runs."""
     length, count = 70, 250  # together more outputs than the engine keeps

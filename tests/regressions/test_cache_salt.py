@@ -65,6 +65,7 @@ def test_item_12_a_requests_salt_comes_before_the_configs() -> None:
         ]
 
 
+@pytest.mark.slow
 def test_item_12_salts_and_adapters_combine() -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from tests.support.collected import ROOT, Collected, lost
 
 # What a machine has that runs the package and its tests; `.ci/collect` installs no more.
@@ -45,6 +47,7 @@ def optional_imports(path: Path) -> Iterator[str]:
         yield from {name.partition(".")[0] for name in names} - present
 
 
+@pytest.mark.slow
 def test_modules_import_optional_packages_only_if_they_are_there() -> None:
     wrong = {
         str(path.relative_to(ROOT)): [*optional_imports(path)]

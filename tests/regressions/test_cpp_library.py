@@ -128,6 +128,7 @@ def kept(folder: Path) -> list[Path]:
 # ------------------------------------------------------------------------------------- kept files
 
 
+@pytest.mark.slow
 def test_item_12_the_library_is_kept_in_a_folder_of_ours_alone(
     compiler: Path, tmp_path: Path
 ) -> None:
@@ -154,6 +155,7 @@ def slow_down(compiler: Path, seconds: float) -> None:
     )
 
 
+@pytest.mark.slow
 def test_processes_that_build_at_once_compile_once(compiler: Path, tmp_path: Path) -> None:
     slow_down(compiler, 0.3)
     processes = []

@@ -23,6 +23,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow_cases("diff_llama-*")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["llama", "diff_llama"])
 def test_a_call_under_another_default_device(name: str, mode: str) -> None:
@@ -50,6 +51,7 @@ class Devices(BaseStreamer):
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 @pytest.mark.parametrize("name", ["llama", "diff_llama"])
 def test_an_engine_under_another_default_device(name: str, preemption: str) -> None:

@@ -50,6 +50,7 @@ HOW: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_item_11_a_copy_of_the_model_during_a_call_has_its_own_attention(
@@ -69,6 +70,7 @@ def test_item_11_a_copy_of_the_model_during_a_call_has_its_own_attention(
     assert attention_of(model) == before
 
 
+@pytest.mark.slow
 def test_item_11_a_copy_during_an_engines_step_has_its_own_attention() -> None:
     model = models.build("llama")
     processor, prompt = Copies(model, copy.deepcopy), [5, 6, 7]
@@ -169,6 +171,7 @@ def another_thread(work: Callable[[], Any]) -> Iterator[list[Any]]:
         thread.join()
 
 
+@pytest.mark.slow_cases("t5")
 @needs_fork
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_item_11_a_child_generates_while_a_thread_of_its_parent_does(name: str) -> None:
@@ -198,6 +201,7 @@ def test_item_11_a_child_generates_while_a_thread_of_its_parent_does(name: str) 
     assert torch.equal(got[0], expected), "the parent's own call"
 
 
+@pytest.mark.slow
 @needs_fork
 def test_item_11_a_child_finds_locks_free_that_threads_of_its_parent_held() -> None:
     """Forks at many moments of continuous calls."""

@@ -96,6 +96,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_item_07_an_interrupt_at_any_line_leaves_everything_whole(name: str) -> None:
     case = CASES[name]()
@@ -116,6 +117,7 @@ def test_item_07_an_interrupt_at_any_line_leaves_everything_whole(name: str) -> 
     assert num_interrupted > points // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["generate", "engine.generate", "engine.step"])
 def test_item_07_gradients_stay_on_where_torch_is_interrupted_as_it_puts_them_back(
     name: str,
@@ -133,11 +135,13 @@ def test_item_07_gradients_stay_on_where_torch_is_interrupted_as_it_puts_them_ba
         case.check()
 
 
+@pytest.mark.slow
 def test_item_07_real_interrupts() -> None:
     told: list[str] = []
     assert not interrupt_often(36, seed=11, report=told.append), "\n".join(told)
 
 
+@pytest.mark.slow
 def test_an_interrupt_as_any_function_is_entered_leaves_everything_whole() -> None:
     told: list[str] = []
     assert not interrupt_calls(36, seed=5, report=told.append), "\n".join(told)
@@ -449,6 +453,7 @@ def test_item_07_calls_in_other_threads_leave_signals_alone() -> None:
     assert torch.equal(got[0], expected)
 
 
+@pytest.mark.slow
 def test_item_07_an_event_loop_hears_of_a_signal_once() -> None:
     case, seen = Generate(models.build("llama"), "greedy"), []
     case.run()
@@ -482,6 +487,7 @@ class Looks:
         )
 
 
+@pytest.mark.slow
 def test_item_07_a_signal_handler_may_look_at_models_and_free_them_at_any_moment() -> None:
     model, other = models.build("llama"), models.build("llama")
     case = Generate(model, "greedy")
@@ -552,6 +558,7 @@ def test_item_07_an_interrupt_reaches_a_streamer_that_is_ended(how: str) -> None
         assert str(results["own"].error) == "of a processor"
 
 
+@pytest.mark.slow
 def test_no_signal_handler_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither by calls nor by engines, whose steps preempt, swap and are recorded."""
     numbers: list[Any] = []

@@ -282,6 +282,7 @@ def fuzz(seed: int, count: int) -> None:
     print(served, refused)
 
 
+@pytest.mark.slow
 @built
 def test_item_08_no_arguments_crash_the_process() -> None:
     code = "from tests.regressions.test_malformed_arguments import fuzz; fuzz(0, 700)"

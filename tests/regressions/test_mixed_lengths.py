@@ -308,6 +308,7 @@ def image_inputs(length: int, padding: int) -> dict[str, torch.Tensor]:
     )
 
 
+@pytest.mark.slow_cases(but=["more-*"])
 @pytest.mark.parametrize("padding", [0, 3], ids=["even", "padded"])
 @pytest.mark.parametrize("length", [7, CROSS_TOKENS, 13], ids=["fewer", "as-many", "more"])
 def test_item_16_mllama_gives_plain_tokens(length: int, padding: int) -> None:
@@ -328,6 +329,7 @@ def test_item_16_mllama_gives_plain_tokens(length: int, padding: int) -> None:
     hf_paged.check_integrity(model)
 
 
+@pytest.mark.slow_cases("bart-options1")
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}])
 @pytest.mark.parametrize("name", ["t5", "bart"])
 def test_a_row_whose_text_is_all_padding(name: str, options: dict[str, Any]) -> None:

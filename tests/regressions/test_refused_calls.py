@@ -75,6 +75,7 @@ def test_item_04_after_a_refused_call_the_next_is_served(case: str) -> None:
         assert_served(model, inputs, "engine")
 
 
+@pytest.mark.slow_cases(but=["mistral"])
 @pytest.mark.parametrize("name", ["t5", "bart", "mistral"])
 def test_item_04_in_other_models(name: str) -> None:
     model, inputs = models.build(name), models.padded_prompt(name, (5, 3))

@@ -38,6 +38,7 @@ def run(code: str, megabytes: int, **sizes: int) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_item_09_a_default_engine_serves_under_a_limit_of_address_space() -> None:
     code = """
 def serve():
@@ -116,6 +117,7 @@ assert kernel(query, step).isfinite().all()
 """
 
 
+@pytest.mark.slow_cases("2")
 @pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler")
 @pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_item_09_the_kernel_raises_where_it_gets_no_memory(threads: int) -> None:

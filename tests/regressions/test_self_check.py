@@ -92,6 +92,7 @@ class _Switch(_Single):
         return super().forward(hidden) if self.is_on else self.inner(hidden)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["class", "attribute"])
 def test_item_18_code_that_changes_after_the_check_is_checked_again(
     change: str, monkeypatch: pytest.MonkeyPatch

@@ -18,6 +18,7 @@ pytestmark = available
 FAR = 1 << 30  # elements: a stride that fits in 31 bits; twice that does not
 
 
+@pytest.mark.slow
 def test_item_10_no_keys_are_stored_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_paged.attention.backends import triton
     from hf_paged.kernels.triton import store as kernel

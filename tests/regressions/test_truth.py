@@ -53,6 +53,7 @@ def test_item_14_figures_between_the_marks_are_those_of_the_results(path):
         assert re.search(r"\d", text[start:end]), f"nothing is rendered at {mark}"
 
 
+@pytest.mark.slow
 def test_item_14_a_figure_that_is_changed_by_hand_is_noticed(tmp_path, monkeypatch, capsys):
     path = ROOT / "docs" / "benchmarks.md"
     start, _ = readme.between(path.read_text(), "benchmarks")
@@ -226,6 +227,7 @@ def test_item_14_a_changed_work_tree_is_not_called_clean(tmp_path, monkeypatch):
     assert machine.tree() == machine.revision() == "unknown"
 
 
+@pytest.mark.slow
 def test_item_14_a_run_outlives_a_part_that_fails(tmp_path, monkeypatch):
     measure = generate.measure
 

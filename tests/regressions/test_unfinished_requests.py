@@ -78,6 +78,7 @@ def test_a_pool_that_is_kept_keeps_its_block_sizes(monkeypatch: pytest.MonkeyPat
         assert core.get_loop() is not loop
 
 
+@pytest.mark.slow
 def test_steps_with_several_adapters_are_no_hooks_to_calls_of_other_threads() -> None:
     model = many(3, lora_bias=False)
     model.set_adapter("a0")

@@ -217,6 +217,7 @@ def mixed(
     return found
 
 
+@pytest.mark.slow_cases("None")
 @pytest.mark.parametrize("policy", ["recompute", "keep", None])
 def test_item_06_what_becomes_of_unfinished_requests(policy: str | None) -> None:
     model, steps, new = models.build("llama"), 4, 20
@@ -288,6 +289,7 @@ def test_item_06_policy_is_checked_before_anything_happens() -> None:
             engine.resume()
 
 
+@pytest.mark.slow
 def test_item_06_no_thread_takes_a_step_in_a_pause() -> None:
     model = models.build("llama")
     found: list[Any] = []
@@ -394,6 +396,7 @@ def test_item_06_steps_of_decodes_take_no_fingerprint(fingerprints: list[int]) -
 # ---------------------------------------------------------------------------------------- windows
 
 
+@pytest.mark.slow_cases("gemma3")
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
 def test_item_09_an_engine_follows_a_config_whose_windows_change(name: str) -> None:
     model = models.build(name)

@@ -215,6 +215,7 @@ class Watch:
             )
 
 
+@pytest.mark.slow_cases("cpu-*")
 @pytest.mark.parametrize(
     ("kind", "num_heads"), [("glm", 1), ("glm", 3), ("deepseek", 2), ("mellum", 1)]
 )
@@ -242,6 +243,7 @@ def test_a_batch_gives_plain_tokens_and_transformers_candidates(
     hf_paged.check_integrity(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_heads", [1, 3])
 def test_sampled_rows_draw_as_one_row_of_transformers_does(
     num_heads: int, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -270,6 +272,7 @@ def test_sampled_rows_draw_as_one_row_of_transformers_does(
         assert_drained(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_beside_others_with_few_blocks_and_all_options(preemption: str, folder: Path) -> None:
     model = load(folder, 2)
@@ -294,6 +297,7 @@ def test_beside_others_with_few_blocks_and_all_options(preemption: str, folder: 
         assert_drained(engine)
 
 
+@pytest.mark.slow
 def test_heads_read_long_prompts_in_parts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, watch = load(folder, 3), Watch(monkeypatch)
     with PagedEngine(model, PagedConfig(**CONFIG, max_num_batched_tokens=16)) as engine:
@@ -305,6 +309,7 @@ def test_heads_read_long_prompts_in_parts(folder: Path, monkeypatch: pytest.Monk
         assert_drained(engine)
 
 
+@pytest.mark.slow
 def test_prefixes_have_their_hidden_states(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts after cached tokens are the same; blocks cached by rows without heads have no hidden
     states."""
@@ -321,6 +326,7 @@ def test_prefixes_have_their_hidden_states(folder: Path, monkeypatch: pytest.Mon
         assert_drained(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("captures", [False, True])
 def test_recorded_steps_keep_hidden_states(
     captures: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -349,6 +355,7 @@ def test_recorded_steps_keep_hidden_states(
     watch.assert_same(least=10)
 
 
+@pytest.mark.slow
 def test_what_has_no_heads_says_so(folder: Path) -> None:
     with PagedEngine(models.get("llama"), PagedConfig(**CONFIG)) as engine:
         with pytest.raises(ValueError, match="num_mtp_layers"):

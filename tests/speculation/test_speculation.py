@@ -103,6 +103,7 @@ def drafted_rows(engine: PagedEngine) -> dict[Generation, Source]:
 # --------------------------------------------------------------------------------------- generate
 
 
+@pytest.mark.slow_cases("cpu-gpt_oss", "cpu-mixtral")
 @pytest.mark.parametrize("name", models.DECODER_ONLY)
 def test_a_batch_that_speculates_gives_plain_tokens(name: str, device: torch.device) -> None:
     model = models.put(models.get(name), device)
@@ -121,6 +122,7 @@ def _with(**config: Any) -> dict[str, Any]:
     return {"cache_implementation": "paged", "cache_config": {"block_size": 8, **config}}
 
 
+@pytest.mark.slow_cases("cpu-*")
 @pytest.mark.parametrize("number_of_tokens", [1, 3, 9])
 def test_sixteen_rows_with_assistants(number_of_tokens: int, device: torch.device) -> None:
     """Assistants: one mostly right, one mostly wrong, and early exit of the model itself."""
@@ -194,6 +196,7 @@ def test_calls_that_cannot_be_assisted() -> None:
     hf_paged.check_integrity(model)
 
 
+@pytest.mark.slow
 def test_threads_that_speculate_share_a_loop() -> None:
     model = models.get("llama")
     texts = [models.padded_prompt("llama", (4 + n, 13 - n), seed=n) for n in range(4)]
@@ -221,6 +224,7 @@ def test_threads_that_speculate_share_a_loop() -> None:
 # ----------------------------------------------------------------------------------------- engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config", [{}, {"num_blocks": 30, "preemption": "swap"}, {"max_num_batched_tokens": 12}]
 )
@@ -239,6 +243,7 @@ def test_requests_of_all_kinds_in_one_batch(config: dict[str, Any]) -> None:
         assert not results[mode].num_draft_tokens or mode in ONE_ROW
 
 
+@pytest.mark.slow_cases(but=["llama"])
 @pytest.mark.parametrize("name", models.DECODER_ONLY)
 def test_random_accept_lengths(name: str) -> None:
     """Also past a window, and with requests that lose their blocks in mid-draft."""
@@ -358,6 +363,7 @@ def test_a_stop_string_in_the_middle_of_a_draft() -> None:
     )
 
 
+@pytest.mark.slow
 def test_processors_with_a_state_see_refused_candidates_as_in_plain_generate() -> None:
     """Guidance has a cache of its own, which then holds them: other tokens than without
     candidates."""
@@ -412,6 +418,7 @@ def test_what_others_generated_is_proposed_within_a_salt_alone() -> None:
 # ------------------------------------------------------------------------------------- assistants
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_blocks", [None, 60, 24])
 def test_requests_with_and_without_an_assistant(num_blocks: int | None) -> None:
     """The assistant's blocks come from the engine's memory, and are freed if blocks are short."""
@@ -433,6 +440,7 @@ def test_requests_with_and_without_an_assistant(num_blocks: int | None) -> None:
     assert not drafts[1] and not drafts[4] and (num_blocks or (drafts[0] and drafts[3]))
 
 
+@pytest.mark.slow
 def test_no_request_gives_its_blocks_up_for_an_assistant() -> None:
     model, texts = models.get("llama"), prompts(9, 14, 6, 20)
     num_blocks = sum(-(-(len(text) + 29) // 8) for text in texts)  # exactly what the requests need
@@ -508,6 +516,7 @@ def test_an_engine_goes_on_after_an_exception_behind_a_change_of_an_assistant(
             assert_drained(engine)
 
 
+@pytest.mark.slow
 def test_sampled_requests_are_those_of_transformers_for_one_row() -> None:
     """Token for token, with a seed: the assistant draws, accepts and corrects as
     `_assisted_decoding` does."""
@@ -536,6 +545,7 @@ def test_sampled_requests_are_those_of_transformers_for_one_row() -> None:
             assert [result.token_ids for result in results] == expected
 
 
+@pytest.mark.slow
 def test_an_assistant_with_other_tokens() -> None:
     """transformers' own generator, which translates by text."""
     model, tokenizer = models.get("llama"), models.tokenizer()
@@ -625,6 +635,7 @@ def test_what_an_engine_cannot_assist_says_so() -> None:
         engine.check_integrity()
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_assistants_that_are_gone() -> None:
     model, (text,) = models.get("llama"), prompts(9)
     with PagedEngine(model, PagedConfig(block_size=8)) as engine:
@@ -652,6 +663,7 @@ def test_weights_that_change_under_an_assistant(monkeypatch: pytest.MonkeyPatch)
     assert result.num_accepted_tokens > 10
 
 
+@pytest.mark.slow
 def test_two_models_that_assist_each_other() -> None:
     """In threads: no thread holds its own model while it waits for another's."""
     first, second = models.build("llama"), models.build("llama", seed=5)
@@ -672,6 +684,7 @@ def test_two_models_that_assist_each_other() -> None:
     in_threads(run(0), run(1))
 
 
+@pytest.mark.slow
 def test_an_assistant_with_a_window_whose_long_drafts_are_refused() -> None:
     """Tokens that a rejected draft moved out of the window are still there where decoding
     continues."""
@@ -707,6 +720,7 @@ def test_a_seed_gives_the_same_samples_behind_a_cached_prefix() -> None:
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.slow
 def test_early_exit_draws_by_the_seed() -> None:
     model, texts = models.get("llama"), prompts(9, 14)
     config = {

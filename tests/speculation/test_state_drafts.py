@@ -35,6 +35,7 @@ def slow(*names: str) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
+@pytest.mark.slow_cases("Lfm2ForCausalLM")
 @pytest.mark.parametrize(
     "name", ["Lfm2ForCausalLM", *slow(*(name for name in CLASSES if name[:4] != "Lfm2"), STATELESS)]
 )
@@ -81,6 +82,7 @@ def test_requests_of_all_kinds_in_one_batch(name: str) -> None:
         assert not results[mode].num_draft_tokens or mode in ONE_ROW
 
 
+@pytest.mark.slow_cases("Lfm2ForCausalLM")
 @pytest.mark.parametrize("name", ["Lfm2ForCausalLM", *slow("Qwen3NextForCausalLM")])
 def test_generate_speculates_by_ngrams(name: str) -> None:
     """One row and several; a rejected draft's tokens are in no cached prefix."""
@@ -106,6 +108,7 @@ def test_generate_speculates_by_ngrams(name: str) -> None:
     hf_paged.check_integrity(model)
 
 
+@pytest.mark.slow
 def test_an_assistant_proposes_for_a_model_with_states() -> None:
     model: Any = build("Qwen3NextForCausalLM")
     assistant: Any = build("LlamaForCausalLM")
@@ -119,6 +122,7 @@ def test_an_assistant_proposes_for_a_model_with_states() -> None:
         assert results[request_id].token_ids == lone_run(model, prompt, GREEDY)[0]
 
 
+@pytest.mark.slow
 def test_rows_that_cannot_go_back_are_refused() -> None:
     """A model whose layers reset their state in each forward of more than a token."""
     model = build(NEVER)

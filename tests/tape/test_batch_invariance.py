@@ -123,12 +123,14 @@ def check(
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.full
 def test_rows_are_the_same_alone_and_in_any_batch() -> None:
     seen = check("llama", torch.bfloat16, count=40, num_batches=8)
     assert all(seen.values()), seen
 
 
+@pytest.mark.slow_cases("int8")
 @pytest.mark.parametrize("kv_dtype", ["int8", pytest.param("fp8_e4m3", marks=pytest.mark.slow)])
 def test_quantized_keys_and_values(kv_dtype: str) -> None:
     seen = check("llama", torch.bfloat16, count=10, num_batches=2, seed=1, kv_dtype=kv_dtype)
@@ -143,6 +145,7 @@ def test_300_rows_in_20_batches(dtype: torch.dtype) -> None:
     assert all(seen.values()), seen
 
 
+@pytest.mark.slow_cases("gemma3", "mixtral")
 @pytest.mark.parametrize(
     "name",
     [
@@ -155,6 +158,7 @@ def test_other_families(name: str) -> None:
     check(name, torch.bfloat16, count=12, num_batches=3)
 
 
+@pytest.mark.slow
 def test_the_portable_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "wide")
     best_path.cache_clear()
@@ -166,6 +170,7 @@ def test_the_portable_products(monkeypatch: pytest.MonkeyPatch) -> None:
         best_path.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_beams", [1, 2])
 def test_generate(num_beams: int) -> None:
     model = model_of("llama", torch.bfloat16)
@@ -392,6 +397,7 @@ class _HalfOfOne(torch.nn.Module):
         return self.down(up) * gate[..., :64]
 
 
+@pytest.mark.slow
 def test_products_of_slices() -> None:
     torch.manual_seed(0)
     model = models.build("llama")

@@ -45,6 +45,7 @@ def captured_steps(model: Any) -> int:
     return route.num_captured_steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral", "Qwen3MoeForCausalLM"])
 def test_item_21_models_with_experts_are_captured(name: str, graphs: FakeGraphs) -> None:
     model = models.build(name) if name in models.NAMES else tiny_model(getattr(transformers, name))
@@ -129,6 +130,7 @@ def reason_against_capture(
     )
 
 
+@pytest.mark.slow_cases(but=["DbrxForCausalLM"])
 @pytest.mark.parametrize(
     "name",
     [

@@ -99,6 +99,7 @@ def test_buckets() -> None:
 # ----------------------------------------------------------------------------------------- parity
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_engine_gives_plain_tokens(name: str, graphs: FakeGraphs) -> None:
     """Rows of several lengths end and join, so that sizes change both ways; blocks leave
@@ -180,6 +181,7 @@ def test_scores_are_not_overwritten_by_the_next_step(graphs: FakeGraphs) -> None
     assert_close(torch.stack(found.scores), list(expected.scores))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_triton_kernels_read_the_buffers(
     name: str, graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch
@@ -199,6 +201,7 @@ def test_triton_kernels_read_the_buffers(
     )  # type: ignore
 
 
+@pytest.mark.slow
 def test_autocast(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every replay converts the weights: autocast's cached casts do not outlive it."""
     was_cached: list[bool] = []
@@ -271,6 +274,7 @@ def test_the_graph_used_longest_ago_goes_first(
 # -------------------------------------------------------------------------- what graphs depend on
 
 
+@pytest.mark.slow_cases("gemma3")
 @pytest.mark.parametrize("name", NAMES)
 def test_wider_tables_need_another_graph(name: str, graphs: FakeGraphs) -> None:
     """A graph's launches are sized for its tables; a row that outgrows them is not truncated."""
@@ -321,6 +325,7 @@ def test_a_pool_that_grows(graphs: FakeGraphs) -> None:
     assert len(graphs.graphs) == 2 and graphs.graphs[1].num_replays == 3  # no wait the second time
 
 
+@pytest.mark.slow
 def test_weights_changed_in_place_need_no_other_graph(graphs: FakeGraphs) -> None:
     model, inputs = models.build("llama"), models.prompt("llama")
     for _ in range(2):  # by now the pool has its final size
@@ -352,6 +357,7 @@ def _replace_buffer(model: Any) -> None:
     model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change", [_replace_weight, _replace_module, _set_attribute, _replace_buffer]
 )
@@ -501,6 +507,7 @@ def test_a_runner_that_did_not_begin_is_eager(graphs: FakeGraphs) -> None:
     assert not graphs.graphs
 
 
+@pytest.mark.slow
 def test_every_adapter_has_its_graphs(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, and beside others: a graph for every order of adapters and number of rows."""
     pytest.importorskip("peft")
@@ -549,6 +556,7 @@ def _draws(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forward", [_waits, _branches, _draws])
 def test_a_forward_that_cannot_be_recorded(
     forward: Any,
@@ -859,6 +867,7 @@ def _refs(decodes: StepGraphs) -> list[weakref.ref[Any]]:
     return [weakref.ref(part) for part in (*inner, *decodes._outputs.values(), decodes)]
 
 
+@pytest.mark.slow
 def test_free_gives_everything_back(graphs: FakeGraphs) -> None:
     """At once, not with the next garbage collection."""
     model, inputs = models.build("llama"), models.prompt("llama")
@@ -891,6 +900,7 @@ def test_free_gives_everything_back(graphs: FakeGraphs) -> None:
         gc.enable()
 
 
+@pytest.mark.slow
 def test_graphs_do_not_keep_the_model(graphs: FakeGraphs) -> None:
     model, inputs = models.build("llama"), models.prompt("llama")
     generate(model, inputs, do_sample=False, max_new_tokens=50)
@@ -946,6 +956,7 @@ def grown(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "budget", [{}, {"memory_fraction": 0.5}, {"num_blocks": 200}], ids=lambda budget: str(budget)
 )
@@ -980,6 +991,7 @@ def test_memory_of_a_device_is_taken_once(
     assert grown == [] and len(graphs.graphs) <= 3, (grown, len(graphs.graphs))
 
 
+@pytest.mark.slow
 def test_a_call_takes_what_it_can_need(graphs: FakeGraphs, grown: list[int]) -> None:
     """Layers with windows need no more than rows see; a longer call grows once, as the first left
     cached blocks."""

@@ -17,6 +17,7 @@ pytestmark = test_launch.pytestmark
 launches = test_launch.launches  # a fixture
 
 
+@pytest.mark.slow_cases("attention_kernel")
 @pytest.mark.parametrize("kernel", ["attention_kernel", pytest.param("_store_kernel", marks=slow)])
 def test_a_recording_that_fails_leaves_the_step_to_the_engine(
     kernel: str, launches: Launches, monkeypatch: pytest.MonkeyPatch

@@ -188,6 +188,7 @@ def _compiled(function: Any) -> Any:
     return torch.compile(function, backend="eager", fullgraph=True)
 
 
+@pytest.mark.slow_cases("compile")
 @pytest.mark.parametrize(
     "transform",
     [
@@ -227,6 +228,7 @@ def test_a_traced_module_in_a_model() -> None:
     )
 
 
+@pytest.mark.slow
 def test_models_that_get_it() -> None:
     model = models.build("llama")
     assert not isinstance(own_products(model.modules()), OwnProducts)  # float32

@@ -103,6 +103,7 @@ def check(model: Any, jobs: list[Any], found: list[Any]) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_nearly_every_step_is(name: str, seen: collections.Counter[str]) -> None:
     """Rows enter new blocks at different steps, and end one after the other, as known in
@@ -139,6 +140,7 @@ def test_generate_gives_plain_tokens(mode: str, seen: collections.Counter[str]) 
 MANY = (pytest.mark.slow, pytest.mark.full)
 
 
+@pytest.mark.slow_cases("few")
 @pytest.mark.parametrize(
     "counts",
     [
@@ -175,6 +177,7 @@ class Rewrites(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
+@pytest.mark.slow
 def test_a_criterion_chooses_another_token(seen: collections.Counter[str]) -> None:
     model, inputs = models.build("llama"), models.prompt("llama", 2)
     options: dict[str, Any] = {**GREEDY, "max_new_tokens": 70}
@@ -316,6 +319,7 @@ KINDS: dict[str, list[dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_of_every_kind_are_launched_ahead(
     kind: str, seen: collections.Counter[str], monkeypatch: pytest.MonkeyPatch

@@ -452,6 +452,7 @@ def test_a_folder_that_cannot_be_used_is_named(kind: str, tmp_path: Path) -> Non
     assert raised.value.filename == str(path) and raised.value.errno is not None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_a_process_that_is_killed_while_it_writes(tmp_path: Path) -> None:
     """Files are whole or absent, and partial ones are deleted in time."""

@@ -127,6 +127,7 @@ def test_another_process_and_other_layouts(name: str, tmp_path: Path) -> None:
     assert in_another_process(name, tmp_path, prompt) == (expected, 96)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "mla"])
 def test_an_emptied_pool_finds_what_it_gave_up(name: str, tmp_path: Path) -> None:
     model, (prompt, other) = build(name), prompts(75, 60)
@@ -146,6 +147,7 @@ def test_an_emptied_pool_finds_what_it_gave_up(name: str, tmp_path: Path) -> Non
         assert engine.stats().used_blocks == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8_e4m3"])
 @pytest.mark.parametrize("name", ["llama", "mla"])
 def test_quantized_blocks_come_back_as_they_were(name: str, kv_dtype: str, tmp_path: Path) -> None:
@@ -167,6 +169,7 @@ def test_quantized_blocks_come_back_as_they_were(name: str, kv_dtype: str, tmp_p
         assert run(engine, prompt) == (expected, 72)
 
 
+@pytest.mark.slow
 def test_generate_finds_it_too(tmp_path: Path) -> None:
     model, (prompt,) = build("llama"), prompts(160)
     ids, paged = (
@@ -184,6 +187,7 @@ def test_generate_finds_it_too(tmp_path: Path) -> None:
     assert kept == 159 // SIZE
 
 
+@pytest.mark.slow
 def test_engines_and_calls_find_each_others(tmp_path: Path) -> None:
     """Blocks that a call leaves are also found after its pool is rebuilt for another config."""
     model, texts = build("llama"), prompts(160, 150)
@@ -205,6 +209,7 @@ def test_engines_and_calls_find_each_others(tmp_path: Path) -> None:
         assert run(engine, texts[1]) == (expected, 144)
 
 
+@pytest.mark.slow
 def test_what_is_freed_goes_while_a_slow_disk_takes_its_blocks(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -228,6 +233,7 @@ def test_what_is_freed_goes_while_a_slow_disk_takes_its_blocks(
         assert blocks_on_disk(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_a_small_pool(preemption: str, tmp_path: Path) -> None:
     """Requests that lose their blocks, and prefixes evicted by others."""
@@ -245,6 +251,7 @@ def test_a_small_pool(preemption: str, tmp_path: Path) -> None:
         assert_drained(engine)
 
 
+@pytest.mark.slow
 def test_what_the_last_step_computed_is_kept_too(tmp_path: Path) -> None:
     """In steps of one's own, each a window by itself; and where one step is all there is."""
     model, (prompt, other) = build("llama"), prompts(70, 70)
@@ -259,6 +266,7 @@ def test_what_the_last_step_computed_is_kept_too(tmp_path: Path) -> None:
         assert run(engine, other) == (lone_run(model, other, GREEDY)[0], 64)
 
 
+@pytest.mark.slow
 def test_other_weights_find_nothing(tmp_path: Path) -> None:
     model, (prompt,) = build("llama"), prompts(70)
     with PagedEngine(model, config(tmp_path)) as engine:
@@ -277,6 +285,7 @@ def test_other_weights_find_nothing(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
+@pytest.mark.slow
 def test_a_change_that_only_a_fingerprint_sees_is_not_written(tmp_path: Path) -> None:
     """Between two steps of one request: its later blocks belong to no single version of the
     weights."""
@@ -297,6 +306,7 @@ def test_a_change_that_only_a_fingerprint_sees_is_not_written(tmp_path: Path) ->
             assert tokens == lone_run(model, text, GREEDY)[0]
 
 
+@pytest.mark.slow
 def test_evicted_blocks_wait_for_a_fingerprint(tmp_path: Path) -> None:
     """Blocks evicted while a request runs are written once the weights are checked, and dropped if
     they changed."""
@@ -322,6 +332,7 @@ def test_evicted_blocks_wait_for_a_fingerprint(tmp_path: Path) -> None:
         engine.free()
 
 
+@pytest.mark.slow
 def test_tenants_and_uncached_prompts(tmp_path: Path) -> None:
     model, (prompt,) = build("llama"), prompts(70)
     with PagedEngine(model, config(tmp_path)) as engine:
@@ -335,6 +346,7 @@ def test_tenants_and_uncached_prompts(tmp_path: Path) -> None:
         assert run(engine, prompt, cache_salt="one")[1] == 64
 
 
+@pytest.mark.slow
 def test_why_a_model_or_a_pool_has_no_tiers(tmp_path: Path) -> None:
     hybrid = PagedEngine(build("qwen3_next"), config(tmp_path))
     run(hybrid, prompts(20)[0])
@@ -364,6 +376,7 @@ def test_an_engine_that_is_not_freed_writes_when_the_process_ends(tmp_path: Path
     assert len(blocks_on_disk(tmp_path)) == 75 // SIZE
 
 
+@pytest.mark.slow
 def test_a_forked_child_writes_nothing_twice_and_still_finds(tmp_path: Path) -> None:
     model, (prompt,) = build("llama"), prompts(70)
     expected = lone_run(model, prompt, GREEDY)[0]
@@ -381,6 +394,7 @@ def test_a_forked_child_writes_nothing_twice_and_still_finds(tmp_path: Path) -> 
         assert run(engine, prompt) == (expected, 64)
 
 
+@pytest.mark.slow
 def test_an_interrupt_of_a_step_that_brings_blocks_back(tmp_path: Path, sigint: None) -> None:
     model, (prompt,) = build("llama"), prompts(70)
     expected = lone_run(model, prompt, GREEDY)[0]
@@ -565,6 +579,7 @@ def survive(num_faults: int, path: Path, monkeypatch: Any) -> None:
     assert num_restored > 2 * num_faults, "hardly a block came back"
 
 
+@pytest.mark.slow
 def test_ten_faults(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     with caplog.at_level(logging.ERROR):
         survive(10, tmp_path, monkeypatch)
@@ -601,6 +616,7 @@ def check_goes_on(
     assert len(said) <= 2, "one warning that it cannot be read, one that it cannot be written"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["EIO", "EACCES"])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_requests_go_on_whatever_a_file_operation_raises(
@@ -617,6 +633,7 @@ def test_requests_go_on_whatever_a_file_operation_raises(
         check_goes_on(engine, texts, expected, caplog)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [replace_by_file, replace_by_loop, shutil.rmtree, forbidden])
 def test_requests_go_on_without_a_folder(change: Any, tmp_path: Path, caplog: Any) -> None:
     model, texts, path = models.get("llama"), prompts(60, 50), tmp_path / "tier"
@@ -638,6 +655,7 @@ def test_requests_go_on_without_a_folder(change: Any, tmp_path: Path, caplog: An
     assert bool(caplog.records) == (change is not shutil.rmtree), "a removed folder is made again"
 
 
+@pytest.mark.slow
 def test_calls_go_on_without_a_folder(tmp_path: Path, caplog: Any) -> None:
     model, path = build("llama"), tmp_path / "tier"
     paged = {"cache_implementation": "paged", "cache_config": config(path, num_blocks=30)}
@@ -654,6 +672,7 @@ def test_calls_go_on_without_a_folder(tmp_path: Path, caplog: Any) -> None:
     assert 1 <= len(caplog.records) <= 2 and str(path) in caplog.text
 
 
+@pytest.mark.slow
 def test_no_memory_for_evicted_blocks_and_for_files(
     tmp_path: Path, caplog: Any, monkeypatch: Any
 ) -> None:
@@ -719,6 +738,7 @@ def test_an_error_while_restored_blocks_are_registered_ends_the_step(
         assert_drained(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", ["engine", "generate", "manager"])
 @pytest.mark.parametrize("kind", ["file", "forbidden"])
 def test_a_folder_that_cannot_be_used_is_refused_at_first(
@@ -749,6 +769,7 @@ def test_a_folder_that_cannot_be_used_is_refused_at_first(
 # ---- saved prefixes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", ["stat", "open", "read", "write", "replace", "unlink"])
 def test_saving_and_loading_raise_an_error_of_the_system(
     operation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -776,6 +797,7 @@ def test_saving_and_loading_raise_an_error_of_the_system(
         assert_drained(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mla"])
 def test_a_saved_prefix_is_loaded(name: str, tmp_path: Path) -> None:
     model, (prompt, rest) = build(name), prompts(50, 20)
@@ -793,6 +815,7 @@ def test_a_saved_prefix_is_loaded(name: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.slow
 def test_a_saved_prefix_has_its_tenant(tmp_path: Path) -> None:
     model, (prompt,) = build("llama"), prompts(50)
     path = tmp_path / "prefix"
@@ -804,6 +827,7 @@ def test_a_saved_prefix_has_its_tenant(tmp_path: Path) -> None:
         assert run(engine, prompt, cache_salt="one")[1] == 48
 
 
+@pytest.mark.slow
 def test_what_cannot_be_saved_or_loaded(tmp_path: Path) -> None:
     model, (prompt,) = build("llama"), prompts(50)
     path = tmp_path / "prefix"
@@ -849,6 +873,7 @@ def test_what_cannot_be_saved_or_loaded(tmp_path: Path) -> None:
         engine.load_prefix(path)
 
 
+@pytest.mark.slow
 def test_an_engine_that_keeps_no_idle_pool(tmp_path: Path) -> None:
     """It saves; it explains why it cannot load, unless tiers keep evicted blocks or a request
     runs."""
@@ -871,6 +896,7 @@ def test_an_engine_that_keeps_no_idle_pool(tmp_path: Path) -> None:
         assert run(engine, prompt)[1] == 48
 
 
+@pytest.mark.slow
 def test_where_a_prefix_cannot_be_saved_is_known_before_it_is_computed(tmp_path: Path) -> None:
     with PagedEngine(build("llama"), {"block_size": SIZE}) as engine:
         for path, error in (
@@ -884,6 +910,7 @@ def test_where_a_prefix_cannot_be_saved_is_known_before_it_is_computed(tmp_path:
         assert engine.stats().num_steps == 0
 
 
+@pytest.mark.slow
 def test_a_prefix_is_saved_and_loaded_while_requests_run(tmp_path: Path) -> None:
     model, (prompt, other) = build("llama"), prompts(50, 40)
     expected = lone_run(model, other, {**GREEDY, "max_new_tokens": 30})[0]
@@ -910,6 +937,7 @@ def host_tier(engine: PagedEngine, num_bytes: int, path: str | None = None) -> t
     return store
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_disk", [False, True])
 def test_blocks_stay_in_host_memory_up_to_its_limit(with_disk: bool, tmp_path: Path) -> None:
     model, texts = build("gemma2"), prompts(90, 70)
@@ -943,6 +971,7 @@ def test_blocks_stay_in_host_memory_up_to_its_limit(with_disk: bool, tmp_path: P
         assert_drained(engine)
 
 
+@pytest.mark.slow
 def test_a_slow_disk_skips_blocks_and_nothing_waits(tmp_path: Path, monkeypatch: Any) -> None:
     model, texts = build("llama"), prompts(90, 90, 90)
     monkeypatch.setattr(tiers, "QUEUE_BYTES", 0)

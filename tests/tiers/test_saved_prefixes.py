@@ -144,6 +144,7 @@ def test_only_the_owner_reads_files(mask: int, tmp_path: Path) -> None:
     assert modes(mine) == {(True, 0o700), (False, 0o600)}
 
 
+@pytest.mark.slow_cases("some")
 @pytest.mark.parametrize(
     "is_quick", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["some", "all"]
 )

@@ -131,6 +131,7 @@ def test_bytes() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_importing_the_package_loads_no_drawing_library() -> None:
     code = "import sys, hf_paged; print({'matplotlib'} & set(sys.modules))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

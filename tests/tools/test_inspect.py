@@ -70,6 +70,7 @@ def test_quantized_keys_and_values(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "stored as fp8_e4m3" in capsys.readouterr().out
 
 
+@pytest.mark.slow_cases("bart", "t5", "whisper")
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "t5", "bart", "whisper", "mixtral"])
 def test_against_a_call_of_generate(name: str, tmp_path: Path) -> None:
     path = saved_test_model(tmp_path, name)
@@ -172,6 +173,7 @@ def test_a_large_model_takes_no_memory_and_its_road_is_not_guessed(
     assert report.route.road == "undecided" and "large" in report.route.reason
 
 
+@pytest.mark.slow
 def test_a_model_with_fewer_layers_is_checked_instead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +199,7 @@ def test_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert examine(name).model == "GPT2LMHeadModel"
 
 
+@pytest.mark.slow_cases("-*", "nobody/nothing-*")
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -288,6 +291,7 @@ def test_free_memory_is_the_machines(tmp_path: Path) -> None:
     assert report.left_bytes == report.free_bytes - report.weight_bytes
 
 
+@pytest.mark.slow
 def test_block_sizes_that_are_left_to_us(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -88,6 +88,7 @@ def expected() -> list[list[int]]:
     )
 
 
+@pytest.mark.slow
 def test_a_script_as_it_is(folder: Path, tmp_path: Path) -> None:
     """Its arguments, its exit status; all its calls of `generate` are paged, with the configured
     block size."""
@@ -191,6 +192,7 @@ def test_a_closed_pipe_ends_a_program_as_without_run() -> None:
     assert (ended.stdout.split(), ended.stderr) == (["y", "141"], "")  # 128 + SIGPIPE
 
 
+@pytest.mark.slow
 def test_a_traceback_is_the_programs_own(tmp_path: Path) -> None:
     script = tmp_path / "fails.py"
     script.write_text("def inner():\n    raise KeyError('mine')\ninner()\n")
@@ -216,6 +218,7 @@ def test_a_child_without_models_imports_nothing(tmp_path: Path) -> None:
     assert ended.stdout == "False False here 1\n", ended.stderr
 
 
+@pytest.mark.slow_cases("first1", "import transformers.models.llama.modeling_llama")
 @pytest.mark.parametrize(
     "first",
     [
@@ -279,6 +282,7 @@ def test_what_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert command_of("sh", False) == [shutil.which("sh")]
 
 
+@pytest.mark.slow
 def test_a_file_that_names_its_interpreter(folder: Path, tmp_path: Path) -> None:
     """... runs unchanged: its Python gets `run`'s settings."""
     script = tmp_path / "job.sh"
@@ -411,6 +415,7 @@ def test_help_of_the_package_is_short_and_names_all_that_is_public() -> None:
     assert len(text.splitlines()) < 200 and "HF_PAGED" not in text
 
 
+@pytest.mark.slow
 def test_a_star_import_takes_the_public_names_and_no_modules() -> None:
     # in another process, as modules that are imported later stand in the package
     code = (
@@ -449,6 +454,7 @@ def test_threads_of_a_server_do_not_wait_in_a_loop(monkeypatch: pytest.MonkeyPat
     assert "GOMP_SPINCOUNT" not in environment({}, ["continuous_batching"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variable", "value"),
     [
@@ -462,6 +468,7 @@ def test_a_wrong_variable_is_named(variable: str, value: str) -> None:
     assert ended.returncode == 1 and f"ValueError: {variable} " in ended.stderr
 
 
+@pytest.mark.slow_cases('{"blocks": 1}')
 @pytest.mark.parametrize(
     "value", ["{", '{"blocks": 1}', '{"block_size": 33}', '{"prefix_tiers": 7}']
 )

@@ -157,6 +157,7 @@ def test_the_last_requests_and_names_as_they_are() -> None:
     assert len(labels(long)[0]) == 16
 
 
+@pytest.mark.slow_cases("400")
 @pytest.mark.parametrize("count", [0, 1, 40, 400])
 def test_any_number_of_requests_fits(count: int) -> None:
     figure = plot_intervals(

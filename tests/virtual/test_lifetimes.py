@@ -97,6 +97,7 @@ def in_child(check: Callable[[], bool], before_end: Callable[[], None] = lambda:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
+@pytest.mark.slow
 @BOTH
 def test_a_finalizer_waits_for_no_lock(options: dict[str, Any]) -> None:
     """Collections run in any thread, under any lock: one that waited for the memory's lock would be
@@ -128,6 +129,7 @@ def test_a_finalizer_waits_for_no_lock(options: dict[str, Any]) -> None:
     memory.check_integrity()
 
 
+@pytest.mark.slow
 @BOTH
 def test_a_finalizer_changes_nothing_in_the_middle_of_a_change(options: dict[str, Any]) -> None:
     cache, _ = filled(options)
@@ -139,6 +141,7 @@ def test_a_finalizer_changes_nothing_in_the_middle_of_a_change(options: dict[str
     assert not memory.is_used and not pool.num_used
 
 
+@pytest.mark.slow
 @BOTH
 def test_keys_outlive_a_cache_that_is_collected_in_a_cycle(options: dict[str, Any]) -> None:
     """Their blocks are freed, and taken by another cache."""
@@ -244,6 +247,7 @@ def test_a_window_that_moves_leaves_another_step_its_blocks(options: dict[str, A
         assert torch.equal(values + 0, -x[:, :, 256 - shown : 256])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("sigint")
 def test_an_interrupt_leaves_slots_whole() -> None:
     """Signals at every bytecode of `RowSlots` while more rows than there are slots for, some of
@@ -314,6 +318,7 @@ def test_an_interrupt_while_mappings_are_noted(at: int, monkeypatch: pytest.Monk
     hf_paged.check_integrity(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_settled", [False, True], ids=["lent", "preserved"])
 def test_each_process_has_its_own_views(is_settled: bool) -> None:
     """After a fork neither process sees what the other writes to a view, or loses a view that the
@@ -362,6 +367,7 @@ def test_a_fork_while_other_threads_make_layers(monkeypatch: pytest.MonkeyPatch)
     assert len(layers) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [FakeTensorMode, Refusing, torch.inference_mode])
 @BOTH
 def test_a_collection_under_a_mode_of_other_code(

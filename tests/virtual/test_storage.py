@@ -208,6 +208,7 @@ def walk(model: Model, count: int) -> None:
             model.check()
 
 
+@pytest.mark.slow_cases(but=["device-*"])
 @pytest.mark.parametrize(
     "options", [{}, {"keep_mappings": False, "blocks_ahead": 3}], ids=["kept", "ahead"]
 )

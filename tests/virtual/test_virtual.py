@@ -102,6 +102,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow_cases("*-cpu-*")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["llama", "mistral", "bloom", "gpt_neo"])
 def test_tokens_are_plain_generates(
@@ -124,6 +125,7 @@ def test_tokens_are_plain_generates(
     hf_paged.check_integrity(model)
 
 
+@pytest.mark.slow_cases("gpt_neo")
 @pytest.mark.parametrize("name", ["bloom", "gpt_neo"])
 def test_code_of_a_models_own_reads_rows_in_place(
     built: dict[str, PreTrainedModel], name: str
@@ -164,6 +166,7 @@ MECHANISMS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", MECHANISMS.values(), ids=MECHANISMS)
 def test_each_mechanism_gives_the_same_tokens(
     built: dict[str, PreTrainedModel], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -194,6 +197,7 @@ def num_mappings(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, **opti
     return len(calls)
 
 
+@pytest.mark.slow
 def test_mapping_ahead_takes_fewer_calls(
     built: dict[str, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,6 +208,7 @@ def test_mapping_ahead_takes_fewer_calls(
     assert 0 < counts[1] < 0.5 * counts[0], counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lengths", [(150,), (180, 70, 130)], ids=["of one length", "of several lengths"]
 )
@@ -242,6 +247,7 @@ def test_a_row_that_is_padded_to_a_page_is_read_in_place(built: dict[str, PreTra
     assert torch.equal(model.generate(ids, **options, **virtual_call()), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_an_engine_whose_blocks_run_out(
     built: dict[str, PreTrainedModel], preemption: str, backend: str
@@ -284,6 +290,7 @@ def storages(model: PreTrainedModel) -> list[virtual.MappedStorage]:
     return [group.storage for group in groups if isinstance(group.storage, virtual.MappedStorage)]
 
 
+@pytest.mark.slow
 def test_pages_go_back_when_the_pool_is_idle(built: dict[str, PreTrainedModel]) -> None:
     model = copy.deepcopy(built["llama"])
     call = virtual_call()

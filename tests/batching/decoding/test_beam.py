@@ -37,6 +37,7 @@ def both(inputs: dict[str, Any], model_name: str = "llama", **options: Any) -> t
     return plain, by_decoding, made[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("do_sample", [False, True], ids=["search", "sample"])
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 2.5])

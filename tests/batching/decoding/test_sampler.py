@@ -623,6 +623,7 @@ def test_logits_that_are_not_numbers_fail_alone() -> None:
     assert [i for i, result in enumerate(results) if isinstance(result, Exception)] == [3, 8]
 
 
+@pytest.mark.slow
 def test_draws_without_a_generator_follow_the_probabilities() -> None:
     # 4,000 draws: counts stay within five standard deviations, and tokens without probability are
     # never drawn

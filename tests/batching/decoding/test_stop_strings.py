@@ -157,6 +157,7 @@ def test_tokens_added_later_are_seen() -> None:
     assert StopStrings(tokenizer, "yz").hits([[new]]) == [True]
 
 
+@pytest.mark.slow
 def test_texts_go_with_their_tokenizer() -> None:
     tokenizer = metaspace()
     StopStrings(tokenizer, "ab").hits([[2, 4]])

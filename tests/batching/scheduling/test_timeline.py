@@ -109,6 +109,7 @@ def what_it_did(request: Request, before: dict[str, Any], counts: dict[Sequence,
     return Activity.DECODE
 
 
+@pytest.mark.slow_cases("gemma3-*")
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_against_every_step_under_preemption(
@@ -200,6 +201,7 @@ def test_it_goes_on_when_the_engine_makes_a_new_core() -> None:
     assert {interval.number for interval in engine.timeline.intervals()} == {0, 1}
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_in_intervals_and_in_bytes() -> None:
     timeline = Timeline(max_intervals=300)
     gc.collect()

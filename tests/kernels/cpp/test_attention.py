@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[3]
 built = pytest.mark.skipif(not cpp.is_available(), reason="no compiler")
 
 
+@pytest.mark.slow_cases("sinks-2")
 @built
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])

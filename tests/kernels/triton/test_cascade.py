@@ -71,6 +71,7 @@ def build(
     return query.to(DEVICE), keys, values, step
 
 
+@pytest.mark.slow_cases("*-3", "torch.bfloat16-*-1", "torch.float32-sinks-1")
 @pytest.mark.parametrize("splits", [None, 1, 3])
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -97,6 +98,7 @@ def test_shared_prefixes_give_what_plain_decode_gives(
     torch.testing.assert_close(output.double(), expected.double(), atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.slow
 def test_rows_whose_window_ends_within_them_share_nothing() -> None:
     from hf_paged.kernels.triton import attention, cascade
 

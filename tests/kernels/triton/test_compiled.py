@@ -89,6 +89,7 @@ def test_the_main_loop_of_decodes_is_short(compiled: list[Compiled]) -> None:
         assert row.tile == 64 and (row.loop <= 490 or not row.chip.startswith("sm")), row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chip", ["sm_90", "gfx942"])
 def test_mixed_steps_compile_few_variants(chip: str) -> None:
     """200 steps of decodes with any row count, and of chunks, with metadata at any address."""
@@ -102,6 +103,7 @@ def test_mixed_steps_compile_few_variants(chip: str) -> None:
     assert all(found[kernel] <= most[kernel] for kernel in most), found
 
 
+@pytest.mark.slow
 def test_more_variants_would_be_seen() -> None:
     found = run_apart("tests.support.kernels.variants", "--specialize")
     assert (

@@ -155,6 +155,7 @@ def test_tune_says_that_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         tune.main()
 
 
+@pytest.mark.slow
 def test_tune_compiles_without_a_gpu(tmp_path: Path) -> None:
     """The second run finds the first run's compiled kernels."""
     arguments = "--compile-only --target sm_90 --dims 64 --kernels decode --jobs 1 --quick".split()

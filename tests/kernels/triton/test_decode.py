@@ -98,11 +98,13 @@ def check(case: Case, split_tokens: int, seed: int = 0, **options: Any) -> None:
     torch.testing.assert_close(out.double().cpu(), call.expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.slow_cases("*-b64-*", "*-h4_4-*", "*-q16-*", "*-q5-*", "L512_5_129-*")
 @pytest.mark.parametrize("case", CASES + WIDE, ids=str)
 def test_matches_dense_attention(case: Case) -> None:
     check(case, ONE_SPLIT, tile=16 if max(case.seq_lens) < 200 else 64)
 
 
+@pytest.mark.slow_cases(but=["*-full", "*-h3_1-*", "*-q3-*"])
 @pytest.mark.parametrize(
     "case", [case for case in CASES if 60 < max(case.seq_lens) < 400][::2] + WIDE[-2:-1], ids=str
 )
@@ -110,6 +112,7 @@ def test_split_rows_match_dense_attention(case: Case) -> None:
     check(case, 48)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     case=any_cases(max_queries=16),
@@ -123,6 +126,7 @@ def test_matches_dense_attention_on_any_sizes(
     check(case, split_tokens, seed, tile=tile)
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     seq_lens=st.lists(st.integers(0, 90), min_size=1, max_size=16).filter(any),
@@ -170,6 +174,7 @@ def test_long_rows_among_short_ones_get_more_splits(monkeypatch: pytest.MonkeyPa
     assert items.tolist() == [[0, 5], [5, 1], [6, 1], [7, 1]]
 
 
+@pytest.mark.slow_cases("split")
 @pytest.mark.parametrize("split_tokens", [16, ONE_SPLIT], ids=["split", "whole"])
 def test_log_sum_exp(split_tokens: int) -> None:
     case = Case(
@@ -202,6 +207,7 @@ def test_log_sum_exp(split_tokens: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_parts_merge_by_their_log_sum_exp() -> None:
     case = Case(seq_lens=(90, 40), heads=4, kv_heads=2, key_dim=32, value_dim=32)
     whole = build(case)
@@ -237,12 +243,14 @@ def test_latents_are_keys_and_values_in_one(rank: int, rotary: int, all_of_it: b
     )
 
 
+@pytest.mark.slow
 def test_rows_without_tokens_in_a_captured_batch() -> None:
     call = build(Case(seq_lens=(40, 0, 0), sinks=True))
     out = run(call, 16)
     assert not out[1:].any() and out[0].isfinite().all()
 
 
+@pytest.mark.slow
 def test_padding_rows_cost_no_other_row_its_numbers() -> None:
     call = build(Case(seq_lens=(40, 33)))
     alone = run(call, 16)

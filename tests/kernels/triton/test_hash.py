@@ -46,6 +46,7 @@ def contents(seed: int = 0) -> list[bytes]:
     return [np.random.default_rng(seed + i).bytes(size) for i, size in enumerate(SIZES)]
 
 
+@pytest.mark.slow_cases("programs5")
 @pytest.mark.parametrize("programs", [1, 2, 5, 16, 1000], ids="programs{}".format)
 def test_hashes_what_the_plain_one_hashes(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that hash many tensors, a part of one, or parts of two; tensors at every
@@ -74,6 +75,7 @@ def test_tensors_of_any_dtype_and_shape(dtype: torch.dtype) -> None:
     assert hash_all(tensors).tolist() == [hash_portable(tensor).tolist() for tensor in tensors]
 
 
+@pytest.mark.slow
 def test_every_change_of_the_content_shows_and_none_beside_it() -> None:
     """Any flipped bit, swapped words of 1 to 8 bytes and swapped runs of them: all in one launch,
     all distinct."""
@@ -153,6 +155,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return grids
 
 
+@pytest.mark.slow
 def test_any_number_of_tensors_takes_one_launch(launches: list[Any]) -> None:
     counts = []
     for number in (3, 300):

@@ -238,6 +238,7 @@ def check(case: Case, seed: int = 0) -> None:
     compare(build(case, seed), case.dtype, case.config)
 
 
+@pytest.mark.slow_cases("*-s4", "0+40-*", "19+1_0+18_17+9_0+0_20+21_0+1-*")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_each_row_gets_what_the_reference_gives_it(case: Case) -> None:
     check(case)
@@ -278,10 +279,12 @@ def test_any_combination_gives_what_the_reference_gives(case: Case, seed: int) -
     check(case, seed)
 
 
+@pytest.mark.slow
 def test_more_rows_than_one_load_of_their_lengths_holds() -> None:
     check(Case(rows=tuple((row % 3, row % 2) for row in range(260)), heads=1, kv_heads=1))
 
 
+@pytest.mark.slow
 def test_default_tiles_and_splits_give_the_same() -> None:
     built = build(Case(((700, 20), (0, 90)), block=16))
     output = run(built, num_splits=None)

@@ -4,7 +4,7 @@ between their marks.
     python -m benchmarks.readme [--check | --pictures]
 
 With `--pictures` it draws the results' pictures again, from the same files. No figure in the text
-is written by hand: `tests/regressions/test_truth.py` renders it again and compares.
+is written by hand: `tests/test_truth.py` renders it again and compares.
 """
 
 from __future__ import annotations

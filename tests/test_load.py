@@ -33,7 +33,7 @@ def played(run: Run, num_steps: int) -> collections.Counter[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "preemption"), [(5, "recompute"), (3, "swap")])
-def test_item_01_adapters_beams_and_preemption(number: int, preemption: str) -> None:
+def test_adapters_beams_and_preemption(number: int, preemption: str) -> None:
     """The first of these has a step with two adapters in which no sequence ends."""
     seen = played(small_run(number, preemption), 150)
     assert seen["finished"] > 10 and seen["beams"] and seen["samples"] and seen["cancelled"]

@@ -18,7 +18,7 @@ GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 14}
 
 
 @pytest.mark.slow
-def test_item_01_a_step_of_two_adapters_that_computes_no_sequence_to_the_end() -> None:
+def test_a_step_of_two_adapters_that_computes_no_sequence_to_the_end() -> None:
     """Readmitted beams are computed once up to where they agree, which is no beam's end; here for
     two adapters."""
     model, texts, adapters = lora_model(), prompts(20, 25, 18), ("first", "second", "first")
@@ -36,7 +36,7 @@ def test_item_01_a_step_of_two_adapters_that_computes_no_sequence_to_the_end() -
         )
 
 
-def test_item_01_a_request_whose_adapter_is_deleted_fails_alone() -> None:
+def test_a_request_whose_adapter_is_deleted_fails_alone() -> None:
     """PEFT's layers ignore unknown adapter names: the request would get the base model's tokens."""
     model, texts = lora_model(), prompts(20, 25, 18)
     expected = lone_with(model, "second", texts[1], GREEDY)

@@ -7,7 +7,7 @@ import pickle
 from pathlib import Path
 
 from hf_paged import PagedConfig, PagedEngine
-from tests.regressions.test_unfinished_requests import GREEDY
+from tests.batching.test_unfinished_requests import GREEDY
 from tests.support import models
 from tests.support.engine_helpers import assert_drained, prompts
 from tests.support.peft_models import many, saved

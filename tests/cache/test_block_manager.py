@@ -60,7 +60,7 @@ def test_a_prefix_is_found_in_whole_blocks_short_of_the_last_token() -> None:
     assert hit(blocks, tokens) == 8
 
 
-def test_item_12_a_namespace_without_blocks_is_forgotten() -> None:
+def test_a_namespace_without_blocks_is_forgotten() -> None:
     """One salt per request disables sharing: state kept for a salt must go with its blocks."""
     blocks = manager(None, 3, num_blocks=6)
     for number in range(20):

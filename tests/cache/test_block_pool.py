@@ -128,7 +128,7 @@ def test_counts_shared_blocks() -> None:
     assert pool.num_shared == 0
 
 
-def test_item_16_a_write_to_a_block_that_others_read_is_seen_ever_after() -> None:
+def test_a_write_to_a_block_that_others_read_is_seen_ever_after() -> None:
     pool = BlockPool(3)
     shared, kept, own = pool.allocate(3)
     pool.acquire([shared])

@@ -107,7 +107,7 @@ def trainer_of(model: PreTrainedModel, folder: Path) -> Seq2SeqTrainer:
 
 @pytest.mark.slow_cases("llama")
 @pytest.mark.parametrize("name", ["llama", pytest.param("t5", marks=pytest.mark.slow)])
-def test_item_02_seq2seq_trainer_bf16(name: str, tmp_path: Path) -> None:
+def test_seq2seq_trainer_bf16(name: str, tmp_path: Path) -> None:
     """Predict, train until the answers are known, predict and evaluate, as with plain."""
     results: dict[bool, list[Any]] = {}
     for paged in (False, True):
@@ -165,7 +165,7 @@ def _knowing(name: str) -> PreTrainedModel:
 @pytest.mark.slow_cases(but=["llama-*"])
 @pytest.mark.parametrize("num_beams", [1, 3])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "t5"])
-def test_item_02_accelerate_bf16(name: str, num_beams: int) -> None:
+def test_accelerate_bf16(name: str, num_beams: int) -> None:
     model = Accelerator(mixed_precision="bf16", cpu=True).prepare(copy.deepcopy(_knowing(name)))
     data = Answers(model.config.is_encoder_decoder, joined=False)
     seen: list[torch.dtype] = []

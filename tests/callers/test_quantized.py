@@ -56,7 +56,7 @@ def quantized(name: str, scheme: str) -> PreTrainedModel:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("name", ["llama", "t5"])
-def test_item_03_torchao(name: str, scheme: str, mode: str) -> None:
+def test_torchao(name: str, scheme: str, mode: str) -> None:
     """Every call twice: the second one finds cached blocks, if any."""
     model, inputs = quantized(name, scheme), models.padded_prompt(name, LENGTHS)
     for _ in range(2):
@@ -84,7 +84,7 @@ def test_torchao_where_latents_are_expanded(scheme: str) -> None:
 
 @pytest.mark.slow_cases(but=["int8"])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_item_03_torchao_on_an_engine(scheme: str) -> None:
+def test_torchao_on_an_engine(scheme: str) -> None:
     model = quantized("llama", scheme)
     prompts = [models.token_ids(1, length, seed=length)[0].tolist() for length in LENGTHS]
     with PagedEngine(model, PagedConfig(block_size=8, max_num_batched_tokens=40)) as engine:
@@ -127,7 +127,7 @@ def test_decode_steps_are_recorded_and_read_the_weights_again(scheme: str) -> No
 
 
 @pytest.mark.slow
-def test_item_03_torchao_quantizes_between_two_calls() -> None:
+def test_torchao_quantizes_between_two_calls() -> None:
     """Blocks of the float weights must not serve the quantized ones."""
     model, inputs = models.build("llama"), models.padded_prompt("llama", LENGTHS)
     before = model.generate(**inputs, **GREEDY)

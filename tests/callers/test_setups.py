@@ -26,7 +26,7 @@ from hf_paged import PagedEngine
 from hf_paged.model import capability
 from tests.callers.test_callers import assert_used_pool
 from tests.callers.test_mixed_precision import no_accelerator_left  # noqa: F401
-from tests.regressions.test_autocast import CLOSE
+from tests.model.test_autocast import CLOSE
 from tests.support import models
 from tests.support.checks import assert_same_tokens
 

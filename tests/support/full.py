@@ -27,7 +27,11 @@ PYTEST = ["-m", "pytest", "-n", "2", "--dist", "worksteal"]
 LEAST = ["--least", "3000"]  # tests that pass without any one room
 ECOSYSTEM_PYTHON = ".venv-ecosystem/bin/python"
 MATRIX = "tests/test_parity_matrix.py"
-FAULTS = ["tests/test_faults.py", "tests/batching/test_engine_faults.py", "tests/regressions"]
+FAULTS = [
+    "tests/test_faults.py",
+    "tests/test_interrupts.py",
+    "tests/batching/test_engine_faults.py",
+]
 
 
 def with_transformers(name: str, requirement: str) -> list[list[str]]:

@@ -41,7 +41,7 @@ TESTS = [
         "tests/tape",
     ),
     *("tests/attention/test_backends.py", "tests/attention/test_quantized.py"),
-    "tests/regressions/test_malformed_arguments.py",
+    "tests/attention/test_malformed_arguments.py",
 ]
 
 

@@ -47,7 +47,7 @@ def captured_steps(model: Any) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral", "Qwen3MoeForCausalLM"])
-def test_item_21_models_with_experts_are_captured(name: str, graphs: FakeGraphs) -> None:
+def test_models_with_experts_are_captured(name: str, graphs: FakeGraphs) -> None:
     model = models.build(name) if name in models.NAMES else tiny_model(getattr(transformers, name))
     assert captured_steps(model) > 30
     assert graphs.num_replays > 30
@@ -67,7 +67,7 @@ class _Masked(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
-def test_item_21_a_model_that_indexes_with_a_mask_is_not(
+def test_a_model_that_indexes_with_a_mask_is_not(
     dtype: torch.dtype, graphs: FakeGraphs, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = models.build("llama")
@@ -78,7 +78,7 @@ def test_item_21_a_model_that_indexes_with_a_mask_is_not(
     assert "its forward waits for the device (aten.index.Tensor)" in caplog.text
 
 
-# -- item 16: which packed architectures are recorded --------------------------------------------
+# -- which packed architectures are recorded --------------------------------------------
 
 STEPS = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False, "num_beams": 1}
 OWN_CODE = "its own attention code is shown as many keys as the longest row has"
@@ -141,7 +141,7 @@ def reason_against_capture(
         "PhimoeForCausalLM",
     ],
 )
-def test_item_16_what_is_made_of_numbers_may_be_read_and_copied(
+def test_what_is_made_of_numbers_may_be_read_and_copied(
     name: str, graphs: FakeGraphs, caplog: pytest.LogCaptureFixture
 ) -> None:
     """BioGPT's mask, which we read; frequencies of PhiMoE; a constant and its check in Gemma3n."""
@@ -152,7 +152,7 @@ def test_item_16_what_is_made_of_numbers_may_be_read_and_copied(
     assert bool(graphs.graphs) == (name not in NOT_CAPTURED)
 
 
-def test_item_16_a_mask_of_ones_may_be_read_by_tapes_too() -> None:
+def test_a_mask_of_ones_may_be_read_by_tapes_too() -> None:
     """BioGPT's mask, in a plan: the key names the operation that failed."""
     model = tiny_model(transformers.BioGptForCausalLM)
     inputs = make_inputs(model)["text"]
@@ -170,7 +170,7 @@ def test_item_16_a_mask_of_ones_may_be_read_by_tapes_too() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list_architectures("causal"))
-def test_item_16_all_but_these_packed_architectures_are_captured(
+def test_all_but_these_packed_architectures_are_captured(
     name: str, graphs: FakeGraphs, caplog: pytest.LogCaptureFixture
 ) -> None:
     reason = reason_against_capture(name, graphs, caplog)
@@ -183,7 +183,7 @@ def test_item_16_all_but_these_packed_architectures_are_captured(
 @pytest.mark.parametrize(
     "name", [name for name in list_architectures("causal") if name not in NOT_CAPTURED]
 )
-def test_item_16_and_so_are_their_steps_with_chunks(
+def test_and_so_are_their_steps_with_chunks(
     name: str, graphs: FakeGraphs, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Prompts that arrive while another request decodes, with the model on a device."""

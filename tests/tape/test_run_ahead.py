@@ -242,7 +242,7 @@ def test_a_step_that_cannot_be_launched_is_computed_later(
     assert "could not be launched ahead" in caplog.text and not seen["used"]
 
 
-def test_item_05_an_id_without_embedding_does_not_reach_the_device(
+def test_an_id_without_embedding_does_not_reach_the_device(
     caplog: pytest.LogCaptureFixture, seen: collections.Counter[str]
 ) -> None:
     """A device's embedding would end the process for all requests; the id is reported when the host

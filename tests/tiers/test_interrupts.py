@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hf_paged.tiers.block_files import DiskFolder
-from tests.regressions.test_interrupts import TimedOut, alarmed
+from tests.test_interrupts import TimedOut, alarmed
 
 pytestmark = pytest.mark.usefixtures("sigint")
 

@@ -70,9 +70,7 @@ class Writes(StoppingCriteria):
         *(("stopping_criteria", mode) for mode in ("greedy", "sample", "samples")),
     ],
 )
-def test_item_05_an_unknown_id_ends_the_request_that_chose_it_alone(
-    how: str, mode: str, name: str
-) -> None:
+def test_an_unknown_id_ends_the_request_that_chose_it_alone(how: str, mode: str, name: str) -> None:
     model = models.get("llama") if name == "llama" else build_diff_llama()
     texts = prompts(9, 12, 7)
     code = (
@@ -124,7 +122,7 @@ def test_an_unknown_id_of_a_models_own_beam_search_ends_its_request_alone() -> N
 
 
 @pytest.mark.parametrize("token", [-1, 1 << 40])
-def test_item_05_ids_below_zero_and_beyond_any_vocabulary(token: int) -> None:
+def test_ids_below_zero_and_beyond_any_vocabulary(token: int) -> None:
     with PagedEngine(models.get("llama"), {"block_size": 8}) as engine:
         result, other = engine.generate(
             [[5, 6], [7, 8]], GREEDY, stopping_criteria=[Writes(5, token)]
@@ -134,7 +132,7 @@ def test_item_05_ids_below_zero_and_beyond_any_vocabulary(token: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["greedy", "beams"])
-def test_item_05_generate_raises_as_plain_does_and_the_pool_is_whole(mode: str) -> None:
+def test_generate_raises_as_plain_does_and_the_pool_is_whole(mode: str) -> None:
     model, inputs = models.build("llama"), models.padded_prompt("llama")
     at = inputs["input_ids"].shape[1] + 3
     # older versions fail one line earlier, where scores of beams get their shape
@@ -152,7 +150,7 @@ def test_item_05_generate_raises_as_plain_does_and_the_pool_is_whole(mode: str) 
 
 @pytest.mark.parametrize("copies", [0, 2])
 @pytest.mark.parametrize("mode", ["greedy", "sample", "beams"])
-def test_item_05_scores_of_another_number_of_rows(mode: str, copies: int) -> None:
+def test_scores_of_another_number_of_rows(mode: str, copies: int) -> None:
     def repeat(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores.repeat(copies, 1)
 
@@ -175,7 +173,7 @@ def test_item_05_scores_of_another_number_of_rows(mode: str, copies: int) -> Non
     assert_same_as_lone(lone_run(model, other, GREEDY), results["good"], GREEDY, "good")
 
 
-def test_item_05_an_unknown_id_that_ends_its_row_is_no_error() -> None:
+def test_an_unknown_id_that_ends_its_row_is_no_error() -> None:
     """An EOS token that only a processor knows; no forward gets it."""
     model, prompt = models.get("llama"), prompts(9)[0]
     options = {**GREEDY, "eos_token_id": 200, "pad_token_id": 0}
@@ -197,7 +195,7 @@ def test_item_05_an_unknown_id_that_ends_its_row_is_no_error() -> None:
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sample"])
-def test_item_19_ids_of_32_bits_come_back_as_plain_returns_them(mode: str) -> None:
+def test_ids_of_32_bits_come_back_as_plain_returns_them(mode: str) -> None:
     model, inputs = models.get("llama"), models.padded_prompt("llama")
     inputs["input_ids"] = inputs["input_ids"].int()
     outputs = []
@@ -210,7 +208,7 @@ def test_item_19_ids_of_32_bits_come_back_as_plain_returns_them(mode: str) -> No
 
 @pytest.mark.parametrize("num_blocks", [None, 14])
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_item_19_scores_and_logits_of_rows_that_have_ended_are_plains(
+def test_scores_and_logits_of_rows_that_have_ended_are_plains(
     do_sample: bool, num_blocks: int | None
 ) -> None:
     """Also with few blocks, so that rows wait for one another."""
@@ -243,7 +241,7 @@ def test_item_19_scores_and_logits_of_rows_that_have_ended_are_plains(
 
 @pytest.mark.parametrize("where", ["class", "instance"])
 @pytest.mark.parametrize("mode", ["greedy", "beams"])
-def test_item_19_a_models_own_loop_condition_is_asked(mode: str, where: str) -> None:
+def test_a_models_own_loop_condition_is_asked(mode: str, where: str) -> None:
     model, inputs = models.build("llama"), models.padded_prompt("llama")
     left = 0
 

@@ -63,7 +63,7 @@ def assert_served(model: PreTrainedModel, inputs: dict[str, torch.Tensor], road:
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_item_04_after_a_refused_call_the_next_is_served(case: str) -> None:
+def test_after_a_refused_call_the_next_is_served(case: str) -> None:
     model, inputs = models.build("llama"), models.padded_prompt("llama", (5, 3))
     assert_served(model, inputs, "engine")
     for _ in range(2):
@@ -77,7 +77,7 @@ def test_item_04_after_a_refused_call_the_next_is_served(case: str) -> None:
 
 @pytest.mark.slow_cases(but=["mistral"])
 @pytest.mark.parametrize("name", ["t5", "bart", "mistral"])
-def test_item_04_in_other_models(name: str) -> None:
+def test_models_of_other_kinds_serve_the_next_call(name: str) -> None:
     model, inputs = models.build(name), models.padded_prompt(name, (5, 3))
     road = "engine"
     assert_served(model, inputs, road)
@@ -92,7 +92,7 @@ def test_item_04_in_other_models(name: str) -> None:
         assert_served(model, inputs, road)
 
 
-def test_item_04_a_refused_call_takes_nothing_from_a_cache_that_the_caller_holds() -> None:
+def test_a_refused_call_takes_nothing_from_a_cache_that_the_caller_holds() -> None:
     model, inputs = models.build("llama"), models.prompt("llama", 2, 5)
     options = {**OPTIONS, "return_dict_in_generate": True}
     expected = model.generate(**inputs, **options)
@@ -105,7 +105,7 @@ def test_item_04_a_refused_call_takes_nothing_from_a_cache_that_the_caller_holds
     hf_paged.check_integrity(model)
 
 
-def test_item_04_a_model_whose_heads_change_is_served() -> None:
+def test_a_model_whose_heads_change_is_served() -> None:
     """States of another shape need not come from the failed call: the model may have changed."""
     model, other = models.build("llama"), models.build("llama", seed=5, num_key_value_heads=4)
     inputs = models.padded_prompt("llama", (5, 3))

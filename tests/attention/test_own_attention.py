@@ -133,7 +133,7 @@ def assert_gathered(model: Any, implementation: str) -> None:
 
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("way", WAYS)
-def test_item_17_is_called_by_generate(way: Callable[[], str], beams: int) -> None:
+def test_is_called_by_generate(way: Callable[[], str], beams: int) -> None:
     model, inputs = models.build("llama"), models.padded_prompt("llama")
     # a finding made here is invalid later
     before = model.generate(**inputs, **OPTIONS, **models.PAGED)
@@ -148,7 +148,7 @@ def test_item_17_is_called_by_generate(way: Callable[[], str], beams: int) -> No
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_item_17_is_called_by_the_engine(way: Callable[[], str]) -> None:
+def test_is_called_by_the_engine(way: Callable[[], str]) -> None:
     model = models.build("llama")
     prompts = [models.token_ids(1, length, seed=length)[0].tolist() for length in (9, 5)]
     with PagedEngine(model) as engine:
@@ -164,7 +164,7 @@ def test_item_17_is_called_by_the_engine(way: Callable[[], str]) -> None:
         )
 
 
-def test_item_17_in_a_decoder_with_an_encoder() -> None:
+def test_in_a_decoder_with_an_encoder() -> None:
     model, inputs = models.build("bart"), models.padded_prompt("bart")
     _assign()
     expected = model.generate(**inputs, **OPTIONS)
@@ -172,7 +172,7 @@ def test_item_17_in_a_decoder_with_an_encoder() -> None:
     assert_gathered(model, "sdpa")
 
 
-def test_item_17_a_name_for_one_of_transformers_own_is_no_obstacle() -> None:
+def test_a_name_for_one_of_transformers_own_is_no_obstacle() -> None:
     AttentionInterface.register("mine", sdpa_attention_forward)
     AttentionMaskInterface.register("mine", sdpa_mask)
     model, inputs = models.build("llama"), models.padded_prompt("llama")

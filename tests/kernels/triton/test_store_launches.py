@@ -19,7 +19,7 @@ FAR = 1 << 30  # elements: a stride that fits in 31 bits; twice that does not
 
 
 @pytest.mark.slow
-def test_item_10_no_keys_are_stored_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_keys_are_stored_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_paged.attention.backends import triton
     from hf_paged.kernels.triton import store as kernel
 
@@ -77,7 +77,7 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.bfloat16)
 
 
-def test_item_21_store_reads_heads_that_are_far_apart(far: Far) -> None:
+def test_store_reads_heads_that_are_far_apart(far: Far) -> None:
     from hf_paged.kernels.triton.store import store
 
     content = random(3, 16)
@@ -87,7 +87,7 @@ def test_item_21_store_reads_heads_that_are_far_apart(far: Far) -> None:
     assert torch.equal(blocks[1, :, 1], torch.cat([content, content]))
 
 
-def test_item_21_store_writes_heads_that_are_far_apart(far: Far) -> None:
+def test_store_writes_heads_that_are_far_apart(far: Far) -> None:
     from hf_paged.kernels.triton.store import store
 
     content = random(3, 16)
@@ -101,7 +101,7 @@ def test_item_21_store_writes_heads_that_are_far_apart(far: Far) -> None:
     assert torch.equal(blocks[0, :, 0], content)
 
 
-def test_item_21_prefill_reads_heads_that_are_far_apart(far: Far) -> None:
+def test_prefill_reads_heads_that_are_far_apart(far: Far) -> None:
     from hf_paged.kernels.triton.attention import prefill_attention
 
     content, blocks = random(3, 16), random(1, 2, 8, 16)
@@ -117,7 +117,7 @@ def test_item_21_prefill_reads_heads_that_are_far_apart(far: Far) -> None:
     assert torch.equal(attend(far.rows(content)), expected) and expected.isfinite().all()
 
 
-def test_item_21_decode_reads_queries_and_biases_that_are_far_apart(far: Far) -> None:
+def test_decode_reads_queries_and_biases_that_are_far_apart(far: Far) -> None:
     from hf_paged.kernels.triton.attention import decode_attention
 
     content, blocks = random(3, 16), random(1, 2, 8, 16)
@@ -137,7 +137,7 @@ def test_item_21_decode_reads_queries_and_biases_that_are_far_apart(far: Far) ->
         assert torch.equal(attend(far.rows(content), bias), expected) and expected.isfinite().all()
 
 
-def test_item_21_merge_reads_parts_that_are_far_apart(far: Far) -> None:
+def test_merge_reads_parts_that_are_far_apart(far: Far) -> None:
     from hf_paged.kernels.triton.merge import merge
 
     values, weights = random(3, 16).float(), random(3, 16)

@@ -57,7 +57,7 @@ def _counts() -> Any:
 
 
 @pytest.mark.parametrize(("build", "road"), [(_single, "engine"), (_counts, "engine")])
-def test_item_18_code_that_acts_on_decode_steps_is_found_out(build: Any, road: str) -> None:
+def test_code_that_acts_on_decode_steps_is_found_out(build: Any, road: str) -> None:
     model = build()
     inputs = models.padded_prompt("llama")
     expected = model.generate(**inputs, **OPTIONS)
@@ -76,7 +76,7 @@ def test_item_18_code_that_acts_on_decode_steps_is_found_out(build: Any, road: s
 
 @pytest.mark.parametrize("build", [_single, _counts])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_item_18_in_half_precision(build: Any, dtype: torch.dtype) -> None:
+def test_the_check_fails_in_half_precision_too(build: Any, dtype: torch.dtype) -> None:
     model = build().to(dtype)
     model.generate(**models.padded_prompt("llama"), **OPTIONS, **models.PAGED)
     route = last_route(model)
@@ -94,7 +94,7 @@ class _Switch(_Single):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", ["class", "attribute"])
-def test_item_18_code_that_changes_after_the_check_is_checked_again(
+def test_code_that_changes_after_the_check_is_checked_again(
     change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = models.build("llama")
@@ -143,7 +143,7 @@ class _Fails(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["cpu", "device", "python"])
-def test_item_09_memory_that_ran_out_is_no_verdict(kind: str) -> None:
+def test_memory_that_ran_out_is_no_verdict(kind: str) -> None:
     model = models.build("llama")
     model.model.layers[1].mlp = _Fails(model.model.layers[1].mlp, kind)  # type: ignore[union-attr]
     inputs = models.padded_prompt("llama")
@@ -156,7 +156,7 @@ def test_item_09_memory_that_ran_out_is_no_verdict(kind: str) -> None:
     assert torch.equal(paged, model.generate(**inputs, **OPTIONS))
 
 
-def test_item_09_a_plain_forward_that_fails_in_the_check_is_no_verdict() -> None:
+def test_a_plain_forward_that_fails_in_the_check_is_no_verdict() -> None:
     model = models.build("llama")
     model.model.layers[1].mlp = _Fails(model.model.layers[1].mlp, "passing")  # type: ignore[union-attr]
     inputs = models.padded_prompt("llama")

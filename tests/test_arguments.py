@@ -109,7 +109,7 @@ REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("what", REQUESTS)
-def test_item_13_what_add_request_refuses(what: str) -> None:
+def test_what_add_request_refuses(what: str) -> None:
     arguments, message = REQUESTS[what]
     with PagedEngine(models.get("llama"), {"block_size": 8}) as engine:
         with pytest.raises(ValueError) as caught:
@@ -125,14 +125,14 @@ def test_item_13_what_add_request_refuses(what: str) -> None:
 
 
 @pytest.mark.parametrize("seed", [np.int64(4), np.uint64(4), 4, -1])
-def test_item_13_seeds_are_whole_numbers_of_any_kind(seed: Any) -> None:
+def test_seeds_are_whole_numbers_of_any_kind(seed: Any) -> None:
     model, prompt, options = models.get("llama"), prompts(9)[0], MODES["sample"]
     with PagedEngine(model, {"block_size": 8}) as engine:
         result = engine.generate([prompt], options, seed=seed)[0]
     assert_same_as_lone(lone_run(model, prompt, options, int(seed)), result, options, str(seed))
 
 
-def test_item_13_priorities_as_far_apart_as_they_may_be() -> None:
+def test_priorities_as_far_apart_as_they_may_be() -> None:
     with PagedEngine(models.get("llama"), {"block_size": 8, "max_num_seqs": 1}) as engine:
         for priority in (2**31 - 1, 2**31 - 2, -(2**31) + 2, -(2**31) + 1):
             engine.add_request(
@@ -144,7 +144,7 @@ def test_item_13_priorities_as_far_apart_as_they_may_be() -> None:
     assert ended == sorted(ended)
 
 
-def test_item_13_options_beside_the_config_are_hinted_at() -> None:
+def test_options_beside_the_config_are_hinted_at() -> None:
     with PagedEngine(models.get("llama")) as engine, pytest.raises(TypeError) as caught:
         engine.generate([[5, 6]], max_tokens=3)
     assert (
@@ -154,7 +154,7 @@ def test_item_13_options_beside_the_config_are_hinted_at() -> None:
     )
 
 
-def test_item_13_what_is_no_model() -> None:
+def test_what_is_no_model() -> None:
     with pytest.raises(ValueError) as caught:
         PagedEngine("some/path")
     assert (
@@ -248,7 +248,7 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("what", CALLS)
-def test_item_13_what_generate_refuses(what: str) -> None:
+def test_what_generate_refuses(what: str) -> None:
     arguments, message = CALLS[what]
     model = models.build("llama")
     with pytest.raises(ValueError) as caught:
@@ -268,7 +268,7 @@ def test_item_13_what_generate_refuses(what: str) -> None:
 
 @pytest.mark.parametrize("kind", ["encoding", "dict"])
 @pytest.mark.parametrize("form", ["lists", "pt", "np", "padded lists"])
-def test_item_11_what_a_tokenizer_returns_is_its_ids_without_padding(form: str, kind: str) -> None:
+def test_what_a_tokenizer_returns_is_its_ids_without_padding(form: str, kind: str) -> None:
     model, tokenizer, texts = (
         models.get("llama"),
         models.tokenizer(),
@@ -294,7 +294,7 @@ def test_item_11_what_a_tokenizer_returns_is_its_ids_without_padding(form: str, 
 
 
 @pytest.mark.parametrize("form", [None, "pt", "np"])
-def test_item_11_a_mapping_of_one_text_is_a_prompt(form: str | None) -> None:
+def test_a_mapping_of_one_text_is_a_prompt(form: str | None) -> None:
     tokenizer = models.tokenizer()
     one = tokenizer("the cat", return_token_type_ids=False, return_tensors=form)
     with PagedEngine(models.get("llama"), {"block_size": 8}) as engine:
@@ -355,7 +355,7 @@ MAPPINGS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("what", MAPPINGS)
-def test_item_11_mappings_that_are_no_prompts(what: str) -> None:
+def test_mappings_that_are_no_prompts(what: str) -> None:
     inputs, message = MAPPINGS[what]
     with PagedEngine(models.get("llama")) as engine:
         for method in (engine.generate, engine.stream, engine.astream):
@@ -367,7 +367,7 @@ def test_item_11_mappings_that_are_no_prompts(what: str) -> None:
         assert not engine.has_unfinished and not engine.block_map()
 
 
-def test_item_11_bools_are_no_ids() -> None:
+def test_bools_are_no_ids() -> None:
     with PagedEngine(models.get("llama"), {"block_size": 8}) as engine:
         for batch in (
             torch.ones(2, 3).bool(),
@@ -385,7 +385,7 @@ def test_item_11_bools_are_no_ids() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_item_11_beams_without_finite_scores_end_in_an_error(value: float) -> None:
+def test_beams_without_finite_scores_end_in_an_error(value: float) -> None:
     """Plain `generate` returns the beams that it has; so does a paged call."""
     model, (one, other) = models.build("llama"), prompts(9, 7)
 
@@ -415,7 +415,7 @@ def test_item_11_beams_without_finite_scores_end_in_an_error(value: float) -> No
 
 
 @pytest.mark.slow
-def test_item_11_outputs_that_wait_are_bounded_and_no_result_is_lost() -> None:
+def test_outputs_that_wait_are_bounded_and_no_result_is_lost() -> None:
     """Requests of `add_request` continue in the steps that `generate` runs."""
     length, count = 70, 250  # together more outputs than the engine keeps
     with PagedEngine(models.get("llama"), {"block_size": 128, "prefix_caching": False}) as engine:

@@ -11,7 +11,7 @@ import pytest
 from tests.kernels.triton import test_gpu_memcheck
 from tests.support.rooms import needs_all_rooms
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("benchmarks", "docs", "examples", "hf_paged", "tests")
 PATH = rf"(?<![\w/.-])(?:{'|'.join(FOLDERS)})/[\w/.-]*\w\.(?:py|md|txt|json|cpp|ipynb)(?![\w.*])"
 NAMES = re.compile(rf"{PATH}|\btest_\w+\.py\b")

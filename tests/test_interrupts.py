@@ -98,7 +98,7 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_item_07_an_interrupt_at_any_line_leaves_everything_whole(name: str) -> None:
+def test_an_interrupt_at_any_line_leaves_everything_whole(name: str) -> None:
     case = CASES[name]()
     case.run()
     case.check()
@@ -119,7 +119,7 @@ def test_item_07_an_interrupt_at_any_line_leaves_everything_whole(name: str) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["generate", "engine.generate", "engine.step"])
-def test_item_07_gradients_stay_on_where_torch_is_interrupted_as_it_puts_them_back(
+def test_gradients_stay_on_where_torch_is_interrupted_as_it_puts_them_back(
     name: str,
 ) -> None:
     case = CASES[name]()
@@ -136,7 +136,7 @@ def test_item_07_gradients_stay_on_where_torch_is_interrupted_as_it_puts_them_ba
 
 
 @pytest.mark.slow
-def test_item_07_real_interrupts() -> None:
+def test_real_interrupts() -> None:
     told: list[str] = []
     assert not interrupt_often(36, seed=11, report=told.append), "\n".join(told)
 
@@ -168,7 +168,7 @@ def finish(engine: PagedEngine, results: dict[str, Any]) -> None:
         results.update((o.request_id, o.result) for o in engine.step() if o.result is not None)
 
 
-def test_item_07_an_interrupt_of_a_requests_own_code_ends_that_request_alone() -> None:
+def test_an_interrupt_of_a_requests_own_code_ends_that_request_alone() -> None:
     model, results = models.build("llama"), {}
     with PagedEngine(model, PagedConfig(block_size=8)) as engine:
         expected = engine.generate([[5, 6, 7], [8, 9], [10]], GREEDY)
@@ -391,7 +391,7 @@ class Nowhere(Exception):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGALRM], ids=["SIGTERM", "SIGALRM"])
-def test_item_07_other_signals_whose_handlers_raise_wait_too(number: signal.Signals) -> None:
+def test_other_signals_whose_handlers_raise_wait_too(number: signal.Signals) -> None:
     case = Generate(models.build("llama"), "greedy")
     case.run()
 
@@ -413,7 +413,7 @@ def test_item_07_other_signals_whose_handlers_raise_wait_too(number: signal.Sign
         signal.signal(number, original)
 
 
-def test_item_07_the_handler_is_as_it_was_and_user_code_sees_it() -> None:
+def test_the_handler_is_as_it_was_and_user_code_sees_it() -> None:
     model, seen = models.build("llama"), []
 
     def handle(signum: int, frame: FrameType | None) -> None:
@@ -439,7 +439,7 @@ def test_item_07_the_handler_is_as_it_was_and_user_code_sees_it() -> None:
     assert seen == [handle, "handled"] * 2
 
 
-def test_item_07_calls_in_other_threads_leave_signals_alone() -> None:
+def test_calls_in_other_threads_leave_signals_alone() -> None:
     model, inputs = models.build("llama"), models.prompt("llama")
     expected, got = model.generate(**inputs, **GREEDY), []
     handler = signal.getsignal(signal.SIGINT)
@@ -454,7 +454,7 @@ def test_item_07_calls_in_other_threads_leave_signals_alone() -> None:
 
 
 @pytest.mark.slow
-def test_item_07_an_event_loop_hears_of_a_signal_once() -> None:
+def test_an_event_loop_hears_of_a_signal_once() -> None:
     case, seen = Generate(models.build("llama"), "greedy"), []
     case.run()
 
@@ -488,7 +488,7 @@ class Looks:
 
 
 @pytest.mark.slow
-def test_item_07_a_signal_handler_may_look_at_models_and_free_them_at_any_moment() -> None:
+def test_a_signal_handler_may_look_at_models_and_free_them_at_any_moment() -> None:
     model, other = models.build("llama"), models.build("llama")
     case = Generate(model, "greedy")
     Generate(other, "greedy").run()
@@ -529,7 +529,7 @@ class Fails(LogitsProcessor):
 
 
 @pytest.mark.parametrize("how", ["cancelled", "failed", "closed"])
-def test_item_07_an_interrupt_reaches_a_streamer_that_is_ended(how: str) -> None:
+def test_an_interrupt_reaches_a_streamer_that_is_ended(how: str) -> None:
     model, results, streamer = models.build("llama"), {}, Blocks()
     with PagedEngine(model, PagedConfig(block_size=8)) as engine:
         (expected,) = engine.generate([[8, 9]], GREEDY)

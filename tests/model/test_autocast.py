@@ -45,7 +45,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "beams"), CASES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_item_02_ragged_batches(name: str, beams: int, dtype: torch.dtype) -> None:
+def test_ragged_batches(name: str, beams: int, dtype: torch.dtype) -> None:
     model, inputs = models.get(name), models.padded_prompt(name, LENGTHS)
     plain = outputs(model, inputs, dtype, num_beams=beams)
     paged = outputs(model, inputs, dtype, num_beams=beams, **models.PAGED)
@@ -60,7 +60,7 @@ def test_item_02_ragged_batches(name: str, beams: int, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("backend", ["reference", "gather", "cpp"])
 @pytest.mark.parametrize("name", ["llama", "t5"])
-def test_item_02_every_backend(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_backend(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_PAGED_ATTENTION", backend)
     model, inputs = models.get(name), models.padded_prompt(name, LENGTHS)
     plain = outputs(model, inputs, torch.bfloat16)
@@ -77,7 +77,7 @@ def test_the_kernel_is_checked_without_autocast() -> None:
         assert backend.is_available()
 
 
-def test_item_02_the_engine() -> None:
+def test_an_engine_gives_the_tokens_of_the_same_autocast() -> None:
     model = models.get("llama")
     prompts = [models.token_ids(1, length, seed=length)[0].tolist() for length in LENGTHS]
     with (
@@ -91,7 +91,7 @@ def test_item_02_the_engine() -> None:
         assert result.token_ids == plain.sequences[0, len(prompt) :].tolist()
 
 
-def test_item_02_a_call_without_autocast_after_one_with() -> None:
+def test_a_call_without_autocast_after_one_with() -> None:
     model, inputs = models.get("llama"), models.padded_prompt("llama", LENGTHS)
     outputs(model, inputs, torch.bfloat16, **models.PAGED)
     options = dict(max_new_tokens=STEPS, do_sample=False)

@@ -32,7 +32,7 @@ built = pytest.mark.skipif(not cpp.is_available(), reason="no compiler")
     ],
     ids=str,
 )
-def test_item_08_keys_and_values_of_different_tokens_are_refused(
+def test_keys_and_values_of_different_tokens_are_refused(
     keys: tuple[int, ...], values: tuple[int, ...]
 ) -> None:
     cache = PagedCache(paged_config={"block_size": 8})
@@ -164,7 +164,7 @@ def store_again(a: dict[str, Any]) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_item_08_cpp_entry_points_name_what_does_not_fit(
+def test_cpp_entry_points_name_what_does_not_fit(
     name: str, value: Any, calls: Any, error: str
 ) -> None:
     given = arguments()
@@ -218,7 +218,7 @@ def test_prepared_store_refuses_what_it_was_not_made_for() -> None:
 
 
 @built
-def test_item_08_spans_and_draws_that_are_none() -> None:
+def test_spans_and_draws_that_are_none() -> None:
     for starts, sizes in (([0], [8]), ([64], [-1]), ([64], [])):
         with pytest.raises(ValueError, match=r"no address|sizes"):
             cpp.hash_memory(starts, sizes)
@@ -284,8 +284,8 @@ def fuzz(seed: int, count: int) -> None:
 
 @pytest.mark.slow
 @built
-def test_item_08_no_arguments_crash_the_process() -> None:
-    code = "from tests.regressions.test_malformed_arguments import fuzz; fuzz(0, 700)"
+def test_no_arguments_crash_the_process() -> None:
+    code = "from tests.attention.test_malformed_arguments import fuzz; fuzz(0, 700)"
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,

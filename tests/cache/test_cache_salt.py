@@ -30,7 +30,7 @@ def hit(engine: PagedEngine, **options: Any) -> int:
     return result.num_prefix_hit_tokens
 
 
-def test_item_12_requests_with_different_salts_share_no_prefix() -> None:
+def test_requests_with_different_salts_share_no_prefix() -> None:
     with PagedEngine(models.build("llama"), PagedConfig(block_size=8, num_blocks=64)) as engine:
         assert hit(engine, cache_salt="alice") == 0
         assert hit(engine, cache_salt="bob") == 0
@@ -42,7 +42,7 @@ def test_item_12_requests_with_different_salts_share_no_prefix() -> None:
         ]
 
 
-def test_item_12_running_requests_with_different_salts_hold_no_block_together() -> None:
+def test_running_requests_with_different_salts_hold_no_block_together() -> None:
     with PagedEngine(models.build("llama"), PagedConfig(block_size=8, num_blocks=64)) as engine:
         for salt in ("alice", "bob"):
             engine.add_request(PROMPT, GREEDY, cache_salt=salt)
@@ -53,7 +53,7 @@ def test_item_12_running_requests_with_different_salts_hold_no_block_together() 
         assert engine.stats().shared_blocks == 5
 
 
-def test_item_12_a_requests_salt_comes_before_the_configs() -> None:
+def test_a_requests_salt_comes_before_the_configs() -> None:
     with PagedEngine(
         models.build("llama"), PagedConfig(block_size=8, num_blocks=64, cache_salt="alice")
     ) as engine:
@@ -66,7 +66,7 @@ def test_item_12_a_requests_salt_comes_before_the_configs() -> None:
 
 
 @pytest.mark.slow
-def test_item_12_salts_and_adapters_combine() -> None:
+def test_salts_and_adapters_combine() -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     model = peft.get_peft_model(models.build("llama"), config, adapter_name="first").eval()
@@ -85,7 +85,7 @@ def test_item_12_salts_and_adapters_combine() -> None:
 
 
 @pytest.mark.parametrize("door", ["dict", "PagedConfig", "generation_config", "model"])
-def test_item_12_calls_of_generate_with_different_salts_share_no_prefix(door: str) -> None:
+def test_calls_of_generate_with_different_salts_share_no_prefix(door: str) -> None:
     model = models.build("llama")
     ids = torch.tensor([PROMPT] * 4)
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -117,7 +117,7 @@ def test_item_12_calls_of_generate_with_different_salts_share_no_prefix(door: st
     ]
 
 
-def test_item_12_a_call_keeps_its_own_salt_while_another_thread_calls_with_another() -> None:
+def test_a_call_keeps_its_own_salt_while_another_thread_calls_with_another() -> None:
     """Both calls run on the model's only pool, whose config is the later call's."""
     model = models.build("llama")
     ids = torch.tensor([PROMPT] * 4)
@@ -147,7 +147,7 @@ def test_item_12_a_call_keeps_its_own_salt_while_another_thread_calls_with_anoth
 
 
 @pytest.mark.parametrize("value", ["", 5, b"alice", ["alice"], True], ids=repr)
-def test_item_12_a_salt_is_text_or_none(value: Any) -> None:
+def test_a_salt_is_text_or_none(value: Any) -> None:
     message = f"`cache_salt` is {value!r}: it must be None or text of at least one character"
     with pytest.raises(ValueError) as caught:
         PagedConfig(cache_salt=value)
@@ -165,7 +165,7 @@ def test_item_12_a_salt_is_text_or_none(value: Any) -> None:
         assert not engine.has_unfinished
 
 
-def test_item_12_a_salt_is_saved_with_the_config(tmp_path: Path) -> None:
+def test_a_salt_is_saved_with_the_config(tmp_path: Path) -> None:
     config = PagedConfig(cache_salt="alice")
     assert PagedConfig.coerce(config.to_dict()) == config
     assert PagedConfig.coerce({"block_size": 8}).cache_salt is None

@@ -29,7 +29,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [message for message in messages if "C++ kernels" not in message]
 
 
-def test_item_15_a_packed_engine(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_packed_engine(caplog: pytest.LogCaptureFixture) -> None:
     model = models.build("llama")
     with PagedEngine(model) as engine:
         assert engine.route is None and engine.stats().route is None and last_route(model) is None
@@ -47,7 +47,7 @@ def test_item_15_a_packed_engine(caplog: pytest.LogCaptureFixture) -> None:
     assert warnings(caplog) == []
 
 
-def test_item_15_an_engine_that_runs_row_by_row_says_so_once(
+def test_an_engine_that_runs_row_by_row_says_so_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = models.build("llama")
@@ -75,7 +75,7 @@ def test_item_15_an_engine_that_runs_row_by_row_says_so_once(
 
 
 @pytest.mark.parametrize("takes_anything", [False, True])
-def test_item_15_an_engine_serves_a_forward_that_is_no_function(takes_anything: bool) -> None:
+def test_an_engine_serves_a_forward_that_is_no_function(takes_anything: bool) -> None:
     """Like wrappers of other packages: packed, or row by row if the signature hides the
     arguments."""
     model = models.build("llama")
@@ -95,7 +95,7 @@ def test_item_15_an_engine_serves_a_forward_that_is_no_function(takes_anything: 
         )
 
 
-def test_item_15_gathered_keys_and_values(caplog: pytest.LogCaptureFixture) -> None:
+def test_gathered_keys_and_values(caplog: pytest.LogCaptureFixture) -> None:
     model: Any = tiny_model(transformers.GPTNeoForCausalLM)  # custom attention code
     ids = torch.tensor(PROMPTS[:1])
     for _ in range(2):
@@ -114,7 +114,7 @@ def test_item_15_gathered_keys_and_values(caplog: pytest.LogCaptureFixture) -> N
 
 @pytest.mark.skipif(not cpp.is_available(), reason="no C++ kernel that could take anything")
 @pytest.mark.parametrize("on_engine", [True, False])
-def test_item_15_tensors_that_the_kernel_does_not_take(
+def test_tensors_that_the_kernel_does_not_take(
     on_engine: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = models.build("llama").double()
@@ -148,7 +148,7 @@ def test_without_the_kernel_the_route_says_so(name: str, monkeypatch: pytest.Mon
 
 @pytest.mark.skipif(not cpp.is_available(), reason="without the kernel it is slow, and says so")
 @pytest.mark.parametrize("name", ["llama", "t5"])
-def test_item_15_a_fast_call_says_nothing(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fast_call_says_nothing(name: str, caplog: pytest.LogCaptureFixture) -> None:
     model = models.build(name)
     model.generate(**models.padded_prompt(name), **OPTIONS, **models.PAGED)
     route = last_route(model)

@@ -39,7 +39,7 @@ def run(code: str, megabytes: int, **sizes: int) -> str:
 
 
 @pytest.mark.slow
-def test_item_09_a_default_engine_serves_under_a_limit_of_address_space() -> None:
+def test_a_default_engine_serves_under_a_limit_of_address_space() -> None:
     code = """
 def serve():
     engine = PagedEngine(model)
@@ -60,7 +60,7 @@ serve()  # as without overcommitting: nothing tells how much there is before it 
 
 
 @pytest.mark.slow
-def test_item_09_an_error_that_remains_names_the_knobs() -> None:
+def test_an_error_that_remains_names_the_knobs() -> None:
     code = """
 engine = PagedEngine(model, PagedConfig(block_size=256, num_blocks=8))
 result = engine.generate([prompt], options)[0]
@@ -77,7 +77,7 @@ assert PagedEngine(model, PagedConfig(num_blocks=1)).generate([prompt], options)
 
 
 @pytest.mark.slow
-def test_item_09_a_wider_dtype_between_steps_touches_no_memory_that_is_set_aside() -> None:
+def test_a_wider_dtype_between_steps_touches_no_memory_that_is_set_aside() -> None:
     code = """
 engine = PagedEngine(model, PagedConfig(num_blocks=1 << 17))  # 512 MB a layer
 engine.add_request(prompt, options)
@@ -120,7 +120,7 @@ assert kernel(query, step).isfinite().all()
 @pytest.mark.slow_cases("2")
 @pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler")
 @pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_item_09_the_kernel_raises_where_it_gets_no_memory(threads: int) -> None:
+def test_the_kernel_raises_where_it_gets_no_memory(threads: int) -> None:
     """It wrote to address 0."""
     done = subprocess.run(
         [sys.executable, "-c", KERNEL.format(threads=threads)],

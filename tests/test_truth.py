@@ -1,4 +1,4 @@
-"""Every figure in the documentation comes from a committed result (issue 11, item 14)."""
+"""Every figure in the documentation comes from a committed result."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def prose(text: str, marks: list[str]) -> str:
 @pytest.mark.parametrize(
     "path", readme.SECTIONS, ids=lambda path: path.relative_to(ROOT).as_posix()
 )
-def test_item_14_figures_between_the_marks_are_those_of_the_results(path):
+def test_figures_between_the_marks_are_those_of_the_results(path):
     text = path.read_text()
     assert readme.render(path) == text, "run python -m benchmarks.readme"
     for mark in readme.SECTIONS[path]:
@@ -54,7 +54,7 @@ def test_item_14_figures_between_the_marks_are_those_of_the_results(path):
 
 
 @pytest.mark.slow
-def test_item_14_a_figure_that_is_changed_by_hand_is_noticed(tmp_path, monkeypatch, capsys):
+def test_a_figure_that_is_changed_by_hand_is_noticed(tmp_path, monkeypatch, capsys):
     path = ROOT / "docs" / "benchmarks.md"
     start, _ = readme.between(path.read_text(), "benchmarks")
     changed = path.read_text()[:start] + path.read_text()[start:].replace("not met", "met")
@@ -70,7 +70,7 @@ def test_item_14_a_figure_that_is_changed_by_hand_is_noticed(tmp_path, monkeypat
 
 @needs_all_rooms
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_item_14_numbers_elsewhere_in_the_text_have_a_source(path):
+def test_numbers_elsewhere_in_the_text_have_a_source(path):
     project, script = (
         (ROOT / "pyproject.toml").read_text(),
         (ROOT / "examples" / "batch_generation.py").read_text(),
@@ -128,7 +128,7 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
-def test_item_14_whole_calls_are_one_run_of_one_clean_revision():
+def test_whole_calls_are_one_run_of_one_clean_revision():
     data = sections.read(calls.WHOLE_CALLS)
     assert data["facts"].get("tree", machine.CLEAN) == machine.CLEAN
     assert re.fullmatch("[0-9a-f]{7,40}", data["facts"]["revision"])
@@ -159,7 +159,7 @@ def results() -> list[Result]:
     ]
 
 
-def test_item_14_what_is_missed_or_worse_is_shown():
+def test_what_is_missed_or_worse_is_shown():
     arrivals = [
         {
             "share": 2.0,
@@ -198,7 +198,7 @@ def test_item_14_what_is_missed_or_worse_is_shown():
     assert "revision 0123456+ (work tree: changed: a.py)" in shown
 
 
-def test_item_14_a_changed_work_tree_is_not_called_clean(tmp_path, monkeypatch):
+def test_a_changed_work_tree_is_not_called_clean(tmp_path, monkeypatch):
     def git(*arguments: str) -> None:
         subprocess.run(
             ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments],
@@ -228,7 +228,7 @@ def test_item_14_a_changed_work_tree_is_not_called_clean(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_item_14_a_run_outlives_a_part_that_fails(tmp_path, monkeypatch):
+def test_a_run_outlives_a_part_that_fails(tmp_path, monkeypatch):
     measure = generate.measure
 
     def failing(state, model, workload, peer):
@@ -256,7 +256,7 @@ def test_item_14_a_run_outlives_a_part_that_fails(tmp_path, monkeypatch):
     assert "W5 failed" in path.with_suffix(".md").read_text()
 
 
-def test_item_14_the_papers_tables_claim_nothing_that_cannot_fail():
+def test_the_papers_tables_claim_nothing_that_cannot_fail():
     assert all(1 < low < high for low, high in PUBLISHED_RATIOS.values())
     rows = [row for name in ("batch_size", "example", "overhead") for row in TABLES[name](TINY)]
     assert not [row for row in rows if "33,792" in row.why or "told" in row.source]
@@ -276,5 +276,5 @@ def test_item_14_the_papers_tables_claim_nothing_that_cannot_fail():
     assert overheads and all(".." in row.ours and "turns" in row.ours for row in overheads)
 
 
-def test_item_14_the_overhead_of_paging_comes_from_twenty_turns():
+def test_the_overhead_of_paging_comes_from_twenty_turns():
     assert 3 * FULL.repeats >= 20

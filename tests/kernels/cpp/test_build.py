@@ -129,9 +129,7 @@ def kept(folder: Path) -> list[Path]:
 
 
 @pytest.mark.slow
-def test_item_12_the_library_is_kept_in_a_folder_of_ours_alone(
-    compiler: Path, tmp_path: Path
-) -> None:
+def test_the_library_is_kept_in_a_folder_of_ours_alone(compiler: Path, tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         assert load()
@@ -243,7 +241,7 @@ def test_a_folder_that_cannot_be_locked_leaves_a_library_for_the_process(
 @pytest.mark.parametrize(
     "damage", ["cut short", "empty", "one byte", "appended", "zeros at the end"]
 )
-def test_item_12_a_library_that_is_not_what_was_built_is_built_again(
+def test_a_library_that_is_not_what_was_built_is_built_again(
     compiler: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
     assert load()
@@ -291,7 +289,7 @@ def refused(caplog: pytest.LogCaptureFixture, compiler: Path, folder: Path, reas
 @pytest.mark.parametrize(
     "how", ["folder", "file", "folder and file", "parent", "link to the folder", "link of theirs"]
 )
-def test_item_12_what_another_user_planted_does_not_run(
+def test_what_another_user_planted_does_not_run(
     compiler: Path,
     planted: tuple[Path, Path],
     tmp_path: Path,
@@ -331,7 +329,7 @@ def test_item_12_what_another_user_planted_does_not_run(
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o755, 0o1777, 0o710], ids=oct)
-def test_item_12_a_folder_that_others_can_enter_is_refused(
+def test_a_folder_that_others_can_enter_is_refused(
     compiler: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -351,7 +349,7 @@ def test_item_12_a_folder_that_others_can_enter_is_refused(
 @pytest.mark.parametrize(
     ("mode", "is_private"), [(0o777, False), (0o775, False), (0o1777, True), (0o755, True)], ids=str
 )
-def test_item_12_no_other_user_can_swap_a_folder_on_the_way(
+def test_no_other_user_can_swap_a_folder_on_the_way(
     compiler: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -371,7 +369,7 @@ def test_item_12_no_other_user_can_swap_a_folder_on_the_way(
 
 
 @pytest.mark.parametrize("kind", ["relative", "absolute", "of a parent"])
-def test_item_12_a_link_of_ours_is_followed_and_where_it_leads_is_checked(
+def test_a_link_of_ours_is_followed_and_where_it_leads_is_checked(
     compiler: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -398,7 +396,7 @@ def test_item_12_a_link_of_ours_is_followed_and_where_it_leads_is_checked(
 
 
 @pytest.mark.parametrize("kind", ["link", "group can write", "pipe", "folder"])
-def test_item_12_a_file_that_is_not_plainly_ours_is_not_loaded(
+def test_a_file_that_is_not_plainly_ours_is_not_loaded(
     compiler: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     assert load()
@@ -426,7 +424,7 @@ def test_item_12_a_file_that_is_not_plainly_ours_is_not_loaded(
     ("variable", "value"),
     [("HF_PAGED_CACHE_DIR", "cache"), ("XDG_CACHE_HOME", "./cache"), ("HOME", "home")],
 )
-def test_item_12_a_relative_folder_is_refused(
+def test_a_relative_folder_is_refused(
     compiler: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -446,7 +444,7 @@ def test_item_12_a_relative_folder_is_refused(
 
 
 @pytest.mark.parametrize("place", ["/dev/null/folder", "/proc/folder", "a file"])
-def test_item_12_a_folder_that_cannot_be_made_leaves_a_library_for_the_process(
+def test_a_folder_that_cannot_be_made_leaves_a_library_for_the_process(
     compiler: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -461,7 +459,7 @@ def test_item_12_a_folder_that_cannot_be_made_leaves_a_library_for_the_process(
     refused(caplog, compiler, folder, str(folder.parent if place == "/dev/null/folder" else folder))
 
 
-def test_item_12_a_temporary_folder_that_others_can_swap_is_not_used(
+def test_a_temporary_folder_that_others_can_swap_is_not_used(
     compiler: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -483,7 +481,7 @@ def test_item_12_a_temporary_folder_that_others_can_swap_is_not_used(
 # --------------------------------------------------------------------------------------- messages
 
 
-def test_item_12_the_first_call_says_that_it_compiles(
+def test_the_first_call_says_that_it_compiles(
     compiler: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert load()
@@ -497,7 +495,7 @@ def test_item_12_the_first_call_says_that_it_compiles(
     assert load() and not caplog.records
 
 
-def test_item_12_a_warning_says_that_no_compiler_was_found(
+def test_a_warning_says_that_no_compiler_was_found(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("HF_PAGED_CPP", raising=False)
@@ -514,7 +512,7 @@ def test_item_12_a_warning_says_that_no_compiler_was_found(
     )
 
 
-def test_item_12_a_compilers_words_may_be_in_any_encoding(
+def test_a_compilers_words_may_be_in_any_encoding(
     compiler: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The first call crashed; the portable path must serve."""
@@ -534,7 +532,7 @@ def test_item_12_a_compilers_words_may_be_in_any_encoding(
     or not all(folder.stat().st_mode & 1 for folder in (SOURCES, *SOURCES.parents)),
     reason="only root can become another user, and that one must be able to read the sources",
 )
-def test_item_12_another_user_than_root(compiler: Path, prebuilt: Path) -> None:
+def test_another_user_than_root(compiler: Path, prebuilt: Path) -> None:
     """A user with a home directory keeps the library there; in root's home, it is made per
     process."""
     with tempfile.TemporaryDirectory() as name:

@@ -53,9 +53,7 @@ HOW: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", ["llama", "t5"])
-def test_item_11_a_copy_of_the_model_during_a_call_has_its_own_attention(
-    name: str, how: str
-) -> None:
+def test_a_copy_of_the_model_during_a_call_has_its_own_attention(name: str, how: str) -> None:
     model, inputs = models.build(name), models.padded_prompt(name)
     before, expected = attention_of(model), model.generate(**inputs, **OPTIONS)
     assert before == {"sdpa"}
@@ -71,7 +69,7 @@ def test_item_11_a_copy_of_the_model_during_a_call_has_its_own_attention(
 
 
 @pytest.mark.slow
-def test_item_11_a_copy_during_an_engines_step_has_its_own_attention() -> None:
+def test_a_copy_during_an_engines_step_has_its_own_attention() -> None:
     model = models.build("llama")
     processor, prompt = Copies(model, copy.deepcopy), [5, 6, 7]
     with PagedEngine(model, CONFIG) as engine:
@@ -83,7 +81,7 @@ def test_item_11_a_copy_during_an_engines_step_has_its_own_attention() -> None:
             assert engine.generate([prompt], OPTIONS)[0].token_ids == result.token_ids
 
 
-def test_item_11_configs_copied_during_a_call_name_the_models_attention() -> None:
+def test_configs_copied_during_a_call_name_the_models_attention() -> None:
     model, inputs, found = models.build("llama"), models.prompt("llama"), []
 
     class Looks(LogitsProcessor):
@@ -174,7 +172,7 @@ def another_thread(work: Callable[[], Any]) -> Iterator[list[Any]]:
 @pytest.mark.slow_cases("t5")
 @needs_fork
 @pytest.mark.parametrize("name", ["llama", "t5"])
-def test_item_11_a_child_generates_while_a_thread_of_its_parent_does(name: str) -> None:
+def test_a_child_generates_while_a_thread_of_its_parent_does(name: str) -> None:
     model, inputs = models.build(name), models.padded_prompt(name)
     before, expected = attention_of(model), model.generate(**inputs, **OPTIONS)
     model.generate(**inputs, **OPTIONS, **models.PAGED)
@@ -203,7 +201,7 @@ def test_item_11_a_child_generates_while_a_thread_of_its_parent_does(name: str) 
 
 @pytest.mark.slow
 @needs_fork
-def test_item_11_a_child_finds_locks_free_that_threads_of_its_parent_held() -> None:
+def test_a_child_finds_locks_free_that_threads_of_its_parent_held() -> None:
     """Forks at many moments of continuous calls."""
     model, inputs = models.build("llama", num_hidden_layers=1), models.prompt("llama", 2, 9)
     options = {**OPTIONS, "max_new_tokens": 4}
@@ -233,7 +231,7 @@ def test_item_11_a_child_finds_locks_free_that_threads_of_its_parent_held() -> N
 
 
 @needs_fork
-def test_item_11_a_child_reads_the_model_while_a_thread_of_its_parent_does(
+def test_a_child_reads_the_model_while_a_thread_of_its_parent_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, is_there, may_go_on = (
@@ -266,7 +264,7 @@ def test_item_11_a_child_reads_the_model_while_a_thread_of_its_parent_does(
 
 
 @needs_fork
-def test_item_11_an_engine_in_a_child_is_empty_if_a_thread_was_taking_a_step() -> None:
+def test_an_engine_in_a_child_is_empty_if_a_thread_was_taking_a_step() -> None:
     model, pause = models.build("llama"), Pauses()
     engine = PagedEngine(model, CONFIG)
     expected = engine.generate([[5, 6, 7]], OPTIONS)[0].token_ids
@@ -291,7 +289,7 @@ def test_item_11_an_engine_in_a_child_is_empty_if_a_thread_was_taking_a_step() -
 
 
 @needs_fork
-def test_item_11_a_child_of_a_thread_in_a_call_goes_on_with_it() -> None:
+def test_a_child_of_a_thread_in_a_call_goes_on_with_it() -> None:
     """The forking thread keeps its locks, and its call the switched attention: in the child the
     call ends as usual."""
     model, inputs = models.build("llama"), models.prompt("llama")
@@ -316,7 +314,7 @@ def test_item_11_a_child_of_a_thread_in_a_call_goes_on_with_it() -> None:
 
 
 @needs_fork
-def test_item_11_idle_engines_go_on_in_a_child() -> None:
+def test_idle_engines_go_on_in_a_child() -> None:
     model = models.build("llama")
     engine = PagedEngine(model, CONFIG)
     expected = engine.generate([[5, 6, 7]], OPTIONS)[0].token_ids

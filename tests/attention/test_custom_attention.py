@@ -25,7 +25,7 @@ def num_allocations(least: int, work: Callable[[], Any]) -> int:
 
 
 @pytest.mark.parametrize("paddings", [(0, 0, 0), (0, 9, 20)], ids=["even", "padded"])
-def test_item_20_keys_are_gathered_into_new_memory_once(paddings: tuple[int, ...]) -> None:
+def test_keys_are_gathered_into_new_memory_once(paddings: tuple[int, ...]) -> None:
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=64,
@@ -60,7 +60,7 @@ def test_item_20_keys_are_gathered_into_new_memory_once(paddings: tuple[int, ...
 
 
 @pytest.mark.parametrize("window", [None, 20], ids=["full", "window"])
-def test_item_20_nothing_is_shown_that_was_there_before(window: int | None) -> None:
+def test_nothing_is_shown_that_was_there_before(window: int | None) -> None:
     # 0 * NaN is NaN: a model multiplies masked values
     config = LlamaConfig(num_hidden_layers=1)
     if window is not None:
@@ -98,7 +98,7 @@ READERS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_item_20_keys_whose_memory_is_asked_for_are_gathered(name: str) -> None:
+def test_keys_whose_memory_is_asked_for_are_gathered(name: str) -> None:
     """Some of these crashed the process, or read memory at address 0."""
     cache = PagedCache(paged_config={"block_size": 8})
     states = torch.randn(2, 2, 11, 4)
@@ -112,7 +112,7 @@ def test_item_20_keys_whose_memory_is_asked_for_are_gathered(name: str) -> None:
 @pytest.mark.parametrize(
     "shape", [(2, 0, 5, 4), (0, 2, 5, 4), (2, 2, 5, 0)], ids=["heads", "rows", "dims"]
 )
-def test_item_20_none_are_gathered_of_none(shape: tuple[int, ...]) -> None:
+def test_none_are_gathered_of_none(shape: tuple[int, ...]) -> None:
     plain, paged = DynamicCache(), PagedCache(paged_config={"block_size": 8})
     for tokens in (5, 1, 3):
         states = torch.zeros(*shape[:2], tokens, shape[3])
@@ -123,7 +123,7 @@ def test_item_20_none_are_gathered_of_none(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("empty", ["batch_repeat_interleave", "batch_select_indices"])
-def test_item_20_a_cache_without_rows_takes_none(empty: str) -> None:
+def test_a_cache_without_rows_takes_none(empty: str) -> None:
     """It presented foreign memory as the past of the new rows."""
     cache = PagedCache(paged_config={"block_size": 8})
     states = torch.randn(2, 2, 5, 4)

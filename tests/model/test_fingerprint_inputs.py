@@ -1,4 +1,4 @@
-"""Inputs of a model's fingerprint (issue 11, item 6b), and a model that it cannot read (item 3)."""
+"""Inputs of a model's fingerprint, and a model that it cannot read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def paged(engine: PagedEngine) -> tuple[list[int], int]:
     return result.token_ids, result.num_prefix_hit_tokens
 
 
-# -------------------------------------------------------------------- what cannot be read, item 3
+# -------------------------------------------------------------------- what cannot be read
 
 
 class Sealed(torch.Tensor):
@@ -58,7 +58,7 @@ def sealed_tensor(model: Any) -> None:
 
 @pytest.mark.parametrize("change", [bound_partial, sealed_tensor])
 @pytest.mark.parametrize("door", ["generate", "engine"])
-def test_item_03_a_call_does_not_fail_for_what_hangs_on_a_model(
+def test_a_call_does_not_fail_for_what_hangs_on_a_model(
     door: str, change: Callable[[Any], None]
 ) -> None:
     model = models.build("llama")
@@ -77,7 +77,7 @@ def test_item_03_a_call_does_not_fail_for_what_hangs_on_a_model(
                 assert paged(engine)[0] == plain(model)
 
 
-def test_item_03_what_cannot_be_read_is_not_kept_and_said_once(
+def test_what_cannot_be_read_is_not_kept_and_said_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = models.build("llama")
@@ -128,7 +128,7 @@ class Wrapped(torch.Tensor):
         return Wrapped(found) if function is torch.ops.aten.detach.default else found
 
 
-def test_item_03_wrapped_weights_are_read_by_their_parts() -> None:
+def test_wrapped_weights_are_read_by_their_parts() -> None:
     model = models.build("llama")
     wrapped = []
     for layer in model.model.layers:
@@ -143,7 +143,7 @@ def test_item_03_wrapped_weights_are_read_by_their_parts() -> None:
         assert [paged(engine) for _ in range(2)] == [(after, 0), (after, HITS)]
 
 
-# ------------------------------------------------------------------- parts of a model, item 6 (b)
+# ------------------------------------------------------------------- parts of a model
 
 
 class Scale:
@@ -211,7 +211,7 @@ CASES: dict[str, tuple[Callable[[nn.Module], nn.Module], Callable[[Any], Any]]] 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_item_06b_a_change_beside_the_weights_is_seen(case: str) -> None:
+def test_a_change_beside_the_weights_is_seen(case: str) -> None:
     kind, change = CASES[case]
     model = models.build("llama")
     put(model, kind)
@@ -224,7 +224,7 @@ def test_item_06b_a_change_beside_the_weights_is_seen(case: str) -> None:
         assert [paged(engine) for _ in range(2)] == [(after, 0), (after, HITS)]
 
 
-def test_item_06b_a_patched_class_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_patched_class_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.build("llama")
     original = LlamaAttention.forward
 

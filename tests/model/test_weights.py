@@ -1,5 +1,5 @@
-"""Issue 11, item 6: weights that change at any time, with or without unfinished requests, are
-never combined with older cached K/V. Item 9: an engine follows a config whose windows change.
+"""Weights that change at any time, with or without unfinished requests, are
+never combined with older cached K/V. An engine follows a config whose windows change.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_item_06_a_change_while_a_request_is_unfinished(
+def test_a_change_while_a_request_is_unfinished(
     change: Callable[[PreTrainedModel], None],
 ) -> None:
     model = models.build("llama")
@@ -116,7 +116,7 @@ def test_item_06_a_change_while_a_request_is_unfinished(
 
 
 @pytest.mark.parametrize("change", [data_add, one_element])
-def test_item_06_a_change_between_two_calls_of_generate(
+def test_a_change_between_two_calls_of_generate(
     change: Callable[[PreTrainedModel], None],
 ) -> None:
     """Fill, change, the same prompt, directly; then with a call in between that hits nothing."""
@@ -146,7 +146,7 @@ def test_item_06_a_change_between_two_calls_of_generate(
     hf_paged.check_integrity(model)
 
 
-def test_item_06_attention_of_another_model_while_nothing_is_unfinished() -> None:
+def test_attention_of_another_model_while_nothing_is_unfinished() -> None:
     model = models.build("llama")
     with PagedEngine(model, {"block_size": 8}) as engine:
         engine.generate([PROMPT], greedy())
@@ -154,7 +154,7 @@ def test_item_06_attention_of_another_model_while_nothing_is_unfinished() -> Non
         expect(engine, model, 0)
 
 
-def test_item_06_what_was_filled_before_and_after_a_change_is_not_served() -> None:
+def test_what_was_filled_before_and_after_a_change_is_not_served() -> None:
     """A request computed half by one model, half by another, leaves no cached blocks."""
     model = models.build("llama")
     long = models.token_ids(1, 80, seed=3)[0].tolist()
@@ -170,7 +170,7 @@ def test_item_06_what_was_filled_before_and_after_a_change_is_not_served() -> No
 
 
 @pytest.mark.parametrize("how", ["swap", "lora"])
-def test_item_06_a_change_that_is_undone(how: str) -> None:
+def test_a_change_that_is_undone(how: str) -> None:
     """A -> B, a step or two that fill blocks, B -> A; then a request with these blocks as prefix
     joins."""
     model: Any = models.build("llama")
@@ -219,7 +219,7 @@ def mixed(
 
 @pytest.mark.slow_cases("None")
 @pytest.mark.parametrize("policy", ["recompute", "keep", None])
-def test_item_06_what_becomes_of_unfinished_requests(policy: str | None) -> None:
+def test_what_becomes_of_unfinished_requests(policy: str | None) -> None:
     model, steps, new = models.build("llama"), 4, 20
     before, after = models.build("llama"), models.build("llama", seed=5)
     with PagedEngine(model, {"block_size": 8}) as engine:
@@ -244,7 +244,7 @@ def test_item_06_what_becomes_of_unfinished_requests(policy: str | None) -> None
 
 
 @pytest.mark.parametrize("kind", ["beams", "samples", "swapped", "row by row"])
-def test_item_06_recompute_of_every_kind_of_request(kind: str) -> None:
+def test_recompute_of_every_kind_of_request(kind: str) -> None:
     """All rows of a request are recomputed, including swapped ones and those of models that run row
     by row."""
     model, after = models.build("llama"), models.build("llama")
@@ -274,7 +274,7 @@ def test_item_06_recompute_of_every_kind_of_request(kind: str) -> None:
 # ------------------------------------------------------------------------------- pause and errors
 
 
-def test_item_06_policy_is_checked_before_anything_happens() -> None:
+def test_policy_is_checked_before_anything_happens() -> None:
     with PagedEngine(models.build("llama")) as engine:
         with pytest.raises(
             ValueError, match=r"^`policy` is 'drop': it must be one of 'recompute', 'keep'$"
@@ -290,7 +290,7 @@ def test_item_06_policy_is_checked_before_anything_happens() -> None:
 
 
 @pytest.mark.slow
-def test_item_06_no_thread_takes_a_step_in_a_pause() -> None:
+def test_no_thread_takes_a_step_in_a_pause() -> None:
     model = models.build("llama")
     found: list[Any] = []
     with PagedEngine(model, {"block_size": 8}) as engine:
@@ -313,7 +313,7 @@ def test_item_06_no_thread_takes_a_step_in_a_pause() -> None:
         finish(engine)
 
 
-def test_item_06_an_error_within_an_update_ends_the_pause() -> None:
+def test_an_error_within_an_update_ends_the_pause() -> None:
     model = models.build("llama")
     with PagedEngine(model, {"block_size": 8}) as engine:
         engine.add_request(PROMPT, greedy(20))
@@ -358,7 +358,7 @@ class Told:
 
 
 @pytest.mark.parametrize("is_known", [True, False], ids=["transformers' streamer", "another's"])
-def test_item_06_the_first_token_waits_for_a_fingerprint_only_where_something_is_cached(
+def test_the_first_token_waits_for_a_fingerprint_only_where_something_is_cached(
     is_known: bool, fingerprints: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TextStreamer, "put", Told.put)
@@ -382,7 +382,7 @@ def test_item_06_the_first_token_waits_for_a_fingerprint_only_where_something_is
             TOLD.clear()
 
 
-def test_item_06_steps_of_decodes_take_no_fingerprint(fingerprints: list[int]) -> None:
+def test_steps_of_decodes_take_no_fingerprint(fingerprints: list[int]) -> None:
     with PagedEngine(models.build("llama"), {"block_size": 8}) as engine:
         engine.add_request(PROMPT, greedy(30))
         for _ in engine.stream([OTHER], greedy(20)):
@@ -398,7 +398,7 @@ def test_item_06_steps_of_decodes_take_no_fingerprint(fingerprints: list[int]) -
 
 @pytest.mark.slow_cases("gemma3")
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
-def test_item_09_an_engine_follows_a_config_whose_windows_change(name: str) -> None:
+def test_an_engine_follows_a_config_whose_windows_change(name: str) -> None:
     model = models.build(name)
 
     def change() -> None:

@@ -56,7 +56,7 @@ def filled(
 
 
 @pytest.mark.parametrize("lengths", [(5, 40), (40, 5), (5, 5, 41)], ids=str)
-def test_item_16_rows_that_share_a_block_write_to_their_own(lengths: tuple[int, ...]) -> None:
+def test_rows_that_share_a_block_write_to_their_own(lengths: tuple[int, ...]) -> None:
     plain, paged, generator = filled(lengths)
     new = states(2, 1, generator)
     for cache in (plain, paged):
@@ -67,7 +67,7 @@ def test_item_16_rows_that_share_a_block_write_to_their_own(lengths: tuple[int, 
     assert_equal(plain, paged, "an update of rows that were one")
 
 
-def test_item_16_a_deep_copy_is_not_written_to() -> None:
+def test_a_deep_copy_is_not_written_to() -> None:
     plain, paged, generator = filled((5, 40))
     twins = copy.deepcopy(plain), copy.deepcopy(paged)
     for pair in (twins, (plain, paged)):
@@ -78,7 +78,7 @@ def test_item_16_a_deep_copy_is_not_written_to() -> None:
     assert_equal(plain, paged, "a write to its copy")
 
 
-def test_item_16_a_copy_made_between_two_layers_of_a_step() -> None:
+def test_a_copy_made_between_two_layers_of_a_step() -> None:
     plain, paged, generator = filled((5, 5))
     first, second, other = (states(2, 1, generator) for _ in range(3))
     for cache in (plain, paged):
@@ -93,7 +93,7 @@ def test_item_16_a_copy_made_between_two_layers_of_a_step() -> None:
 
 
 @pytest.mark.parametrize("lengths", [(5, 5), (5, 40)], ids=["even", "mixed"])
-def test_item_16_keys_shown_before_a_write_stay_after_the_copy_has_their_block(
+def test_keys_shown_before_a_write_stay_after_the_copy_has_their_block(
     lengths: tuple[int, ...],
 ) -> None:
     _, paged, generator = filled(lengths)
@@ -109,7 +109,7 @@ def test_item_16_keys_shown_before_a_write_stay_after_the_copy_has_their_block(
     assert torch.equal(shown, expected)
 
 
-def test_item_16_crop_takes_as_many_tokens_of_every_layer() -> None:
+def test_crop_takes_as_many_tokens_of_every_layer() -> None:
     plain, paged, generator = filled((5, 40))
     new = states(2, 3, generator)
     for cache in (plain, paged):
@@ -122,7 +122,7 @@ def test_item_16_crop_takes_as_many_tokens_of_every_layer() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_item_16_random_operations_on_layers_of_different_lengths(seed: int) -> None:
+def test_random_operations_on_layers_of_different_lengths(seed: int) -> None:
     choose = random.Random(seed)
     plain, paged, generator = filled(tuple(choose.choice([3, 8, 11, 21]) for _ in range(3)), rows=3)
     pairs = [(plain, paged)]
@@ -173,7 +173,7 @@ def windowed(lengths: tuple[int, int]) -> tuple[DynamicCache, PagedCache]:
 
 
 @pytest.mark.parametrize("lengths", [(5, 40), (20, 20), (40, 39)], ids=str)
-def test_item_16_a_layer_behind_another_sees_its_window(lengths: tuple[int, int]) -> None:
+def test_a_layer_behind_another_sees_its_window(lengths: tuple[int, int]) -> None:
     plain, paged = windowed(lengths)
     assert_equal(plain, paged, "the first update")
     for seed in range(3):
@@ -183,7 +183,7 @@ def test_item_16_a_layer_behind_another_sees_its_window(lengths: tuple[int, int]
         assert_equal(plain, paged, "an update of the first layer")
 
 
-def test_item_16_a_layer_whose_window_was_given_back_is_refused() -> None:
+def test_a_layer_whose_window_was_given_back_is_refused() -> None:
     """Its keys were not stored, and zeros were used in their place."""
     with pytest.raises(
         ValueError, match=r"8 tokens back from token 5, .* first 32 .* another layer .* holds 40"
@@ -204,7 +204,7 @@ def test_item_16_a_layer_whose_window_was_given_back_is_refused() -> None:
 
 
 @pytest.mark.parametrize("operation", ["crop", "reset", "reorder_cache", "batch_repeat_interleave"])
-def test_item_16_a_layer_that_an_operation_left_out_is_refused(operation: str) -> None:
+def test_a_layer_that_an_operation_left_out_is_refused(operation: str) -> None:
     """Such a layer showed blocks that others had freed, and foreign memory."""
     _, paged, generator = filled((20, 20))
     argument = {
@@ -229,7 +229,7 @@ def test_item_16_a_layer_that_an_operation_left_out_is_refused(operation: str) -
     assert torch.equal(paged.layers[0].keys, new[0])
 
 
-def test_item_16_a_refused_operation_leaves_the_layers_together() -> None:
+def test_a_refused_operation_leaves_the_layers_together() -> None:
     plain, paged, _ = filled((5, 5), rows=3)
     for wrong, message in (
         (torch.tensor([0, 3]), r"rows \[3\] are asked for, the cache holds rows 0 to 2"),
@@ -311,7 +311,7 @@ def image_inputs(length: int, padding: int) -> dict[str, torch.Tensor]:
 @pytest.mark.slow_cases(but=["more-*"])
 @pytest.mark.parametrize("padding", [0, 3], ids=["even", "padded"])
 @pytest.mark.parametrize("length", [7, CROSS_TOKENS, 13], ids=["fewer", "as-many", "more"])
-def test_item_16_mllama_gives_plain_tokens(length: int, padding: int) -> None:
+def test_mllama_gives_plain_tokens(length: int, padding: int) -> None:
     model = image_model()
     for options in ({}, {"num_beams": 3, "num_return_sequences": 2}):
         calls: list[torch.Tensor] = []

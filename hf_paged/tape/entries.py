@@ -4,7 +4,6 @@ packed."""
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +76,7 @@ class Linear:
 class Call:
     """A PyTorch operation, with [`Ref`]s as tensors."""
 
-    function: Callable[..., Any]
+    function: Any  # torch._ops.OpOverload
     given: Any  # its arguments and keyword arguments
     results: list[Any]  # where those that are [`Ref`]s are copied to
     reads: set[int]

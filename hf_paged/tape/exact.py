@@ -4,22 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-aten = torch.ops.aten
-
-VIEWS_IN_PLACE = frozenset(
-    {
-        aten.unsqueeze_.default,
-        aten.squeeze_.default,
-        aten.squeeze_.dim,
-        aten.squeeze_.dims,
-        aten.transpose_.default,
-        aten.t_.default,
-        aten.swapaxes_.default,
-        aten.as_strided_.default,
-    }
-)
+_VIEWS_IN_PLACE = frozenset("unsqueeze_ squeeze_ transpose_ t_ swapaxes_ as_strided_".split())
 # Operations that move, choose or compare numbers, or that sum each row separately, in order.
 _EXACT = frozenset(
     "empty empty_like empty_strided new_empty new_empty_strided zeros zeros_like new_zeros zero_"
@@ -33,6 +18,17 @@ _EXACT = frozenset(
 )
 # operations in `_EXACT` that are exact along the last axis only
 _ALONG_AN_AXIS = frozenset("amax amin cumsum max min sort topk _softmax _log_softmax".split())
+
+
+def _name(function: Any) -> str:
+    """An operation's name, without that of an overload."""
+    name: str = function._schema.name
+    return name.removeprefix("aten::")
+
+
+def is_view_in_place(function: Any) -> bool:
+    """Whether an operation changes a tensor's shape, not its numbers."""
+    return _name(function) in _VIEWS_IN_PLACE
 
 
 def _is_along_last_axis(function: Any, args: Any, kwargs: Any) -> bool:
@@ -53,9 +49,9 @@ def _is_along_last_axis(function: Any, args: Any, kwargs: Any) -> bool:
 def is_exact(function: Any, args: Any, kwargs: Any) -> bool:
     """Whether PyTorch's operation is batch-invariant: a row's bits do not depend on the other
     rows."""
-    name = function._schema.name.removeprefix("aten::")
+    name = _name(function)
     if name in _ALONG_AN_AXIS and args[0].is_floating_point():
         return _is_along_last_axis(function, args, kwargs)
     if name in ("mm", "bmm"):
         return args[0].shape[-1] == 1  # nothing is summed
-    return name in _EXACT or function in VIEWS_IN_PLACE
+    return name in _EXACT or name in _VIEWS_IN_PLACE

@@ -205,10 +205,7 @@ class StepGraphs:
 
     def _is_observed(self) -> bool:
         """Whether a replay might bypass a mode, or changes that cannot be seen; notes why."""
-        has_modes = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
-        mode = None
-        if has_modes:
-            mode = active_mode()
+        mode = active_mode()
         reason = self._unseen
         if mode is not None:
             reason = f"a replay would bypass the active `{mode}`"

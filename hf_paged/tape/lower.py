@@ -17,7 +17,7 @@ from ..kernels.cpp.build import batch_invariant
 from ..kernels.cpp.linear import HALVES, max_rows
 from ..step import NotCapturable
 from .entries import Call, Entry, Kernel, Linear
-from .exact import VIEWS_IN_PLACE, is_exact
+from .exact import is_exact, is_view_in_place
 from .passes import simplify
 from .record import KernelCall, Operation, Recorded, tensors_in, written
 from .rows import Layout, Rows, Shape, layout, shape_of
@@ -27,7 +27,8 @@ _PICK = struct.Struct("3Q5q")  # struct PickCall
 
 # operations of lists, by PyTorch's names
 _ONE_NAME = (
-    "neg abs sqrt rsqrt reciprocal square relu exp tanh sigmoid silu sin cos log gelu".split()
+    "neg abs sqrt rsqrt reciprocal square relu exp tanh sigmoid silu sin cos log gelu"
+    " softplus".split()
 )
 _UNARY = {f"aten::{name}": name for name in _ONE_NAME}
 _UNARY |= dict.fromkeys(("aten::clone", "aten::_to_copy", "aten::copy_"), "copy")
@@ -70,8 +71,7 @@ class Lowering:
                 self._kernel(operation)
             else:
                 self._operation(operation)
-        self.entries = simplify(self.entries, self.values)
-        return self.entries
+        return simplify(self.entries, self.values)
 
     def _operation(self, operation: Operation) -> None:
         function = operation.function
@@ -79,7 +79,7 @@ class Lowering:
         results = tensors_in(operation.result)
         sources = {_storage(tensor) for tensor in inputs}
         targets = {_storage(tensor) for tensor in results}
-        is_mutable = function._schema.is_mutable and function not in VIEWS_IN_PLACE
+        is_mutable = function._schema.is_mutable and not is_view_in_place(function)
         if not is_mutable and targets <= sources:
             return  # views
         is_empty = "empty" in function.name()
@@ -130,11 +130,9 @@ class Lowering:
             op = _POWERS.get(args[1])
         elif name == "aten::gelu" and kwargs.get("approximate") == "tanh":
             op = "gelu_tanh"
+        elif name == "aten::softplus" and len(args) > 1:
+            op = None
         return op is not None and self._compute(op, operands, result, function._schema.is_mutable)
-
-    def _softplus(self, operation: Operation) -> bool:
-        is_plain = len(operation.args) == 1
-        return is_plain and self._compute("softplus", operation.args, operation.result)
 
     def _open(
         self,
@@ -386,7 +384,6 @@ _METHODS: dict[str, _Method] = {
     "aten::native_layer_norm": Lowering._layer_norm,
     "aten::cat": Lowering._cat,
     **dict.fromkeys(_REDUCTIONS, Lowering._reduce),
-    "aten::softplus": Lowering._softplus,
     "aten::embedding": Lowering._pick,
     "aten::mm": Lowering._linear,
     "aten::addmm": Lowering._linear,
@@ -405,6 +402,6 @@ def _changed(operations: list[Recorded]) -> Iterator[int]:
         tensors: Iterable[Tensor] = ()
         if isinstance(operation, KernelCall):
             tensors = operation.writes.values()
-        elif operation.function not in VIEWS_IN_PLACE:
+        elif not is_view_in_place(operation.function):
             tensors = written(operation.function, operation.args, operation.kwargs)
         yield from map(_storage, tensors)

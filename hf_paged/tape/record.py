@@ -19,23 +19,16 @@ from ..kernels.cpp.build import observer
 from ..step import NotCapturable
 
 aten = torch.ops.aten
-_LAZY = frozenset({aten._conj.default, aten._neg_view.default})
+_LAZY = frozenset({"aten::_conj", "aten::_neg_view"})
 # share memory, which may be written later
 _SHARES = frozenset({Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})
 _READS = frozenset({Tensor.tolist, Tensor.__repr__})
-_READS_AT = frozenset({aten.index.Tensor, aten.index.Tensor_out})
-_WRITES_AT = frozenset({aten.index_put.default, aten.index_put_.default})
+_READS_AT = frozenset({"aten::index.Tensor", "aten::index.Tensor_out"})
+_WRITES_AT = frozenset({"aten::index_put", "aten::index_put_"})
 # make tensors from Python numbers; unlike other new tensors, no kernel writes to these unobserved
 _MADE = frozenset(
-    {
-        aten.lift_fresh.default,
-        aten.ones.default,
-        aten.ones_like.default,
-        aten.new_ones.default,
-        aten.arange.default,
-        aten.arange.start,
-        aten.arange.start_step,
-    }
+    "aten::lift_fresh aten::ones aten::ones_like aten::new_ones"
+    " aten::arange aten::arange.start aten::arange.start_step".split()
 )
 _BLANK = ("aten::empty", "aten::new_empty", "aten::zeros", "aten::new_zeros")
 _FROM_PYTHON = frozenset(
@@ -107,9 +100,10 @@ class NothingUnrecorded(TorchDispatchMode):
         return result
 
     def _is_of_constants(self, func: Any, args: Any, kwargs: Any) -> bool:
-        if func in _MADE:
+        name = func.name()
+        if name in _MADE:
             return True
-        if func.name().startswith("aten::set_"):
+        if name.startswith("aten::set_"):
             return False  # gives a tensor another one's memory
         inputs = tensors_in((args, kwargs))
         return bool(inputs) and all(map(self.is_constant, inputs))
@@ -205,10 +199,11 @@ def _is_of_numbers(func: Any, args: Any, kwargs: Any) -> bool:
 
 def _waits(func: Any, args: Any) -> bool:
     """Whether the host needs values that are on the device."""
-    if func in _READS_AT:
+    name = func.name()
+    if name in _READS_AT:
         # the tag applies to masks only: the host needs the number of selected elements
         return _has_mask(args[1])
-    if func in _WRITES_AT:  # filling in one host number needs no wait
+    if name in _WRITES_AT:  # filling in one host number needs no wait
         if not _has_mask(args[1]):
             return False
         values = args[2]
@@ -339,7 +334,7 @@ class _Recorder(NothingUnrecorded):
         if result is not NotImplemented:
             return result
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if func in _LAZY:
+        if func.name() in _LAZY:
             raise NotCapturable(f"its forward conjugates or negates without computing ({func})")
         if tensors_in(result):  # else a number, read from constants
             # aliases, since the tensors' shapes may be changed in place later

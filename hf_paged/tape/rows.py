@@ -15,7 +15,6 @@ _OPS = (
     " sigmoid silu gelu gelu_tanh sin cos log softplus sum mean largest copy"
 ).split()
 OPS = {name: number for number, name in enumerate(_OPS)}  # enum RowOp
-REDUCTIONS = frozenset({"sum", "mean", "largest"})
 
 MEMORY = struct.Struct("Qq3qq")  # struct RowMemory
 INSTRUCTION = struct.Struct("6id")  # struct RowInstruction

@@ -8,24 +8,18 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ..kernels.cpp.build import address_of, kernel
-from .entries import Call, spans
+from .entries import Call, Entry, spans
 from .lower import Lowering
 from .record import recording
-from .values import Arena, Packed, Ref
+from .values import Arena, Packed, Ref, Values
 
-aten = torch.ops.aten
 _ENTRY = struct.Struct("2Q")  # struct TapeEntry
 _TAPE = struct.Struct("QqQ")  # struct TapeCall
-_WITH_OUT = {
-    aten.mm.default: aten.mm.out,
-    aten.addmm.default: aten.addmm.out,
-    aten.bmm.default: aten.bmm.out,
-}
+_WITH_OUT = frozenset({"aten::mm", "aten::addmm", "aten::bmm"})  # write to a given tensor
 
 
 def keep(held: list[Any], data: bytes) -> int:
@@ -41,9 +35,7 @@ class Tape:
     and inputs must stay at their addresses.
     """
 
-    def __init__(self, lowering: Lowering) -> None:
-        values = lowering.values
-        entries = lowering.entries
+    def __init__(self, entries: list[Entry], values: Values) -> None:
         self._arena = Arena(values, spans(entries))
         self._held: list[Any] = [values.constants, values.held]
         self._keep = functools.partial(keep, self._held)
@@ -75,8 +67,7 @@ class Tape:
         with recording() as operations:
             run()
         lowering = Lowering(is_kept)
-        lowering.run(operations)
-        return cls(lowering)
+        return cls(lowering.run(operations), lowering.values)
 
     def replay(self) -> None:
         for part in self._parts:
@@ -115,8 +106,8 @@ class Tape:
         args, kwargs = tree_map_only(Ref, tensor_of, entry.given)
         targets = [tensor_of(x) if isinstance(x, Ref) else None for x in entry.results]
         function = entry.function
-        if function in _WITH_OUT and not kwargs:
-            with_out = _WITH_OUT[function]
+        if function.name() in _WITH_OUT and not kwargs:
+            with_out = function.overloadpacket.out
             (out,) = targets
             return lambda: with_out(*args, out=out)
 

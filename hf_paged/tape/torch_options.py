@@ -12,37 +12,23 @@ from torch.utils._device import DeviceContext
 # the legacy ones (`set_float32_matmul_precision`, `allow_tf32`), whose reading raises once a
 # setting by backend was used.
 _OPTIONS = (
-    *(
-        "backends.cuda.matmul.fp32_precision",
-        "backends.cudnn.conv.fp32_precision",
-        "backends.cudnn.rnn.fp32_precision",
-    ),
-    *(f"backends.mkldnn.{operation}.fp32_precision" for operation in ("matmul", "conv", "rnn")),
-    *(
-        f"backends.cuda.matmul.allow_{name}"
-        for dtype in ("fp16", "bf16")
-        for name in (
-            f"{dtype}_reduced_precision_reduction",
-            f"{dtype}_reduced_precision_reduction_split_k",
-        )
-    ),
-    *("backends.cuda.matmul.allow_fp16_accumulation", "backends.cuda.preferred_blas_library"),
-    *(f"backends.cuda.{name}_sdp_enabled" for name in ("flash", "mem_efficient", "math", "cudnn")),
-    "backends.cuda.fp16_bf16_reduction_math_sdp_allowed",
-    *(f"backends.cudnn.{name}" for name in ("enabled", "benchmark", "deterministic")),
-    *(
-        "backends.mkldnn.enabled",
-        "backends.mkldnn.deterministic",
-        "backends.mha.get_fastpath_enabled",
-    ),
-    *("backends.opt_einsum.enabled", "backends.opt_einsum.strategy"),
-    *(
-        "are_deterministic_algorithms_enabled",
-        "get_default_device",
-        "get_default_dtype",
-        "get_num_threads",
-    ),
-)
+    "backends.cuda.matmul.fp32_precision"
+    " backends.cudnn.conv.fp32_precision backends.cudnn.rnn.fp32_precision"
+    " backends.mkldnn.matmul.fp32_precision backends.mkldnn.conv.fp32_precision"
+    " backends.mkldnn.rnn.fp32_precision"
+    " backends.cuda.matmul.allow_fp16_reduced_precision_reduction"
+    " backends.cuda.matmul.allow_fp16_reduced_precision_reduction_split_k"
+    " backends.cuda.matmul.allow_bf16_reduced_precision_reduction"
+    " backends.cuda.matmul.allow_bf16_reduced_precision_reduction_split_k"
+    " backends.cuda.matmul.allow_fp16_accumulation backends.cuda.preferred_blas_library"
+    " backends.cuda.flash_sdp_enabled backends.cuda.mem_efficient_sdp_enabled"
+    " backends.cuda.math_sdp_enabled backends.cuda.cudnn_sdp_enabled"
+    " backends.cuda.fp16_bf16_reduction_math_sdp_allowed"
+    " backends.cudnn.enabled backends.cudnn.benchmark backends.cudnn.deterministic"
+    " backends.mkldnn.enabled backends.mkldnn.deterministic backends.mha.get_fastpath_enabled"
+    " backends.opt_einsum.enabled backends.opt_einsum.strategy"
+    " are_deterministic_algorithms_enabled get_default_device get_default_dtype get_num_threads"
+).split()
 
 
 def torch_options() -> tuple[Any, ...]:
@@ -64,11 +50,13 @@ def active_mode() -> str | None:
     """The class of a mode that sees this thread's operations, and would see none of a recorded
     step; `None` if there is none. The mode behind `torch.set_default_device` sees only what a
     forward makes."""
-    function_places = range(torch._C._len_torch_function_stack())
-    functions = [torch._C._get_function_stack_at(place) for place in function_places]
-    dispatch_places = range(torch._C._len_torch_dispatch_stack())
-    dispatches = [torch._C._get_dispatch_stack_at(place) for place in dispatch_places]
-    for mode in (*functions, *dispatches):
-        if type(mode) is not DeviceContext:
-            return type(mode).__name__
+    stacks = (
+        (torch._C._len_torch_function_stack(), torch._C._get_function_stack_at),
+        (torch._C._len_torch_dispatch_stack(), torch._C._get_dispatch_stack_at),
+    )
+    for length, mode_at in stacks:
+        for index in range(length):
+            kind = type(mode_at(index))
+            if kind is not DeviceContext:
+                return kind.__name__
     return None

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from ctypes import c_int, c_int64, c_size_t, c_void_p
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -106,61 +106,29 @@ class Extents:
             )
 
 
-class Pages(Protocol):
-    """Maps pages. Sizes, offsets and addresses are in bytes, in multiples of `granularity`."""
-
-    granularity: int
-    maps_over: bool  # whether `map` may replace mappings, and `release` may take mapped pages
-    is_sparse: bool  # whether mapped pages take no memory before they are written to
-    extents: Extents  # of the rows' mappings
-
-    def reserve(self, size: int) -> Addresses:
-        """Reserves addresses. Raises `MemoryError` if that fails."""
-
-    def extend(self, size: int) -> int:
-        """Adds `size` offsets that may be mapped; returns the first."""
-
-    def map(self, address: int, offset: int, size: int) -> None:
-        """Maps pages `[offset, offset + size)`, created if missing, at an address. Raises
-        `MemoryError`."""
-
-    def unmap(self, address: int, size: int) -> None:
-        """Unmaps addresses, some of which may be unmapped already."""
-
-    def release(self, offset: int, size: int) -> None:
-        """Returns existing pages to the system."""
-
-    def detach(self, addresses: Addresses, spots: Sequence[int], size: int) -> None:
-        """Replaces the pages at `spots`, addresses of `size` bytes in this range, by copies that
-        nothing else maps and that are freed with the range. Raises `MemoryError`."""
-
-    def physical_bytes(self) -> int:
-        """Returns the bytes of physical memory that pages take."""
-
-
 def pages_for(device: torch.device, page_bytes: int | None = None) -> Pages:
     """Returns the `Pages` of this device, in groups of `page_bytes`. Raises `ValueError` if the
     device is unsupported, `cuda.bindings` is missing, or `page_bytes` is no multiple of the page
     size."""
     has_memory_files = sys.platform == "linux" and hasattr(os, "memfd_create")
-    pages: Pages | None = None
+    pages: Pages
     if device.type == "cuda":
         pages = CudaPages(device)
     elif device.type == "cpu" and has_memory_files:
         _check_file_size()
         pages = MemoryFile()
-    if pages is not None:
-        if page_bytes is not None and page_bytes % pages.granularity:
-            raise ValueError(
-                f"`page_bytes` is {page_bytes:,}, and pages of {device} have {pages.granularity:,}"
-                " bytes: it must be a multiple of that"
-            )
-        pages.granularity = page_bytes or pages.granularity
-        return pages
-    raise ValueError(
-        f"`storage` is 'virtual', and pages cannot be mapped on {device} under {sys.platform}: it"
-        " needs Linux for models on the CPU, or a CUDA device. Leave it out"
-    )
+    else:
+        raise ValueError(
+            f"`storage` is 'virtual', and pages cannot be mapped on {device} under {sys.platform}:"
+            " it needs Linux for models on the CPU, or a CUDA device. Leave it out"
+        )
+    if page_bytes is not None and page_bytes % pages.granularity:
+        raise ValueError(
+            f"`page_bytes` is {page_bytes:,}, and pages of {device} have {pages.granularity:,}"
+            " bytes: it must be a multiple of that"
+        )
+    pages.granularity = page_bytes or pages.granularity
+    return pages
 
 
 def _check_file_size() -> None:
@@ -224,14 +192,15 @@ def _close(files: list[int]) -> None:
 
 
 class MemoryFile:
-    """Pages of a sparse in-memory file (`memfd_create`). Unmapped addresses read as zeros."""
+    """Pages of a sparse in-memory file (`memfd_create`). Unmapped addresses read as zeros. Sizes,
+    offsets and addresses are in bytes, in multiples of `granularity`."""
 
-    maps_over = True
-    is_sparse = True
+    maps_over = True  # whether `map` may replace mappings, and `release` may take mapped pages
+    is_sparse = True  # whether mapped pages take no memory before they are written to
 
     def __init__(self, granularity: int = mmap.PAGESIZE) -> None:
         self.granularity = granularity
-        self.extents = _extents()
+        self.extents = _extents()  # of the rows' mappings
         self._size = 0
         self._files: list[int] = []  # the descriptor
         when_freed(self, _close, self._files)  # first: an error leaks none
@@ -242,6 +211,7 @@ class MemoryFile:
         return self._files[0]
 
     def reserve(self, size: int) -> Addresses:
+        """Reserves addresses. Raises `MemoryError` if that fails."""
         memory = reserve(size, _READ)
         address = np.frombuffer(memory, np.uint8).ctypes.data
         return Addresses(address, size, self._tensor, memory)
@@ -254,23 +224,30 @@ class MemoryFile:
         return torch.frombuffer(buffer, dtype=torch.uint8)
 
     def extend(self, size: int) -> int:
+        """Adds `size` offsets that may be mapped; returns the first."""
         first = self._size
         os.ftruncate(self._fd, first + size)
         self._size += size
         return first
 
     def map(self, address: int, offset: int, size: int) -> None:
+        """Maps pages `[offset, offset + size)`, created if missing, at an address. Raises
+        `MemoryError`."""
         _map_over(address, size, _READ | _WRITE, _SHARED, self._fd, offset)
 
     def unmap(self, address: int, size: int) -> None:
+        """Unmaps addresses, some of which may be unmapped already."""
         _map_over(address, size, _READ, _PRIVATE | _ANONYMOUS | NORESERVE)
 
     def release(self, offset: int, size: int) -> None:
+        """Returns existing pages to the system."""
         if _libc().fallocate(self._fd, _PUNCH_HOLE_KEEP_SIZE, offset, size):
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
 
     def detach(self, addresses: Addresses, spots: Sequence[int], size: int) -> None:
+        """Replaces the pages at `spots`, addresses of `size` bytes in this range, by copies that
+        nothing else maps and that are freed with the range. Raises `MemoryError`."""
         runs: list[list[int]] = []  # address and bytes
         for spot in spots:
             if runs and sum(runs[-1]) == spot:
@@ -298,6 +275,7 @@ class MemoryFile:
         return first
 
     def physical_bytes(self) -> int:
+        """Returns the bytes of physical memory that pages take."""
         return os.fstat(self._fd).st_blocks * 512
 
     def fresh(self) -> MemoryFile:
@@ -312,9 +290,9 @@ class MemoryFile:
 
 
 class CudaPages:
-    """Pages of a CUDA device, from its driver's virtual memory management, for any thread: every
-    call of the driver runs in the device's primary context, which is torch's. `api`: the module
-    `cuda.bindings.driver`."""
+    """As `MemoryFile`, pages of a CUDA device, from its driver's virtual memory management, for any
+    thread: every call of the driver runs in the device's primary context, which is torch's. `api`:
+    the module `cuda.bindings.driver`."""
 
     maps_over = False
     is_sparse = False
@@ -441,6 +419,9 @@ class CudaPages:
 
     def physical_bytes(self) -> int:
         return len(self._handles) * self.granularity
+
+
+Pages: TypeAlias = MemoryFile | CudaPages
 
 
 class _CudaArray:

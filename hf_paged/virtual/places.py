@@ -7,11 +7,12 @@ import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..cache.kv_blocks import KVBlocks
 from ..config import VirtualStorage
 from .pages import PLANE_BYTES, Addresses, Backing, Extents, Pages, when_freed
 from .row_slots import Row
@@ -161,11 +162,18 @@ class Loan(NamedTuple):
 
 
 class Places:
-    """The rows of a layer: `views[part]` `(num_slots, heads, max_len, width)`, one part with keys
-    and one with values, or one with both. Slots and heads can be merged into one dimension if
+    """The rows of a layer: `pair`, keys and values `(num_slots, heads, max_len, width)`, as views
+    of one part each, or of one part with both. Slots and heads can be merged into one dimension if
     planes have one head."""
 
-    def __init__(self, regions: Sequence[Region], num_slots: int, max_len: int) -> None:
+    def __init__(
+        self,
+        regions: Sequence[Region],
+        form: tuple[Any, ...],
+        num_slots: int,
+        max_len: int,
+    ) -> None:
+        """`form`: that of the layer's blocks (`KVBlocks.form`)."""
         self.shape = (num_slots, max_len)
         self.pages = regions[0].pages
         self.block_size = regions[0].planes.block_size
@@ -177,12 +185,15 @@ class Places:
         self._num_ends = [0]  # extents of each plane
         self._is_left = False  # rows must get new addresses
         self.planes: list[RowsOfPlane] = []
-        self.views: list[Tensor] = []
         self.ranges: list[Addresses] = []  # of each part; parts of a region share one
+        views: list[Tensor] = []
         for region in regions:
-            self._reserve(region)
+            views += self._reserve(region)
+        both = KVBlocks.view(tuple(views), *form)
+        self.pair = (both.keys, both.values)
 
-    def _reserve(self, region: Region) -> None:
+    def _reserve(self, region: Region) -> list[Tensor]:
+        """Reserves addresses for the planes of a region; returns the view of each part."""
         # the region is not kept, for no cycle: pages are freed with their last user, not by the
         # next collection
         planes = region.planes
@@ -197,17 +208,19 @@ class Places:
         head_step = row if planes.inner == 1 else planes.width
         shape = (num_slots, heads * planes.inner, max_len, planes.width)
         strides = (heads * row, head_step, planes.unit, 1)
+        views = []
         for plane in range(planes.count):
             part, head = divmod(plane, heads)
             first_row = part * num_slots * heads + head
             if not head:
-                self.views.append(flat.as_strided(shape, strides, first_row * row))
+                views.append(flat.as_strided(shape, strides, first_row * row))
                 self.ranges.append(addresses)
             address = addresses.address + first_row * row_bytes
             offset = region.offset_of(plane, 0)
-            number = len(self.views) - 1
+            number = len(self.ranges) - 1
             rows = RowsOfPlane(address, heads * row_bytes, planes.block_bytes, offset, number)
             self.planes.append(rows)
+        return views
 
     def follow(self, slot: int, row: Row, config: VirtualStorage, num_blocks: int) -> None:
         """Maps a row's blocks in a slot, and `blocks_ahead` blocks after them, if there are as many
@@ -297,14 +310,15 @@ class Places:
 
     def lend(
         self,
-        part: int,
+        is_value: bool,
         slots: range,
         first: int,
         end: int,
     ) -> Tensor:
         """Returns a view of tokens `[first, end)` of consecutive slots, for the model's own
         code."""
-        view = self.views[part][slots.start : slots.stop, :, first:end]
+        part = min(is_value, len(self.ranges) - 1)
+        view = self.pair[is_value][slots.start : slots.stop, :, first:end]
         # only what the view spans: torch saves whole storages
         start = view.storage_offset()
         axes = zip(view.shape, view.stride())

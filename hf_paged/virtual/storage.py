@@ -158,12 +158,7 @@ class LayerRows:
         if placed is None:
             return None
         placement, places = placed
-        if len(places.views) == 2:
-            keys, values = places.views
-        else:
-            both = KVBlocks.view(tuple(places.views), *self._form)
-            keys, values = both.keys, both.values
-        return PlacedRows(placement, keys, values, step)
+        return PlacedRows(placement, *places.pair, step)
 
     def _place(self, step: StepMetadata, together: bool) -> tuple[Placement, Places] | None:
         """Maps each row of a step; returns the slots, and where they are. Needs the slots' lock."""
@@ -194,10 +189,8 @@ class LayerRows:
             if not stale:
                 return self.places
         self.settle()
-        if self.places is not None and self.places.shape != shape:
-            self.places = None
-        if self.places is None:
-            self.places = Places(self.regions, *shape)
+        if self.places is None or self.places.shape != shape:
+            self.places = Places(self.regions, self._form, *shape)
             stale = placement.slots
         num_blocks = min(region.num_mapped for region in self.regions)
         for slot in stale:
@@ -235,11 +228,7 @@ class LayerRows:
                 return None
             placement, places = placed
             slots = range(placement.slots[0], placement.slots[-1] + 1)
-            if len(places.views) == 2:
-                return places.lend(int(is_value), slots, first, end)
-            data = places.lend(0, slots, first, end)
-            both = KVBlocks.view((data,), *self._form)
-            return both.values if is_value else both.keys
+            return places.lend(is_value, slots, first, end)
 
     def settle(self) -> None:
         """Preserves lent views that are still alive (`Places.preserve`). Call before mapping over,

@@ -3,6 +3,7 @@ equal."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
@@ -37,16 +38,11 @@ class Key(NamedTuple):
         needed = other.sizes
         if not _covers(self.variant, other.variant):
             return False
-        if mine.decodes < needed.decodes:
-            return False
-        if any(width < least for width, least in zip(mine.widths, needed.widths)):
-            return False
         if bool(mine.chunks) != bool(needed.chunks):
             return False
-        if mine.chunks < needed.chunks:
+        if mine.chunk_tokens > 2 * needed.chunk_tokens:
             return False
-        most = 2 * needed.chunk_tokens
-        if not needed.chunk_tokens <= mine.chunk_tokens <= most:
+        if any(map(operator.lt, mine.rooms, needed.rooms)):
             return False
         if not mine.prefixes:
             return True
@@ -98,42 +94,33 @@ def sizes_of(
 ) -> Sizes:
     """The step's sizes rounded up to few values, such as powers of two, so that few graphs
     serve many steps."""
-    least = [-(-MIN_TABLE_TOKENS // size) for size in block_sizes]
     widths = []
-    for blocks, group in zip(least, tokens.groups):
-        longest = max(map(len, group.tables))
-        widths.append(power_of_two(blocks, longest))
     shared = []
-    for blocks, group_prefixes in zip(least, prefixes):
+    for number, block_size in enumerate(block_sizes):
+        least = -(-MIN_TABLE_TOKENS // block_size)
+        longest = max(map(len, tokens.groups[number].tables))
+        widths.append(power_of_two(least, longest))
+        if not prefixes:
+            continue
         room = (0, 0)
+        group_prefixes = prefixes[number]
         if group_prefixes:
             most_blocks = max(prefix.num_blocks for prefix in group_prefixes)
             num_prefixes = power_of_two(MIN_PREFIXES, len(group_prefixes))
-            room = (num_prefixes, power_of_two(blocks, most_blocks))
+            room = (num_prefixes, power_of_two(least, most_blocks))
         shared.append(room)
     decodes = tokens.num_decodes
-    num_tokens = len(tokens.token_ids)
-    if num_tokens == decodes:
-        rows = draft_bucket(decodes) if tokens.has_drafts else bucket(decodes)
-        return Sizes(
-            rows,
-            tuple(widths),
-            prefixes=tuple(shared),
-            ranges=num_ranges,
-        )
+    num_chunk_tokens = len(tokens.token_ids) - decodes
     num_chunks = len(tokens.query_start) - 1 - decodes
-    chunks = power_of_two(MIN_CHUNKS, num_chunks)
-    # always more tokens than rows: the number of logits then tells whether a forward ignores
-    # `logits_to_keep`
-    chunk_tokens = chunk_bucket(max(num_tokens - decodes, chunks + 1))
-    rows = 0
-    if decodes:
-        rows = power_of_two(1, decodes)
-    return Sizes(
-        rows,
-        tuple(widths),
-        chunks,
-        chunk_tokens,
-        tuple(shared),
-        2 * num_ranges,
-    )
+    chunks = 0
+    chunk_tokens = 0
+    if num_chunk_tokens:
+        chunks = power_of_two(MIN_CHUNKS, num_chunks)
+        # always more tokens than rows: the number of logits then tells whether a forward ignores
+        # `logits_to_keep`
+        chunk_tokens = chunk_bucket(max(num_chunk_tokens, chunks + 1))
+        num_ranges *= 2
+        rows = power_of_two(1, decodes) if decodes else 0
+    else:
+        rows = draft_bucket(decodes) if tokens.has_drafts else bucket(decodes)
+    return Sizes(rows, tuple(widths), chunks, chunk_tokens, tuple(shared), num_ranges)

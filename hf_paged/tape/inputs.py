@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +13,9 @@ from torch import Tensor
 from ..batching.execution.inputs import Bounds, PackedTokens, write_changed
 from ..kernels.triton.cascade import SharedPrefix
 from ..step import Cascade, Lengths, StepMetadata
+
+_DTYPES = {"q": torch.int64, "i": torch.int32}
+_WORD = torch.int64  # of the buffers
 
 
 class Sizes(NamedTuple):
@@ -38,16 +40,31 @@ class Sizes(NamedTuple):
     def tokens(self) -> int:
         return self.decodes + self.chunk_tokens
 
+    @property
+    def rooms(self) -> tuple[int, ...]:
+        """The numbers of which a step may use fewer."""
+        return (self.decodes, self.chunks, self.chunk_tokens, *self.widths)
 
-class _Part(NamedTuple):
-    """A part of the buffers on host and device: "q" (int64) or "i" (int32) numbers."""
 
-    host: Any
+class _Part:
+    """Numbers of a step, "q" (int64) or "i" (int32), in the buffers of host and device."""
+
+    host: Any  # an array of numpy
     device: Tensor
 
+    def __init__(self, kind: str, count: int) -> None:
+        self.kind = kind
+        self.count = count
+        self._dtype = _DTYPES[kind]
+        self.num_words = -(-count * self._dtype.itemsize // _WORD.itemsize)
+
+    def allocate(self, host: Tensor, device: Tensor) -> None:
+        """Gives the part its words of the buffers."""
+        self.host = host.view(self._dtype)[: self.count].numpy()
+        self.device = device.view(self._dtype)[: self.count]
+
     def write(self, numbers: list[int]) -> None:
-        typed = array(self.host.format, numbers)
-        self.host[: len(numbers)] = typed
+        self.host[: len(numbers)] = array(self.kind, numbers)
 
     def spread(
         self,
@@ -58,43 +75,52 @@ class _Part(NamedTuple):
     ) -> None:
         """Writes the whole part: decodes' numbers first, and those of chunks behind room for
         `shift` more decodes."""
-        rest = len(self.host) - len(numbers) - shift
+        rest = self.count - len(numbers) - shift
         every = [
             *numbers[:decodes],
             *[unused] * shift,
             *numbers[decodes:],
             *[unused] * rest,
         ]
-        self.host[:] = array(self.host.format, every)
+        self.host[:] = array(self.kind, every)
 
 
 Take = Callable[[str, int], _Part]
 
 
-class _GroupInputs:
+class _Tables:
+    """Block tables, their lengths and first visible positions."""
+
+    def __init__(self, num_rows: int, width: int, take: Take) -> None:
+        self.width = width
+        self.seq_lens = take("i", num_rows)
+        self.starts = take("i", num_rows)
+        self._block_ids = take("i", num_rows * width)
+        self._known: list[list[int]] = [[] for _ in range(num_rows)]  # block ids of each row
+
+    def write(self, tables: Iterable[list[int]], first: int = 0) -> None:
+        """Writes the tables of rows from `first` on."""
+        write_changed(self._block_ids.host, self.width, self._known, tables, first)
+
+    @property
+    def tensor(self) -> Tensor:
+        return self._block_ids.device.view(-1, self.width)
+
+
+class _GroupInputs(_Tables):
     """The parts of a layer group's [`StepMetadata`]."""
 
     def __init__(self, sizes: Sizes, number: int, take: Take) -> None:
-        rows = sizes.rows
-        self.width = sizes.widths[number]
+        super().__init__(sizes.rows, sizes.widths[number], take)
         self.slots = take("q", sizes.tokens)
-        self.seq_lens = take("i", rows)
-        self.starts = take("i", rows)
-        self.origins = take("i", rows)
-        self.tables = take("i", rows * self.width)
-        self.known: list[list[int]] = [[] for _ in range(rows)]  # block ids that each row holds
+        self.origins = take("i", sizes.rows)
         self.prefixes: _Prefixes | None = None
         if sizes.prefixes and sizes.prefixes[number][0]:
             num_prefixes, width = sizes.prefixes[number]
-            self.prefixes = _Prefixes(
-                sizes.decodes,
-                num_prefixes,
-                width,
-                take,
-            )
+            self.prefixes = _Prefixes(sizes.decodes, num_prefixes, width, take)
 
 
-class _Prefixes:
+class _Prefixes(_Tables):
     """The parts of a [`Cascade`] of decodes. Decodes that share nothing form a last group with an
     empty prefix."""
 
@@ -105,16 +131,12 @@ class _Prefixes:
         width: int,
         take: Take,
     ) -> None:
+        super().__init__(num_groups + 1, width, take)
         self.num_rows = num_rows
         self.num_groups = num_groups
-        self.width = width
         self.tail_starts = take("i", num_rows)
         self.members = take("i", num_rows)
-        self.seq_lens = take("i", num_groups + 1)
-        self.starts = take("i", num_groups + 1)
         self.bounds = take("i", num_groups + 2)
-        self.tables = take("i", (num_groups + 1) * width)
-        self.known: list[list[int]] = [[] for _ in range(num_groups)]
 
     def fill(
         self,
@@ -143,12 +165,7 @@ class _Prefixes:
         for rows, num_blocks in groups:
             first_table = tables[rows[0]]
             shared.append(first_table[:num_blocks])
-        write_changed(
-            self.tables.host,
-            self.width,
-            self.known,
-            shared,
-        )
+        self.write(shared)
 
     def cascade(self, decodes: StepMetadata) -> Cascade:
         assert decodes.lengths is not None
@@ -159,9 +176,8 @@ class _Prefixes:
         )
         ends = [self.num_rows] * (self.num_groups + 1)
         query_start = (0, *ends)  # all rows may share one prefix
-        tables = self.tables.device.view(-1, self.width)
         prefixes = StepMetadata(
-            tables,
+            self.tensor,
             query_start,
             (),
             (),
@@ -191,63 +207,42 @@ class StaticInputs:
         self.sizes = sizes
         self.windows = windows
         self.block_sizes = block_sizes
-        has_chunks = sizes.chunks > 0
-        num_kept = sizes.decodes + sizes.chunks
-        num_longs = (2 + len(sizes.widths)) * sizes.tokens
-        num_longs += 2 * sizes.ranges
-        num_ints = 0
-        for width in sizes.widths:
-            num_ints += (3 + width) * sizes.rows
-        if has_chunks:
-            num_longs += num_kept
-            num_ints += sizes.rows + 1
-        for count, width in sizes.prefixes:
-            if count:
-                num_ints += 2 * sizes.decodes + 1
-                num_ints += (3 + width) * (count + 1)
+        num_kept = 0
+        num_starts = 0
+        if sizes.chunks:
+            num_kept = sizes.decodes + sizes.chunks
+            num_starts = sizes.rows + 1
+        parts: list[_Part] = []
+
+        def take(kind: str, count: int) -> _Part:
+            part = _Part(kind, count)
+            parts.append(part)
+            return part
+
+        self._token_ids = take("q", sizes.tokens)
+        self._positions = take("q", sizes.tokens)
+        self._groups = []
+        for number in range(len(sizes.widths)):
+            self._groups.append(_GroupInputs(sizes, number, take))
+        self._kept = take("q", num_kept)
+        self._query_start = take("i", num_starts)
+        self._ranges = take("q", 2 * sizes.ranges)
+        num_words = [part.num_words for part in parts]
         with torch.inference_mode(False):  # they outlive the call
-            size = num_longs + -(-num_ints // 2)
-            is_pinned = device.type != "cpu"
             self._host = torch.zeros(
-                size,
-                dtype=torch.long,
-                pin_memory=is_pinned,
+                sum(num_words),
+                dtype=_WORD,
+                pin_memory=device.type != "cpu",
                 device="cpu",
             )
             self._buffer = torch.zeros_like(self._host, device=device)
-            kind = ctypes.c_char * self._host.nbytes
-            characters = kind.from_address(self._host.data_ptr())
-            memory = memoryview(characters).cast("B")
-            longs = memory[: 8 * num_longs].cast("q")
-            ints = memory[8 * num_longs :].cast("i")
-            int_buffer = self._buffer[num_longs:].view(torch.int32)
-            free = {
-                "q": _Part(longs, self._buffer[:num_longs]),
-                "i": _Part(ints, int_buffer),
-            }
-
-            def take(kind: str, count: int) -> _Part:
-                host, on_device = free[kind]
-                taken = _Part(host[:count], on_device[:count])
-                free[kind] = _Part(host[count:], on_device[count:])
-                return taken
-
-            self._token_ids = take("q", sizes.tokens)
-            self._positions = take("q", sizes.tokens)
-            self._groups = []
-            for number in range(len(sizes.widths)):
-                self._groups.append(_GroupInputs(sizes, number, take))
-            self._kept = take("q", num_kept) if has_chunks else None
-            self._query_start = None
-            if has_chunks:
-                self._query_start = take("i", sizes.rows + 1)
-            self._ranges = take("q", 2 * sizes.ranges)
+            words = zip(self._host.split(num_words), self._buffer.split(num_words))
+            for part, (host, on_device) in zip(parts, words):
+                part.allocate(host, on_device)
             self.ranges = self._ranges.device.view(-1, 2)
             self.token_ids = self._token_ids.device[None]
             self.positions = self._positions.device[None]
-            self.kept: Tensor | None = None
-            if self._kept is not None:
-                self.kept = self._kept.device
+            self.kept = self._kept.device if sizes.chunks else None
         self._copied: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._copied = torch.cuda.Event()
@@ -273,27 +268,16 @@ class StaticInputs:
             inputs.slots.spread(group.slots, decodes, shift, -1)
             inputs.seq_lens.spread(group.seq_lens, decodes, shift)
             inputs.origins.spread(group.origins, decodes, shift)
-            write_changed(
-                inputs.tables.host,
-                inputs.width,
-                inputs.known,
-                group.tables[:decodes],
-            )
+            inputs.write(group.tables[:decodes])
             if sizes.chunks:
-                write_changed(
-                    inputs.tables.host,
-                    inputs.width,
-                    inputs.known,
-                    group.tables[decodes:],
-                    sizes.decodes,
-                )
+                inputs.write(group.tables[decodes:], sizes.decodes)
             if inputs.prefixes is not None:
                 inputs.prefixes.fill(
                     prefixes[number],
                     group.tables,
                     self.block_sizes[number],
                 )
-        if self._query_start is not None and self._kept is not None:
+        if sizes.chunks:
             starts = [shift + start for start in tokens.query_start[decodes:]]
             num_unused = sizes.rows - sizes.decodes - len(starts)
             query_start = [
@@ -328,9 +312,7 @@ class StaticInputs:
         rows = sizes.rows
         ends = [sizes.tokens] * (rows - decodes)
         query_start = (*range(decodes + 1), *ends)
-        begins = None
-        if self._query_start is not None:
-            begins = self._query_start.device
+        begins = self._query_start.device if sizes.chunks else None
         steps = []
         groups = zip(self.windows, self.block_sizes, self._groups)
         for window, size, inputs in groups:
@@ -341,7 +323,7 @@ class StaticInputs:
                 inputs.origins.device,
             )
             step = StepMetadata(
-                inputs.tables.device.view(rows, inputs.width),
+                inputs.tensor,
                 query_start,
                 (),
                 (),

@@ -125,7 +125,7 @@ def _attend_rows(call: AttentionCall) -> Tensor:
     if may_cascade and call.bias is None and _prefill_reason(call) is None:
         split = step.cascade
         if not split:
-            costs = cascade.default_costs(query, keys, values)
+            costs = cascade.default_costs(query.shape[1], keys, values)
             split = step.plan(cascade.find_cascade, costs)
         if split is not None:
             return attention.cascade_attention(query, keys, values, split, **_features(call))

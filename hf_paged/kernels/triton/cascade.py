@@ -54,9 +54,9 @@ def make_cascade(groups: Sequence[SharedPrefix], step: StepMetadata) -> Cascade:
     return Cascade(dataclasses.replace(step, starts=tuple(starts)), prefixes, query_index)
 
 
-def default_costs(query: Tensor, key_blocks: Tensor, value_blocks: Tensor) -> CascadeCosts:
+def default_costs(heads: int, key_blocks: Tensor, value_blocks: Tensor) -> CascadeCosts:
+    """The costs of a layer with this many query heads."""
     kv_heads, _, key_dim = key_blocks.shape[1:]
-    heads = query.shape[1]
     value_dim = value_blocks.shape[3]
     return CascadeCosts(
         token_bytes=kv_heads * (key_dim + value_dim) * key_blocks.element_size(),
@@ -68,27 +68,28 @@ def default_costs(query: Tensor, key_blocks: Tensor, value_blocks: Tensor) -> Ca
 
 
 def find_cascade(step: StepMetadata, costs: CascadeCosts) -> Cascade | None:
-    """The cascade that pays off for a step of decodes, or `None`. Rows longer than their window
-    share nothing."""
+    """The cascade that pays off for a step of decodes, or `None`."""
     if not step.block_ids or any(step.starts):
         return None
-    window = step.window
-    seq_lens = [length if window is None or length <= window else 0 for length in step.seq_lens]
-    groups = plan_cascade(step.block_ids, seq_lens, step.block_size, costs)
+    groups = plan_cascade(step.block_ids, step.seq_lens, step.block_size, costs, step.window)
     return make_cascade(groups, step) if groups else None
 
 
 def plan_cascade(
-    tables: Sequence[list[int]], seq_lens: Sequence[int], block_size: int, costs: CascadeCosts
+    tables: Sequence[list[int]],
+    seq_lens: Sequence[int],
+    block_size: int,
+    costs: CascadeCosts,
+    window: int | None = None,
 ) -> tuple[SharedPrefix, ...]:
     """Groups of rows (each row in at most one) that move fewer bytes if their shared leading blocks
     are read once per `rows_per_read` rows, at the cost of writing and reading one more state per
     row and split; none if they save at most `overhead_bytes` together. The last token of a row is
-    never in a shared part."""
+    never in a shared part, and rows longer than their window share nothing."""
     usable = {
         row: (seq_len - 1) // block_size
         for row, seq_len in enumerate(seq_lens)
-        if seq_len > block_size
+        if seq_len > block_size and (window is None or seq_len <= window)
     }
     groups, saved = _best(list(usable), tables, usable, block_size, costs)
     return tuple(groups) if saved > costs.overhead_bytes else ()

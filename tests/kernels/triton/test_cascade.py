@@ -119,7 +119,7 @@ def test_short_prefixes_are_not_worth_two_more_launches() -> None:
     from hf_paged.kernels.triton import cascade
 
     query, keys, values, step = build(ROWS, torch.float32)
-    assert cascade.find_cascade(step, cascade.default_costs(query, keys, values)) is None
+    assert cascade.find_cascade(step, cascade.default_costs(query.shape[1], keys, values)) is None
 
 
 def test_a_cascade_of_given_groups_takes_any_part_of_what_is_shared() -> None:

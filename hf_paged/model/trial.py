@@ -175,23 +175,10 @@ class Trial:
     ) -> str | None:
         """Says how far logits `(n, vocab_size)` differ if that exceeds the tolerance, else `None`;
         NaN and infinities must be at the same places."""
-        finite = plain.isfinite()
-        plain = plain.float()
-        computed = computed.float()
-        gap = torch.full((len(plain),), float("inf"), device=plain.device)
-        if torch.equal(finite, computed.isfinite()):
-            # root mean square of each row, in standard deviations
-            errors = torch.where(finite, plain - computed, 0.0)
-            root_mean_square = errors.square().mean(1).sqrt()
-            gap = root_mean_square / plain[finite].std().clamp_min(1e-6)
         dtypes = self.dtypes - {None}
         stored = {spec.storage_dtype(dtype) for spec in self.cache.groups for dtype in dtypes}
-        half = half_tolerance(dtypes | stored, plain.device)
-        if half is None:
-            worst = float(gap.max())
-        else:
-            worst = float(gap.sort().values[len(gap) // 2])  # the median
-        if worst <= (half or TOLERANCE):  # not so for NaN
+        worst = gap_above_tolerance(plain, computed, dtypes | stored)
+        if worst is None:
             return None
         return Topic.SELF_CHECK(
             f"{how}, its {what} are {worst:.1e} standard deviations from those of a sequence alone"
@@ -345,6 +332,31 @@ def product_precision(device: torch.device) -> tuple[str, bool]:
     if device.type == "cuda":
         sums_in_half = backend.matmul.allow_fp16_accumulation
     return of_float32, sums_in_half
+
+
+def gap_above_tolerance(
+    plain: Tensor, computed: Tensor, dtypes: Iterable[torch.dtype | None]
+) -> float | None:
+    """How far logits `(n, vocab_size)` are apart that were computed in `dtypes`, in standard
+    deviations: of all rows the worst, in half precision the median; `None` if that is within the
+    tolerance. NaN and infinities must be at the same places."""
+    finite = plain.isfinite()
+    plain = plain.float()
+    computed = computed.float()
+    gap = torch.full((len(plain),), float("inf"), device=plain.device)
+    if torch.equal(finite, computed.isfinite()):
+        # root mean square of each row
+        errors = torch.where(finite, plain - computed, 0.0)
+        root_mean_square = errors.square().mean(1).sqrt()
+        gap = root_mean_square / plain[finite].std().clamp_min(1e-6)
+    half = half_tolerance(dtypes, plain.device)
+    if half is None:
+        worst = float(gap.max())
+    else:
+        worst = float(gap.sort().values[len(gap) // 2])
+    if worst <= (half or TOLERANCE):  # not so for NaN
+        return None
+    return worst
 
 
 def half_tolerance(dtypes: Iterable[torch.dtype | None], device: torch.device) -> float | None:

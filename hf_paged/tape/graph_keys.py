@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from ..batching.execution.buckets import bucket, chunk_bucket, draft_bucket, power_of_two
 from ..batching.execution.inputs import PackedTokens
 from ..kernels.triton.cascade import SharedPrefix
-from .inputs import Sizes
 
 # least capacity of block tables: short sequences need no new graph when they grow
 MIN_TABLE_TOKENS = 1024
@@ -24,53 +23,71 @@ Prefixes = tuple[tuple[SharedPrefix, ...], ...]
 
 
 class Key(NamedTuple):
-    """Identifies a recorded graph."""
+    """Identifies a recorded graph: the capacity of its steps, and what is the same in all of
+    them."""
 
-    sizes: Sizes
-    # context, autocast dtype, training mode, batch invariance, whether hidden states are kept,
-    # options of torch
-    variant: Hashable
+    decodes: int  # leading rows, of one token each
+    widths: tuple[int, ...]  # columns of each layer group's block tables
+    chunks: int = 0  # rows after the decodes, of any number of tokens
+    chunk_tokens: int = 0  # in all chunks together
+    # by group: prefixes shared by decodes, columns of their tables
+    prefixes: tuple[tuple[int, int], ...] = ()
+    ranges: int = 0  # token ranges with an adapter
+    variant: Hashable = None  # of the context
+    # autocast dtype, training mode, batch invariance, whether hidden states are kept, options of
+    # torch
+    options: Hashable = None
+
+    @property
+    def rows(self) -> int:
+        """All rows; with chunks one more, for padding tokens."""
+        if not self.chunks:
+            return self.decodes
+        return self.decodes + self.chunks + 1
+
+    @property
+    def tokens(self) -> int:
+        return self.decodes + self.chunk_tokens
+
+    @property
+    def rooms(self) -> tuple[int, ...]:
+        """The numbers of which a step may use fewer."""
+        return (self.decodes, self.chunks, self.chunk_tokens, *self.widths)
 
     def serves(self, other: Key) -> bool:
         """Whether steps of key `other` may run with this graph: padded, with at most twice their
         chunk tokens, or without a cascade over shared prefixes."""
-        mine = self.sizes
-        needed = other.sizes
-        if not _covers(self.variant, other.variant):
+        if self.options != other.options or not _covers(self.variant, other.variant):
             return False
-        if bool(mine.chunks) != bool(needed.chunks):
+        if bool(self.chunks) != bool(other.chunks):
             return False
-        if mine.chunk_tokens > 2 * needed.chunk_tokens:
+        if self.chunk_tokens > 2 * other.chunk_tokens:
             return False
-        if any(map(operator.lt, mine.rooms, needed.rooms)):
+        if any(map(operator.lt, self.rooms, other.rooms)):
             return False
-        if not mine.prefixes:
+        if not self.prefixes:
             return True
-        if not needed.prefixes:
+        if not other.prefixes:
             return False
-        return all(map(_has_room, mine.prefixes, needed.prefixes))
+        return all(map(_has_room, self.prefixes, other.prefixes))
 
     @property
     def use(self) -> Hashable:
         """The key without table widths, whose uses are counted as well: when tables outgrow a
         graph, the next is recorded at once."""
-        sizes = self.sizes
         return (
-            sizes.decodes,
-            sizes.chunks,
-            sizes.chunk_tokens,
-            bool(sizes.prefixes),
+            self.decodes,
+            self.chunks,
+            self.chunk_tokens,
+            bool(self.prefixes),
             self.variant,
+            self.options,
         )
 
 
 def _covers(mine: Any, needed: Any) -> bool:
     """Whether the variants are equal, or differ only in what the needed step's context does not
     use."""
-    if isinstance(mine, tuple) and isinstance(needed, tuple):
-        if mine[1:] == needed[1:]:
-            mine = mine[0]
-            needed = needed[0]
     if isinstance(mine, frozenset) and isinstance(needed, frozenset):
         return mine >= needed
     return bool(mine == needed)
@@ -86,14 +103,16 @@ def _has_room(mine: tuple[int, int], needed: tuple[int, int]) -> bool:
     return num_mine >= num_needed and width >= least
 
 
-def sizes_of(
+def key_of(
     tokens: PackedTokens,
     prefixes: Prefixes,
     block_sizes: list[int],
     num_ranges: int,
-) -> Sizes:
-    """The step's sizes rounded up to few values, such as powers of two, so that few graphs
-    serve many steps."""
+    variant: Hashable,
+    options: Hashable,
+) -> Key:
+    """The key of a step, with sizes rounded up to few values, such as powers of two, so that few
+    graphs serve many steps."""
     widths = []
     shared = []
     for number, block_size in enumerate(block_sizes):
@@ -123,4 +142,6 @@ def sizes_of(
         rows = power_of_two(1, decodes) if decodes else 0
     else:
         rows = draft_bucket(decodes) if tokens.has_drafts else bucket(decodes)
-    return Sizes(rows, tuple(widths), chunks, chunk_tokens, tuple(shared), num_ranges)
+    return Key(
+        rows, tuple(widths), chunks, chunk_tokens, tuple(shared), num_ranges, variant, options
+    )

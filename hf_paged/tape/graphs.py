@@ -9,7 +9,6 @@ import functools
 import logging
 import operator
 import os
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -40,7 +39,7 @@ from ..step import StepMetadata
 from ..switches import NOTHING
 from ..timing import timed
 from ..topics import Topic
-from .graph_keys import MAX_CHUNK_TOKENS, Key, Prefixes, sizes_of
+from .graph_keys import MAX_CHUNK_TOKENS, Key, Prefixes, key_of
 from .inputs import StaticInputs
 from .recorders import (
     Graph,
@@ -240,26 +239,21 @@ class StepGraphs:
     ) -> Key:
         """The key of the smallest graph that serves a step."""
         is_training = getattr(self._model(), "training", False)
-        options = (
-            torch.get_default_dtype(),
-            torch.get_num_threads(),
-            torch._C._get_deterministic_algorithms(),
-        )
         variant = None
         num_ranges = 0
         if self._context is not None:
             variant = self._context.variant
             num_ranges = self._context.num_ranges
-        full_variant = (
-            variant,
+        options = (
             autocast_dtype(self._device),
             is_training,
             batch_invariant.get(),
             keeps_hidden,
-            *options,
+            torch.get_default_dtype(),
+            torch.get_num_threads(),
+            torch._C._get_deterministic_algorithms(),
         )
-        sizes = sizes_of(tokens, prefixes, self._block_sizes, num_ranges)
-        return Key(sizes, full_variant)
+        return key_of(tokens, prefixes, self._block_sizes, num_ranges, variant, options)
 
     def _find(
         self,
@@ -271,9 +265,8 @@ class StepGraphs:
         the key of a larger one that serves the step, or `None`."""
 
         def padding(key: Key) -> tuple[Any, ...]:
-            sizes = key.sizes
-            loses_cascade = bool(wanted.sizes.prefixes) - bool(sizes.prefixes)
-            return loses_cascade, sizes.tokens, sizes.widths
+            loses_cascade = bool(wanted.prefixes) - bool(key.prefixes)
+            return loses_cascade, key.tokens, key.widths
 
         candidates = (key for key in self._graphs if key.serves(wanted))
         serving = min(candidates, key=padding, default=None)
@@ -317,7 +310,6 @@ class StepGraphs:
         with timed("record"), recording_alone(self._device) as is_alone:
             if not is_alone:
                 return None
-            start = time.perf_counter()
             try:
                 step = self._record(key, tokens, prefixes)
             except Exception as error:
@@ -333,8 +325,7 @@ class StepGraphs:
                 # avoids recording evicted graphs again and again
                 self._uses[oldest] = self._uses[oldest.use] = 0
             self._graphs[key] = step
-            milliseconds = 1000 * (time.perf_counter() - start)
-            logger.debug("captured %s in %.0f ms", key, milliseconds)
+            logger.debug("captured %s", key)
             return key
 
     def _record(
@@ -344,7 +335,7 @@ class StepGraphs:
         prefixes: Prefixes,
     ) -> RecordedStep:
         inputs = StaticInputs(
-            key.sizes,
+            key,
             self._windows,
             self._block_sizes,
             self._device,
@@ -353,8 +344,7 @@ class StepGraphs:
         recorded = None
         tensors: Sequence[Tensor] = ()
         if context is not None:
-            has_chunks = key.sizes.chunks > 0
-            recorded = context.record(inputs.ranges, key.sizes.tokens, has_chunks)
+            recorded = context.record(inputs.ranges, key.tokens, key.chunks > 0)
             tensors = context.tensors
         outputs: list[Tensor] = []
         run = functools.partial(
@@ -396,18 +386,15 @@ class StepGraphs:
             self._uses[key] = self._uses[key.use] = -(MIN_USES << self._num_short)
             log_unrecorded(f"there is no memory for more of them at present ({reason})", log_level)
             return
-        sizes = key.sizes
-        kind, size = "decodes", sizes.decodes
-        if sizes.prefixes:  # the step is tried again without them
+        kind, size = "decodes", key.decodes
+        if key.prefixes:  # the step is tried again without them
             kind, size = "prefixes", 1
-            plain = {}
-            for known, step in self._graphs.items():
-                if not known.sizes.prefixes:
-                    plain[known] = step
-            self._graphs = plain
-        elif sizes.chunks:
-            kind, size = "chunks", sizes.chunk_tokens
-        has_decodes = any(not known.sizes.chunks for known in self._graphs)
+            self._graphs = {
+                known: step for known, step in self._graphs.items() if not known.prefixes
+            }
+        elif key.chunks:
+            kind, size = "chunks", key.chunk_tokens
+        has_decodes = any(not known.chunks for known in self._graphs)
         if kind == "decodes" and not has_decodes:
             self.obstacle = reason
             self.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,37 +13,10 @@ from torch import Tensor
 from ..batching.execution.inputs import Bounds, PackedTokens, write_changed
 from ..kernels.triton.cascade import SharedPrefix
 from ..step import Cascade, Lengths, StepMetadata
+from .graph_keys import Key
 
 _DTYPES = {"q": torch.int64, "i": torch.int32}
 _WORD = torch.int64  # of the buffers
-
-
-class Sizes(NamedTuple):
-    """Capacity of a recorded step."""
-
-    decodes: int  # leading rows, of one token each
-    widths: tuple[int, ...]  # columns of each layer group's block tables
-    chunks: int = 0  # rows after the decodes, of any number of tokens
-    chunk_tokens: int = 0  # in all chunks together
-    # by group: prefixes shared by decodes, columns of their tables
-    prefixes: tuple[tuple[int, int], ...] = ()
-    ranges: int = 0  # token ranges with an adapter
-
-    @property
-    def rows(self) -> int:
-        """All rows; with chunks one more, for padding tokens."""
-        if not self.chunks:
-            return self.decodes
-        return self.decodes + self.chunks + 1
-
-    @property
-    def tokens(self) -> int:
-        return self.decodes + self.chunk_tokens
-
-    @property
-    def rooms(self) -> tuple[int, ...]:
-        """The numbers of which a step may use fewer."""
-        return (self.decodes, self.chunks, self.chunk_tokens, *self.widths)
 
 
 class _Part:
@@ -110,14 +83,14 @@ class _Tables:
 class _GroupInputs(_Tables):
     """The parts of a layer group's [`StepMetadata`]."""
 
-    def __init__(self, sizes: Sizes, number: int, take: Take) -> None:
-        super().__init__(sizes.rows, sizes.widths[number], take)
-        self.slots = take("q", sizes.tokens)
-        self.origins = take("i", sizes.rows)
+    def __init__(self, key: Key, number: int, take: Take) -> None:
+        super().__init__(key.rows, key.widths[number], take)
+        self.slots = take("q", key.tokens)
+        self.origins = take("i", key.rows)
         self.prefixes: _Prefixes | None = None
-        if sizes.prefixes and sizes.prefixes[number][0]:
-            num_prefixes, width = sizes.prefixes[number]
-            self.prefixes = _Prefixes(sizes.decodes, num_prefixes, width, take)
+        if key.prefixes and key.prefixes[number][0]:
+            num_prefixes, width = key.prefixes[number]
+            self.prefixes = _Prefixes(key.decodes, num_prefixes, width, take)
 
 
 class _Prefixes(_Tables):
@@ -191,27 +164,27 @@ class _Prefixes(_Tables):
 
 
 class StaticInputs:
-    """Buffers at fixed addresses for steps that fit in `sizes`, filled with one copy per step.
+    """Buffers at fixed addresses for steps that fit in `key`, filled with one copy per step.
     Unused rows hold token 0 at position 0, not stored (slot -1) and attending to nothing (length
     0). `token_ids` and `positions` are `(1, tokens)` int64. `kept`, only with chunks, is `(decodes
-    + chunks,)` int64: the tokens whose logits are wanted. `ranges` is `(sizes.ranges, 2)` int64:
+    + chunks,)` int64: the tokens whose logits are wanted. `ranges` is `(key.ranges, 2)` int64:
     for each adapter its range of decode tokens, then, with chunks, that of chunk tokens."""
 
     def __init__(
         self,
-        sizes: Sizes,
+        key: Key,
         windows: list[int | None],
         block_sizes: list[int],
         device: torch.device,
     ) -> None:
-        self.sizes = sizes
+        self.key = key
         self.windows = windows
         self.block_sizes = block_sizes
         num_kept = 0
         num_starts = 0
-        if sizes.chunks:
-            num_kept = sizes.decodes + sizes.chunks
-            num_starts = sizes.rows + 1
+        if key.chunks:
+            num_kept = key.decodes + key.chunks
+            num_starts = key.rows + 1
         parts: list[_Part] = []
 
         def take(kind: str, count: int) -> _Part:
@@ -219,14 +192,14 @@ class StaticInputs:
             parts.append(part)
             return part
 
-        self._token_ids = take("q", sizes.tokens)
-        self._positions = take("q", sizes.tokens)
+        self._token_ids = take("q", key.tokens)
+        self._positions = take("q", key.tokens)
         self._groups = []
-        for number in range(len(sizes.widths)):
-            self._groups.append(_GroupInputs(sizes, number, take))
+        for number in range(len(key.widths)):
+            self._groups.append(_GroupInputs(key, number, take))
         self._kept = take("q", num_kept)
         self._query_start = take("i", num_starts)
-        self._ranges = take("q", 2 * sizes.ranges)
+        self._ranges = take("q", 2 * key.ranges)
         num_words = [part.num_words for part in parts]
         with torch.inference_mode(False):  # they outlive the call
             self._host = torch.zeros(
@@ -242,7 +215,7 @@ class StaticInputs:
             self.ranges = self._ranges.device.view(-1, 2)
             self.token_ids = self._token_ids.device[None]
             self.positions = self._positions.device[None]
-            self.kept = self._kept.device if sizes.chunks else None
+            self.kept = self._kept.device if key.chunks else None
         self._copied: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._copied = torch.cuda.Event()
@@ -258,9 +231,9 @@ class StaticInputs:
         memory is done."""
         if self._copied is not None:
             self._copied.synchronize()
-        sizes = self.sizes
+        key = self.key
         decodes = tokens.num_decodes
-        shift = sizes.decodes - decodes
+        shift = key.decodes - decodes
         self._token_ids.spread(tokens.token_ids, decodes, shift)
         self._positions.spread(tokens.positions, decodes, shift)
         pairs = zip(tokens.groups, self._groups)
@@ -269,34 +242,30 @@ class StaticInputs:
             inputs.seq_lens.spread(group.seq_lens, decodes, shift)
             inputs.origins.spread(group.origins, decodes, shift)
             inputs.write(group.tables[:decodes])
-            if sizes.chunks:
-                inputs.write(group.tables[decodes:], sizes.decodes)
+            if key.chunks:
+                inputs.write(group.tables[decodes:], key.decodes)
             if inputs.prefixes is not None:
                 inputs.prefixes.fill(
                     prefixes[number],
                     group.tables,
                     self.block_sizes[number],
                 )
-        if sizes.chunks:
+        if key.chunks:
             starts = [shift + start for start in tokens.query_start[decodes:]]
-            num_unused = sizes.rows - sizes.decodes - len(starts)
+            num_unused = key.rows - key.decodes - len(starts)
             query_start = [
-                *range(sizes.decodes),
+                *range(key.decodes),
                 *starts,
                 *starts[-1:] * num_unused,
-                sizes.tokens,
+                key.tokens,
             ]
             self._query_start.write(query_start)
-            kept = []
-            for place in tokens.last:
-                kept.append(place if place < decodes else place + shift)
-            num_unkept = sizes.decodes + sizes.chunks - len(kept)
-            kept += [0] * num_unkept
-            self._kept.write(kept)
+            kept = [index if index < decodes else index + shift for index in tokens.last]
+            self._kept.spread(kept, 0, 0)
         bounds = list[int]()
         for (start, end), (first, last) in ranges:
             bounds += (start, end)
-            if sizes.chunks:
+            if key.chunks:
                 bounds += (first + shift, last + shift)
         if bounds:
             self._ranges.write(bounds)
@@ -307,12 +276,12 @@ class StaticInputs:
     def steps(self) -> list[StepMetadata]:
         """Returns one step per layer group. Any chunk may fill all the room for tokens; the host's
         bounds say the first does."""
-        sizes = self.sizes
-        decodes = sizes.decodes
-        rows = sizes.rows
-        ends = [sizes.tokens] * (rows - decodes)
+        key = self.key
+        decodes = key.decodes
+        rows = key.rows
+        ends = [key.tokens] * (rows - decodes)
         query_start = (*range(decodes + 1), *ends)
-        begins = self._query_start.device if sizes.chunks else None
+        begins = self._query_start.device if key.chunks else None
         steps = []
         groups = zip(self.windows, self.block_sizes, self._groups)
         for window, size, inputs in groups:

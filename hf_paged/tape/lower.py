@@ -20,7 +20,7 @@ from .entries import Call, Entry, Kernel, Linear
 from .exact import is_exact, is_view_in_place
 from .passes import simplify
 from .record import KernelCall, Operation, Recorded, tensors_in, written
-from .rows import Layout, Rows, Shape, layout, shape_of
+from .rows import Layout, Rows, layout, shape_of
 from .values import DTYPES, FLOATS, Values, values_of
 
 _PICK = struct.Struct("3Q5q")  # struct PickCall
@@ -171,7 +171,7 @@ class Lowering:
 
     def _end_rows(self) -> None:
         """Makes the next operation read memory again instead of registers."""
-        no_rows = Shape((0, 0, 0), 0)
+        no_rows = (0, 0, 0, 0)
         self.entries.append(Rows(no_rows))
 
     def _sizes(self, output: Tensor) -> tuple[int, ...]:
@@ -180,7 +180,7 @@ class Lowering:
         sizes = tuple(output.shape)
         last = self._last_rows()
         if last is not None and sizes and sizes[-1] == 1:
-            whole = *sizes[:-1], last.shape.width
+            whole = *sizes[:-1], last.shape[-1]
             if shape_of(whole) == last.shape:
                 return whole
         return sizes
@@ -347,12 +347,12 @@ class Lowering:
         return True
 
     def _kernel(self, call: KernelCall) -> None:
-        tensors = call.reads | call.writes
-        self._hold(tensors.values())
-        refs = {offset: self.values.ref(tensor) for offset, tensor in tensors.items()}
-        reads = values_of(refs[offset] for offset in call.reads)
-        writes = values_of(refs[offset] for offset in call.writes)
-        self.entries.append(Kernel(call.name, call.packed, refs, reads, writes))
+        self._hold(tensors_in((call.reads, call.writes)))
+        inputs = self._refs(call.reads)
+        outputs = self._refs(call.writes)
+        reads = values_of(inputs.values())
+        writes = values_of(outputs.values())
+        self.entries.append(Kernel(call.name, call.packed, inputs | outputs, reads, writes))
 
     def _refs(self, x: Any) -> Any:
         return tree_map_only(Tensor, self.values.ref, x)

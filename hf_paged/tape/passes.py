@@ -102,11 +102,7 @@ def _place_result(entries: list[Entry], values: Values) -> None:
     value = read.value
     if value is None or target.ref.value is not None:
         return
-    are_alike = (
-        source.strides == target.strides
-        and source.step == target.step
-        and read.dtype is target.ref.dtype
-    )
+    are_alike = source.strides == target.strides and read.dtype is target.ref.dtype
     content_bytes = math.prod(read.sizes) * read.dtype.itemsize
     is_whole = read.start == 0 and read.nbytes == content_bytes == values.sizes[value]
     users = [entry for entry in others if value in entry.reads | entry.writes]

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ..attention.backends import cpp
 from ..interrupts import restoring
 from ..kernels import forced, uses_triton
-from ..model.trial import TOLERANCE, first_line, half_tolerance
+from ..model.trial import first_line, gap_above_tolerance
 from ..model.values import plain_tensors
 from ..step import NotCapturable
 from ..switches import NOTHING
@@ -93,19 +93,11 @@ def check_replay(
 ) -> None:
     """Raises [`NotCapturable`] unless a replay gives the logits `(n, vocab_size)` of the recorded
     run, computed in `dtypes`."""
-    # `float` copies no float32, which the next line would overwrite
-    expected = logits.float().clone()
+    expected = logits.clone()
     logits.zero_()
     replay()
-    errors = (logits.float() - expected).square().mean(1).sqrt()
-    gap = errors / expected.std(1).clamp_min(1e-6)
-    half = half_tolerance((logits.dtype, *dtypes), logits.device)
-    if half is None:
-        worst = float(gap.max())
-    else:
-        # the median in half precision, where a router may choose another expert for a row
-        worst = float(gap.sort().values[len(gap) // 2])
-    if not worst <= (half or TOLERANCE):
+    worst = gap_above_tolerance(expected, logits, (logits.dtype, *dtypes))
+    if worst is not None:
         raise NotCapturable(
             f"what was recorded gives logits that are {worst:.1e} standard deviations from its own"
         )

@@ -22,19 +22,18 @@ CALL = struct.Struct("3q5q3Q")  # struct RowsCall
 
 
 class Layout(NamedTuple):
-    """A tensor's strides under a list's rows: along their three dimensions (`strides`) and along a
-    row (`step`). Narrow tensors have one number per row."""
+    """A tensor's strides under a list's rows, as their `Shape`. Narrow tensors have one number per
+    row."""
 
     ref: Ref
     strides: tuple[int, ...]
-    step: int
     is_narrow: bool
 
     @property
     def key(self) -> Any:
         """Equal for tensors that share their numbers and differ in their sizes."""
         ref = self.ref
-        return ref.value, ref.start, ref.dtype, self.strides, self.step, self.is_narrow
+        return ref.value, ref.start, ref.dtype, self.strides, self.is_narrow
 
 
 class Instruction(NamedTuple):
@@ -49,11 +48,8 @@ class Instruction(NamedTuple):
     number: float = 0.0
 
 
-class Shape(NamedTuple):
-    """Three dimensions of rows, and the numbers in a row."""
-
-    rows: tuple[int, ...]
-    width: int
+Shape = tuple[int, ...]
+"""Three dimensions of rows, and the numbers in a row."""
 
 
 def _of_rows(numbers: Sequence[int], sizes: Sequence[int], missing: int) -> tuple[int, ...] | None:
@@ -72,7 +68,7 @@ def shape_of(sizes: tuple[int, ...]) -> Shape | None:
     rows = _of_rows(sizes, sizes, 1)
     if rows is None:
         return None
-    return Shape(rows, sizes[-1])
+    return (*rows, sizes[-1])
 
 
 def layout(ref: Ref, sizes: tuple[int, ...]) -> Layout | None:
@@ -95,7 +91,7 @@ def layout(ref: Ref, sizes: tuple[int, ...]) -> Layout | None:
     step = 1
     if is_wide and not is_narrow:
         step = strides[-1]
-    return Layout(ref, row_strides, step, is_narrow)
+    return Layout(ref, (*row_strides, step), is_narrow)
 
 
 class Rows:
@@ -215,13 +211,12 @@ class Rows:
                 num_memories += 1
                 start = address(memory.ref)
                 kind = DTYPES[memory.ref.dtype]
-                memories += MEMORY.pack(start, kind, *memory.strides, memory.step)
+                memories += MEMORY.pack(start, kind, *memory.strides)
             numbers = OPS[op], registers[out], a, b, DTYPES[dtype], 0
             instructions += INSTRUCTION.pack(*numbers, number)
         packed_narrow = struct.pack(f"{len(are_narrow)}i", *are_narrow)
         call = CALL.pack(
-            *self.shape.rows,
-            self.shape.width,
+            *self.shape,
             torch.get_num_threads(),
             num_memories,
             len(self.instructions),

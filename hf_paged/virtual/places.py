@@ -180,7 +180,6 @@ class Places:
         # block ids of each slot, by position
         self.mapped: list[list[int | None]] = [[] for _ in range(num_slots)]
         self.versions = [0] * num_slots
-        self.owners = [0] * num_slots
         self.loans: list[Loan] = []
         self._num_ends = [0]  # extents of each plane
         self._is_left = False  # rows must get new addresses
@@ -228,34 +227,33 @@ class Places:
         have = self.mapped[slot]
         want = row.block_ids
         end = row.first + len(want)
-        if self.owners[slot] != row.owner and not config.keep_mappings:
+        if self.versions[slot] < row.began and not config.keep_mappings:
             self._unmap(slot, 0, len(have))
         if row.hides:  # padding reads as zeros
             for position, block_id in enumerate(have[: row.first]):
                 if block_id is not None:
                     self._unmap(slot, position, 1)
         have += [None] * (end - len(have))
-        position = row.first
-        while position < end:
-            # consecutive positions with consecutive block ids are mapped at once
-            first_id = want[position - row.first]
-            count = 0
-            while position + count < end:
-                block_id = want[position + count - row.first]
-                if block_id != first_id + count or block_id == have[position + count]:
-                    break
-                count += 1
-            if not count:  # mapped already
-                position += 1
+
+        def distance(block: tuple[int, int]) -> int | None:
+            """Equal in blocks that are mapped at once, as their ids follow one another like their
+            positions; `None` if a block is mapped already."""
+            position, block_id = block
+            return None if have[position] == block_id else block_id - position
+
+        for shift, members in itertools.groupby(enumerate(want, row.first), distance):
+            if shift is None:
                 continue
-            num_mapped = count
-            if position + count == end:
+            run = list(members)
+            position, first_id = run[0]
+            last, last_id = run[-1]
+            count = last + 1 - position
+            if last + 1 == end:
                 num_positions = self.shape[1] // self.block_size
-                room = min(num_positions - end, num_blocks - (first_id + count))
-                num_mapped += max(0, min(config.blocks_ahead, room))
-            self._map(slot, position, first_id, num_mapped)
-            position += count
-        self.versions[slot], self.owners[slot] = row.version, row.owner
+                room = min(num_positions - end, num_blocks - 1 - last_id)
+                count += max(0, min(config.blocks_ahead, room))
+            self._map(slot, position, first_id, count)
+        self.versions[slot] = row.version
 
     def drop(self, slot: int) -> None:
         """Unmaps a slot."""

@@ -33,7 +33,7 @@ class Row:
     end: int = 0  # position behind its last token
     hides: bool = False  # whether padding precedes it
     version: int = 0  # counts changes
-    owner: int = 0  # counts unrelated rows in this slot
+    began: int = 0  # the first version that is not of an earlier, unrelated row
     # ids of the blocks mapped by position, if mappings are kept: those of the row, and of earlier
     # rows beyond it
     mapped: list[int | None] = field(default_factory=list)
@@ -336,8 +336,9 @@ class RowSlots:
         row.end = end
         if is_changed or is_another:
             overlaps = bool(ids) and row.holds(first, ids[0])
-            row.owner += is_shorter or not overlaps
             row.version += 1  # before the content: an interrupt between them has it mapped again
+            if is_shorter or not overlaps:
+                row.began = row.version
             row.first, row.block_ids, row.hides = first, ids, hides
             if self._keeps:
                 row.mapped += [None] * (num_positions - len(row.mapped))

@@ -17,7 +17,6 @@ from hf_paged.kernels.triton import cascade
 from hf_paged.tape import graph_keys, shared_prefixes
 from hf_paged.tape import graphs as recording
 from hf_paged.tape.graph_keys import Key
-from hf_paged.tape.inputs import Sizes
 from tests.attention import test_latent
 from tests.batching.test_runner import SIZE, Row, assert_close, tokens
 from tests.support import models
@@ -48,8 +47,8 @@ def _use_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(kernels.VARIABLE, "triton")
 
 
-def sizes_of(bench: Any) -> list[Sizes]:
-    return [key.sizes for key in graphs_of(bench.memory)._graphs]
+def sizes_of(bench: Any) -> list[Key]:
+    return [key._replace(variant=None) for key in graphs_of(bench.memory)._graphs]
 
 
 def share(parent: Row, rows: list[Row]) -> None:
@@ -69,21 +68,17 @@ def test_few_sizes_serve_all_chunks() -> None:
 
 
 def test_which_graph_serves_which_step() -> None:
-    def serves(mine: Sizes, needed: Sizes) -> bool:
-        return Key(mine, None).serves(Key(needed, None))
-
-    decodes, mixed = Sizes(8, (4,)), Sizes(8, (4,), 4, 32)
+    serves = Key.serves
+    decodes, mixed = Key(8, (4,)), Key(8, (4,), 4, 32)
     assert (
-        serves(decodes, Sizes(4, (2,)))
-        and not serves(decodes, mixed)
-        and not serves(mixed, decodes)
+        serves(decodes, Key(4, (2,))) and not serves(decodes, mixed) and not serves(mixed, decodes)
     )
-    assert serves(mixed, Sizes(2, (4,), 4, 16)) and not serves(mixed, Sizes(2, (4,), 8, 32))
-    assert not serves(Sizes(8, (4,), 4, 64), Sizes(8, (4,), 4, 24)), "more padding than tokens"
+    assert serves(mixed, Key(2, (4,), 4, 16)) and not serves(mixed, Key(2, (4,), 8, 32))
+    assert not serves(Key(8, (4,), 4, 64), Key(8, (4,), 4, 24)), "more padding than tokens"
     shared = decodes._replace(prefixes=((4, 4),))
     assert serves(decodes, shared) and not serves(shared, decodes)
     assert not serves(shared, shared._replace(prefixes=((8, 4),)))
-    assert not Key(decodes, 0).serves(Key(decodes, 1))
+    assert not serves(decodes._replace(variant=0), decodes._replace(variant=1))
 
 
 # ----------------------------------------------------------------------------------------- parity
@@ -151,7 +146,7 @@ def test_an_engine_gives_plain_tokens(name: str, graphs: FakeGraphs) -> None:
         assert stats.num_captured_steps - before.num_captured_steps > 0.8 * (
             stats.num_steps - before.num_steps
         )
-        assert {key.sizes.chunk_tokens for key in graphs_of(engine.memory)._graphs} >= {0, 16}  # type: ignore[attr-defined]
+        assert {key.chunk_tokens for key in graphs_of(engine.memory)._graphs} >= {0, 16}  # type: ignore[attr-defined]
         assert_drained(engine)
     for (prompt, options), result in zip(jobs, found):
         assert_same_as_lone(
@@ -306,8 +301,8 @@ def test_one_recorded_step_serves_every_order_of_adapters(
                     assert_same_as_lone(
                         expected[name, number], found, options, f"{name} of {order}"
                     )
-        mixes = [key for key in graphs_of(engine.memory)._graphs if key.sizes.ranges]  # type: ignore[attr-defined]
-        assert any(key.sizes.chunks for key in mixes) and any(not key.sizes.chunks for key in mixes)
+        mixes = [key for key in graphs_of(engine.memory)._graphs if key.ranges]  # type: ignore[attr-defined]
+        assert any(key.chunks for key in mixes) and any(not key.chunks for key in mixes)
         assert all(isinstance(key.variant[0], frozenset) for key in mixes)  # type: ignore[index]
         assert graphs.num_replays > 8
         assert_drained(engine)
@@ -352,7 +347,7 @@ def test_a_model_whose_chunks_cannot_be_recorded(
     ) as engine:
         found = results(engine, jobs, later=6)
         assert graphs.num_replays > 20
-        assert {key.sizes.chunk_tokens for key in graphs_of(engine.memory)._graphs} == {0, 16}  # type: ignore[attr-defined]
+        assert {key.chunk_tokens for key in graphs_of(engine.memory)._graphs} == {0, 16}  # type: ignore[attr-defined]
     for (prompt, options), result in zip(jobs, found):
         assert_same_as_lone(
             lone_run(model, prompt, options["generation_config"]), result, GREEDY, "deepseek"

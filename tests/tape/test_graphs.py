@@ -118,7 +118,7 @@ def test_engine_gives_plain_tokens(name: str, graphs: FakeGraphs) -> None:
         found = results(engine, jobs, later=3)
         stats = engine.stats()
         assert stats.num_captured_steps == graphs.num_replays > stats.num_steps / 2
-        assert {key.sizes.decodes for key in keys(engine)} >= {1, 2, 4}
+        assert {key.decodes for key in keys(engine)} >= {1, 2, 4}
         assert_drained(engine)
     for (prompt, options), result in zip(jobs, found):
         assert_same_as_lone(
@@ -236,7 +236,7 @@ def test_padding_writes_nothing(graphs: FakeGraphs) -> None:
     # unwritten memory may be NaN
     before = [layer.data[0].view(torch.int32).clone() for layer in layers]
     bench.run(items)
-    assert graphs.num_replays == 3 and [key.sizes.decodes for key in keys(bench)] == [8]
+    assert graphs.num_replays == 3 and [key.decodes for key in keys(bench)] == [8]
     for layer, old in zip(layers, before):
         # [num_blocks, block_size]
         changed = (layer.data[0].view(torch.int32) != old).any(dim=3).any(dim=1)
@@ -268,7 +268,7 @@ def test_the_graph_used_longest_ago_goes_first(
     bench.run([row.take(SIZE + 1) for row in rows])
     for count in (1, 1, 2, 2, 1, 4, 4):
         bench.decode(*rows[:count])
-    assert [key.sizes.decodes for key in keys(bench)] == [1, 4]
+    assert [key.decodes for key in keys(bench)] == [1, 4]
 
 
 # -------------------------------------------------------------------------- what graphs depend on
@@ -284,18 +284,13 @@ def test_wider_tables_need_another_graph(name: str, graphs: FakeGraphs) -> None:
     for _ in range(60):
         assert_close(bench.decode(row, other), [bench.plain(row), bench.plain(other)])
     full = bench.runner.windows.index(None)
+    assert sorted(key.widths[full] for key in keys(bench)) == [1, 2, 4, 8, 16][: len(graphs.graphs)]
     assert (
-        sorted(key.sizes.widths[full] for key in keys(bench))
-        == [1, 2, 4, 8, 16][: len(graphs.graphs)]
-    )
-    assert (
-        max(key.sizes.widths[full] for key in keys(bench))
-        >= len(row.blocks.tables[full].block_ids)
-        > 4
+        max(key.widths[full] for key in keys(bench)) >= len(row.blocks.tables[full].block_ids) > 4
     )
     if name == "gemma3":
         # blocks leave the window
-        assert max(key.sizes.widths[1 - full] for key in keys(bench)) == 2
+        assert max(key.widths[1 - full] for key in keys(bench)) == 2
 
 
 def test_tables_start_wide_enough_for_short_texts(
@@ -307,7 +302,7 @@ def test_tables_start_wide_enough_for_short_texts(
     bench.run([row.take(2)])
     for _ in range(70):
         bench.decode(row)
-    assert len(graphs.graphs) == 1 and keys(bench)[0].sizes.widths == (16,)
+    assert len(graphs.graphs) == 1 and keys(bench)[0].widths == (16,)
 
 
 def test_a_pool_that_grows(graphs: FakeGraphs) -> None:
@@ -674,9 +669,7 @@ def test_a_capture_for_which_there_is_no_memory(
             assert_close(bench.decode(*rows), [bench.plain(row) for row in rows])
             assert_close(bench.decode(rows[0]), [bench.plain(rows[0])])
     assert attempts == [1, 5]
-    assert [key.sizes.decodes for key in keys(bench)] == [2, 1] and decodes_of(
-        bench
-    ).obstacle is None
+    assert [key.decodes for key in keys(bench)] == [2, 1] and decodes_of(bench).obstacle is None
     assert len(caplog.records) == 1 and "there is no memory for more of them" in caplog.text
 
 

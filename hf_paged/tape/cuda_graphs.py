@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
 
 from ..cache.free_memory import is_out_of_memory
 from .record import HostFirst, KnownAgain, NothingUnrecorded
@@ -33,8 +31,7 @@ class CudaGraphs:
     def capture(
         self,
         run: Callable[[], None],
-        model: PreTrainedModel,
-        tensors: Sequence[Tensor],
+        kept: set[int],
     ) -> RecordedGraph:
         """Runs `run` once as it is, then records it. Waits for the device. Raises what `run`
         raises, and [`NotCapturable`] if it cannot be recorded; streams, random state and memory are

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from ..batching.execution.buckets import bucket, chunk_bucket, draft_bucket, power_of_two
 from ..batching.execution.inputs import PackedTokens
+from ..cache.group_memory import GroupMemory
 from ..kernels.triton.cascade import SharedPrefix
 
 # least capacity of block tables: short sequences need no new graph when they grow
@@ -106,7 +107,7 @@ def _has_room(mine: tuple[int, int], needed: tuple[int, int]) -> bool:
 def key_of(
     tokens: PackedTokens,
     prefixes: Prefixes,
-    block_sizes: list[int],
+    memories: list[GroupMemory],
     num_ranges: int,
     variant: Hashable,
     options: Hashable,
@@ -115,8 +116,8 @@ def key_of(
     graphs serve many steps."""
     widths = []
     shared = []
-    for number, block_size in enumerate(block_sizes):
-        least = -(-MIN_TABLE_TOKENS // block_size)
+    for number, memory in enumerate(memories):
+        least = -(-MIN_TABLE_TOKENS // memory.block_size)
         longest = max(map(len, tokens.groups[number].tables))
         widths.append(power_of_two(least, longest))
         if not prefixes:

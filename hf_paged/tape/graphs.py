@@ -7,11 +7,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import operator
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,8 +117,7 @@ class StepGraphs:
             groups,
         )
         self._backend = backend
-        self._windows = [group.spec.window for group in groups]
-        self._block_sizes = [group.block_size for group in groups]
+        self._kept: set[int] = set()  # addresses of the storages of the model's tensors
         self._signature: Hashable = None  # the recorded model's state, and options of torch
         self._graphs: dict[Key, RecordedStep] = {}  # in LRU order, the last used at the end
         self._blocks: list[weakref.ref[KVBlocks]] = []  # the blocks whose addresses the graphs use
@@ -150,6 +148,7 @@ class StepGraphs:
         if signature != self._signature:
             self.clear()
             self._uses.clear()  # a model that changes again and again is not recorded each time
+            self._kept = _storages(state.tensors)
             self._signature, self.obstacle, self._limits = signature, None, {}
 
     def run_ahead(self, memory: PagedMemory, scheduler: Scheduler) -> RunAhead | None:
@@ -253,7 +252,7 @@ class StepGraphs:
             torch.get_num_threads(),
             torch._C._get_deterministic_algorithms(),
         )
-        return key_of(tokens, prefixes, self._block_sizes, num_ranges, variant, options)
+        return key_of(tokens, prefixes, self._groups, num_ranges, variant, options)
 
     def _find(
         self,
@@ -336,16 +335,15 @@ class StepGraphs:
     ) -> RecordedStep:
         inputs = StaticInputs(
             key,
-            self._windows,
-            self._block_sizes,
+            self._groups,
             self._device,
         )
         context = self._context
         recorded = None
-        tensors: Sequence[Tensor] = ()
+        kept = self._kept
         if context is not None:
             recorded = context.record(inputs.ranges, key.tokens, key.chunks > 0)
-            tensors = context.tensors
+            kept = kept | _storages(context.tensors)
         outputs: list[Tensor] = []
         run = functools.partial(
             _run,
@@ -367,7 +365,7 @@ class StepGraphs:
         with self._backend.in_order():
             inputs.fill(tokens, prefixes, self._ranges(recorded, tokens))
             with uncached, taken_back(model):
-                graph = self._backend.capture(run, model, tensors)
+                graph = self._backend.capture(run, kept)
                 if not self._backend.on_device:
                     # a tape computes with other kernels than the modules
                     logits = outputs[0][: max(1, len(tokens.last))]
@@ -437,14 +435,17 @@ class StepGraphs:
 
     def _follow_blocks(self) -> None:
         """Drops all graphs if a layer's blocks were replaced: the pool grew or was rebuilt."""
-        blocks: list[KVBlocks] = []
+        blocks: list[weakref.ref[KVBlocks]] = []
         for group in self._groups:
-            blocks += group.storage.layers.values()
-        held = list(map(weakref.ref.__call__, self._blocks))
-        if len(held) != len(blocks) or not all(map(operator.is_, held, blocks)):
+            blocks += map(weakref.ref, group.storage.layers.values())
+        if blocks != self._blocks:
             self._graphs.clear()
-            self._blocks = [weakref.ref(now) for now in blocks]
+            self._blocks = blocks
             self._shared.forget_costs()
+
+
+def _storages(tensors: Iterable[Tensor]) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 def _run(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..batching.execution.inputs import Bounds, PackedTokens, write_changed
+from ..cache.group_memory import GroupMemory
 from ..kernels.triton.cascade import SharedPrefix
 from ..step import Cascade, Lengths, StepMetadata
 from .graph_keys import Key
@@ -83,8 +84,10 @@ class _Tables:
 class _GroupInputs(_Tables):
     """The parts of a layer group's [`StepMetadata`]."""
 
-    def __init__(self, key: Key, number: int, take: Take) -> None:
+    def __init__(self, key: Key, number: int, memory: GroupMemory, take: Take) -> None:
         super().__init__(key.rows, key.widths[number], take)
+        self.window = memory.spec.window
+        self.block_size = memory.block_size
         self.slots = take("q", key.tokens)
         self.origins = take("i", key.rows)
         self.prefixes: _Prefixes | None = None
@@ -173,13 +176,10 @@ class StaticInputs:
     def __init__(
         self,
         key: Key,
-        windows: list[int | None],
-        block_sizes: list[int],
+        memories: list[GroupMemory],
         device: torch.device,
     ) -> None:
         self.key = key
-        self.windows = windows
-        self.block_sizes = block_sizes
         num_kept = 0
         num_starts = 0
         if key.chunks:
@@ -195,8 +195,8 @@ class StaticInputs:
         self._token_ids = take("q", key.tokens)
         self._positions = take("q", key.tokens)
         self._groups = []
-        for number in range(len(key.widths)):
-            self._groups.append(_GroupInputs(key, number, take))
+        for number, memory in enumerate(memories):
+            self._groups.append(_GroupInputs(key, number, memory, take))
         self._kept = take("q", num_kept)
         self._query_start = take("i", num_starts)
         self._ranges = take("q", 2 * key.ranges)
@@ -248,7 +248,7 @@ class StaticInputs:
                 inputs.prefixes.fill(
                     prefixes[number],
                     group.tables,
-                    self.block_sizes[number],
+                    inputs.block_size,
                 )
         if key.chunks:
             starts = [shift + start for start in tokens.query_start[decodes:]]
@@ -283,8 +283,7 @@ class StaticInputs:
         query_start = (*range(decodes + 1), *ends)
         begins = self._query_start.device if key.chunks else None
         steps = []
-        groups = zip(self.windows, self.block_sizes, self._groups)
-        for window, size, inputs in groups:
+        for inputs in self._groups:
             lengths = Lengths(
                 inputs.seq_lens.device,
                 inputs.starts.device,
@@ -296,8 +295,8 @@ class StaticInputs:
                 query_start,
                 (),
                 (),
-                size,
-                window=window,
+                inputs.block_size,
+                window=inputs.window,
                 slots=inputs.slots.device[None],
                 lengths=lengths,
             )

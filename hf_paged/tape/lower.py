@@ -204,7 +204,6 @@ class Lowering:
         if opened is None:
             return False
         rows, registers, target = opened
-        is_narrow = target.is_narrow
         dtype = output.dtype
         number = 0.0
         if len(tensors) < len(args):
@@ -214,16 +213,14 @@ class Lowering:
             for index, x in enumerate(tensors):
                 if x.dim() == 0 and x.dtype is not dtype:
                     register = registers[index]
-                    registers[index] = rows.compute(
-                        "copy", dtype, rows.are_narrow[register], register
-                    )
-        if all(rows.are_narrow[register] for register in registers) != is_narrow:
+                    registers[index] = rows.compute("copy", register, dtype=dtype)
+        if all(rows.are_narrow[register] for register in registers) != target.is_narrow:
             return False  # numbers per row that would have to fill whole rows
         if op == "cube":
-            square = rows.compute("square", torch.float32, is_narrow, *registers)
+            square = rows.compute("square", *registers)
             registers.insert(0, square)
             op = "mul"
-        result = rows.compute(op, dtype, is_narrow, *registers, number=number)
+        result = rows.compute(op, *registers, dtype=dtype, number=number)
         rows.write(target, result)
         if is_in_place:
             self._end_rows()
@@ -249,7 +246,7 @@ class Lowering:
             return False
         rows, registers, target = opened
         op = _REDUCTIONS[operation.function.name()]
-        reduced = rows.compute(op, result.dtype, True, *registers)
+        reduced = rows.compute(op, *registers, dtype=result.dtype)
         rows.write(target, reduced)
         return True
 
@@ -263,19 +260,19 @@ class Lowering:
             return False
         rows, (a, *scales), target = opened
         single = torch.float32
-        mean = rows.compute("mean", single, True, a)
-        centred = rows.compute("sub", single, False, a, mean)
-        square = rows.compute("square", single, False, centred)
-        variance = rows.compute("mean", single, True, square)
-        shifted = rows.compute("add", single, True, variance, number=eps)
-        factor = rows.compute("rsqrt", single, True, shifted)
+        mean = rows.compute("mean", a)
+        centred = rows.compute("sub", a, mean)
+        square = rows.compute("square", centred)
+        variance = rows.compute("mean", square)
+        shifted = rows.compute("add", variance, number=eps)
+        factor = rows.compute("rsqrt", shifted)
         dtype = single if scales else out.dtype
-        result = rows.compute("mul", dtype, False, centred, factor)
+        result = rows.compute("mul", centred, factor, dtype=dtype)
         if weight is not None:
             dtype = out.dtype if bias is None else single
-            result = rows.compute("mul", dtype, False, result, scales[0])
+            result = rows.compute("mul", result, scales[0], dtype=dtype)
         if bias is not None:
-            result = rows.compute("add", out.dtype, False, result, scales[-1])
+            result = rows.compute("add", result, scales[-1], dtype=out.dtype)
         rows.write(target, result)
         return True
 

@@ -8,17 +8,15 @@ import functools
 import gc
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ..attention.backends import cpp
 from ..interrupts import restoring
 from ..kernels import forced, uses_triton
 from ..model.trial import first_line, gap_above_tolerance
-from ..model.values import plain_tensors
 from ..step import NotCapturable
 from ..switches import NOTHING
 from ..topics import Topic
@@ -39,20 +37,11 @@ class Tapes:
     def capture(
         self,
         run: Callable[[], None],
-        model: PreTrainedModel,
-        tensors: Sequence[Tensor],
+        kept: set[int],
     ) -> Tape:
-        """Runs `run` twice and records it. `tensors`: those that it reads beside the model's.
-        Raises what `run` raises, and `NotCapturable` if it cannot be recorded."""
+        """Runs `run` twice and records it. `kept`: addresses of the storages that it reads and that
+        outlive the tape. Raises what `run` raises, and `NotCapturable` if it cannot be recorded."""
         run()  # initializes lazily built objects, and allocates the result
-        values = (value for module in model.modules() for value in vars(module).values())
-        attributes = (value for value in values if isinstance(value, Tensor))
-        parts = (
-            part
-            for tensor in (*model.parameters(), *model.buffers(), *attributes, *tensors)
-            for part in plain_tensors(tensor)
-        )
-        kept = {part.untyped_storage().data_ptr() for part in parts}
 
         def is_kept(tensor: Tensor) -> bool:
             is_known = tensor.untyped_storage().data_ptr() in kept

@@ -14,6 +14,7 @@ _OPS = (
     "load store add sub mul div maximum minimum neg abs sqrt rsqrt reciprocal square relu exp tanh"
     " sigmoid silu gelu gelu_tanh sin cos log softplus sum mean largest copy"
 ).split()
+REDUCTIONS = frozenset({"sum", "mean", "largest"})  # to one number per row
 OPS = {name: number for number, name in enumerate(_OPS)}  # enum RowOp
 
 MEMORY = struct.Struct("Qq3qq")  # struct RowMemory
@@ -143,12 +144,12 @@ class Rows:
     def compute(
         self,
         op: str,
-        dtype: torch.dtype,
-        is_narrow: bool,
         *inputs: int,
+        dtype: torch.dtype = torch.float32,
         number: float = 0.0,
     ) -> int:
-        out = self._register(is_narrow)
+        are_narrow = all(self.are_narrow[register] for register in inputs)
+        out = self._register(are_narrow or op in REDUCTIONS)
         self.instructions.append(Instruction(op, out, inputs, dtype=dtype, number=number))
         return out
 
@@ -172,9 +173,8 @@ class Rows:
         registers: dict[int, int] = {}
         for op, out, inputs, memory, dtype, number in other.instructions:
             if memory is None:
-                is_narrow = other.are_narrow[out]
                 sources = (registers[register] for register in inputs)
-                registers[out] = self.compute(op, dtype, is_narrow, *sources, number=number)
+                registers[out] = self.compute(op, *sources, dtype=dtype, number=number)
             elif op == "load":
                 registers[out] = self.read(memory)
             else:

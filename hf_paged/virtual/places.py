@@ -42,16 +42,15 @@ class Planes:
     @classmethod
     def fit(
         cls,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
+        blocks: Tensor,
         parts: int,
         page: int,
     ) -> Planes | None:
-        """Returns a layout in which each block `(heads, block_size, width)` fills whole pages per
-        plane, or `None`."""
-        heads, block_size, width = shape
-        of_one_head = cls(heads, 1, width, block_size, dtype, parts)
-        of_all_heads = cls(1, heads, width, block_size, dtype, 1)
+        """Returns a layout in which each of the blocks `(n, heads, block_size, width)` fills whole
+        pages per plane, or `None`."""
+        _, heads, block_size, width = blocks.shape
+        of_one_head = cls(heads, 1, width, block_size, blocks.dtype, parts)
+        of_all_heads = cls(1, heads, width, block_size, blocks.dtype, 1)
         for planes in (of_one_head, of_all_heads):
             block_bytes = planes.block_bytes
             if block_bytes and block_bytes % page == 0:

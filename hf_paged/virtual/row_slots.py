@@ -55,6 +55,15 @@ class Row:
         return self.block_ids[index] == block_id
 
 
+class Table(NamedTuple):
+    """A row of a step: its blocks, the position of the first, in blocks, and that behind its last
+    token."""
+
+    first: int
+    ids: list[int]
+    end: int
+
+
 @dataclass(frozen=True, eq=False)
 class Placement:
     slots: list[int]  # per row of a step
@@ -139,23 +148,21 @@ class RowSlots:
         else:
             tables = step.block_tables.tolist()
         origins = step.origins or (0,) * num_rows
-        # (first, ids): a row begins at the block position of its origin in the sequence or the
-        # columns
+        # a row begins at the block position of its origin in the sequence or the columns
         rows = [
-            (at // size, ids[: -(-end // size)])
-            for at, ids, end in zip(origins, tables, step.seq_lens)
+            Table(at // size, ids[: -(-length // size)], at + length)
+            for at, ids, length in zip(origins, tables, step.seq_lens)
         ]
         with self.lock:
             slots = self._choose(rows, together, step.has_padding)
             if slots is None:
                 return None
             self._clock += 1
-            num_tokens = max((first + len(ids)) * size for first, ids in rows)
+            num_tokens = max((row.first + len(row.ids)) * size for row in rows)
             self._fit_length(num_tokens)
-            writes = zip(slots, rows, origins, step.seq_lens)
-            for slot, (first, ids), origin, length in writes:
-                self._write(step, slot, first, ids, origin + length)
-        firsts = [first * size for first, _ in rows]
+            for slot, row in zip(slots, rows):
+                self._write(step, slot, *row)
+        firsts = [row.first * size for row in rows]
         return Placement(slots, firsts)
 
     def fill(self) -> None:
@@ -177,14 +184,14 @@ class RowSlots:
 
     def _choose(
         self,
-        rows: list[tuple[int, list[int]]],
+        rows: list[Table],
         together: bool,
         hides: bool,
     ) -> list[int] | None:
         taken: set[int] = set()
         previous: list[int | None] = []  # slots of the rows' last steps
-        for first, ids in rows:
-            slot = self._find(first, ids, taken, hides)
+        for row in rows:
+            slot = self._find(row, taken, hides)
             previous.append(slot)
             if slot is not None:
                 taken.add(slot)
@@ -205,21 +212,20 @@ class RowSlots:
                 return None
             spare += range(first, len(self.rows))
         slots = []
-        for slot, (first, ids) in zip(previous, rows):
+        for slot, row in zip(previous, rows):
             if slot is None:
                 slot = spare[0]
                 if self._keeps:
-                    num_saved = functools.partial(self._num_saved, first=first, ids=ids)
-                    slot = max(spare, key=num_saved)
+                    slot = max(spare, key=functools.partial(self._num_saved, row))
                 spare.remove(slot)
             slots.append(slot)
         return slots
 
-    def _num_saved(self, slot: int, first: int, ids: list[int]) -> int:
-        """Returns how many of these blocks, from position `first` on, are still mapped in a slot; 0
-        if not most of them, since another row may need what the slot has."""
-        row = self.rows[slot]
-        mapped = row.mapped[first : first + len(ids)]
+    def _num_saved(self, row: Table, slot: int) -> int:
+        """Returns how many blocks of a row are still mapped in a slot; 0 if not most of them, since
+        another row may need what the slot has."""
+        ids = row.ids
+        mapped = self.rows[slot].mapped[row.first : row.first + len(ids)]
         num_mapped = sum(map(operator.eq, mapped, ids))
         if 2 * num_mapped <= len(ids):
             return 0
@@ -227,42 +233,40 @@ class RowSlots:
 
     def _find(
         self,
-        first: int,
-        ids: list[int],
+        wanted: Table,
         taken: set[int],
         hides: bool,
     ) -> int | None:
         """Returns the slot of the row's last step, found by one of its last two blocks."""
-        last = len(ids) - 1
+        last = len(wanted.ids) - 1
         for index in range(last, max(-1, last - 2), -1):
-            block_id = ids[index]
+            block_id = wanted.ids[index]
             slot = self._tails.get(block_id)
             if slot is None or slot in taken:
                 continue
             row = self.rows[slot]
-            if not row.holds(first + index, block_id):
+            if not row.holds(wanted.first + index, block_id):
                 continue
-            if row.is_free or self._only_grows(row, first, ids, hides):
+            if row.is_free or self._only_grows(row, wanted, hides):
                 return slot
         return None
 
     def _only_grows(
         self,
         row: Row,
-        first: int,
-        ids: list[int],
+        wanted: Table,
         hides: bool,
     ) -> bool:
-        """Whether these blocks may follow in the slot while other steps read it: nothing that they
-        read is unmapped."""
-        shift = first - row.first
+        """Whether the wanted blocks may follow in the slot while other steps read it: nothing that
+        they read is unmapped."""
+        shift = wanted.first - row.first
         keeps = shift == 0 or (shift > 0 and not hides)  # padding unmaps what precedes it
         if not keeps:
             return False
         num_shared = len(row.block_ids) - shift
-        return row.block_ids[shift:] == ids[:num_shared]
+        return row.block_ids[shift:] == wanted.ids[:num_shared]
 
-    def _neighbours(self, rows: list[tuple[int, list[int]]], are_new: bool) -> list[int] | None:
+    def _neighbours(self, rows: list[Table], are_new: bool) -> list[int] | None:
         count = len(rows)
         begin = self._runs.get(count)
         is_free = False
@@ -279,7 +283,7 @@ class RowSlots:
             self._runs[count] = begin
         return list(range(begin, begin + count))
 
-    def _free_run(self, rows: list[tuple[int, list[int]]]) -> int | None:
+    def _free_run(self, rows: list[Table]) -> int | None:
         """Returns the first slot of the run of free slots that saves most mappings of these rows;
         of equals, of the one least recently used."""
         best = None
@@ -291,10 +295,7 @@ class RowSlots:
                 begin = slot + 1
             elif slot + 1 - begin >= count:
                 start = slot + 1 - count
-                num_saved = sum(
-                    self._num_saved(start + number, first, ids)
-                    for number, (first, ids) in enumerate(rows)
-                )
+                num_saved = sum(map(self._num_saved, rows, range(start, slot + 1)))
                 run = self.rows[start : slot + 1]
                 last_used = max(other.used for other in run)
                 rank = (num_saved, -last_used)

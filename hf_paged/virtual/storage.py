@@ -355,9 +355,7 @@ class MappedStorage(BlockStorage):
         heads = like.data[0].shape[1]
         has_both = len(like.data) == 1 and heads == 2 * like.keys.shape[1]
         parts = 2 if has_both else 1
-        shapes = [tuple(tensor.shape[1:]) for tensor in like.data]
-        tensors = zip(shapes, like.data)
-        layouts = [Planes.fit(shape, tensor.dtype, parts, page) for shape, tensor in tensors]
+        layouts = [Planes.fit(tensor, parts, page) for tensor in like.data]
         fitting = [layout for layout in layouts if layout is not None]
         if len(fitting) < len(layouts):
             logger.warning(
@@ -366,7 +364,7 @@ class MappedStorage(BlockStorage):
                     " gathered: raise `block_size`"
                 ),
                 self.block_size,
-                " and ".join(map(str, shapes)),
+                " and ".join(str(tuple(tensor.shape[1:])) for tensor in like.data),
                 page,
             )
             return super()._allocate(num_blocks, keys, values)

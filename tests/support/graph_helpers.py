@@ -70,7 +70,7 @@ class FakeGraphs:
         self.fail: Callable[[], None] | None = None
         self.has_device = False
 
-    def capture(self, run: Any, model: Any = None, tensors: Any = None) -> FakeGraph:
+    def capture(self, run: Any, kept: Any = None) -> FakeGraph:
         """As in `CudaGraphs`."""
         first = NothingUnrecorded()
         with HostFirst(), first:

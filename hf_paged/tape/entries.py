@@ -38,18 +38,12 @@ class Linear:
     is_transposed: bool
     pieces: list[tuple[Ref, Ref | None, Ref]]  # weight, bias, output
 
-    def joins(self, other: Linear) -> bool:
-        """Whether one call computes both with the same result as two calls."""
+    @property
+    def kind(self) -> tuple[Ref, bool, bool]:
+        """Equal for products that one call computes with the same result as several calls."""
         _, _, out = self.pieces[0]
-        _, _, other_out = other.pieces[0]
-        widths = out.sizes[1], other_out.sizes[1]
-        are_narrow = max(widths) < linear.MIN_TILE_WIDTH
-        are_wide = min(widths) >= linear.MIN_TILE_WIDTH
-        return (
-            self.x == other.x
-            and self.is_transposed == other.is_transposed
-            and (are_narrow or are_wide)
-        )
+        is_wide = out.sizes[1] >= linear.MIN_TILE_WIDTH
+        return self.x, self.is_transposed, is_wide
 
     @property
     def reads(self) -> set[int]:

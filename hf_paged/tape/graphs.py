@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from ..attention.backends import obstacles
 from ..attention.switch import model_attention
-from ..batching.execution.buckets import bucket, chunk_bucket
+from ..batching.execution.buckets import bucket, chunk_bucket, power_of_two
 from ..batching.execution.inputs import Bounds, PackedTokens
 from ..batching.scheduling.scheduler import Scheduler
 from ..cache.free_memory import is_out_of_memory
@@ -415,7 +415,7 @@ class StepGraphs:
         output = self._outputs.get(kind)
         if output is None or output.shape[0] < num_rows:
             # smaller graphs keep the outputs they were recorded with
-            rows = 1 << (num_rows - 1).bit_length()
+            rows = power_of_two(1, num_rows)
             with torch.inference_mode(False):
                 output = self._outputs[kind] = torch.empty(
                     rows,

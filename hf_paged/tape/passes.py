@@ -45,7 +45,7 @@ def _joins_linear(entry: Entry, before: list[Entry]) -> bool:
     if not isinstance(entry, Linear):
         return False
     for other in reversed(before):
-        if isinstance(other, Linear) and other.joins(entry):
+        if isinstance(other, Linear) and other.kind == entry.kind:
             has_space = len(other.pieces) < MAX_PIECES
             if has_space:
                 other.pieces += entry.pieces

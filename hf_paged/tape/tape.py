@@ -41,15 +41,12 @@ class Tape:
         self._keep = functools.partial(keep, self._held)
         self._failed = ctypes.c_int64()
         self.names: list[str] = []  # of the C++ kernels, in order
-        self.num_calls = 0  # of PyTorch operations, by a replay
-        self.nbytes = self._arena.nbytes  # of the memory it owns
         self._parts: list[Callable[[], None]] = []
         batch: list[Packed] = []
         for entry in entries:
             if isinstance(entry, Call):
                 self._close(batch)
                 batch = []
-                self.num_calls += 1
                 self._parts.append(self._call(entry))
             else:
                 batch.append(entry.pack(self._arena.address, self._keep))

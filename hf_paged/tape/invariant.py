@@ -15,9 +15,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -27,6 +25,7 @@ from ..step import NotCapturable, NotPackable
 from .entries import Call, Kernel, Linear
 from .exact import is_exact
 from .lower import Lowering
+from .products import ProductsOfRows
 from .record import NothingRead, Operation, decompose, tensors_in
 from .rows import Rows
 from .tape import keep
@@ -242,39 +241,12 @@ def in_fixed_order() -> Iterator[None]:
         batch_invariant.reset(token)
 
 
-class _OneLinear(TorchFunctionMode):
-    """Runs `F.linear` as one product of rows, since PyTorch adds the bias at a point that depends
-    on input strides."""
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: Any = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        plain = (Tensor, torch.nn.Parameter, type(None))
-        if func is not F.linear or kwargs or any(type(x) not in plain for x in args):
-            return func(*args, **kwargs)
-        x, weight, *bias = args
-        depth = x.shape[-1]
-        rows = x.reshape(-1, depth)
-        transposed = weight.t()
-        if not bias or bias[0] is None:
-            out = rows.mm(transposed)
-        else:
-            out = torch.addmm(bias[0], rows, transposed)
-        width = weight.shape[0]
-        return out.view(*x.shape[:-1], width)
-
-
 @restoring
 def by_kernels() -> Iterator[None]:
     """For use in `in_fixed_order`: makes all that this thread computes batch-invariant. Raises
     [`NotInvariant`] before an operation without a kernel, `NotCapturable` before the content of a
     tensor goes to Python or NumPy. While a tape is recorded, the tape does this."""
-    with _OneLinear(), contextlib.ExitStack() as stack:
+    with ProductsOfRows(), contextlib.ExitStack() as stack:
         if observer.get() is None:
             stack.enter_context(NothingRead())
             stack.enter_context(_Invariant())

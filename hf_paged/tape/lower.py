@@ -86,7 +86,7 @@ class Lowering:
         is_fixed = not (is_mutable or is_empty or targets & self._changed)
         if is_fixed and sources <= self._constants:
             self._constants |= targets
-            self.values.constants += results
+            self.values.held += results
             return
         for tensor in results:
             if _storage(tensor) not in sources:
@@ -150,7 +150,7 @@ class Lowering:
         if not all(x.is_cpu and x.dtype in dtypes for x in tensors):
             return None
         shape = shape_of(sizes)
-        layouts = [layout(self.values.ref(x), sizes) for x in tensors]
+        layouts = [layout(x, self.values.ref(x), sizes) for x in tensors]
         fitting = [x for x in layouts if x is not None]
         if shape is None or len(fitting) < len(tensors):
             return None

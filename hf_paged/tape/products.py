@@ -1,5 +1,5 @@
-"""Half-precision products in forwards without a tape: few rows by `linear.cpp`, many rows in
-float32 if PyTorch has no native products of the dtype."""
+"""Products in forwards without a tape: as one product of rows; in half precision of few rows by
+`linear.cpp`, of many rows in float32 if PyTorch has no native products of the dtype."""
 
 from __future__ import annotations
 
@@ -21,14 +21,9 @@ from ..kernels.cpp.linear import HALVES, MIN_WIDENED_ROWS, is_native, linear, ma
 MANY = 1 << 60
 
 
-class OwnProducts(TorchFunctionMode):
-    """Replaces `F.linear` (and `Conv1D`'s `addmm`) of plain CPU tensors, without gradients, if our
-    product is faster. Leaves everything to PyTorch while other code traces, transforms or observes
-    its operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._max_rows = {dtype: max_rows(dtype) if is_native(dtype) else MANY for dtype in HALVES}
+class ProductsOfRows(TorchFunctionMode):
+    """Runs `F.linear` (and `Conv1D`'s `addmm`) of plain tensors as one product of rows: PyTorch
+    itself adds the bias at a point that depends on input strides."""
 
     def __torch_function__(
         self,
@@ -50,11 +45,32 @@ class OwnProducts(TorchFunctionMode):
         rows = x.reshape(-1, depth)
         if rows.stride(1) != 1:
             rows = rows.contiguous()
-        are_many = len(rows) >= MIN_WIDENED_ROWS
-        is_slow = self._max_rows[x.dtype] == MANY
-        multiply = widened if are_many and is_slow else linear
-        out = multiply(rows, weight, *bias)
+        out = self._multiply(rows, weight, *bias)
         return out.view(*x.shape[:-1], width)
+
+    def _takes(self, x: Any, weight: Any, bias: Any = None) -> bool:
+        plain = (Tensor, nn.Parameter, type(None))
+        return all(type(y) in plain for y in (x, weight, bias))
+
+    def _multiply(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if bias is None:
+            return rows.mm(weight.t())
+        return torch.addmm(bias, rows, weight.t())
+
+
+class OwnProducts(ProductsOfRows):
+    """Our products, of CPU tensors without gradients, where they are faster. Leaves everything to
+    PyTorch while other code traces, transforms or observes its operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._max_rows = {dtype: max_rows(dtype) if is_native(dtype) else MANY for dtype in HALVES}
+
+    def _multiply(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        are_many = len(rows) >= MIN_WIDENED_ROWS
+        is_slow = self._max_rows[rows.dtype] == MANY
+        multiply = widened if are_many and is_slow else linear
+        return multiply(rows, weight, bias)
 
     def _takes(self, x: Any, weight: Any, bias: Any = None) -> bool:
         if torch.compiler.is_compiling():  # first, since Dynamo traces the code below

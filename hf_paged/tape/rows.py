@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from .values import DTYPES, Address, Keep, Packed, Ref, values_of
 
@@ -72,23 +73,18 @@ def shape_of(sizes: tuple[int, ...]) -> Shape | None:
     return (*rows, sizes[-1])
 
 
-def layout(ref: Ref, sizes: tuple[int, ...]) -> Layout | None:
+def layout(x: Tensor, ref: Ref, sizes: tuple[int, ...]) -> Layout | None:
     """The layout of a tensor broadcast to `sizes`; `None` if it cannot be."""
     sizes = sizes or (1,)
-    missing = len(sizes) - len(ref.sizes)
-    if missing < 0:
+    try:
+        strides = x.expand(sizes).stride()
+    except RuntimeError:
         return None
-    ref_sizes = (1,) * missing + ref.sizes
-    strides = []
-    for size, target_size, stride in zip(ref_sizes, sizes, (0,) * missing + ref.strides):
-        if size not in (1, target_size):
-            return None
-        strides.append(stride if size == target_size else 0)
     row_strides = _of_rows(strides, sizes, 0)
     if row_strides is None:
         return None
     is_wide = sizes[-1] != 1
-    is_narrow = is_wide and ref_sizes[-1] == 1
+    is_narrow = is_wide and (not x.dim() or x.shape[-1] == 1)
     step = 1
     if is_wide and not is_narrow:
         step = strides[-1]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..batching.decoding.base import Fetch, LogitRows
 from ..batching.decoding.sample import SampleDecoding
+from ..batching.decoding.scores import pick
 from ..batching.generation import Generation
 from ..batching.request import Sequence
 from ..batching.scheduling.scheduler import Scheduler
@@ -86,22 +87,19 @@ class RunAhead:
             if len(tokens) == len(sequences):
                 is_next = self._scheduler.reserve_next(chosen, num_leaving)
         if going and is_next:
-            if len(going) < len(sequences):
-                going_on_host = torch.tensor(going, device="cpu")
-                tokens = tokens[to_device(going_on_host, tokens.device)]
             try:
-                logits = launch(chosen, tokens)
+                logits = launch(chosen, pick(tokens, going))
             except Exception as error:  # the step is then computed as usual, and raises the error
                 if is_interrupt(error):
                     raise
                 logger.debug("a step could not be launched ahead", exc_info=True)
         token_ids = arrived()
         if logits is not None:
-            states = []
-            for row, sequence in zip(going, chosen):
-                num_tokens = sequence.num_tokens + 1
-                states.append((num_tokens, token_ids[row], _tails(sequence)))
-            rows = dict(zip(chosen, enumerate(states)))
+            rows = {}
+            for number, row in enumerate(going):
+                sequence = sequences[row]
+                state = (sequence.num_tokens + 1, token_ids[row], _tails(sequence))
+                rows[sequence] = (number, state)
             self._launched = Launched(logits, rows)
         return token_ids
 

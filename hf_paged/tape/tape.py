@@ -37,7 +37,7 @@ class Tape:
 
     def __init__(self, entries: list[Entry], values: Values) -> None:
         self._arena = Arena(values, spans(entries))
-        self._held: list[Any] = [values.constants, values.held]
+        self._held: list[Any] = [values.held]
         self._keep = functools.partial(keep, self._held)
         self._failed = ctypes.c_int64()
         self.names: list[str] = []  # of the C++ kernels, in order

@@ -59,8 +59,9 @@ class Values:
         self.sizes: list[int] = []  # bytes of each
         self._numbers: dict[int, int] = {}  # by address of the storage
         self.fixed: dict[int, int] = {}  # addresses of values outside the tape's memory, by number
-        self.constants: list[Tensor] = []  # computed once, by the recording
-        self.held: list[Tensor] = []  # outside tensors that must live as long as the tape
+        # tensors that must live as long as the tape: outside ones, and constants, computed once, by
+        # the recording
+        self.held: list[Tensor] = []
 
     def add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -120,7 +121,6 @@ class Arena:
             placed.append((start, end, first, last))
             placed.sort()
             nbytes = max(nbytes, end)
-        self.nbytes = nbytes
         capacity = nbytes + _ALIGNMENT
         with torch.inference_mode(False):
             self._memory = torch.zeros(capacity, dtype=torch.uint8, device="cpu")

@@ -31,7 +31,7 @@ def is_view_in_place(function: Any) -> bool:
     return _name(function) in _VIEWS_IN_PLACE
 
 
-def _is_along_last_axis(function: Any, args: Any, kwargs: Any) -> bool:
+def is_along_last_axis(function: Any, args: Any, kwargs: Any) -> bool:
     """Whether an operation is along the last axis alone, not along others, several or all."""
     axis = None
     for index, argument in enumerate(function._schema.arguments):
@@ -51,7 +51,7 @@ def is_exact(function: Any, args: Any, kwargs: Any) -> bool:
     rows."""
     name = _name(function)
     if name in _ALONG_AN_AXIS and args[0].is_floating_point():
-        return _is_along_last_axis(function, args, kwargs)
+        return is_along_last_axis(function, args, kwargs)
     if name in ("mm", "bmm"):
         return args[0].shape[-1] == 1  # nothing is summed
     return name in _EXACT or name in _VIEWS_IN_PLACE

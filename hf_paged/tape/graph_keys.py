@@ -72,6 +72,10 @@ class Key(NamedTuple):
             return False
         return all(map(_has_room, self.prefixes, other.prefixes))
 
+    def padding(self) -> tuple[Any, ...]:
+        """Least for the best of the graphs that serve a step."""
+        return not self.prefixes, self.tokens, self.widths
+
     @property
     def use(self) -> Hashable:
         """The key without table widths, whose uses are counted as well: when tables outgrow a

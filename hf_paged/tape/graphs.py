@@ -262,13 +262,8 @@ class StepGraphs:
     ) -> Key | None:
         """Records the graph `wanted` once it would have been used often enough; until then returns
         the key of a larger one that serves the step, or `None`."""
-
-        def padding(key: Key) -> tuple[Any, ...]:
-            loses_cascade = bool(wanted.prefixes) - bool(key.prefixes)
-            return loses_cascade, key.tokens, key.widths
-
         candidates = (key for key in self._graphs if key.serves(wanted))
-        serving = min(candidates, key=padding, default=None)
+        serving = min(candidates, key=Key.padding, default=None)
         least = MIN_USES
         if self._context is not None and self._context.is_fixed:
             least = MIN_FIXED_USES
@@ -441,7 +436,7 @@ class StepGraphs:
         if blocks != self._blocks:
             self._graphs.clear()
             self._blocks = blocks
-            self._shared.forget_costs()
+            self._shared = SharedPrefixes(self._model, self._groups)
 
 
 def _storages(tensors: Iterable[Tensor]) -> set[int]:

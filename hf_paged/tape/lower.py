@@ -17,7 +17,7 @@ from ..kernels.cpp.build import batch_invariant
 from ..kernels.cpp.linear import HALVES, max_rows
 from ..step import NotCapturable
 from .entries import Call, Entry, Kernel, Linear
-from .exact import is_exact, is_view_in_place
+from .exact import is_along_last_axis, is_exact, is_view_in_place
 from .passes import simplify
 from .record import KernelCall, Operation, Recorded, tensors_in, written
 from .rows import Layout, Rows, layout, shape_of
@@ -231,21 +231,17 @@ class Lowering:
         return x.dim() > 0 and x.shape[-1] > 1
 
     def _reduce(self, operation: Operation) -> bool:
-        x, *others = operation.args
-        result: Tensor = operation.result
-        if not self._can_reduce(x) or not others or not isinstance(others[0], (list, tuple)):
+        function, args, kwargs, result = operation
+        x = args[0]
+        if not self._can_reduce(x) or not is_along_last_axis(function, args, kwargs):
             return False
-        num_axes = x.dim()
-        axes = [axis % num_axes for axis in others[0]]
-        if axes != [num_axes - 1]:
-            return False
-        if result.dim() != num_axes:
+        if result.dim() != x.dim():
             result = result.unsqueeze(-1)
         opened = self._open(x.shape, [x], result)
         if opened is None:
             return False
         rows, registers, target = opened
-        op = _REDUCTIONS[operation.function.name()]
+        op = _REDUCTIONS[function.name()]
         reduced = rows.compute(op, *registers, dtype=result.dtype)
         rows.write(target, reduced)
         return True

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -18,17 +19,13 @@ from .graph_keys import Prefixes
 _NO_SAVINGS = CascadeCosts(token_bytes=0, state_bytes=1, rows_per_read=1)
 
 
+@dataclass
 class SharedPrefixes:
-    """Plans the cascades of a model's steps over these layer groups."""
+    """Plans the cascades of a model's steps over these layer groups, while their layers have the
+    same blocks."""
 
-    def __init__(self, model: weakref.ref[PreTrainedModel], groups: list[GroupMemory]) -> None:
-        self._model = model
-        self._groups = groups
-        self._costs: list[CascadeCosts] | None = None  # by group, of all its layers together
-
-    def forget_costs(self) -> None:
-        """After a layer's blocks were replaced."""
-        self._costs = None
+    model: Callable[[], PreTrainedModel | None]
+    groups: list[GroupMemory]
 
     def of(self, tokens: PackedTokens) -> Prefixes:
         """The prefixes of each layer group that are worth reading once for several decodes; empty
@@ -39,21 +36,21 @@ class SharedPrefixes:
         num_firsts = (len({table[0] for table in group_tables}) for group_tables in tables)
         if all(number == num_decodes for number in num_firsts):
             return ()  # no two begin with the same block, as in most steps
-        if self._costs is None:
-            self._costs = self._read_costs()
         for group, group_tables, costs, memory in zip(
-            tokens.groups, tables, self._costs, self._groups
+            tokens.groups, tables, self.costs, self.groups
         ):
             lengths = group.seq_lens[:num_decodes]
             window = memory.spec.window
             shared.append(plan_cascade(group_tables, lengths, memory.block_size, costs, window))
         return tuple(shared) if any(shared) else ()
 
-    def _read_costs(self) -> list[CascadeCosts]:
-        model: Any = self._model()
+    @functools.cached_property
+    def costs(self) -> list[CascadeCosts]:
+        """By group, of all its layers together."""
+        model: Any = self.model()
         text_config = model.config.get_text_config(decoder=True)
         configs = compat.layer_configs(text_config)
-        return [_costs_of(group.storage.layers, configs) for group in self._groups]
+        return [_costs_of(group.storage.layers, configs) for group in self.groups]
 
 
 def _costs_of(layers: dict[int, KVBlocks], configs: Sequence[Any]) -> CascadeCosts:

@@ -16,8 +16,7 @@ def test_costs_of_shared_prefixes_count_each_layers_heads() -> None:
     keys = torch.zeros(3, 1, 8, 16)
     blocks = SimpleNamespace(keys=keys, values=keys, tiles=(keys,))
     layers = [dict.fromkeys(each, blocks) for each in ([0], [1], [0, 1])]
-    groups = [SimpleNamespace(storage=SimpleNamespace(layers=each)) for each in layers]
-    prefixes: Any = SimpleNamespace(_model=lambda: model, _groups=groups)
-    first, second, both = SharedPrefixes._read_costs(prefixes)
+    groups: Any = [SimpleNamespace(storage=SimpleNamespace(layers=each)) for each in layers]
+    first, second, both = SharedPrefixes(lambda: model, groups).costs
     assert first.state_bytes == 2 * second.state_bytes
     assert both.state_bytes == first.state_bytes + second.state_bytes

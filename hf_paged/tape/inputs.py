@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -223,8 +224,8 @@ class StaticInputs:
     def fill(
         self,
         tokens: PackedTokens,
-        prefixes: Sequence[Sequence[SharedPrefix]] = (),
-        ranges: Sequence[tuple[Bounds, Bounds]] = (),
+        prefixes: Sequence[Sequence[SharedPrefix]],
+        ranges: Sequence[tuple[Bounds, Bounds]],
     ) -> None:
         """Copies a step to the buffers, with the prefixes that its decodes share in each layer
         group and each adapter's token ranges. First waits until the previous copy from pinned host
@@ -236,8 +237,7 @@ class StaticInputs:
         shift = key.decodes - decodes
         self._token_ids.spread(tokens.token_ids, decodes, shift)
         self._positions.spread(tokens.positions, decodes, shift)
-        pairs = zip(tokens.groups, self._groups)
-        for number, (group, inputs) in enumerate(pairs):
+        for group, inputs, shared in itertools.zip_longest(tokens.groups, self._groups, prefixes):
             inputs.slots.spread(group.slots, decodes, shift, -1)
             inputs.seq_lens.spread(group.seq_lens, decodes, shift)
             inputs.origins.spread(group.origins, decodes, shift)
@@ -245,11 +245,7 @@ class StaticInputs:
             if key.chunks:
                 inputs.write(group.tables[decodes:], key.decodes)
             if inputs.prefixes is not None:
-                inputs.prefixes.fill(
-                    prefixes[number],
-                    group.tables,
-                    inputs.block_size,
-                )
+                inputs.prefixes.fill(shared, group.tables, inputs.block_size)
         if key.chunks:
             starts = [shift + start for start in tokens.query_start[decodes:]]
             num_unused = key.rows - key.decodes - len(starts)

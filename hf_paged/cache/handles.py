@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -462,18 +462,23 @@ def _without_memory(cls: type[Tensor], *args: Any, **kwargs: Any) -> Any:
     return tensor
 
 
-def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
-    """Calls `refuse_write` of the lazy tensors that a function writes to."""
-    if func in _HARMLESS:
-        return
+def written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """The tensors that an operation writes to, by its schema."""
     for number, argument in enumerate(func._schema.arguments):
         alias = argument.alias_info
         if alias is None or not alias.is_write:
             continue
         if number < len(args):
-            written = args[number]
+            value = args[number]
         else:
-            written = kwargs.get(argument.name)
-        for tensor in tree_leaves(written):
-            if isinstance(tensor, LazyTensor):
-                tensor.refuse_write()
+            value = kwargs.get(argument.name)
+        yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
+    """Calls `refuse_write` of the lazy tensors that a function writes to."""
+    if func in _HARMLESS:
+        return
+    for tensor in written(func, args, kwargs):
+        if isinstance(tensor, LazyTensor):
+            tensor.refuse_write()

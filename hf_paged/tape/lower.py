@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..cache.handles import written
 from ..kernels.cpp.build import batch_invariant
 from ..kernels.cpp.linear import HALVES, max_rows
 from ..step import NotCapturable
 from .entries import Call, Entry, Kernel, Linear
 from .exact import is_along_last_axis, is_exact, is_view_in_place
 from .passes import simplify
-from .record import KernelCall, Operation, Recorded, tensors_in, written
+from .record import KernelCall, Operation, Recorded, tensors_in
 from .rows import Layout, Rows, layout, shape_of
 from .values import DTYPES, FLOATS, Values, values_of
 

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..cache.handles import written
 from ..interrupts import end_modes, num_modes, restoring
 from ..kernels.cpp.build import observer
 from ..step import NotCapturable
@@ -230,19 +231,6 @@ def _crossing(func: Any, args: Any, kwargs: Any) -> Tensor | None:
 
 def _is_same(host: Tensor, other: Any) -> bool:
     return host.dtype == other.dtype and torch.equal(host, other)
-
-
-def written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The tensors that an operation writes to, by its schema."""
-    for number, argument in enumerate(func._schema.arguments):
-        alias = argument.alias_info
-        if alias is None or not alias.is_write:
-            continue
-        if number < len(args):
-            value = args[number]
-        else:
-            value = kwargs.get(argument.name)
-        yield from tensors_in(value)
 
 
 def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:

@@ -4,7 +4,6 @@ fixed addresses."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
@@ -117,6 +116,7 @@ class StepGraphs:
             groups,
         )
         self._backend = backend
+        self.in_order = backend.in_order
         self._kept: set[int] = set()  # addresses of the storages of the model's tensors
         self._signature: Hashable = None  # the recorded model's state, and options of torch
         self._graphs: dict[Key, RecordedStep] = {}  # in LRU order, the last used at the end
@@ -283,7 +283,7 @@ class StepGraphs:
         token_ids: Tensor | None,
     ) -> Tensor:
         step = self._graphs[key] = self._graphs.pop(key)
-        with self._backend.in_order():
+        with self.in_order():
             step.inputs.fill(tokens, prefixes, self._ranges(step.context, tokens))
             if token_ids is not None:
                 replaced = step.inputs.token_ids[0, : len(token_ids)]
@@ -357,7 +357,7 @@ class StepGraphs:
             cache_enabled=False,
         )
         model = self._model()
-        with self._backend.in_order():
+        with self.in_order():
             inputs.fill(tokens, prefixes, self._ranges(recorded, tokens))
             with uncached, taken_back(model):
                 graph = self._backend.capture(run, kept)
@@ -398,11 +398,6 @@ class StepGraphs:
         limit = max(smaller, default=0)
         self._limits[kind] = limit
         logger.info("steps with %s are not recorded above %d: %s", kind, limit, reason)
-
-    def in_order(self) -> contextlib.AbstractContextManager[None]:
-        """Orders the device work within it after that of the last such context, also across
-        streams."""
-        return self._backend.in_order()
 
     def _output(self, logits: Tensor) -> Tensor:
         num_rows, vocab_size = logits.shape

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -37,7 +37,10 @@ class ProductsOfRows(TorchFunctionMode):
             given = args
         elif func is torch.addmm and len(args) == 3:
             given = _of_conv1d(*args)
-        if not given or kwargs or not self._takes(*given):
+        multiply = None
+        if given and not kwargs:
+            multiply = self._choose(*given)
+        if multiply is None:
             return func(*args, **(kwargs or {}))
         x, weight, *bias = given
         depth = x.shape[-1]
@@ -45,17 +48,13 @@ class ProductsOfRows(TorchFunctionMode):
         rows = x.reshape(-1, depth)
         if rows.stride(1) != 1:
             rows = rows.contiguous()
-        out = self._multiply(rows, weight, *bias)
+        out = multiply(rows, weight, *bias)
         return out.view(*x.shape[:-1], width)
 
-    def _takes(self, x: Any, weight: Any, bias: Any = None) -> bool:
+    def _choose(self, x: Any, weight: Any, bias: Any = None) -> Callable[..., Tensor] | None:
+        """What multiplies the rows; `None`: PyTorch runs the call as it is."""
         plain = (Tensor, nn.Parameter, type(None))
-        return all(type(y) in plain for y in (x, weight, bias))
-
-    def _multiply(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if bias is None:
-            return rows.mm(weight.t())
-        return torch.addmm(bias, rows, weight.t())
+        return _one_product if all(type(y) in plain for y in (x, weight, bias)) else None
 
 
 class OwnProducts(ProductsOfRows):
@@ -66,35 +65,38 @@ class OwnProducts(ProductsOfRows):
         super().__init__()
         self._max_rows = {dtype: max_rows(dtype) if is_native(dtype) else MANY for dtype in HALVES}
 
-    def _multiply(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        are_many = len(rows) >= MIN_WIDENED_ROWS
-        is_slow = self._max_rows[rows.dtype] == MANY
-        multiply = widened if are_many and is_slow else linear
-        return multiply(rows, weight, bias)
-
-    def _takes(self, x: Any, weight: Any, bias: Any = None) -> bool:
+    def _choose(self, x: Any, weight: Any, bias: Any = None) -> Callable[..., Tensor] | None:
         if torch.compiler.is_compiling():  # first, since Dynamo traces the code below
-            return False
+            return None
         for y in (x, weight) if bias is None else (x, weight, bias):
             is_plain = type(y) in (Tensor, nn.Parameter) and y.is_cpu and y.dtype is x.dtype
             if not is_plain or y.layout is not torch.strided or y.is_neg():
-                return False
+                return None
         if x.is_nested or not x.dim() or x.dtype not in HALVES or weight.dim() != 2:
-            return False
+            return None
         row_limit = self._max_rows[x.dtype]
         depth = x.shape[-1]
         width = weight.shape[0]
         if not 0 < x.numel() <= row_limit * depth:
-            return False
+            return None
         if not 1 < depth == weight.shape[1] or width == 1:
             # strides of size 1 are arbitrary
-            return False
+            return None
         is_transposed = weight.stride(1) != 1
         if is_transposed and (weight.stride(0) != 1 or row_limit != MANY):
-            return False
+            return None
         if bias is not None and (bias.shape != weight.shape[:1] or bias.stride(0) != 1):
-            return False
-        return _is_plain_call()
+            return None
+        if not _is_plain_call():
+            return None
+        are_many = x.numel() >= MIN_WIDENED_ROWS * depth
+        return widened if are_many and row_limit == MANY else linear
+
+
+def _one_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if bias is None:
+        return rows.mm(weight.t())
+    return torch.addmm(bias, rows, weight.t())
 
 
 def _of_conv1d(bias: Any, x: Any, weight: Any) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from ..cache.paged_cache import PagedCache
 from ..cache.states import state_layers
 from ..cache.swap import BlockSwapper
 from ..config import PagedConfig
-from ..model import capability
+from ..model.capability import Capability
 from ..model.forwards import compute_device
 from ..model.layout import Layout
 from ..model.sharding import is_sharded
@@ -129,15 +129,15 @@ def max_chunk_tokens(model: PreTrainedModel, config: PagedConfig) -> int | None:
 def choose_layout(
     model: PreTrainedModel, cache: PagedCache, batch_invariant: bool = False
 ) -> Layout:
-    """`capability.choose_layout`; raises `ValueError` if `batch_invariant` is wanted and the model
+    """`Capability.choose_layout`; raises `ValueError` if `batch_invariant` is wanted and the model
     cannot be."""
-    layout = capability.choose_layout(model, cache, make_runner)
+    layout = Capability(model, cache, make_runner).choose_layout()
     if batch_invariant:
         room("tape", "`batch_invariant`")  # computes rows in a fixed order
         make = functools.partial(make_runner, is_invariant=True)
         reason = layout.unsupported_reason
         if not reason:
-            reason = capability.reason_against_invariance(model, cache, make)
+            reason = Capability(model, cache, make).reason_against_invariance()
         if reason is not None:
             raise not_invariant(model, reason)
     return layout
@@ -180,10 +180,3 @@ def make_runner(
     blocks = cache.memory.manager([*cache.groups, states])
     slots: Any = cache.memory.group(states).storage
     return blocks, RectangleRunner(model, cache, slots, layout)
-
-
-reason_against_rows = functools.partial(capability.reason_against_rows, make=make_runner)
-how_rows_join = functools.partial(capability.how_rows_join, make=make_runner)
-how_prompts_merge = functools.partial(capability.how_prompts_merge, make=make_runner)
-max_positions = functools.partial(capability.max_positions, make=make_runner)
-check_prompts = functools.partial(capability.check_prompts, make=make_runner)

@@ -4,13 +4,13 @@ step to step."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from transformers.cache_utils import Cache, EncoderDecoderCache
-from transformers.utils import ModelOutput
 
 from .. import compat
 from ..cache.paged_cache import PagedCache
@@ -64,16 +64,20 @@ def next_logits(
     return logits, compat.update_inputs(model, outputs, inputs, is_encoder_decoder=has_encoder)
 
 
+def _is_cache(value: Any) -> bool:
+    """Whether a value stays whole, although transformers may have registered it with pytree."""
+    return isinstance(value, Cache)
+
+
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """Applies `function` to all tensors in an input of a model."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        mapped = {name: map_tensors(function, part) for name, part in value.items()}
-        return type(value)(**mapped) if isinstance(value, ModelOutput) else mapped
-    if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(function, part) for part in value)
-    return value
+    return tree_map_only(Tensor, function, value, is_leaf=_is_cache)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """All tensors in an input of a model, or in several."""
+    parts = tree_leaves(value, is_leaf=_is_cache)
+    return [part for part in parts if isinstance(part, Tensor)]
 
 
 # inputs whose rows are their first dimension in every model, but for positions with axes in front
@@ -118,22 +122,18 @@ def join_rows(values: Sequence[Any], widths: Sequence[int], width: int) -> Any:
     """Concatenates an input of several batches along rows. Tensors whose number of columns equals
     their batch's entry in `widths` are padded with zeros on the left, or cut there, to `width`
     columns."""
-    first = values[0]
-    if isinstance(first, ModelOutput):
-        names = [name for name in first if all(name in value for value in values)]
-        return type(first)(
-            **{name: join_rows([value[name] for value in values], widths, width) for name in names}
-        )
-    if isinstance(first, (list, tuple)):
-        return type(first)(join_rows(parts, widths, width) for parts in zip(*values))
-    if not isinstance(first, Tensor) or not first.dim():
-        return first
-    return torch.cat(
-        [
-            _aligned(x, width) if x.dim() > 1 and x.shape[1] == old else x
-            for x, old in zip(values, widths)
-        ]
-    )
+
+    def join(*parts: Any) -> Any:
+        first = parts[0]
+        if not isinstance(first, Tensor) or not first.dim():
+            return first
+        aligned = []
+        for x, old in zip(parts, widths):
+            has_columns = x.dim() > 1 and x.shape[1] == old
+            aligned.append(_aligned(x, width) if has_columns else x)
+        return torch.cat(aligned)
+
+    return tree_map(join, *values, is_leaf=_is_cache)
 
 
 def _aligned(x: Tensor, width: int) -> Tensor:
@@ -141,15 +141,6 @@ def _aligned(x: Tensor, width: int) -> Tensor:
     if missing < 0:
         return x[:, -missing:]
     return torch.cat([x.new_zeros((len(x), missing, *x.shape[2:])), x], dim=1)
-
-
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yields all tensors in the inputs of a model."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (dict, list, tuple)):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from tensors_of(part)
 
 
 def cache_parts(cache: Any) -> list[Any]:

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from .. import compat
 from ..cache.free_memory import is_out_of_memory
-from ..cache.memory import PagedMemory, autocast_dtype
+from ..cache.memory import PagedMemory
 from ..cache.storage import storage_of
 from ..interrupts import is_interrupt
 from ..kernels import uses_triton
 from ..topics import Topic
-from .forwards import compute_device
 from .layout import TOGETHER, Layout, PromptsVerdict
 from .own_loop import map_tensors, next_logits, pad_token_id, select_rows, tensors_of, with_cross
 from .positions import num_positions
@@ -77,7 +76,6 @@ def self_check(trial: Trial) -> Layout | str:
     `Layout`, or why they differ. Raises `ForwardFailedError` if a plain forward fails;
     out-of-memory errors pass through."""
     model = trial.model
-    trial.dtypes.add(model.dtype)
     with trial.forwards():
         rows = sample_tokens(model)
         whole = model(input_ids=rows, use_cache=False, return_dict=True).logits
@@ -167,7 +165,6 @@ def invariance_check(trial: Trial) -> str | None:
 def mixing_check(trial: Trial) -> str | None:
     """Why rows in a step have other logits than alone; `None` if they agree. Raises as
     `self_check`."""
-    trial.dtypes.add(trial.model.dtype)
     together, alone = _together_and_alone(trial, sample_tokens(trial.model))
     return trial.difference(alone, together, how="with several adapters in a forward")
 
@@ -189,7 +186,6 @@ def side_check(trial: Trial) -> Layout:
     """Compares rows side by side, joining and leaving, with plain forwards. Raises as
     `self_check`."""
     model = trial.model
-    trial.dtypes.add(model.dtype)
     prompts = _FIRST, _SECOND, _THIRD
     in_steps = []
     at_once = []
@@ -270,7 +266,6 @@ def rows_check(trial: Trial) -> str | None:
     computed = torch.cat([all_rows, forked, alone, fork_alone])
     at_first, at_second, at_third = plain
     expected = torch.cat([at_first, at_second[[b, b, a]], at_third[[b]]])
-    trial.dtypes |= {model.dtype, autocast_dtype(compute_device(model))}
     trial.dtypes |= {getattr(layer, "dtype", None) for layer in twin.layers}
     return trial.difference(expected, computed, how="without all rows of its batch")
 
@@ -303,7 +298,6 @@ def join_check(trial: Trial) -> tuple[bool, bool] | None:
         logits.append(runner.advance_apart(a, b))
         return torch.cat(logits)
 
-    trial.dtypes |= {model.dtype, autocast_dtype(compute_device(model))}
     encoders_must_be_equal = (False, True) if width > 1 else (True,)
     for verdict in itertools.product((False, True), encoders_must_be_equal):
         second = like if verdict[1] else shorter

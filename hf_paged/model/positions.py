@@ -9,12 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.cache_utils import EncoderDecoderCache
 
-from .. import compat
 from .forwards import tensors_of_module
-from .own_loop import first_inputs, next_logits
-from .trial import ForwardFailedError, Trial, sample_tokens, stock_cache
+from .own_loop import first_inputs
+from .trial import ForwardFailedError, Trial, sample_tokens
 
 _aten = torch.ops.aten
 # tokens of a prompt, and of steps behind it, that show which tables are read
@@ -167,21 +165,17 @@ def _tables(
             raise IndexError("the table is no buffer")
         columns = [0] * (_NUM_PROBED + _NUM_STEPS)
         ids = sample_tokens(model)[:1, columns]
-        cache: Any = None
-        if compat.supports_dynamic_cache(model):
-            cache = stock_cache(model)
-            if given:
-                cache = EncoderDecoderCache(cache, stock_cache(model))
         prompt = ids[:, :_NUM_PROBED]
-        inputs = first_inputs(model, prompt, torch.ones_like(prompt), cache)
+        inputs = first_inputs(model, prompt, torch.ones_like(prompt), None)
         if given:
             del inputs["attention_mask"]  # it would be the encoder's
             inputs |= given
         tables_by_step: list[set[Table]] = []
-        for end in range(_NUM_PROBED, ids.shape[1] + 1):
-            # a slice of the model's own code would be read as a table
-            tokens = ids[:, :end].clone()
-            with PositionReads(end - 1, model) as reads:
-                _, inputs = next_logits(model, tokens, inputs, begins=end == _NUM_PROBED)
+
+        def reading(length: int) -> PositionReads:
+            reads = PositionReads(length - 1, model)
             tables_by_step.append(reads.tables)
+            return reads
+
+        trial.decode(prompt, inputs, ids[:, _NUM_PROBED:], reading)
         return set.intersection(*tables_by_step[1:])

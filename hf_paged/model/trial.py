@@ -6,12 +6,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicCache
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from .. import compat
 from ..attention.latent import wrap_expansions
@@ -29,7 +30,7 @@ from ..switches import NOTHING
 from ..topics import Topic
 from .forwards import compute_device
 from .layout import Layout
-from .own_loop import first_inputs, next_logits
+from .own_loop import cache_parts, first_inputs, next_logits, tensors_of
 from .writes import Snapshot, Write
 
 # `execution.executor.Runner`
@@ -81,9 +82,12 @@ class Trial:
     cache: PagedCache  # built for the model; stays empty
     make: MakeRunner
     prompts: Any = None  # `execution.prompts.Prompts`, if the check is of a call's prompts
-    # in which the compared logits were computed: a model may turn on autocast by itself
-    dtypes: set[torch.dtype | None] = dataclasses.field(default_factory=set)
     writes: list[Write] = dataclasses.field(default_factory=list)  # of its forwards
+
+    def __post_init__(self) -> None:
+        dtype = autocast_dtype(compute_device(self.model))
+        # in which the compared logits were computed: a model may turn on autocast by itself
+        self.dtypes = {self.model.dtype, dtype}
 
     @restoring
     def forwards(self, by_engine: bool = False) -> Iterator[None]:
@@ -127,18 +131,31 @@ class Trial:
                     f"its forward writes to {num_bytes} bytes of buffers, too many to copy"
                 )
 
-    def decode(self, ids: Tensor, inputs: dict[str, Any], new: Tensor) -> Tensor:
+    def decode(
+        self,
+        ids: Tensor,
+        inputs: dict[str, Any],
+        new: Tensor,
+        around: Callable[[int], AbstractContextManager[Any]] = lambda length: NOTHING,
+    ) -> Tensor:
         """Plain logits `(1 + n, rows, vocab_size)` after `ids`, and after each of the tokens `new`
-        `(rows or 1, n)` behind them. Adds to `dtypes`."""
+        `(rows or 1, n)` behind them. `around`: makes the context of the forward whose tokens end at
+        a length. Adds to `dtypes`."""
         model = self.model
-        config = model.config.get_text_config(decoder=True)
-        inputs = {**inputs, compat.cache_name(model): _ObservedCache(config, self.dtypes)}
+        cache: Any = stock_cache(model)
+        if model.config.is_encoder_decoder:
+            cache = EncoderDecoderCache(cache, stock_cache(model))
+        if compat.supports_dynamic_cache(model):
+            inputs = {**inputs, compat.cache_name(model): cache}
         new = new.expand(len(ids), -1)
         logits = []
         for count in range(new.shape[1] + 1):
             tokens = torch.cat([ids, new[:, :count]], dim=1)
-            step_logits, inputs = next_logits(model, tokens, inputs, begins=not count)
+            with around(tokens.shape[1]):
+                step_logits, inputs = next_logits(model, tokens, inputs, begins=not count)
             logits.append(step_logits)
+        held = [vars(layer) for part in cache_parts(cache) for layer in part.layers]
+        self.dtypes |= {x.dtype for x in tensors_of(held) if x.is_floating_point()}
         return torch.stack(logits)
 
     def plain(self, rows: Tensor, prompt: int, padding: int = 0) -> Tensor:
@@ -288,27 +305,6 @@ def _random_states(devices: list[torch.device]) -> list[Tensor]:
         device_module = torch.get_device_module(device)
         states.append(device_module.get_rng_state(device))
     return states
-
-
-class _ObservedCache(DynamicCache):
-    """Collects in `dtypes` the dtypes that a forward computes in when it caches."""
-
-    def __init__(self, config: PreTrainedConfig, dtypes: set[torch.dtype | None]) -> None:
-        super().__init__(config=config)
-        self.dtypes = dtypes
-
-    def _observed(name: str) -> Callable[..., Any]:
-        def method(self: _ObservedCache, *args: Any, **kwargs: Any) -> Any:
-            for x in (*args, *kwargs.values()):
-                if isinstance(x, Tensor) and x.is_floating_point():
-                    self.dtypes |= {x.dtype, autocast_dtype(x.device)}
-            return getattr(DynamicCache, name)(self, *args, **kwargs)
-
-        return method
-
-    update = _observed("update")
-    update_conv_state = _observed("update_conv_state")
-    update_recurrent_state = _observed("update_recurrent_state")
 
 
 def stock_cache(model: PreTrainedModel) -> DynamicCache:

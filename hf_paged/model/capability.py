@@ -3,7 +3,6 @@ of model names."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import types
 import weakref
@@ -11,7 +10,6 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 
@@ -28,6 +26,7 @@ from ..topics import Topic
 from .checks import (
     invariance_check,
     join_check,
+    judge_writes,
     merge_check,
     mixing_check,
     positions_check,
@@ -40,8 +39,8 @@ from .forwards import code_of, compute_device, hooks_of, tensors_of_module
 from .layout import TOGETHER, Layout, PromptsVerdict
 from .sharding import processes_of
 from .structure import KV_LAYERS, Modules, reasons
-from .trial import ForwardFailedError, MakeRunner, Trial, product_precision, sample_tokens
-from .writes import Key, Writes, copied, is_same, judge, unread_names
+from .trial import ForwardFailedError, MakeRunner, Trial, product_precision
+from .writes import unread_names
 
 _lock = forks.lock()
 _REFUSED, _OPEN, _KNOWN = range(3)  # state of a check in one process: refused, not run yet, done
@@ -49,7 +48,6 @@ _REFUSED, _OPEN, _KNOWN = range(3)  # state of a check in one process: refused, 
 # replaces the class's.
 _TOLD = {bool, str, types.FunctionType, types.MethodType, functools.partial}
 _MAX_VERDICTS = 16  # per model, which may switch between training and evaluation mode
-_FIRST = 8  # prompt tokens of a forward that shows which writes matter
 _verdicts: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Any]] = (
     weakref.WeakKeyDictionary()
 )
@@ -238,40 +236,15 @@ def _look(check: Callable[[Trial], Any], layout: str, trial: Trial, kind: Any) -
     try:
         with step_lock(model), timed("self_check"):
             verdict = check(trial)
-            _judge_writes(trial, verdict)
+            # whether it allows that prefixes are shared
+            if isinstance(verdict, Layout) or getattr(verdict, "can_reuse", False):
+                judge_writes(trial)
     except ForwardFailedError as error:
         verdict = Topic.SELF_CHECK(str(error))
         if not error.lasts:  # the cause may be temporary: the next call checks again
             return verdict
     _note(model, _key(check, kind, model, trial.cache, modules), verdict)
     return verdict
-
-
-def _judge_writes(trial: Trial, verdict: Any) -> None:
-    """If a check allows that prefixes are shared, finds out whether what its forwards wrote into
-    the model matters to later ones (`writes.judge`)."""
-    shares = isinstance(verdict, Layout) or getattr(verdict, "can_reuse", False)
-    if not shares or not trial.writes:
-        return
-
-    def compute(given: Writes) -> tuple[Tensor | None, set[Key]]:
-        with contextlib.suppress(ForwardFailedError), trial.forwards():
-            row = sample_tokens(trial.model)[:1, : _FIRST + 1]
-            for write in given.values():
-                write.table[write.name] = copied(write.after)
-            prompts = trial.prompts
-            if prompts is None:
-                logits = trial.plain(row, _FIRST)
-            else:
-                logits = trial.decode(prompts.input_ids, prompts.model_kwargs, row[:, :1])
-            overwritten = set[Key]()
-            for key, write in given.items():
-                if not is_same(write.table.get(write.name), write.after):
-                    overwritten.add(key)
-            return logits, overwritten
-        return None, set()
-
-    judge(trial.model, trial.writes, compute)
 
 
 def _key(

@@ -33,7 +33,7 @@ from .trial import (
     sample_tokens,
     scratch_memory,
 )
-from .writes import is_same
+from .writes import Write, changed, copied, is_same, note_write
 
 # prompt tokens of the first two sequences
 _FIRST = 8
@@ -430,3 +430,59 @@ def merge_check(trial: Trial) -> bool:
         if not _is_expected(error):
             raise
         return False
+
+
+Key = tuple[int, str]  # the id of a module's attributes or buffers, and a name in them
+Writes = dict[Key, Write]
+
+
+def judge_writes(trial: Trial) -> None:
+    """Notes which attributes that forwards of the trial wrote every forward writes and none reads,
+    and which a forward reads although one of the engine wrote them."""
+    last: Writes = {}
+    by_engine = set[Key]()
+    for write in trial.writes:
+        key = id(write.table), write.name
+        last[key] = write
+        if write.by_engine:
+            by_engine.add(key)
+    if not last:
+        return
+    expected, _ = _logits_behind(trial, last)
+    if expected is None:
+        return
+    groups: dict[tuple[type, str], list[Key]] = {}
+    for key, write in last.items():
+        attribute = type(write.module), write.name
+        groups.setdefault(attribute, []).append(key)
+    for keys in groups.values():
+        given = dict(last)
+        for key in keys:
+            given[key] = last[key]._replace(after=changed(last[key].after))
+        if all(is_same(given[key].after, last[key].after) for key in keys):
+            continue  # there is no other value of this type
+        logits, overwritten = _logits_behind(trial, given)
+        is_read = logits is None or not torch.equal(logits, expected)
+        for key in overwritten.intersection(keys):
+            if not is_read or key in by_engine:
+                note_write(trial.model, last[key], is_read)
+
+
+def _logits_behind(trial: Trial, given: Writes) -> tuple[Tensor | None, set[Key]]:
+    """The logits of a forward that begins with the values `after`, `None` if it fails, and which of
+    these values it overwrites."""
+    overwritten = set[Key]()
+    with contextlib.suppress(ForwardFailedError), trial.forwards():
+        row = sample_tokens(trial.model)[:1, : _FIRST + 1]
+        for write in given.values():
+            write.table[write.name] = copied(write.after)
+        prompts = trial.prompts
+        if prompts is None:
+            logits = trial.plain(row, _FIRST)
+        else:
+            logits = trial.decode(prompts.input_ids, prompts.model_kwargs, row[:, :1])
+        for key, write in given.items():
+            if not is_same(write.table.get(write.name), write.after):
+                overwritten.add(key)
+        return logits, overwritten
+    return None, set()

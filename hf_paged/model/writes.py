@@ -31,8 +31,6 @@ class Write(NamedTuple):
     by_engine: bool  # whether a forward as the engine runs it wrote it, and not only plain ones
 
 
-Key = tuple[int, str]  # the id of a table, and a name in it
-Writes = dict[Key, Write]
 Modes = tuple[bool, ...]  # of a model's modules
 
 _unread: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, Modes], Any]]
@@ -219,42 +217,6 @@ def taken_back(model: nn.Module) -> Iterator[None]:
         snapshot.restore(by_engine=True)
 
 
-def judge(
-    model: nn.Module,
-    writes: Sequence[Write],
-    compute: Callable[[Writes], tuple[Tensor | None, set[Key]]],
-) -> None:
-    """Notes which attributes of `writes` every forward writes and none reads, and which a forward
-    reads although one of the engine wrote them. `compute` returns the logits of a forward that
-    begins with the values `after`, `None` if it fails, and which of these values it overwrote."""
-    last: Writes = {}
-    by_engine = set[Key]()
-    for write in writes:
-        key = id(write.table), write.name
-        last[key] = write
-        if write.by_engine:
-            by_engine.add(key)
-    expected, _ = compute(last)
-    if expected is None:
-        return
-    groups: dict[tuple[type, str], list[Key]] = {}
-    for key, write in last.items():
-        attribute = type(write.module), write.name
-        groups.setdefault(attribute, []).append(key)
-    for keys in groups.values():
-        given = dict(last)
-        for key in keys:
-            other = _mapped(_other, last[key].after)
-            given[key] = last[key]._replace(after=other)
-        if all(is_same(given[key].after, last[key].after) for key in keys):
-            continue  # there is no other value of this type
-        logits, overwritten = compute(given)
-        is_read = logits is None or not torch.equal(logits, expected)
-        for key in keys:
-            if key in overwritten and (not is_read or key in by_engine):
-                note_write(model, last[key], is_read)
-
-
 def _parts(value: Any) -> Sequence[Any]:
     """The elements of a container, else the value itself."""
     if isinstance(value, CONTAINERS):
@@ -335,14 +297,18 @@ def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
-def _other(value: Any) -> Any:
+def changed(value: Any) -> Any:
     """Another value of the same type and shape, or the value itself."""
-    if isinstance(value, Tensor):
-        if value.dtype is torch.bool:
-            return value.logical_not()
-        return value + 1
-    if isinstance(value, bool):
-        return not value
-    if isinstance(value, (int, float, complex)):
-        return value + 1
-    return value + " " if isinstance(value, str) else value
+    return _mapped(_changed_part, value)
+
+
+def _changed_part(part: Any) -> Any:
+    if isinstance(part, Tensor):
+        if part.dtype is torch.bool:
+            return part.logical_not()
+        return part + 1
+    if isinstance(part, bool):
+        return not part
+    if isinstance(part, (int, float, complex)):
+        return part + 1
+    return part + " " if isinstance(part, str) else part

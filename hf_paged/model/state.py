@@ -190,12 +190,9 @@ class ModelState(Reading):
         return self._content is None or self._read_content() == self._content
 
     def _read_parts(self) -> tuple[Any, ...]:
-        if not self._unread_places:
-            return tuple(gc.get_referents(*self._tables))
-        tables = map(dict.values, self._tables)
-        parts = list(itertools.chain.from_iterable(tables))
-        for place in self._unread_places:
-            parts[place : place + 1] = [None]
+        parts = gc.get_referents(*self._tables)
+        for table, unread in self._partly_read:
+            parts += [part for name, part in table.items() if name not in unread]
         return tuple(parts)
 
     def _read_values(self) -> _Values | None:
@@ -205,7 +202,7 @@ class ModelState(Reading):
             values = (
                 *gc.get_referents(*self._owners),
                 *itertools.chain.from_iterable(self._iterated),
-                *map(operator.getitem, self._globals, self._global_names),
+                *itertools.starmap(operator.getitem, self._globals),
             )
             arrays = list(map(_content_of, self._arrays))
             return values, _pointers(values), arrays

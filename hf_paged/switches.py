@@ -63,18 +63,19 @@ class Switches(Generic[T]):
 
     def after_fork(self, freed: set[Any]) -> None:
         """In a child process: ends the calls of other threads, which do not exist there."""
-        for item, _, threads in list(self.held.values()):
-            threads[:] = [thread for thread in threads if thread == threading.get_ident()]
-            self._end(item, threads)
+        me = threading.get_ident()
+        self._keep(lambda thread: thread == me)
 
     def end_calls(self) -> None:
         """Ends the calls of this thread."""
         me = threading.get_ident()
         with self._lock:
-            for item, _, threads in list(self.held.values()):
-                if me in threads:
-                    threads[:] = [thread for thread in threads if thread != me]
-                    self._end(item, threads)
+            self._keep(lambda thread: thread != me)
+
+    def _keep(self, stays: Callable[[int], bool]) -> None:
+        for item, _, threads in list(self.held.values()):
+            threads[:] = filter(stays, threads)
+            self._end(item, threads)
 
     def _end(self, item: T, threads: list[int]) -> None:
         if not threads:

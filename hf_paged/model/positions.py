@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .forwards import tensors_of_module
 from .own_loop import first_inputs
 from .trial import ForwardFailedError, Trial, sample_tokens
+from .values import addresses_of, kept_tensors
 
 _aten = torch.ops.aten
 # tokens of a prompt, and of steps behind it, that show which tables are read
@@ -38,11 +38,7 @@ class PositionReads(TorchDispatchMode):
         super().__init__()
         self.position = position
         self.tables = set[Table]()
-        self._addresses = set[int]()
-        for module in model.modules():
-            for x in (*tensors_of_module(module), *vars(module).values()):
-                if _is_plain(x):
-                    self._addresses.add(x.untyped_storage().data_ptr())
+        self._addresses = addresses_of(kept_tensors(model))
 
     def __torch_dispatch__(
         self,
@@ -54,8 +50,9 @@ class PositionReads(TorchDispatchMode):
         reads = _reads(func.overloadpacket, args)
         # code cuts what it computes for many reasons; it cuts a table of the model, or takes the
         # end of one (MPT)
-        if func is _aten.slice.Tensor and not (self._is_of_model(args[0]) or _takes_end(args)):
-            reads = []
+        if func is _aten.slice.Tensor and not _takes_end(args):
+            if self._addresses.isdisjoint(addresses_of(args[:1])):
+                reads = []
         for size, places in reads:
             if places and max(places) >= size:
                 raise IndexError(f"place {max(places)} is read of {size}")
@@ -64,13 +61,6 @@ class PositionReads(TorchDispatchMode):
                     Table(size, min(places) - self.position, isinstance(args[0], nn.Parameter))
                 )
         return func(*args, **(kwargs or {}))
-
-    def _is_of_model(self, tensor: Tensor) -> bool:
-        return _is_plain(tensor) and tensor.untyped_storage().data_ptr() in self._addresses
-
-
-def _is_plain(value: Any) -> bool:
-    return type(value) in (Tensor, nn.Parameter, nn.Buffer) and value.layout is torch.strided
 
 
 def _takes_end(args: tuple[Any, ...]) -> bool:
@@ -137,13 +127,12 @@ def num_positions(
         tables = _tables(trial, given)
     except ForwardFailedError:
         return None, None
-    growing = {table for table in tables if _grows(trial, given, table)}
-    return _least(tables - growing), _least(growing)
-
-
-def _least(tables: set[Table]) -> int | None:
-    """How many positions all of these tables hold."""
-    return min((table.size - table.offset for table in tables), default=None)
+    ending: list[int] = []
+    growing: list[int] = []
+    for table in tables:
+        counts = growing if _grows(trial, given, table) else ending
+        counts.append(table.size - table.offset)
+    return min(ending, default=None), min(growing, default=None)
 
 
 def _grows(trial: Trial, given: dict[str, Any] | None, table: Table) -> bool:

@@ -203,16 +203,10 @@ class Trial:
             gap = root_mean_square / plain[finite].std().clamp_min(1e-6)
         dtypes = self.dtypes - {None}
         stored = {spec.storage_dtype(dtype) for spec in self.cache.groups for dtype in dtypes}
-        half = half_tolerance(dtypes | stored, plain.device)
-        if half is None:
-            worst = float(gap.max())
-        else:
-            worst = float(gap.sort().values[len(gap) // 2])  # the median
-        if worst <= (half or TOLERANCE):  # not so for NaN
+        excess = excess_of(gap, dtypes | stored)
+        if excess is None:
             return None
-        return Topic.SELF_CHECK(
-            f"{how}, its {what} are {worst:.1e} standard deviations from those of a sequence alone"
-        )
+        return Topic.SELF_CHECK(f"{how}, its {what} are {excess} from those of a sequence alone")
 
 
 @dataclasses.dataclass(eq=False)
@@ -354,3 +348,17 @@ def half_tolerance(dtypes: Iterable[torch.dtype | None], device: torch.device) -
         computed.add(torch.bfloat16)
     tolerances = (HALF_TOLERANCE[dtype] for dtype in computed if dtype in HALF_TOLERANCE)
     return max(tolerances, default=None)
+
+
+def excess_of(gap: Tensor, dtypes: Iterable[torch.dtype | None]) -> str | None:
+    """Says how far logits that were computed in `dtypes` differ, by each row's `gap` `(n,)` in
+    standard deviations; `None` if that is tolerated."""
+    half = half_tolerance(dtypes, gap.device)
+    if half is None:
+        worst = float(gap.max())
+    else:
+        # the median in half precision, where a router may choose another expert for a row
+        worst = float(gap.sort().values[len(gap) // 2])
+    if worst <= (half or TOLERANCE):  # not so for NaN
+        return None
+    return f"{worst:.1e} standard deviations"

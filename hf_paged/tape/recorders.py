@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from ..attention.backends import cpp
 from ..interrupts import restoring
 from ..kernels import forced, uses_triton
-from ..model.trial import TOLERANCE, first_line, half_tolerance
-from ..model.values import plain_tensors
+from ..model.trial import excess_of, first_line
+from ..model.values import addresses_of, kept_tensors
 from ..step import NotCapturable
 from ..switches import NOTHING
 from ..topics import Topic
@@ -45,14 +45,7 @@ class Tapes:
         """Runs `run` twice and records it. `tensors`: those that it reads beside the model's.
         Raises what `run` raises, and `NotCapturable` if it cannot be recorded."""
         run()  # initializes lazily built objects, and allocates the result
-        values = (value for module in model.modules() for value in vars(module).values())
-        attributes = (value for value in values if isinstance(value, Tensor))
-        parts = (
-            part
-            for tensor in (*model.parameters(), *model.buffers(), *attributes, *tensors)
-            for part in plain_tensors(tensor)
-        )
-        kept = {part.untyped_storage().data_ptr() for part in parts}
+        kept = addresses_of((*kept_tensors(model), *tensors))
 
         def is_kept(tensor: Tensor) -> bool:
             is_known = tensor.untyped_storage().data_ptr() in kept
@@ -99,16 +92,9 @@ def check_replay(
     replay()
     errors = (logits.float() - expected).square().mean(1).sqrt()
     gap = errors / expected.std(1).clamp_min(1e-6)
-    half = half_tolerance((logits.dtype, *dtypes), logits.device)
-    if half is None:
-        worst = float(gap.max())
-    else:
-        # the median in half precision, where a router may choose another expert for a row
-        worst = float(gap.sort().values[len(gap) // 2])
-    if not worst <= (half or TOLERANCE):
-        raise NotCapturable(
-            f"what was recorded gives logits that are {worst:.1e} standard deviations from its own"
-        )
+    excess = excess_of(gap, (logits.dtype, *dtypes))
+    if excess is not None:
+        raise NotCapturable(f"what was recorded gives logits that are {excess} from its own")
 
 
 def reason_of(error: BaseException) -> str:

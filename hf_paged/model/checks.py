@@ -20,7 +20,7 @@ from ..interrupts import is_interrupt
 from ..kernels import uses_triton
 from ..topics import Topic
 from .layout import TOGETHER, Layout, PromptsVerdict
-from .own_loop import map_tensors, next_logits, pad_token_id, select_rows, tensors_of, with_cross
+from .own_loop import first_row, map_tensors, next_logits, pad_token_id, tensors_of, with_cross
 from .positions import num_positions
 from .trial import (
     CONFIG,
@@ -326,14 +326,6 @@ def _single(prompts: Any, width: int, sign: int) -> Any:
     single.input_ids = single.input_ids[:1]
     single.paddings = single.paddings[:1]
     return single
-
-
-def first_row(prompts: Any) -> dict[str, Any]:
-    """The inputs of the first row of `Prompts`."""
-    row = torch.zeros(1, dtype=torch.long, device=prompts.input_ids.device)
-    num_rows = len(prompts.paddings)
-    inputs = prompts.model_kwargs.items()
-    return {name: select_rows(name, value, row, num_rows) for name, value in inputs}
 
 
 def positions_check(trial: Trial) -> int | None:

@@ -118,6 +118,14 @@ def select_rows(name: str, value: Any, rows: Tensor, count: int) -> Any:
     return map_tensors(select, value)
 
 
+def first_row(prompts: Any) -> dict[str, Any]:
+    """The inputs of the first row of `Prompts`."""
+    row = torch.zeros(1, dtype=torch.long, device=prompts.input_ids.device)
+    num_rows = len(prompts.paddings)
+    inputs = prompts.model_kwargs.items()
+    return {name: select_rows(name, value, row, num_rows) for name, value in inputs}
+
+
 def join_rows(values: Sequence[Any], widths: Sequence[int], width: int) -> Any:
     """Concatenates an input of several batches along rows. Tensors whose number of columns equals
     their batch's entry in `widths` are padded with zeros on the left, or cut there, to `width`

@@ -40,7 +40,7 @@ from .layout import TOGETHER, Layout, PromptsVerdict
 from .sharding import processes_of
 from .structure import KV_LAYERS, Modules, reasons
 from .trial import ForwardFailedError, MakeRunner, Trial, product_precision
-from .writes import unread_names
+from .writes import notes_of
 
 _lock = forks.lock()
 _REFUSED, _OPEN, _KNOWN = range(3)  # state of a check in one process: refused, not run yet, done
@@ -272,8 +272,9 @@ def _code(model: PreTrainedModel, modules: Modules) -> Hashable:
     kinds = tuple((type(module), module.training) for module in modules)
     held: list[Any] = []
     shapes: list[torch.Size] = []  # a longer table allows more positions
+    unread = notes_of(model).unread
     for module in modules:
-        skipped = unread_names(module).union(FUNCTIONS)
+        skipped = {*FUNCTIONS, *unread.get(module, ())}
         for name, value in vars(module).items():
             if type(value) in _TOLD and name not in skipped:
                 held.append(value)

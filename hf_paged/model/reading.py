@@ -42,7 +42,7 @@ from .values import (
     is_users,
     package_of,
 )
-from .writes import unread_modes, unread_values
+from .writes import notes_of
 
 _NAMED = (type, types.ModuleType)
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
@@ -129,7 +129,7 @@ class Reading:
         self._iterated = list[Iterable[Any]]()  # dicts whose keys count, values behind proxies
         self._globals = list[tuple[dict[str, Any], str]]()  # with the name that code reads there
         self._arrays = list[Any]()
-        self._training = unread_modes(model)
+        self._unread = notes_of(model).unread
         self._number(model)
         described = [self._value(hooks) for hooks in _GLOBAL_HOOKS]
         num_described = 0
@@ -199,7 +199,7 @@ class Reading:
         return described
 
     def _module(self, module: nn.Module) -> list[Any]:
-        unread = unread_values(module, self._training)
+        unread = self._unread.get(module, {})
         described: list[Any] = []
         for name, value in vars(module).items():
             if name in _IGNORED:

@@ -22,7 +22,7 @@ from ..interrupts import is_interrupt
 from ..kernels.hashing import hash_tensors
 from ..topics import Topic
 from .reading import MARSHAL_VERSION, Reading
-from .writes import carried_name
+from .writes import notes_of
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ _told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 def carries_state(model: nn.Module) -> bool:
     """Whether forwards read what earlier ones wrote, so that a prefix depends on what ran before;
     logged once."""
-    name = carried_name(model)
+    name = notes_of(model).carried
     if name is None:
         return False
     _tell(model, f"its forward reads `{name}`, which earlier forwards wrote")

@@ -33,58 +33,44 @@ class Write(NamedTuple):
 
 Modes = tuple[bool, ...]  # of a model's modules
 
-_unread: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, Modes], Any]]
-_unread = weakref.WeakKeyDictionary()
-"""Of modules: attributes that each forward writes and none reads, with the modes of the model's
-modules in which this holds, and what a [`ModelState`] reads in their place."""
-_carried: weakref.WeakKeyDictionary[nn.Module, dict[Modes, str]]
-_carried = weakref.WeakKeyDictionary()
-"""Of models: an attribute that forwards read and earlier ones wrote, by the modes of the
-modules."""
+
+class Notes:
+    """What the forwards of a model write into it, in some modes of its modules."""
+
+    def __init__(self) -> None:
+        # an attribute that forwards read and earlier ones wrote: no prefix of the model is cached
+        self.carried: str | None = None
+        # by module, attributes that each forward writes and none reads, so that they are not part
+        # of the model's state, and what a `ModelState` reads in their place
+        self.unread: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]]
+        self.unread = weakref.WeakKeyDictionary()
+
+
+_NONE = Notes()
+_notes: weakref.WeakKeyDictionary[nn.Module, dict[Modes, Notes]] = weakref.WeakKeyDictionary()
 
 
 def _modes(model: nn.Module) -> Modes:
     return tuple(module.training for module in model.modules())
 
 
+def notes_of(model: nn.Module) -> Notes:
+    """The notes on a model in its modules' present modes, not to be changed."""
+    known = _notes.get(model)
+    return _NONE if known is None else known.get(_modes(model), _NONE)
+
+
 def note_write(model: nn.Module, write: Write, is_read: bool) -> None:
-    """Notes that in the present modes each forward of `model` makes this write. If no forward reads
-    what another wrote, the attribute is not part of the model's state; else no prefix of the model
-    is cached."""
-    modes = _modes(model)
+    """Notes that in the present modes each forward of `model` makes this write, and whether a
+    forward reads what another wrote."""
+    notes = _notes.setdefault(model, {}).setdefault(_modes(model), Notes())
     if is_read:
-        _carried.setdefault(model, {})[modes] = f"{type(write.module).__name__}.{write.name}"
+        notes.carried = f"{type(write.module).__name__}.{write.name}"
         return
     told = "written"
     if write.before is ABSENT or type(write.before) in SCALARS:
         told = write.before  # from before the first forward, it is the same in every process
-    _unread.setdefault(write.module, {}).setdefault((write.name, modes), told)
-
-
-def unread_names(module: nn.Module) -> set[str]:
-    """Attributes that each forward writes and none reads, in some modes."""
-    return {name for name, _ in _unread.get(module, ())}
-
-
-def unread_modes(model: nn.Module) -> Modes:
-    """The present modes, for `unread_values`; empty if there are none of any model."""
-    return _modes(model) if _unread else ()
-
-
-def unread_values(module: nn.Module, modes: Modes) -> dict[str, Any]:
-    """What a [`ModelState`] reads in place of attributes that in these modes each forward writes
-    and none reads."""
-    if not modes:
-        return {}
-    notes = _unread.get(module, {})
-    return {name: value for (name, noted), value in notes.items() if noted == modes}
-
-
-def carried_name(model: nn.Module) -> str | None:
-    """An attribute that forwards read and earlier ones wrote, in the present modes."""
-    if model not in _carried:
-        return None
-    return _carried[model].get(_modes(model))
+    notes.unread.setdefault(write.module, {}).setdefault(write.name, told)
 
 
 class Snapshot:

@@ -204,9 +204,7 @@ def _glance(model: PreTrainedModel) -> tuple[Any, ...]:
             type(module).forward,
             module.training,
             replaced_forward(module),
-            vars(module).get("_hf_hook"),
-            tuple(module._forward_hooks),  # torch never reuses their keys
-            tuple(module._forward_pre_hooks),
+            tuple(hooks_of(module)),
         )
         for module in model.modules()
     ]

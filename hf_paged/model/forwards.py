@@ -82,8 +82,6 @@ def code_of(function: Any, seen: set[int] | None = None) -> Any:
         parts = function.__func__, getattr(function.__self__, "__dict__", {})
     elif kind is functools.partial:
         parts = function.func, *function.args, *function.keywords.values()
-    elif kind is torch.autocast:
-        parts = function.device, function.fast_dtype, function._enabled
     elif kind is types.BuiltinFunctionType:
         parts = (function.__qualname__,)
     elif kind is dict:

@@ -92,8 +92,8 @@ class Snapshot:
             for name, value in known.items():
                 if name not in PLUMBING:
                     parts += self._reached(value)
-        generators = {id(part): part for part in parts if isinstance(part, torch.Generator)}
-        self._generators = [(x, x.get_state()) for x in generators.values()]
+        generators = {part for part in parts if isinstance(part, torch.Generator)}
+        self._generators = [(x, x.get_state()) for x in generators]
         tensors: dict[int, Tensor] = {}
         for part in parts:
             if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):

@@ -249,7 +249,7 @@ def rows_check(trial: Trial) -> str | None:
     before = tensors_of(prompts.model_kwargs)
     if not all(map(is_same, after, before)):
         return Topic.MODEL_CODE("its forward writes to its inputs")
-    runner = TrialRunner(trial, TOGETHER._replace(unsupported_reason="rows leave"), memory)
+    runner = TrialRunner(trial, TOGETHER, memory)
     rows = runner.add_prompts(prompts, ids[:, -3:])
     order = sorted(range(len(rows)), key=prompts.paddings.__getitem__)
     a, b = order[-1], order[0]  # rows with the most padding and with the least
@@ -280,7 +280,6 @@ def join_check(trial: Trial) -> tuple[bool, bool] | None:
     like = _single(trial.prompts, width, -1)
     shorter = _single(trial.prompts, max(1, width - 3), -1)
     new = sample_tokens(model)[:1, :3]
-    layout = TOGETHER._replace(unsupported_reason="rows join")
 
     def compute(second: Any, verdict: tuple[bool, bool], joins: bool) -> Tensor:
         """Logits of both rows, which begin together; then one gets a token more unless lengths must
@@ -288,7 +287,7 @@ def join_check(trial: Trial) -> tuple[bool, bool] | None:
         for single in (first, second):
             single.joins = None
             single.set_joins(verdict if joins else None)
-        runner = TrialRunner(trial, layout)
+        runner = TrialRunner(trial, TOGETHER)
         (a,) = runner.add_prompts(first, new)
         (b,) = runner.add_prompts(second, new.flip(1))
         logits = [runner.advance_apart(a, b)]

@@ -47,13 +47,7 @@ class PositionReads(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        reads = _reads(func.overloadpacket, args)
-        # code cuts what it computes for many reasons; it cuts a table of the model, or takes the
-        # end of one (MPT)
-        if func is _aten.slice.Tensor and not _takes_end(args):
-            if self._addresses.isdisjoint(addresses_of(args[:1])):
-                reads = []
-        for size, places in reads:
+        for size, places in self._reads(func.overloadpacket, args):
             if places and max(places) >= size:
                 raise IndexError(f"place {max(places)} is read of {size}")
             if len(places) == 1:
@@ -62,33 +56,32 @@ class PositionReads(TorchDispatchMode):
                 )
         return func(*args, **(kwargs or {}))
 
-
-def _takes_end(args: tuple[Any, ...]) -> bool:
-    """Whether a slice is `x[start:]`."""
-    _, axis, start, end = (*args, 0, None, None)[:4]
-    return bool(start) and start > 0 and (end is None or end >= args[0].shape[axis])
-
-
-def _reads(kind: Any, args: tuple[Any, ...]) -> list[tuple[int, set[int]]]:
-    """Returns the size of each axis that an operation reads in part, and which places it reads; of
-    a slice one end."""
-    if kind is _aten.embedding:
-        return [(len(args[0]), _values(args[1]))]
-    if kind in (_aten.gather, _aten.index_select) and args[0].dim():
-        return [(args[0].shape[args[1]], _values(args[2]))]
-    if kind is _aten.index:
-        indices = zip(args[0].shape, args[1])
-        return [(size, _values(index)) for size, index in indices if _counts(index)]
-    if kind is _aten.slice:
-        axis, start, end = (*args[1:], 0, None, None)[:3] if len(args) > 3 else (0, 0, None)
+    def _reads(self, kind: Any, args: tuple[Any, ...]) -> list[tuple[int, set[int]]]:
+        """Returns the size of each axis that an operation reads in part, and which places it reads;
+        of a slice one end."""
+        if kind is _aten.embedding:
+            return [(len(args[0]), _values(args[1]))]
+        if kind in (_aten.gather, _aten.index_select) and args[0].dim():
+            return [(args[0].shape[args[1]], _values(args[2]))]
+        if kind is _aten.index:
+            indices = zip(args[0].shape, args[1])
+            return [(size, _values(index)) for size, index in indices if _counts(index)]
+        if kind is not _aten.slice or len(args) < 4:
+            return []
+        _, axis, start, end = args[:4]
         size = args[0].shape[axis]
-        if not start or start < 0:  # `x[:end]`
+        takes_start = not start or start < 0  # `x[:end]`
+        takes_end = not takes_start and (end is None or end >= size)
+        # code cuts what it computes for many reasons; it cuts a table of the model, or takes the
+        # end of one (MPT)
+        if not takes_end and self._addresses.isdisjoint(addresses_of(args[:1])):
+            return []
+        if takes_start:
             return [(size, {end - 1})] if end is not None and 0 < end < size else []
         if end is None or end > size:  # `x[size - length:]`: a table that is read from its end
             # nothing is left, which is no error
             return [(size, {size - 1 - start})] if start < size else []
         return [(size, {end - 1})]
-    return []
 
 
 def _counts(index: Tensor | None) -> bool:

@@ -252,11 +252,7 @@ def _is_equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if (a.dtype, a.shape, a.device) != (b.dtype, b.shape, b.device):
             return False
-        if torch.equal(a, b):
-            return True
-        are_equal = a == b
-        are_nan = (a != a) & (b != b)
-        return bool((are_equal | are_nan).all())
+        return torch.equal(a, b) or bool(torch.isclose(a, b, 0, 0, equal_nan=True).all())
     kind = type(a)
     return kind is type(b) and kind in SCALARS and a == b
 

@@ -154,5 +154,5 @@ def _aligned(x: Tensor, width: int) -> Tensor:
 def cache_parts(cache: Any) -> list[Any]:
     """The caches of an `EncoderDecoderCache`, or the cache itself."""
     if isinstance(cache, EncoderDecoderCache):
-        return [*cache_parts(cache.self_attention_cache), *cache_parts(cache.cross_attention_cache)]
+        return [cache.self_attention_cache, cache.cross_attention_cache]
     return [cache]

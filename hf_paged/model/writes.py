@@ -3,6 +3,7 @@ check; which of it a forward reads decides whether the prefix cache serves the m
 
 from __future__ import annotations
 
+import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -129,10 +130,7 @@ class Snapshot:
             if not isinstance(value, (*CONTAINERS, tuple)):
                 yield value
             elif id(value) not in self._containers and len(self._containers) < limit:
-                try:
-                    listed = _elements(value)
-                except Exception:  # user code
-                    continue
+                listed = _elements(value)
                 self._containers[id(value)] = value, listed
                 if not SCALARS.issuperset(map(type, listed)):  # a vocabulary may have millions
                     pending += listed
@@ -147,7 +145,7 @@ class Snapshot:
         """Bytes of the tensors that were not copied, and were written to."""
         return sum(x.nbytes for x, version in self._uncopied if x._version != version)
 
-    def restore(self, by_engine: bool, writes: list[Write] | None = None) -> None:
+    def restore(self, by_engine: bool, writes: list[Write]) -> None:
         """Puts everything back but transformers' notes to itself; adds the differences to
         `writes`."""
         changed = [(x, copy) for x, copy in self._copies if not _is_equal(x, copy)]
@@ -156,10 +154,7 @@ class Snapshot:
             for value, listed in self._containers.values()
             if not _is_listed(value, listed)
         ]
-        if writes is not None:
-            changed_ids = {id(x) for x, _ in changed}
-            refilled_ids = {id(value) for value, _ in refilled}
-            writes += self._writes(changed_ids, refilled_ids, by_engine)
+        writes += self._writes({id(x) for x, _ in (*changed, *refilled)}, by_engine)
         for generator, state in self._generators:
             generator.set_state(state)
         for value, listed in refilled:
@@ -174,14 +169,17 @@ class Snapshot:
             notes = {name: x for name, x in now.items() if name in NOTES}
             restore_attributes(now, {**known, **notes})
 
-    def _writes(self, changed: set[int], refilled: set[int], by_engine: bool) -> Iterator[Write]:
+    def _writes(self, changed: set[int], by_engine: bool) -> Iterator[Write]:
+        """The differences; `changed`: ids of tensors and containers with other content."""
         for module, now, known in self._tables:
             for name, after in now.items():
                 before = known.get(name, ABSENT)
                 is_other = after is not before and (type(after) not in SCALARS or after != before)
-                is_written = is_other or id(after) in refilled
+                is_written = is_other or id(after) in changed
                 if not is_written and changed:
-                    is_written = any(_is_among(part, changed) for part in _parts(after))
+                    tensors = (part for part in _parts(after) if isinstance(part, Tensor))
+                    parts = itertools.chain.from_iterable(map(plain_tensors, tensors))
+                    is_written = not changed.isdisjoint(map(id, parts))
                 if is_written and name not in PLUMBING:
                     yield Write(module, now, name, before, copied(after), by_engine)
 
@@ -200,7 +198,7 @@ def taken_back(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        snapshot.restore(by_engine=True)
+        snapshot.restore(by_engine=True, writes=[])
 
 
 def _parts(value: Any) -> Sequence[Any]:
@@ -211,9 +209,13 @@ def _parts(value: Any) -> Sequence[Any]:
 
 
 def _elements(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return [*value, *value.values()]
-    return [*value]
+    """The elements of a container; none of one that cannot be iterated."""
+    try:
+        if isinstance(value, dict):
+            return [*value, *value.values()]
+        return [*value]
+    except Exception:  # user code
+        return []
 
 
 def _is_listed(value: Any, listed: list[Any]) -> bool:
@@ -230,12 +232,6 @@ def _refill(value: Any, listed: list[Any]) -> None:
         value.update(listed)
     else:
         value.extend(listed)
-
-
-def _is_among(part: Any, ids: set[int]) -> bool:
-    if not isinstance(part, Tensor):
-        return False
-    return any(id(tensor) in ids for tensor in plain_tensors(part))
 
 
 def is_same(a: Any, b: Any) -> bool:

@@ -198,7 +198,6 @@ def side_check(trial: Trial) -> Layout:
     replays = trial.difference(decoded, torch.stack(at_once)) is not None
     logits_of_row = list(map(iter, in_steps))
     expected = torch.stack([next(logits_of_row[row]) for step in _SIDE_STEPS for row, _ in step])
-    can_continue = not replays and compat.supports_dynamic_cache(model)
     for mixed_lengths in (True, False):
         layout = Layout("not packed", mixed_lengths, replays=replays)
         memory = scratch_memory()
@@ -206,7 +205,7 @@ def side_check(trial: Trial) -> Layout:
             computed = trial.run(layout, rows, prompts, _SIDE_STEPS, memory)
             if trial.difference(expected, computed) is None:
                 return layout._replace(
-                    continues=can_continue and _continues(trial, layout, rows, at_once),
+                    continues=not replays and _continues(trial, layout, rows, at_once),
                     max_positions=num_positions(trial)[0],
                     layers=memory.layers(),
                 )

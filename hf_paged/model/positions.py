@@ -64,8 +64,11 @@ class PositionReads(TorchDispatchMode):
         if kind in (_aten.gather, _aten.index_select) and args[0].dim():
             return [(args[0].shape[args[1]], _values(args[2]))]
         if kind is _aten.index:
-            indices = zip(args[0].shape, args[1])
-            return [(size, _values(index)) for size, index in indices if _counts(index)]
+            reads = []
+            for size, index in zip(args[0].shape, args[1]):
+                if index is not None and index.dtype in (torch.int64, torch.int32):
+                    reads.append((size, _values(index)))
+            return reads
         if kind is not _aten.slice or len(args) < 4:
             return []
         _, axis, start, end = args[:4]
@@ -82,10 +85,6 @@ class PositionReads(TorchDispatchMode):
             # nothing is left, which is no error
             return [(size, {size - 1 - start})] if start < size else []
         return [(size, {end - 1})]
-
-
-def _counts(index: Tensor | None) -> bool:
-    return index is not None and index.dtype in (torch.int64, torch.int32)
 
 
 def _values(index: Tensor) -> set[int]:

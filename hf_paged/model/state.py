@@ -204,7 +204,8 @@ class ModelState(Reading):
                 *itertools.chain.from_iterable(self._iterated),
                 *itertools.starmap(operator.getitem, self._globals),
             )
-            arrays = list(map(_content_of, self._arrays))
+            plain = map(np.asarray, self._arrays)
+            arrays = list(map(operator.methodcaller("tobytes"), plain))
             return values, _pointers(values), arrays
         except Exception:
             return None
@@ -224,10 +225,6 @@ def _pointers(values: tuple[Any, ...]) -> bytes:
     start = id(values) + tuple.__basicsize__
     items = (ctypes.c_void_p * len(values)).from_address(start)
     return bytes(items)
-
-
-def _content_of(array: Any) -> bytes:
-    return np.asarray(array).tobytes()
 
 
 def _line(tensor: Tensor, chance: random.Random) -> memoryview:

@@ -281,8 +281,9 @@ class TrialRunner:
         or one more token."""
         logits = []
         for _ in range(num_steps):
-            left = [row.num_prompt_tokens - row.num_computed_tokens for row in rows]
-            step = [(row, max(1, count)) for row, count in zip(rows, left)]
+            step = []
+            for row in rows:
+                step.append((row, max(1, row.num_prompt_tokens - row.num_computed_tokens)))
             logits.append(self.compute(step))
         return torch.cat(logits)
 

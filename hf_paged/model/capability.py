@@ -166,16 +166,50 @@ class Capability:
     ) -> Any:
         """The `known` verdict, the first of `structure.reasons`, or the result of `check`, which
         runs several short forwards once per state of the model and `kind` of call."""
-        trial = Trial(self._model, self._cache, self._make, prompts)
         known = self._known
         if known is None:
-            return _look(check, layout, trial, kind)
+            return self._look(check, layout, prompts, kind)
         glance = _glance(self._model)
         before, verdict = known.get((check, kind), (None, None))
         if before != glance:
-            verdict = _look(check, layout, trial, kind)
+            verdict = self._look(check, layout, prompts, kind)
             if not isinstance(verdict, str):  # a reason may be temporary
                 known[check, kind] = glance, verdict
+        return verdict
+
+    def _look(self, check: Callable[[Trial], Any], layout: str, prompts: Any, kind: Any) -> Any:
+        model = self._model
+        cache = self._cache
+        modules = list(model.modules())
+        processes = processes_of(model)
+        reason = next(reasons(model, cache, modules, layout), None)
+        if reason is not None and processes is None:
+            return reason
+        key = _key(check, kind, model, cache, modules)
+        with _lock:
+            verdicts = _verdicts.setdefault(model, {})
+            state = _KNOWN if key in verdicts else _OPEN
+        if processes is not None:
+            # modules may differ between processes: all processes run the check, or none
+            if reason is not None:
+                state = _REFUSED
+            state = processes.least(state)
+            if state == _REFUSED:
+                return reason or Topic.RANKS("another rank cannot use this layout")
+        if state == _KNOWN:
+            return verdicts[key]
+        try:
+            with step_lock(model), timed("self_check"):
+                trial = Trial(model, cache, self._make, prompts)
+                verdict = check(trial)
+                # whether it allows that prefixes are shared
+                if isinstance(verdict, Layout) or getattr(verdict, "can_reuse", False):
+                    judge_writes(trial)
+        except ForwardFailedError as error:
+            verdict = Topic.SELF_CHECK(str(error))
+            if not error.lasts:  # the cause may be temporary: the next call checks again
+                return verdict
+        _note(model, _key(check, kind, model, cache, modules), verdict)
         return verdict
 
 
@@ -209,40 +243,6 @@ def _glance(model: PreTrainedModel) -> tuple[Any, ...]:
         for module in model.modules()
     ]
     return are_global, modules
-
-
-def _look(check: Callable[[Trial], Any], layout: str, trial: Trial, kind: Any) -> Any:
-    model = trial.model
-    modules = list(model.modules())
-    processes = processes_of(model)
-    reason = next(reasons(model, trial.cache, modules, layout), None)
-    if reason is not None and processes is None:
-        return reason
-    key = _key(check, kind, model, trial.cache, modules)
-    with _lock:
-        verdicts = _verdicts.setdefault(model, {})
-        state = _KNOWN if key in verdicts else _OPEN
-    if processes is not None:
-        # modules may differ between processes: all processes run the check, or none
-        if reason is not None:
-            state = _REFUSED
-        state = processes.least(state)
-        if state == _REFUSED:
-            return reason or Topic.RANKS("another rank cannot use this layout")
-    if state == _KNOWN:
-        return verdicts[key]
-    try:
-        with step_lock(model), timed("self_check"):
-            verdict = check(trial)
-            # whether it allows that prefixes are shared
-            if isinstance(verdict, Layout) or getattr(verdict, "can_reuse", False):
-                judge_writes(trial)
-    except ForwardFailedError as error:
-        verdict = Topic.SELF_CHECK(str(error))
-        if not error.lasts:  # the cause may be temporary: the next call checks again
-            return verdict
-    _note(model, _key(check, kind, model, trial.cache, modules), verdict)
-    return verdict
 
 
 def _key(

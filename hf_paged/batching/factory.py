@@ -8,7 +8,6 @@ import weakref
 from typing import Any
 
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
 
 from ..cache.block_manager import BlockManager
 from ..cache.groups import StateSpec
@@ -21,6 +20,7 @@ from ..model.capability import Capability
 from ..model.forwards import compute_device
 from ..model.layout import Layout
 from ..model.sharding import is_sharded
+from ..model.trial import stock_cache
 from ..model.weights import WeightsGuard
 from ..rooms import OnDemand, TapeRoom, is_installed, room
 from ..seams import DEFAULT_PARTS, Adapters, Drafter, EngineParts, MakeRecorder, Processes, Recorder
@@ -41,10 +41,9 @@ CPU_CHUNK_TOKENS = 256
 
 def empty_cache(model: PreTrainedModel, memory: PagedMemory) -> PagedCache:
     """Returns the cache that `generate` would build for the model, empty."""
-    config = model.config.get_text_config(decoder=True)
-    cache = PagedCache.from_empty(DynamicCache(config=config), memory)
+    cache = PagedCache.from_empty(stock_cache(model), memory)
     if model.config.is_encoder_decoder:
-        cache.cross = PagedCache.from_empty(DynamicCache(config=config), memory, "cross")
+        cache.cross = PagedCache.from_empty(stock_cache(model), memory, "cross")
     return cache
 
 

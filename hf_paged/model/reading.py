@@ -81,13 +81,14 @@ _ARRAYS = (np.ndarray, bytearray, array.array)
 _UNSEEN = (ContextVar, threading.local)
 _CHANGING = {"contextvars", "random", "threading", "time"}
 _ENVIRONMENT = {"environ", "getenv"}  # of `os`
-_REPRESENTED = (bool, int, float, str, np.generic, enum.Enum, *_TORCH_SCALARS)
+_REPRESENTED = (bool, int, float, str, np.generic, *_TORCH_SCALARS)
 # What user classes and modules hold that is read, beside scalars.
 _DATA: tuple[type, ...] = (
     *_CONTAINERS,
     types.SimpleNamespace,
     Tensor,
     *_ARRAYS,
+    enum.Enum,
     *_REPRESENTED,
     *_SHOWN,
     *_UNSEEN,
@@ -251,6 +252,8 @@ class Reading:
             return "module", self._number(value)
         if isinstance(value, _CONTAINERS):
             return self._container(value, depth)
+        if isinstance(value, enum.Enum):
+            return kind.__qualname__, value.name
         if isinstance(value, _REPRESENTED):
             return kind.__qualname__, repr(value)
         if isinstance(value, _ARRAYS):
